@@ -41,9 +41,9 @@ _MODEL = model_pb2.DESCRIPTOR.services_by_name["ModelService"]
 _PREFIX = prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"]
 _KSERVE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 _SERVICE_NAMES = [service.full_name for service in (_GENERATION, _MODEL, _PREFIX, _KSERVE)]
-# For calls that are over, and whose last message has not been sent yet.
+# The time for calls that have ended to send their last message.
 _STOP_GRACE_S = 1.0
-# For clients to learn, from the headers of their next answer, that they must open another connection.
+# The time for clients to learn from the headers of an answer that they must open another connection.
 _HAND_OVER_S = 1.0
 _logger = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ async def serve(settings: GatewaySettings) -> None:
     metrics = GatewayMetrics()
     with _metrics_server(settings, metrics):
         gateway = await Gateway.start(settings, metrics)
-        # What is loaded now stays. A collection that visits all of it takes some 50 ms of the event loop.
+        # Loaded objects stay. A garbage collection that visits all of them would block the event loop for about 50 ms.
         gc.collect()
         gc.freeze()
         # The one line on stdout. Whoever starts a gateway with port 0 reads the port here.
@@ -296,10 +296,10 @@ def _warn_if_open(settings: GatewaySettings, *addresses: str, is_encrypted: bool
     if all(map(is_local, addresses)):
         return
     if not settings.keys_files:
-        _logger.warning("everyone who reaches this gateway from other machines may use it; --keys-file requires keys")
+        _logger.warning("this gateway accepts calls from other machines without a key; --keys-file requires keys")
     if not is_encrypted:
         _logger.warning(
-            "what other machines send to this gateway can be read on the way; --tls-dir or --public-cert encrypts it"
+            "traffic from other machines to this gateway is not encrypted; --tls-dir or --public-cert encrypts it"
         )
 
 

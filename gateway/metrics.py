@@ -1,4 +1,4 @@
-"""What the gateway counts."""
+"""The metrics of the gateway."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

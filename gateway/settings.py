@@ -9,7 +9,7 @@ from quire.service_flags import DrainFlags, ModelFlags, ProcessFlags, ServiceFla
 from quire.settings import parse_bytes, setting
 
 MAX_CHAT_MESSAGES = 1 << 16
-"""Of a conversation, whatever a gateway's own limit is."""
+"""The maximum number of messages of a conversation; a gateway's own limit may be lower."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class GatewayFlags(ServiceFlags):
     http_host: str = setting("127.0.0.1", "where to listen for HTTP")
     http_port: int = setting(8000, "port for HTTP; 0 picks a free one", minimum=0, maximum=65535)
     allowed_origins: tuple[str, ...] = setting(
-        (), "origins of pages that may call the HTTP API from a browser (CORS); * is all of them", metavar="ORIGIN"
+        (), "origins of pages that may call the HTTP API from a browser (CORS); * allows all", metavar="ORIGIN"
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
@@ -29,7 +29,7 @@ class GatewayFlags(ServiceFlags):
         "allowed except at a gateway that listens on loopback without API keys",
         metavar="HOST",
     )
-    tls_client_auth: bool = setting(False, "callers must show a certificate that ca.pem of --tls-dir has signed")
+    tls_client_auth: bool = setting(False, "callers need a certificate that ca.pem of --tls-dir has signed")
     public_cert: Path | None = setting(
         None,
         "certificate of both ports, followed by its chain; replaces the gateway's in --tls-dir",
@@ -38,26 +38,24 @@ class GatewayFlags(ServiceFlags):
     public_key: Path | None = setting(None, "key of --public-cert, not encrypted", metavar="FILE")
     keys_files: tuple[Path, ...] = setting(
         (),
-        "files of API keys, made by `quire keys`; without one everybody may call",
+        "files of API keys, made by `quire keys`; without one, calls need no key",
         flag="--keys-file",
         metavar="FILE",
     )
     open_metrics: bool = setting(False, "show /metrics of the HTTP port without an API key")
 
-    served_model_name: str | None = setting(
-        None, "the name under which clients ask for the model; none takes the directory's"
-    )
+    served_model_name: str | None = setting(None, "the name of the model for clients; by default the directory's name")
     tool_call_parser: str | None = setting(
         None,
-        "the format in which the model writes tool calls, by vLLM's name; none takes that of the chat template",
+        "format of the model's tool calls, by vLLM's name; by default detected in the chat template",
         choices=sorted(TOOL_FORMATS),
     )
     reasoning_parser: str | None = setting(
         None,
-        "the format in which the model reasons, by vLLM's name; none takes that of the chat template",
+        "format of the model's reasoning, by vLLM's name; by default detected in the chat template",
         choices=sorted(REASONING_FORMATS),
     )
-    request_id_prefix: str = setting("req-", "start of the request ids that the gateway makes")
+    request_id_prefix: str = setting("req-", "prefix of the request ids that the gateway makes")
     max_message_bytes: int = setting(
         4 * 1024 * 1024, "maximum bytes of a message of a client", parse=parse_bytes, minimum=1024
     )
@@ -87,14 +85,16 @@ class GatewayFlags(ServiceFlags):
         minimum=0,
         metavar="BYTES",
     )
-    max_prompt_tokens: int | None = setting(None, "maximum tokens of a prompt; none is what the model takes", minimum=1)
+    max_prompt_tokens: int | None = setting(
+        None, "maximum tokens of a prompt; without it, the model's maximum", minimum=1
+    )
     max_logprobs: int = setting(20, "maximum log probabilities of a position", minimum=0)
     max_stop_strings: int = setting(16, "maximum stop strings of a request", minimum=0)
     max_stop_string_bytes: int = setting(1024, "maximum bytes of a stop string, in UTF-8", minimum=1)
     max_stop_token_ids: int = setting(128, "maximum stop token ids of a request", minimum=0)
     max_chat_messages: int = setting(1024, "maximum messages of a conversation", minimum=1, maximum=MAX_CHAT_MESSAGES)
     max_call_sequences: int = setting(
-        1024, "maximum sequences of a call: those that run for each prompt, times the prompts", minimum=1
+        1024, "maximum sequences of a call: sequences per prompt times prompts", minimum=1
     )
     max_chunk_tokens: int = setting(256, "maximum tokens in one message to a slow client", minimum=1)
     tokenizer_threads: int = setting(2, "threads for long texts and chat templates", minimum=1, maximum=64)
@@ -109,24 +109,24 @@ class GatewayFlags(ServiceFlags):
         maximum=1 << 20,
     )
     handshake_timeout: float = setting(
-        10.0, "seconds that a client may take to set a connection up", minimum=0.1, maximum=3600, metavar="SECONDS"
+        10.0, "maximum seconds for a client to set up a connection", minimum=0.1, maximum=3600, metavar="SECONDS"
     )
     slow_reader_timeout: float = setting(
-        60.0, "seconds that a client may take nothing while output waits for it", minimum=0.1, metavar="SECONDS"
+        60.0, "maximum seconds in which a client reads nothing while output is waiting", minimum=0.1, metavar="SECONDS"
     )
     slow_sender_timeout: float = setting(
-        30.0, "seconds that a client may take to send a request whole", minimum=0.1, metavar="SECONDS"
+        30.0, "maximum seconds for a client to send a whole request", minimum=0.1, metavar="SECONDS"
     )
 
     sse_keepalive: float = setting(
         15.0,
-        "seconds without output after which a stream of server-sent events sends a comment; 0 never does",
+        "seconds without output after which a stream of server-sent events sends a comment; 0 sends none",
         minimum=0,
         metavar="SECONDS",
     )
 
     connect_timeout: float = setting(
-        30.0, "seconds that a request waits for a scheduler to come, or to come back", minimum=0, metavar="SECONDS"
+        30.0, "seconds that a request waits for a scheduler to connect", minimum=0, metavar="SECONDS"
     )
     failover_delay: float = setting(
         5.0,
@@ -164,7 +164,7 @@ class GatewaySettings(ModelFlags, GatewayFlags, DrainFlags, ProcessFlags):
     schedulers: tuple[str, ...] = setting(("127.0.0.1:50052",), "addresses of the schedulers, one per replica")
     reuse_port: bool = setting(False, "share both ports with other gateways of the same user on this machine")
     hand_over: bool = setting(
-        False, "close both ports as soon as this gateway drains; other gateways that share them go on"
+        False, "close both ports as soon as this gateway drains; other gateways that share them continue"
     )
     local_socket: Path | None = setting(
         None, "unix socket on which to serve gRPC too, to reach this gateway where ports are shared", metavar="PATH"

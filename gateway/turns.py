@@ -9,7 +9,7 @@ TOKENS_PER_TURN = 50
 
 
 class Turns:
-    """For a task with much work and nothing to wait for, such as a check of a thousand prompts."""
+    """Lets other tasks run during long work that waits for nothing, such as a check of a thousand prompts."""
 
     def __init__(self) -> None:
         self._began_at = time.perf_counter()

@@ -6,11 +6,11 @@ from enum import Enum
 import torch
 
 ACTIVATIONS = ("identity", "relu", "silu", "gelu_tanh")
-"""What a product can do to its sums before they are rounded."""
+"""Operations that a product can apply to its sums before they are rounded."""
 
 
 class Rounding(Enum):
-    """What of a product is rounded to int8, as `kernels.int8` does it."""
+    """The parts of a product that are rounded to int8, as in `kernels.int8`."""
 
     NONE = "none"
     WEIGHT = "weight"
@@ -21,15 +21,15 @@ class Rounding(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """What `ops.pack_weight` made of a weight [out, in]. Only the implementation that packed it reads `data`."""
+    """A weight [out, in] packed by `ops.pack_weight`. Only the implementation that packed it reads `data`."""
 
     data: torch.Tensor
     scales: torch.Tensor | None
     """[out] float32, where `data` is int8 and stands for `data * scales`."""
     dtype: torch.dtype
-    """Of the weight before it was packed, and of the tokens that it is multiplied with."""
+    """The dtype of the weight before it was packed, and of the tokens that it is multiplied with."""
     out_features: int
-    """Of the weight. Where it is gated, the product has half as many."""
+    """The output features of the weight. If it is gated, the product has half as many."""
     in_features: int
     padded_in: int
     """Inputs that the product multiplies: tokens are padded with zeros."""

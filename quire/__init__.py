@@ -1,4 +1,4 @@
-"""What all services of Quire share, and what its users import: see `quire.client`."""
+"""Code that all services of Quire share, and the package that users import: see `quire.client`."""
 
 from quire.version import VERSION
 

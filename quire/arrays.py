@@ -94,7 +94,7 @@ def encode_logprobs(columns: LogprobColumns, message: LogprobMessage) -> None:
 
 
 def decode_logprobs(message: LogprobMessage, *, vocab_size: int | None = None) -> LogprobColumns:
-    """What the message's fields hold, as read-only views of them.
+    """The arrays in the message's fields, as read-only views.
 
     Raises:
         InvalidArgument: there is no position, the fields do not fit each other, or an id is not in the vocabulary.

@@ -47,14 +47,14 @@ class ProtocolVersions:
 
 
 SCHEDULER_PROTOCOL = ProtocolVersions(2, 2)
-"""What this release speaks of quire.scheduler.v1, on both sides."""
+"""The versions of quire.scheduler.v1 that this release supports, on both sides."""
 WORKER_PROTOCOL = ProtocolVersions(2, 2)
-"""What this release speaks of quire.worker.v1, on both sides."""
+"""The versions of quire.worker.v1 that this release supports, on both sides."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFingerprint:
-    """What a model is: hashes of its parts, each empty where a process does not have that part. See the message."""
+    """The identity of a model: hashes of its parts, each empty if the process does not have it. See the message."""
 
     config: str = ""
     tokenizer: str = ""
@@ -66,7 +66,7 @@ class ModelFingerprint:
 
     @classmethod
     def read(cls, directory: ModelDirectory) -> Self:
-        """That of a model directory. Of the weights only the headers and a sample are read."""
+        """The fingerprint of a model directory. It reads only the headers and a sample of the weights."""
         return cls(
             config=_digest([_canonical(directory.config, _WITHOUT_EFFECT)]),
             tokenizer=_tokenizer_digest(directory),
@@ -136,7 +136,7 @@ def _weights_digest(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _StoredTensor:
-    """Where the bytes of a tensor lie in a file."""
+    """The position of a tensor's bytes in a file."""
 
     name: str
     dtype: str

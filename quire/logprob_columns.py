@@ -15,10 +15,10 @@ _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
 
 POSITION_BYTES = 12
-"""Of a position without the most likely tokens."""
+"""The bytes of a position without the most likely tokens."""
 
 TOP_BYTES = 8
-"""Of each of the most likely tokens at a position."""
+"""The bytes of each of the most likely tokens at a position."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +68,7 @@ class LogprobColumns:
 
     @property
     def num_bytes(self) -> int:
-        """What the columns take."""
+        """The bytes of the columns."""
         return POSITION_BYTES * len(self) + TOP_BYTES * len(self.top_logprobs)
 
     def part(self, begin: int, end: int) -> Self:
@@ -92,7 +92,7 @@ class LogprobColumns:
             return self
         counts = self.top_counts[positions]
         starts = (np.cumsum(self.top_counts) - self.top_counts)[positions]
-        # For each place in the result, where it comes from: within a position they are consecutive.
+        # The source index of each entry of the result: within a position they are consecutive.
         sources = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
         return type(self)(
             self.chosen_logprobs[positions],

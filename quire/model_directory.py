@@ -16,7 +16,7 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
-"""What Quire implements itself."""
+"""The architectures that Quire implements itself."""
 
 # How transformers names language models; the worker says which of them it can run through transformers' code.
 _LANGUAGE_MODEL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
@@ -29,7 +29,7 @@ _EXPECTED = (
     "--model takes a directory as transformers saves it (config.json, tokenizer.json, *.safetensors), or "
     f"{EMBEDDED_MODEL}, the embedded model and the default"
 )
-# What the Hugging Face Hub calls a model: owner/name.
+# A name on the Hugging Face Hub: owner/name.
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 _SPECIAL_TOKEN_NAMES = ("_token", "additional_special_tokens", "extra_special_tokens")
@@ -98,7 +98,7 @@ class ModelDirectory:
         return {key: value for key, value in self.generation_config.items() if value is not None}
 
     def tokenizer_file(self) -> Path:
-        """Where the tokenizer is; ConfigurationError when there is none."""
+        """The path of the tokenizer; ConfigurationError if there is none."""
         file = self.path / "tokenizer.json"
         if not file.is_file():
             raise ConfigurationError(f"model directory {self.path} has no {file.name}")

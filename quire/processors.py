@@ -25,7 +25,7 @@ def available_memory(
 
 
 def _memory_left(group: Path) -> int | None:
-    """What the limit of a control group leaves; the page cache of its files counts as free."""
+    """The free memory within the limit of a control group; the page cache of its files counts as free."""
     for limit, usage, prefix in (
         ("memory.max", "memory.current", ""),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),

@@ -1,11 +1,11 @@
-"""Programs over one cached prefix: branches of one text or conversation that generate, choose, fork and join.
+"""Programs over one cached prefix: branches of a text or conversation that generate, select, fork and join.
 
     async with AsyncClient() as client, Program(client, document) as program:
         drafts = program.branch().append("\\nSummary:").fork(8)
         await join(draft.gen("summary", max_tokens=60, seed=seed) for seed, draft in enumerate(drafts))
 
-The prefix is pinned while the program runs, and a branch begins with exactly the text of its parent, so what branches
-have in common is computed once. The words are those of SGLang (Zheng et al., 2024, section 2).
+The prefix is pinned while the program runs, and a branch begins with exactly the text of its parent, so the common
+prefix of branches is computed once. The terms are those of SGLang (Zheng et al., 2024, section 2).
 """
 
 import asyncio
@@ -29,7 +29,7 @@ Prompt = str | tuple[ChatMessage, ...]
 
 @dataclass(slots=True)
 class Costs:
-    """What the calls of a program cost so far, in tokens; cached ones are among those of prompts."""
+    """The cost of a program's calls so far, in tokens; the cached tokens are part of the prompt tokens."""
 
     calls: int = 0
     prompt_tokens: int = 0
@@ -48,11 +48,11 @@ class Program:
     """Branches that begin with one prefix, which stays cached from `async with` to its end.
 
     Args:
-        client: Makes the calls. Each raises what the client raises.
+        client: Makes the calls. Methods raise the client's errors.
         prefix: A text, which branches continue, or the messages of a conversation.
-        options: How all branches generate, where a call does not say otherwise.
-        pin: Keep the prefix in the cache even where memory runs short. A prefix that cannot be pinned, since it is
-            shorter than a block or exceeds the quota of pins, is cached as long as there is room.
+        options: The default options of all calls.
+        pin: Protect the prefix from eviction. A prefix that cannot be pinned, because it is shorter than a block or
+            exceeds the quota of pins, is cached while there is room.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Program:
             self._renewal.cancel()
             await asyncio.gather(self._renewal, return_exceptions=True)
         if self._pin is not None:
-            # It ends by itself where the scheduler that had it is away.
+            # If its scheduler is not reachable, the pin expires by itself.
             with contextlib.suppress(NotFound, Unavailable):
                 await self._client.unpin_prefix(self._pin.pin_id)
 
@@ -130,10 +130,10 @@ class Program:
 
 @dataclass(slots=True)
 class Branch:
-    """A text or conversation that grows by what is appended and generated.
+    """A text or conversation that grows by appended and generated text.
 
     Attributes:
-        values: What was generated or selected under a name.
+        values: The texts that were generated or selected under a name.
     """
 
     program: Program = field(repr=False)
@@ -152,10 +152,10 @@ class Branch:
         return self
 
     async def gen(self, name: str | None = None, **changes: Any) -> str:
-        """Generates, appends what came, and returns it.
+        """Generates text, appends it, and returns it.
 
         Args:
-            name: Keeps it in `values` under this name.
+            name: The name under which `values` keeps it.
             changes: Fields of GenerationOptions, for example max_tokens, stop or constraint. TypeError for others.
         """
         generation = await self.program.ask(self.prompt, self.program.options(changes))
@@ -170,9 +170,8 @@ class Branch:
         return branches
 
     async def select(self, choices: Sequence[str], name: str | None = None) -> str:
-        """Appends the most likely of the choices and returns it: the one whose tokens have the highest mean log
-        probability after the branch, by the log probabilities of a prompt that ends with it. ValueError without
-        choices."""
+        """Appends the most likely choice and returns it: the one whose tokens have the highest mean log probability as
+        a continuation of the branch. Raises ValueError if there are no choices."""
         if not choices:
             raise ValueError("choices is empty; select needs at least one")
         scores = await join(self._score(choice) for choice in choices)
@@ -180,7 +179,7 @@ class Branch:
         return self._take(choices[best], name)
 
     def fork(self, n: int) -> "list[Branch]":
-        """n branches that begin with all that this one has."""
+        """n branches that begin with the whole text of this one."""
         return [Branch(self.program, self.prompt, dict(self.values)) for _ in range(n)]
 
     def _take(self, text: str, name: str | None) -> str:
@@ -208,8 +207,8 @@ class Branch:
 
 
 async def join(parts: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Runs coroutines side by side and returns their results in order. Where one fails, the others are cancelled and
-    its error is raised."""
+    """Runs coroutines concurrently and returns their results in order. If one fails, the others are cancelled and its
+    error is raised."""
     tasks = [asyncio.ensure_future(part) for part in parts]
     try:
         return await asyncio.gather(*tasks)

@@ -21,7 +21,7 @@ class ServiceFlags:
     tls_dir: Path | None = setting(
         None, "directory of certificates, as `quire certs` makes it; none encrypts nothing", metavar="DIR"
     )
-    metrics_host: str = setting("127.0.0.1", "where the ports of Prometheus metrics listen")
+    metrics_host: str = setting("127.0.0.1", "host of the ports for Prometheus metrics")
     otlp_traces_endpoint: str | None = setting(
         None,
         "where to send OpenTelemetry traces by OTLP over gRPC; https is TLS; none traces nothing",
@@ -56,7 +56,9 @@ class StepFlags(ServiceFlags):
 class DrainFlags(ServiceFlags):
     """Shutdown."""
 
-    drain_timeout: float = setting(30.0, "seconds that live requests get at shutdown", minimum=0, metavar="SECONDS")
+    drain_timeout: float = setting(
+        30.0, "seconds for live requests to finish at shutdown", minimum=0, metavar="SECONDS"
+    )
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,11 @@ class ProcessFlags(ServiceFlags):
 
     admin_port: int | None = setting(
         None,
-        "port of channelz on 127.0.0.1, which shows connections and calls; none shows nothing",
+        "port of channelz on 127.0.0.1, which shows connections and calls; without it, channelz is off",
         minimum=0,
         maximum=65535,
     )
     metrics_port: int | None = setting(
-        None, "port of the Prometheus metrics; none serves none", minimum=0, maximum=65535
+        None, "port of the Prometheus metrics; without it, metrics are off", minimum=0, maximum=65535
     )
-    log_level: str = setting("info", "least level to log", choices=LOG_LEVELS)
+    log_level: str = setting("info", "lowest log level", choices=LOG_LEVELS)

@@ -150,11 +150,11 @@ class _Option:
 
     @property
     def negated_flag(self) -> str:
-        """What sets a bool to false."""
+        """The flag that sets a bool to false."""
         return "--no-" + self.flag.removeprefix("--")
 
     def value(self, texts: Sequence[str | list[str]], source: str) -> Any:
-        """What is given by the flag or the variable `source`; only a tuple's flag can be repeated."""
+        """The value of the flag or the variable `source`; only a tuple's flag can be repeated."""
         # argparse of Python 3.11 makes an empty list of the value "--".
         parsed = [self._parsed(text if isinstance(text, str) else "--", source) for text in texts]
         return tuple(itertools.chain.from_iterable(parsed)) if self.is_tuple else parsed[-1]
@@ -185,7 +185,7 @@ class _Option:
 
 
 def _options_of(cls: type) -> list[_Option]:
-    """Those that the class itself declares, then those of each base; one that a class declares again is its own."""
+    """The options that the class declares, then those of each base class, without options that were redeclared."""
     hints, fields = get_type_hints(cls), {field.name: field for field in dataclasses.fields(cls)}
     return [
         _option(base, fields.pop(name), hints[name])

@@ -11,8 +11,8 @@ from quire.settings import ConfigurationError, setting
 class SchedulerFlags(StepFlags):
     """How schedulers queue, preempt and keep requests."""
 
-    max_waiting_requests: int = setting(1024, "max requests that wait; more are refused", minimum=1)
-    max_waiting_tokens: int = setting(1_000_000, "max prompt tokens that wait; more are refused", minimum=1)
+    max_waiting_requests: int = setting(1024, "maximum number of waiting requests; more are refused", minimum=1)
+    max_waiting_tokens: int = setting(1_000_000, "maximum number of waiting prompt tokens; more are refused", minimum=1)
     tenant_overflow: float = setting(
         1.0,
         "share of the bounds on waiting and on durable requests by which tenants that use less than an equal part may "
@@ -28,13 +28,13 @@ class SchedulerFlags(StepFlags):
     )
     max_prefill_share: float = setting(
         0.5,
-        "share of a step's tokens that one prompt takes while others with less to compute wait; 1 bounds nothing",
+        "maximum share of a step's tokens for one prompt while shorter ones wait; 1 is no limit",
         minimum=0.01,
         maximum=1,
     )
     preemption_mode: str = setting(
         "auto",
-        "what preempted requests do with their blocks: swap to host memory, recompute, or what suits the request",
+        "how preempted requests free their blocks: swap to host memory, recompute, or auto by kind of request",
         choices=("auto", "swap", "recompute"),
     )
     pin_quota: float = setting(0.25, "share of the blocks that one tenant's pins may hold", minimum=0, maximum=1)

@@ -12,15 +12,15 @@ class WorkerFlags(StepFlags):
 
     model_impl: str = setting(
         "auto",
-        "whose code runs the model; auto takes transformers' where Quire has no code of its own for the architecture",
+        "implementation of the model; auto uses transformers' if Quire has none for the architecture",
         choices=("auto", "native", "transformers"),
     )
     device: str = setting(
-        "auto", "where the model runs; auto takes cuda where there is one", choices=("auto", "cpu", "cuda")
+        "auto", "device of the model; auto uses cuda if torch finds it", choices=("auto", "cpu", "cuda")
     )
     dtype: str = setting(
         "auto",
-        "type of weights and KV pool; auto takes the model's, but float32 for float64, and on cpu bfloat16 for float16",
+        "type of weights and KV pool; auto uses the model's, but float32 for float64, and on cpu bfloat16 for float16",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = setting(
@@ -30,14 +30,14 @@ class WorkerFlags(StepFlags):
         choices=("none", "int8-weight-only", "int8-dynamic"),
     )
     kv_cache_dtype: str = setting(
-        "auto", "type of the KV pool; auto takes --dtype, int8 holds about twice the tokens", choices=("auto", "int8")
+        "auto", "type of the KV pool; auto uses --dtype, int8 holds about twice the tokens", choices=("auto", "int8")
     )
     cuda_graphs: str = setting(
         "off",
         "whether decode steps on cuda are replayed as CUDA graphs, recorded at start; never run on a GPU yet",
         choices=("on", "off"),
     )
-    block_size: int = setting(16, "tokens of one KV block", minimum=1, maximum=1024)
+    block_size: int = setting(16, "tokens per KV block", minimum=1, maximum=1024)
     kv_cache_memory: int | None = setting(
         None,
         "memory of the KV pool, all of which is taken; not given, on cpu what max_num_seqs sequences of max_model_len "
@@ -64,10 +64,10 @@ class WorkerFlags(StepFlags):
     )
     thread_binding: str = setting(
         "auto",
-        "on cpu, auto keeps each thread of an operation on one processor where there are as many threads as processors",
+        "on cpu, auto binds each thread of an operation to one processor if there are as many threads as processors",
         choices=("auto", "off"),
     )
-    tensor_parallel_size: int = setting(1, "ranks that share the model, each a worker of its own", minimum=1)
+    tensor_parallel_size: int = setting(1, "ranks that share the model; each is a separate worker", minimum=1)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class WorkerSettings(ModelFlags, WorkerFlags, ProcessFlags):
     """Holds the KV pool and the model, and runs the scheduler's steps."""
 
     listen: str = setting("127.0.0.1:50053", "address to listen on: HOST:PORT or unix:PATH")
-    tensor_parallel_rank: int = setting(0, "which of the ranks this worker is", minimum=0)
+    tensor_parallel_rank: int = setting(0, "rank of this worker", minimum=0)
     tensor_parallel_address: str = setting(
         "127.0.0.1:50063", "address of the ranks' rendezvous: HOST:PORT, on which rank 0 listens for the others"
     )

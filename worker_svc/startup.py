@@ -327,7 +327,7 @@ def memory_for_pool(
     """
     device = model.device
     num_new = _worst_case(limits, geometry.max_model_len)
-    # For the longest context attention keeps the result of each piece, and allocates as much for every other row.
+    # Attention allocates the results of as many pieces for every row as the longest context has.
     lengths = [geometry.max_model_len, *num_new[1:]]
     request = PoolRequest(block_size, num_gpu_blocks=1, kv_cache_memory=None, swap_space=0, max_useful_blocks=1)
     pool = allocate_pool(pool_geometry(model, request, None), device, model.dtype)

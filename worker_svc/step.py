@@ -38,7 +38,7 @@ class PoolGeometry:
     head_dim: int
     dtype: str
     block_bytes: int
-    """Of one block: keys and values of all layers."""
+    """The bytes of one block: keys and values of all layers."""
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens of one sequence."""
@@ -144,7 +144,7 @@ class LogitRules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowConstraint:
-    """What the output of a row must match."""
+    """The constraint of a row's output."""
 
     message: Constraint
     """It is not changed any more."""

@@ -35,7 +35,7 @@ class Stream(Protocol):
         ...
 
     def wait_for(self, mark: Mark) -> None:
-        """What is queued from now on starts after the mark. Does not block the calling thread."""
+        """Makes later work of the queue start after the mark. Does not block the calling thread."""
         ...
 
     def used(self) -> AbstractContextManager[object]:

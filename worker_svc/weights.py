@@ -145,7 +145,7 @@ class Placement:
     dtype: torch.dtype
     ranks: Ranks = ALONE
     quantization: Quantization = Quantization.NONE
-    """Of linear layers."""
+    """The quantization of linear layers."""
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self.device, dtype=self.dtype)

@@ -1,1 +1,1 @@
-"""What callers speak: OpenAI's API, gRPC and KServe, over the same requests."""
+"""The front ends: OpenAI's, Anthropic's, gRPC and KServe APIs, over the same requests."""

@@ -1,8 +1,8 @@
-"""Answers over HTTP: JSON that is made and written in pieces, streams of events, and errors.
+"""Answers over HTTP: JSON that is made and written in pieces, server-sent events, and errors.
 
-Long lists are made a few entries at a time, and never held whole. All characters beyond ASCII are escaped: some readers
-split lines at more of them than JSON does. Errors have a status and {"error": {message, type, param, code}}, which is
-OpenAI's shape.
+Long lists are made a few entries at a time and never held as a whole. All non-ASCII characters are escaped, because
+some readers split lines at characters that JSON allows. Errors have a status and, as OpenAI's, the body
+{"error": {message, type, param, code}}.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from quire.rpc.errors import QuireError
 _logger = logging.getLogger(__name__)
 
 ParamNames = Callable[[str], str]
-"""The name of a field of the validator in the caller's request."""
+"""Maps a field name of the validator to its name in the caller's request."""
 
 _STATUSES = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -51,10 +51,10 @@ _STATUSES = {
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
 HTTP_STATUSES = frozenset(_STATUSES.values()) | {408, 413, 415}
-"""Of errors of requests with a body: errors of Quire, and a body that is slow, too large or of another media type."""
+"""HTTP statuses of errors of requests with a body: Quire's errors, and a slow, too large or non-JSON body."""
 _RETRY_AFTER_UNAVAILABLE_S = "1"
 _TYPES = {403: "permission_error", 429: "rate_limit_error"}
-# A request that names a model that is not served is not found, as OpenAI has it.
+# As in OpenAI's API, a model that is not served is 404.
 _STATUSES_BY_REASON = {"MODEL_NOT_FOUND": 404}
 _CODES = {404: "path_not_found", 405: "method_not_allowed"}
 _CLIENT_LEFT = 499
@@ -62,20 +62,20 @@ _client_request_id: ContextVar[str | None] = ContextVar("request id of the clien
 _EVENT_STREAM = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    # Proxies would buffer it as an ordinary body.
+    # Without it, proxies would buffer the stream.
     "x-accel-buffering": "no",
 }
 _JSON = {"content-type": "application/json"}
 _COMMENT = b": keep-alive\n\n"
 _PIECE_BYTES = 1 << 16
 _PIECE_CHARACTERS = 1 << 15
-# Entries of a list that are written at once.
+# Number of list entries that are written at once.
 _FEW = 64
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class ErrorDetail(BaseModel):
-    """`param` names the field at fault, `code` is for programs."""
+    """`param` is the path of the invalid field, `code` is a constant for programs."""
 
     message: str
     type: str
@@ -91,7 +91,7 @@ class ErrorBody(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """An error as it is sent. `param` names the field at fault, `code` is for programs."""
+    """An error response. `param` is the path of the invalid field, `code` is a constant for programs."""
 
     status: int
     message: str
@@ -105,11 +105,11 @@ class Dialect:
     """How an API writes errors and streams.
 
     Attributes:
-        error: The object that says an error.
+        error: Makes the object of an error.
         names_events: Whether each event of a stream has the `type` of its object as its name, as in OpenAI's responses
             and Anthropic's messages. Otherwise events have no names, and [DONE] is the last one.
-        error_event: The object that says an error in a stream; None where it is the same.
-        id_headers: The headers of an answer that have the id of its call.
+        error_event: Makes the object of an error in a stream; None if it is the same.
+        id_headers: The response headers with the id of the call.
     """
 
     error: Callable[[ErrorAnswer], Mapping[str, Any]]
@@ -137,11 +137,11 @@ def _openai_error(answer: ErrorAnswer) -> dict[str, Any]:
 
 
 OPENAI = Dialect(_openai_error)
-"""OpenAI's completions and chat completions, and all that is no API of its own."""
+"""The dialect of OpenAI's completions and chat completions, and of all paths without their own dialect."""
 
 
 class HttpError(Exception):
-    """An error that only HTTP has, such as a wrong media type."""
+    """An error that occurs only over HTTP, such as a wrong media type."""
 
     def __init__(self, answer: ErrorAnswer) -> None:
         super().__init__(answer.message)
@@ -149,8 +149,8 @@ class HttpError(Exception):
 
 
 def error_answer(error: Exception, names: ParamNames, request_id: str | None = None) -> ErrorAnswer:
-    """The answer to any error. Of an unexpected one it says only that it happened, with the id under which the log has
-    the rest: the client's own, or `request_id`, or a new one."""
+    """The response to any error. For an unexpected error it has no details, only the id under which the log has them:
+    the client's own id, or `request_id`, or a new one."""
     match error:
         case HttpError(answer=answer):
             return answer
@@ -185,7 +185,8 @@ def error_response(answer: ErrorAnswer, dialect: Dialect = OPENAI) -> Response:
 def error_handlers(
     dialect_of: Callable[[str], Dialect],
 ) -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
-    """Starlette's handlers by kind of error, a wrong path or method included. `dialect_of` returns that of a path."""
+    """Starlette's error handlers by type, including wrong paths and methods. `dialect_of` returns the dialect of a
+    path."""
 
     async def answer(request: Request, error: Exception) -> Response:
         match error:
@@ -206,7 +207,7 @@ def _of_http_exception(request: Request, error: HTTPException) -> ErrorAnswer:
     code = _CODES.get(error.status_code, "http_error")
     headers = dict(error.headers or {})
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        # Starlette names the methods of the first route of the path alone.
+        # Starlette lists only the methods of the first route of the path.
         path = next(each.path for each in request.app.routes if each.matches(request.scope)[0] is not Match.NONE)
         methods = {method for each in request.app.routes if each.path == path for method in each.methods}
         headers["Allow"] = ", ".join(sorted(methods))
@@ -276,7 +277,7 @@ def _list_parts(entries: Iterator[Any]) -> Iterator[str]:
 
 
 def _is_long(value: Any) -> bool:
-    """Whether it is or contains a list that is made or written in pieces."""
+    """Whether the value is or contains a list that is made or written in pieces."""
     match value:
         case LazyList():
             return True
@@ -289,7 +290,7 @@ def _is_long(value: Any) -> bool:
 
 
 class WatchedResponse(Response):
-    """A response that is given up, with the requests that it runs, as soon as the client has left."""
+    """A response that is cancelled, with its requests, when the client disconnects."""
 
     def __init__(self, names: ParamNames, headers: Mapping[str, str], dialect: Dialect) -> None:
         """`names` are the names of fields in errors."""
@@ -357,7 +358,7 @@ class WholeResponse(WatchedResponse):
         await send({"type": "http.response.body", "body": b""})
 
     async def _send_error(self, send: Send, answer: ErrorAnswer) -> None:
-        # A body that has begun cannot be taken back: the connection ends in the middle of it.
+        # A part of the body was sent already, so the connection is cut.
         if not self._has_started:
             await super()._send_error(send, answer)
 
@@ -365,9 +366,9 @@ class WholeResponse(WatchedResponse):
 class StreamedResponse(WatchedResponse):
     """Server-sent events.
 
-    The headers are sent with the first event, or when the request has been with a scheduler for a while: a scheduler
-    that refuses does so at once, and a refusal shall be an ordinary error answer. Later errors are the last event of
-    the stream. Between events, comments keep proxies from cutting the connection.
+    The headers are sent with the first event, or some time after the request was submitted to a scheduler. A scheduler
+    refuses at once, so a refusal is still an ordinary error response. Later errors are the last event of the stream.
+    Between events, comments keep proxies from cutting the connection.
     """
 
     def __init__(
@@ -387,7 +388,7 @@ class StreamedResponse(WatchedResponse):
         self._keep_alive_s = keep_alive_s
         self._has_started = False
         self._written_at = 0.0
-        # Held while something is written.
+        # Held during each write.
         self._lock = asyncio.Lock()
 
     async def _make(self, send: Send) -> None:
@@ -414,7 +415,7 @@ class StreamedResponse(WatchedResponse):
                 await asyncio.sleep(self._keep_alive_s - silent_s)
 
     async def _write(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
-        """Sends the headers, unless they are sent, and `data`."""
+        """Sends `data`, and the headers if they were not sent."""
         async with self._lock:
             if not self._has_started:
                 await _start(send, 200, _EVENT_STREAM | dict(self._headers))
@@ -435,7 +436,7 @@ class StreamedResponse(WatchedResponse):
 async def send_answer(
     send: Send, answer: ErrorAnswer, headers: Mapping[str, str] | None = None, dialect: Dialect = OPENAI
 ) -> None:
-    """Sends an error, with `headers` unless it has the same itself."""
+    """Sends an error. `headers` are added unless the error has its own."""
     body = dialect.error_body(answer)
     await _start(send, answer.status, _json_headers(body) | {**(headers or {}), **answer.headers})
     await send({"type": "http.response.body", "body": body})
@@ -451,8 +452,8 @@ async def _start(send: Send, status: int, headers: Mapping[str, str]) -> None:
 
 
 async def _send_piece(send: Send, body: bytes) -> None:
-    """More of a body. Each message waits until those before it have left: over TLS, what is written at once counts as
-    sent, and is cut off some time later."""
+    """Sends a part of a body, after the parts before it were written out. Over TLS, data that is written at once counts
+    as sent, and the rest may be cut off later."""
     for begin in range(0, len(body), _PIECE_BYTES):
         await send({"type": "http.response.body", "body": body[begin : begin + _PIECE_BYTES], "more_body": True})
 

@@ -1,4 +1,4 @@
-"""The answer as a row of blocks, for APIs that show it so: reasoning, text and tool calls, one after the other."""
+"""The answer as a sequence of blocks (reasoning, text, tool calls), for the APIs that have such blocks."""
 
 import io
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ class BlockKind(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Consecutive output of one kind. `content` is what there is of it so far: text, or the arguments of a call.
+    """Consecutive output of one kind. `content` is the text or the arguments of a call so far.
 
     Attributes:
-        position: Among the blocks of the answer.
-        call_id: Of a tool call; otherwise empty, like `name`.
+        position: The index among the blocks of the answer.
+        call_id: The id of a tool call; empty for other kinds, like `name`.
     """
 
     position: int
@@ -40,7 +40,7 @@ class Block:
 
 
 class Step(Enum):
-    """What happens to a block: it begins, gets more content, ends."""
+    """Events of a block: it begins, grows, or ends."""
 
     BEGIN = auto()
     ADD = auto()
@@ -48,14 +48,14 @@ class Step(Enum):
 
 
 BlockEvent = tuple[Step, Block, str]
-"""The string is what was added."""
+"""The string is the added content."""
 
 
 class Blocks:
     """The blocks of one sequence, of which one is open at a time."""
 
     def __init__(self, *, keeps_content: bool = True) -> None:
-        """Without `keeps_content`, blocks have none: it goes by in the events alone."""
+        """Without `keeps_content`, blocks stay empty, and only the events have the content."""
         self.all: list[Block] = []
         self._keeps_content = keeps_content
         self._is_open = False
@@ -94,7 +94,7 @@ class Blocks:
 
 
 def output_of(part: Chunk | GeneratedSequence) -> Output:
-    """What a part of an answer adds to it."""
+    """The contributions of a piece of the answer, by kind."""
     if isinstance(part, Chunk):
         return Output(part.text, part.reasoning, part.tool_calls)
     calls = [ToolCallDelta(place, call.id, call.name, call.arguments) for place, call in enumerate(part.tool_calls)]

@@ -1,4 +1,4 @@
-"""From the bytes of an HTTP request to its body: media type, size, JSON, types."""
+"""Reads the body of an HTTP request: media type, size, JSON, types."""
 
 import codecs
 import re
@@ -18,12 +18,12 @@ from quire.rpc.errors import InvalidArgument, invalid_field
 Model = TypeVar("Model", bound=BaseModel)
 
 _JSON = re.compile(r"application/json|[\w.-]+/[\w.-]+\+json", re.ASCII)
-# Of strings, lists and objects in a body, besides those of messages. Each becomes a Python object in one call that
-# nothing interrupts; so many take 20 ms. A message has fewer than so many, besides its parts.
+# The maximum number of strings, lists and objects in a body, besides those of messages. Parsing makes Python objects of
+# them in one uninterrupted call; this many take 20 ms.
 _MAX_VALUES = 1 << 17
 _VALUES_OF_A_MESSAGE = 8
 _ENTRIES_AT_ONCE = 512
-# Of alternatives of a union by the `type` of an object.
+# Tags of the alternatives of a union, by the `type` of an object.
 _TAG = re.compile(r"<.*>", re.DOTALL)
 
 _EXPECTED = {
@@ -40,7 +40,7 @@ _EXPECTED = {
 
 
 def max_entries(limit: int) -> BeforeValidator:
-    """Refuses an object with more entries than `limit` before any of them is looked at."""
+    """Refuses an object with more entries than `limit` before it validates any of them."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(cast(dict[Any, Any], value)) > limit:
@@ -52,11 +52,11 @@ def max_entries(limit: int) -> BeforeValidator:
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """How large a body may be. `IncomingBody` limits how long it may take.
+    """Limits of the size of a body. `IncomingBody` limits the time.
 
     Attributes:
-        max_bytes: Of the whole body.
-        max_messages: Of a conversation. More of them are refused before they are validated.
+        max_bytes: The maximum size of the body.
+        max_messages: The maximum number of messages in a conversation. It is checked before messages are validated.
     """
 
     max_bytes: int
@@ -64,7 +64,7 @@ class BodyLimits:
 
     @property
     def max_values(self) -> int:
-        """Of strings, lists and objects in a body."""
+        """The maximum number of strings, lists and objects in a body."""
         return _MAX_VALUES + _VALUES_OF_A_MESSAGE * self.max_messages
 
 
@@ -73,7 +73,7 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
 
     Raises:
         HttpError: its media type is not JSON, it is encoded, too large or too slow.
-        QuireError: it was given up for other bodies.
+        QuireError: the gateway holds too many bodies.
         starlette.requests.ClientDisconnect: the client left before all of it arrived.
     """
     _check_media_type(request)
@@ -108,7 +108,7 @@ async def validated_by_turns(
         try:
             found += entries.validate_python(some)
         except ValidationError:
-            # Validated entries are not validated again, and the error counts from the first one.
+            # Entries are validated in slices, so the index in an error is relative to the slice.
             validated(kind, fields | {name: found + some}, union_types)
             raise
         await turns.pause()
@@ -148,14 +148,14 @@ async def _check_values(data: bytes, max_values: int, turns: Turns) -> None:
     if len(data) <= 2 * max_values:
         return
     if b"\\" in data:
-        # First escaped backslashes, so that a quote behind one is not taken for an escaped quote.
+        # Removes escaped backslashes first, so that a quote after one does not look escaped.
         data = data.replace(rb"\\", b"").replace(rb"\"", b"")
         await turns.pause()
     num_strings = data.count(b'"') // 2
     num_brackets = data.count(b"[") + data.count(b"{")
     if num_strings <= max_values < num_strings + num_brackets:
         await turns.pause()
-        # Some of the brackets may be text.
+        # Some of the brackets may be part of a string.
         outside = b"".join(data.split(b'"')[::2])
         num_brackets = outside.count(b"[") + outside.count(b"{")
     if num_strings + num_brackets > max_values:
@@ -167,8 +167,8 @@ async def _check_values(data: bytes, max_values: int, turns: Turns) -> None:
 
 
 def _check_media_type(request: Request) -> None:
-    """Browsers let a page of another site send other media types, or none, without a preflight request. Some programs
-    send none; requests of pages have `origin`."""
+    """Requires JSON as the media type. Browsers let pages of other sites send other media types, or none, without a
+    preflight request. Programs may omit the media type; requests of pages have the header `origin`."""
     stated = request.headers.get("content-type")
     if stated is None and "origin" in request.headers:
         raise _unsupported("content-type is missing; from a page it must be application/json")
@@ -195,7 +195,7 @@ def _too_large(max_bytes: int) -> HttpError:
 
 
 def _invalid(error: ValidationError, union_types: Mapping[str, str]) -> InvalidArgument:
-    """The first error, without the alternative of a union that was tried."""
+    """The first error; its path omits the alternatives of unions."""
     first = error.errors(include_url=False, include_context=True, include_input=False)[0]
     location = first["loc"]
     if not location:
@@ -228,8 +228,8 @@ def _malformed(cause: str) -> InvalidArgument:
 
 
 def _path(location: tuple[Any, ...], union_types: Mapping[str, str]) -> tuple[str, str | None]:
-    """The path of the field at fault, and its types where it has several. The path ends at such a field: what follows
-    in the location is the alternative that was tried."""
+    """The path of the invalid field, and its types if it has several. The path ends at such a field, because the rest
+    of the location names the alternative that was tried."""
     path = ""
     for step in location:
         if isinstance(step, int):

@@ -1,8 +1,8 @@
-"""Calls over HTTP that generate text: from the requests that a call makes to its answer, whole or as a stream.
+"""HTTP calls that generate text: runs the requests of a call and writes its answer, whole or as a stream.
 
-An API has a `Call` for each kind of its calls, and a `Shaper`, which writes what requests generate as objects of that
-API. All that APIs have in common is here: requests run together and end together, the memory of an answer is counted
-until the client has it, and a client that leaves takes its requests with it.
+An API has a `Call` for each kind of its calls, and a `Shaper`, which writes the output of requests as objects of that
+API. The common part is here: the requests of a call run and end together, the memory of an answer is counted until the
+client has it, and a client that disconnects ends its requests.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ _HEADER_VALUE = re.compile(r"[!-~]{1,256}")
 
 
 class Shaper(Protocol):
-    """Writes the answer to one call: `whole` alone, or `begin`, then `event` for all events in order, then `end`.
+    """Writes the answer to one call: either `whole`, or `begin`, then `event` for each event in order, then `end`.
 
-    `position` is that of a request among those of the call.
+    `position` is the index of a request in the call.
     """
 
     def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
-        """The answer, where it is not streamed. `results` has one entry a request."""
+        """The answer that is not streamed. `results` has one entry per request."""
         ...
 
     def begin(self) -> Iterable[Mapping[str, Any]]:
@@ -49,7 +49,7 @@ class Shaper(Protocol):
     def event(self, position: int, event: Chunk | Finished) -> Iterable[Mapping[str, Any]]: ...
 
     def end(self, usages: Sequence[Usage]) -> Iterable[Mapping[str, Any]]:
-        """The last objects of a stream; `usages` has one entry a request."""
+        """The last objects of a stream; `usages` has one entry per request."""
         ...
 
 
@@ -57,11 +57,11 @@ class Call(Protocol):
     """One call of an API.
 
     Attributes:
-        dialect: How its API writes errors and streams.
-        id: What the header x-request-id of the answer says.
+        dialect: The form of errors and streams in its API.
+        id: The value of the response header x-request-id.
         streams: Whether the answer is a stream.
         shows_prompt_by_choice: Whether each choice has the log probabilities of its prompt.
-        stream_form: What a stream of it holds.
+        stream_form: How the memory of its stream is counted.
     """
 
     dialect: Dialect
@@ -75,7 +75,7 @@ class Call(Protocol):
     def streams(self) -> bool: ...
 
     async def requests(self, generator: Generator) -> list[RequestOptions]:
-        """Its requests, not validated yet. Raises QuireError or HttpError where the call is wrong."""
+        """Its requests, not validated yet. Raises QuireError or HttpError if the call is invalid."""
         ...
 
     def param_name(self, position: int, field: str) -> str:
@@ -83,13 +83,13 @@ class Call(Protocol):
         ...
 
     async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> Shaper:
-        """What writes the answer, once the requests run."""
+        """The writer of the answer. Called when the requests run."""
         ...
 
 
 def respond(generator: Generator, call: Call, keep_alive_s: float) -> Response:
     """The answer to a call. `keep_alive_s` is the longest silence of a stream; 0 sets no limit."""
-    # An id that will be refused may have characters that no header can hold, or be too long for one.
+    # The id is not validated yet: it may be too long for a header or have characters that headers do not allow.
     headers = dict.fromkeys(call.dialect.id_headers, call.id) if _HEADER_VALUE.fullmatch(call.id) else {}
     names = partial(call.param_name, 0)
     if not call.streams:
@@ -97,7 +97,7 @@ def respond(generator: Generator, call: Call, keep_alive_s: float) -> Response:
     live: list[LiveRequest] = []
     return StreamedResponse(
         partial(_stream, generator, call, live),
-        # A request without a replica waits for a scheduler, and fails where none comes.
+        # A request without a replica waits for a scheduler, and fails if none connects.
         lambda: bool(live) and all(each.replica is not None for each in live),
         keep_alive_s,
         names,
@@ -123,7 +123,7 @@ async def _whole(generator: Generator, call: Call) -> AsyncGenerator[bytes, None
                 # Other calls run between the pieces.
                 await asyncio.sleep(0)
         except asyncio.CancelledError:
-            # Where the body has not begun, the client still gets the reason.
+            # If no part of the body was sent, the client still gets the reason.
             memory.raise_if_ended()
             raise
 
@@ -138,7 +138,7 @@ async def _stream(generator: Generator, call: Call, running_now: list[LiveReques
             running_now += live
             shaper = await call.shaper(generator, live)
             async for position, event in all_events:
-                # Not before anything is generated: until then a refusal is an ordinary error.
+                # The stream begins with the first output: until then a refusal is an ordinary error response.
                 if not has_begun:
                     has_begun = True
                     if first := b"".join(map(call.dialect.event, shaper.begin())):

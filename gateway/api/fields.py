@@ -1,8 +1,8 @@
-"""What the bodies of several APIs have in common: how they are parsed, parts that know their fields, and conversations
-that know where in the body each message came from.
+"""Common parts of the bodies of several APIs: parsing, objects with declared fields, and conversations that know the
+place of each message in the body.
 
-A part declares the fields that are read. Of all others, `hints` have no effect, and `harmless` has the values that
-change nothing; a null field is absent. Everything else is refused by name.
+A part declares the fields that are read. Fields in `hints` have no effect, fields in `harmless` may have the listed
+values, and a null field is absent. All other fields are refused, and the error names them.
 """
 
 import re
@@ -11,21 +11,27 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, to_json
 
 from gateway.api.body import BodyLimits, load_json, validated, validated_by_turns
 from gateway.request.limits import MAX_TOOLS
 from gateway.request.types import ChatMessage
 from gateway.request.validation import Violations
 from gateway.turns import Turns
-from quire.gateway.v1.generation_pb2 import ToolCall
+from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoiceMode
 from quire.rpc.errors import InvalidArgument
 
 _MESSAGE = re.compile(r"messages\[(\d+)\].*")
 _MAX_FIELDS = 1024
-# Of all entries of a conversation together.
+# The maximum number of parts of all entries of a conversation.
 _MAX_PARTS = 8192
 _ASSISTANT, _SYSTEM = "assistant", "system"
+TOOL_CHOICES = {
+    "none": ToolChoiceMode.TOOL_CHOICE_MODE_NONE,
+    "auto": ToolChoiceMode.TOOL_CHOICE_MODE_AUTO,
+    "required": ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED,
+}
+"""OpenAI's names of the modes of `tool_choice`."""
 
 
 class Part(BaseModel):
@@ -44,11 +50,11 @@ PartType = TypeVar("PartType", bound=Part)
 
 @dataclass(frozen=True, slots=True)
 class LongList:
-    """The list in a body that may be long: messages, or items of a conversation.
+    """The list of a body that may be long: messages, or items of a conversation.
 
     Attributes:
-        name: Its field.
-        entries: Validates some of its entries.
+        name: The name of its field.
+        entries: Validates a slice of its entries.
         parts: The fields of an entry that are lists themselves.
     """
 
@@ -134,6 +140,27 @@ def _check_entries(violations: Violations, entries: list[Any], path: str) -> Non
             check_fields(violations, entry, f"{path}[{position}]")
 
 
+def schema_text(schema: Mapping[str, Any] | None) -> str | None:
+    """A JSON schema as the text that the contract's messages have."""
+    return None if schema is None else to_json(schema).decode()
+
+
+def make_tool(name: str, description: str | None, schema: Mapping[str, Any] | None, strict: bool | None) -> Tool:
+    """A tool of a body; `schema` is the schema of its arguments."""
+    tool = Tool(name=name, description=description, parameters=schema_text(schema))
+    if strict is not None:
+        tool.strict = strict
+    return tool
+
+
+def effort_arguments(effort: str | None) -> dict[str, Any]:
+    """The arguments of the chat template for a reasoning effort."""
+    if effort is None:
+        return {}
+    # Most templates that can omit reasoning read `enable_thinking`.
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
+
+
 def tag_of(value: Any, default: str | None = None) -> str | None:
     """The kind of an object by its `type`, as the tag of a union. Errors leave tags out of the path of a field."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
@@ -156,7 +183,7 @@ def as_parts(value: Any, kind: str) -> Any:
 
 @dataclass(slots=True, eq=False)
 class _Draft:
-    """A message to which more can be added. `path` is where it is in the body."""
+    """A message that may still grow. `path` is its place in the body."""
 
     path: str
     role: str
@@ -176,30 +203,30 @@ class _Draft:
 
 
 class Conversation:
-    """Messages in the making, for APIs in which a message is made of several items or blocks."""
+    """Builds messages, for APIs in which a message consists of several items or blocks."""
 
     def __init__(
         self, earlier: Sequence[ChatMessage] = (), earlier_path: str = "", instructions: str | None = None
     ) -> None:
-        """It goes on from `earlier` messages, which the body names at `earlier_path`. `instructions` stand before all
-        messages, and are none of them."""
+        """The conversation continues `earlier` messages, to which the field `earlier_path` of the body refers.
+        `instructions` precede all messages and are not one of them."""
         self._earlier = tuple(earlier)
         self._earlier_path = earlier_path
         self._instructions = instructions
         self._drafts: list[_Draft] = []
 
     def add_system(self, path: str, texts: Sequence[str]) -> None:
-        """Instructions. Those at the beginning become one message: many chat templates know no more than one."""
+        """Adds instructions. Those at the beginning become one message, because many chat templates accept only one."""
         drafts = self._drafts
         if not (drafts and drafts[-1].role == _SYSTEM and len(drafts) == 1 and not self._earlier):
             drafts.append(_Draft(path, _SYSTEM))
         elif drafts[-1].texts:
-            # A paragraph of its own.
+            # Starts a new paragraph.
             drafts[-1].texts.append("")
         drafts[-1].texts += texts
 
     def add(self, path: str, role: str, texts: Sequence[str], *, joins: bool = False) -> None:
-        """A message; with `joins`, more of the message before it if that has the same role."""
+        """Adds a message. With `joins` it extends the message before it if that has the same role."""
         last = self._drafts[-1] if self._drafts else None
         if last is None or last.role != role or not joins:
             last = _Draft(path, role)
@@ -207,20 +234,20 @@ class Conversation:
         last.texts += texts
 
     def add_result(self, path: str, tool_call_id: str, texts: Sequence[str]) -> None:
-        """The result of a tool call."""
+        """Adds the result of a tool call."""
         self._drafts.append(_Draft(path, "tool", list(texts), tool_call_id=tool_call_id))
 
     def add_answer(self, path: str, texts: Sequence[str], *, joins: bool = False) -> None:
-        """Content of the assistant. It follows the reasoning before it; after content or calls it begins another
-        message, unless it `joins` them."""
+        """Adds content of the assistant. After reasoning it joins the same message; after content or calls it begins
+        another message, unless it `joins` them."""
         self._answer(path, joins=joins).texts += texts
 
     def add_reasoning(self, path: str, texts: Sequence[str], *, joins: bool = False) -> None:
-        """Reasoning of the assistant; like `add_answer`."""
+        """Adds reasoning of the assistant, as `add_answer` does."""
         self._answer(path, joins=joins).reasonings += texts
 
     def add_call(self, path: str, call: ToolCall) -> None:
-        """A call of the assistant, in the message that it is writing."""
+        """Adds a call to the assistant's current message."""
         self._answer(path, joins=True).tool_calls.append(call)
 
     @property
@@ -243,8 +270,8 @@ class Conversation:
         return bool(self._drafts) and self._drafts[-1].role == _ASSISTANT
 
     def path_of(self, field: str) -> str | None:
-        """Where in the body a message of the prompt is, by one of its fields, such as "messages[3].content"; None if it
-        is no such field."""
+        """The place in the body of the message that has a field such as "messages[3].content"; None for other
+        fields."""
         match = _MESSAGE.fullmatch(field)
         if match is None:
             return None

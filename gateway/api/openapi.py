@@ -25,7 +25,7 @@ _PAGE_HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Quir
 <h1>Quire: paths of the HTTP port</h1>
 <p>For programs: <a href="openapi.json">openapi.json</a></p>"""
 _EVENT_STREAM = "text/event-stream"
-# Of every path that needs a key: no such path or model, no key or one that does not allow it, a fault.
+# Error statuses of every path that needs a key: no key, a key without permission, no such model, a fault.
 _STATUSES = frozenset({401, 403, 404, 500})
 
 

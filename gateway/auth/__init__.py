@@ -1,1 +1,1 @@
-"""Who may call: keys, tenants, what each key allows and how much of it."""
+"""Authentication and limits: API keys, tenants, permissions and quotas."""

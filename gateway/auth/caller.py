@@ -1,7 +1,6 @@
-"""Who makes a call. The caller is a context variable of the call's task, so no front end can forget to pass it on.
+"""The caller of the current call. It is a context variable of the call's task, so front ends need not pass it on.
 
-It is set where a call enters, also while authentication is off. Outside of calls there is no caller, and reading it is
-an error.
+It is set when a call arrives, also if authentication is off. Outside of calls there is none, and reading it raises.
 """
 
 import time
@@ -20,14 +19,14 @@ _current: ContextVar["Caller"] = ContextVar("caller")
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a key allows.
+    """The permissions of a key.
 
     Attributes:
-        models: The models that may be used; None is all.
-        priority: The priority of requests that name none.
-        max_priority: The highest that a request may name.
+        models: The models that may be used; None means all.
+        priority: The default priority of requests.
+        max_priority: The highest priority that a request may set.
         may_pin: Whether prefixes may be pinned.
-        is_operator: Whether it may see what concerns the whole deployment: replicas and metrics.
+        is_operator: Whether it may read information about the whole deployment: replicas and metrics.
     """
 
     models: frozenset[str] | None = None
@@ -39,12 +38,12 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The holder of one key, or anyone where authentication is off.
+    """The holder of one key, or anyone if authentication is off.
 
     Attributes:
         tenant: Cached prefixes, request ids and pins are shared within a tenant.
-        access: What it may do.
-        account: How much it may use, and has used.
+        access: Its permissions.
+        account: Its limits and usage.
     """
 
     tenant: str
@@ -52,15 +51,15 @@ class Caller:
     account: Account
 
     def visible(self, model: str) -> str | None:
-        """The model's name, or None where the model does not exist for this caller."""
+        """The model's name, or None if the caller may not use the model."""
         models = self.access.models
         return model if models is None or model in models else None
 
     def priority_of(self, asked: int | None, sign: Literal[1, -1] = 1) -> int:
-        """The priority of a request that asks for `asked`. The caller writes `sign` times that, which errors show.
+        """The priority of a request that sets `asked`. Errors show `sign * asked`, the value in the caller's API.
 
         Raises:
-            PermissionDenied: it is higher than the key allows.
+            PermissionDenied: it is above the key's limit.
         """
         if asked is None:
             return self.access.priority
@@ -74,14 +73,14 @@ class Caller:
             raise PermissionDenied(f"priority {description}", reason="PRIORITY_NOT_ALLOWED", violations=[violation])
 
     def check_may_pin(self) -> None:
-        """Raises PermissionDenied when the key does not allow it."""
+        """Raises PermissionDenied if the key does not allow pins."""
         with self.account.counting_refusals():
             if not self.access.may_pin:
-                raise PermissionDenied("this API key does not allow to pin prefixes", reason="PINNING_NOT_ALLOWED")
+                raise PermissionDenied("this API key does not allow pinned prefixes", reason="PINNING_NOT_ALLOWED")
 
 
 def anyone() -> Caller:
-    """The caller where authentication is off: everything is allowed, nothing is limited."""
+    """The caller if authentication is off: everything is allowed, nothing is limited."""
     access = Access(max_priority=HIGHEST_PRIORITY, may_pin=True, is_operator=True)
     return Caller(DEFAULT_TENANT, access, Account(Limits(), time.monotonic))
 

@@ -1,11 +1,10 @@
-"""API keys: how a key is made and shown, the file that lists keys, and the ring of keys that a gateway knows.
+"""API keys: their form, the file that lists them, and the set of keys that a gateway accepts.
 
-A key is 32 random bytes, which nobody can guess, so one SHA-256 protects it as well as a slow hash would, in a
-microsecond. Keys are looked up by their hash: how long that takes says something about the hash, and nothing about the
-key.
+A key is 32 random bytes and cannot be guessed, so one SHA-256, which takes a microsecond, protects it as well as a slow
+hash would. Keys are looked up by their hash, so the time of the lookup reveals nothing about the key.
 
-The file holds hashes, never keys. It is JSON, since `quire keys` writes it as often as people do, and Python can only
-read TOML. Each key has a `note` in place of comments.
+The file holds hashes, never keys. It is JSON because `quire keys` writes it, and Python's library cannot write TOML. A
+key has a `note` in place of comments.
 
     {"keys": [{"id": "k-1f4c2a90", "sha256": "9f86...", "tenant": "acme", "note": "batch jobs",
                "requests_per_minute": 60, "models": ["quire-tiny"], "expires_at": "2027-01-31T00:00:00+00:00"}]}
@@ -52,7 +51,7 @@ def make_key() -> str:
 
 
 def hash_of(key: str) -> KeyHash:
-    """The hash by which the file and the gateway know a key."""
+    """The hash of a key, by which the file and the gateway identify it."""
     return KeyHash(sha256(key.encode()).digest())
 
 
@@ -80,14 +79,14 @@ def check_name(what: str, name: str) -> None:
 
 
 def _check_line(text: str) -> str:
-    """Texts of the file are printed in terminals, where control characters have effects."""
+    """Refuses control characters, because texts of the file are printed in terminals."""
     if not text.isprintable():
         raise ValueError
     return text
 
 
 def _parse_time(value: object) -> object:
-    """Of texts; what is no time is left as it is, for the type to refuse."""
+    """Parses a text as a time; other values stay unchanged, and the type refuses them."""
     try:
         parsed = datetime.fromisoformat(value) if isinstance(value, str) else value
     except ValueError:
@@ -107,16 +106,16 @@ _FLAG_IS = "true or false"
 
 
 class KeyEntry(BaseModel):
-    """One key, as the file has it. The description of a field says in errors what its value must be.
+    """One key in the file. Errors quote the description of a field.
 
     Attributes:
-        id: The key's name; it opens nothing.
+        id: The key's public name, which is not a secret.
         sha256: The hash of the key, in hexadecimal.
         tenant: The owner of the key.
-        models: The models that it may use; None is all.
-        priority: The priority of requests that name none.
-        max_priority: The highest that a request may name; None is `priority`, or 0 where that is lower.
-        expires_at: None is never.
+        models: The models that it may use; None means all.
+        priority: The default priority of requests.
+        max_priority: The highest priority that a request may set; None means `priority`, or 0 if that is lower.
+        expires_at: The end of its validity; None means that it never expires.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
@@ -149,14 +148,14 @@ class KeyEntry(BaseModel):
 
     @property
     def access(self) -> Access:
-        """What the key allows."""
+        """The permissions of the key."""
         highest = max(self.priority, 0) if self.max_priority is None else self.max_priority
         models = None if self.models is None else frozenset(self.models)
         return Access(models, self.priority, highest, may_pin=self.may_pin, is_operator=self.is_operator)
 
     @property
     def limits(self) -> Limits:
-        """How much the key allows."""
+        """The limits of the key."""
         return Limits(self.requests_per_minute, self.tokens_per_minute, self.max_concurrent_requests)
 
 
@@ -200,14 +199,14 @@ def parse_keys(text: str) -> list[KeyEntry]:
 
 
 def write_keys(path: Path, entries: Iterable[KeyEntry]) -> None:
-    """Replaces the file atomically, so that nobody reads half of it. Only its owner can read a new file.
+    """Replaces the file atomically, so that no reader sees a part of it. Only its owner can read a new file.
 
     Raises:
         ConfigurationError: it cannot be written.
     """
     fields = [entry.model_dump(mode="json", exclude_defaults=True) for entry in entries]
     text = json.dumps({"keys": fields}, indent=2, ensure_ascii=False) + "\n"
-    # The path may be a link to where the file is kept.
+    # The path may be a symbolic link.
     target = Path(os.path.realpath(path))
     try:
         mode = target.stat().st_mode & 0o777 if target.exists() else 0o600
@@ -269,7 +268,7 @@ def _place(content: Any, position: int) -> str:
 
 
 def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object. JSON parsers take the last of two fields of one name in silence."""
+    """The object, without repeated fields. json.loads would silently keep the last value of a repeated field."""
     found = dict(pairs)
     if len(found) < len(pairs):
         repeated = next(name for name in found if sum(name == each for each, _ in pairs) > 1)
@@ -282,7 +281,7 @@ def _shown(value: object) -> str:
 
 
 class NoAuthenticator:
-    """Authentication is off: all callers are the same one, whatever key they send. It has the methods of `KeyRing`."""
+    """Authentication is off: all callers are the same, whatever key they send. It has the methods of `KeyRing`."""
 
     def __init__(self) -> None:
         self._caller = anyone()
@@ -304,7 +303,7 @@ class _Known:
 
 
 class KeyRing:
-    """The keys of some files. An account lives as long as its key, however often the files change."""
+    """The keys of some files. The account of a key persists when the files are read again."""
 
     def __init__(
         self,
@@ -316,10 +315,10 @@ class KeyRing:
         on_refusal: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """`clock` returns seconds of a monotonic clock, `now` the time of day. `on_refusal` is called with the reason
-        where a valid key does not allow a request, or not now.
+        when a valid key does not allow a request, or not at this time.
 
         Raises:
-            ConfigurationError: a file cannot be read or is wrong, in one line.
+            ConfigurationError: a file cannot be read or is invalid, in one line.
         """
         self._paths = tuple(paths)
         self._clock = clock
@@ -331,7 +330,7 @@ class KeyRing:
         self._take(self._read())
         for path in self._paths:
             if path.stat().st_mode & stat.S_IWOTH:
-                _logger.warning("everyone on this machine may write %s, and so add keys to it", path)
+                _logger.warning("every user of this machine may write %s, and so add keys to it", path)
 
     def __len__(self) -> int:
         return len(self._by_hash)
@@ -352,7 +351,7 @@ class KeyRing:
             self.refresh()
 
     def refresh(self) -> None:
-        """Reads the files again where they changed. Where one is wrong, all keys stay as they were."""
+        """Reads changed files again. If one is invalid, all keys stay as they were."""
         for known in self._by_hash.values():
             if self._is_expired(known.entry):
                 known.caller.account.close()
@@ -363,7 +362,7 @@ class KeyRing:
         try:
             entries = self._read()
         except ConfigurationError as error:
-            _logger.error("%s; the keys that were read before stay valid", error)
+            _logger.error("%s; the keys that were read before remain valid", error)
             self._on_reload_failure()
             return
         self._take(entries)
@@ -378,7 +377,7 @@ class KeyRing:
         return entries
 
     def _take(self, entries: Sequence[KeyEntry]) -> None:
-        """Replaces all entries. Accounts of keys that stay are kept, those of revoked keys are closed."""
+        """Replaces all entries. Accounts of remaining keys are kept, accounts of revoked keys are closed."""
         before, self._by_hash = self._by_hash, {}
         for entry in entries:
             old = before.pop(entry.hash, None)
@@ -399,7 +398,7 @@ Authenticator = KeyRing | NoAuthenticator
 
 
 def _signature(path: Path) -> tuple[int, int, int] | None:
-    """Changes when the file is changed or replaced; None where it cannot be read."""
+    """A value that changes when the file is changed or replaced; None if the file cannot be read."""
     try:
         found = path.stat()
     except OSError:

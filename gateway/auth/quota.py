@@ -1,4 +1,4 @@
-"""How much one key may use, and what it has used at this gateway."""
+"""The limits of a key, and its usage at this gateway."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -8,18 +8,18 @@ from typing import NoReturn
 
 from quire.rpc.errors import InvalidArgument, QuireError, ResourceExhausted, Unauthenticated, Unavailable
 
-# When a running request ends is not known.
+# An estimate: the end of a running request is not known.
 _CONCURRENCY_RETRY_MS = 1000
-# Errors that refuse a request, where it has generated nothing.
+# A request that ends in one of these errors before it generated a token is not charged.
 _REFUSALS = (InvalidArgument, ResourceExhausted, Unavailable)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a key; None is no limit.
+    """The limits of a key; None means no limit.
 
     Attributes:
-        requests_per_minute: Each prompt of a call is a request, and so is a text to tokenize and a prefix to pin.
+        requests_per_minute: Each prompt of a call counts as a request, as does a text to tokenize or a prefix to pin.
         tokens_per_minute: Prompt tokens and generated tokens together.
         max_concurrent_requests: Requests that run at once.
     """
@@ -30,8 +30,8 @@ class Limits:
 
 
 class TokenBucket:
-    """A rate limit: a bucket that fills steadily, starts full and holds at most what one minute brings. Its level may
-    be below 0: a debt, which time pays off. Pure: the caller passes the time, in seconds of a monotonic clock.
+    """A rate limit: a bucket that fills steadily, starts full, and has the capacity of one minute. Its level may be
+    negative, and rises with time. The caller passes the time, in seconds of a monotonic clock.
 
     Attributes:
         per_minute: The rate and the capacity.
@@ -43,12 +43,12 @@ class TokenBucket:
         self._filled_at = now
 
     def seconds_until(self, amount: float, now: float) -> float:
-        """Until the bucket holds `amount`, which is at most `per_minute`."""
+        """The time until the bucket holds `amount`, which is at most `per_minute`."""
         self._fill(now)
         return max(0.0, (amount - self._level) * 60 / self.per_minute)
 
     def take(self, amount: float, now: float) -> None:
-        """Takes `amount`, also where the bucket holds less."""
+        """Takes `amount`, even if the bucket holds less."""
         self._fill(now)
         self._level -= amount
 
@@ -77,17 +77,18 @@ class Use:
         self.charged = charged
 
     def uncharged(self) -> float:
-        """Tokens since the last call; below 0 where fewer are counted now."""
+        """Tokens since the last call; negative if fewer are counted now."""
         amount = self.generated() - self.charged
         self.charged += amount
         return amount
 
 
 class Account:
-    """Admits requests of one key. A request that is refused, here or later, costs nothing.
+    """Admits requests of one key. A request that is refused, here or later, is not charged.
 
-    The prompt is charged when a request is admitted, its output as it is generated. A running request is never ended
-    for its output: what it generates beyond the limit is a debt, and nothing is admitted until time has paid it off.
+    The prompt is charged when a request is admitted, the output as it is generated. A running request is never ended
+    because of its output: tokens beyond the limit make the level negative, and no request is admitted until it has
+    recovered.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Account:
 
         Raises:
             Unauthenticated: the key was revoked since the call began.
-            ResourceExhausted: a limit is reached. The error says how long to wait, where waiting helps.
+            ResourceExhausted: a limit is reached. The error has the time to wait, if waiting helps.
         """
         with self.counting_refusals():
             self._check_open()
@@ -137,7 +138,7 @@ class Account:
         """Checks whether a call that makes that many requests at once can ever be admitted.
 
         Raises:
-            ResourceExhausted: it cannot. The error has no time to wait.
+            ResourceExhausted: it can never be admitted. The error has no time to wait.
         """
         with self.counting_refusals():
             limit = self._limits.max_concurrent_requests
@@ -164,8 +165,8 @@ class Account:
 
     @contextmanager
     def admitted(self, num_tokens: int, generated: Callable[[], float] = lambda: 0) -> Iterator[Use]:
-        """A request that runs while the context does. Its prompt has `num_tokens`; `generated` returns how many tokens
-        it has generated. Raises as `check` does, and charges nothing then."""
+        """Counts a running request during the context. Its prompt has `num_tokens`; `generated` returns the number of
+        tokens that it has generated. Raises as `check` does; then nothing is charged."""
         self.check(num_tokens)
         self._take(1, num_tokens)
         use = Use(generated)
@@ -208,7 +209,7 @@ class Account:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise Unauthenticated("the API key is not valid any more", reason="INVALID_API_KEY")
+            raise Unauthenticated("the API key is no longer valid", reason="INVALID_API_KEY")
 
     def _take(self, num_requests: int, num_tokens: int) -> None:
         """Charges both buckets. Negative numbers give back."""
@@ -216,7 +217,7 @@ class Account:
         _charge(self._tokens, num_tokens, self._clock())
 
     def _charge(self, use: Use) -> None:
-        """Charges what a request has generated since, or gives back what it was charged too much."""
+        """Charges the tokens since the last charge, or gives back tokens that were charged in excess."""
         if self._tokens is not None:
             _charge(self._tokens, use.uncharged(), self._clock())
 
@@ -240,7 +241,7 @@ def _resized(bucket: TokenBucket | None, per_minute: int | None, now: float) -> 
 
 
 def _check_rate(bucket: TokenBucket | None, amount: int, now: float, limit: str) -> None:
-    """Raises ResourceExhausted where the bucket does not hold `amount`."""
+    """Raises ResourceExhausted if the bucket holds less than `amount`."""
     if bucket is None:
         return
     if amount > bucket.per_minute:

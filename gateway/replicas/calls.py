@@ -138,7 +138,7 @@ class SchedulerCalls:
 
 
 def no_such_request(request_id: str) -> NotFound:
-    """The error for a request that another tenant has, or nobody (any more)."""
+    """The error for a request that another tenant has, or that does not exist (any more)."""
     description = f'"{request_id[:128]}" names no running request'
     violation = FieldViolation("request_id", description)
     return NotFound(f"request_id {description}", reason="REQUEST_NOT_FOUND", violations=[violation])

@@ -1,4 +1,4 @@
-"""What happens to requests, as values: what clients get, and what schedulers report, read from their messages."""
+"""Events of requests as values: those that clients get, and those of schedulers, read from their messages."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -104,7 +104,7 @@ def _positions(token_ids: TokenIds, columns: LogprobColumns) -> Iterator[Positio
         begin = end
 
 
-# What clients get: chunks, one Finished per sequence, one Completed at the end.
+# Events for clients: chunks, one Finished per sequence, one Completed at the end.
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class GeneratedSequence:
     tool_calls: tuple[ToolCall, ...] = ()
 
 
-# What schedulers report.
+# Events from schedulers.
 
 
 @dataclass(frozen=True, slots=True)

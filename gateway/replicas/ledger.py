@@ -29,7 +29,7 @@ _END_OF_HANDLES = 2**31
 
 @dataclass(slots=True)
 class Outcome:
-    """What its caller must do after a batch of events.
+    """The actions for the caller after a batch of events.
 
     Attributes:
         ended_here: Requests that the gateway ended (by a stop string) and the scheduler may still run. The scheduler

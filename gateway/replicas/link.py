@@ -40,7 +40,7 @@ _MAX_BACKOFF_S = 0.25
 _STABLE_AFTER_S = 1.0
 # Credit is granted for several messages at once: otherwise each message down would need a message up.
 _MESSAGES_OF_CREDIT = 2
-# Those that are applied now, and those on their way meanwhile.
+# Messages that are applied now, and messages that are on their way.
 _MESSAGES_AHEAD = 2 * _MESSAGES_OF_CREDIT
 # A task that waits for an event runs in the turn after it, and writes in the next one.
 _TURNS_OF_A_READER = 2
@@ -116,7 +116,7 @@ class SchedulerLink:
         self.is_connected = False
         self.is_ready = False
         self.problem: str | None = None
-        # For unary calls, which end with the stream; None while none is open.
+        # The stub for unary calls, which end with the stream; None while no stream is open.
         self._stub: scheduler_pb2_grpc.SchedulerServiceStub | None = None
         hello = scheduler_pb2.Hello(
             gateway_id=gateway_id,
@@ -154,7 +154,7 @@ class SchedulerLink:
         self._send(scheduler_pb2.ConnectRequest(resume=resume))
 
     def detach(self, handle: int) -> None:
-        """Queues that nobody reads a durable request any more. No effect without a stream: the scheduler knows."""
+        """Tells the scheduler that a durable request has no reader any more. Without a stream it knows already."""
         if self.is_connected:
             self._send(scheduler_pb2.ConnectRequest(detach=scheduler_pb2.Detach(handle=handle)))
 
@@ -383,7 +383,7 @@ def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
         tenant=request.tenant,
         priority=request.priority,
         prompt_token_ids=encode_int32(request.prompt_token_ids),
-        # What the scheduler itself decides on; the rest is in `row_sampling`.
+        # Only the fields that the scheduler reads; the rest is in `row_sampling`.
         sampling=common_pb2.SamplingParameters(
             seed=request.seed,
             n=asked.n,

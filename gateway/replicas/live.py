@@ -76,7 +76,7 @@ class SequenceStream:
         # A token that ends the sequence has no text, but only the scheduler knows whether it did end it.
         self._withheld_token: int | None = None
         self._taken = 0
-        # What the client has already: tokens, and characters of their text if it counts them.
+        # The part that the client has already: tokens, and characters of their text if it counts them.
         self._known_tokens = 0
         self._known_characters: int | None = None
         # Output that the client lacks, of tokens that it has.
@@ -388,7 +388,7 @@ class LiveRequest:
         """Seconds since its last token, or since its arrival."""
         return self._clock() - self._last_token_at
 
-    # What the scheduler reports.
+    # Events from the scheduler.
 
     def accept(self, run: TokenRun) -> bool:
         """Takes new tokens; returns whether a stop string ended the sequence with them.
@@ -504,7 +504,7 @@ class LiveRequest:
             self._end()
         return True
 
-    # What the client reads.
+    # Output to the client.
 
     async def events(self) -> AsyncIterator[Event]:
         """All events in order, Completed last. While the reader is busy, new tokens join the next chunk.

@@ -29,7 +29,7 @@ _DEFAULT_RETRY_MS = 100
 _MAX_RETRY_S = 5.0
 # Each move makes a request wait four times as long before the next one, up to this many.
 _MAX_COUNTED_MOVES = 3
-# For the answer to an abort. Without it, the costs that only the scheduler knows are left out.
+# The wait for the answer to an abort. Without the answer, the usage lacks the values that only the scheduler has.
 _USAGE_TIMEOUT_S = 1.0
 _logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class Replicas:
 
     @property
     def durable_grace_s(self) -> float:
-        """How long schedulers keep durable requests that nobody reads."""
+        """The time that schedulers keep durable requests without a reader."""
         return max((welcome.durable_grace_s for welcome in self.welcomes), default=0.0)
 
     async def wait_until_ready(self) -> None:
@@ -228,7 +228,7 @@ class Replicas:
         """Waits until aborts are on their way."""
         await asyncio.gather(*(link.flush() for link in self.links.values()))
 
-    # What the links report.
+    # Callbacks of the links.
 
     def check_welcome(self, welcome: Welcome) -> None:
         if welcome.vocab_size < 1 or welcome.block_size < 1 or welcome.max_model_len < 2:

@@ -1,12 +1,12 @@
-"""Bounds of answers: the memory that they hold, and the log probabilities that may come at once.
+"""Limits of answers: their memory, and the number of log probabilities that arrive at once.
 
-Memory is bounded for one call, for the calls of one API key, and for all. What a call may need at most says little of
-what it will need: a default of 32,000 tokens is rarely used up. So memory is counted as tokens come, and the call that
-holds most is ended if it is too much. A call is refused before it runs only if the `max_tokens` that it names itself
-are too many.
+Memory is limited for one call, for the calls of one API key, and for all calls. The maximum that a call may need is a
+poor estimate of its need: a default of 32,000 tokens is rarely used up. So memory is counted as tokens arrive, and if
+the sum is too large, the largest call is ended. A call is refused in advance only if its own `max_tokens` is too large.
 
-A log probability costs every process on its way a microsecond or two. Those of a stream come a few at a time. Those of
-a prompt, and of sequences that are chosen when all candidates have ended, come at once, so their number is bounded.
+A log probability costs each process that handles it one or two microseconds. In a stream they arrive a few at a time.
+For a prompt, and for sequences that are selected when all candidates have finished, they arrive at once, so their
+number is limited.
 """
 
 from collections.abc import Callable, Generator
@@ -18,16 +18,16 @@ from gateway.request.types import GenerationRequest
 from quire.logprob_columns import POSITION_BYTES, TOP_BYTES
 from quire.rpc.errors import QuireError, ResourceExhausted, invalid_field
 
-# Measured: an id in a list, and a piece of text in another.
+# Measured: an id in one list, and a piece of text in another.
 _ID_BYTES = 40
 _TEXT_BYTES = 70
 # The text of a token in one long text: four bytes a character while it grows.
 _JOINED_TEXT_BYTES = 20
 _FEWER = "ask for fewer sequences, tokens or log probabilities"
 MAX_PROMPT_LOGPROBS = 1 << 20
-"""Of all prompts of a call."""
+"""The maximum number of log probabilities of all prompts of a call."""
 MAX_CHOSEN_LOGPROBS = 1 << 18
-"""Of the sequences of one request that are chosen among others."""
+"""The maximum number of log probabilities of the selected sequences of one request."""
 
 
 def check_answer_size(request: GenerationRequest) -> None:
@@ -63,12 +63,12 @@ def check_prompt_logprobs(count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How an answer is written.
+    """The form of an answer.
 
     Attributes:
         is_whole: All of it is held until the end.
-        bytes_per_logprob: The further bytes of a log probability while one message is made of all of them.
-        repeats_text: The end of the stream says all of the text again, which is held until then.
+        bytes_per_logprob: Additional bytes per log probability while one message is made of all of them.
+        repeats_text: The end of the stream repeats the whole text, which is held until then.
     """
 
     is_whole: bool
@@ -77,7 +77,7 @@ class AnswerForm:
 
     @property
     def way_out(self) -> str:
-        """What the caller can do if the answer holds too much."""
+        """The advice in the error if the answer is too large."""
         return f"stream the answer, or {_FEWER}" if self.is_whole else f"read the stream faster, or {_FEWER}"
 
 
@@ -90,7 +90,7 @@ AS_TENSORS = AnswerForm(is_whole=True, bytes_per_logprob=160)
 
 
 class CallMemory:
-    """The memory of the answer to one call, which is ended, with all its requests, if it or others hold too much."""
+    """The memory of the answer to one call. If it or all answers hold too much, the call and its requests are ended."""
 
     def __init__(self, memory: "AnswerMemory", key: object, form: AnswerForm) -> None:
         self.key = key
@@ -126,7 +126,7 @@ class CallMemory:
         )
 
     def count(self, live: LiveRequest) -> None:
-        """From now on counts what a request of the call holds, and fails the request if the call is ended."""
+        """Starts to count the memory of a request of the call. The request fails if the call is ended."""
         request = live.request
         kept = _ID_BYTES + (self._logprob_bytes(request.logprobs) if request.durable else 0)
         kept += _JOINED_TEXT_BYTES if self.form.repeats_text else 0
@@ -135,22 +135,22 @@ class CallMemory:
         self.when_ended(live.fail)
 
     def drop_all(self) -> None:
-        """The requests that were counted so far are dropped: they hold nothing, and their end concerns nobody."""
+        """Forgets the requests that were counted so far: they hold nothing any more."""
         self.add(-self.num_bytes)
         self._ends.clear()
 
     def _pending_bytes(self, request: GenerationRequest) -> int:
-        """The bytes of a token that its client does not have yet: its text and its log probabilities."""
+        """The bytes of a token that was not sent yet: its text and its log probabilities."""
         return _TEXT_BYTES + self._logprob_bytes(request.logprobs)
 
     def _logprob_bytes(self, num_top: int | None) -> int:
-        """The bytes of a position with so many of the most likely tokens."""
+        """The bytes of a position with this many of the most likely tokens."""
         if num_top is None:
             return 0
         return POSITION_BYTES + TOP_BYTES * num_top + self.form.bytes_per_logprob * (1 + num_top)
 
     def add(self, num_bytes: int) -> None:
-        """Counts bytes that the answer holds more, or less if negative. May end this call, or others."""
+        """Adds to the memory of the answer; negative numbers release memory. May end this call or others."""
         if not self.is_closed:
             self._memory.add(self, num_bytes)
 
@@ -179,12 +179,12 @@ class _KeyUse:
 class AnswerMemory:
     """The memory of all answers of a gateway.
 
-    If all together hold too much, the largest call of the key that holds most is ended: a call that holds little is
+    If all answers together hold too much, the largest call of the key that holds most is ended. So a small call is
     never ended because of others.
     """
 
     def __init__(self, *, per_call: int, per_key: int, total: int) -> None:
-        """The maximum bytes of the answer to one call, of those to one key, and of all."""
+        """The maximum bytes of the answer to one call, of all answers of one key, and of all answers."""
         self.per_call = per_call
         self._per_key = per_key
         self._total = total

@@ -1,4 +1,4 @@
-"""Checks of what chats have besides texts: tools, calls and their results, and options of the template."""
+"""Validates the parts of chats besides texts: tools, calls and their results, and options of the template."""
 
 import json
 import re
@@ -30,18 +30,18 @@ def check_chat(violations: Violations, prompt: ChatPrompt, field: str) -> None:
 
 
 def check_constraints(violations: Violations, prompt: ChatPrompt, *, has_constraint: bool) -> None:
-    """Checks that no two fields say what the same text must match."""
+    """Checks that at most one field constrains the answer."""
     if not has_constraint:
         return
     if prompt.response_format is not None:
         violations.add("response_format", "is set, and sampling.constraint too; set one of them")
     choice = prompt.tool_choice
     if choice is not None and (choice.name or choice.mode == TOOL_CHOICE_MODE_REQUIRED):
-        violations.add("tool_choice", "asks for a call, which sampling.constraint may not allow; set one of them")
+        violations.add("tool_choice", "requires a call, which sampling.constraint may not allow; set one of them")
 
 
 def _check_calls(violations: Violations, messages: Sequence[ChatMessage], field: str) -> None:
-    """Calls are those of an assistant, and results are of calls that were made before."""
+    """Checks that only the assistant makes calls, and that each result belongs to an earlier call."""
     known: set[str] = set()
     for position, message in enumerate(messages):
         if violations.are_enough:
@@ -54,7 +54,7 @@ def _check_calls(violations: Violations, messages: Sequence[ChatMessage], field:
         if violations.check_count(f"{path}.tool_calls", message.tool_calls, MAX_TOOLS):
             ids = {call.id for call in message.tool_calls}
             if len(ids) < len(message.tool_calls):
-                violations.add(f"{path}.tool_calls", "have two calls of one id; ids must be unique")
+                violations.add(f"{path}.tool_calls", "have two calls with the same id; ids must be unique")
             known |= ids
         for number, call in enumerate(message.tool_calls[:MAX_TOOLS]):
             where = f"{path}.tool_calls[{number}]"
@@ -135,7 +135,7 @@ def _check_template_options(violations: Violations, prompt: ChatPrompt, scope: s
 
 
 def _object_in(text: str) -> dict[str, Any] | None:
-    """The JSON object that a text is; None where it is none."""
+    """The text as a JSON object; None if it is not one."""
     try:
         value: Any = json.loads(text)
     except (ValueError, RecursionError):

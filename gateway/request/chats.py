@@ -1,4 +1,4 @@
-"""Chats as requests: the prompt, how the answer is read, and the constraint that tools and formats of answers make."""
+"""Prepares chats: the prompt, the format of the answer, and the constraint from tools and response format."""
 
 import asyncio
 from collections.abc import Sequence
@@ -30,13 +30,13 @@ from quire.gateway.v1.generation_pb2 import (
 )
 from quire.rpc.errors import InvalidArgument, invalid_field
 
-# Schemas of more characters are read in a thread.
+# Larger schemas, in characters, are read in a thread.
 _INLINE_CHARACTERS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A chat as it is submitted. `constraint` is None where the caller's own holds, or none."""
+    """A prepared chat. `constraint` is None if there is none besides `sampling.constraint`."""
 
     token_ids: list[int]
     answer_format: AnswerFormat
@@ -47,7 +47,7 @@ async def prepare_chat(prompt: ChatPrompt, chat: Chat, tokenizer: Tokenizer, *, 
     """The prompt and the constraint of a checked chat. `is_constrained`: the caller gave a constraint of all text.
 
     Raises:
-        InvalidArgument: the template refuses the conversation, or tools and format cannot be had with this model.
+        InvalidArgument: the template refuses the conversation, or the model does not support these tools and format.
     """
     text = await chat.render(prompt)
     thinking = chat.thinking_after(prompt, text)
@@ -66,7 +66,7 @@ async def prepare_chat(prompt: ChatPrompt, chat: Chat, tokenizer: Tokenizer, *, 
         must_match = prompt.response_format is not None or (offered is not None and offered.is_forced)
         opening = _set_beginning(constraint, answer_format, must_match=must_match)
         if opening:
-            # Whether the model reasons is not left open: its reasoning is free, and what follows matches.
+            # The prompt fixes whether the model reasons: reasoning is unconstrained, and the text after it must match.
             text += opening
             answer_format = AnswerFormat(
                 answer_format.tool_format, answer_format.reasoning_format, Thinking.BEGUN, answer_format.tools
@@ -76,7 +76,7 @@ async def prepare_chat(prompt: ChatPrompt, chat: Chat, tokenizer: Tokenizer, *, 
 
 @dataclass(frozen=True, slots=True)
 class _Offered:
-    """The tools that may be called. With `is_forced` one of them must be; `is_single`: no more than once."""
+    """The tools that may be called. `is_forced`: at least one call is required; `is_single`: at most one is allowed."""
 
     tools: Sequence[tuple[int, Tool]]
     is_forced: bool
@@ -98,8 +98,7 @@ class _Offered:
         return tuple(OfferedTool(tool.name, text_parameters(tool.parameters)) for _, tool in self.tools)
 
     def grammars(self, tool_format: str | None) -> list[CallGrammar]:
-        """Those of calls in a format. Raises InvalidArgument for a schema that must be matched, and cannot be
-        enforced."""
+        """The grammars of calls in a format. Raises InvalidArgument if a schema must be enforced and cannot be."""
         return [self._grammar(place, tool, tool_format) for place, tool in self.tools]
 
     def _grammar(self, place: int, tool: Tool, tool_format: str | None) -> CallGrammar:
@@ -114,7 +113,7 @@ class _Offered:
         except ConstraintError as error:
             if self.is_forced or tool.strict:
                 raise invalid_field(field, error.description) from error
-            # What cannot be enforced is left to the model, unless the caller insists.
+            # A schema that cannot be enforced is left to the model, unless `strict` requires it.
             return CallGrammar(tool.name)
         return CallGrammar(tool.name, tool.parameters)
 
@@ -126,7 +125,7 @@ def _tool_format(chat: Chat, offered: _Offered | None) -> str | None:
         return format_of_forced_calls(chat.tool_format)
     if chat.tool_format is None:
         raise InvalidArgument(
-            "tools cannot be used: the form in which this model writes calls is not known by its chat template; set "
+            "tools cannot be used: the format of this model's calls cannot be derived from its chat template; set "
             "tool_choice to required or to a tool, or start the gateway with --tool-call-parser",
             reason="NO_TOOL_FORMAT",
         )
@@ -158,7 +157,7 @@ def _constraint(prompt: ChatPrompt, offered: _Offered | None, chat: Chat, tokeni
         both = calls_or_answer(chat.tool_format, grammars, model, answer, is_single=offered.is_single)
     if both is None:
         raise invalid_field(
-            "response_format", "cannot be had together with tools that the model may call; leave one of the two out"
+            "response_format", "cannot be combined with tools that the model may call; leave one of the two out"
         )
     return both
 
@@ -172,9 +171,9 @@ def _copied(answer: Constraint | None) -> Constraint | None:
 
 
 def _set_beginning(constraint: Constraint, answer_format: AnswerFormat, *, must_match: bool) -> str:
-    """Sets where a constraint begins; returns what the prompt must have at its end, so that it does.
+    """Sets where a constraint begins; returns the text that the prompt must end with.
 
-    A model that may reason, or not, would otherwise go without the constraint, or without its reasoning.
+    If the model were free to reason or not, either the constraint or the reasoning would be lost.
     """
     if answer_format.reasoning_format == HARMONY_REASONING:
         is_answer = constraint.WhichOneof("kind") != "structural_tags"

@@ -1,5 +1,5 @@
-"""Checks constraints before their requests are taken: compiled on trial in a process apart (`check_process`), so that
-none of them harms this one.
+"""Checks constraints before their requests are accepted: a separate process (`check_process`) compiles them, so that a
+constraint cannot harm the gateway.
 """
 
 import asyncio
@@ -20,22 +20,22 @@ from quire.constraints.program import MAX_CONSTRAINT_BYTES
 from quire.rpc.errors import FieldViolation, InvalidArgument, ResourceExhausted, Unavailable
 
 MAX_RUNNING = 2
-"""Constraints that are compiled at once, at most one of them of one tenant while others wait."""
+"""Number of constraints that are compiled at once; at most one of a tenant's while other tenants wait."""
 MAX_WAITING = 64
 MAX_WAITING_OF_TENANT = 16
-# Of the verdicts that are kept. Each is less than 3 KiB.
+# Limit of the cached verdicts. Each is smaller than 3 KiB.
 MAX_KEPT = 4096
 _RETRY_AFTER_MS = 1000
 _FIELD = "sampling.constraint"
 _logger = logging.getLogger(__name__)
 
 Verdict = tuple[str, str] | None
-"""Field, relative to the constraint, and description of what is wrong; None where nothing is."""
+"""The invalid field, relative to the constraint, and a description; None if the constraint is valid."""
 
 
 class ConstraintChecker:
-    """Tells whether constraints can be enforced. Verdicts are kept by content; one tenant's never displace those of
-    another that has fewer."""
+    """Checks whether constraints can be enforced. Verdicts are cached by content; a tenant's verdicts never evict those
+    of a tenant that has fewer."""
 
     def __init__(self, model_directory: Path) -> None:
         self._trial = TrialProcess(model_directory)
@@ -45,7 +45,7 @@ class ConstraintChecker:
         self._underway: dict[bytes, asyncio.Task[Verdict]] = {}
 
     async def check(self, constraint: Constraint, tenant: str) -> None:
-        """Waits until a constraint was compiled on trial.
+        """Checks one constraint.
 
         Raises:
             InvalidArgument: it is malformed, not enforced, or takes too much time or memory.
@@ -71,13 +71,13 @@ class ConstraintChecker:
             task = asyncio.create_task(self._turns.run(tenant, lambda: self._trial.verdict(content)))
             self._underway[key] = task
             task.add_done_callback(lambda ended: self._forget(key, ended))
-        # One that gives up leaves the verdict to the others that wait for it.
+        # A cancelled caller does not cancel the check, for which others may wait.
         return await asyncio.shield(task)
 
     def _forget(self, key: bytes, ended: asyncio.Task[Verdict]) -> None:
         self._underway.pop(key, None)
         if not ended.cancelled():
-            # Where nobody waits any more, an error is nobody's.
+            # Marks the error as retrieved: if nobody waits any more, asyncio would log it.
             ended.exception()
 
     def _keep(self, key: bytes, verdict: Verdict, tenant: str) -> None:
@@ -104,18 +104,18 @@ def _refusal(verdict: tuple[str, str]) -> InvalidArgument:
 
 
 class FairTurns:
-    """Bounded work of several tenants: a few at a time, the tenants in turn."""
+    """Limits concurrent work, and takes the tenants in turn."""
 
     def __init__(self, max_running: int, max_waiting: int, max_waiting_of_tenant: int) -> None:
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._max_waiting_of_tenant = max_waiting_of_tenant
         self._num_running = 0
-        # Tenants in the order of their next turn.
+        # The tenants, in the order of their turns.
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def run(self, tenant: str, work: Callable[[], Awaitable[Verdict]]) -> Verdict:
-        """Does the work in its turn. Raises ResourceExhausted where too much waits already."""
+        """Does the work when it is its turn. Raises ResourceExhausted if too much work waits."""
         if self._num_running >= self._max_running:
             await self._wait(tenant)
         else:
@@ -140,7 +140,7 @@ class FairTurns:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                # The turn came with the cancellation.
+                # The turn came at the same time as the cancellation.
                 self._num_running -= 1
                 self._wake_next()
             raise
@@ -157,7 +157,7 @@ class FairTurns:
 
 
 class TrialProcess:
-    """The process that compiles constraints on trial. It starts at the first use, and again if it ended."""
+    """The process that compiles constraints. It starts at the first use, and again if it ended."""
 
     def __init__(self, model_directory: Path) -> None:
         self._model_directory = model_directory
@@ -205,7 +205,7 @@ class TrialProcess:
             return self._writer
 
     def _start(self, connection: socket.socket) -> subprocess.Popen[bytes]:
-        """By subprocess, since the event loop's way runs the fork handlers of gRPC, which may abort the new process."""
+        """Uses subprocess, because asyncio's way runs the fork handlers of gRPC, which may abort the new process."""
         return subprocess.Popen(
             [sys.executable, "-m", "quire.constraints.check_process", str(self._model_directory)],
             stdin=connection.fileno(),

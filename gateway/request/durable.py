@@ -1,7 +1,8 @@
-"""Durable requests: read for their clients, for a while after these have left, and resumed for those that come back.
+"""Durable requests: the gateway reads them for their clients, continues for a while after a client has left, and lets
+a returning client resume.
 
-A gateway has all that a request needs to go on: prompt, parameters, seed and tokens. So a request that is read here
-outlives its scheduler, and a client that comes back finds it here whatever happened to the scheduler.
+A gateway has everything that a request needs to continue: prompt, parameters, seed and tokens. So a request that is
+read here survives its scheduler, and a returning client finds it here whatever happened to the scheduler.
 """
 
 import asyncio
@@ -22,13 +23,13 @@ from gateway.turns import TOKENS_PER_TURN, Turns
 from quire.rpc.errors import Aborted
 
 MAX_KEPT_TOKENS = 2_000_000
-"""Upper bound of the tokens of all requests that are read without clients, those that they may still generate included.
-A log probability counts as a token. Requests beyond it are left to the scheduler."""
+"""Upper bound of the tokens of all requests that are read without clients, including those that they may still
+generate. A log probability counts as a token. Requests beyond the bound are left to the scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientOffset:
-    """What the client of a resumed stream has of one sequence: tokens, and characters of their text if it counts
+    """The number of tokens of one sequence that the client of a resumed stream has, and of characters if it counts
     them."""
 
     sequence_index: int
@@ -42,9 +43,9 @@ class Found:
 
     Attributes:
         num_generated_tokens: Its tokens so far, of all sequences that are returned.
-        num_had: Tokens, those of candidates included, that are not generated for this client.
-        here: An entry with all that this gateway has of it, if it is read here.
-        go_on: Continues it by an entry.
+        num_had: Tokens, including those of candidates, that were not generated for this client.
+        here: The entry of this gateway, if the request is read here.
+        go_on: Continues the request with an entry.
     """
 
     request: GenerationRequest
@@ -56,9 +57,9 @@ class Found:
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """A request, and its use of the limits of a key. `base` are tokens that another key has paid for.
+    """A request, and its use of a key's limits. `base` is the number of tokens that were charged to another key.
 
-    Without a client it has a `timer` that ends it, and counts for `kept_tokens`.
+    Without a client it has a `timer` that ends it, and counts towards `kept_tokens`.
     """
 
     account: Account
@@ -76,9 +77,9 @@ class _Read:
 class DurableReads:
     """All durable requests that are read here, by tenant and id.
 
-    A request whose client leaves is read on for as long as the scheduler would keep it, and as long after its end. It
-    keeps its place among its key's requests until its end, and is charged as it generates. A client that resumes it
-    here with the same key takes over both.
+    When a client leaves, its request is read on for as long as the scheduler would keep it, and for the same time after
+    its end. Until its end it counts as a running request of its key and is charged for its tokens. A client that
+    resumes it here with the same key takes over both.
     """
 
     def __init__(self, ledger: Ledger, replicas: Replicas, tokenizer: Tokenizer) -> None:
@@ -87,7 +88,7 @@ class DurableReads:
         self._tokenizer = tokenizer
         self._reads: dict[tuple[str, str], _Read] = {}
         self._num_kept = self._kept_tokens = 0
-        # Those without a client that are over, oldest first: they make room for others.
+        # Finished requests without a client, oldest first; they are evicted to make room.
         self._over: dict[_Read, None] = {}
         self._is_closed = False
 
@@ -104,7 +105,7 @@ class DurableReads:
 
     @contextmanager
     def read(self, account: Account, use: Use, live: LiveRequest, *, base: float = 0.0) -> Generator[None]:
-        """While the context runs, a client reads the request. Then it is kept, or its stream to the scheduler ends."""
+        """A client reads the request during the context. After it, the request is kept, or left to the scheduler."""
         read = _Read(account, use, live, base)
         before = self._reads.get(read.name)
         if before is not None:
@@ -119,8 +120,8 @@ class DurableReads:
 
     @contextmanager
     def resumed(self, account: Account, live: LiveRequest, num_had: float) -> Generator[None]:
-        """A resumed stream, which runs while the context does. Its first `num_had` tokens are free of charge, unless it
-        was this account's here before.
+        """A resumed stream, for the duration of the context. Its first `num_had` tokens are free of charge, unless this
+        account read it here before.
 
         Raises:
             Unauthenticated, ResourceExhausted: as `check_resumption` does.
@@ -133,11 +134,11 @@ class DurableReads:
             yield
 
     async def find(self, tenant: str, request_id: str, offsets: Sequence[ClientOffset], memory: CallMemory) -> Found:
-        """A durable request, here or at a scheduler. Nothing of it is changed.
+        """Finds a durable request, here or at a scheduler, without changing it.
 
         Raises:
-            NotFound: the tenant has none of that id.
-            InvalidArgument: an offset names what the request does not have.
+            NotFound: the tenant has none with this id.
+            InvalidArgument: an offset is beyond the output of the request.
         """
         while True:
             earlier = self._ledger.get(tenant, request_id)
@@ -153,7 +154,7 @@ class DurableReads:
                 num_had = live.num_computed_tokens
                 go_on = partial(self._replicas.hand_over, earlier)
                 return Found(earlier.request, live.num_generated_tokens, num_had, live, go_on)
-            # Meanwhile another call has taken it.
+            # Another call has taken it in the meantime.
             memory.drop_all()
 
     async def _find_at_scheduler(self, tenant: str, request_id: str, offsets: Sequence[ClientOffset]) -> Found:
@@ -186,13 +187,13 @@ class DurableReads:
         return read is not None and read.live is live and read.timer is not None
 
     def drop_completed(self, tenant: str, request_id: str) -> None:
-        """Frees the id of a request that is over and has no client."""
+        """Frees the id of a finished request without a client."""
         read = self._reads.get((tenant, request_id))
         if read is not None and read.timer is not None and read.live.is_over:
             self._end(read)
 
     def close(self) -> None:
-        """This gateway is about to stop: requests without a client are left to the scheduler, now and later."""
+        """Prepares for the stop of this gateway: requests without a client are left to the scheduler from now on."""
         self._is_closed = True
         for read in list(self._reads.values()):
             if read.timer is not None:
@@ -203,15 +204,15 @@ class DurableReads:
         return read if read is not None and read.account is account else None
 
     def _keep(self, read: _Read) -> bool:
-        """Reads on without a client; returns whether it does."""
+        """Continues to read a request without a client; returns whether there is room for it."""
         grace_s = self._replicas.durable_grace_s
         live = read.live
         if self._reads.get(read.name) is not read or self._is_closed or not grace_s:
             return False
-        # A request that is not prepared was refused, or left, while it took the tokens of its caller: it never ran.
+        # A request that is not prepared was refused or cancelled before it ran.
         if not live.is_prepared or not live.is_resumable or not self._make_room(_num_tokens(live)):
             return False
-        # It goes on although the context of its earlier use ends.
+        # The request continues although the context of its earlier use ends.
         read.use = read.account.replace(read.use, _generated(live, read.base))
         read.timer = asyncio.get_running_loop().call_later(grace_s, self._expire, read)
         self._num_kept += 1
@@ -220,7 +221,7 @@ class DurableReads:
         return True
 
     def _make_room(self, num_tokens: int) -> bool:
-        """Ends requests that are over as long as there is no room for so many more tokens; returns whether there is."""
+        """Forgets finished requests until there is room for this many tokens; returns whether there is."""
         while self._kept_tokens + num_tokens > MAX_KEPT_TOKENS and self._over:
             self._end(next(iter(self._over)))
         return self._kept_tokens + num_tokens <= MAX_KEPT_TOKENS
@@ -230,30 +231,31 @@ class DurableReads:
         read.kept_tokens = num_tokens
 
     def _note_over(self, read: _Read, grace_s: float) -> None:
-        """A request has ended: its grace begins anew. One that failed, or that another gateway reads, is forgotten."""
+        """Restarts the grace period of a request that has ended. A failed request, or one that another gateway reads,
+        is forgotten."""
         if read.timer is None:
             return
         read.timer.cancel()
         read.account.end(read.use)
         self._count(read, _num_tokens(read.live))
         self._over[read] = None
-        # Never at once: whoever ended the request may not be done with it.
+        # Deferred, because the caller that ended the request may still use it.
         delay_s = grace_s if read.live.is_completed else 0
         read.timer = asyncio.get_running_loop().call_later(delay_s, self._end, read)
 
     def _expire(self, read: _Read) -> None:
-        """No client has come back for a request that still runs."""
+        """The grace period of a running request is over."""
         self._replicas.release(read.live)
         self._end(read)
 
     def _end(self, read: _Read) -> None:
-        """Reads a request no more. One that still runs is left to the scheduler."""
+        """Stops reading a request. A running one is left to the scheduler."""
         self._forget(read)
         self._replicas.detach(read.live)
         self._ledger.close(read.live)
 
     def _forget(self, read: _Read) -> None:
-        """Charges what it generated and frees its place. Idempotent."""
+        """Charges its tokens and stops counting it as running. Idempotent."""
         if self._reads.get(read.name) is read:
             del self._reads[read.name]
         if read.timer is not None:
@@ -277,7 +279,7 @@ def _num_tokens(live: LiveRequest) -> int:
 
 
 def _check_offsets(offsets: Sequence[ClientOffset], request: GenerationRequest) -> None:
-    """Raises InvalidArgument if one names a sequence twice, or what the request cannot have."""
+    """Raises InvalidArgument if a sequence occurs twice or an offset is beyond its output."""
     violations = Violations()
     seen: set[int] = set()
     for position, offset in enumerate(offsets[: request.sampling.n + 1]):

@@ -1,4 +1,4 @@
-"""The entry of all front ends: runs, resumes and cancels requests, one or several a call, and makes their answers."""
+"""The entry point of all front ends: runs, resumes and cancels requests, one or several per call."""
 
 import asyncio
 import secrets
@@ -40,12 +40,12 @@ REFUSAL_S = 0.5
 
 Result = tuple[list[GeneratedSequence], Usage]
 Answer = TypeVar("Answer")
-# Making an answer of this many log probabilities would delay other calls too much.
+# An answer with this many log probabilities is made in a thread, because it would delay other calls.
 _LARGE = 10_000
-# A sequence takes as long as this many log probabilities, and this many tokens as long as one.
+# A sequence takes as long as this many log probabilities; this many tokens take as long as one.
 _SIZE_OF_A_SEQUENCE = 10
 _TOKENS_OF_A_LOGPROB = 16
-# After the ends of this many requests other calls run.
+# After this many requests have ended, other calls get a turn.
 _ENDED_AT_ONCE = 16
 
 
@@ -82,16 +82,16 @@ class Generator:
         return self.replicas.is_ready and not self.is_draining
 
     def take_nothing_more(self) -> None:
-        """From now on every call is refused."""
+        """Refuses every call from now on."""
         self._takes_nothing = True
 
     @contextmanager
     def arriving(self) -> abc.Generator[None]:
-        """Lets a call in; a drain waits while the context runs.
+        """Admits a call; a drain waits for the end of the context.
 
         Raises:
-            Unavailable: this gateway drains. If it hands over, not before `take_nothing_more`: until then the last
-                calls come over connections from before its ports were closed.
+            Unavailable: this gateway drains. A gateway that hands over its ports raises only after
+                `take_nothing_more`: until then the last calls arrive over connections from before.
         """
         if self._takes_nothing or (self.is_draining and not self._settings.hand_over):
             raise Unavailable("this gateway is about to stop; try another one", reason="DRAINING")
@@ -116,11 +116,11 @@ class Generator:
     async def run(
         self, options: RequestOptions, call: CallParameters | None = None, *, memory: CallMemory
     ) -> AsyncGenerator[LiveRequest]:
-        """A running request. Leaving the context before its end aborts it, unless it is durable. Requests of one call
-        share `call` and `memory`.
+        """Runs a request during the context. Leaving the context earlier aborts it, unless it is durable. Requests of
+        one call share `call` and `memory`.
 
         Raises:
-            QuireError: it is refused; nothing was submitted.
+            QuireError: the request is refused; nothing was submitted.
         """
         operation = "chat" if isinstance(options.prompt, ChatPrompt) else "text_completion"
         with RequestSpan(self._tracer, self.model.name, operation) as span:
@@ -145,12 +145,13 @@ class Generator:
 
     @asynccontextmanager
     async def resume(self, request_id: str, offsets: Sequence[ClientOffset]) -> AsyncGenerator[LiveRequest]:
-        """A durable request from any gateway, without what its client has. Leaving the context does not end it.
+        """Resumes a durable request of any gateway after the output that its client has. Leaving the context does not
+        end it.
 
         Raises:
-            NotFound: the caller's tenant has none of that id.
-            AlreadyExists: another request of that id, which is not durable, runs at this gateway.
-            InvalidArgument: an offset names what the request does not have.
+            NotFound: the caller's tenant has none with this id.
+            AlreadyExists: another request with this id, which is not durable, runs at this gateway.
+            InvalidArgument: an offset is beyond the output of the request.
         """
         caller = current_caller()
         with RequestSpan(self._tracer, self.model.name, "resume") as span, self.call_memory(STREAMED) as memory:
@@ -158,7 +159,7 @@ class Generator:
                 self.durable_reads.check_resumption(caller.account, caller.tenant, request_id)
                 await self.limits()
                 found = await self.durable_reads.find(caller.tenant, request_id, offsets, memory)
-                # Again: its present reader must not lose it to a call that is refused.
+                # Checked again: a call that is refused must not take the request from its present reader.
                 self.durable_reads.check_resumption(caller.account, caller.tenant, request_id)
                 live = self.durable_reads.take(found, memory)
             span.opened(live)
@@ -181,7 +182,7 @@ class Generator:
         """Ends a running request of the caller's tenant; its own call ends with CANCELLED.
 
         Raises:
-            NotFound: the tenant has none of that id; another tenant's makes no difference.
+            NotFound: the tenant has none with this id. Requests of other tenants do not count.
         """
         tenant = current_caller().tenant
         live = self._ledger.get(tenant, request_id)
@@ -253,14 +254,14 @@ async def running(
                 num_logprobs += num_prompt_logprobs(request) * copies
                 check_prompt_logprobs(num_logprobs)
             except QuireError as error:
-                # The requests before it end by the original error, not by the one that a front end makes of it.
+                # Ends the requests before it with the original error, and not with the front end's version of it.
                 await stack.__aexit__(type(error), error, error.__traceback__)
                 raise refusal(position, error) from error
         yield live
 
 
 async def answer(live: Sequence[LiveRequest], make: Callable[[Sequence[Result]], Answer]) -> Answer:
-    """The value of `make` for the results of all; a large answer is made in a thread, so that other calls go on.
+    """The value of `make` for the results of all; a large answer is made in a thread, so that other calls continue.
 
     Raises:
         QuireError: one of them failed; the others are not waited for.

@@ -10,25 +10,25 @@ MAX_N = 128
 MIN_SEED = -(2**63)
 MAX_SEED = 2**64 - 1
 MAX_REQUEST_ID_LENGTH = 128
-# In characters; what OpenAI allows.
+# In characters; OpenAI's limit.
 MAX_NAME_LENGTH = 64
 MAX_LENGTH_PENALTY = 10
 MAX_BEAM_CANDIDATES = 2048
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_BYTES = 128
-# Of a call: each prompt is a request of its own, and a body that fits otherwise could hold millions of them.
+# The maximum number of prompts of a call. Each becomes a request, and a body within the size limit could hold millions.
 MAX_TOOLS = 128
-"""Of a chat."""
+"""The maximum number of tools of a chat."""
 MAX_TOOL_SCHEMA_BYTES = 256 * 1024
-"""Of the parameters of one tool."""
+"""The maximum size of the parameters of one tool."""
 MAX_PROMPTS = 1024
-# Of all sequences of a call: each of them is searched for all stop strings.
+# The limit for all sequences of a call together, since each of them is searched for all stop strings.
 MAX_CALL_STOP_BYTES = 4 * 1024 * 1024
-# Of all requests of a call: each of them carries all parameters to its scheduler.
+# The limit for all requests of a call together, since each of them carries all parameters to its scheduler.
 MAX_CALL_PARAMETER_ENTRIES = 4 * 1024 * 1024
 MAX_TIME_TO_LIVE_MS = 24 * 60 * 60 * 1000
-# Texts that are no prompts may be counted too, whatever the model takes.
+# Tokenize also accepts texts that do not fit as prompts.
 MIN_TOKENIZE_BYTES = 256 * 1024
 
 
@@ -38,7 +38,7 @@ class Number:
 
     Attributes:
         is_above_low: Whether `low` itself is out of range.
-        in_beam_search: The one value that a beam search takes, which draws nothing; None where it takes all.
+        in_beam_search: The only value that a beam search accepts, since it does not sample; None if it accepts all.
     """
 
     low: float
@@ -55,12 +55,12 @@ NUMBERS: Mapping[str, Number] = {
     "min_p": Number(0, 1, default=0, in_beam_search=0),
     "presence_penalty": Number(-2, 2, default=0),
     "frequency_penalty": Number(-2, 2, default=0),
-    # Below it a logit that is divided by it may be more than single precision can hold.
+    # A smaller temperature may make a logit overflow in single precision.
     "repetition_penalty": Number(1e-30, 10, default=1),
 }
-"""By their names in quire.common.v1.SamplingParameters."""
+"""Ranges by the names in quire.common.v1.SamplingParameters."""
 DRAWING = {name: each.in_beam_search for name, each in NUMBERS.items() if each.in_beam_search is not None}
-"""The numbers by which tokens are drawn, with the one value of each that a beam search takes."""
+"""The parameters of sampling, with the only value of each that a beam search accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Limits:
     """The configured limits, narrowed by those of the schedulers.
 
     Attributes:
-        pools: Of the replicas, each of which may get the request.
+        pools: The KV pools of the replicas, any of which may get the request.
         vocab_size: Width of the logits; token ids are below it.
         max_model_len: The maximum number of tokens, prompt and output.
         max_prompt_tokens: Always below max_model_len, so that at least one token can be generated.
@@ -109,7 +109,7 @@ class Limits:
     max_call_sequences: int
 
     def fewest_tokens(self, num_bytes: int) -> int:
-        """The minimum number of tokens of a text with so many bytes in UTF-8."""
+        """The minimum number of tokens of a text with this many bytes in UTF-8."""
         return -(-num_bytes // self.longest_token_bytes)
 
     @property

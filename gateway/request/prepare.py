@@ -1,5 +1,5 @@
-"""From a request as it came in to one that can be submitted: its prompt as tokens, every default set, bad words as
-tokens, and the tokens that its caller holds."""
+"""Prepares a request for submission: tokenizes the prompt and bad words, sets every default, and adds the tokens that
+the caller already has."""
 
 import math
 import secrets
@@ -44,7 +44,7 @@ from quire.tracing import TraceContext
 _SAMPLING = SamplingParameters()
 for _name, _number in NUMBERS.items():
     setattr(_SAMPLING, _name, _number.default)
-# Read by the scheduler or by the gateway alone.
+# Fields that only the scheduler or the gateway reads.
 _NOT_FOR_WORKERS = ("seed", "n", "best_of", "beam_search", "bad_words")
 
 
@@ -73,7 +73,7 @@ class CallParameters:
         """The parameters of a request that passed `check`.
 
         Raises:
-            InvalidArgument: they leave no token to choose, or hold a constraint that cannot be enforced.
+            InvalidArgument: they exclude every token, or contain a constraint that cannot be enforced.
             ResourceExhausted: too many constraints wait to be checked.
         """
         if (known := self._known(options)) is not None:
@@ -114,7 +114,7 @@ async def prepare(
     """A request, which `call` has checked, as it is submitted.
 
     Raises:
-        InvalidArgument: its prompt is too long, its answer too large, or the tokens that its caller holds are not its.
+        InvalidArgument: its prompt is too long, its answer too large, or the caller's tokens cannot be its output.
     """
     turns = Turns()
     answer_format, constraint_field = PLAIN, ""
@@ -213,7 +213,7 @@ def resolve(
     ending = () if stopping.ignore_eos else eos_token_ids
     row_sampling = _row_sampling(sampling, stopping, ending, bad_sequences)
     if sampling.HasField("constraint"):
-        # The worker alone delays the end: where nothing else may follow, a text ends before min_tokens.
+        # Only the worker delays the end, because a text that cannot continue ends before min_tokens.
         stopping.min_tokens = 0
     return Parameters(sampling, stopping, output, ending, row_sampling)
 
@@ -252,7 +252,7 @@ def check_end(options: RequestOptions, parameters: Parameters) -> None:
     if not parameters.eos_token_ids and not parameters.stopping.stop_token_ids:
         if parameters.stopping.ignore_eos:
             problem = (
-                "is true; a text with sampling.constraint ends where that is met: leave it out, or set stop_token_ids"
+                "is true; a text with sampling.constraint ends when it is complete: leave it out, or set stop_token_ids"
             )
             violations.add("stopping.ignore_eos", problem)
         else:
@@ -275,7 +275,7 @@ def _sampling(asked: SamplingParameters, model_defaults: SamplingParameters) -> 
     sampling.n = asked.n or 1
     sampling.best_of = _num_candidates(asked)
     if asked.HasField("beam_search"):
-        # The model's defaults of how to draw do not apply.
+        # The model's default sampling parameters do not apply.
         for name, value in DRAWING.items():
             setattr(sampling, name, value)
         beam = sampling.beam_search
@@ -344,11 +344,11 @@ async def _check_continuation(options: RequestOptions, request: GenerationReques
         if request.chooses:
             violations.add(
                 "continue_from",
-                "has tokens; where sequences are chosen at the end, none is delivered before: send the request anew",
+                "has tokens; if sequences are selected at the end, none is delivered earlier: send a new request",
             )
         elif request.sampling.temperature and not options.sampling.HasField("seed"):
             violations.add(
-                "sampling.seed", "is absent; to go on from tokens that were sampled, send the seed that they came by"
+                "sampling.seed", "is absent; to continue after sampled tokens, send the seed of the first request"
             )
     violations.raise_if_any()
 

@@ -1,4 +1,4 @@
-"""Calls that generate nothing: text to tokens and back, and pinned prefixes."""
+"""Calls that do not generate: tokenize, detokenize, and pinned prefixes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -54,7 +54,7 @@ class RequestSpan:
 
     @property
     def context(self) -> TraceContext | None:
-        """For the scheduler, which continues the span."""
+        """The trace context for the scheduler, which continues the span."""
         return self._span and self._span.context
 
     def opened(self, live: LiveRequest) -> None:

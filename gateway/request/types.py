@@ -26,7 +26,7 @@ MAX_ENTRIES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """`add_special_tokens`: whether the tokenizer puts its special tokens around the text."""
+    """`add_special_tokens`: whether the tokenizer adds its special tokens to the text."""
 
     text: str
     add_special_tokens: bool = True
@@ -39,10 +39,9 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """`name` tells speakers of one role apart. The chat template decides whether it is part of the prompt.
+    """`name` distinguishes speakers of one role. The chat template decides whether it is part of the prompt.
 
-    Of an assistant's message: the calls that it made, and its reasoning. `tool_call_id` names the call whose result the
-    message is.
+    An assistant's message may have tool calls and reasoning. A tool's message is the result of the call `tool_call_id`.
     """
 
     role: str
@@ -70,8 +69,8 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class HeldSequence:
-    """What the caller holds of one sequence: its tokens, and optionally the number of characters of their text and the
-    sum of their log probabilities."""
+    """The part of one sequence that the caller has: its tokens, and optionally the number of characters of their text
+    and the sum of their log probabilities."""
 
     token_ids: Sequence[int]
     num_characters: int | None = None
@@ -94,13 +93,13 @@ class RequestOptions:
     """Values that the messages cannot hold exactly as the caller wrote them, by the path of the field. The validator
     checks these instead, and refuses each value that is outside the range of its field."""
     truncate_prompt_tokens: int | None = None
-    """Keep only the last so many tokens of the prompt; -1 keeps as many as a prompt may have."""
+    """Keeps only this many last tokens of the prompt; -1 keeps as many as a prompt may have."""
     request_id: str | None = None
     priority: int | None = None
     priority_sign: Literal[1, -1] = 1
     durable: bool = False
     continue_from: Sequence[HeldSequence] = ()
-    """The output of an earlier request; one entry a sequence, or none."""
+    """The output of an earlier request: one entry per sequence, or empty."""
 
     def asked(self, path: str) -> Any:
         """The value that the caller wrote for a field, for example "sampling.top_p"; None if it is absent."""
@@ -113,7 +112,7 @@ class RequestOptions:
 
 @cache
 def _place_of(path: str) -> tuple[Callable[[RequestOptions], Message], str, bool]:
-    """Of the field at a path: how to get its message from the options, its name, and whether it can be absent."""
+    """For the field at a path: a function from options to its message, its name, and whether it can be absent."""
     parents, _, name = path.rpartition(".")
     parent_of: Callable[[RequestOptions], Message] = attrgetter(parents)
     return parent_of, name, parent_of(RequestOptions(None)).DESCRIPTOR.fields_by_name[name].has_presence
@@ -181,14 +180,14 @@ class GenerationRequest:
     output: OutputOptions
     seed: int
     eos_token_ids: Sequence[int] = ()
-    """The model's; none where they are ignored."""
+    """The model's eos ids; empty if they are ignored."""
     row_sampling: bytes = b""
-    """What the worker samples by: a serialized quire.common.v1.RowSampling."""
+    """The worker's sampling parameters: a serialized quire.common.v1.RowSampling."""
     priority: int = 0
     durable: bool = False
     """The request runs on without a reader for a while, and can be resumed."""
     answer_format: AnswerFormat = PLAIN
-    """How the text is read: plain, but for chats."""
+    """How the text is parsed: as plain text, except for chats."""
     nonce: int = 0
     """64 random bits that distinguish the request from others with the same id."""
     trace: TraceContext | None = None
@@ -213,5 +212,5 @@ class GenerationRequest:
 
     @property
     def chooses(self) -> bool:
-        """Whether the returned sequences are chosen when all have ended, so that none is delivered before."""
+        """Whether the returned sequences are selected when all have finished, so that none is delivered earlier."""
         return self.sampling.best_of > self.sampling.n or self.sampling.HasField("beam_search")

@@ -415,7 +415,7 @@ class HttpConnection(H11Protocol):
         self._places = places
         self._handshake = handshake
         self._bodies = bodies
-        # What uvicorn calls for each request.
+        # The application that uvicorn calls for each request.
         self._application = self.app
         self.app = self._answer
         # Runs while more waits to be sent than is to be kept.

@@ -55,7 +55,7 @@ def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: o
 class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls without a valid key before any of their messages is read, and sets the caller of all others.
 
-    Methods of services that are not named are refused with a valid key, too: whoever adds a service has to name it.
+    Methods of services that are not listed are refused even with a valid key: a new service must be listed.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class IdleCalls(grpc.aio.ServerInterceptor):
             except StopAsyncIteration:
                 return
             except asyncio.CancelledError:
-                # By `end`, unless somebody else cancelled the task as well.
+                # Cancelled by `end`, unless another caller cancelled the task as well.
                 if self._has_ended and task.uncancel() == 0:
                     raise _stopping() from None
                 raise
@@ -237,7 +237,7 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
             finally:
                 watch.stop()
             # The request is aborted by now. The status waits behind what the client does not read.
-            _logger.info("a client took nothing for %g s; its call is over", self._reader_timeout_s)
+            _logger.info("a client read nothing for %g s; its call is ended", self._reader_timeout_s)
             if watch.num_written == 0:
                 # gRPC would send the headers again, which it still tries to send.
                 raise asyncio.CancelledError

@@ -105,7 +105,7 @@ def _cross_origin(allowed_origins: Sequence[str]) -> list[Middleware]:
 
 
 class EnvelopeMiddleware:
-    """What holds for every request, whatever its path and its answer.
+    """Rules for every request, whatever its path and its answer.
 
     - The trace context in its headers is read.
     - The X-Request-Id of the client comes back with the answer, in place of the gateway's own.

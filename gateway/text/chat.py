@@ -90,13 +90,11 @@ class ChatTemplate:
     def _check(self, prompt: ChatPrompt) -> None:
         """Raises InvalidArgument for tools, calls and arguments that the template would ignore."""
         if prompt.tools and "tools" not in self.variables:
-            raise _refusal("tools", "cannot be used: the model's chat template knows no tools", reason="NO_TOOLS")
+            raise _refusal("tools", "cannot be used: the model's chat template has no tools", reason="NO_TOOLS")
         for position, message in enumerate(prompt.messages):
             if message.tool_calls and not self.knows_calls:
                 field = f"messages[{position}].tool_calls"
-                raise _refusal(
-                    field, "cannot be used: the model's chat template knows no tool calls", reason="NO_TOOLS"
-                )
+                raise _refusal(field, "cannot be used: the model's chat template has no tool calls", reason="NO_TOOLS")
         reasons = reasoning_format_of(self.source) is not None
         for name, value in _arguments(prompt.template_options).items():
             field = f"template_options.arguments.{name}"
@@ -196,7 +194,7 @@ class Chat:
         return await self._tokenizer.encode(text, add_special_tokens=False)
 
     def thinking_after(self, prompt: ChatPrompt, text: str) -> Thinking:
-        """Where an answer to the rendered prompt `text` begins."""
+        """Whether an answer to the rendered prompt `text` begins before, in or after the reasoning."""
         marks = THINKING_MARKS.get(self.reasoning_format or "")
         options = prompt.template_options
         if marks is None:
@@ -329,7 +327,7 @@ def _until_final_message(text: str, content: str) -> str:
     mark = _END_OF_FINAL_MESSAGE.rstrip()
     end = text.rfind(mark)
     if end < 0 or content.strip() not in text:
-        raise ValueError("continue_final_message is set, and the template does not write the last message as it is")
+        raise ValueError("continue_final_message is set, but the template changes the last message")
     is_as_written = text.startswith(_END_OF_FINAL_MESSAGE, end)
     return text[:end] if is_as_written else text[:end].rstrip()
 

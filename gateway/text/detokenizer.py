@@ -10,7 +10,7 @@ _MAX_INCOMPLETE = 3
 # A longer window is cut back to its last tokens, this many of which are enough context.
 _MAX_WINDOW = 14
 _CONTEXT = 8
-# What clean-up replaces, in the order of transformers.
+# The replacements of the clean-up, in the order of transformers.
 _SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 # The characters before the last one of each. Clean-up only removes spaces, so text is certain up to the first space
 # that only such characters follow.

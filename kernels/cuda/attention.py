@@ -41,7 +41,7 @@ MAX_HEAD_DIM = 256
 _INDEXES = ("block_tables", "query_start_loc", "seq_lens")
 # Pieces that are joined at once.
 SPLIT_TILE = tl.constexpr(16)
-# Of the best utilization that any number of pieces has, the share that is good enough to take fewer pieces.
+# Fewer pieces are preferred if their utilization is at least this share of the best one.
 GOOD_ENOUGH = 0.9
 
 
@@ -185,7 +185,7 @@ def _decode_kernel(
 
 @triton.jit
 def _find_piece(seq_len, sliding_window, split, num_splits, MIN_PIECE: tl.constexpr, TILE: tl.constexpr):
-    """Where piece `split` of a context begins and ends; it begins beyond the context where there are fewer pieces."""
+    """The begin and end of piece `split` of a context; it begins beyond the context if there are fewer pieces."""
     first = 0
     if sliding_window is not None:
         first = tl.maximum(seq_len - sliding_window, 0)
@@ -199,7 +199,7 @@ def _attend_to_piece(
     queries, context, scoring, begin, end, query_position,
     SHAPE: Shape, GROUP_PAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What `queries` [M, D] of one token find from `begin` to `end`, as `finish_softmax` returns it."""
+    """The attention of `queries` [M, D] of one token from `begin` to `end`, as `finish_softmax` returns it."""
     running = start_softmax(sink_scores(scoring), GROUP_PAD, TILE, SHAPE.head_pad)
     for start in range(begin, end, TILE):
         positions = start + tl.arange(0, TILE)
@@ -386,7 +386,7 @@ def _attend_to_context(
     queries, query_positions, context, scoring, first, last, sliding_window,
     SHAPE: Shape, QUERY_TILE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What `queries` [M, D], the positions of which go from `first` to `last`, find in the keys that they may see."""
+    """The attention of `queries` [M, D] at the positions from `first` to `last` over the keys that they may see."""
     running = start_softmax(sink_scores(scoring), QUERY_TILE, 1, SHAPE.head_pad)
     # From `inner` to `outer` every query sees all keys: these tiles need no mask.
     inner = 0

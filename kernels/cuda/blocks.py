@@ -26,7 +26,7 @@ SWAP_PROGRAMS = 32
 
 @triton.jit
 def _slot_offsets(slot, heads, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Where in a layer's keys the `heads` of the token in `slot` start; of the shape of `heads`, int64."""
+    """The offsets in a layer's keys of the `heads` of the token in `slot`; int64, with the shape of `heads`."""
     return ((slot // BLOCK_SIZE * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
 
 
@@ -241,7 +241,7 @@ def _move_blocks(
     device = source[0].device if source[0].is_cuda else destination[0].device
     layers = [each.data_ptr() for each in (*source, *destination)]
     block_bytes = math.prod(source[0].shape[2:]) * source[0].dtype.itemsize
-    # What all layers start at a multiple of, in bytes, lets a thread move as many at once.
+    # All layers start at a multiple of this many bytes, so a thread can move as many at once.
     alignment = math.gcd(MAX_BYTES, *layers)
     word_bytes = math.gcd(4, alignment, block_bytes)
     block_words = block_bytes // word_bytes

@@ -21,7 +21,7 @@ ELEMENTS_PER_WARP = 512
 def _rms_norm_kernel(
     output, x, residual, weight, eps, x_stride, residual_stride, HIDDEN: tl.constexpr, HIDDEN_PAD: tl.constexpr
 ):
-    """Where `residual` is not None, the sum is written to it and normalized."""
+    """If `residual` is not None, the sum is written to it and normalized."""
     line = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, HIDDEN_PAD)
     mask = columns < HIDDEN

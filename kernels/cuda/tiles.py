@@ -36,7 +36,7 @@ class AttentionShape:
 if TYPE_CHECKING:
     Shape = AttentionShape
 else:
-    # What says to Triton that an argument is a constant; a type checker would find no fields in it.
+    # Triton's mark of a constant argument, in which a type checker would find no fields.
     Shape = tl.constexpr
 
 
@@ -77,7 +77,7 @@ class PagedBatch:
 
 
 class Context(NamedTuple):
-    """What a KV head has in a layer's pool for one row.
+    """The view of one KV head's blocks in a layer's pool for one row.
 
     Attributes:
         keys: pointer to the head's keys in block 0.
@@ -99,7 +99,7 @@ def find_context(kv_cache, value_offset, block_tables, table_stride, row, head, 
 
 @triton.jit
 def load_keys_and_values(context, positions, end, SHAPE: Shape):
-    """Those [N, D] of the tokens at `positions` [N]; for positions from `end` on, those of the token before `end`.
+    """Keys and values [N, D] at `positions` [N]; positions from `end` on have those of the token before `end`.
 
     Slots beyond a context may hold NaN, which no weight of zero would silence. So they are not read, and to read a
     token of the context once more costs less than a mask.
@@ -179,7 +179,7 @@ def sink_scores(scoring):
 
 @triton.jit
 def score_unit(scoring):
-    """What scores are to be multiplied by to be in units of log 2, since exp2 is what the hardware has.
+    """The factor that converts scores to units of log 2, because the hardware has exp2.
 
     It is done where the best score is taken off, by the same instruction.
     """
@@ -192,7 +192,7 @@ def score_unit(scoring):
 
 
 class Running(NamedTuple):
-    """What is known after some tiles.
+    """The state of the softmax after some tiles.
 
     Attributes:
         best: [M], the highest score so far, minus infinity before the first.

@@ -19,9 +19,9 @@ class CertsFlags:
     """Makes ca.pem, and for each role ROLE.pem and ROLE.key, in a directory. Called again, it renews all but the
     authority, and services that run read the new files at the next handshake."""
 
-    tls_dir: Path = setting(Path("certs"), "where to put the files", metavar="DIR")
+    tls_dir: Path = setting(Path("certs"), "directory of the files", metavar="DIR")
     by_role: bool = setting(
-        False, "give each role a directory of its own, DIR/ROLE, with its two files and ca.pem, to hand to a container"
+        False, "give each role a separate directory, DIR/ROLE, with its two files and ca.pem, for its container"
     )
     host: tuple[str, ...] = setting((), "name or address of a service, besides localhost; with commas", metavar="HOST")
     days: int = setting(365, "days for which the certificates are valid", minimum=1, maximum=36500)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _directory_of(role: Role, flags: CertsFlags) -> Path:
-    """Where its files go."""
+    """The directory of its files."""
     if not flags.by_role:
         return flags.tls_dir
     share_authority(flags.tls_dir, flags.tls_dir / role)

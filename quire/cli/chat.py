@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lines(interactive: bool) -> Iterator[str]:
-    """What the user types, until the end of input. Ctrl-C at the prompt discards the line."""
+    """The lines that the user types, until the end of input. Ctrl-C at the prompt discards the line."""
     while interactive:
         try:
             yield input("> ")

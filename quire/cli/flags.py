@@ -1,4 +1,4 @@
-"""What the client commands share: flags, and reading text."""
+"""The common part of the client commands: flags, and reading text."""
 
 import sys
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ class CredentialFlags:
     """How to call the gateway."""
 
     # The command line of a process can be seen by everyone on its machine.
-    api_key: str | None = setting(None, "API key, where the gateway requires one; safer in the variable", metavar="KEY")
-    tls: bool = setting(False, "the gateway speaks TLS, and one of the public authorities has signed its certificate")
-    tls_ca_file: Path | None = setting(None, "the gateway speaks TLS, and this authority has signed its certificate")
-    tls_cert_file: Path | None = setting(None, "certificate of the caller, where the gateway requires one")
+    api_key: str | None = setting(None, "API key, if the gateway requires one; safer in the variable", metavar="KEY")
+    tls: bool = setting(False, "use TLS; a public authority has signed the gateway's certificate")
+    tls_ca_file: Path | None = setting(None, "use TLS; this authority has signed the gateway's certificate")
+    tls_cert_file: Path | None = setting(None, "certificate of the caller, if the gateway requires one")
     tls_key_file: Path | None = setting(None, "key of that certificate")
     tls_server_name: str | None = setting(
         None,
-        "name in the gateway's certificate, where that is not the one host of the address",
+        "name in the gateway's certificate, if it is not the host of the address",
         metavar="NAME",
     )
 
@@ -51,7 +51,7 @@ class ModelFlags(ConnectionFlags):
 
     # Not QUIRE_MODEL, which names a directory to the services.
     model: str | None = setting(
-        None, "name of a served model; none is the only one", variable="QUIRE_SERVED_MODEL_NAME", metavar="NAME"
+        None, "name of a served model; by default the only one", variable="QUIRE_SERVED_MODEL_NAME", metavar="NAME"
     )
 
 

@@ -20,7 +20,7 @@ class GenerateFlags(GenerationFlags):
     """Continues a prompt: the argument, the lines of --file, or all of stdin."""
 
     prompt: str | None = setting(None, "the prompt; without it and without --file, all of stdin", positional=True)
-    file: str | None = setting(None, "prompts, one a line; - is stdin", metavar="FILE")
+    file: str | None = setting(None, "prompts, one per line; - is stdin", metavar="FILE")
     format: str = setting("text", "how to print answers", choices=("text", "json"))
     concurrency: int = setting(64, "maximum number of prompts of --file that run at once", minimum=1)
 

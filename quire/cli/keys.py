@@ -30,34 +30,32 @@ Gateways read a changed file within two seconds. `quire keys COMMAND --help` lis
 class AddFlags:
     """Makes a key and prints it, alone on stdout. The file gets its hash only, so it cannot be shown again."""
 
-    file: str | None = setting(None, "the file of keys; made where there is none", positional=True)
+    file: str | None = setting(None, "the file of keys; created if it does not exist", positional=True)
     tenant: str | None = setting(
         None, "tenant of the key; keys of one tenant share cached prefixes, request ids and pins", metavar="NAME"
     )
-    id: str | None = setting(None, "id of the key; none makes one", metavar="NAME")
+    id: str | None = setting(None, "id of the key; by default a random one", metavar="NAME")
     note: str = setting("", "note for people", metavar="TEXT")
     requests_per_minute: int | None = setting(
-        None, "maximum requests a minute; none is no limit", minimum=1, metavar="N"
+        None, "maximum requests a minute; by default no limit", minimum=1, metavar="N"
     )
     tokens_per_minute: int | None = setting(
-        None, "maximum tokens a minute, of prompts and output; none is no limit", minimum=1, metavar="N"
+        None, "maximum tokens a minute, of prompts and output; by default no limit", minimum=1, metavar="N"
     )
     max_concurrent_requests: int | None = setting(
-        None, "maximum requests that run at once; none is no limit", minimum=1, metavar="N"
+        None, "maximum requests that run at once; by default no limit", minimum=1, metavar="N"
     )
-    models: tuple[str, ...] = setting((), "models that it may use; none is all", metavar="NAME")
-    priority: int = setting(
-        0, "priority of requests that name none", minimum=-HIGHEST_PRIORITY, maximum=HIGHEST_PRIORITY
-    )
+    models: tuple[str, ...] = setting((), "models that it may use; by default all", metavar="NAME")
+    priority: int = setting(0, "default priority of requests", minimum=-HIGHEST_PRIORITY, maximum=HIGHEST_PRIORITY)
     max_priority: int | None = setting(
         None,
-        "highest priority that a request may name; none is the key's own, or 0 where that is lower",
+        "highest priority that a request may set; by default the key's own, or 0 if that is lower",
         minimum=-HIGHEST_PRIORITY,
         maximum=HIGHEST_PRIORITY,
     )
     may_pin: bool = setting(False, "it may pin prefixes")
     operator: bool = setting(False, "it may see replicas and metrics")
-    days: float | None = setting(None, "days until it expires; none is never", minimum=0.0001, maximum=36_500)
+    days: float | None = setting(None, "days until it expires; by default never", minimum=0.0001, maximum=36_500)
 
     def __post_init__(self) -> None:
         if self.tenant is None:

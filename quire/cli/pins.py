@@ -17,9 +17,15 @@ class PinFlags(ModelFlags):
 
     prefix: str | None = setting(None, "the prefix; without it all of stdin", positional=True)
     # Not QUIRE_SYSTEM, which is a message to `quire chat`.
-    system: bool = setting(False, "it is the system message at the start of conversations", variable="QUIRE_PIN_SYSTEM")
+    system: bool = setting(
+        False, "the prefix is the system message at the start of conversations", variable="QUIRE_PIN_SYSTEM"
+    )
     time_to_live: float | None = setting(
-        None, "how long to keep it; none is the server's default", minimum=0.001, maximum=86_400, metavar="SECONDS"
+        None,
+        "how long to keep it; by default as long as the server decides",
+        minimum=0.001,
+        maximum=86_400,
+        metavar="SECONDS",
     )
     format: str = setting("text", "how to print", choices=("text", "json"))
 

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show_or_explain(address: str, flags: StatusFlags) -> bool:
-    """For one of several gateways: the status of the others is shown even where this one does not answer."""
+    """Shows the status of one of several gateways, or why it does not answer; the others are shown in any case."""
     try:
         return _show(address, flags)
     except QuireError as error:

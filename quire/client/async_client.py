@@ -102,7 +102,7 @@ class AsyncStream:
         self._call.cancel()
 
     def cut(self) -> None:
-        """For a client that is closed: reading raises Cancelled, unless the stream is completed."""
+        """Called when the client is closed: reading then raises Cancelled, unless the stream is completed."""
         self._is_cut = True
         self._closing.set()
         self._call.cancel()
@@ -138,7 +138,7 @@ class AsyncClient:
         self._channel: grpc.aio.Channel = open_channel(grpc.aio, address, tls)
         self._stubs = make_stubs(self._channel, api_key)
         self._streams: WeakSet[AsyncStream] = WeakSet()
-        # For the blocking client, whose threads may start streams while one closes it.
+        # The blocking client needs it: a thread may close the client while others start streams.
         self._lock = threading.Lock()
 
     async def __aenter__(self) -> Self:

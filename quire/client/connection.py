@@ -66,7 +66,7 @@ class ClientTls:
         return grpc.ssl_channel_credentials(*(_read(path) for path in (self.authority, self.key, self.certificate)))
 
     def options(self) -> list[tuple[str, str]]:
-        """Of the channel."""
+        """The options of the channel."""
         return [] if self.server_name is None else [("grpc.ssl_target_name_override", self.server_name)]
 
 
@@ -145,7 +145,7 @@ class KeyedChannel:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a channel connects to.
+    """The target of a channel.
 
     Attributes:
         uri: In gRPC's form.
@@ -194,7 +194,7 @@ def _look_up(host: str) -> Sequence[str]:
 
 
 def find_target(address: str | Sequence[str], look_up: LookUp = _look_up) -> Target:
-    """Where to connect to.
+    """The addresses to connect to.
 
     A single address goes to gRPC as it is, which follows a name as its addresses change. gRPC cannot do so for a list
     of names: they are looked up here, once, and unknown ones are left out.
@@ -235,9 +235,9 @@ def _resolve(addresses: Sequence[TcpAddress], look_up: LookUp) -> list[TcpAddres
             continue
         found.extend(TcpAddress(ip, address.port) for ip in ips)
     if not found:
-        raise Unavailable(f"no gateway's name is known: {', '.join(unknown)}")
+        raise Unavailable(f"no gateway's name resolves: {', '.join(unknown)}")
     for text in unknown:
-        _log.warning("a gateway is left out, since its name is not known: %s", text)
+        _log.warning("a gateway is not used, because its name does not resolve: %s", text)
     return list(dict.fromkeys(found))
 
 

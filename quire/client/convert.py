@@ -548,7 +548,7 @@ def _set(message: Message, name: str, value: Any) -> None:
 
 
 def _limit(message: Message, name: str) -> str:
-    """What a field holds, in words."""
+    """A description of the type of a field."""
     field: Any = message.DESCRIPTOR.fields_by_name[name]
     held = getattr(message, name)
     if isinstance(held, MutableMapping):

@@ -1,4 +1,4 @@
-"""When a call is made again, and how a lost stream goes on. The clients do the waiting and the calling.
+"""Decides when a call is retried and how a lost stream is resumed. The clients wait and call.
 
 gRPC itself retries idempotent calls for every client (`service_config` in connection.py). A RetryPolicy adds to that.
 A durable stream goes on after a lost connection even without a policy.
@@ -17,7 +17,7 @@ from quire.client.types import RequestCompleted, SequenceFinished, StreamEvent, 
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import AlreadyExists, NotFound, QuireError, ResourceExhausted, Unavailable
 
-# Of the status of a call that reached no gateway, gRPC says so only in words; tests call ports where no server listens.
+# gRPC says only in the text of a status that no gateway was reached. Tests check the texts with unused ports.
 _NOBODY_REACHED = ("failed to connect to all addresses", "connections to all backends failing")
 # After so many calls in a row that reach no gateway, the address is wrong or all gateways are down.
 _MAX_IN_VAIN = 5
@@ -147,7 +147,7 @@ Resume = Callable[[generation_pb2.ResumeStreamRequest, float | None], Any]
 
 
 class Recovery(Protocol):
-    """What has come of one stream, and how to get the rest."""
+    """The received part of one stream, and how to get the rest."""
 
     def accept(self, event: StreamEvent) -> bool:
         """Notes an event; returns whether it is new to the caller."""
@@ -293,7 +293,7 @@ class Resumption:
         return self.resume(request, timeout_s)
 
     def _held(self) -> list[generation_pb2.HeldSequence]:
-        """What has come of each sequence."""
+        """The received part of each sequence."""
         sequences = [self._sequences.get(index, _Progress()) for index in range(self.num_sequences)]
         return [
             generation_pb2.HeldSequence(

@@ -102,7 +102,7 @@ class Stream:
         self._call.cancel()
 
     def cut(self) -> None:
-        """For a client that is closed: reading raises Cancelled, unless the stream is completed."""
+        """Called when the client is closed: reading then raises Cancelled, unless the stream is completed."""
         self._is_cut = True
         self._closing.set()
         self._call.cancel()
@@ -138,7 +138,7 @@ class Client:
         self._channel: grpc.Channel = open_channel(grpc, address, tls)
         self._stubs = make_stubs(self._channel, api_key)
         self._streams: WeakSet[Stream] = WeakSet()
-        # For the blocking client, whose threads may start streams while one closes it.
+        # The blocking client needs it: a thread may close the client while others start streams.
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What the client takes and gives: plain values. The protos say what each field means and which values are allowed."""
+"""The client's arguments and results, as plain values. The protos define the fields and their allowed values."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ class StructuralTags:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What the generated text must match: exactly one of all but `begins_after`, after which the constraint holds."""
+    """A pattern for the generated text. Exactly one field is set; `begins_after` may be set in addition."""
 
     json_schema: JsonSchema | None = None
     json_object: bool = False
@@ -154,7 +154,7 @@ class Tool:
 
 
 class ChatFields(TypedDict, total=False):
-    """What a chat may have besides its messages and options.
+    """The fields of a chat besides its messages and options.
 
     `tool_choice` is "auto", "none", "required" or the name of a tool. `allowed_tools` are the names of those that may
     be called, where not all may. `response_format` is what the content of the answer must match; of a schema, the
@@ -190,7 +190,7 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request cost; times in milliseconds."""
+    """The usage of a request; times are in milliseconds."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -224,7 +224,7 @@ class GeneratedSequence:
 
     @property
     def message(self) -> ChatMessage:
-        """The answer as a message of the conversation that goes on."""
+        """The answer as a message, to continue the conversation."""
         return ChatMessage("assistant", self.text, tool_calls=self.tool_calls, reasoning=self.reasoning or None)
 
 
@@ -250,12 +250,12 @@ class Generation:
 
     @property
     def message(self) -> ChatMessage:
-        """The first sequence as a message of the conversation that goes on."""
+        """The first sequence as a message, to continue the conversation."""
         return self.sequences[0].message
 
     @property
     def parsed(self) -> Any:
-        """What the first sequence says, where the `response_format` of the chat was a schema."""
+        """The parsed content of the first sequence, if the chat's `response_format` is a schema."""
         return self.sequences[0].parsed
 
 
@@ -359,7 +359,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request may ask for."""
+    """The limits of a request."""
 
     max_message_bytes: int
     max_prompt_tokens: int

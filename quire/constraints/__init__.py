@@ -1,4 +1,4 @@
-"""Constraints of generated text: what a request may ask for, and the engine that finds the tokens that may follow.
+"""Constraints of generated text: their validation, and the engine that computes the allowed next tokens.
 
-The gateway checks constraints with it, and workers enforce them; so both compile alike.
+The gateway compiles each constraint once as a check, and workers enforce it. Both use this package, so they agree.
 """

@@ -1,10 +1,10 @@
-"""The process that compiles constraints on trial: `python -m quire.constraints.check_process MODEL_DIRECTORY`.
+"""The process that compiles constraints as a check: `python -m quire.constraints.check_process MODEL_DIRECTORY`.
 
-It reads the vocabulary once, and compiles each constraint in a child of its own, which a limit of processor time, time
-or memory may end. So no constraint can harm the next one, and none needs to be trusted.
+It reads the vocabulary once, and compiles each constraint in a forked child with limits on processor time, wall clock
+time and memory. So untrusted constraints cannot affect each other or the gateway.
 
-Requests come on stdin and answers go to stdout, each a header (length, number) and that many bytes. A request is a
-`Constraint`; its answer is empty, or a field and a description as a JSON list. Answers come in any order.
+Requests arrive on stdin and answers go to stdout, each as a header (length, number) and that many bytes. A request is a
+`Constraint`; its answer is empty, or a field and a description as a JSON list. Answers may come in any order.
 """
 
 import json
@@ -28,12 +28,12 @@ HEADER = struct.Struct("<IQ")
 """The length of what follows and the number of the request."""
 
 CPU_SECONDS = 0.5
-"""Workers compile what is accepted, too, and rows wait for it."""
+"""Small, because a worker compiles an accepted constraint again while the request's rows wait."""
 WALL_SECONDS = 20
 MEMORY_BYTES = 512 << 20
-# An answer must be written at once, so that those of several children do not mix.
+# Small enough for one atomic write to the pipe, so that the answers of several children do not mix.
 _MAX_ANSWER_BYTES = 2048
-# Tokens that are tried after the beginning: a constraint may begin harmlessly.
+# The check also generates this many tokens, since the cost of a constraint may show only after its beginning.
 _TRIED_TOKENS = 16
 
 _TOO_SLOW = f"takes more than {CPU_SECONDS} s of processor time to compile; make it smaller or less ambiguous"
@@ -45,7 +45,7 @@ _CAUSES = {
 
 
 def check(vocabulary: Vocabulary | ConstraintError, content: bytes) -> list[str] | None:
-    """Field and description of what is wrong with a constraint; None where it can be enforced."""
+    """The invalid field of a constraint and a description; None if the constraint can be enforced."""
     try:
         if isinstance(vocabulary, ConstraintError):
             raise vocabulary
@@ -61,7 +61,7 @@ def check(vocabulary: Vocabulary | ConstraintError, content: bytes) -> list[str]
 
 
 def _try_tokens(template: Template) -> None:
-    """Writes the first tokens of a text. Raises ConstraintError where no token may follow."""
+    """Generates the first tokens of a text. Raises ConstraintError if no token is allowed."""
     vocabulary = template.vocabulary
     maker, matcher = MaskMaker(vocabulary, 1), template.matcher(tuple(vocabulary.eos))
     for _ in range(_TRIED_TOKENS):
@@ -69,16 +69,16 @@ def _try_tokens(template: Template) -> None:
         if matcher.error is not None:
             raise ConstraintError("", matcher.error)
         words = mask.nonzero()[0]
-        # The last possible token: of bytes and letters, the more unusual one.
+        # The last allowed token, which is more unusual than single bytes and letters.
         word = int(mask[words[-1]]) & 0xFFFFFFFF
         matcher.consume(int(words[-1]) * 32 + word.bit_length() - 1)
 
 
 def _run_child(vocabulary: Vocabulary | ConstraintError, number: int, content: bytes) -> None:
-    """Compiles one constraint, answers and ends this process."""
+    """Compiles one constraint, writes the answer and exits."""
     status = 1
     try:
-        # Steps and streams come first.
+        # Steps and streams have priority.
         os.nice(10)
         for each in (signal.SIGALRM, signal.SIGCHLD):
             signal.signal(each, signal.SIG_DFL)
@@ -108,14 +108,14 @@ def _answer(number: int, problem: list[str] | None) -> None:
 
 
 def _reap(numbers: dict[int, int]) -> None:
-    """Answers for the children that ended without an answer."""
+    """Writes the answers for children that ended without one."""
     while numbers:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
         number = numbers.pop(pid)
         if os.WIFSIGNALED(status):
-            # What runs out of memory aborts, or is ended by the guard of its stack.
+            # A child without memory aborts, or hits the guard page of its stack.
             _answer(number, ["", _CAUSES.get(signal.Signals(os.WTERMSIG(status)), _TOO_LARGE)])
         elif os.WEXITSTATUS(status):
             _answer(number, ["", _TOO_LARGE])
@@ -160,7 +160,7 @@ def main() -> None:
     try:
         vocabulary = Vocabulary.of_model(ModelDirectory.open(sys.argv[1]), None)
     except ValueError as error:
-        # The answer to every constraint, since the gateway serves requests without one all the same.
+        # This becomes the answer to every constraint. The gateway still serves requests without constraints.
         vocabulary = ConstraintError("", f"cannot be enforced with the tokenizer of this model: {error}")
     serve(vocabulary)
 

@@ -1,6 +1,6 @@
-"""JSON schemas as constraints: which keywords are enforced, and the refusal of the others by name.
+"""JSON schemas as constraints: the enforced keywords, and errors for all others.
 
-A schema is read without recursion, so that no depth of it harms the reader.
+A schema is read without recursion, so a deeply nested one is refused and not a crash.
 """
 
 import json
@@ -15,8 +15,8 @@ class ConstraintError(ValueError):
     """A constraint that cannot be enforced.
 
     Attributes:
-        field: What is wrong, relative to the constraint; empty for the constraint itself.
-        description: Why, and what to do instead.
+        field: The invalid field, relative to the constraint; empty for the constraint itself.
+        description: The reason, and what to do instead.
     """
 
     def __init__(self, field: str, description: str) -> None:
@@ -25,11 +25,11 @@ class ConstraintError(ValueError):
         self.description = description
 
 
-# Where alternatives or references meet keywords of objects, or alternatives exclude each other, further properties are
-# needed to match all of them, or decide between them.
+# If alternatives or references meet keywords of objects, or alternatives exclude each other, additional properties may
+# be needed to match all of them or to distinguish them.
 _COMBINED = frozenset(("allOf", "anyOf", "oneOf", "$ref"))
 _OF_OBJECTS = frozenset(("properties", "required", "additionalProperties", "patternProperties", "minProperties"))
-# Where subschemas are: keywords whose value is a schema, a list of them, or an object of them.
+# Keywords whose value is a schema, a list of schemas, or an object of schemas.
 _ONE = frozenset(("items", "additionalProperties", "additionalItems"))
 _LIST = frozenset(("anyOf", "oneOf", "allOf", "prefixItems"))
 _BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions"))
@@ -41,7 +41,7 @@ ENFORCED = frozenset(
         "exclusiveMaximum", "multipleOf",
     )
 )  # fmt: skip
-"""Keywords that the generated text obeys."""
+"""Keywords that are enforced in the generated text."""
 
 ANNOTATIONS = frozenset(
     (
@@ -50,10 +50,10 @@ ANNOTATIONS = frozenset(
         "writeOnly", "xml",
     )
 )  # fmt: skip
-"""Keywords that say nothing about what is valid: they are allowed and have no effect. So are names that begin "x-"."""
+"""Keywords without influence on validity: they are allowed and have no effect, as are names that begin with "x-"."""
 
 FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
-"""Values of `format` that are enforced, as far as a regular expression can."""
+"""Values of `format` that are enforced, as far as a regular expression can express them."""
 
 REFUSED = frozenset(
     (
@@ -73,7 +73,7 @@ _HINTS = {
     "not": "say what is allowed instead",
     "propertyNames": "use patternProperties and additionalProperties: false",
 }
-# Values by which a refused keyword changes nothing.
+# Values with which a refused keyword has no effect.
 _NEUTRAL = (("uniqueItems", False), ("nullable", False), ("unevaluatedProperties", True), ("unevaluatedItems", True))
 
 
@@ -82,7 +82,7 @@ def read_schema(field: str, text: str) -> dict[str, Any]:
     them by `additionalProperties`: a model that may invent properties rarely comes to an end.
 
     Raises:
-        ConstraintError: it is no schema, too deep, or uses what is not enforced.
+        ConstraintError: it is not a schema, is nested too deeply, or uses a keyword that is not enforced.
     """
     try:
         schema = json.loads(text)
@@ -148,7 +148,7 @@ def _close_objects(schemas: Sequence[dict[str, Any]]) -> None:
 
 
 def _says_what_others_mean(name: str, value: Any) -> bool:
-    """Whether an annotation is for the compiler: names of places, and the draft, by which it reads lists of `items`."""
+    """Whether the compiler needs an annotation: names that $ref uses, and the draft, which defines lists of `items`."""
     return name in ("$id", "$anchor") or (name == "$schema" and "//json-schema.org/draft" in str(value))
 
 
@@ -159,7 +159,7 @@ def _subschemas(
     if name in _BY_NAME:
         if not isinstance(value, dict):
             raise ConstraintError(field, f"has {_shown(value)} as {name} at {path:.120}; it must be an object")
-        # In the order of the schema, which is that of the answer's properties.
+        # Keeps the order of the schema, which becomes the order of the answer's properties.
         copy: Any = dict.fromkeys(value)
         result[name] = copy
         for key, inner in value.items():
@@ -184,7 +184,7 @@ def _check_values(field: str, path: str, schema: dict[str, Any]) -> None:
         )
     types = schema.get("type", "string")
     if "string" not in (types if isinstance(types, list) else (types,)):
-        # It speaks of strings alone.
+        # `format` applies to strings only.
         schema.pop("format", None)
     format_name = schema.get("format")
     if format_name is not None and format_name not in FORMATS:
@@ -206,7 +206,7 @@ def _not_enforced(field: str, name: str, path: str) -> ConstraintError:
         hint = f"; {_HINTS[name]}" if name in _HINTS else "; leave it out"
         return ConstraintError(field, f'uses "{name}" at {path:.120}, which is not enforced{hint}')
     return ConstraintError(
-        field, f'uses "{name:.64}" at {path:.120}, which is no known keyword; names of annotations begin with "x-"'
+        field, f'uses "{name:.64}" at {path:.120}, which is not a known keyword; names of annotations begin with "x-"'
     )
 
 

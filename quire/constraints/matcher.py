@@ -1,7 +1,7 @@
-"""The engine: which tokens may follow the tokens so far, and what a token changes about that.
+"""The engine: computes the allowed next tokens, and advances by the chosen token.
 
-A matcher is a function of its tokens: one that consumed them one by one and one that consumed them at once, in another
-process, allow the same next tokens.
+The state of a matcher is a function of its tokens: matchers that consumed the same tokens, one by one or at once, in
+any process, allow the same next tokens.
 """
 
 import json
@@ -19,10 +19,10 @@ from quire.constraints.program import Free, Part, Program
 from quire.model_directory import ModelDirectory
 
 Mask = NDArray[np.int32]
-"""One bit a token, the least significant first: [words of the vocabulary]."""
+"""One bit per token, the least significant bit first: [words of the vocabulary]."""
 
-# Deterministic bounds, so that gateway and worker accept and refuse alike. Fuel is work: 1,000 is 0.02 ms of building a
-# lexer, and 0.07 ms of a mask; 1,000 items are 0.05 ms of a mask. Schemas of all usual shapes need less than a third.
+# Deterministic limits, so that gateway and worker accept the same constraints. Fuel measures work: 1,000 is 0.02 ms of
+# building a lexer, and 0.07 ms of a mask; 1,000 items are 0.05 ms of a mask. Usual schemas need less than a third.
 _LIMITS = LLParserLimits(
     max_items_in_row=1_000,
     initial_lexer_fuel=500_000,
@@ -32,8 +32,8 @@ _LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-# Sets of tokens whose masks are made once, where all of a set may follow: characters of a JSON string, by the length of
-# the token. Measured over 128,000 tokens: near the end of a bounded string 0.8 ms, with the library's own 1.0.
+# Sets of tokens with precomputed masks, used when the whole set is allowed: characters of a JSON string, by the length
+# of the token. Measured over 128,000 tokens, near the end of a bounded string: 0.8 ms; with the library's own sets 1.0.
 _CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [*(f"{_CHARACTER}{{1,{length}}}" for length in (4, 8, 16, 32)), f"{_CHARACTER}+"]
 _SHOWN_ERROR = 300
@@ -41,21 +41,21 @@ _KEPT_MASKS = 256
 
 
 class Vocabulary:
-    """The tokens of a model, as constraints see them.
+    """The vocabulary of a model, as the engine needs it.
 
     Attributes:
-        special_tokens: ids by text.
-        num_words: of a mask.
-        eos: the ids that end a text.
-        token_bytes: the bytes that each token stands for; those of a special token are its text.
-        all_tokens: a mask.
+        special_tokens: Ids by text.
+        num_words: Number of words of a mask.
+        eos: The ids that end a text.
+        token_bytes: The bytes of each token; for a special token the bytes of its text.
+        all_tokens: The mask of all tokens.
     """
 
     def __init__(self, tokenizer: Mapping[str, Any], size: int | None, eos_token_ids: Sequence[int]) -> None:
-        """`tokenizer` is the content of tokenizer.json, `size` the width of the logits; None where it does not matter.
+        """`tokenizer` is the content of tokenizer.json, `size` the width of the logits; None if it does not matter.
 
         Raises:
-            ValueError: the library cannot tell the bytes of this tokenizer's tokens.
+            ValueError: the library cannot derive the bytes of this tokenizer's tokens.
         """
         added = tokenizer.get("added_tokens", ())
         self.special_tokens = {each["content"]: each["id"] for each in added if each["special"]}
@@ -70,18 +70,18 @@ class Vocabulary:
 
     @classmethod
     def of_model(cls, directory: ModelDirectory, size: int | None) -> Self:
-        """That of a model directory.
+        """The vocabulary of a model directory.
 
         Raises:
             ConfigurationError: the directory has no tokenizer.
-            ValueError: as of the constructor.
+            ValueError: as the constructor.
         """
         content = json.loads(directory.tokenizer_file().read_text(encoding="utf-8"))
         content["added_tokens"] = _added_tokens(content, directory.tokenizer_config)
         return cls(content, size, directory.eos_token_ids)
 
     def mask_of_set(self, token_ids: frozenset[int]) -> Mask:
-        """`mask_of`, kept: requests have the same few sets."""
+        """`mask_of` with a cache: requests use the same few sets."""
         if (mask := self._masks.get(token_ids)) is None:
             if len(self._masks) >= _KEPT_MASKS:
                 self._masks.clear()
@@ -89,21 +89,21 @@ class Vocabulary:
         return mask
 
     def longer_than(self, beginning: bytes) -> Iterator[int]:
-        """The tokens that begin with these bytes and go on."""
+        """The tokens that begin with these bytes and are longer."""
         place = bisect_right(self._sorted_bytes, beginning)
         while place < len(self._order) and self._sorted_bytes[place].startswith(beginning):
             yield self._order[place]
             place += 1
 
     def mask_of(self, token_ids: Collection[int]) -> Mask:
-        """A mask of these tokens alone."""
+        """The mask of these tokens."""
         bits = np.zeros(self.num_words * 32, np.bool_)
         bits[list(token_ids)] = True
         return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _added_tokens(tokenizer: Mapping[str, Any], config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Those of tokenizer.json, and what tokenizer_config.json alone says: further tokens, and which are special."""
+    """The added tokens of tokenizer.json, with the further tokens and special flags of tokenizer_config.json."""
     added = {each["id"]: dict(each) for each in tokenizer.get("added_tokens", ())}
     for name, entry in (config.get("added_tokens_decoder") or {}).items():
         flags = {flag: bool(entry.get(flag)) for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")}
@@ -125,7 +125,7 @@ def _named_tokens(config: Mapping[str, Any]) -> Iterator[Any]:
 def _open(tokenizer: Mapping[str, Any], size: int | None, eos: Sequence[int]) -> LLTokenizer:
     decoder = tokenizer.get("decoder") or {}
     if decoder.get("type") == "Metaspace":
-        # Written in the words that the library knows; it also has the byte tokens of a vocabulary, if there are any.
+        # In the form that the library expects; it also contains the byte tokens of a vocabulary, if there are any.
         space = {"type": "Replace", "pattern": {"String": decoder.get("replacement", "▁")}, "content": " "}
         tokenizer = {**tokenizer, "decoder": {"type": "Sequence", "decoders": [space, {"type": "ByteFallback"}]}}
     text = json.dumps(tokenizer, ensure_ascii=False)
@@ -144,7 +144,7 @@ def _open(tokenizer: Mapping[str, Any], size: int | None, eos: Sequence[int]) ->
 
 
 class _FreeText:
-    """A free state over a vocabulary. All texts are bytes."""
+    """A state of free text, compiled for a vocabulary. All texts are bytes."""
 
     def __init__(self, state: Free, vocabulary: Vocabulary) -> None:
         self.may_end = state.may_end
@@ -152,7 +152,7 @@ class _FreeText:
         self._vocabulary = vocabulary
         self._masks: dict[bytes, Mask] = {}
         self._longest = max(len(text) for text, _ in self.markers)
-        # Tokens with a whole marker before their end.
+        # Tokens that contain a whole marker before their end.
         self._containing = [
             token_id
             for marker, _ in self.markers
@@ -161,7 +161,7 @@ class _FreeText:
         ]
 
     def advance(self, tail: bytes, token: bytes) -> tuple[bytes, int | None, bool]:
-        """The tail after a token, the state that follows a marker that is complete, and whether the token goes on."""
+        """The tail after a token, the next state if a marker is complete, and whether the token continues beyond it."""
         text = tail + token
         ends = [(place + len(marker), then) for marker, then in self.markers if (place := text.find(marker)) >= 0]
         if ends:
@@ -170,7 +170,7 @@ class _FreeText:
         return self._open_end(text), None, False
 
     def _open_end(self, text: bytes) -> bytes:
-        """The longest end of the text that begins a marker."""
+        """The longest suffix of the text that begins a marker."""
         for length in range(min(len(text), self._longest - 1), 0, -1):
             end = text[-length:]
             if any(marker.startswith(end) for marker, _ in self.markers):
@@ -178,7 +178,7 @@ class _FreeText:
         return b""
 
     def mask(self, tail: bytes) -> Mask:
-        """All tokens but those that complete a marker and go beyond it: what follows a marker is not free."""
+        """All tokens except those that continue beyond the end of a marker: the text after a marker is not free."""
         if (mask := self._masks.get(tail)) is None:
             mask = self._vocabulary.all_tokens & ~self._vocabulary.mask_of(self._beyond(tail))
             self._masks[tail] = mask
@@ -201,10 +201,10 @@ class _PartState:
 
 
 class Template:
-    """A program over a vocabulary, compiled: makes matchers."""
+    """A program, compiled for a vocabulary. Makes matchers."""
 
     def __init__(self, program: Program, vocabulary: Vocabulary) -> None:
-        """Raises ConstraintError where a grammar is malformed or too large."""
+        """Raises ConstraintError if a grammar is malformed or too large."""
         self.vocabulary = vocabulary
         self.states = tuple(
             _FreeText(state, vocabulary) if isinstance(state, Free) else _compiled(state, vocabulary)
@@ -219,7 +219,7 @@ class Template:
 def _compiled(part: Part, vocabulary: Vocabulary) -> _PartState:
     matcher = LLMatcher(vocabulary.tokenizer, part.grammar, log_level=0, limits=_LIMITS)
     if not matcher.is_error():
-        # The first mask builds most of the lexer, and finds a grammar of nothing.
+        # The first mask builds most of the lexer, and detects a grammar that matches nothing.
         matcher.compute_bitmask()
         matcher.reset()
     if matcher.is_error():
@@ -228,7 +228,7 @@ def _compiled(part: Part, vocabulary: Vocabulary) -> _PartState:
 
 
 def _explained(error: str) -> str:
-    """An error of the library in one line; those that mean a limit or nothing at all in words."""
+    """An error of the library in one line; exceeded limits and empty languages are explained."""
     text = " ".join(error.replace("<non-verbose/>", "").split("<state>")[0].split())
     if "NoExtension" in text:
         return "no text of the model's tokens matches it"
@@ -238,10 +238,10 @@ def _explained(error: str) -> str:
 
 
 class Matcher:
-    """The place in a program after some tokens.
+    """The state of a program after some tokens.
 
     Attributes:
-        error: Why no token can follow any more; None while some can.
+        error: The reason why no token is allowed any more; None while some are.
     """
 
     __slots__ = ("_endings", "_free", "_grammar", "_has_ended", "_tail", "_template", "_then", "error")
@@ -266,7 +266,7 @@ class Matcher:
             self._leave_complete_part()
 
     def copy(self) -> Self:
-        """An independent matcher at the same place."""
+        """An independent matcher in the same state."""
         other = object.__new__(type(self))
         for name in self.__slots__:
             setattr(other, name, getattr(self, name))
@@ -275,7 +275,7 @@ class Matcher:
         return other
 
     def consume(self, token_id: int) -> None:
-        """Goes on by one token. One that the mask does not allow is an error."""
+        """Advances by one token. A token that the mask excludes sets `error`."""
         if self.error is not None or self._has_ended:
             return
         if token_id in self._endings and self.may_end:
@@ -319,7 +319,7 @@ class Matcher:
 
     @property
     def may_end(self) -> bool:
-        """Whether the text is complete as it is."""
+        """Whether the text so far is complete."""
         if self._has_ended:
             return True
         if self._free is not None:
@@ -334,15 +334,15 @@ class Matcher:
 
     @property
     def needs_grammar(self) -> LLMatcher | None:
-        """The grammar whose mask `finish` completes; None where the mask needs no grammar."""
+        """The grammar whose mask `finish` completes; None if the mask needs no grammar."""
         return None if self._has_ended or self.error is not None else self._grammar
 
     def finish(self, mask: Mask, delays_end: bool) -> None:
-        """Completes a mask, which is that of `needs_grammar` if there is one.
+        """Completes a mask. It contains the mask of `needs_grammar` if there is one, and otherwise zeros.
 
         Args:
-            mask: Zeros where no token can follow, which `error` explains then.
-            delays_end: the text does not end while it can go on.
+            mask: Completed in place. If it is all zeros afterwards, `error` is set.
+            delays_end: The text does not end while another token is possible.
         """
         grammar, vocabulary = self._grammar, self._template.vocabulary
         if self.error is None and grammar is not None and grammar.is_error():
@@ -360,7 +360,7 @@ class Matcher:
                 assert isinstance(after, _FreeText)
                 mask |= after.mask(b"")
         elif self._endings == vocabulary.eos and not delays_end:
-            # The library allows eos where the grammar may end.
+            # The library's mask already allows eos if the grammar may end.
             return
         mask &= ~vocabulary.mask_of_set(self._endings | vocabulary.eos)
         if self.may_end and not (delays_end and mask.any()):
@@ -370,14 +370,14 @@ class Matcher:
 
 
 class MaskMaker:
-    """Makes the masks of several matchers, in threads of its own."""
+    """Computes the masks of several matchers, in its own threads."""
 
     def __init__(self, vocabulary: Vocabulary, num_threads: int) -> None:
         self._vocabulary = vocabulary
         self._executor = LLExecutor(num_threads)
 
     def make(self, matchers: Sequence[Matcher], delays_end: Sequence[bool]) -> Mask:
-        """[n, words], one mask for each matcher, no two of which are the same."""
+        """[n, words], one mask for each matcher. The matchers are distinct objects."""
         masks = np.zeros((len(matchers), self._vocabulary.num_words), np.int32)
         grammars = [(each, i) for i, matcher in enumerate(matchers) if (each := matcher.needs_grammar) is not None]
         if grammars:

@@ -1,7 +1,7 @@
-"""From a `Constraint` to a program: a small state machine of free text and of parts with a grammar.
+"""Converts a `Constraint` to a program: a small state machine of free text and of parts with a grammar.
 
-A free state lasts until one of its markers has been written; a part lasts until its grammar has nothing more to add. So
-free text costs no grammar, and the grammars know nothing of what is around them.
+A free state ends when one of its markers is complete; a part ends when its grammar is complete. So free text needs no
+grammar, and grammars are independent of the text around them.
 """
 
 import json
@@ -22,20 +22,20 @@ MAX_TAGS = 256
 MAX_MARKER_BYTES = 256
 MAX_CHOICES = 100_000
 
-# A space, or a line break with indentation, as programs write JSON. A small model that may write more of it does, until
-# it has no tokens left.
+# A space, or a line break with indentation, as programs write JSON. If more were allowed, a small model could generate
+# white space until it has no tokens left.
 _WHITE_SPACE = r" |\n {0,32}|\n\t{1,16}"
 SCHEMA_OPTIONS = {"whitespace_pattern": _WHITE_SPACE}
-# In Lark a colon stands between a rule and what it is.
+# Lark has a colon between the name of a rule and its definition.
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-# Models put white space between what is before a JSON text and the text itself.
+# Models put white space before a JSON text that follows other text.
 _LEADING_SPACE = "/[ \\t\\n]{1,4}/"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Text of a grammar, which is a list of llguidance's grammars as JSON. `then` is the state after it; None where the
-    text ends."""
+    """Text that matches a grammar, which is a list of llguidance's grammars as JSON. `then` is the next state; None if
+    the text ends."""
 
     field: str
     grammar: str
@@ -44,16 +44,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Any text, up to the first occurrence of a marker. `may_end` tells whether the text may end before it."""
+    """Any text, up to the first occurrence of a marker. `may_end`: whether the text may end before it."""
 
     markers: tuple[tuple[str, int], ...]
-    """Markers, and the state that follows each; no marker begins another one."""
+    """The markers, each with the state after it; no marker is a prefix of another one."""
     may_end: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The states; the text begins in the first of them."""
+    """The states; the first one is the initial state."""
 
     states: tuple[Part | Free, ...]
 
@@ -66,10 +66,10 @@ def program_of(constraint: Constraint, special_tokens: dict[str, int]) -> Progra
     """The program of a constraint.
 
     Args:
-        special_tokens: Ids of the special tokens of the vocabulary, by their text: no other token can spell them.
+        special_tokens: Ids of the special tokens of the vocabulary, by their text. No other tokens can produce it.
 
     Raises:
-        ConstraintError: something is missing, malformed or not enforced.
+        ConstraintError: a field is missing, malformed or not enforced.
     """
     size = constraint.ByteSize()
     if size > MAX_CONSTRAINT_BYTES:
@@ -112,7 +112,7 @@ def _choice(texts: Any) -> dict[str, Any]:
     for position, text in enumerate(texts):
         if not text:
             raise ConstraintError(f"choice.texts[{position}]", "is empty; it needs at least 1 character")
-    # One terminal: a rule of many alternatives costs the parser an item each.
+    # One terminal, because each alternative of a rule would cost the parser an item.
     alternatives = " | ".join(_quoted(text) for text in dict.fromkeys(texts))
     return {"lark_grammar": f"start: TEXT\nTEXT: {alternatives}"}
 
@@ -124,7 +124,7 @@ def _grammar(field: str, kind: str, text: str) -> dict[str, Any]:
             return {"json_schema": read_schema(field, text) | {"x-guidance": SCHEMA_OPTIONS}}
         case "regex":
             if not text:
-                raise ConstraintError(field, "is empty; an answer that must be empty needs no model")
+                raise ConstraintError(field, "is empty; it needs at least 1 character")
             return json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]
         case "lark":
             if not text.strip():
@@ -134,7 +134,7 @@ def _grammar(field: str, kind: str, text: str) -> dict[str, Any]:
             try:
                 return {"lark_grammar": gbnf_to_lark(text)}
             except Exception as error:
-                # The converter of GBNF has no common error of its own.
+                # The converter raises errors of several types without a common base.
                 raise ConstraintError(field, f"is not a grammar in GBNF: {error}") from error
     raise AssertionError(kind)
 
@@ -205,7 +205,7 @@ def _sequence(*items: str) -> str:
 
 
 def _literal(text: str, special_tokens: dict[str, int]) -> str:
-    """A text in Lark: literals, and special tokens where it spells them. Empty for an empty text."""
+    """A text in Lark: quoted literals, and the ids of special tokens that occur in it. Empty for an empty text."""
     items: list[str] = []
     while text:
         found = [(place, -len(token), token) for token in special_tokens if (place := text.find(token)) >= 0]
@@ -229,12 +229,12 @@ def _check_marker(field: str, text: str) -> None:
 
 
 def _check_apart(by_begin: dict[str, list[int]]) -> None:
-    """Raises ConstraintError where one beginning begins another one, which then could never be reached."""
+    """Raises ConstraintError if one `begin` is a prefix of another one, which then could never be reached."""
     ordered = sorted(by_begin)
     for shorter, longer in pairwise(ordered):
         if longer.startswith(shorter):
             raise ConstraintError(
                 f"structural_tags.tags[{by_begin[longer][0]}].begin",
-                f"is {longer!r:.80}, which begins with that of tags[{by_begin[shorter][0]}], {shorter!r:.80}; let both "
-                "begin alike and put the rest into the content",
+                f"is {longer!r:.80}, which begins with that of tags[{by_begin[shorter][0]}], {shorter!r:.80}; give "
+                "both the same begin and put the rest into the content",
             )

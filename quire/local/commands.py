@@ -87,7 +87,7 @@ class Commands:
         return {**shared, **own}
 
     def _num_threads(self) -> int | None:
-        """Of one worker: by default, each of several workers would take all processors."""
+        """The number of threads of one worker. By default each of several workers would use all processors."""
         size = self.settings.tensor_parallel_size
         if self.settings.num_threads is not None or size == 1:
             return self.settings.num_threads
@@ -104,30 +104,30 @@ class Commands:
         return range(self.settings.gateways)
 
     def worker_address(self, rank: int) -> str:
-        """Where a worker listens."""
+        """The address of a worker."""
         return f"unix:{self.socket(worker_name(rank))}"
 
     def gateway_address(self, number: int) -> str:
-        """Where one gateway listens by itself, besides the ports that it shares."""
+        """The unix socket of one gateway, besides the shared ports."""
         return f"unix:{self.socket(gateway_name(number))}"
 
     @property
     def scheduler_address(self) -> str:
-        """Where the scheduler listens."""
+        """The address of the scheduler."""
         return f"unix:{self.socket('scheduler')}"
 
     def socket(self, name: str) -> Path:
-        """Where the process of this name listens, and no other."""
+        """The private address of the process with this name."""
         return self.directory / f"{name}.sock"
 
 
 def worker_name(rank: int) -> str:
-    """What the process of a rank is called."""
+    """The name of a rank's process."""
     return f"worker-{rank}" if rank else "worker"
 
 
 def gateway_name(number: int) -> str:
-    """What the process of a gateway is called."""
+    """The name of a gateway's process."""
     return f"gateway-{number}" if number else "gateway"
 
 
@@ -137,7 +137,7 @@ def _own_port(first: int | None, number: int) -> int | None:
 
 
 def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """What the services inherit: all but `QUIRE_*`, which the flags replace, and the path of the running code."""
+    """The environment of the services: without `QUIRE_*`, which the flags replace, and with the path of this code."""
     inherited = {name: value for name, value in environ.items() if not name.startswith("QUIRE_")}
     code = str(Path(quire.__file__).resolve().parent.parent)
     paths = [code, *filter(None, [inherited.get("PYTHONPATH")])]

@@ -29,12 +29,12 @@ from quire.rpc.process import CONFIGURATION_EXIT_STATUS, LOST_PEER_EXIT_STATUS
 from quire.settings import ConfigurationError
 
 _LAUNCHER = str(Path(__file__).with_name("launch.py"))
-# What `run_service` prints before it exits with status 2.
+# The line that `run_service` prints before it exits with status 2.
 _REFUSAL = re.compile(r"quire \w+: error: .+")
 # Once the process is gone, only what is already in its pipes is left to read.
 _PIPES_GRACE_S = 1.0
 _MAX_CHECK_INTERVAL_S = 2.0
-# What gRPC itself reports when no process answers; any other status comes from a process that is alive.
+# Statuses that gRPC itself reports if no process answers; any other status comes from a live process.
 _SILENCE = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
 
@@ -74,7 +74,7 @@ class RestartBackoff:
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """What to run.
+    """The command of a process and how to check it.
 
     Attributes:
         name: For messages and `LocalServer.process`.
@@ -184,7 +184,7 @@ class SupervisedProcess:
                 raise
             finally:
                 self._process = None
-                # What it started must not outlive it.
+                # Processes that it started must not outlive it.
                 _kill_group(process.pid)
         finally:
             for pipe in pipes:
@@ -292,7 +292,7 @@ class HangLimits:
 async def watch(
     process: SupervisedProcess, socket_path: Path, limits: HangLimits, report: Callable[[str], None]
 ) -> None:
-    """Checks the health of `process` at its unix socket, for ever, and kills it when it is silent for too long.
+    """Checks the health of `process` at its unix socket, without end, and kills it when it is silent for too long.
 
     Silence is counted in checks without an answer and not in time, so that a pause of this process does not count.
     """

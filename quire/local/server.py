@@ -26,7 +26,7 @@ from quire.rpc.tls import Role, TlsIdentity
 from quire.settings import ConfigurationError
 from quire.tracing import check_installed
 
-# What the services import beyond what a client needs: without these packages a service would die again and again.
+# Packages that the services need and a client does not: without them a service would crash at each start.
 _NEEDED = ("jinja2", "safetensors", "starlette", "tokenizers", "torch", "uvicorn")
 # A gateway prints a line on stdout that begins like this, once it listens on both ports, and flushes it.
 _LISTENING = "quire-gateway: listening "
@@ -92,11 +92,11 @@ class LocalServer:
 
     @property
     def scheduler_address(self) -> str:
-        """Where the scheduler answers GetState, once entered."""
+        """The address at which the scheduler answers GetState, once entered."""
         return self._started().scheduler_address
 
     def gateway_address(self, number: int) -> str:
-        """Where one gateway serves gRPC by itself, once entered: a socket, not encrypted, in our private directory."""
+        """The unencrypted unix socket of one gateway in the private directory, once entered."""
         return self._started().gateway_address(number)
 
     def process(self, name: str) -> SupervisedProcess:

@@ -46,7 +46,7 @@ class ServeSettings(ModelFlags, GatewayFlags, WorkerFlags, SchedulerFlags, Drain
     )
     scheduler_metrics_port: int | None = setting(None, "port of the scheduler's metrics", minimum=0, maximum=_LAST_PORT)
     worker_metrics_port: int | None = setting(None, "port of the worker's metrics", minimum=0, maximum=_LAST_PORT)
-    log_level: str = setting("warning", "least level of the services' log records", choices=LOG_LEVELS)
+    log_level: str = setting("warning", "lowest log level of the services", choices=LOG_LEVELS)
 
     def __post_init__(self) -> None:
         super().__post_init__()

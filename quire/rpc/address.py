@@ -1,4 +1,4 @@
-"""Where a service listens: "HOST:PORT", "[IPV6]:PORT" or "unix:PATH"; and ports reserved for those who share them."""
+"""Addresses of services: "HOST:PORT", "[IPV6]:PORT" or "unix:PATH"; and reserved ports that processes share."""
 
 import errno
 import ipaddress

@@ -140,7 +140,7 @@ _STATUS_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grp
 
 
 class _FailedCall(Protocol):
-    """What a failed call offers in both gRPC APIs."""
+    """The interface of a failed call that both gRPC APIs share."""
 
     def code(self) -> grpc.StatusCode: ...
 

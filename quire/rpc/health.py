@@ -1,4 +1,4 @@
-"""What every server tells about itself: health (grpc.health.v1), reflection, and channelz on a port of its own."""
+"""The standard services of every server: health (grpc.health.v1), reflection, and channelz on a separate port."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -36,7 +36,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         self._changed = asyncio.Event()
 
     def set_serving(self, serving: bool) -> None:
-        """What all answers say from now on."""
+        """Sets the status of all later answers."""
         self._serving = serving
         announced, self._changed = self._changed, asyncio.Event()
         announced.set()

@@ -10,7 +10,7 @@ from quire.settings import ConfigurationError
 
 CONFIGURATION_EXIT_STATUS = 2
 LOST_PEER_EXIT_STATUS = 75
-"""Of a process that ends because it lost a process that it cannot run without (EX_TEMPFAIL: try again)."""
+"""The exit status of a process that lost a process which it cannot run without (EX_TEMPFAIL: try again)."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _OUR_PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels")

@@ -168,7 +168,7 @@ class RpcServer:
         return cls(servers, str(bound), arrivals, health, admin, _listening_at(bound) - others)
 
     def set_serving(self, serving: bool) -> None:
-        """What health answers from now on, for the server as a whole and for each service."""
+        """Sets the health of the server as a whole and of each service."""
         self._health.set_serving(serving)
 
     async def hand_over(self, grace_s: float) -> None:

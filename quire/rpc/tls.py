@@ -32,7 +32,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Role(StrEnum):
-    """What a process with a certificate is. Its files in a directory of certificates are ROLE.pem and ROLE.key."""
+    """The role in a process's certificate. Its files in a directory of certificates are ROLE.pem and ROLE.key."""
 
     GATEWAY = "gateway"
     SCHEDULER = "scheduler"
@@ -117,11 +117,11 @@ class ServerTls:
 
     @classmethod
     def for_operators(cls, identity: TlsIdentity) -> "ServerTls":
-        """For the ports of metrics and channelz."""
+        """The TLS of the ports for metrics and channelz, which only operators may call."""
         return cls(identity, roles=frozenset({Role.OPERATOR}))
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Of a gRPC server."""
+        """The credentials of a gRPC server."""
         watch = _FileWatch(self.identity)
 
         # gRPC calls it before each handshake, in a thread of its own. None means "unchanged"; the type hints lack that.
@@ -144,7 +144,7 @@ class HttpsFiles:
         self._lock = threading.Lock()
 
     def context(self) -> ssl.SSLContext:
-        """What a server listens with. Each connection gets the current context once its client has said hello."""
+        """The TLS context of a server. Each connection gets the current context after the client's hello."""
         entry = self._read()
         entry.sni_callback = self._choose
         return entry
@@ -245,7 +245,7 @@ class RoleInterceptor(grpc.aio.ServerInterceptor):
 
 
 def role_interceptors(address: TcpAddress | UnixAddress, tls: ServerTls | None) -> list[RoleInterceptor]:
-    """What checks the callers of a server at this address; none on unix sockets, whose callers show no certificate."""
+    """The interceptors that check the callers of a server at this address; none for unix sockets, which have no TLS."""
     if tls is None or tls.roles is None or not isinstance(address, TcpAddress):
         return []
     return [RoleInterceptor(tls.roles)]
@@ -272,9 +272,9 @@ def _roles_among(names: Iterable[str]) -> frozenset[Role]:
 
 
 def warn_if_open(address: str, tls: ServerTls | None) -> None:
-    """For services whose only proof of a caller is its certificate."""
+    """Logs a warning if a service that identifies callers by certificates alone is reachable without TLS."""
     if tls is None and not is_local(address):
         _logger.warning(
-            "anyone who can reach %s from another machine can command this service; --tls-dir requires certificates",
+            "this service accepts calls at %s from other machines without certificates; --tls-dir requires them",
             address,
         )

@@ -53,7 +53,7 @@ class Span:
 
     @property
     def context(self) -> TraceContext:
-        """For those who continue this span."""
+        """The trace context for the processes that continue this span."""
         carrier: dict[str, str] = {}
         _PROPAGATOR.inject(carrier, trace.set_span_in_context(self._span))
         return TraceContext(carrier[_TRACEPARENT], carrier.get(_TRACESTATE))

@@ -87,7 +87,7 @@ class ReportingExporter(SpanExporter):
 
 
 def _resource_of(service: str) -> Resource:
-    """What describes the process; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win."""
+    """The attributes of the process; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES have precedence."""
     ours = Resource(
         {
             SERVICE_NAME: f"quire-{service}",

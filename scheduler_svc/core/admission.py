@@ -102,7 +102,7 @@ class Room:
         """Free blocks that the group takes as it enters, and those that must be left then, unless it runs alone."""
         if group.request.key not in self._swapped:
             return self._batch.blocks.blocks_to_allocate(group.computing), to_grow + self.growth_of(group)
-        # A swapped group comes back before the decodes of the step take their blocks.
+        # A swapped group returns before the decodes of the step take their blocks.
         to_decode = self._batch.blocks_for_decodes()
         return self._swap_space.blocks_needed(group.computing) + to_decode, to_grow - to_decode
 

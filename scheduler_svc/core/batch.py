@@ -133,7 +133,7 @@ class RowTable:
         return self._that_can_compute(np.flatnonzero(self.active & ~self.prefills & self.shares_tail))
 
     def without_slot(self, rows: Array) -> Array:
-        """Those of `rows` whose next token has no slot in a block yet."""
+        """The rows whose next token has no slot in a block yet."""
         return rows[self.num_slots[rows] <= self.num_computed[rows]]
 
     def num_uncomputed(self, row: int) -> int:
@@ -164,12 +164,12 @@ class StepDraft:
         self.sealed: list[tuple[BlockId, BlockHash]] = []
         self.assign: dict[int, RowAssignment] = {}
         self.parents: dict[int, int] = {}
-        """By child row: its row starts as a copy of the parent's, as that was before this step."""
+        """The parent of each child row, which starts as a copy of the parent's row before this step."""
         self.seeds: dict[int, int] = {}
         self.tokens: dict[int, tuple[int, int]] = {}
-        """By dependent row: position and id of the token that was chosen for it."""
+        """Position and id of the token that was chosen, by dependent row."""
         self.blocks: dict[tuple[int, int], BlockId] = {}
-        """By row and logical index."""
+        """Block ids by row and logical index."""
         self._swap_out: dict[BlockId, BlockId] = {}
         self._release: dict[int, None] = {}
         # Rows that decode and how many of their tokens are computed, as arrays; after them chunks of single rows, as

@@ -125,7 +125,7 @@ class BeamSearch:
         self._max_tokens = max_tokens
         self._stop_token_ids = stop_token_ids
         self._num_candidates = num_candidates(parameters.width, len(stop_token_ids))
-        # Of the beams that are no fillers. Empty when the search is over.
+        # The scores of the beams that are not fillers. Empty when the search is over.
         self._scores = [0.0]
         # Best first. Hypotheses leave it only for better ones.
         self._finished: list[Hypothesis] = []

@@ -23,7 +23,7 @@ HASH_BYTES = 32
 
 
 def root_hash(tenant: str) -> BlockHash:
-    """What a tenant's prefixes start from: tenants share nothing, and cannot probe what others computed."""
+    """The root hash of a tenant: tenants share no blocks, and cannot probe what others computed."""
     return BlockHash(blake2b(tenant.encode(), digest_size=HASH_BYTES, person=b"quire/prefix/1").digest())
 
 
@@ -67,7 +67,7 @@ class PrefixHashes:
         self._parent = parent
 
     def copy(self) -> "PrefixHashes":
-        """For a sequence that forks: the same hashes so far, and its own from here on."""
+        """A copy for a forked sequence: the same hashes so far, and independent from here on."""
         twin = object.__new__(PrefixHashes)
         twin._hashes = list(self._hashes)
         twin._parent, twin._block_size = self._parent, self._block_size
@@ -75,7 +75,7 @@ class PrefixHashes:
 
 
 class FreeQueue:
-    """The blocks that nobody holds, in the order in which they will be handed out.
+    """The blocks without a holder, in the order of their allocation.
 
     A doubly linked list through arrays: adding or removing a block costs O(1), in the middle too. `_next[b]` and
     `_previous[b]` are the neighbours of block b; the entry behind the last block is the ring's anchor.
@@ -155,12 +155,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, those included that can still be hit."""
+        """The number of blocks without a holder, including those that can still be hit."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds and that can still be hit."""
+        """The number of blocks without a holder that can still be hit."""
         return len(self._by_hash) - self._num_held_sealed
 
     @property
@@ -177,7 +177,7 @@ class BlockPool:
         return sum(counts[block] == 1 for block in table)
 
     def num_free_of(self, blocks: Sequence[BlockId]) -> int:
-        """Those of the blocks that nobody holds."""
+        """The number of these blocks that have no holder."""
         counts = self._ref_counts
         return sum(counts[block] == 0 for block in blocks)
 
@@ -234,7 +234,7 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Iterable[BlockId]) -> None:
-        """Adds one reference to each block; those that nobody held are no longer free."""
+        """Adds one reference to each block; blocks that had no holder are no longer free."""
         counts, hashes = self._ref_counts, self._hashes
         free: list[BlockId] = []
         for block in blocks:

@@ -1,4 +1,4 @@
-"""What bounds one replica."""
+"""The limits of one replica."""
 
 import enum
 from dataclasses import dataclass

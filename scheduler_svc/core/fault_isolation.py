@@ -38,7 +38,7 @@ class Progress:
 
     @classmethod
     def of(cls, group: SequenceGroup, table: RowTable) -> "Progress":
-        """Of a group that runs."""
+        """The progress of a running group."""
         rows = [sequence.row for sequence in group.computing if sequence.row is not None]
         return cls(group.num_tokens, int(table.num_computed[rows].sum()))
 
@@ -107,7 +107,7 @@ class Trials:
     """
 
     def __init__(self) -> None:
-        # By the number of the cohort that they are tried in, the highest first.
+        # Each with the number of the cohort in which it is tried, the highest first.
         self._suspects: dict[RequestKey, int] = {}
         # Answered steps in which a suspect sampled, since the last refusal or loss.
         self._num_answered: Counter[RequestKey] = Counter()

@@ -1,4 +1,4 @@
-"""What must hold between any two operations of the scheduler. Tests call `check` after each."""
+"""Invariants that hold between any two operations of the scheduler. Tests call `check` after each."""
 
 from collections import Counter
 from collections.abc import Iterable

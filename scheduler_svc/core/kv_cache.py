@@ -133,7 +133,7 @@ class BlockManager:
         return [(block, content) for block, content in pairs if self.pool.seal(block, content)]
 
     def still_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> list[tuple[BlockId, BlockHash]]:
-        """Those of `sealed` that were not freed and handed out anew since, for other content."""
+        """The blocks of `sealed` that were not freed and allocated for other content since."""
         return [(block, content) for block, content in sealed if self.pool.hash_of(block) == content]
 
     def free(self, *sequences: Sequence) -> None:

@@ -308,7 +308,7 @@ class FairPolicy(Policy):
 
     def __init__(self) -> None:
         self.counters: dict[str, int] = {}
-        """Of tenants that are active or ahead of those who are."""
+        """The counters of tenants that are active, or ahead of active ones."""
         self._floor = 0
         """The lowest counter that a waiting tenant had when it was last looked at."""
         self._chosen: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What a step's result means: tokens, ends, the steps of beam searches, and blocks that are final now.
+"""Applies the result of a step: tokens, ends, the steps of beam searches, and blocks to seal.
 
 A result is checked as a whole before any of it is applied, so that an invalid one changes nothing.
 """
@@ -78,7 +78,7 @@ def _check_tokens(step: StepInFlight, result: StepResult) -> None:
 
 
 def _check_candidates(row: int, step_id: int, candidates: Candidates | None) -> None:
-    """Without candidates the search would wait for ever; the search merges those of its beams, so they are in order."""
+    """Without candidates the search would never end; the search merges those of its beams, so they are in order."""
     if candidates is None or not len(candidates.token_ids):
         raise ValueError(f"the result of step {step_id} has no candidates of row {row}")
     values = np.asarray(candidates.logprobs, dtype=np.float64)
@@ -366,7 +366,7 @@ class EventLog:
             events.token_ids += token_ids[own].tolist()
 
     def sequence_end(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Where sequences are selected at the end, `request_end` says which ones end."""
+        """If sequences are selected at the end, `request_end` reports their ends."""
         if not sequence.request.selects:
             self._of(sequence.request.key.client).finished.append(_sequence_end(sequence, sequence.index, reason))
 
@@ -392,7 +392,7 @@ class EventLog:
             self._of(group.request.key.client).finished.append(end)
 
     def _deliver_hypotheses(self, group: SequenceGroup, beams: BeamGroup) -> None:
-        """What the search found, best first."""
+        """The hypotheses of the search, best first."""
         key = group.request.key
         for index, hypothesis in enumerate(beams.search.best()[: group.request.num_returned]):
             self._deliver(group, index, hypothesis.token_ids, beams.logprobs.get(hypothesis, LogprobLog()))
@@ -442,7 +442,7 @@ def _sequence_end(sequence: Sequence, index: int, reason: FinishReason) -> Seque
 
 
 def usage_of(group: SequenceGroup) -> Usage:
-    """What a finished group cost."""
+    """The usage of a finished group."""
     line = group.timeline
     started = line.arrived if line.started is None else line.started
     first = started if line.first_token is None else line.first_token

@@ -73,11 +73,11 @@ class Scheduler:
         self.num_swap_outs = 0
         self._num_arrivals = 0
         self._make_pools()
-        # For the step that is being planned.
+        # Counter of the step that is being planned.
         self._num_blocks_looked_up = 0
 
     def _make_pools(self) -> None:
-        """Of a worker that has computed nothing."""
+        """Makes the pools of a worker that has computed nothing."""
         config = self.config
         self.batch = Batch(config, self._make_blocks(config))
         self.swap_space = SwapSpace(config.num_host_blocks, self.batch.blocks)
@@ -328,7 +328,7 @@ class Scheduler:
             self.running.add(self.waiting.remove(group.request.key))
             group.timeline.run(now)
             self._start(group)
-            # What one sequence adds is known; several may share.
+            # The blocks that one sequence needs are known; several sequences may share blocks.
             to_grow = to_grow + growth if len(group.unfinished) == 1 else None
 
     def _next(self) -> SequenceGroup | None:

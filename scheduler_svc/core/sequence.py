@@ -26,7 +26,7 @@ class FinishReason(enum.Enum):
 
 
 class Milestone(enum.Enum):
-    """What may happen to a request between its first step and its end."""
+    """Counters of a request between its first step and its end."""
 
     SWAPPED_OUT = enum.auto()
     RECOMPUTED = enum.auto()
@@ -196,7 +196,7 @@ class SequenceGroup:
 
     @property
     def num_tokens_to_compute(self) -> int:
-        """Where it has no blocks: the prompt, which one sequence computes for all, and what each has of its own."""
+        """For a group without blocks: the prompt, which one sequence computes, and each sequence's own tokens."""
         return len(self.request.prompt) + sum(sequence.num_output_tokens for sequence in self.unfinished)
 
     @property

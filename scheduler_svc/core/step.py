@@ -1,4 +1,4 @@
-"""What passes between the core and the service: a step, its result, and what that means for clients."""
+"""The values between the core and the service: a step, its result, and the events for clients."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
@@ -149,7 +149,7 @@ class SampleLogprobs:
         return places, self.columns.take(positions)
 
     def of_sample(self, sample: int) -> LogprobColumns | None:
-        """Those of one sample, None where it has none."""
+        """The log probabilities of one sample; None if it has none."""
         position = int(np.searchsorted(self.samples, sample))
         if position == len(self.samples) or self.samples[position] != sample:
             return None
@@ -158,7 +158,7 @@ class SampleLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the workers answered: one token id for each of `StepPlan.samples`, in that order.
+    """The workers' answer to a step: one token id for each of `StepPlan.samples`, in that order.
 
     `candidates` and `failures` are keyed by row; the token of a failed row, and of one that has candidates, means
     nothing. `refused` are those of `failures` whose row the worker could not sample by the parameters that it was sent.
@@ -187,7 +187,7 @@ class SequenceEnd(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What a request cost. Times are seconds."""
+    """The usage of a request. Times are in seconds."""
 
     prompt_tokens: int
     cached_tokens: int

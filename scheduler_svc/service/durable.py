@@ -25,7 +25,7 @@ class Durable:
     charge_per_token: int
     num_sequences: int
     max_tokens: int
-    """Of each sequence."""
+    """The max_tokens of each sequence."""
 
     @classmethod
     def of(cls, request: Request, description: bytes) -> "Durable":
@@ -36,7 +36,7 @@ class Durable:
         return cls(description, prompt_charge, per_token, request.num_returned, request.max_tokens)
 
     def charge(self, num_output_tokens: int, *, is_over: bool) -> int:
-        """What it takes with so many output tokens: those, and while it runs as many as it may soon have."""
+        """The tokens that count for this many output tokens: those, and while it runs the ones that may soon follow."""
         growth = 0 if is_over else self.num_sequences * MAX_GROWTH
         num_tokens = min(num_output_tokens + growth, self.num_sequences * self.max_tokens)
         return self.prompt_charge + num_tokens * self.charge_per_token

@@ -27,10 +27,10 @@ from scheduler_svc.service.worker_messages import ReplicaInfo
 
 _MAX_HANDLE = 2**31 - 1
 _BLOCKS_AT_ONCE = 1024
-"""Blocks that become messages before the event loop goes on: about a millisecond."""
+"""The number of blocks that are converted before the event loop gets a turn: about a millisecond."""
 
 _FAILURE_CODES = {MODEL_CHANGED: code_pb2.FAILED_PRECONDITION, "INVALID_SAMPLING": code_pb2.INVALID_ARGUMENT}
-"""Of failures that the request or its model is to blame for; all others are INTERNAL."""
+"""The statuses of failures that the request or its model causes; all other failures are INTERNAL."""
 
 _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -134,7 +134,7 @@ def trace_context_of(submit: scheduler_pb2.Submit) -> TraceContext | None:
 def welcome_message(
     epoch: int, info: ReplicaInfo, config: SchedulerConfig, durable_grace_s: float
 ) -> scheduler_pb2.ConnectResponse:
-    """What a gateway needs to know of this replica."""
+    """The properties of this replica that a gateway needs."""
     return scheduler_pb2.ConnectResponse(
         welcome=scheduler_pb2.Welcome(
             scheduler_epoch=epoch,
@@ -156,7 +156,7 @@ def welcome_message(
 
 
 def gateway_messages(outgoing: Outgoing) -> Iterator[scheduler_pb2.ConnectResponse]:
-    """What goes out together, as at most one message of each kind."""
+    """The events that are sent together, as at most one message of each kind."""
     if outgoing.is_ready is not None:
         yield scheduler_pb2.ConnectResponse(state=scheduler_pb2.ReplicaState(ready=outgoing.is_ready))
     if outgoing.has_events:
@@ -234,7 +234,7 @@ def _failure_message(failure: RequestFailure) -> scheduler_pb2.RequestFailure:
 
 
 def _refusal_message(handle: int, error: QuireError) -> scheduler_pb2.RequestFailure:
-    """Of a submission that was refused, or of a request that another call took over or cancelled."""
+    """The failure of a refused submission, or of a request that another call took over or cancelled."""
     code, _ = error.code.value
     return scheduler_pb2.RequestFailure(
         handle=handle, code=code, reason=error.reason, message=error.message, retry_after_ms=error.retry_after_ms
@@ -342,7 +342,7 @@ class _Snapshot:
         return cls(state, scheduler.config.block_size, table, pool.ref_counts_of(table), pool.hashes_of(table))
 
     def block_states(self, first: int, end: int) -> list[scheduler_pb2.BlockState]:
-        """Of the blocks with these logical indices."""
+        """The states of the blocks with these logical indices."""
         num_computed, size = self.state.num_computed_tokens, self.block_size
         return [
             scheduler_pb2.BlockState(

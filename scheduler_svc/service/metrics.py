@@ -59,7 +59,7 @@ class SchedulerMetrics:
 
 
 class _State(Collector):
-    """What the core and the table of requests hold and have done, read at scrape time, in another thread."""
+    """The state and counters of the core and the table of requests, read at scrape time in another thread."""
 
     def __init__(self, scheduler_of: Callable[[], Scheduler | None], requests: Requests) -> None:
         self._scheduler_of = scheduler_of

@@ -40,7 +40,7 @@ class PromptLogprobs:
         return self.first_position + len(self.columns)
 
     def since(self, position: int) -> "PromptLogprobs | None":
-        """Those from `position` on; None where there are none."""
+        """The log probabilities from `position` on; None if there are none."""
         if position <= self.first_position:
             return self
         if position >= self.end:
@@ -115,7 +115,7 @@ def add_end(events: ClientEvents, end: End, handle: Handle) -> None:
             events.failed.append(replace(end, key=end.key._replace(handle=handle)))
 
 
-# What is kept of one request
+# The kept output of one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Held:
 
     @classmethod
     def of(cls, request: Request, num_prompt_logprobs: int) -> "Held":
-        """What a gateway says when it submits a request again."""
+        """The fields of a gateway's resubmission."""
         return cls(
             {index: len(each.token_ids) for index, each in enumerate(request.emitted)},
             frozenset(index for index, each in enumerate(request.emitted) if each.has_ended),
@@ -270,7 +270,7 @@ class History:
         return events, [replace(entry, handle=handle) for entry in entries if entry is not None]
 
 
-# What goes out to one gateway
+# The messages to one gateway
 
 
 @dataclass(slots=True)
@@ -374,7 +374,7 @@ class Outbox:
         return new
 
     def untaken(self) -> list[Outgoing]:
-        """What the gateway has not taken in, in order."""
+        """The messages that the gateway has not acknowledged, in order."""
         return [*self._sent, *self._waiting]
 
     async def take(self) -> Outgoing | None:
@@ -387,7 +387,7 @@ class Outbox:
         return None
 
     def poll(self) -> Outgoing | None:
-        """What may go out now; None where that is nothing. Events need credit, readiness does not."""
+        """The message that may be sent now, or None. Events need credit, readiness does not."""
         may_send_events = bool(self._waiting) and self._credit != 0
         if self.is_closed or not (may_send_events or self._is_ready is not None):
             return None
@@ -401,7 +401,7 @@ class Outbox:
         return outgoing
 
     def _make_room(self, size: int) -> Outgoing:
-        """Where to put something of this size."""
+        """The message with room for an item of this size."""
         if not self._waiting or self._waiting[-1].size + size > MAX_SIZE:
             self._waiting.append(Outgoing())
         self._waiting[-1].size += size

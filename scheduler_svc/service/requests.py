@@ -105,7 +105,7 @@ class OwnedRequest:
 
     @property
     def charge(self) -> int:
-        """What a durable request takes of the limit on tokens."""
+        """The tokens with which a durable request counts towards the limit."""
         assert self.durable is not None
         return self.durable.charge(self.history.num_tokens, is_over=self.is_over)
 
@@ -141,7 +141,7 @@ class Requests:
         self._by_handle: dict[Handle, OwnedRequest] = {}
         # Several of an id: of several gateways, or one after another.
         self._by_id: dict[tuple[str, str], list[OwnedRequest]] = {}
-        # Those whose events are kept.
+        # The requests whose events are kept.
         self._kept: dict[Handle, OwnedRequest] = {}
         self._readers: dict[Handle, Reader] = {}
         # Tenant, id and nonce of the newest that were cancelled: their gateways may submit them again.
@@ -340,7 +340,7 @@ class Requests:
         self.detach(owned)
 
     def end_unread(self, gateway_id: str) -> None:
-        """Ends the plain requests of a gateway that nobody reads."""
+        """Ends a gateway's requests without a reader, except durable ones."""
         for owned in list(self._kept.values()):
             if owned.durable is None and owned.gateway_id == gateway_id:
                 self.forget(owned)
@@ -485,7 +485,7 @@ class Requests:
             owned.expiry = self._call_later(owned.retention_s, lambda: self.forget(owned))
         self._undelivered_size -= self._undelivered.pop(handle, 0)
         if owned.is_over and owned.durable is None and owned.reader is None:
-            # Where too much is kept, the oldest are forgotten: their gateways can still submit them again.
+            # If too much is kept, the oldest requests are dropped: their gateways can still submit them again.
             size = self._undelivered[handle] = owned.history.size
             self._undelivered_size += size
             while self._undelivered_size > MAX_UNDELIVERED:

@@ -47,7 +47,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def __init__(self, loop: StepLoop, requests: Requests) -> None:
         self._loop = loop
         self._requests = requests
-        # What was logged last about gateways that do not fit.
+        # The last log line about incompatible gateways.
         self._logged_refusals: deque[str] = deque(maxlen=_MAX_LOGGED_REFUSALS)
 
     async def Connect(

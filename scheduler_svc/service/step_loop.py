@@ -1,4 +1,4 @@
-"""Drives the core: attaches the workers, keeps their pipeline of steps full, and hands out what comes back.
+"""Drives the core: attaches the workers, keeps their pipeline of steps full, and distributes the results.
 
 The story of a step: `_send_steps` plans it (`Scheduler.schedule`) and sends it to the workers. While they run it, the
 next one is planned. `_receive_results` receives the result, applies it (`Scheduler.apply`) and emits the events, which
@@ -108,7 +108,7 @@ class StepLoop:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        # By step in flight.
+        # The time of sending, by step in flight.
         self._sent_at: dict[int, float] = {}
         # When the attached workers answered last, or were attached.
         self._answered_at = time.monotonic()
@@ -284,7 +284,7 @@ class StepLoop:
             try:
                 await self._drive(link)
             except WorkerLostError as error:
-                _logger.warning("%s; its steps are void, running requests wait for it to come back", error)
+                _logger.warning("%s; its steps are void, running requests wait for its return", error)
                 self._take_loss(error)
             if self.scheduler is not None:
                 self.scheduler.void_in_flight(time.monotonic())
@@ -512,7 +512,7 @@ class StepLoop:
 
     def _fail_at_fault(self, events: dict[ClientId, ClientEvents]) -> None:
         for failure in itertools.chain.from_iterable(batch.failed for batch in events.values()):
-            _logger.warning("a request is at fault and fails: %s", failure.message)
+            _logger.warning("a request caused worker losses and fails: %s", failure.message)
             self._metrics.found_at_fault(failure)
         self._emit(0, events)
 
@@ -547,7 +547,7 @@ class RetryAdvisor:
 
     _MIN_MS, _UNKNOWN_MS = 50, 1_000
     _MAX_ENDS = 64
-    # Of an older end it is not known whether there was anything to do since.
+    # Older ends do not count, because the scheduler may have been idle since.
     _WINDOW_S = 10.0
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What operators can trace: the span of each request (OpenTelemetry), and the parts of each step (`--trace-steps`)."""
+"""Tracing: the span of each request (OpenTelemetry), and the parts of each step (`--trace-steps`)."""
 
 import json
 import time
@@ -163,7 +163,7 @@ def _first_token_of(group: SequenceGroup) -> float | None:
 
 
 class StepTrace:
-    """What happens in each step and when, as a file that Chrome's tracing page and Perfetto open.
+    """Records the parts of each step and their times, in a file that Chrome's tracing page and Perfetto open.
 
     Tracks are the scheduler (plan, send, apply), the gateways' streams (emit) and the worker (queue, cache operations,
     model, sample). The worker reports durations only: its events are drawn to end when the result was received, so they

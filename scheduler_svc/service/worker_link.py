@@ -32,7 +32,7 @@ _MAX_SILENT_CHECKS = 10
 _STEP_FAILURES = frozenset({"STEP_FAILED", "UNEXPECTED"})
 """Reasons with which a worker says that it could not run or take a step."""
 _CALL_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
-"""What an operation on a broken call raises."""
+"""The exceptions of an operation on a broken call."""
 
 
 class WorkerLostError(Exception):
@@ -60,7 +60,7 @@ class WorkerLostError(Exception):
 
     @property
     def detail(self) -> str | None:
-        """What was wrong with the worker's answer; None where it did not answer."""
+        """The error in the worker's answer; None if it did not answer."""
         return None
 
     @property
@@ -244,7 +244,7 @@ class WorkerGroup:
             try:
                 self._answers.put_nowait((rank, await link.receive()))
             except Exception as error:
-                # Whatever it is: nobody awaits this task before the group is closed.
+                # Catches every error, because the task is awaited only when the group is closed.
                 self._answers.put_nowait((rank, error))
                 return
 

@@ -147,7 +147,7 @@ _BOUNDS = {
 
 
 def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
-    """What a worker says that it is.
+    """The properties that a worker reports.
 
     Raises:
         FailedPrecondition: worker and scheduler have no version of the contract in common.
@@ -198,7 +198,7 @@ class RowPromptLogprobs:
     columns: LogprobColumns
 
     def of(self, request: Request) -> "PromptLogprobs":
-        """Those of the request whose prompt is in the row. Raises ValueError where it has no such positions."""
+        """The log probabilities for the request in the row. Raises ValueError if it has no such positions."""
         first, end = self.first_position, self.first_position + len(self.columns)
         if not 1 <= first <= end <= len(request.prompt):
             raise ValueError(

@@ -53,7 +53,7 @@ class BlockMoves:
             self._wait_for_saves(admitted.written_blocks)
         self._free_since = start
         if len(operations.copy):
-            # Of the pairs on the host it is known that no block is both read and written, which needs no buffer.
+            # The pairs are on the host, so it is known that no block is both read and written, and no buffer is needed.
             ops.copy_blocks(self._pool.gpu, torch.from_numpy(operations.copy.astype(np.int64)))
             # The source may be free by now.
             self._free_since = self._compute.mark()

@@ -73,7 +73,7 @@ class PoolRequest:
     max_useful_blocks: int
     """Blocks of as many full sequences as a step can have, the maximum of the default pool of a CPU."""
     dtype: torch.dtype | None = None
-    """Of keys and values; None takes the model's."""
+    """The dtype of keys and values; None takes the model's."""
     num_padding_blocks: int = 0
     """Blocks of the memory that are not for sequences."""
     host_memory: int | None = None

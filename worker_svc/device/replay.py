@@ -40,7 +40,7 @@ Replay = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """What is fixed in a graph: the number of rows, of one new token each, and the longest context."""
+    """The constants of a graph: the number of rows, each with one new token, and the longest context."""
 
     num_rows: int
     max_seq_len: int
@@ -331,7 +331,7 @@ class RecordedForward:
         num_tokens, num_rows = inputs.token_ids.shape[0], inputs.attention.seq_lens.shape[0]
         attention = inputs.attention
         self._embedded[:num_tokens] = self._model.embed(inputs)
-        # By numpy, which takes a fraction of the time of torch for a few numbers.
+        # numpy takes a fraction of torch's time for a few numbers.
         self._positions[:num_tokens] = inputs.positions
         self._slot_mapping[:num_tokens] = attention.slot_mapping
         self._block_tables[:num_rows, : attention.block_tables.shape[1]] = attention.block_tables

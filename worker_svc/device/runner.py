@@ -343,7 +343,7 @@ def record_cuda_graphs(runner: ModelRunner, device: torch.device) -> None:
     try:
         num_graphs = runner.record_graphs(CudaGraphRecorder(device))
     except RuntimeError as error:
-        # What broke a recording is the context of the error at its end.
+        # The error that broke a recording is the context of the error at its end.
         _logger.warning("decodes run without CUDA graphs, which cannot be recorded: %s", error, exc_info=error)
         return
     taken = (free - torch.cuda.mem_get_info(device)[0]) / 2**20

@@ -10,7 +10,7 @@ from kernels import ops
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where the T new tokens of R rows lie in the KV pool. All tensors are on the model's device.
+    """The positions of the T new tokens of R rows in the KV pool. All tensors are on the model's device.
 
     Attributes:
         slot_mapping: [T] int64, `block_id * block_size + offset` of each new token.

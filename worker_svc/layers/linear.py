@@ -87,12 +87,12 @@ ACTIVATIONS: dict[str, _Function] = {
     "swish": _SILU,
     "tanh": _Function(torch.tanh, FusedActivation("tanh")),
 }
-"""By the names that model configurations use."""
+"""Activations by the names that model configurations use."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationKind:
-    """What a linear layer applies to its outputs. ConfigurationError for a name that is not known.
+    """The activation that a linear layer applies to its outputs. ConfigurationError for an unknown name.
 
     Attributes:
         name: of `ACTIVATIONS`.
@@ -137,7 +137,7 @@ def _gate_and_mul(function: Activation, x: torch.Tensor) -> torch.Tensor:
 
 
 class Split(Enum):
-    """What each rank holds of a layer."""
+    """The part of a layer that each rank holds."""
 
     WHOLE = auto()
     OUTPUTS = auto()

@@ -19,7 +19,7 @@ from worker_svc.models.rope import RopeConfig
 from worker_svc.parallel.ranks import heads_of_rank
 from worker_svc.weights import Placement
 
-# What transformers assumes where config.json is silent and LLaMA differs.
+# Defaults of transformers for fields that config.json lacks and that differ from LLaMA's.
 _MISTRAL_DEFAULTS = {
     "intermediate_size": 14336,
     "num_key_value_heads": 8,
@@ -55,7 +55,7 @@ class LlamaConfig:
     tied: bool
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]
-    """Of each layer; None for the whole context."""
+    """The window of each layer; None for the whole context."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "LlamaConfig":

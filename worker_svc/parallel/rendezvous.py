@@ -96,7 +96,7 @@ def rendezvous(
     if memory is not None:
         return SharedMemoryRanks(rank, size, _leave, memory)
     if device.type == "cpu":
-        _logger.info("ranks share no memory and exchange messages by Gloo")
+        _logger.info("ranks do not share memory and exchange messages by Gloo")
     return DistributedRanks(rank, size, _leave)
 
 
@@ -104,8 +104,8 @@ def warn_if_exposed(address: str) -> None:
     """Warns about a rendezvous that other machines reach: torch.distributed has neither TLS nor authentication."""
     if not is_local(address):
         _logger.warning(
-            "ranks rendezvous at %s: their messages are not encrypted, and whoever reaches it may take a rank's "
-            "place; keep it on a network of its own",
+            "ranks rendezvous at %s: their messages are not encrypted, and any process that reaches it may pose "
+            "as a rank; use a separate network",
             address,
         )
 
@@ -272,7 +272,7 @@ class Lifelines:
         port, token, host = offer.split(" ", 2)
         try:
             connection = socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S)
-            # Before the token is sent: whoever has accepted the connection must hear a goodbye.
+            # Before the token is sent, because the side that accepted the connection expects a goodbye.
             self._connections.append(connection)
             connection.sendall(token.encode())
             connection.settimeout(None)
@@ -356,7 +356,7 @@ def share_memory(store: Store, rank: int, size: int) -> torch.Tensor | None:
 def _make_memory(size: int) -> tuple[Path | None, torch.Tensor | None]:
     if size > MAX_RANKS or not exchange.can_exchange():
         return None, None
-    # A name that is unique over all machines and groups: whoever finds it has the same memory.
+    # The name is unique over all machines and groups, so ranks that find it share the memory.
     path = _SHARED_MEMORY / f"quire-{secrets.token_hex(16)}"
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

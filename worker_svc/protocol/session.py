@@ -14,7 +14,7 @@ from worker_svc.step import StepHeader, StepOutput
 
 
 class Verdict(enum.Enum):
-    """What to do with a step that has no stored answer."""
+    """The action for a step that has no stored answer."""
 
     RUN = enum.auto()
     """It is the next one."""
@@ -52,7 +52,7 @@ class Session:
         return self._last_finished
 
     def judge(self, header: StepHeader) -> Verdict | Replay:
-        """What to do with a step. Changes nothing.
+        """The action for a step. Changes nothing.
 
         Raises:
             FailedPrecondition: another epoch or generation, a gap, a step whose answer is no longer kept, or too many

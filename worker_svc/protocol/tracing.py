@@ -26,7 +26,7 @@ class _Prefill:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """What a step in flight computes for a traced row, which may hold another sequence when the step ends."""
+    """The work of a step in flight for a traced row, which may hold another sequence when the step ends."""
 
     row: int
     prefill: _Prefill

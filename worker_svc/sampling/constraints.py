@@ -1,11 +1,11 @@
-"""Constraints of rows: a matcher beside each constrained row, and the masks of the tokens that may follow.
+"""Constraints of rows: a matcher for each constrained row, and the masks of the allowed next tokens.
 
-A matcher is a function of the output of its row. It is made of the tokens that a row is assigned with, and follows the
-row: it goes on by the tokens that the row draws, is copied where the row forks, and is made anew where tokens are
-replaced. So a replayed, preempted or resumed row gets what an undisturbed one gets.
+The state of a matcher is a function of its row's output. It is made from the tokens that the row is assigned with,
+advances by the tokens that the row samples, is copied when the row forks, and is made again when tokens are replaced.
+So a replayed, preempted or resumed row gets the same masks as an undisturbed one.
 
-Masks are made in a thread of their own while the model runs: `begin` before the forward pass, `Masks` after it. Rows
-without a constraint cost nothing.
+A thread computes the masks while the model runs: `begin` starts it before the forward pass, and the returned `Masks`
+are used after it. Rows without a constraint have no cost.
 """
 
 from collections import OrderedDict
@@ -26,29 +26,29 @@ from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import Int32Array, RowChanges, RowConstraint
 from worker_svc.streams import to_device
 
-# Of the constraints whose compiled form is kept, as messages. A compiled one takes a few times as much.
+# Limit of the cache of compiled constraints, in bytes of their messages. The compiled form is a few times larger.
 _CACHE_BYTES = 16 << 20
 _CACHE_ENTRY_BYTES = 4096
 # The terms of eight tokens, by an octet of a mask.
 _TERMS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf).astype(
     np.float32
 )
-# Up to so many octets with a token it is faster to write these tokens alone.
+# Up to this many octets with an allowed token it is faster to write only these tokens.
 _FEW_OCTETS = 2048
 
 DrawnTokens = Callable[[], NDArray[np.integer]]
-"""Waits for the tokens that a step drew: [s], in the order of its samples."""
+"""Waits for the sampled tokens of a step: [s], in the order of its samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Which tokens may follow in the constrained ones of a step's samples.
+    """The allowed tokens of the constrained samples of a step.
 
     Attributes:
-        places: [m], their indices among the samples.
-        bits: [m, words], one bit a token.
-        errors: why no token may follow, by place; their bits are zero.
-        terms: [m, vocab], what is added to the logits on the CPU, where it is known already.
+        places: [m], the indices of the constrained samples among all samples.
+        bits: [m, words], one bit per token.
+        errors: By place, the reason why no token is allowed; the bits of these samples are zero.
+        terms: [m, vocab], precomputed terms that are added to the logits on the CPU; None on other devices.
     """
 
     places: NDArray[np.int64]
@@ -57,12 +57,12 @@ class Masks:
     terms: NDArray[np.float32] | None = None
 
     def refuse(self, columns: SamplingColumns) -> None:
-        """Makes the samples that have no token fail."""
+        """Fails the samples without an allowed token."""
         for place, error in self.errors.items():
             columns.refuse(np.array([place]), f"sampling.constraint: {error}")
 
     def apply(self, logits: Tensor) -> None:
-        """Gives all other tokens -infinity. `logits` is [s, vocab]."""
+        """Sets the logits of excluded tokens to -infinity. `logits` is [s, vocab]."""
         width = logits.shape[1]
         if logits.is_cpu:
             terms = Terms(width).of(self.bits) if self.terms is None else self.terms
@@ -77,7 +77,7 @@ class Masks:
 
 
 def exclude(logits: Tensor, places: Tensor, bits: Tensor) -> None:
-    """Gives the tokens that masks exclude -infinity, on any device: logits [s, vocab], places [m], bits [m, words]."""
+    """Sets logits of excluded tokens to -infinity, on any device: logits [s, vocab], places [m], bits [m, words]."""
     width = logits.shape[1]
     shifts = torch.arange(32, device=logits.device, dtype=torch.int32)
     excluded = ((bits[:, :, None] >> shifts) & 1).view(len(bits), -1)[:, :width] == 0
@@ -88,22 +88,22 @@ def exclude(logits: Tensor, places: Tensor, bits: Tensor) -> None:
 
 
 class Terms:
-    """Masks as numbers to add: 0 for a token that may follow, -infinity for the others.
+    """Masks as terms to add to the logits: 0 for an allowed token, -infinity for the others.
 
-    On the CPU one addition of all rows is the fastest way to apply masks. Measured on two cores for 64 rows of 128,000:
-    1.6 ms, where to fill the excluded ones takes 3 to 16. The numbers are made beside the forward pass, and stay from
-    step to step for a row whose mask does: within a text most do.
+    On the CPU one addition for all rows is the fastest way to apply masks. Measured on two cores for 64 rows of 128,000
+    tokens: 1.6 ms, against 3 to 16 ms for filling the excluded tokens. The terms are computed during the forward pass,
+    and are reused in the next step if the mask of a row stays the same, as it mostly does within a string.
     """
 
     def __init__(self, width: int) -> None:
-        """`width` is that of the logits."""
+        """`width` is the width of the logits."""
         self._width = width
         self._terms = np.zeros((0, width), np.float32)
         self._bits = np.zeros((0, 0), np.int32)
         self._num_words = 0
 
     def of(self, bits: NDArray[np.int32]) -> NDArray[np.float32]:
-        """[m, width], of masks [m, words]; valid until the next call."""
+        """Terms [m, width] for masks [m, words]; valid until the next call."""
         num_words = bits.shape[1]
         if len(bits) > len(self._terms) or num_words != self._num_words:
             self._num_words = num_words
@@ -141,7 +141,7 @@ class _Row:
     output: list[int]
     matcher: Matcher | None = None
     error: str | None = None
-    """Why there is no matcher."""
+    """The reason why there is no matcher."""
 
     def ready(self) -> Matcher | None:
         """The matcher after the output; waits until the constraint is compiled. None if there is none."""
@@ -181,17 +181,17 @@ class _Row:
 
 
 class TemplateCache:
-    """Compiled constraints by their content, the least recently used ones dropped. Compiles in a thread of its own."""
+    """An LRU cache of compiled constraints by their content. Compiles in its own thread."""
 
     def __init__(self, open_vocabulary: Callable[[], Vocabulary]) -> None:
-        """The vocabulary is opened in that thread, at once."""
+        """Starts to open the vocabulary in that thread."""
         self._compiler = ThreadPoolExecutor(1, "constraints-compile")
         self.vocabulary = self._compiler.submit(open_vocabulary)
         self._templates: OrderedDict[bytes, Future[Template]] = OrderedDict()
         self._num_bytes = 0
 
     def get(self, constraint: Constraint) -> "Future[Template]":
-        """The compiled constraint, at some time; a ConstraintError if it cannot be enforced."""
+        """A future of the compiled constraint, or of a ConstraintError if it cannot be enforced."""
         key = constraint.SerializeToString(deterministic=True)
         if (template := self._templates.get(key)) is None or _has_failed(template):
             if template is None:
@@ -204,7 +204,7 @@ class TemplateCache:
         return template
 
     def drop(self, constraint: Constraint) -> None:
-        """Compiles a constraint anew when it is needed again: all its matchers share what failed one of them."""
+        """Drops a constraint whose matcher failed. Its matchers share state, so the next use compiles it again."""
         key = constraint.SerializeToString(deterministic=True)
         if self._templates.pop(key, None) is not None:
             self._num_bytes -= len(key) + _CACHE_ENTRY_BYTES
@@ -225,14 +225,14 @@ def _has_failed(template: "Future[Template]") -> bool:
 
 
 class RowMatchers:
-    """The matchers of all constrained rows. Used by the thread that launches steps, in the order of the steps."""
+    """The matchers of all constrained rows. The thread that launches steps calls it, in the order of the steps."""
 
     def __init__(self, templates: TemplateCache, *, num_threads: int, host_width: int | None = None) -> None:
-        """To be made before the launching thread is bound to a processor, which the thread made here must not be.
+        """Call it before the launching thread is bound to a processor, because the thread made here inherits that.
 
         Args:
-            num_threads: compute the masks of a step.
-            host_width: of the logits where they are on the CPU.
+            num_threads: Number of threads that compute the masks of a step.
+            host_width: Width of the logits if they are on the CPU, else None.
         """
         self._templates = templates
         self._num_threads = num_threads
@@ -247,10 +247,10 @@ class RowMatchers:
         self._constrained: set[int] = set()
 
     def begin(self, changes: RowChanges, samplers: Int32Array) -> "Future[Masks] | None":
-        """Applies the changes of a step and begins to make the masks of the rows that sample in it.
+        """Applies the changes of a step and starts to compute the masks of the rows that sample in it.
 
         Returns:
-            The masks; None where no row that samples has a constraint.
+            A future of the masks; None if no row that samples has a constraint.
         """
         if not changes.are_none:
             had_rows = bool(self._constrained)
@@ -263,7 +263,7 @@ class RowMatchers:
         return self._thread.submit(self._make, places, samplers)
 
     def drew(self, samplers: Int32Array, token_ids: DrawnTokens) -> None:
-        """Tells what the rows draw in the step that `begin` was called for last, if it returned masks."""
+        """Passes the sampled tokens of the step of the last `begin`. Call it only if that returned masks."""
         self._thread.submit(self._follow_or_fail, self._append, samplers, token_ids)
 
     def close(self) -> None:
@@ -286,7 +286,7 @@ class RowMatchers:
             constrained |= children
 
     def _follow_or_fail(self, change: Callable[..., None], *arguments: object) -> None:
-        """An error would leave matchers behind their rows, so the next step fails, and all rows are assigned anew."""
+        """After an error, matchers may lag behind their rows: the next step fails, and all rows are assigned again."""
         try:
             change(*arguments)
         except Exception as error:

@@ -66,7 +66,7 @@ def logprobs_of(
     scores = (logits - logits.amax(dim=1, keepdim=True)).div_(divisor[:, None])
     logprobs = scores.log_softmax(dim=1)
     chosen = logprobs.gather(1, token_ids[:, None])
-    # Of equally likely tokens the lower id comes first, as in greedy choice: half precision makes many equal.
+    # If tokens are equally likely, the lower id comes first, as in greedy choice; half precision makes many equal.
     token_order = torch.arange(logits.shape[1], device=logits.device)
     before = (logprobs > chosen) | ((logprobs == chosen) & (token_order < token_ids[:, None]))
     top_ids = best_tokens(logprobs, min(num_top, logits.shape[1]))
@@ -97,7 +97,7 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, columns: SamplingColumns)
 def report_logprobs(
     columns: SamplingColumns, values: LogprobValues[np.ndarray], usable: NDArray[np.bool_]
 ) -> TokenLogprobs | None:
-    """What the rows asked for; rows that are not usable get nothing."""
+    """The requested log probabilities of the rows; rows that are not usable have none."""
     rows = _logprob_rows(columns)
     places = np.flatnonzero(usable[rows])
     if not len(places):
@@ -151,7 +151,7 @@ def gather_candidates(logits: Tensor, columns: SamplingColumns) -> CandidateValu
 def report_candidates(
     rows: Int32Array, columns: SamplingColumns, values: CandidateValues[np.ndarray], usable: NDArray[np.bool_]
 ) -> tuple[RowCandidates, ...]:
-    """What the sampling `rows` asked for; rows that are not usable get nothing."""
+    """The requested log probabilities of the sampling `rows`; rows that are not usable have none."""
     token_ids, counts = values.token_ids.astype(np.int32), columns.num_candidates
     return tuple(
         RowCandidates(int(rows[index]), token_ids[place, : counts[index]], values.logprobs[place, : counts[index]])
@@ -186,7 +186,7 @@ class PromptPlan:
 
 
 def plan_prompt_logprobs(batch: Batch, columns: SamplingColumns) -> PromptPlan | None:
-    """What the batch's rows ask for; None when no row asks. `columns` are those of all rows of the worker."""
+    """The log probabilities that the batch's rows request; None if no row does. `columns` are those of all rows."""
     places = np.flatnonzero(columns.wants_prompt_logprobs[batch.rows])
     if not len(places):
         return None
@@ -231,7 +231,7 @@ def compute_prompt_logprobs(
 
 
 def report_prompt_logprobs(plan: PromptPlan, values: LogprobValues[np.ndarray]) -> tuple[PromptLogprobs, ...]:
-    """What the rows asked for."""
+    """The requested log probabilities of the rows."""
     reports, start = [], 0
     rows = zip(plan.rows.tolist(), plan.first_positions.tolist(), plan.counts.tolist(), plan.num_logprobs, strict=True)
     for row, first_position, count, width in rows:

@@ -1,6 +1,6 @@
-"""The body of a message: its fields, and the request that they make.
+"""The body of a message: its fields, and their conversion to a request.
 
-A message of the user may have results of tools besides its text; in a chat each of them is a message of its own.
+A message of the user may have results of tools besides its text; in a chat each of them is a separate message.
 """
 
 import re
@@ -11,11 +11,11 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import to_json
 
 from gateway.api.body import BodyLimits
-from gateway.api.fields import Conversation, LongList, Part, as_parts, parse, tag_of
+from gateway.api.fields import Conversation, LongList, Part, as_parts, make_tool, parse, schema_text, tag_of
 from gateway.request.types import ChatPrompt, RequestOptions, write
 from gateway.request.validation import Violations, shortened
 from quire.common.v1.common_pb2 import Constraint, SamplingParameters, StoppingParameters
-from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, ToolChoice, ToolChoiceMode
+from quire.gateway.v1.generation_pb2 import TemplateOptions, ToolCall, ToolChoice, ToolChoiceMode
 
 _GROUPS = re.compile(r"^(sampling|stopping|output)\.")
 _TOOL_FIELD = re.compile(r"(tools\[\d+\])\.parameters(.*)")
@@ -29,7 +29,7 @@ _TEMPLATE_ARGUMENTS = {
 
 
 class _Block(Part):
-    """Quire finds common prefixes by itself, so marks for caches have no effect."""
+    """`cache_control` has no effect, because Quire finds common prefixes by itself."""
 
     hints: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
@@ -52,7 +52,7 @@ Texts = Annotated[
 
 
 class ThinkingBlock(_Block):
-    """Of an earlier answer. Nothing is signed here."""
+    """Reasoning of an earlier answer. Quire does not sign it."""
 
     hints: ClassVar[frozenset[str]] = _Block.hints | {"signature"}
 
@@ -72,7 +72,7 @@ class ToolUseBlock(_Block):
 
 
 class ToolResultBlock(_Block):
-    """The result of a call. That it is an error is for its text to say: chat templates know no such mark."""
+    """The result of a call. `is_error` has no effect, because chat templates have no such field."""
 
     hints: ClassVar[frozenset[str]] = _Block.hints | {"is_error"}
 
@@ -96,7 +96,7 @@ class Message(Part):
 
 
 class ToolDefinition(_Block):
-    """`input_schema` is a JSON schema, which calls match; with `strict: false`, those that are asked for alone."""
+    """`input_schema` is a JSON schema that calls match; with `strict: false` only required calls do."""
 
     hints: ClassVar[frozenset[str]] = _Block.hints | {"eager_input_streaming"}
     harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -119,7 +119,7 @@ class ToolChoiceFields(Part):
 
 
 class ThinkingConfig(Part):
-    """Whether the model reasons is for its chat template. Reasoning has no budget of its own."""
+    """The chat template decides whether the model reasons. There is no separate budget for reasoning."""
 
     hints: ClassVar[frozenset[str]] = frozenset({"budget_tokens"})
 
@@ -140,7 +140,7 @@ class OutputConfig(Part):
 
 
 class TokensBody(Part):
-    """What a prompt is made of."""
+    """The fields from which a prompt is made."""
 
     hints: ClassVar[frozenset[str]] = frozenset({"cache_control", "metadata", "service_tier", "speed"})
     harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -159,7 +159,7 @@ class TokensBody(Part):
 
 
 class MessageBody(TokensBody):
-    """The parameters of sampling are those of older models, and top_k is Quire's."""
+    """The sampling parameters are those of Anthropic's older models; `top_k` is Quire's."""
 
     max_tokens: int
     stop_sequences: Annotated[list[str] | None, Field(fail_fast=True)] = None
@@ -174,7 +174,7 @@ _MESSAGES = LongList("messages", TypeAdapter(list[Message]), parts=("content",))
 
 
 async def parse_body(kind: type[BodyType], data: bytes, limits: BodyLimits) -> BodyType:
-    """The body in `data`. Raises InvalidArgument as `parse` does, and where values do not go together."""
+    """The body in `data`. Raises InvalidArgument as `parse` does, and for values that contradict each other."""
     return await parse(kind, data, limits, _MESSAGES, _check_values)
 
 
@@ -204,7 +204,7 @@ def _add_misplaced(violations: Violations, position: int, number: int, block: Pa
 
 
 def conversation_of(body: TokensBody) -> Conversation:
-    """The messages of a body. Consecutive messages of one role are one."""
+    """The messages of a body. Consecutive messages of one role are joined."""
     conversation = Conversation()
     if body.system:
         conversation.add_system("system", _texts(body.system))
@@ -233,12 +233,12 @@ def _texts(blocks: Sequence[Part]) -> list[str]:
 
 
 def prompt_of(body: TokensBody, conversation: Conversation, *, always_reasons: bool) -> ChatPrompt:
-    """The prompt of a checked body. If the assistant spoke last, the answer goes on with that message. A model that
-    `always_reasons` need not be told to."""
+    """The prompt of a checked body. If the last message is the assistant's, the answer continues it. For a model that
+    `always_reasons`, `thinking` needs no argument of the template."""
     choice = body.tool_choice
     return ChatPrompt(
         conversation.prompt,
-        tools=[_tool(each) for each in body.tools or ()],
+        tools=[make_tool(each.name, each.description, each.input_schema, each.strict) for each in body.tools or ()],
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
         response_format=_constraint(body.output_config),
@@ -249,7 +249,7 @@ def prompt_of(body: TokensBody, conversation: Conversation, *, always_reasons: b
 
 
 def options_of(body: MessageBody, prompt: ChatPrompt, request_id: str) -> RequestOptions:
-    """The request that a checked body makes with its prompt."""
+    """The request of a checked body with its prompt."""
     as_written: dict[str, Any] = {}
     sampling, stopping = SamplingParameters(), StoppingParameters()
     for name in ("temperature", "top_p", "top_k"):
@@ -274,15 +274,6 @@ def param_name(conversation: Conversation, field: str) -> str:
     return _TEMPLATE_ARGUMENTS.get(field) or _GROUPS.sub("", field)
 
 
-def _tool(tool: ToolDefinition) -> Tool:
-    made = Tool(name=tool.name, parameters=to_json(tool.input_schema).decode())
-    if tool.description is not None:
-        made.description = tool.description
-    if tool.strict is not None:
-        made.strict = tool.strict
-    return made
-
-
 def _tool_choice(choice: ToolChoiceFields | None) -> ToolChoice | None:
     if choice is None:
         return None
@@ -300,7 +291,7 @@ def _tool_choice(choice: ToolChoiceFields | None) -> ToolChoice | None:
 def _constraint(config: OutputConfig | None) -> Constraint | None:
     if config is None or config.format is None:
         return None
-    return Constraint(json_schema=to_json(config.format.schema_).decode())
+    return Constraint(json_schema=schema_text(config.format.schema_))
 
 
 def _template_options(body: TokensBody, *, continues: bool, always_reasons: bool) -> TemplateOptions:

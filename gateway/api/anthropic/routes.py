@@ -1,5 +1,5 @@
-"""The paths of Anthropic's Messages API. The headers anthropic-version and anthropic-beta have no effect: a field that
-is not known is refused, whatever they say."""
+"""The paths of Anthropic's Messages API. The headers anthropic-version and anthropic-beta have no effect: unknown
+fields are refused whatever the headers say."""
 
 import secrets
 from collections.abc import Sequence
@@ -33,12 +33,12 @@ _PATH = "/v1/messages"
 
 
 def dialect_of(path: str) -> Dialect:
-    """How errors at this path are written, also those that come before a route is found."""
+    """The dialect of errors at a path, including errors before a route is found."""
     return ANTHROPIC if path == _PATH or path.startswith(f"{_PATH}/") else OPENAI
 
 
 def _always_reasons(generator: Generator) -> bool:
-    """Whether the model reasons, and its chat template cannot switch that off."""
+    """Whether the model always reasons, because its chat template cannot switch it off."""
     chat = generator.model.chat
     switches = chat.template is not None and "enable_thinking" in chat.template.variables
     return chat.reasoning_format is not None and not switches
@@ -81,7 +81,7 @@ def message_routes(generator: Generator, body_limits: BodyLimits, *, keep_alive_
         return respond(generator, MessageCall(body, model), keep_alive_s)
 
     async def count_tokens(request: Request) -> Response:
-        """The number of tokens of the prompt that a conversation makes."""
+        """The number of tokens of a conversation's prompt."""
         body = await parse_body(TokensBody, await read_body(request, body_limits), body_limits)
         conversation = conversation_of(body)
         try:

@@ -26,7 +26,7 @@ _STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.TOOL_CALLS: "to
 
 
 class ErrorDetails(BaseModel):
-    """What clients read to recover from an error by themselves."""
+    """The fields of an error that clients use to recover from it."""
 
     error_code: str
     unsupported: list[str]
@@ -54,8 +54,8 @@ def _error(answer: ErrorAnswer) -> dict[str, Any]:
 
 
 def _details(answer: ErrorAnswer) -> ErrorDetails | None:
-    """The tool runner of Anthropic's client asks the server to hold the conversation. After this error it goes on
-    without that, after any other it gives up."""
+    """The error for `thread`, by which Anthropic's tool runner asks the server to store the conversation. After this
+    error it sends all messages itself; after any other it fails."""
     if answer.param == "thread":
         return ErrorDetails(error_code="thread_unsupported_request", unsupported=["thread"])
     return None
@@ -82,7 +82,7 @@ class MessageShaper:
         return self._message(content, _usage(usage), _stop_fields(sequence.finished))
 
     def begin(self) -> Iterable[Mapping[str, Any]]:
-        # How many of the prompt's tokens were cached is known only at the end.
+        # The number of cached prompt tokens is known only at the end.
         usage = _usage(Usage(self._prompt_tokens, 0))
         yield {"type": "message_start", "message": self._message([], usage, _stop_fields(None))}
         yield {"type": "ping"}
@@ -146,8 +146,8 @@ class MessageShaper:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call as an object: as far as they go where max_tokens cut them. Arguments that are no object,
-    which a model can write where `strict` is false, are kept as a text."""
+    """The arguments of a call as an object, completed if max_tokens cut them off. Arguments that are not an object,
+    which a model can write if `strict` is false, are kept as a string in `arguments`."""
     try:
         found = from_json(text or "{}", allow_partial=True)
     except ValueError:
@@ -164,7 +164,7 @@ def _stop_fields(finished: Finished | None) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Anthropic counts cached tokens apart from the others of the prompt."""
+    """Anthropic's usage counts cached and other prompt tokens separately."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

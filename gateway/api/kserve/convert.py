@@ -31,7 +31,7 @@ InputTensor = pb.ModelInferRequest.InferInputTensor
 OutputTensor = pb.ModelInferRequest.InferRequestedOutputTensor
 
 MAX_ELEMENTS = 1024
-"""Of an input. Each prompt is a request of its own."""
+"""The maximum number of elements of an input. Each prompt becomes a request."""
 
 _SIZE = struct.Struct("<I")
 _CONTENTS = {

@@ -250,7 +250,7 @@ class _Answers(Generic[Request, Response]):
         self._places = asyncio.Semaphore(MAX_RUNNING)
 
     async def read_to_the_end(self, requests: AsyncIterator[Request]) -> None:
-        # Where this is cancelled, nobody takes the None any more, so nothing may wait for that.
+        # If this is cancelled, the queue has no reader any more, so putting the None must not wait.
         try:
             await self._read(requests)
         except Exception:

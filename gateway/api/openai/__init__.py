@@ -1,1 +1,1 @@
-"""OpenAI's API, and what vLLM adds to it."""
+"""OpenAI's API with vLLM's additions."""

@@ -1,4 +1,4 @@
-"""Completions and chat completions as calls: the requests that they make, and what writes their answers."""
+"""Completions and chat completions as calls: their requests, and the writers of their answers."""
 
 import dataclasses
 import secrets
@@ -20,7 +20,7 @@ from quire.rpc.errors import invalid_field
 
 
 class _Call:
-    """What both have in common. See gateway.api.calls.Call."""
+    """The common part of both. See gateway.api.calls.Call."""
 
     dialect = OPENAI
     stream_form = STREAMED
@@ -29,7 +29,7 @@ class _Call:
         self.id = f"{prefix}-{body.request_id or secrets.token_hex(16)}"
         self.streams = bool(body.stream)
         self._head = Head(self.id, int(time.time()), model)
-        # By this id the request runs, and can be cancelled.
+        # The id of the request, by which it can be cancelled.
         self._request_id = self.id if body.request_id is None else body.request_id
 
 
@@ -53,12 +53,12 @@ class ChatCall(_Call):
 
 
 class CompletionCall(_Call):
-    """A completion: one request a prompt."""
+    """A completion: one request per prompt."""
 
     shows_prompt_by_choice = True
 
     def __init__(self, body: CompletionBody, model: str) -> None:
-        """Raises InvalidArgument: there is no prompt."""
+        """Raises InvalidArgument for a missing prompt."""
         if body.prompt is None:
             raise invalid_field("prompt", "is missing")
         super().__init__(body, "cmpl", model)
@@ -71,7 +71,7 @@ class CompletionCall(_Call):
             _check_shared_id(self._body.request_id, num_prompts)
         first_id = self._request_id
         ids = [first_id] if num_prompts == 1 else [f"{first_id}-{position}" for position in range(num_prompts)]
-        # All have the same parameters, as one object.
+        # The requests share one object of parameters.
         options = completion_options(self._body, None, first_id)
         turns = Turns()
         requests: list[RequestOptions] = []

@@ -1,6 +1,6 @@
-"""What an answer must match: OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields.
+"""Constraints of an answer: OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields.
 
-All of them become one quire.common.v1.Constraint. It is always enforced, whether a schema says `strict` or not.
+Each of them becomes a quire.common.v1.Constraint. It is enforced with and without `strict`.
 """
 
 import json
@@ -16,7 +16,7 @@ from quire.common.v1.common_pb2 import AnyJsonObject, Choice, Constraint, Struct
 
 Texts = Annotated[list[str], Field(fail_fast=True)]
 JsonSchema = dict[str, Any]
-# Values that change nothing, of fields of structured_outputs that are not supported. Nothing falls back here.
+# Fields of structured_outputs that are not supported, with the values that have no effect.
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "disable_fallback": (True, False),
     "disable_any_whitespace": (False,),
@@ -29,7 +29,7 @@ class _Part(BaseModel):
 
 
 class JsonSchemaFormat(_Part):
-    """No model sees `name` and `description`, and the schema is enforced with and without `strict`."""
+    """The model does not see `name` and `description`. The schema is enforced with and without `strict`."""
 
     name: str | None = None
     description: str | None = None
@@ -44,8 +44,8 @@ class TagStructure(_Part):
 
 
 class ResponseFormat(_Part):
-    """`type` is text, json_object, json_schema or, as in vLLM, structural_tag: after each of the `triggers` in the
-    text, one of the `structures` goes on that begin with it."""
+    """`type` is text, json_object, json_schema or, as in vLLM, structural_tag: after one of the `triggers` the text
+    continues with one of the `structures` that begin with it."""
 
     type: str
     json_schema: JsonSchemaFormat | None = None
@@ -74,12 +74,12 @@ class ConstraintFields(BaseModel):
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
     structural_tag: Json[ResponseFormat] | None = None
-    # Names a library of vLLM's. Quire has one of its own.
+    # Selects a library in vLLM. Quire has only one.
     guided_decoding_backend: str | None = None
 
 
 def check_constraints(violations: Violations, body: ConstraintFields) -> None:
-    """Adds violations for what is unknown or missing in the fields, and for more than one constraint."""
+    """Adds violations for unknown and missing fields, and for more than one constraint."""
     outputs = body.structured_outputs or StructuredOutputs()
     for name, value in (outputs.model_extra or {}).items():
         if value is not None and value not in _HARMLESS.get(name, ()):
@@ -100,7 +100,7 @@ def check_constraints(violations: Violations, body: ConstraintFields) -> None:
 
 
 def constraint_path(body: ConstraintFields) -> str | None:
-    """The path of the field that constrains the answer; None where nothing does."""
+    """The path of the field that constrains the answer; None if no field does."""
     return next((path for path, _ in _found(body)), None)
 
 
@@ -110,7 +110,7 @@ def constraint_of(body: ConstraintFields) -> Constraint | None:
 
 
 def _found(body: ConstraintFields) -> Iterator[tuple[str, Callable[[], Constraint]]]:
-    """The path of each constraint of a body, and what makes it."""
+    """The path of each constraint of a body, with the function that makes it."""
     match body.response_format:
         case ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema_=schema)) if schema is not None:
             yield "response_format.json_schema.schema", partial(_of_schema, schema)
@@ -163,7 +163,7 @@ def _of_tags(format: ResponseFormat) -> Constraint:
 
 
 def _tag(structure: TagStructure, triggers: Sequence[str]) -> StructuralTag:
-    """The trigger opens the constrained part, which begins with the rest of what begins the structure."""
+    """The trigger is the `begin` of the tag; the constrained part begins with the rest of the structure's `begin`."""
     trigger = next(each for each in triggers if structure.begin.startswith(each))
     schema, rest = to_json(structure.schema_).decode(), structure.begin.removeprefix(trigger)
     if not rest:

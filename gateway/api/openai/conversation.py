@@ -1,26 +1,21 @@
-"""Conversations of chats: messages, tools and what the chat template gets, their fields and what they become."""
+"""The fields of a chat's conversation: messages, tools and arguments of the chat template, and their conversion."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic_core import to_json
 
+from gateway.api.fields import TOOL_CHOICES, effort_arguments, make_tool
 from gateway.request.types import ChatMessage
 from gateway.request.validation import Violations, shortened
-from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, ToolChoice, ToolChoiceMode
+from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, ToolChoice
 
 _UNSUPPORTED = "is not supported by this version"
-# Hints for caches of prompts; Quire finds common prefixes by itself.
+# Hints for prompt caches; Quire finds common prefixes by itself.
 _HINTS = frozenset({"cache_control"})
-# Values of other fields that change nothing.
+# Values with which other fields have no effect.
 _SILENT = (None, [], "", {})
 _ANSWER = "assistant"
-_TOOL_CHOICES = {
-    "none": ToolChoiceMode.TOOL_CHOICE_MODE_NONE,
-    "auto": ToolChoiceMode.TOOL_CHOICE_MODE_AUTO,
-    "required": ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED,
-}
 
 
 class _Part(BaseModel):
@@ -46,8 +41,8 @@ class MessageToolCall(_Part):
 
 
 class Message(_Part):
-    """`tool_calls` and `reasoning` are those of an earlier answer, `tool_call_id` names the call that a message of role
-    tool answers."""
+    """`tool_calls` and `reasoning` belong to an earlier answer; `tool_call_id` names the call whose result a message of
+    the role tool is."""
 
     role: str
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
@@ -93,7 +88,7 @@ class ToolChoiceObject(_Part):
 
 
 class ConversationFields(BaseModel):
-    """What the prompt of a chat is made of, besides its messages."""
+    """The fields besides the messages from which the prompt of a chat is made."""
 
     tools: Annotated[list[ToolDefinition] | None, Field(fail_fast=True)] = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -118,8 +113,8 @@ def check_tool_choice(violations: Violations, choice: str | ToolChoiceObject | N
         case None:
             return
         case str():
-            if choice not in _TOOL_CHOICES:
-                known = ", ".join(_TOOL_CHOICES)
+            if choice not in TOOL_CHOICES:
+                known = ", ".join(TOOL_CHOICES)
                 violations.add("tool_choice", f'is "{shortened(choice)}"; it must be {known}, or an object')
         case ToolChoiceObject(type="function" | "allowed_tools"):
             _check_unknown(violations, "tool_choice", choice)
@@ -159,7 +154,7 @@ def chat_message(message: Message) -> ChatMessage:
 
 
 def message_text(message: Message) -> str:
-    """A message's content as one text for the template, each part on a line of its own."""
+    """A message's content as one text for the template; each part begins a new line."""
     if isinstance(message.content, list):
         return "\n".join(part.text or "" for part in message.content)
     return message.content or ""
@@ -169,25 +164,18 @@ def tool_of(definition: ToolDefinition) -> Tool:
     """A tool of a checked body."""
     function = definition.function
     assert function is not None
-    tool = Tool(name=function.name)
-    if function.description is not None:
-        tool.description = function.description
-    if function.parameters is not None:
-        tool.parameters = to_json(function.parameters).decode()
-    if function.strict is not None:
-        tool.strict = function.strict
-    return tool
+    return make_tool(function.name, function.description, function.parameters, function.strict)
 
 
 def tool_choice_of(choice: str | ToolChoiceObject | None) -> ToolChoice | None:
-    """The choice of a checked body; None where it names none."""
+    """The choice of a checked body; None if it has none."""
     match choice:
         case str():
-            return ToolChoice(mode=_TOOL_CHOICES[choice])
+            return ToolChoice(mode=TOOL_CHOICES[choice])
         case ToolChoiceObject(type="function", function=FunctionName(name=name)):
             return ToolChoice(name=name)
         case ToolChoiceObject(allowed_tools=AllowedTools(mode=mode, tools=tools)):
-            return ToolChoice(mode=_TOOL_CHOICES[mode], allowed=[tool_of(each).name for each in tools])
+            return ToolChoice(mode=TOOL_CHOICES[mode], allowed=[tool_of(each).name for each in tools])
     return None
 
 
@@ -197,13 +185,7 @@ def template_options(body: ConversationFields) -> TemplateOptions:
         options.add_generation_prompt = body.add_generation_prompt
     if body.continue_final_message is not None:
         options.continue_final_message = body.continue_final_message
-    arguments = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        arguments.setdefault("reasoning_effort", body.reasoning_effort)
-        if body.reasoning_effort == "none":
-            # What most templates that can leave reasoning out ask for.
-            arguments.setdefault("enable_thinking", False)
-    if arguments:
+    if arguments := effort_arguments(body.reasoning_effort) | (body.chat_template_kwargs or {}):
         options.arguments.update(arguments)
     return options
 

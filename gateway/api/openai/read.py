@@ -1,4 +1,4 @@
-"""From a request's body to the contract's messages, and the names of their fields back to the body's."""
+"""Converts the body of a request to the contract's messages, and maps names of their fields back to the body's."""
 
 import dataclasses
 import re
@@ -44,10 +44,10 @@ from quire.rpc.errors import InvalidArgument
 BodyType = TypeVar("BodyType", bound=Body)
 
 _MAX_FIELDS = 1024
-# Of all messages of a conversation together.
+# The maximum number of parts and tool calls of all messages of a conversation.
 _MAX_PARTS = 8192
 _MESSAGES = TypeAdapter(list[Message])
-# OpenAI's, of completions.
+# OpenAI's default for completions.
 DEFAULT_MAX_TOKENS = 16
 
 _EARLY_STOPPING = {
@@ -56,10 +56,10 @@ _EARLY_STOPPING = {
     True: common_pb2.EARLY_STOPPING_TRUE,
     "never": common_pb2.EARLY_STOPPING_NEVER,
 }
-# What bodies and the contract call alike, and mean the same by.
+# Fields with the same name and meaning in bodies and in the contract.
 _SAMPLING = SamplingParameters.DESCRIPTOR.fields_by_name.keys() & GenerationBody.model_fields.keys()
 _GROUPS = re.compile(r"^(sampling|stopping|output)\.")
-# Fields of tools and of calls of earlier answers, which OpenAI has one object deeper.
+# Fields of tools and of earlier calls. In OpenAI's bodies they are nested one level deeper.
 _FIELD_OF_FUNCTION = re.compile(
     r"(tools\[\d+\]|messages\[\d+\]\.tool_calls\[\d+\])\.(name|description|parameters|strict|arguments)"
 )
@@ -84,7 +84,8 @@ async def read_request(kind: type[BodyType], request: Request, limits: BodyLimit
 
 
 async def parse_body(kind: type[BodyType], data: bytes, limits: BodyLimits) -> BodyType:
-    """The body in `data`: first the JSON, then its types, messages a few at a time, so that other calls run between.
+    """The body in `data`. It parses the JSON, then validates types, messages a few at a time, so that other calls get
+    turns.
 
     Raises:
         InvalidArgument: it is not JSON, a field has the wrong type or is not supported, or there are too many entries.
@@ -105,14 +106,14 @@ async def parse_body(kind: type[BodyType], data: bytes, limits: BodyLimits) -> B
 
 
 def body_of(kind: type[BodyType], fields: Mapping[str, Any]) -> BodyType:
-    """As `parse_body`, of fields that did not come as JSON."""
+    """As `parse_body`, for fields that are already parsed."""
     body = validated(kind, fields, UNION_TYPES)
     check_supported(body)
     return body
 
 
 def _check_counts(fields: Mapping[str, Any], max_messages: int) -> None:
-    """Raises InvalidArgument where there are too many messages, parts of messages or prompts to validate them."""
+    """Raises InvalidArgument if there are too many messages, parts of messages or prompts to validate."""
     violations = Violations()
     prompts, messages, tools = (fields.get(name) for name in ("prompt", "messages", "tools"))
     if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
@@ -145,7 +146,7 @@ def completion_prompts(body: CompletionBody) -> list[Prompt]:
 
 def completion_options(body: CompletionBody, prompt: Prompt | None, request_id: str) -> RequestOptions:
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    # The log probabilities of the prompt come with the first generated token.
+    # The log probabilities of the prompt arrive with the first generated token.
     if is_echo_alone(body):
         max_tokens = 1
     return _options(body, prompt, request_id, max_tokens, body.logprobs, _prompt_logprobs(body))
@@ -172,12 +173,12 @@ def chat_prompt(messages: Sequence[Message], fields: ConversationFields) -> Chat
 
 
 def is_echo_alone(body: CompletionBody) -> bool:
-    """Whether the answer shall have the prompt alone, and no generated text."""
+    """Whether the answer has only the prompt, and no generated text."""
     return bool(body.echo) and body.max_tokens == 0
 
 
 def param_name(body: GenerationBody, field: str) -> str:
-    """The name in the body of a field of the validator."""
+    """The name that a field of the validator has in the body."""
     name = _GROUPS.sub("", field)
     head, bracket, rest = name.partition("[")
     if isinstance(body, ChatBody):
@@ -206,7 +207,7 @@ def param_name(body: GenerationBody, field: str) -> str:
 
 
 def _prompt_logprobs(body: CompletionBody) -> int | None:
-    """The log probabilities of the prompt: with `echo`, at least as many as of the text."""
+    """The number of log probabilities per prompt token: with `echo`, at least that of the generated text."""
     asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((count for count in asked if count is not None), default=None)
 
@@ -232,7 +233,7 @@ def _options(
     write(output, "output.prompt_logprobs", prompt_logprobs, as_written)
     return RequestOptions(
         prompt=prompt,
-        # Some programs that do not know the model send an empty name.
+        # Some programs send an empty name if they do not know the model.
         model=body.model or None,
         sampling=_sampling(body, as_written),
         stopping=stopping,
@@ -240,15 +241,14 @@ def _options(
         as_written=as_written,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         request_id=request_id,
-        # Lower runs earlier in vLLM's API, higher in Quire's.
+        # In vLLM's API lower values run earlier, in Quire's higher ones.
         priority=None if body.priority is None else -body.priority,
         priority_sign=-1,
     )
 
 
 def _meant(name: str, value: Any) -> Any:
-    """vLLM's other ways to say all tokens, which many of its clients send by default, and to leave the seed to the
-    server."""
+    """Converts vLLM's values for "all tokens", which many of its clients send by default, and for "no seed"."""
     match name, value:
         case "top_k", -1:
             return 0
@@ -264,10 +264,10 @@ def _sampling(body: GenerationBody, as_written: dict[str, Any]) -> SamplingParam
     if isinstance(body, CompletionBody) and (constraint := constraint_of(body)) is not None:
         sampling.constraint.CopyFrom(constraint)
     if body.seed not in (None, -1):
-        # A negative one is the number of 64 bits that has the same bits, as torch has it.
+        # As in torch, a negative seed is the unsigned number with the same 64 bits.
         sampling.seed = body.seed % 2**64
     if body.use_beam_search:
-        # As many beams as `best_of` says, else as many as are returned.
+        # `best_of` beams, or else as many as are returned.
         width = body.best_of if body.best_of is not None else body.n
         beam_search, path = sampling.beam_search, "sampling.beam_search"
         beam_search.early_stopping = _EARLY_STOPPING[body.early_stopping]

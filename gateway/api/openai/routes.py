@@ -22,11 +22,11 @@ from gateway.request.types import ChatPrompt, TextPrompt
 from gateway.request.validation import find_model
 from quire.rpc.errors import QuireError, Unimplemented, invalid_field
 
-# Tokens that are written in less than a millisecond.
+# This many tokens are written in less than a millisecond.
 _FEW = 4096
-# The class of transformers for a tokenizer.json without a tokenizer_config.json.
+# The tokenizer class that transformers uses for a tokenizer.json without a tokenizer_config.json.
 _TOKENIZER_CLASS = "PreTrainedTokenizerFast"
-# Paths on the machine where the model was made, and what our reader of the directory adds.
+# Paths on the machine where the model was made, and fields that Quire's reader of the directory adds.
 _NOT_SHOWN = frozenset(
     {"vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file", "name_or_path", "added_tokens"}
 )
@@ -66,7 +66,7 @@ def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive
 
 
 def _refused_routes(model: str) -> list[ApiRoute]:
-    """Paths of models of other kinds. Clients learn why there is no answer, where a 404 would not say it."""
+    """Paths for other kinds of models. The error says why they are not served, which a 404 would not."""
 
     def route(path: str, what: str) -> ApiRoute:
         async def refuse(request: Request) -> Response:
@@ -94,7 +94,7 @@ def _model_routes(generator: Generator, started_at_s: int) -> list[ApiRoute]:
             "owned_by": "quire",
             "root": name,
             "parent": None,
-            # None until a scheduler was reached.
+            # None before the first connection to a scheduler.
             "max_model_len": min(lengths, default=None),
         }
 
@@ -152,7 +152,7 @@ def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute
 
 
 async def _json_response(answer: Mapping[str, Any], num_tokens: int) -> Response:
-    """Writes an answer of many tokens in a thread, so that other calls run meanwhile."""
+    """Writes an answer with many tokens in a thread, so that other calls continue."""
     data = as_json(answer) if num_tokens <= _FEW else await asyncio.to_thread(as_json, answer)
     return Response(data, media_type="application/json")
 
@@ -182,7 +182,7 @@ def _plain(value: Any) -> Any:
 
 
 def _text_param_name(field: str) -> str:
-    """The name in a body of a field of the text service."""
+    """The name that a field of the text service has in a body."""
     head, bracket, rest = field.removeprefix("chat.").partition("[")
     return _PARAMS.get(head, head) + bracket + rest
 

@@ -1,8 +1,8 @@
-"""The bodies of requests: their fields, the types, and which fields are not supported. The validator checks ranges.
+"""The bodies of requests: their fields and types, and the unsupported fields. The validator checks ranges.
 
-A null field is absent. Fields that a body does not declare are in `model_extra`: one that would change the answer is
-refused by name; one that only labels the request, or hints at how to serve it, has no effect. docs/openai.md lists all.
-So has a value that changes nothing.
+A null field is absent. Fields that a body does not declare are in `model_extra`. A field that would change the answer
+is refused, unless its value has no effect; a field that labels the request or hints at how to serve it is ignored.
+docs/openai.md lists all fields.
 """
 
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ from gateway.request.limits import MAX_LOGIT_BIAS
 from gateway.request.validation import Violations
 
 Element = TypeVar("Element")
-# An error names the first bad element; a body may have millions.
+# Validation stops at the first invalid element, since a body may have millions.
 ListOf = Annotated[list[Element], Field(fail_fast=True)]
-# Fields that only label a request, or hint at how to serve it. A chat's reasoning_effort goes to its template.
+# Fields that label a request or hint at how to serve it. A chat's reasoning_effort goes to its template.
 HINTS = frozenset(
     {
         "metadata",
@@ -42,7 +42,7 @@ HINTS = frozenset(
     }
 )
 _STREAM_HINTS = frozenset({"include_obfuscation"})
-# Fields that are not supported, and their values that change nothing.
+# Unsupported fields, with the values that have no effect.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -83,7 +83,7 @@ _WAYS_OUT = {"functions": "; use tools", "function_call": "; use tool_choice"}
 
 
 class Body(BaseModel):
-    """Strict about types: no text is taken for a number, and no number is NaN or infinite."""
+    """Types are strict: a string is not a number, and numbers are finite."""
 
     model_config = ConfigDict(
         strict=True, frozen=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True, protected_namespaces=()
@@ -115,7 +115,7 @@ class GenerationBody(Body, ConstraintFields):
     max_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    # Names in JSON are texts.
+    # Keys of JSON objects are strings.
     logit_bias: Annotated[dict[Annotated[int, Field(strict=False)], float] | None, max_entries(MAX_LOGIT_BIAS)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -170,7 +170,7 @@ class DetokenizeBody(Body):
     tokens: ListOf[int]
 
 
-# The types of fields with several, as errors show them.
+# The types of fields that accept several, as errors show them.
 UNION_TYPES: dict[str, str] = {
     "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
     "stop": "a string or a list of strings",
@@ -183,7 +183,7 @@ UNION_TYPES: dict[str, str] = {
 
 
 def check_supported(body: Body) -> None:
-    """Raises InvalidArgument where a field is not supported or unknown."""
+    """Raises InvalidArgument for unsupported and unknown fields."""
     violations = Violations()
     extra = body.model_extra or {}
     for name, value in extra.items():
@@ -197,7 +197,7 @@ def check_supported(body: Body) -> None:
     if isinstance(body, ChatBody | TokenizeBody):
         check_conversation(violations, body.messages or [], body)
         if body.messages is not None and body.add_special_tokens:
-            violations.add("add_special_tokens", "is true; in a chat the chat template alone writes special tokens")
+            violations.add("add_special_tokens", "is true; in a chat only the chat template writes special tokens")
     violations.raise_if_any()
 
 
@@ -206,7 +206,7 @@ def _check_field(violations: Violations, name: str, value: Any) -> None:
         return
     if (harmless := UNSUPPORTED.get(name)) is None:
         violations.add(name[:80], "is not a field of this request")
-    # `in` alone would take 1 for true.
+    # `in` alone would accept 1 as true.
     elif not any(type(value) is type(each) and value == each for each in harmless):
         violations.add(name, f"is not supported by this version{_WAYS_OUT.get(name, '')}")
 
@@ -223,7 +223,7 @@ def _check_combinations(violations: Violations, body: GenerationBody) -> None:
             violations.add("length_penalty", "has a meaning only where use_beam_search is true")
         if body.early_stopping not in (None, False):
             violations.add("early_stopping", "has a meaning only where use_beam_search is true")
-    # The validator would show it with the opposite sign.
+    # Checked here, because the validator's error would show the opposite sign.
     violations.check_range("priority", body.priority, -HIGHEST_PRIORITY, HIGHEST_PRIORITY)
     if isinstance(body, ChatBody):
         _check_chat(violations, body)

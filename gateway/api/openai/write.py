@@ -1,7 +1,7 @@
-"""Answers and chunks of completions and chat completions, from what requests generate.
+"""Writes the answers and chunks of completions and chat completions.
 
-Log probabilities show single tokens. A token may be a part of a character, so its bytes are exact and its text is an
-approximation.
+Log probabilities belong to single tokens. A token may be a part of a character, so its bytes are exact and its text is
+an approximation.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from quire.common.v1.common_pb2 import StoppingParameters
 from quire.version import VERSION
 
 SYSTEM_FINGERPRINT = f"quire-{VERSION}"
-# JSON has no infinity, the log probability of excluded tokens. Clients know this value for it.
+# Stands for -infinity, the log probability of excluded tokens, which JSON does not have. Clients know this value.
 _LOWEST = -9999.0
 _ROLE = {"role": "assistant"}
 
@@ -95,7 +95,7 @@ class ChunkUsage:
         self._completion_tokens = 0
 
     def after(self, event: Chunk | Finished) -> dict[str, Any]:
-        """The field for the chunk of `event`. Called once for each event, in order."""
+        """The `usage` of the chunk of `event`. Called once for each event, in order."""
         if not self.is_included:
             return {}
         if not self._is_continuous:
@@ -125,9 +125,10 @@ class CompletionLogprobs:
         self._offset = text_offset
 
     def shape(self, token_ids: TokenIds, logprobs: Iterable[PositionLogprobs | None]) -> dict[str, LazyList | None]:
-        """The next tokens of the choice. A token without an entry has no log probability, such as a prompt's first.
+        """The entry for the next tokens of the choice. A token without log probability, such as the first of a prompt,
+        has null.
 
-        The lists are written once, before those of the next call: they count the characters before them.
+        The lists must be written before the next call, since they are consumed lazily and count characters.
         """
         return {
             "tokens": LazyList(lambda: (self._texts.key_of(int(token_id)) for token_id in token_ids)),
@@ -142,7 +143,7 @@ class CompletionLogprobs:
             self._offset += len(self._detokenizer.push(int(token_id)))
 
     def _top(self, entry: PositionLogprobs | None) -> dict[str, float] | None:
-        """The most likely tokens, and the chosen token where it is not among them."""
+        """The most likely tokens, and the chosen token if it is not one of them."""
         if entry is None:
             return None
         top = {self._texts.key_of(each.token_id): _finite(each.logprob) for each in entry.top[: self._num_top]}
@@ -198,7 +199,7 @@ class ChatShaper:
         self._started: set[int] = set()
         self._usage_so_far = ChunkUsage(body, [live])
         self._echo = _echoed(body.messages[-1]) if body.echo else ""
-        # As OpenAI has it, a call that was asked for is an ordinary end.
+        # As in OpenAI's API, a forced call ends with "stop".
         self._names_tool = isinstance(body.tool_choice, ToolChoiceObject) and body.tool_choice.type == "function"
         self._shows_reasoning = body.include_reasoning is not False
 
@@ -234,7 +235,7 @@ class ChatShaper:
         for delta in deltas:
             choice = {"index": index, "delta": self._role(index) | delta, "logprobs": logprobs}
             yield self._chunk([choice | finish]) | usage
-            # They belong to the first one, which has the tokens.
+            # Log probabilities belong to the first delta, which has the tokens.
             logprobs = None
 
     def end(self, usages: Sequence[Usage]) -> Iterable[dict[str, Any]]:
@@ -252,15 +253,15 @@ class ChatShaper:
         return message | self._reasoning(sequence.reasoning)
 
     def _deltas(self, chunk: Chunk) -> Iterator[dict[str, Any]]:
-        """What a chunk adds: reasoning, then text, then calls, each by itself. The first delta of a call has no
-        arguments yet."""
+        """The deltas of a chunk: reasoning, then text, then calls, each separately. The first delta of a call has no
+        arguments."""
         text = chunk.text if chunk.sequence_index in self._started else self._echo + chunk.text
         if reasoning := self._reasoning(chunk.reasoning):
             yield reasoning
         if text:
             yield {"content": text}
         elif not (chunk.reasoning or chunk.tool_calls):
-            # Tokens whose text is not certain yet.
+            # The chunk has tokens but no text yet.
             yield {} if self._body.tools else {"content": ""}
         for call in chunk.tool_calls:
             if call.name:
@@ -270,7 +271,7 @@ class ChatShaper:
                 yield _call_delta({"index": call.index, "function": {"arguments": call.arguments}})
 
     def _reasoning(self, text: str) -> dict[str, str]:
-        """By vLLM's older and newer name."""
+        """The reasoning under vLLM's older and newer name."""
         return {"reasoning_content": text, "reasoning": text} if text and self._shows_reasoning else {}
 
     def _finish(self, finished: Finished) -> dict[str, Any]:
@@ -298,7 +299,7 @@ def _call_delta(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _echoed(message: Message) -> str:
-    """The last message, where it has the role of the answer."""
+    """The text of the last message, if it has the role of the answer."""
     return message_text(message) if message.role == _ROLE["role"] else ""
 
 

@@ -1,6 +1,6 @@
-"""The body of a response: its fields, and the request that they make.
+"""The body of a response: its fields, and their conversion to a request.
 
-`input` is a list of items. An answer of a model is one message in a chat, and several items here: its reasoning, its
+`input` is a list of items. An answer of a model is one message in a chat but several items here: its reasoning, its
 content and its calls.
 """
 
@@ -9,27 +9,33 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
-from pydantic_core import PydanticCustomError, to_json
+from pydantic_core import PydanticCustomError
 
 from gateway.api.body import BodyLimits, max_entries
-from gateway.api.fields import Conversation, LongList, Part, as_parts, parse, tag_of
+from gateway.api.fields import (
+    TOOL_CHOICES,
+    Conversation,
+    LongList,
+    Part,
+    as_parts,
+    effort_arguments,
+    make_tool,
+    parse,
+    schema_text,
+    tag_of,
+)
 from gateway.request.types import ChatMessage, ChatPrompt, RequestOptions, write
 from gateway.request.validation import Violations, shortened
 from quire.common.v1.common_pb2 import AnyJsonObject, Constraint, OutputOptions, SamplingParameters, StoppingParameters
-from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, ToolChoice, ToolChoiceMode
+from quire.gateway.v1.generation_pb2 import TemplateOptions, ToolCall, ToolChoice
 
 LOGPROBS = "message.output_text.logprobs"
 # Reasoning is never encrypted: its items have the text, and can be sent back as they are.
 _INCLUDED = frozenset({LOGPROBS, "reasoning.encrypted_content"})
-_TOOL_CHOICES = {
-    "none": ToolChoiceMode.TOOL_CHOICE_MODE_NONE,
-    "auto": ToolChoiceMode.TOOL_CHOICE_MODE_AUTO,
-    "required": ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED,
-}
-# What the answer to a call names "developer" is what most chat templates know as "system".
+# Most chat templates have the role "system" only.
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 _MAX_METADATA = 16
-# OpenAI has fewer names.
+# A limit of the list; OpenAI has fewer names.
 _MAX_INCLUDE = 32
 _RENAMED = {
     "stopping.max_tokens": "max_output_tokens",
@@ -43,7 +49,7 @@ _UNION_TYPES = {"tool_choice": 'a string, {"type": "function", "name": ...} or {
 
 
 class TextItemPart(Part):
-    """Annotations and log probabilities of an earlier answer are of no use to the model."""
+    """The model does not see annotations and log probabilities of an earlier answer."""
 
     hints: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
 
@@ -134,7 +140,7 @@ def _items(value: Any) -> Any:
 
 
 class FunctionTool(Part):
-    """`parameters` is a JSON schema, which calls match; with `strict: false`, those that are asked for alone."""
+    """`parameters` is a JSON schema that calls match; with `strict: false` only required calls do."""
 
     harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {"defer_loading": (False,), "async": (False,)}
 
@@ -155,7 +161,7 @@ class ToolChoiceObject(Part):
 
 
 class Reasoning(Part):
-    """`effort` goes to the chat template. The reasoning is shown as it is, so there is no summary of it."""
+    """`effort` goes to the chat template. The reasoning itself is shown, so there is no summary of it."""
 
     hints: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary", "context"})
     harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {"mode": ("standard",)}
@@ -164,7 +170,7 @@ class Reasoning(Part):
 
 
 class TextFormat(Part):
-    """No model sees `name` and `description`, and the schema is enforced with and without `strict`."""
+    """The model does not see `name` and `description`. The schema is enforced with and without `strict`."""
 
     type: str
     name: str | None = None
@@ -186,7 +192,7 @@ class StreamOptions(Part):
 class ResponseBody(Part):
     hints: ClassVar[frozenset[str]] = frozenset(
         {
-            # Of tools that run at the server, of which there are none.
+            # A limit of tools that run at the server, of which there are none.
             "max_tool_calls",
             "prompt_cache_key",
             "prompt_cache_options",
@@ -231,7 +237,7 @@ _ITEMS = LongList("input", TypeAdapter(list[Item]), parts=("content", "output", 
 
 
 async def parse_body(data: bytes, limits: BodyLimits) -> ResponseBody:
-    """The body in `data`. Raises InvalidArgument as `parse` does, and where values do not go together."""
+    """The body in `data`. Raises InvalidArgument as `parse` does, and for values that contradict each other."""
     return await parse(ResponseBody, data, limits, _ITEMS, _check_values, _UNION_TYPES)
 
 
@@ -277,8 +283,8 @@ def _check_tool_choice(violations: Violations, choice: str | ToolChoiceObject | 
         case None:
             return
         case str():
-            if choice not in _TOOL_CHOICES:
-                known = ", ".join(_TOOL_CHOICES)
+            if choice not in TOOL_CHOICES:
+                known = ", ".join(TOOL_CHOICES)
                 violations.add("tool_choice", f'is "{shortened(choice)}"; it must be {known}, or an object')
             elif choice == "required" and not names:
                 violations.add("tool_choice", "is required, and there are no tools to choose from; set tools")
@@ -323,7 +329,7 @@ def _texts_of(parts: Sequence[TextItemPart | RefusalPart]) -> list[str]:
 
 
 def options_of(body: ResponseBody, messages: Sequence[ChatMessage], request_id: str) -> RequestOptions:
-    """The request that a checked body makes with these messages."""
+    """The request of a checked body with these messages."""
     as_written: dict[str, Any] = {}
     sampling, stopping, output = SamplingParameters(), StoppingParameters(), OutputOptions()
     write(sampling, "sampling.temperature", body.temperature, as_written)
@@ -333,7 +339,7 @@ def options_of(body: ResponseBody, messages: Sequence[ChatMessage], request_id: 
         write(output, "output.logprobs", body.top_logprobs or 0, as_written)
     prompt = ChatPrompt(
         messages,
-        tools=[_tool(each) for each in body.tools or ()],
+        tools=[make_tool(each.name, each.description, each.parameters, each.strict) for each in body.tools or ()],
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         response_format=_constraint(body.text),
@@ -357,32 +363,21 @@ def param_name(conversation: Conversation, field: str) -> str:
     return _RENAMED.get(field) or _GROUPS.sub("", field)
 
 
-def _tool(tool: FunctionTool) -> Tool:
-    made = Tool(name=tool.name)
-    if tool.description is not None:
-        made.description = tool.description
-    if tool.parameters is not None:
-        made.parameters = to_json(tool.parameters).decode()
-    if tool.strict is not None:
-        made.strict = tool.strict
-    return made
-
-
 def _tool_choice(choice: str | ToolChoiceObject | None) -> ToolChoice | None:
     match choice:
         case str():
-            return ToolChoice(mode=_TOOL_CHOICES[choice])
+            return ToolChoice(mode=TOOL_CHOICES[choice])
         case ToolChoiceObject(type="function", name=str(name)):
             return ToolChoice(name=name)
         case ToolChoiceObject(mode=str(mode), tools=list(tools)):
-            return ToolChoice(mode=_TOOL_CHOICES[mode], allowed=[each.name for each in tools])
+            return ToolChoice(mode=TOOL_CHOICES[mode], allowed=[each.name for each in tools])
     return None
 
 
 def _constraint(text: TextConfig | None) -> Constraint | None:
     match text:
         case TextConfig(format=TextFormat(type="json_schema", schema_=schema)):
-            return Constraint(json_schema=to_json(schema).decode())
+            return Constraint(json_schema=schema_text(schema))
         case TextConfig(format=TextFormat(type="json_object")):
             return Constraint(json_object=AnyJsonObject())
     return None
@@ -390,9 +385,6 @@ def _constraint(text: TextConfig | None) -> Constraint | None:
 
 def _template_options(reasoning: Reasoning | None) -> TemplateOptions:
     options = TemplateOptions()
-    if reasoning is not None and reasoning.effort is not None:
-        options.arguments.update({"reasoning_effort": reasoning.effort})
-        if reasoning.effort == "none":
-            # What most templates that can leave reasoning out ask for.
-            options.arguments.update({"enable_thinking": False})
+    if reasoning is not None and (arguments := effort_arguments(reasoning.effort)):
+        options.arguments.update(arguments)
     return options

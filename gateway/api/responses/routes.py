@@ -1,4 +1,4 @@
-"""The paths of OpenAI's Responses API: responses are made, looked up, deleted and cancelled."""
+"""The paths of OpenAI's Responses API: make, get, delete and cancel a response."""
 
 import dataclasses
 import secrets
@@ -29,13 +29,14 @@ _PATH = "/v1/responses/{response_id}"
 
 
 class ResponseCall:
-    """One response. See gateway.api.calls.Call. By its id it runs and can be cancelled."""
+    """One response. See gateway.api.calls.Call. Its id is the id of its request, by which it can be cancelled."""
 
     shows_prompt_by_choice = False
     stream_form = STREAMED_AND_REPEATED
 
     def __init__(self, body: ResponseBody, model: str, store: ResponseStore) -> None:
-        """Raises InvalidArgument: it shall be stored, or goes on from one, where this gateway does not have it."""
+        """Raises InvalidArgument if it is to be stored and this gateway stores none, or if it continues a response that
+        this gateway does not have."""
         if body.store and not store.keeps_any:
             raise invalid_field(
                 "store",
@@ -89,18 +90,18 @@ def response_routes(
         return respond(generator, ResponseCall(body, model, store), keep_alive_s)
 
     async def retrieve(request: Request) -> Response:
-        """A response that this gateway keeps."""
+        """A stored response of this gateway."""
         found = store.find(current_caller().tenant, request.path_params["response_id"])
         return Response(found.body, media_type="application/json")
 
     async def delete(request: Request) -> Response:
-        """Forgets a response."""
+        """Deletes a stored response."""
         response_id = request.path_params["response_id"]
         store.remove(current_caller().tenant, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(request: Request) -> Response:
-        """Ends a response that runs, at any gateway. One that has ended stays as it is."""
+        """Ends a running response of any gateway. A finished response is not changed."""
         response_id, tenant = request.path_params["response_id"], current_caller().tenant
         if (ended := store.get(tenant, response_id)) is not None:
             return Response(ended.body, media_type="application/json")

@@ -1,4 +1,4 @@
-"""Responses that this gateway keeps in memory, so that later ones can name them by `previous_response_id`."""
+"""Responses that this gateway keeps in memory for `previous_response_id`."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from gateway.request.types import ChatMessage, ChatPrompt
 from gateway.request.validation import texts_of, utf8_size
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
 
-# Of a message without its texts, and of a response without its messages: objects of Python.
+# The memory of the Python objects of a message without its texts, and of a response without its messages.
 _MESSAGE_BYTES = 400
 _RESPONSE_BYTES = 1000
 
@@ -28,7 +28,7 @@ class StoredResponse:
 
 @dataclass(slots=True)
 class _TenantResponses:
-    """Of one tenant, the least recently used first."""
+    """The responses of one tenant, least recently used first."""
 
     by_id: OrderedDict[str, tuple[StoredResponse, int]] = field(
         default_factory=OrderedDict[str, tuple[StoredResponse, int]]
@@ -39,8 +39,8 @@ class _TenantResponses:
 class ResponseStore:
     """The responses of all tenants, at most `max_bytes` together; 0 keeps none.
 
-    Where there are too many, the tenant that holds most loses the one that it has not used for longest. A conversation
-    counts with each of its responses.
+    If the sum exceeds `max_bytes`, the tenant that holds most loses its least recently used response. Each response
+    counts with its whole conversation.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -66,7 +66,7 @@ class ResponseStore:
             self._drop(largest, next(iter(self._tenants[largest].by_id)))
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """A response of the tenant, which is now the one used last."""
+        """A response of the tenant, which becomes the most recently used one."""
         responses = self._tenants.get(tenant)
         if responses is None or response_id not in responses.by_id:
             return None
@@ -81,7 +81,7 @@ class ResponseStore:
         return found
 
     def previous(self, tenant: str, response_id: str) -> StoredResponse:
-        """The response that another one names as the previous one. Raises InvalidArgument if there is none."""
+        """The response of a `previous_response_id`. Raises InvalidArgument if there is none."""
         found = self.get(tenant, response_id)
         if found is None:
             description = f'is "{response_id:.80}", which {self._absence}; send the items of the earlier turns in input'
@@ -92,7 +92,7 @@ class ResponseStore:
         return found
 
     def remove(self, tenant: str, response_id: str) -> None:
-        """Forgets a response. Raises NotFound if there is none."""
+        """Deletes a response. Raises NotFound if there is none."""
         self.find(tenant, response_id)
         self._drop(tenant, response_id)
 

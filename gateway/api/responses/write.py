@@ -1,7 +1,7 @@
 """A response as an object and as a stream of events.
 
-Each block of the answer is an item of `output`. In a stream it is added, gets its parts and deltas, and is done; the
-last event has the whole response.
+Each block of the answer is an item of `output`. A stream has events for a new item, its parts, its deltas and its end;
+the last event has the whole response.
 """
 
 import time
@@ -26,7 +26,7 @@ _PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.TOOL_CA
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What is known of a response before it runs. `created` is in seconds since the Unix epoch."""
+    """The fields of a response that are known before it runs. `created` is in seconds since the Unix epoch."""
 
     id: str
     created: int
@@ -35,7 +35,7 @@ class ResponseHead:
 
 
 def cancelled_response(head: ResponseHead) -> dict[str, Any]:
-    """A response that was cancelled while it ran. Its own call ends with an error, so nobody keeps its output."""
+    """A response that was cancelled while it ran. Its own call ends with an error, so its output is lost."""
     return _head_fields(head, _CANCELLED) | {"output": [], "usage": None}
 
 
@@ -55,7 +55,7 @@ class ResponseShaper:
     """Writes one response. See gateway.api.calls.Shaper.
 
     Attributes:
-        dialect: How errors are written: in the stream, they are numbered like its other events.
+        dialect: The form of errors: in a stream they are numbered like its other events.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ResponseShaper:
         texts: TokenTexts,
         keep: Callable[[Mapping[str, Any], ChatMessage], None],
     ) -> None:
-        """`keep` gets the response, without log probabilities, and its answer, when it is whole."""
+        """`keep` is called with the finished response, without log probabilities, and its answer."""
         self._head = head
         self._body = body
         self._live = live
@@ -104,8 +104,8 @@ class ResponseShaper:
         yield self._event(f"response.{response['status']}", response=response)
 
     def error_event(self, answer: ErrorAnswer) -> Mapping[str, Any]:
-        """The event of an error that ends the stream: as OpenAI documents it, and with `error`, which makes clients
-        raise it."""
+        """The event of an error that ends the stream. It has OpenAI's documented fields, and `error`, for which clients
+        raise."""
         error = OPENAI.error(answer)["error"]
         fields = {"code": answer.code, "message": answer.message, "param": answer.param, "error": error}
         return self._event("error", **fields)
@@ -177,14 +177,14 @@ class ResponseShaper:
         usage: Usage,
         logprobs: Iterable[PositionLogprobs] = (),
     ) -> dict[str, Any]:
-        """The whole response, which is kept."""
+        """The finished response, which may be stored."""
         status = _status(reason)
         ended = {"completed_at": int(time.time()) if status == _COMPLETED else None, "usage": _usage_fields(usage)}
         if status == _INCOMPLETE:
             ended["incomplete_details"] = {"reason": "max_output_tokens"}
 
         def response(shown: Any) -> dict[str, Any]:
-            # Only the last block can be cut.
+            # Only the last block can be incomplete.
             items = [self._item(block, _COMPLETED, shown) for block in blocks[:-1]]
             items += [self._item(block, status, shown) for block in blocks[-1:]]
             return self._response(status, items) | ended

@@ -64,7 +64,7 @@ class JsonScanner:
 
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth
-        # Of the string that is open.
+        # The quote of the open string.
         self._quote = ""
         self._escaped = False
 

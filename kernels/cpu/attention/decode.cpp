@@ -107,7 +107,7 @@ class PrefetchQueue {
     }
   }
 
-  // What to prefetch while the next part is read.
+  // The lines to prefetch while the next part is read.
   PrefetchLines next() {
     if (token_ >= unit_.end) return {};
     const Piece<Stored>& piece = pieces_.pieces[piece_];

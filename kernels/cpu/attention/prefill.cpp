@@ -127,7 +127,7 @@ struct Tile {
   Matrix weight_words() const { return {reinterpret_cast<float*>(weights), kKeyTile / Words<T>::kPair}; }
 };
 
-// What one unit reads and writes.
+// The inputs and outputs of one unit of work.
 template <class T>
 struct TileWork {
   const AttentionArgs& args;

@@ -9,7 +9,7 @@
 
 namespace quire::QUIRE_ISA {
 
-// What prefill multiplies in: elements of this type, `kPair` of them to a word.
+// The element type of products in prefill, with `kPair` elements per word.
 template <class T>
 struct Words {
   using Element = float;
@@ -68,7 +68,7 @@ inline void multiply(Matrix c, Matrix a, Matrix b, int64_t m, int64_t n, int64_t
 #if defined(__AMX_BF16__)
 inline constexpr int64_t kLinesAtOnce = 16;
 
-// Sets the matrix unit up while it lives. What was set up before, by oneDNN for one, comes back.
+// Configures the matrix unit for its lifetime, and restores the former configuration, for example oneDNN's.
 class MatrixUnit {
  public:
   MatrixUnit() {

@@ -28,7 +28,7 @@ inline void advise_huge_pages(void* memory, int64_t bytes) {
   constexpr uintptr_t kHuge = 1 << 21;
   const uintptr_t start = (reinterpret_cast<uintptr_t>(memory) + kHuge - 1) & ~(kHuge - 1);
   const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) & ~(kHuge - 1);
-  // Where the system refuses, small pages are used.
+  // If the system refuses, small pages are used.
   if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
 }
 

@@ -169,7 +169,7 @@ struct Heads {
   int64_t target_head_stride;
 };
 
-// Where the keys and values of new tokens go.
+// The destinations of the keys and values of new tokens.
 struct CacheSlots {
   void* kv_cache;               // [2, num_blocks, Hkv, B, D] contiguous, or int8 lines instead of D
   const int64_t* slot_mapping;  // [T]
@@ -252,7 +252,7 @@ struct RunArgs {
   int64_t num_rows;
 };
 
-// What library.py checks of this file: a field of a struct, a struct as a whole, or a constant.
+// An entry that library.py checks: a field of a struct, a whole struct, or a constant.
 struct Layout {
   const char* name;  // "Struct.field", "Struct" or "kConstant"; null after the last
   int64_t value;     // offset of a field, size of a struct, value of a constant

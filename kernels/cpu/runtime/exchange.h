@@ -24,7 +24,7 @@ class Round {
   // Begins the next round of the group. Called by one thread at a time.
   explicit Round(const SharedGroup& group);
 
-  // Where the process of this rank puts its part, group.slot_bytes.
+  // The slot of this rank's part, of group.slot_bytes.
   std::byte* slot(int64_t rank) const;
 
   // Signals that this process's part of the stripe lies in its slot.

@@ -225,7 +225,7 @@ Status Operations::add_all_gather(const AllGatherArgs& args) {
   const int64_t width = std::min(args.part, args.group.slot_bytes);
   const int64_t at_once = width > 0 ? args.group.slot_bytes / width : 0;
   for (int64_t column = 0; column < args.part; column += width) {
-    // Of a rank's part, what lies in these columns.
+    // The elements of a rank's part in these columns.
     auto bytes = [=](int64_t rank) {
       const int64_t begin = rank * args.part + column, end = std::min(begin - column + args.part, args.total);
       return std::clamp<int64_t>(end - begin, 0, width);

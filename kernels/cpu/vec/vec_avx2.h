@@ -19,7 +19,7 @@ inline Vec lane_numbers() { return {_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7)}; }
 
 inline Vec widen(__m128i bf16) { return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bf16), 16))}; }
 
-// Of pairs of bfloat16: the first ones, and the second ones.
+// The first and the second elements of pairs of bfloat16.
 inline Vec first_of_pairs(Vec x) { return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x.v), 16))}; }
 inline Vec second_of_pairs(Vec x) {
   return {_mm256_and_ps(x.v, _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xffff0000u))))};

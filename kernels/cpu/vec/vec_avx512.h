@@ -21,7 +21,7 @@ inline Vec lane_numbers() { return {_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9,
 
 inline Vec widen(__m256i bf16) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16))}; }
 
-// Of pairs of bfloat16: the first ones, and the second ones.
+// The first and the second elements of pairs of bfloat16.
 inline Vec first_of_pairs(Vec x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x.v), 16))}; }
 inline Vec second_of_pairs(Vec x) {
   return {_mm512_and_ps(x.v, _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(0xffff0000u))))};

@@ -255,7 +255,7 @@ BAD = [
         '"not"',
     ),
     ({"response_format": common_pb2.Constraint(json_schema="{")}, "response_format.json_schema", "not valid JSON"),
-    ({"response_format": common_pb2.Constraint(lark='start: "a"')}, "response_format", "together with tools"),
+    ({"response_format": common_pb2.Constraint(lark='start: "a"')}, "response_format", "combined with tools"),
 ]
 
 

@@ -275,4 +275,4 @@ _ADAPTERS: dict[str, Callable[[PreTrainedModel], None]] = {
     "XGLMForCausalLM": _replacing("XGLMAttention", "forward", _xglm),
     **dict.fromkeys(_SPARSE, _without_indexers),
 }
-"""By architecture, what makes a model call the hook."""
+"""The functions that make a model call the hook, by architecture."""

@@ -154,7 +154,7 @@ def test_an_annotation_changes_nothing(keyword) -> None:
         ("[1]", "must be a JSON object"),
         ('"string"', "must be a JSON object"),
         ('{"type": "integr"}', "integr"),
-        ('{"requried": []}', '"requried" at #, which is no known keyword'),
+        ('{"requried": []}', '"requried" at #, which is not a known keyword'),
         ('{"properties": []}', "properties at #; it must be an object"),
         ('{"anyOf": []}', "anyOf at #; it must be a list of schemas"),
         ('{"items": 3}', "3 at #/items, where a schema is expected"),
