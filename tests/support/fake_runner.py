@@ -81,9 +81,10 @@ class FakeStep:
 class FakeRunner:
     """A `worker_svc.protocol.stream.SealingRunner` without a model.
 
-    Rows that draw get the tokens of `token_at`, rows that search the candidates of `candidates_at`. `num_steps` counts
-    the steps that were begun; while `hang` is set none goes on, and one that computes a row with one of `deadly_seeds`
-    calls `on_deadly` first; `faults` says what a scheduler did wrong that no check of the protocol finds: it wrote
+    Rows that draw get the tokens of `token_at`, or those of a script; rows that search, the candidates of
+    `candidates_at`. `num_steps` counts the steps that were begun; while `hang` is set none goes on, and one that
+    computes a row with one of `deadly_seeds` calls `on_deadly` first; `faults` says what a scheduler did wrong that no
+    check of the protocol finds: it wrote
     where another row has other tokens, or let a row read what is not its own, be it because a block was overwritten,
     not copied, or swapped to another place.
     """
@@ -100,6 +101,7 @@ class FakeRunner:
         step_seconds: float = 0.0,
         failing_seeds: Collection[int] = (),
         deadly_seeds: Collection[int] = (),
+        script: Sequence[int] = (),
     ) -> None:
         if vocab_size % _STRIDE == 0:
             raise ValueError(f"vocab_size is {vocab_size}; a multiple of {_STRIDE} would give a candidate twice")
@@ -111,6 +113,7 @@ class FakeRunner:
         self._step_seconds = step_seconds
         self._failing_seeds = failing_seeds
         self._deadly_seeds = deadly_seeds
+        self._script = script
         self._block_size = block_size
         self._rows = FakeRows(block_size)
         self._pool = FakePool(num_blocks, num_host_blocks, block_size)
@@ -167,7 +170,7 @@ class FakeRunner:
                 failed.append(row)
             if sampling.num_candidates is None:
                 # A row that failed has a token too, since the step behind it may compute it already.
-                token_id = 0 if has_failed else token_at(sampling.seed, ends[source], self._vocab_size)
+                token_id = 0 if has_failed else self._token_of(source, ends[source])
                 token_ids[place] = token_id
                 prefixes.append(token_id)
                 if sampling.logprobs is not None and not has_failed:
@@ -182,6 +185,13 @@ class FakeRunner:
         return StepOutput(
             step_id, rows, token_ids, reported, tuple(candidates), tuple(failed), timings, refusals=refusals
         )
+
+    def _token_of(self, row: int, position: int) -> int:
+        """What a row draws for this position: by its seed, or the next of the script, whose last one repeats."""
+        state = self._rows[row]
+        if self._script:
+            return self._script[min(position - state.num_prompt_tokens, len(self._script) - 1)]
+        return token_at(state.sampling.seed, position, self._vocab_size)
 
     def _failing_chunks(self, batch: Batch) -> tuple[int, ...]:
         sampling = set(batch.samples[:, 1].tolist())

@@ -41,6 +41,8 @@ class FakeWorkerConfig:
     """Rows with these seeds fail when they sample, and compute no chunk that is finite."""
     deadly_seeds: frozenset[int] = frozenset()
     """A step that computes rows with these seeds calls `FakeWorker.on_deadly`."""
+    script: tuple[int, ...] = ()
+    """What every sequence says; empty: what its seed gives."""
     fingerprint: ModelFingerprint = UNKNOWN_MODEL
 
     def info(self) -> WorkerInfo:
@@ -89,6 +91,7 @@ class FakeWorker:
             step_seconds=config.step_seconds,
             failing_seeds=config.failing_seeds,
             deadly_seeds=config.deadly_seeds,
+            script=config.script,
         )
         self._device_loop.use(self._runner)
         self._servicer.open(Worker(config.info(), self._runner, self._device_loop))

@@ -58,12 +58,14 @@ class TwoGateways:
 
 
 @contextlib.asynccontextmanager
-async def two_gateways(directory: Path, *, num_replicas: int = 1, **settings) -> AsyncIterator[TwoGateways]:
+async def two_gateways(
+    directory: Path, *, num_replicas: int = 1, script: tuple[int, ...] = (), **settings
+) -> AsyncIterator[TwoGateways]:
     """Runs all until the block ends; a step takes 2 ms, and durable requests wait 5 s for a caller. `settings` are of
-    both gateways."""
+    both gateways; `script` is what all sequences say, where their seeds do not tell."""
     async with contextlib.AsyncExitStack() as stack:
         sockets = [directory / f"s{number}.sock" for number in range(num_replicas)]
-        replicas = [await stack.enter_async_context(_replica(socket)) for socket in sockets]
+        replicas = [await stack.enter_async_context(_replica(socket, script)) for socket in sockets]
         schedulers, workers = zip(*replicas, strict=True)
         addresses = [SchedulerAddress(f"unix:{socket}") for socket in sockets]
         gateways = [await stack.enter_async_context(running_gateway(*addresses, **settings)) for _ in range(2)]
@@ -76,8 +78,10 @@ async def two_gateways(directory: Path, *, num_replicas: int = 1, **settings) ->
 
 
 @contextlib.asynccontextmanager
-async def _replica(socket: Path) -> AsyncIterator[tuple[scheduler_pb2_grpc.SchedulerServiceStub, FakeWorker]]:
-    worker = FakeWorker(LlamaWorkerConfig(step_seconds=0.002))
+async def _replica(
+    socket: Path, script: tuple[int, ...]
+) -> AsyncIterator[tuple[scheduler_pb2_grpc.SchedulerServiceStub, FakeWorker]]:
+    worker = FakeWorker(LlamaWorkerConfig(step_seconds=0.002, vocab_size=2048 if script else 1000, script=script))
     address = await worker.start()
     try:
         async with running_scheduler(str(socket), address, durable_grace=5.0) as scheduler:
