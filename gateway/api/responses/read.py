@@ -6,7 +6,7 @@ content and its calls.
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import PydanticCustomError
@@ -189,7 +189,24 @@ class StreamOptions(Part):
     hints: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
 
-class ResponseBody(Part):
+class InputBody(Part):
+    """What the prompt of a response is made of."""
+
+    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {"conversation": (), "personality": ()}
+
+    input: Annotated[list[Item], BeforeValidator(_items, json_schema_input_type=str | list[Item])]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: Annotated[list[FunctionTool] | None, Field(fail_fast=True)] = None
+    tool_choice: str | ToolChoiceObject | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextConfig | None = None
+    truncation: str | None = None
+
+
+class ResponseBody(InputBody):
     hints: ClassVar[frozenset[str]] = frozenset(
         {
             # A limit of tools that run at the server, of which there are none.
@@ -208,10 +225,6 @@ class ResponseBody(Part):
         **dict.fromkeys(("access_programs", "conversation", "image", "moderation", "prompt"), ()),
     }
 
-    input: Annotated[list[Item], BeforeValidator(_items, json_schema_input_type=str | list[Item])]
-    model: str | None = None
-    instructions: str | None = None
-    previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -220,12 +233,6 @@ class ResponseBody(Part):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
-    tools: Annotated[list[FunctionTool] | None, Field(fail_fast=True)] = None
-    tool_choice: str | ToolChoiceObject | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
-    text: TextConfig | None = None
-    truncation: str | None = None
     metadata: Annotated[dict[str, str] | None, max_entries(_MAX_METADATA)] = None
 
     @property
@@ -233,17 +240,31 @@ class ResponseBody(Part):
         return LOGPROBS in (self.include or ())
 
 
+InputBodyType = TypeVar("InputBodyType", bound=InputBody)
 _ITEMS = LongList("input", TypeAdapter(list[Item]), parts=("content", "output", "summary"))
 
 
-async def parse_body(data: bytes, limits: BodyLimits) -> ResponseBody:
+async def parse_body(kind: type[InputBodyType], data: bytes, limits: BodyLimits) -> InputBodyType:
     """The body in `data`. Raises InvalidArgument as `parse` does, and for values that contradict each other."""
-    return await parse(ResponseBody, data, limits, _ITEMS, _check_values, _UNION_TYPES)
+    return await parse(kind, data, limits, _ITEMS, _check_values, _UNION_TYPES)
 
 
-def _check_values(violations: Violations, body: ResponseBody) -> None:
+def _check_values(violations: Violations, body: InputBody) -> None:
     if not body.input:
         violations.add("input", "is empty; at least one item is needed")
+    if body.truncation not in (None, "disabled"):
+        violations.add(
+            "truncation",
+            f'is "{shortened(body.truncation)}"; only "disabled" is supported: nothing of the input is left out',
+        )
+    if body.text is not None and body.text.format is not None:
+        _check_format(violations, body.text.format)
+    _check_tool_choice(violations, body.tool_choice, [tool.name for tool in body.tools or ()])
+    if isinstance(body, ResponseBody):
+        _check_output(violations, body)
+
+
+def _check_output(violations: Violations, body: ResponseBody) -> None:
     include = body.include or []
     for position, name in enumerate(include if violations.check_count("include", include, _MAX_INCLUDE) else ()):
         if name not in _INCLUDED:
@@ -252,11 +273,6 @@ def _check_values(violations: Violations, body: ResponseBody) -> None:
             )
     if body.top_logprobs and not body.shows_logprobs:
         violations.add("top_logprobs", f"is set; it has a meaning only where include has {LOGPROBS}")
-    if body.truncation not in (None, "disabled"):
-        violations.add(
-            "truncation",
-            f'is "{shortened(body.truncation)}"; only "disabled" is supported: nothing of the input is left out',
-        )
     metadata = body.metadata or {}
     for name, value in metadata.items():
         if len(name) > 64 or len(value) > 512:
@@ -264,9 +280,6 @@ def _check_values(violations: Violations, body: ResponseBody) -> None:
                 "metadata", "has a name of more than 64 characters, or a value of more than 512, which are the max"
             )
             break
-    if body.text is not None and body.text.format is not None:
-        _check_format(violations, body.text.format)
-    _check_tool_choice(violations, body.tool_choice, [tool.name for tool in body.tools or ()])
 
 
 def _check_format(violations: Violations, format: TextFormat) -> None:
@@ -303,7 +316,7 @@ def _check_tool_choice(violations: Violations, choice: str | ToolChoiceObject | 
             violations.add("tool_choice.type", f'is "{shortened(choice.type)}"; it must be function or allowed_tools')
 
 
-def conversation_of(body: ResponseBody, earlier: Sequence[ChatMessage]) -> Conversation:
+def conversation_of(body: InputBody, earlier: Sequence[ChatMessage]) -> Conversation:
     """The messages of a response, after those of the earlier response that the body names."""
     conversation = Conversation(earlier, "previous_response_id", body.instructions)
     for position, item in enumerate(body.input):
@@ -337,16 +350,26 @@ def options_of(body: ResponseBody, messages: Sequence[ChatMessage], request_id: 
     write(stopping, "stopping.max_tokens", body.max_output_tokens, as_written)
     if body.shows_logprobs:
         write(output, "output.logprobs", body.top_logprobs or 0, as_written)
-    prompt = ChatPrompt(
+    return RequestOptions(
+        prompt_of(body, messages),
+        body.model or None,
+        sampling,
+        stopping,
+        output,
+        as_written=as_written,
+        request_id=request_id,
+    )
+
+
+def prompt_of(body: InputBody, messages: Sequence[ChatMessage]) -> ChatPrompt:
+    """The chat of a checked body with these messages."""
+    return ChatPrompt(
         messages,
         tools=[make_tool(each.name, each.description, each.parameters, each.strict) for each in body.tools or ()],
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         response_format=_constraint(body.text),
         template_options=_template_options(body.reasoning),
-    )
-    return RequestOptions(
-        prompt, body.model or None, sampling, stopping, output, as_written=as_written, request_id=request_id
     )
 
 

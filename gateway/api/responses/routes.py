@@ -14,15 +14,26 @@ from gateway.api.body import BodyLimits, read_body
 from gateway.api.calls import respond
 from gateway.api.fields import Conversation
 from gateway.api.openapi import ApiRoute
-from gateway.api.responses.read import ResponseBody, conversation_of, options_of, param_name, parse_body
+from gateway.api.responses.items import input_items, item_page
+from gateway.api.responses.read import (
+    InputBody,
+    ResponseBody,
+    conversation_of,
+    options_of,
+    param_name,
+    parse_body,
+    prompt_of,
+)
 from gateway.api.responses.store import ResponseStore, StoredResponse
 from gateway.api.responses.write import ResponseHead, ResponseShaper, cancelled_response
 from gateway.auth.caller import current_caller
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED_AND_REPEATED
 from gateway.request.generator import Generator
+from gateway.request.prompts import TextService
 from gateway.request.types import ChatMessage, RequestOptions
-from quire.rpc.errors import invalid_field
+from gateway.request.validation import renamed
+from quire.rpc.errors import QuireError, invalid_field
 
 _ID_PREFIX = "resp_"
 _PATH = "/v1/responses/{response_id}"
@@ -81,12 +92,12 @@ def response_routes(
 ) -> list[ApiRoute]:
     """At most `max_stored_bytes` of responses are kept; 0 keeps none. `keep_alive_s` is the longest silence of a
     stream; 0 sets no limit."""
-    model = generator.model.name
+    model, texts = generator.model.name, TextService(generator)
     store = ResponseStore(max_stored_bytes)
 
     async def create(request: Request) -> Response:
         """Makes a response: answers a text, or a conversation of items."""
-        body = await parse_body(await read_body(request, body_limits), body_limits)
+        body = await parse_body(ResponseBody, await read_body(request, body_limits), body_limits)
         return respond(generator, ResponseCall(body, model, store), keep_alive_s)
 
     async def retrieve(request: Request) -> Response:
@@ -110,9 +121,33 @@ def response_routes(
         await generator.cancel(response_id)
         return JSONResponse(cancelled_response(ResponseHead(response_id, int(time.time()), model)))
 
+    async def list_input_items(request: Request) -> Response:
+        """The items that a response answers, those of earlier turns included, the last one first."""
+        response_id = request.path_params["response_id"]
+        # Its last message is the answer.
+        asked = store.find(current_caller().tenant, response_id).messages[:-1]
+        return JSONResponse(item_page(input_items(response_id, asked), request.query_params))
+
+    async def count_input_tokens(request: Request) -> Response:
+        """The number of tokens of the prompt that a response would have."""
+        body = await parse_body(InputBody, await read_body(request, body_limits), body_limits)
+        earlier: Sequence[ChatMessage] = ()
+        if body.previous_response_id is not None:
+            earlier = store.previous(current_caller().tenant, body.previous_response_id).messages
+        conversation = conversation_of(body, earlier)
+        try:
+            prompt = prompt_of(body, conversation.prompt)
+            tokenized = await texts.tokenize(body.model or None, prompt, add_special_tokens=False)
+        except QuireError as error:
+            raise renamed(error, lambda field: param_name(conversation, field.removeprefix("chat."))) from error
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(tokenized.token_ids)})
+
     return [
         ApiRoute("/v1/responses", create, method="POST", body=ResponseBody, streams=True),
+        # Before the path of any response.
+        ApiRoute("/v1/responses/input_tokens", count_input_tokens, method="POST", body=InputBody),
         ApiRoute(_PATH, retrieve),
         ApiRoute(_PATH, delete, method="DELETE"),
         ApiRoute(f"{_PATH}/cancel", cancel, method="POST"),
+        ApiRoute(f"{_PATH}/input_items", list_input_items),
     ]

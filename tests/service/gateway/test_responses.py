@@ -129,6 +129,29 @@ async def test_a_conversation_goes_on_from_what_is_kept_without_its_instructions
     assert (await client.responses.retrieve(third.id)) == third
 
 
+async def test_the_items_of_the_input_are_listed(client):
+    first = await client.responses.create(model="quire-tiny", input="hello", instructions="Be brief.")
+    second = await client.responses.create(model="quire-tiny", input="and then?", previous_response_id=first.id)
+    items = [item async for item in client.responses.input_items.list(second.id, order="asc", limit=1)]
+    assert [(item.role, item.content[0].text) for item in items] == [
+        ("user", "hello"), ("assistant", TEXT), ("user", "and then?"),
+    ]  # fmt: skip
+    with pytest.raises(NotFoundError):
+        await client.responses.input_items.list("resp_other")
+
+
+async def test_the_tokens_of_the_input_are_counted(client):
+    tool = {"type": "function", "name": "look", "description": "d", "parameters": {"type": "object"}, "strict": None}
+    first = await client.responses.create(model="quire-tiny", input="hello")
+    asked = {"input": "and then?", "instructions": "Be brief.", "previous_response_id": first.id, "tools": [tool]}
+    counted = await client.responses.input_tokens.count(model="quire-tiny", **asked)
+    made = await client.responses.create(model="quire-tiny", **asked)
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", made.usage.input_tokens)
+    with pytest.raises(BadRequestError) as raised:
+        await client.responses.input_tokens.count(input="a", previous_response_id="resp_other")
+    assert raised.value.param == "previous_response_id"
+
+
 async def test_a_kept_response_is_deleted(client):
     stream = await client.responses.create(model="quire-tiny", input="hello", stream=True)
     response = [event async for event in stream][-1].response

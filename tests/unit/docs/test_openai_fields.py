@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import response_create_params
+from openai.types.responses import input_token_count_params, response_create_params
 
 from gateway.api.openai.conversation import FunctionDefinition, Message, ToolDefinition
 from gateway.api.openai.schemas import HINTS, UNSUPPORTED, ChatBody, CompletionBody, GenerationBody
-from gateway.api.responses.read import ResponseBody
+from gateway.api.responses.read import InputBody, ResponseBody
 from tests.support.documents import explained_names
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "openai.md"
@@ -61,3 +61,10 @@ def test_responses_have_lists_of_the_same_kind():
         ResponseBody.hints,
     )
     assert set(response_create_params.ResponseCreateParamsBase.__annotations__) <= parsed | refused | ignored
+
+
+def test_the_count_of_input_tokens_takes_what_openai_s_client_sends():
+    known = set(InputBody.model_fields) | set(InputBody.harmless)
+    assert set(input_token_count_params.InputTokenCountParams.__annotations__) == known
+    (_, _, described) = DOCUMENT.read_text(encoding="utf-8").partition("`POST /v1/responses/input_tokens`")
+    assert all(f"`{name}`" in described.partition("###")[0] for name in InputBody.harmless)

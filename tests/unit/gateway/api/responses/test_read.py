@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.api.responses.read import conversation_of, options_of, param_name, parse_body
+from gateway.api.responses.read import InputBody, ResponseBody, conversation_of, options_of, param_name, parse_body
 from gateway.request.types import ChatMessage, ChatPrompt, RequestOptions
 from quire.common.v1.common_pb2 import Constraint
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoice, ToolChoiceMode
@@ -20,7 +20,7 @@ def chat_of(options: RequestOptions) -> ChatPrompt:
 
 
 async def read(**fields):
-    return await parse_body(json.dumps({"input": "hello"} | fields).encode(), BODY_LIMITS)
+    return await parse_body(ResponseBody, json.dumps({"input": "hello"} | fields).encode(), BODY_LIMITS)
 
 
 async def options(**fields):
@@ -150,3 +150,13 @@ async def test_too_many_items_and_parts_are_refused_before_they_are_validated():
     assert "the max is 10,000" in (await refusal(input=items * 10_001)).message
     parts = [{"type": "input_text", "text": ""}] * 9000
     assert "the max is 8,192" in (await refusal(input=[{"role": "user", "content": parts}])).message
+
+
+async def test_what_counts_tokens_has_the_fields_of_the_prompt_alone():
+    async def count(**fields):
+        return await parse_body(InputBody, json.dumps({"input": "hello"} | fields).encode(), BODY_LIMITS)
+
+    assert (await count(tools=[TOOL], text={"format": {"type": "text"}}, conversation=None)).tools
+    for fields, param in (({"stream": True}, "stream"), ({"truncation": "auto"}, "truncation")):
+        with pytest.raises(InvalidArgument, match=param):
+            await count(**fields)
