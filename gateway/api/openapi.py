@@ -14,6 +14,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from gateway.api.answers import HTTP_STATUSES, ErrorBody
+from gateway.api.shapes import AnyObject
 from quire.version import VERSION
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
@@ -34,6 +35,7 @@ class ApiRoute(Route):
 
     Attributes:
         body: The type of its request's body; None where it has none.
+        answer: The type of a successful answer in JSON; None where it has none.
         media_types: Those of a successful answer.
         is_open: Whether it needs no API key.
         statuses: Of its answers, errors included.
@@ -46,6 +48,7 @@ class ApiRoute(Route):
         *,
         method: Literal["GET", "POST", "DELETE"] = "GET",
         body: type[BaseModel] | None = None,
+        answer: Any = None,
         streams: bool = False,
         refuses: bool = False,
         media_type: str = "application/json",
@@ -57,12 +60,14 @@ class ApiRoute(Route):
         Args:
             streams: A successful answer may be a stream of server-sent events instead.
             refuses: The path is known, and never answered with success.
-            statuses: Besides 200, and besides those of any path with or without a body.
+            statuses: With the same answer as 200, besides that and besides those of any path with or without a body.
             error: The type of the body of errors.
         """
         super().__init__(path, endpoint, methods=[method])
         self.method = method
         self.body = body
+        self.answer = answer
+        self.answer_statuses = frozenset({HTTPStatus.OK, *statuses})
         self.media_types = (media_type, _EVENT_STREAM) if streams else (media_type,)
         self.is_open = path in OPEN_PATHS
         self.error = error
@@ -81,7 +86,7 @@ def description_routes(routes: Sequence[BaseRoute]) -> list[ApiRoute]:
         """This document as a page."""
         return HTMLResponse(page)
 
-    own = [ApiRoute("/openapi.json", openapi), ApiRoute("/docs", docs, media_type="text/html")]
+    own = [ApiRoute("/openapi.json", openapi, answer=AnyObject), ApiRoute("/docs", docs, media_type="text/html")]
     document = openapi_document([*(each for each in routes if isinstance(each, ApiRoute)), *own])
     page = openapi_page(document)
     return own
@@ -89,11 +94,11 @@ def description_routes(routes: Sequence[BaseRoute]) -> list[ApiRoute]:
 
 def openapi_document(routes: Sequence[ApiRoute]) -> dict[str, Any]:
     """The OpenAPI 3.1 document of these routes, with the schemas of their bodies."""
-    types = list(dict.fromkeys([*(route.body for route in routes if route.body), *(route.error for route in routes)]))
+    types = [each for route in routes for each in (route.body, route.answer, route.error) if each is not None]
     references, definitions = TypeAdapter.json_schemas(
-        [(each, "validation", TypeAdapter(each)) for each in types], ref_template=_SCHEMAS + "{model}"
+        [(repr(each), "validation", TypeAdapter(each)) for each in types], ref_template=_SCHEMAS + "{model}"
     )
-    schemas = {each: references[each, "validation"] for each in types}
+    schemas = {repr(each): references[repr(each), "validation"] for each in types}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path_format, {})[route.method.lower()] = _operation(route, schemas)
@@ -126,7 +131,7 @@ def _operation(route: ApiRoute, schemas: Mapping[Any, Any]) -> dict[str, Any]:
             for name in route.param_convertors
         ]
     if route.body is not None:
-        content = {"application/json": {"schema": schemas[route.body]}}
+        content = {"application/json": {"schema": schemas[repr(route.body)]}}
         operation["requestBody"] = {"required": True, "content": content}
     if route.is_open:
         operation["security"] = []
@@ -135,10 +140,13 @@ def _operation(route: ApiRoute, schemas: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _response(route: ApiRoute, status: int, schemas: Mapping[Any, Any]) -> dict[str, Any]:
     description = http.client.responses.get(status, "Client Closed Request")
-    if status == HTTPStatus.OK:
-        return {"description": description, "content": {each: {} for each in route.media_types}}
+    if status in route.answer_statuses:
+        content: dict[str, Any] = {each: {} for each in route.media_types}
+        if route.answer is not None:
+            content["application/json"] = {"schema": schemas[repr(route.answer)]}
+        return {"description": description, "content": content}
     # Before a route is found, and without a key, errors have the shape that most paths have.
-    shapes = [schemas[each] for each in dict.fromkeys((route.error, ErrorBody))]
+    shapes = [schemas[repr(each)] for each in dict.fromkeys((route.error, ErrorBody))]
     schema = shapes[0] if len(shapes) == 1 else {"anyOf": shapes}
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 

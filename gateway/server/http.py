@@ -21,6 +21,7 @@ from gateway.api.kserve.servicer import KServeServicer
 from gateway.api.openai.routes import openai_routes
 from gateway.api.openapi import METRICS_PATH, OPEN_PATHS, ApiRoute, description_routes
 from gateway.api.responses.routes import response_routes
+from gateway.api.shapes import GatewayReadiness, GatewayVersion, Health
 from gateway.auth.caller import Caller, set_caller
 from gateway.auth.keys import Authenticator
 from gateway.metrics import GatewayMetrics
@@ -253,9 +254,9 @@ def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return [
-        ApiRoute("/health", health),
-        ApiRoute("/ready", ready, statuses=[HTTPStatus.SERVICE_UNAVAILABLE]),
-        ApiRoute("/version", version),
+        ApiRoute("/health", health, answer=Health),
+        ApiRoute("/ready", ready, answer=GatewayReadiness, statuses=[HTTPStatus.SERVICE_UNAVAILABLE]),
+        ApiRoute("/version", version, answer=GatewayVersion),
         ApiRoute(METRICS_PATH, prometheus_metrics, media_type="text/plain"),
     ]
 

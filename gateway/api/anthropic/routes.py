@@ -21,6 +21,7 @@ from gateway.api.anthropic.write import ANTHROPIC, AnthropicError, MessageShaper
 from gateway.api.body import BodyLimits, read_body
 from gateway.api.calls import respond
 from gateway.api.openapi import ApiRoute
+from gateway.api.shapes import AnsweredMessage, MessageTokens
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED
 from gateway.request.generator import Generator
@@ -92,6 +93,15 @@ def message_routes(generator: Generator, body_limits: BodyLimits, *, keep_alive_
         return JSONResponse({"input_tokens": len(tokenized.token_ids)})
 
     return [
-        ApiRoute(_PATH, create, method="POST", body=MessageBody, streams=True, error=AnthropicError),
-        ApiRoute(f"{_PATH}/count_tokens", count_tokens, method="POST", body=TokensBody, error=AnthropicError),
+        ApiRoute(
+            _PATH, create, method="POST", body=MessageBody, answer=AnsweredMessage, streams=True, error=AnthropicError
+        ),
+        ApiRoute(
+            f"{_PATH}/count_tokens",
+            count_tokens,
+            method="POST",
+            body=TokensBody,
+            answer=MessageTokens,
+            error=AnthropicError,
+        ),
     ]

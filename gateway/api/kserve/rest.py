@@ -23,6 +23,14 @@ from gateway.api.body import BodyLimits, max_entries, read_model
 from gateway.api.kserve.convert import MAX_ELEMENTS, MAX_PARAMETERS
 from gateway.api.kserve.servicer import KServeServicer
 from gateway.api.openapi import ApiRoute
+from gateway.api.shapes import (
+    InferenceAnswer,
+    InferenceModel,
+    InferenceServer,
+    Liveness,
+    ModelReadiness,
+    Readiness,
+)
 from gateway.request.validation import Violations, shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, QuireError
@@ -136,17 +144,17 @@ def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits) -> list[Api
         return WholeResponse(make, str, {}, _DIALECT)
 
     return [
-        _route("/v2", server),
-        _route("/v2/health/live", live),
-        _route("/v2/health/ready", ready, statuses=[503]),
+        _route("/v2", server, answer=InferenceServer),
+        _route("/v2/health/live", live, answer=Liveness),
+        _route("/v2/health/ready", ready, answer=Readiness, statuses=[503]),
         *(
             route
             # The name of a model may have slashes, so the longer paths come first.
             for path in ("/v2/models/{model:path}/versions/{version}", "/v2/models/{model:path}")
             for route in (
-                _route(f"{path}/infer", infer, method="POST", body=InferBody),
-                _route(f"{path}/ready", model_ready, statuses=[503]),
-                _route(path, model),
+                _route(f"{path}/infer", infer, method="POST", body=InferBody, answer=InferenceAnswer),
+                _route(f"{path}/ready", model_ready, answer=ModelReadiness, statuses=[503]),
+                _route(path, model, answer=InferenceModel),
             )
         ),
     ]

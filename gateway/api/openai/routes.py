@@ -14,6 +14,15 @@ from gateway.api.openai.calls import ChatCall, CompletionCall
 from gateway.api.openai.read import chat_prompt, read_request
 from gateway.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.api.openapi import ApiRoute
+from gateway.api.shapes import (
+    AnyObject,
+    ChatCompletion,
+    Completion,
+    DetokenizedText,
+    ServedModels,
+    ServedModelShape,
+    Tokens,
+)
 from gateway.auth.caller import current_caller
 from gateway.model import ServedModel
 from gateway.request.generator import Generator
@@ -60,8 +69,10 @@ def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive
         return respond(generator, ChatCall(body, model), keep_alive_s)
 
     return [
-        ApiRoute("/v1/completions", completions, method="POST", body=CompletionBody, streams=True),
-        ApiRoute("/v1/chat/completions", chat_completions, method="POST", body=ChatBody, streams=True),
+        ApiRoute("/v1/completions", completions, method="POST", body=CompletionBody, answer=Completion, streams=True),
+        ApiRoute(
+            "/v1/chat/completions", chat_completions, method="POST", body=ChatBody, answer=ChatCompletion, streams=True
+        ),
     ]
 
 
@@ -108,7 +119,10 @@ def _model_routes(generator: Generator, started_at_s: int) -> list[ApiRoute]:
         find_model(request.path_params["model"], current_caller().visible(name))
         return JSONResponse(described())
 
-    return [ApiRoute("/v1/models", models), ApiRoute("/v1/models/{model:path}", model)]
+    return [
+        ApiRoute("/v1/models", models, answer=ServedModels),
+        ApiRoute("/v1/models/{model:path}", model, answer=ServedModelShape),
+    ]
 
 
 def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute]:
@@ -145,9 +159,9 @@ def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute
         return JSONResponse(_tokenizer_info(generator.model))
 
     return [
-        ApiRoute("/tokenize", tokenize, method="POST", body=TokenizeBody),
-        ApiRoute("/detokenize", detokenize, method="POST", body=DetokenizeBody),
-        ApiRoute("/tokenizer_info", tokenizer_info),
+        ApiRoute("/tokenize", tokenize, method="POST", body=TokenizeBody, answer=Tokens),
+        ApiRoute("/detokenize", detokenize, method="POST", body=DetokenizeBody, answer=DetokenizedText),
+        ApiRoute("/tokenizer_info", tokenizer_info, answer=AnyObject),
     ]
 
 

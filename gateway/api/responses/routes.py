@@ -26,6 +26,7 @@ from gateway.api.responses.read import (
 )
 from gateway.api.responses.store import ResponseStore, StoredResponse
 from gateway.api.responses.write import ResponseHead, ResponseShaper, cancelled_response
+from gateway.api.shapes import CancelledResponse, DeletedResponse, InputItems, InputTokens, ResponseObject
 from gateway.auth.caller import current_caller
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED_AND_REPEATED
@@ -143,11 +144,11 @@ def response_routes(
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(tokenized.token_ids)})
 
     return [
-        ApiRoute("/v1/responses", create, method="POST", body=ResponseBody, streams=True),
+        ApiRoute("/v1/responses", create, method="POST", body=ResponseBody, answer=ResponseObject, streams=True),
         # Before the path of any response.
-        ApiRoute("/v1/responses/input_tokens", count_input_tokens, method="POST", body=InputBody),
-        ApiRoute(_PATH, retrieve),
-        ApiRoute(_PATH, delete, method="DELETE"),
-        ApiRoute(f"{_PATH}/cancel", cancel, method="POST"),
-        ApiRoute(f"{_PATH}/input_items", list_input_items),
+        ApiRoute("/v1/responses/input_tokens", count_input_tokens, method="POST", body=InputBody, answer=InputTokens),
+        ApiRoute(_PATH, retrieve, answer=ResponseObject),
+        ApiRoute(_PATH, delete, method="DELETE", answer=DeletedResponse),
+        ApiRoute(f"{_PATH}/cancel", cancel, method="POST", answer=ResponseObject | CancelledResponse),
+        ApiRoute(f"{_PATH}/input_items", list_input_items, answer=InputItems),
     ]
