@@ -35,6 +35,7 @@ _COMMANDS = {
     "keys": _Command("quire.cli.keys", "add, list and revoke the API keys of a gateway"),
     "certs": _Command("quire.cli.certs", "make or renew certificates for TLS between all services"),
     "bench": _Command("quire.cli.bench.command", "measure a server under load, or draw what was measured"),
+    "simulate": _Command("quire.cli.simulate", "simulate a replica under load: latencies, and what limits them"),
     "status": _Command("quire.cli.status", "show health, models and replicas of a gateway"),
 }
 

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 
 from quire.cli.bench.driver import CannotMeasureError, Driver, Outcome, Pacing, Server, ServerFacts
-from quire.cli.bench.flags import BenchFlags, PlotFlags
+from quire.cli.bench.flags import BenchFlags, PlotFlags, check_writable
 from quire.cli.bench.grpc_client import GrpcServer
 from quire.cli.bench.machine import describe_machine, find_commit
 from quire.cli.bench.plan import Load, PlannedRun, read_file
@@ -34,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     if argv and argv[0] == "plot":
         return _plot(argv[1:])
     flags = load_settings(BenchFlags, argv, os.environ, program=PROGRAM)
-    _check_output(flags)
+    flags.check_output()
     bench = _Bench(flags, read_file(flags), command=shlex.join(["quire", "bench", *argv]))
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(bench.run())
@@ -85,7 +84,7 @@ class _Bench:
 
     async def _warm_up(self, server: Server, load: Load) -> None:
         """Raises CannotMeasureError where all requests of it fail: those that are counted would, too."""
-        requests = load.warm_up()
+        requests = load.warm_up(self.flags.warm_up_requests)
         if not requests:
             return
         driver = Driver(server, Pacing(None, False, None, self.flags.request_timeout), lambda _: None)
@@ -192,26 +191,6 @@ def _facts(flags: BenchFlags, known: ServerFacts, load: Load, command: str) -> d
     }
 
 
-def _check_output(flags: BenchFlags) -> None:
-    """Before the run, which may take long: that its result can be written."""
-    if flags.plot is not None:
-        from quire.load.plots import check_picture
-
-        check_picture(flags.plot)
-    for path in (flags.out, flags.plot):
-        if path is not None:
-            _check_writable(path)
-
-
-def _check_writable(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {path}: {error.strerror}") from None
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigurationError(f"cannot write {path}: it is a directory, or may not be written to")
-
-
 def _plot(argv: Sequence[str]) -> int:
     flags = load_settings(PlotFlags, argv, os.environ, program=f"{PROGRAM} plot")
     if not flags.files:
@@ -226,7 +205,7 @@ def _plot(argv: Sequence[str]) -> int:
             raise ConfigurationError(str(error)) from None
     from quire.load.plots import plot
 
-    _check_writable(flags.plot)
+    check_writable(flags.plot)
     plot(results, flags.plot)
     print(flags.plot)
     return 0

@@ -4,14 +4,16 @@ Classes that are combined have no slots: Python combines at most one that has.
 """
 
 import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from quire.cli.flags import CredentialFlags
 from quire.load import Slo
-from quire.load.plots import SUFFIXES
-from quire.settings import setting
+from quire.load.plots import SUFFIXES, check_picture
+from quire.settings import ConfigurationError, setting
 
 DATASETS = ("sharegpt", "alpaca", "fixed", "shared-prefix", "chat")
 DEFAULT_VOCAB_SIZE = 1000
@@ -151,7 +153,44 @@ class ArrivalFlags:
 
 
 @dataclass(frozen=True)
-class BenchFlags(DatasetFlags, ArrivalFlags, CredentialFlags):
+class LoadFlags(DatasetFlags, ArrivalFlags):
+    """What is reported"""
+
+    slo: Slo | None = setting(
+        None,
+        "limits that a good request keeps, of ttft, tpot, itl, e2e and normalized",
+        parse=Slo.parse,
+        metavar="ttft=500ms,tpot=50ms",
+    )
+    out: Path | None = setting(None, "write the result as JSON", metavar="FILE.json")
+    plot: Path | None = setting(None, "draw latency against rate", parse=_picture, metavar="FILE.svg|png")
+    name: str | None = setting(None, "what a picture calls this result (what was measured)", metavar="TEXT")
+
+    def __post_init__(self) -> None:
+        DatasetFlags.__post_init__(self)
+        ArrivalFlags.__post_init__(self)
+
+    def given(self) -> dict[str, Any]:
+        """The flags that are not at their defaults, but for keys, as JSON has them."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        changed = {each.name: values[each.name] for each in fields(self) if values[each.name] != each.default}
+        return {
+            "url" if name == "address" else name: _as_json(value)
+            for name, value in changed.items()
+            if name not in ("api_key", "tls_key_file", "out", "plot", "name")
+        }
+
+    def check_output(self) -> None:
+        """Before a run, which may take long: that its result can be written. Raises ConfigurationError."""
+        if self.plot is not None:
+            check_picture(self.plot)
+        for path in (self.out, self.plot):
+            if path is not None:
+                check_writable(path)
+
+
+@dataclass(frozen=True)
+class BenchFlags(LoadFlags, CredentialFlags):
     """Sends requests to a server and reports its latencies and throughput."""
 
     backend: str = setting("grpc", "what the server speaks", choices=("grpc", "openai"))
@@ -171,33 +210,13 @@ class BenchFlags(DatasetFlags, ArrivalFlags, CredentialFlags):
     ignore_eos: bool = setting(True, "outputs have the length that was drawn, whatever the model says")
     warm_up_requests: int = setting(4, "requests before the first run that are not counted", minimum=0)
     request_timeout: float = setting(600.0, "seconds until a request fails", minimum=0.001, metavar="SECONDS")
-    slo: Slo | None = setting(
-        None,
-        "limits that a good request keeps, of ttft, tpot, itl, e2e and normalized",
-        parse=Slo.parse,
-        metavar="ttft=500ms,tpot=50ms",
-    )
-    out: Path | None = setting(None, "write the result as JSON", metavar="FILE.json")
-    plot: Path | None = setting(None, "draw latency against rate", parse=_picture, metavar="FILE.svg|png")
-    name: str | None = setting(None, "what a picture calls this result (the backend and the model)", metavar="TEXT")
 
     def __post_init__(self) -> None:
-        DatasetFlags.__post_init__(self)
-        ArrivalFlags.__post_init__(self)
+        super().__post_init__()
         if self.endpoint is not None and self.backend != "openai":
             raise ValueError(f"--endpoint is for --backend openai; it is {self.backend}")
         if self.n > 1 and self.beam_width is None and self.temperature == 0:
             raise ValueError("--temperature is 0 and --n above 1: all samples would be the same")
-
-    def given(self) -> dict[str, Any]:
-        """The flags that are not at their defaults, but for keys, as JSON has them."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        changed = {each.name: values[each.name] for each in fields(self) if values[each.name] != each.default}
-        return {
-            "url" if name == "address" else name: _as_json(value)
-            for name, value in changed.items()
-            if name not in ("api_key", "tls_key_file", "out", "plot", "name")
-        }
 
     @property
     def sampling_temperature(self) -> float:
@@ -214,7 +233,19 @@ class PlotFlags:
     plot: Path = setting(Path("bench.svg"), "the picture", parse=_picture, metavar="FILE.svg|png")
 
 
+def check_writable(path: Path) -> None:
+    """Makes the directory of a file. Raises ConfigurationError where the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {path}: {error.strerror}") from None
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigurationError(f"cannot write {path}: it is a directory, or may not be written to")
+
+
 def _as_json(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_as_json(each) for each in value]
+    if isinstance(value, Mapping):
+        return {name: _as_json(each) for name, each in value.items()}
     return value if isinstance(value, str | int | float | bool) and value != math.inf else str(value)

@@ -12,7 +12,7 @@ from quire.cli.bench.flags import (
     DEFAULT_NUM_REQUESTS,
     DEFAULT_VOCAB_SIZE,
     TRACE,
-    BenchFlags,
+    LoadFlags,
 )
 from quire.load import (
     SHAREGPT_OUTPUT,
@@ -60,7 +60,7 @@ class PlannedRun:
     requests: Iterator[LoadRequest]
 
 
-def read_file(flags: BenchFlags) -> list[LoadRequest] | None:
+def read_file(flags: LoadFlags) -> list[LoadRequest] | None:
     """The requests of the file that is the dataset; None where it is one by name. Raises ConfigurationError."""
     if flags.dataset in DATASETS:
         if TRACE in flags.request_rate:
@@ -92,7 +92,7 @@ class Load:
     """
 
     def __init__(
-        self, flags: BenchFlags, file: list[LoadRequest] | None, vocab_size: int | None, max_model_len: int | None
+        self, flags: LoadFlags, file: list[LoadRequest] | None, vocab_size: int | None, max_model_len: int | None
     ) -> None:
         self._flags = flags
         self.vocab_size = flags.vocab_size or vocab_size or DEFAULT_VOCAB_SIZE
@@ -112,9 +112,9 @@ class Load:
         for number, (rate, limit) in enumerate(pairs, start=1):
             yield self._run(number, rate, limit)
 
-    def warm_up(self) -> list[LoadRequest]:
-        """Requests like the first ones, each by itself."""
-        first = [replace(request, turn=0, arrival_s=None) for request in self._take(self._flags.warm_up_requests)]
+    def warm_up(self, count: int) -> list[LoadRequest]:
+        """So many requests like the first ones, each by itself."""
+        first = [replace(request, turn=0, arrival_s=None) for request in self._take(count)]
         return self._moved(first, self.vocab_size // 2)
 
     def describe(self) -> dict[str, object]:

@@ -14,8 +14,10 @@ _LATENCIES = (
 _UNKNOWN = "-"
 
 
-def make_table(labels: Sequence[str], reports: Sequence[Report]) -> str:
-    """One column for each run."""
+def make_table(
+    labels: Sequence[str], reports: Sequence[Report], more: Mapping[str, Sequence[float | None]] | None = None
+) -> str:
+    """One column for each run. `more` has further rows by name."""
     rows: list[tuple[str, list[str]]] = [("request rate", list(labels))]
 
     def add(name: str, values: Sequence[float | None], digits: int = 0) -> None:
@@ -41,6 +43,8 @@ def make_table(labels: Sequence[str], reports: Sequence[Report]) -> str:
     add(f"goodput/s ({slo})", [report.goodput for report in reports], 2)
     add("share of good requests", [report.slo_share for report in reports], 3)
     add("client, share of a core", [report.client_cpu_share for report in reports], 2)
+    for name, values in (more or {}).items():
+        add(name, values, 1)
     widths = [max(len(row[1][column]) for row in rows) for column in range(len(reports))]
     name_width = max(len(name) for name, _ in rows)
     return "\n".join(
