@@ -27,9 +27,6 @@ PROGRAM = "quire simulate"
 _SWAP_SPACE = 4 << 30
 """Bytes of host memory for swapped blocks, as a worker on a GPU takes."""
 
-_SWEEP_DURATION_S = 120.0
-"""Of arrivals at each rate: long beside one request, so that a queue that grows is seen."""
-
 
 @dataclass(frozen=True, slots=True)
 class BlockCount:
@@ -133,6 +130,8 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags):
         metavar="NAME=VALUE:VALUE,...",
     )
     slo_share: float = setting(0.9, "sweep: share of the requests that must keep --slo", minimum=0.01, maximum=1)
+    # Long beside one request, so that a queue that grows is seen.
+    sweep_duration: float = setting(120.0, "sweep: how long requests come at each rate", minimum=1, metavar="SECONDS")
 
     def __post_init__(self) -> None:
         """Raises ValueError where values do not go together."""
@@ -145,13 +144,12 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags):
             raise ValueError("--model and --model-config are both given; give one of them")
         if self.model is not None and self.model not in MODELS:
             raise ValueError(f'--model: "{self.model}" is not known; there are {", ".join(MODELS)}, or --model-config')
-        if self.sweep is not None and (self.slo is None or self.request_rate):
-            problem = "--request-rate is given" if self.request_rate else "--slo is not given"
-            raise ValueError(f"--sweep looks for the highest rate within --slo; {problem}")
-        if self.sweep is not None and self.num_requests is not None:
-            raise ValueError(
-                "--num-requests is given; with --sweep, requests come for --duration, as many as the rate says"
-            )
+        if self.sweep is not None and self.slo is None:
+            raise ValueError("--sweep looks for the highest rate within --slo, which is not given")
+        for name in ("request_rate", "num_requests", "duration"):
+            if self.sweep is not None and getattr(self, name):
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} is given; a --sweep looks for rates itself, each for --sweep-duration")
 
     def replica(self) -> Replica:
         """What is simulated. Raises ConfigurationError."""
@@ -343,7 +341,7 @@ def _sweep(flags: SimulateFlags, argv: Sequence[str]) -> int:
 
 def _at_rate(flags: SimulateFlags, file: list[LoadRequest] | None, replica: Replica) -> Callable[[float], Outcome]:
     def run(rate: float) -> Outcome:
-        chosen = replace(flags, request_rate=(rate,), sweep=None, duration=flags.duration or _SWEEP_DURATION_S)
+        chosen = replace(flags, request_rate=(rate,), sweep=None, duration=flags.sweep_duration)
         load = Load(chosen, file, replica.vocab_size, replica.config.max_len)
         return _run(replica, next(load.runs()), flags)
 
