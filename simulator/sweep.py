@@ -13,7 +13,7 @@ from simulator.replica import Outcome
 _TOLERANCE = 1.04
 """The rate that is found and the next one that fails differ by at most this factor."""
 
-_FIRST_RATE, _LOWEST_RATE, _HIGHEST_RATE = 1.0, 1 / 256, 4096.0
+_FIRST_RATE, _HIGHEST_RATE = 1.0, 4096.0
 
 _MIN_WAIT_SHARE = 0.05
 """A limit matters where it keeps requests waiting for this share of the time."""
@@ -67,11 +67,11 @@ class Found:
     limited_by: str | None
 
 
-def highest_rate(run: Callable[[float], Outcome], slo: Slo, min_share: float) -> Found:
+def highest_rate(run: Callable[[float], Outcome], slo: Slo, min_share: float, lowest_rate: float) -> Found:
     """Looks for the highest rate at which this share of the requests keeps the SLO, by bisection.
 
-    `run` serves the same requests at a rate; the share must fall as the rate rises, else any place where it crosses the
-    bound is found.
+    `run` serves requests that come at a rate for a while; lower ones than `lowest_rate` are not tried. The share must
+    fall as the rate rises, else any place where it crosses the bound is found.
     """
     known: dict[float, tuple[Outcome, Report]] = {}
 
@@ -80,7 +80,7 @@ def highest_rate(run: Callable[[float], Outcome], slo: Slo, min_share: float) ->
         known[rate] = outcome, outcome.report(rate, slo)
         return (known[rate][1].slo_share or 0.0) >= min_share
 
-    good, bad = _bracket(keeps)
+    good, bad = _bracket(keeps, lowest_rate)
     while good is not None and bad is not None and bad / good > _TOLERANCE:
         middle = (good * bad) ** 0.5
         if keeps(middle):
@@ -91,19 +91,20 @@ def highest_rate(run: Callable[[float], Outcome], slo: Slo, min_share: float) ->
     return Found(good, outcome, report, None if bad is None else _what_limits(known[bad][0]))
 
 
-def _bracket(keeps: Callable[[float], bool]) -> tuple[float | None, float | None]:
+def _bracket(keeps: Callable[[float], bool], lowest_rate: float) -> tuple[float | None, float | None]:
     """Two neighbouring rates, of which the lower one is kept and the higher one is not; None where there is none."""
-    rate = _FIRST_RATE
+    rate = max(_FIRST_RATE, lowest_rate)
     if keeps(rate):
         while rate < _HIGHEST_RATE:
             if not keeps(2 * rate):
                 return rate, 2 * rate
             rate *= 2
         return rate, None
-    while rate > _LOWEST_RATE:
-        if keeps(rate / 2):
-            return rate / 2, rate
-        rate /= 2
+    while rate > lowest_rate:
+        lower = max(rate / 2, lowest_rate)
+        if keeps(lower):
+            return lower, rate
+        rate = lower
     return None, rate
 
 

@@ -26,6 +26,8 @@ from simulator.sweep import Found, combinations, draw, highest_rate, parse_sweep
 PROGRAM = "quire simulate"
 _SWAP_SPACE = 4 << 30
 """Bytes of host memory for swapped blocks, as a worker on a GPU takes."""
+_MIN_REQUESTS = 10
+"""At the lowest rate that a sweep tries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +327,9 @@ def _sweep(flags: SimulateFlags, argv: Sequence[str]) -> int:
     found: dict[str, Found] = {}
     width = max(len(_label(each)) for each in settings)
     for each, its_flags, replica in zip(settings, flags_of, replicas, strict=True):
-        found[_label(each)] = highest_rate(_at_rate(its_flags, file, replica), flags.slo, flags.slo_share)
+        found[_label(each)] = highest_rate(
+            _at_rate(its_flags, file, replica), flags.slo, flags.slo_share, _MIN_REQUESTS / flags.sweep_duration
+        )
         print(f"{_label(each):<{width}}  {_found_line(found[_label(each)])}", flush=True)
     points = [
         {"settings": each, "request_rate": found[_label(each)].rate, "limited_by": found[_label(each)].limited_by}

@@ -57,23 +57,22 @@ def test_a_trace_is_all_that_a_simulation_of_its_worker_needs(
     assert facts["config"]["max_num_seqs"] == 16
 
 
-def test_a_sweep_finds_the_highest_rates_and_what_limits_them(
+def test_a_sweep_finds_the_highest_rate_of_each_setting_and_what_limits_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, picture = tmp_path / "a.json", tmp_path / "a.svg"
-    flags = ("--hardware", "a100-40gb", "--dataset", "fixed", "--prompt-len", "200", "--output-len", "50")
-    slo, sweep = ("--slo", "ttft=1s,tpot=40ms"), ("--sweep", "num_gpu_blocks=40:5%:900,max_num_seqs=2:64")
-    files = ("--out", str(path), "--plot", str(picture), "--sweep-duration", "20")
+    flags = ("--hardware", "a100-40gb", "--dataset", "fixed", "--prompt-len", "100", "--output-len", "20")
+    slo, sweep = ("--slo", "ttft=1s,tpot=40ms"), ("--sweep", "num_gpu_blocks=12:2%,max_num_seqs=1:64")
+    files = ("--out", str(path), "--plot", str(picture), "--sweep-duration", "10")
     assert main(["simulate", *flags, *slo, *sweep, *files]) == 0
     points = json.loads(path.read_text())["facts"]["sweep"]
     rates = {tuple(point["settings"].values()): point["request_rate"] for point in points}
     limits = {tuple(point["settings"].values()): point["limited_by"] for point in points}
-    assert limits["40", "64"] == "blocks"
-    assert limits["900", "2"] == "rows"
-    assert limits["900", "64"] in ("compute", "tokens")
-    assert rates["40", "64"] < rates["900", "64"]
-    assert rates["900", "2"] < rates["900", "64"]
-    assert len(capsys.readouterr().out.splitlines()) == 1 + len(points) == 7
+    assert limits["2%", "1"] == "rows"
+    assert limits["12", "64"] == "blocks"
+    assert rates["12", "64"] < rates["2%", "64"]
+    assert rates["2%", "1"] < rates["2%", "64"]
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(points) == 5
     assert "limits it" in picture.read_text()
 
 

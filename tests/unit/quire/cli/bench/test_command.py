@@ -87,8 +87,8 @@ def test_the_dataset_is_that_of_the_flags() -> None:
 
 
 def test_the_warm_up_is_like_the_first_requests_with_tokens_of_its_own() -> None:
-    load = make_load("--dataset=chat", "--warm-up-requests=5")
-    warm_up = load.warm_up()
+    load = make_load("--dataset=chat")
+    warm_up = load.warm_up(5)
     first = [next(run.requests) for run in load.runs()]
     assert len(warm_up) == 5
     assert {(request.turn, request.arrival_s) for request in warm_up} == {(0, None)}
@@ -110,7 +110,7 @@ def test_the_token_ids_of_a_file_are_sent_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "load.jsonl"
     path.write_text('{"prompt": [1, 900, 77000]}\n')
     load = make_load(f"--dataset={path}", "--request-rate=1,2")
-    sent = [load.warm_up(), *(list(run.requests) for run in load.runs())]
+    sent = [load.warm_up(4), *(list(run.requests) for run in load.runs())]
     assert [[request.token_ids.tolist() for request in each] for each in sent] == [[[1, 900, 77000]]] * 3
 
 

@@ -1,0 +1,84 @@
+"""The search for the highest rate: it brackets, bisects, and names what limits."""
+
+import pytest
+
+from quire.load import Poisson, Slo, fixed, take, with_arrivals
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.step import StepWork
+from simulator.costs import StepSeconds
+from simulator.replica import Outcome, Replica
+from simulator.sweep import combinations, highest_rate, parse_sweep
+
+STEP_S = 0.01
+NUM_OUTPUT = 10
+
+
+class FixedSteps:
+    def seconds(self, work: StepWork) -> StepSeconds:
+        return StepSeconds(STEP_S)
+
+
+def serve(rate: float, max_num_seqs: int = 2, num_blocks: int = 200) -> Outcome:
+    config = SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size=16,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=256,
+        max_model_len=512,
+    )
+    load = with_arrivals(take(fixed(20, NUM_OUTPUT, 1000), 40, seed=0), Poisson(rate), seed=0)
+    return Replica(config, FixedSteps(), 1000).run(load)
+
+
+def test_the_rate_that_is_found_is_kept_and_a_little_more_is_not() -> None:
+    slo = Slo(ttft=0.3)
+    found = highest_rate(serve, slo, min_share=0.9, lowest_rate=4.0)
+    assert found.rate is not None
+    # Two rows give one request each 0.1 s.
+    assert 14 < found.rate < 30
+    assert found.limited_by == "rows"
+    assert (found.report.slo_share or 0) >= 0.9
+    assert (serve(1.1 * found.rate).report(1.0, slo).slo_share or 0) < 0.9
+
+
+def test_blocks_are_named_where_they_are_what_is_missing() -> None:
+    found = highest_rate(lambda rate: serve(rate, max_num_seqs=64, num_blocks=6), Slo(ttft=0.3), 0.9, 4.0)
+    assert found.limited_by == "blocks"
+
+
+def test_steps_that_are_too_slow_are_compute() -> None:
+    found = highest_rate(serve, Slo(tpot=STEP_S / 2), min_share=0.9, lowest_rate=0.3)
+    assert (found.rate, found.limited_by) == (None, "compute")
+
+
+def test_a_slo_that_no_rate_breaks_has_no_limit() -> None:
+    same = serve(1.0)
+    found = highest_rate(lambda rate: same, Slo(e2e=1000.0), min_share=0.9, lowest_rate=0.1)
+    assert found.limited_by is None
+    assert found.rate is not None
+    assert found.rate >= 4096
+
+
+def test_settings_are_combined_the_last_one_changing_fastest() -> None:
+    sweep = parse_sweep("num-gpu-blocks=10:50%,policy")
+    assert combinations(sweep) == [
+        {"num_gpu_blocks": "10", "policy": "fcfs"},
+        {"num_gpu_blocks": "10", "policy": "fair"},
+        {"num_gpu_blocks": "50%", "policy": "fcfs"},
+        {"num_gpu_blocks": "50%", "policy": "fair"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("speed", '"speed" cannot be swept'),
+        ("", '"" cannot be swept'),
+        ("policy,policy=fair", "policy is there twice"),
+        ("max_num_seqs=", "max_num_seqs has an empty value"),
+        ("max_num_seqs=1::2", "max_num_seqs has an empty value"),
+    ],
+)
+def test_what_cannot_be_swept_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_sweep(text)
