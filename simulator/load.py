@@ -128,14 +128,15 @@ def _core_request(number: int, request: LoadRequest, tenant: str) -> Request:
     )
 
 
-def records(simulation: Simulation, arrivals: LoadArrivals) -> list[RequestRecord]:
-    """What became of each request, in order of the load."""
+def records(simulation: Simulation, arrivals: LoadArrivals, frontend_latency_s: float = 0.0) -> list[RequestRecord]:
+    """What became of each request, in order of the load. `frontend_latency_s` is what clients, gateways and the network
+    add to the time of each answer."""
     pairs = zip(simulation.lives, arrivals.sent, strict=True)
-    known = [_record(life, request) for life, request in pairs] + arrivals.unsent
+    known = [_record(life, request, frontend_latency_s) for life, request in pairs] + arrivals.unsent
     return sorted(known, key=lambda record: record.index)
 
 
-def _record(life: Life, request: LoadRequest) -> RequestRecord:
+def _record(life: Life, request: LoadRequest, added_s: float) -> RequestRecord:
     assert life.ended is not None, "every request has ended"
     chunks = [np.unique(times, return_counts=True) for times in life.token_times]
     times = np.concatenate([each for each, _ in chunks])
@@ -147,8 +148,8 @@ def _record(life: Life, request: LoadRequest) -> RequestRecord:
         index=request.index,
         arrival_s=life.arrived,
         sent_s=life.sent,
-        end_s=life.ended,
-        chunk_times_s=times[order],
+        end_s=life.ended + added_s,
+        chunk_times_s=times[order] + added_s,
         chunk_tokens=counts[order].astype(np.int32),
         chunk_sequences=sequences[order].astype(np.int32),
         prompt_tokens=len(life.request.prompt),

@@ -20,6 +20,7 @@ class Replica:
     Attributes:
         facts: What the figures depend on, by name.
         num_tenants: Requests belong to so many tenants, in turn.
+        frontend_latency_s: What clients, gateways and the network add to the time of each answer.
     """
 
     config: SchedulerConfig
@@ -28,6 +29,7 @@ class Replica:
     facts: Mapping[str, object] = field(default_factory=dict[str, object])
     max_steps_in_flight: int = MAX_STEPS_IN_FLIGHT
     num_tenants: int = 1
+    frontend_latency_s: float = 0.0
 
     def run(
         self,
@@ -46,7 +48,7 @@ class Replica:
             num_tenants=self.num_tenants,
         )
         simulation = simulate(arrivals, self.config, self.costs, max_steps_in_flight=self.max_steps_in_flight)
-        return Outcome(simulation, records(simulation, arrivals), max_concurrency)
+        return Outcome(simulation, records(simulation, arrivals, self.frontend_latency_s), max_concurrency)
 
 
 @dataclass(frozen=True, slots=True)

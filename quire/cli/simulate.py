@@ -83,6 +83,9 @@ class DeviceFlags:
         parse=_paths,
         metavar="FILE,...",
     )
+    frontend_latency: float = setting(
+        0.0, "what clients, gateways and the network add to each answer", minimum=0, maximum=60, metavar="SECONDS"
+    )
 
 
 @dataclass(frozen=True)
@@ -220,7 +223,15 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags):
             )
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        return Replica(config, costs, sizes["vocab_size"], facts, self.max_steps_in_flight, self.num_tenants)
+        return Replica(
+            config,
+            costs,
+            sizes["vocab_size"],
+            facts,
+            self.max_steps_in_flight,
+            self.num_tenants,
+            self.frontend_latency,
+        )
 
     @property
     def shown_name(self) -> str:

@@ -163,3 +163,12 @@ def test_the_report_of_trace_times_is_that_of_the_same_times() -> None:
     again = arriving_at(load, times)
     first, second = (make_report(REPLICA.run(each).records, request_rate=4.0) for each in (load, again))
     assert first == second
+
+
+def test_latency_of_the_front_end_is_added_to_each_token() -> None:
+    load = chats(4.0)
+    plain_run, delayed = REPLICA.run(load), replace(REPLICA, frontend_latency_s=0.5).run(load)
+    for without, added in zip(plain_run.records, delayed.records, strict=True):
+        assert added.ttft_s == pytest.approx((without.ttft_s or 0) + 0.5)
+        assert added.tpot_s == pytest.approx(without.tpot_s)
+        assert added.end_s == pytest.approx(without.end_s + 0.5)
