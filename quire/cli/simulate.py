@@ -373,8 +373,8 @@ def _found_line(found: Found) -> str:
     counters, report = found.outcome.counters(), found.report
     latency = "-" if report.ttft is None else f"{report.ttft.p90 * 1e3:.0f} ms"
     return (
-        f"{rate:>9}, limited by {limited_by:<8} TTFT p90 {latency:>8}, {report.output_tokens_per_s:7.0f} tokens/s, "
-        f"{counters.get('running_mean', 0.0):6.1f} running, KV pool {counters.get('kv_tokens_share', 0.0):4.0%} tokens"
+        f"{rate:>7}, limited by {limited_by:<7}  TTFT p90 {latency:>8}, {report.output_tokens_per_s:5.0f} tokens/s, "
+        f"{counters.get('running_mean', 0.0):5.1f} running, {counters.get('kv_tokens_share', 0.0):4.0%} of the KV pool"
     )
 
 
