@@ -27,7 +27,7 @@ CPU_KERNELS := $(wildcard kernels/cpu/*/*.cpp kernels/cpu/*/*.h kernels/cpu/CMak
 CHECKS := check-format check-lint check-types check-imports check-protos check-api-docs check-compose check-kubernetes
 
 .PHONY: help setup protos serve test test-all test-long test-sanitizers test-mutation coverage triton-client check
-.PHONY: $(CHECKS) bench tiny api-docs clean
+.PHONY: $(CHECKS) bench paper tiny api-docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -99,6 +99,9 @@ check-kubernetes: setup ## the manifests use flags, ports and files that there a
 
 bench: setup ## measure the served system against one process
 	$(BIN)/python -m bench $(ARGS)
+
+paper: setup ## run the paper's evaluation again and write docs/paper, or the figures that ARGS names
+	$(BIN)/python -m simulator.paper $(ARGS)
 
 tiny: setup ## train the embedded model again
 	$(BIN)/python -m assets.training.train $(ARGS)

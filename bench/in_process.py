@@ -2,13 +2,14 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.load import LoadRequest
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan, StepResult
@@ -25,7 +26,7 @@ class InProcessEngine:
         worker = build_worker(settings, DeviceLoop())
         self._runner = worker.runner
         info = worker.info
-        self._config = SchedulerConfig(
+        self.config = SchedulerConfig(
             num_blocks=info.pool.num_gpu_blocks,
             block_size=info.pool.block_size,
             max_num_seqs=settings.max_num_seqs,
@@ -33,9 +34,15 @@ class InProcessEngine:
             max_model_len=info.model.max_model_len,
         )
 
-    def run(self, work: Sequence[LoadRequest]) -> float:
-        """Generates all of it greedily; returns seconds."""
-        scheduler = Scheduler(self._config)
+    def run(
+        self,
+        work: Sequence[LoadRequest],
+        *,
+        make_blocks: Callable[[SchedulerConfig], BlockManager] = BlockManager.of,
+        look: Callable[[Scheduler, StepPlan], None] = lambda scheduler, plan: None,
+    ) -> float:
+        """Generates all of it greedily; returns seconds. `look` sees each step after it was computed."""
+        scheduler = Scheduler(self.config, make_blocks)
         started = time.perf_counter()
         for index, item in enumerate(work):
             key, prompt = RequestKey(ClientId(0), Handle(index)), item.token_ids.tolist()
@@ -45,6 +52,7 @@ class InProcessEngine:
         while True:
             while len(results) < 2 and (plan := scheduler.schedule(time.perf_counter())) is not None:
                 results.append(self._step(plan))
+                look(scheduler, plan)
             if not results:
                 return time.perf_counter() - started
             scheduler.apply(results.popleft(), time.perf_counter())

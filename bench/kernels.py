@@ -102,7 +102,7 @@ def _decode(kernels: Implementation, heads: Heads, batch: int, context: int, run
     def attend(implementation: Implementation) -> Callable[[], object]:
         return lambda: [call(implementation) for call in calls]
 
-    seconds = _measure({"kernels": attend(kernels), "torch": attend(reference), "sum": numbers.sum}, runs)
+    seconds = measure({"kernels": attend(kernels), "torch": attend(reference), "sum": numbers.sum}, runs)
     name, size = f"decode, {heads}, batch {batch}, context {context}", bytes_of_call * len(calls) / 1e9
     rates = {
         "kernels": Series(name, "GB/s", tuple(size / each for each in seconds["kernels"])),
@@ -161,7 +161,7 @@ def _product(kernels: CpuKernels, layer: Layer, tokens: int, runs: int) -> list[
     """Milliseconds of one product, and gigabytes a second of numbers that are summed up."""
     count, contestants = make_products(kernels, layer, tokens)
     numbers = torch.ones(_MEGABYTES * 2**18)
-    seconds = _measure({**contestants, "sum": numbers.sum}, runs)
+    seconds = measure({**contestants, "sum": numbers.sum}, runs)
     name = f"product, {layer.name}, {tokens} tokens"
     rates = Series(f"{name}, sum", "GB/s", tuple(numbers.nbytes / 1e9 / each for each in seconds.pop("sum")))
     series = _in_milliseconds(name, {who: [each / count for each in times] for who, times in seconds.items()})
@@ -205,7 +205,7 @@ def _operations(tokens: int) -> dict[str, Callable[[Implementation], object]]:
 
 def _report(name: str, contestants: Contestants, runs: int) -> list[Series]:
     """Milliseconds of each contestant, the first one the kernels."""
-    return _in_milliseconds(name, _measure(contestants, runs))
+    return _in_milliseconds(name, measure(contestants, runs))
 
 
 def _in_milliseconds(name: str, seconds: dict[str, list[float]]) -> list[Series]:
@@ -218,7 +218,7 @@ def _in_milliseconds(name: str, seconds: dict[str, list[float]]) -> list[Series]
     return series
 
 
-def _measure(contestants: Contestants, runs: int) -> dict[str, list[float]]:
+def measure(contestants: Contestants, runs: int) -> dict[str, list[float]]:
     """Seconds of each call, in turns. Short ones are repeated, so that the clock can tell them apart."""
     repeats = {}
     for name, call in contestants.items():

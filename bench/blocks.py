@@ -1,0 +1,117 @@
+"""Attention over blocks of each size beside contiguous memory, and what it takes to move the blocks of a sequence to
+host memory or to compute it again: for the paper's figures 18a and 19a, on this machine.
+
+The decode kernel reads the same keys and values through tables of shuffled blocks, and as one block a sequence, which
+is contiguous memory. Moves are those of the worker's pools. All contestants take turns, so that a machine that drifts
+does not count. The prefill is that of llama-160m, whose blocks are moved.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from bench.in_process import InProcessEngine
+from bench.kernels import Contestants, Heads, measure
+from bench.models import write_model
+from bench.report import Series, write_results
+from kernels import ops
+from kernels.cpu.bindings import CpuKernels
+from kernels.cpu.library import Library
+from kernels.reference import ScoreRule
+from quire.load import fixed, take
+from worker_svc.settings import WorkerSettings
+
+_LAYERS, _MODEL = 12, Heads(12, 12, 64)
+"""Of the model whose blocks move, llama-160m."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--block-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[256, 1024], help="tokens of each row")
+    parser.add_argument("--batch", type=int, default=8, help="rows that decode together")
+    parser.add_argument("--heads", type=int, default=40, help="heads of 128, as OPT-13B has them")
+    parser.add_argument("--moved-tokens", type=int, default=1024, help="of the sequence that is moved; 0: none")
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(arguments.num_threads)
+    kernels, series = CpuKernels(Library()), list[Series]()
+    with torch.inference_mode():
+        for context in arguments.contexts:
+            series += attention(kernels, context, arguments)
+        if arguments.moved_tokens:
+            series += moves(arguments)
+    if arguments.moved_tokens:
+        series.append(prefill(arguments))
+    if arguments.out is not None:
+        write_results(arguments.out, "attention and moves by block size", series)
+
+
+def attention(kernels: CpuKernels, context: int, arguments: argparse.Namespace) -> list[Series]:
+    """Milliseconds of one layer's decode by block size."""
+    heads = Heads(arguments.heads, arguments.heads, 128)
+    query = torch.randn(arguments.batch, heads.query, heads.size).bfloat16()
+    starts = torch.arange(arguments.batch + 1, dtype=torch.int32)
+    lengths = torch.full((arguments.batch,), context, dtype=torch.int32)
+    rule = ScoreRule(heads.size**-0.5)
+
+    def decode(block_size: int) -> Callable[[], object]:
+        num_blocks = -(-context // block_size)
+        pool = torch.empty(2, arguments.batch * num_blocks, heads.kv, block_size, heads.size, dtype=torch.bfloat16)
+        pool.fill_(0.5)
+        tables = torch.randperm(arguments.batch * num_blocks, dtype=torch.int32).view(arguments.batch, num_blocks)
+        return lambda: kernels.paged_attention(
+            query, pool, tables, starts, lengths, scores=rule, max_query_len=1, max_seq_len=context
+        )
+
+    contestants = {f"blocks of {size}": decode(size) for size in arguments.block_sizes}
+    return _series(f"attention, {context} tokens", {**contestants, "contiguous": decode(context)}, arguments.runs)
+
+
+def moves(arguments: argparse.Namespace) -> list[Series]:
+    """Milliseconds to move all blocks of a sequence from one pool to another."""
+
+    def move(block_size: int) -> Callable[[], object]:
+        num_blocks = -(-arguments.moved_tokens // block_size)
+        shape = (2, num_blocks, _MODEL.kv, block_size, _MODEL.size)
+        source, target = ([torch.zeros(shape, dtype=torch.bfloat16) for _ in range(_LAYERS)] for _ in range(2))
+        pairs = torch.stack((torch.randperm(num_blocks), torch.randperm(num_blocks)), 1)
+        return lambda: ops.swap_blocks(source, target, pairs)
+
+    contestants = {f"blocks of {size}": move(size) for size in arguments.block_sizes}
+    return _series(f"move, {arguments.moved_tokens} tokens", contestants, arguments.runs)
+
+
+def prefill(arguments: argparse.Namespace) -> Series:
+    """Milliseconds to compute the sequence again."""
+    with tempfile.TemporaryDirectory(prefix="quire-bench-") as directory:
+        write_model("llama-160m", Path(directory))
+        settings = WorkerSettings(
+            model=directory,
+            device="cpu",
+            num_gpu_blocks=2 * arguments.moved_tokens // 16,
+            max_num_batched_tokens=2048,
+            swap_space=0,
+            num_threads=arguments.num_threads,
+        )
+        engine = InProcessEngine(settings)
+    work = take(fixed(arguments.moved_tokens, 1, vocab_size=1000), 1, seed=0)
+    engine.run(work)
+    times = tuple(1e3 * engine.run(work) for _ in range(arguments.runs))
+    series = Series(f"prefill, {arguments.moved_tokens} tokens", "ms", times)
+    print(series, flush=True)
+    return series
+
+
+def _series(name: str, contestants: Contestants, runs: int) -> list[Series]:
+    seconds = measure(contestants, runs)
+    series = [Series(f"{name}, {who}", "ms", tuple(each * 1e3 for each in times)) for who, times in seconds.items()]
+    for each in series:
+        print(each, flush=True)
+    return series

@@ -1,0 +1,244 @@
+"""A block manager that keeps each sequence in one piece of memory, reserved when its request is admitted: Orca as the
+paper's section 6.1 has it.
+
+The scheduler above it is the real one and batches by iteration, as Orca does. What differs is what this module answers:
+how much memory a request takes, and that nothing is shared. A request is never preempted, since all that it may need is
+reserved. It runs under the policy "first come, first served" only: victims of other policies are counted in blocks that
+several tables may hold, which do not exist here.
+"""
+
+import enum
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Self
+
+from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
+from scheduler_svc.core.config import PolicyKind, SchedulerConfig
+from scheduler_svc.core.kv_cache import BlockManager
+from scheduler_svc.core.request import Request, RequestKey
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence
+from simulator.baselines.buddy import BuddyAllocator, next_power_of_two
+from simulator.memory import MemoryUse
+
+
+class Reservation(enum.Enum):
+    """How many slots a sequence is given (the paper's section 6.1)."""
+
+    MAX = "max"
+    """As many as the model takes tokens: nothing is known of the output."""
+    POW2 = "pow2"
+    """For the output, the next power of two of its true length: at most twice what it needs."""
+    ORACLE = "oracle"
+    """Exactly what it needs: the true length is known."""
+
+    def slots(self, prompt: int, output: int, longest: int) -> int:
+        """Slots for a sequence with these lengths in tokens, where the model takes `longest`."""
+        if self is Reservation.MAX:
+            return longest
+        if self is Reservation.POW2:
+            return min(prompt + next_power_of_two(output), longest)
+        return prompt + output
+
+
+class RegionPool(BlockPool):
+    """Blocks that are handed out in contiguous regions of power-of-two sizes. None is ever shared or cached."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.buddy = BuddyAllocator(num_blocks)
+
+    @property
+    def num_free(self) -> int:
+        return self.buddy.num_free
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.buddy.num_free
+
+    def ref_count(self, block: BlockId) -> int:
+        return 1
+
+
+@dataclass(slots=True)
+class _Regions:
+    """The regions that a request holds, and the first blocks of those that none of its sequences uses now."""
+
+    num: int
+    spare: list[BlockId]
+
+
+class ContiguousBlocks(BlockManager):
+    """Gives each sequence a region for all the tokens that it may ever have, and takes the region back at its end.
+
+    The unit of the allocator is a block, so no region is smaller than one; a block table names the blocks of a region
+    in order. `max_model_len` is what Reservation.MAX reserves. A request of several sequences reserves a region for
+    each, and a sequence that forks copies its parent: `num_copied_blocks` counts the blocks that were copied since the
+    start, for the cost of it.
+    """
+
+    reservation: Reservation
+
+    def __init__(self, num_blocks: int, block_size: int, max_model_len: int) -> None:
+        super().__init__(num_blocks, block_size, watermark=0.0)
+        self.pool: RegionPool = RegionPool(num_blocks)
+        self.num_copied_blocks = 0
+        self.num_reserved_slots = 0
+        """Slots that were asked for; a region may be larger."""
+        self.num_needed_slots = 0
+        """Slots of all sequences that hold a region, once each has its last token."""
+        self._max_model_len = max_model_len
+        self._pieces: dict[BlockId, int] = {}
+        """First block -> size, of the regions that are held."""
+        self._of_request: dict[RequestKey, _Regions] = {}
+
+    @classmethod
+    def of(cls, config: SchedulerConfig) -> Self:
+        if config.policy is not PolicyKind.FCFS:
+            raise ValueError(f"policy is {config.policy.value}; contiguous regions take fcfs only")
+        return cls(config.num_blocks, config.block_size, config.max_model_len)
+
+    def slots_for(self, request: Request) -> int:
+        """Slots that each sequence of the request reserves."""
+        return self.reservation.slots(len(request.prompt), request.max_tokens, self._max_model_len)
+
+    # What admission asks
+
+    def blocks_to_allocate(self, sequences: SequenceOf[Sequence]) -> int:
+        """Blocks of the regions that the sequences' request takes; more than there are where no such regions are free.
+
+        Raises ValueError where they do not fit into the whole pool.
+        """
+        request = sequences[0].request
+        if request.key in self._of_request:
+            return 0
+        pieces = self._reserve(request)
+        if pieces is None:
+            if not self._pieces:
+                raise ValueError(
+                    f"{request.num_sequences} regions of {self.slots_for(request)} slots do not fit into a pool of "
+                    f"{self.pool.num_blocks * self.block_size} slots"
+                )
+            return self.pool.num_blocks + 1
+        for piece in pieces:
+            self.pool.buddy.free(*piece)
+        return sum(size for _, size in pieces)
+
+    def has_room(self, num_blocks: int, *, reserve: int = 0, alone: bool = False) -> bool:
+        """Whether so many blocks are free. None need be left: those that run never grow beyond their regions."""
+        return num_blocks <= self.pool.num_free
+
+    def _reserve(self, request: Request) -> list[tuple[int, int]] | None:
+        """A region for each sequence, or None and no change."""
+        pieces: list[tuple[int, int]] = []
+        for _ in range(request.num_sequences):
+            piece = self.pool.buddy.allocate(self.blocks_for(self.slots_for(request)))
+            if piece is None:
+                for each in pieces:
+                    self.pool.buddy.free(*each)
+                return None
+            pieces.append(piece)
+        return pieces
+
+    # Regions
+
+    def allocate(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        request = sequences[0].request
+        if request.key not in self._of_request:
+            pieces = self._reserve(request)
+            assert pieces is not None, "admission found no room for the request"
+            self._of_request[request.key] = _Regions(len(pieces), [BlockId(start) for start, _ in reversed(pieces)])
+            self._pieces.update((BlockId(start), size) for start, size in pieces)
+            self._count(request, len(pieces))
+        for sequence in sequences:
+            self._place(sequence)
+        return [0] * len(sequences)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child moves into a region of its own, with a copy of all that the parent has computed."""
+        self._place(child)
+        self.num_copied_blocks += self.blocks_for(parent.num_tokens)
+
+    def free(self, *sequences: Sequence) -> None:
+        """The sequences leave their regions, which stay reserved for other sequences of their requests."""
+        for sequence in sequences:
+            if sequence.block_table:
+                self._of_request[sequence.request.key].spare.append(sequence.block_table[0])
+                sequence.block_table = []
+
+    def retire(self, sequences: Iterable[Sequence]) -> None:
+        """The sequences are over. Each gives back a region: its own, or, where it has none, one that is spare."""
+        for sequence in sequences:
+            self.free(sequence)
+            key = sequence.request.key
+            regions = self._of_request.get(key)
+            if regions is None:
+                continue
+            start = regions.spare.pop()
+            self.pool.buddy.free(start, self._pieces.pop(start))
+            self._count(sequence.request, -1)
+            regions.num -= 1
+            if not regions.num:
+                del self._of_request[key]
+
+    def _place(self, sequence: Sequence) -> None:
+        assert not sequence.block_table, "the sequence has a region already"
+        start = self._of_request[sequence.request.key].spare.pop()
+        end = start + self.blocks_for(self.slots_for(sequence.request))
+        sequence.block_table = [BlockId(block) for block in range(start, end)]
+
+    def _count(self, request: Request, num_regions: int) -> None:
+        self.num_reserved_slots += num_regions * self.slots_for(request)
+        self.num_needed_slots += num_regions * request.max_len
+
+    # Nothing is shared or cached
+
+    def hits(self, sequence: Sequence) -> list[BlockId]:
+        return []
+
+    def num_cached(self, sequence: Sequence) -> int:
+        return 0
+
+    def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
+        return 0, []
+
+    def seal(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
+        return []
+
+    def make_writable(self, sequence: Sequence, index: int) -> tuple[BlockId, BlockId] | None:
+        return None
+
+
+class OrcaMax(ContiguousBlocks):
+    """Orca (Max)."""
+
+    reservation = Reservation.MAX
+
+
+class OrcaPow2(ContiguousBlocks):
+    """Orca (Pow2)."""
+
+    reservation = Reservation.POW2
+
+
+class OrcaOracle(ContiguousBlocks):
+    """Orca (Oracle)."""
+
+    reservation = Reservation.ORACLE
+
+
+def contiguous_memory(scheduler: Scheduler) -> MemoryUse:
+    """What the regions hold. `wasted` is what was asked for and is never used (internal fragmentation); free are the
+    free regions and what the allocator rounds up (external fragmentation)."""
+    blocks, rows = scheduler.batch.blocks, scheduler.batch.rows
+    assert isinstance(blocks, ContiguousBlocks)
+    tokens = int(rows.num_computed[rows.active].sum())
+    return MemoryUse(
+        total=blocks.pool.num_blocks * blocks.block_size,
+        tokens=tokens,
+        reserved=blocks.num_needed_slots - tokens,
+        wasted=blocks.num_reserved_slots - blocks.num_needed_slots,
+        shared=0,
+        cached=0,
+    )

@@ -1,0 +1,120 @@
+"""Latency against rate, and how much higher a rate one system stands than another at the same latency."""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from simulator.paper.systems import QUIRE, Job, Load, Point, Setup, run
+
+_FRACTIONS = (0.5, 0.85, 1.0, 1.2, 1.6)
+"""The rates of a curve by what the system serves where requests always wait."""
+
+LEVELS = (1.5, 2.5, 4.0)
+"""Where curves are compared: multiples of the lowest latency that Quire has in the same picture."""
+
+
+class Runner:
+    """Simulates jobs in processes of their own, as many at once as there are processors."""
+
+    def __init__(self, num_processes: int | None = None, scale: float = 1.0) -> None:
+        """With a `scale` below 1, loads are so much shorter."""
+        self._scale = scale
+        self._executor = ProcessPoolExecutor(num_processes or len(os.sched_getaffinity(0)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._executor.shutdown(cancel_futures=True)
+
+    def run(self, jobs: Iterable[Job]) -> list[Point]:
+        """The points of the jobs, in their order."""
+        return list(self._executor.map(run, [replace(job, load=job.load.scaled(self._scale)) for job in jobs]))
+
+    def call(self, function: Callable[..., Any], arguments: Iterable[Any]) -> list[Any]:
+        """`function` of each of the arguments, in their order."""
+        return list(self._executor.map(function, arguments))
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Of one system: what it serves when requests always wait, and points by rising rate."""
+
+    system: str
+    saturated: Point
+    points: list[Point]
+
+    def rate_at(self, normalized_s: float) -> float | None:
+        """The highest rate at which the latency is no more than this, between two points on a straight line through
+        the logarithms of their latencies. None where even the lowest rate has more, or the highest has less."""
+        for low, high in reversed(list(zip(self.points, self.points[1:], strict=False))):
+            if low.normalized_s <= normalized_s <= high.normalized_s:
+                logs = np.log([low.normalized_s, high.normalized_s])
+                return float(np.interp(math.log(normalized_s), logs, [low.rate, high.rate]))
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One picture of a figure: the systems that are compared under one load, on one model."""
+
+    title: str
+    setup: Setup
+    load: Load
+    systems: Sequence[str]
+
+
+def sweep(runner: Runner, panels: Sequence[Panel]) -> list[dict[str, Curve]]:
+    """The curves of each panel by system. All panels are simulated together, to keep all processors busy."""
+    pairs = [(panel, system) for panel in panels for system in panel.systems]
+    saturated = runner.run(Job(system, panel.setup, panel.load, math.inf) for panel, system in pairs)
+    jobs = [
+        Job(system, panel.setup, panel.load, probe.served_rate * fraction)
+        for (panel, system), probe in zip(pairs, saturated, strict=True)
+        for fraction in _FRACTIONS
+    ]
+    points = iter(runner.run(jobs))
+    curves: list[dict[str, Curve]] = [{} for _ in panels]
+    indices = [index for index, panel in enumerate(panels) for _ in panel.systems]
+    for index, (_, system), probe in zip(indices, pairs, saturated, strict=True):
+        curves[index][system] = Curve(system, probe, [next(points) for _ in _FRACTIONS])
+    return curves
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times the rate of another system Quire stands: at each of LEVELS, None where a curve does not reach it;
+    and where requests always wait."""
+
+    at_levels: list[float | None]
+    saturated: float
+
+    @property
+    def range(self) -> tuple[float, float] | None:
+        """The lowest and the highest over the levels."""
+        known = [each for each in self.at_levels if each is not None]
+        return (min(known), max(known)) if known else None
+
+
+def ratios(curves: Mapping[str, Curve]) -> dict[str, Ratio]:
+    """Of the rates of Quire and of each other system in a panel."""
+    quire = curves[QUIRE]
+    lowest = min(point.normalized_s for point in quire.points)
+    found: dict[str, Ratio] = {}
+    for system, curve in curves.items():
+        if system == QUIRE:
+            continue
+        pairs = [(quire.rate_at(level * lowest), curve.rate_at(level * lowest)) for level in LEVELS]
+        found[system] = Ratio(
+            [None if own is None or other is None else own / other for own, other in pairs],
+            quire.saturated.served_rate / curve.saturated.served_rate,
+        )
+    return found

@@ -1,0 +1,91 @@
+"""What a figure of the page is made of, and tables that set the paper's numbers beside ours."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from simulator.paper.curves import Runner
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Picture
+
+Data = Mapping[str, Any]
+"""What a figure measured, as it is kept in its JSON file."""
+
+Range = tuple[float, float]
+Number = float | Range
+
+TOLERANCE = 0.25
+"""A larger difference from the paper is explained on the page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure or table of the paper.
+
+    Attributes:
+        name: Of its files, and on the command line.
+        title: Heading of its section.
+        measure: Simulates or measures it.
+        draw: Draws it; None for a table.
+        section: The text of its section in Markdown, without heading and picture.
+    """
+
+    name: str
+    title: str
+    measure: Callable[[Runner], dict[str, Any]]
+    section: Callable[[Data], str]
+    draw: "Callable[[Data], Picture] | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One number, or a range of numbers, of the paper beside ours. None where ours could not be had."""
+
+    what: str
+    paper: Number
+    ours: Number | None
+    form: str = "{:.1f}"
+
+    @property
+    def difference(self) -> float | None:
+        """Ours by the paper's, less 1; of ranges, at the end that differs more."""
+        if self.ours is None:
+            return None
+        pairs = zip(_ends(self.ours), _ends(self.paper), strict=True)
+        return max((own / paper - 1 for own, paper in pairs), key=abs)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the page has to explain it."""
+        return self.difference is None or abs(self.difference) > TOLERANCE
+
+    @property
+    def row(self) -> str:
+        difference = "not reached" if self.difference is None else f"{self.difference:+.0%}"
+        ours = "-" if self.ours is None else self._text(self.ours)
+        cells = (self.what, self._text(self.paper), ours, f"**{difference}**" if self.is_off else difference)
+        return f"| {' | '.join(cells)} |"
+
+    def _text(self, number: Number) -> str:
+        low, high = _ends(number)
+        first, last = self.form.format(low), self.form.format(high)
+        return first if first == last else f"{first} to {last}"
+
+
+def _ends(number: Number) -> Range:
+    return number if isinstance(number, tuple) else (number, number)
+
+
+def compared(rows: Sequence[Comparison], reason: str) -> str:
+    """A table of comparisons; below it, where any is off, the reason."""
+    lines = ["| | paper | ours | difference |", "|---|---|---|---|", *(row.row for row in rows)]
+    if any(row.is_off for row in rows):
+        lines += ["", reason]
+    return "\n".join(lines)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -1,0 +1,111 @@
+"""docs/paper/README.md, from what the figures measured."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from simulator.hardware import (
+    COLLECTIVE_BASE_S,
+    COLLECTIVE_HOP_S,
+    COPY_LAUNCH_S,
+    KERNEL_GAP_S,
+    KERNELS_PER_LAYER,
+    Hardware,
+)
+from simulator.paper.drawing import save
+from simulator.paper.figure import Figure, table
+from simulator.paper.figures import FIGURES
+from simulator.paper.systems import OPT_13B, OPT_66B, OPT_175B
+
+_HEAD = """# The paper's evaluation, run again
+
+Kwon et al., *Efficient Memory Management for Large Language Model Serving with PagedAttention* (SOSP 2023).
+`make paper` makes this page and its pictures, `make paper ARGS=fig12` one figure; the numbers behind each are in the
+JSON file of its name. [ADR 38](../adr/0038-the-evaluation-is-run-again.md) says why it is made in this way.
+
+Quire's scheduler, the one that serves, runs in virtual time (`quire simulate`). A cost model says how long each step
+takes on the paper's devices. The systems that the paper compares with are the same scheduler with the same cost model
+and another block manager (`simulator/baselines/`):
+
+- **Orca** batches by iteration and reserves a contiguous region for each sequence when its request is admitted, from a
+  buddy allocator: for the longest sequence of the model (Max), for the next power of two of the output (Pow2), or for
+  exactly what the request will need (Oracle). Nothing is shared, and a sequence that forks copies its parent.
+- **FasterTransformer** gets the requests that came first, as many as fit with room for the longest sequence each, and
+  runs this batch to its end; its requests are answered together.
+
+Normalized latency is the mean over requests of end-to-end seconds by tokens of output. A difference from the paper of
+more than 25% is set in bold and explained.
+"""
+
+
+def write(directory: Path, measured: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes the data and pictures of these figures, and the page of all figures that the directory has data of."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, data in measured.items():
+        (directory / f"{name}.json").write_text(json.dumps(_rounded(data), indent=1) + "\n")
+    sections = [_section(figure, directory) for figure in FIGURES.values() if _path(figure, directory).exists()]
+    (directory / "README.md").write_text("\n".join([_HEAD, _constants(), *sections]))
+
+
+def _path(figure: Figure, directory: Path) -> Path:
+    return directory / f"{figure.name}.json"
+
+
+def _section(figure: Figure, directory: Path) -> str:
+    data = json.loads(_path(figure, directory).read_text())
+    lines = [f"## {figure.title}", ""]
+    if figure.draw is not None:
+        save(figure.draw(data), directory / f"{figure.name}.svg")
+        lines += [f"![{figure.title}]({figure.name}.svg)", ""]
+    return "\n".join([*lines, figure.section(data), ""])
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to six digits: enough for every picture, and files that can be read."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(each) for each in value]
+    return value
+
+
+def _constants() -> str:
+    setups = (OPT_13B, OPT_66B, OPT_175B)
+    rows = [
+        [
+            setup.model.upper(),
+            f"{hardware.num_devices} x {hardware.name.split('-x')[0]}",
+            f"{setup.num_slots:,}",
+            f"{hardware.bandwidth / 1e9:,.0f} GB/s",
+            f"{hardware.flops / 1e12:,.0f} TFLOP/s",
+            f"{hardware.link_bandwidth / 1e9:,.0f} GB/s",
+            f"{hardware.host_bandwidth / 1e9:,.0f} GB/s",
+        ]
+        for setup in setups
+        for hardware in [Hardware.named(setup.hardware)]
+    ]
+    head = ["", "devices", "slots", "memory", "products", "NVLink, one way", "PCIe, one way"]
+    return f"""## The cost model
+
+A step takes what its bytes need at the memory's bandwidth, or its products at the peak of 16-bit numbers, whichever is
+more, apart for linear layers and attention. To this come:
+
+- {KERNELS_PER_LAYER} kernels a layer, with {_us(KERNEL_GAP_S)} between each and the next;
+- two all-reduces a layer over several devices: {_us(COLLECTIVE_BASE_S)}, {_us(COLLECTIVE_HOP_S)} a hop, and the bytes
+  at the speed of NVLink;
+- copies of blocks at the memory's bandwidth;
+- swaps at the speed of PCIe, or {_us(COPY_LAUNCH_S)} for each piece of a block in each layer, whichever is more.
+
+All constants are from data sheets and other publications of the makers, which `simulator/hardware.py` names; none is
+tuned. The host's time for a step is not modelled, and kernels attain the peak, so a modelled device is faster than the
+paper's system and serves higher rates. What can be compared are ratios of rates, and shares of memory.
+
+{table(head, rows)}
+"""
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us"

@@ -1,0 +1,247 @@
+"""One point of a figure: a system serves a load at one rate.
+
+All systems are the same scheduler with the same cost model. They differ in the block manager alone.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.load import Dataset, LoadRequest, arriving_at, make_arrivals, take, with_decoding
+from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.kv_cache import BlockManager
+from simulator.baselines.contiguous import ContiguousBlocks, OrcaMax, OrcaOracle, OrcaPow2, contiguous_memory
+from simulator.baselines.faster_transformer import RequestLevelBatches
+from simulator.costs import CostModel, StepSeconds, StepWork
+from simulator.engine import Simulation, simulate
+from simulator.hardware import Hardware
+from simulator.load import LoadArrivals
+from simulator.memory import paged_memory
+from simulator.models import MODELS, ModelShape
+from simulator.roofline import Roofline
+
+MakeBlocks = Callable[[SchedulerConfig], BlockManager]
+
+QUIRE, ORACLE, POW2, MAX, FASTER_TRANSFORMER = (
+    "Quire",
+    "Orca (Oracle)",
+    "Orca (Pow2)",
+    "Orca (Max)",
+    "FasterTransformer",
+)
+SYSTEMS: dict[str, MakeBlocks] = {
+    QUIRE: BlockManager.of,
+    ORACLE: OrcaOracle.of,
+    POW2: OrcaPow2.of,
+    MAX: OrcaMax.of,
+    FASTER_TRANSFORMER: RequestLevelBatches.of,
+}
+ORCAS = (ORACLE, POW2, MAX)
+
+_MIN_REQUESTS = 40
+
+_MAX_NUM_SEQS, _MAX_BATCHED_TOKENS = 1024, 2560
+"""Rows never limit. The token budget is that of the vLLM which the paper measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A model on the hardware of the paper's table 1, with as many slots as the paper had."""
+
+    model: str
+    hardware: str
+    num_slots: int
+
+    @property
+    def shape(self) -> ModelShape:
+        return MODELS[self.model]
+
+    def costs(self, block_size: int) -> Roofline:
+        return Roofline(self.shape, Hardware.named(self.hardware), block_size)
+
+
+OPT_13B = Setup("opt-13b", "a100-40gb", 15_700)
+OPT_66B = Setup("opt-66b", "a100-40gb-x4", 9_700)
+OPT_175B = Setup("opt-175b", "a100-80gb-x8", 60_100)
+LLAMA_13B = Setup("llama-13b", "a100-40gb", 15_700)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests of one kind.
+
+    Attributes:
+        duration_s: For how long requests come, at a rate.
+        num_saturating: How many come at once where the rate is infinite.
+        n: Parallel samples of each request.
+        beam_width: Beams of each request instead; None samples.
+        shares_prefixes: Whether a request may take blocks that another one computed.
+    """
+
+    dataset: Dataset
+    duration_s: float
+    num_saturating: int
+    n: int = 1
+    beam_width: int | None = None
+    shares_prefixes: bool = False
+    seed: int = 0
+
+    def requests(self, rate: float) -> list[LoadRequest]:
+        """With Poisson arrivals. Each turn of a conversation arrives by itself, as in the paper."""
+        count = self.num_saturating if math.isinf(rate) else max(_MIN_REQUESTS, round(rate * self.duration_s))
+        load = with_decoding(take(self.dataset, count, self.seed), n=self.n, beam_width=self.beam_width)
+        return arriving_at(load, make_arrivals(rate).times(count, self.seed))
+
+    def scaled(self, scale: float) -> Self:
+        """A load that is so much shorter."""
+        num_saturating = max(_MIN_REQUESTS, round(self.num_saturating * scale))
+        return replace(self, duration_s=self.duration_s * scale, num_saturating=num_saturating)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to simulate: one system, one load, one rate (requests a second; infinite: all at once)."""
+
+    system: str
+    setup: Setup
+    load: Load
+    rate: float
+    block_size: int = 16
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Shares of the pool's slots, mean over time; the rest is free or lost to the allocator. `tokens_of_held` is the
+    share of the slots that are given out which hold a token, `saved` the share that sharing saves of what all sequences
+    would hold without it."""
+
+    tokens: float
+    reserved: float
+    wasted: float
+    tokens_of_held: float
+    saved: float
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What a system did at one rate.
+
+    Attributes:
+        normalized_s: Mean over requests of end-to-end seconds by tokens of output.
+        served_rate: Requests that ended a second, after the first tenth of the time and before the last request came;
+            where all come at once, after the first third of it and before the last one left the queue.
+        batched: Requests that ran, mean over the same time; the shares likewise.
+        preemptions: By request.
+    """
+
+    rate: float
+    normalized_s: float
+    served_rate: float
+    batched: float
+    shares: Shares
+    preemptions: float
+    swap_outs: int
+
+
+def run(job: Job) -> Point:
+    """Simulates one point."""
+    made: list[BlockManager] = []
+
+    def make_blocks(config: SchedulerConfig) -> BlockManager:
+        made.append(SYSTEMS[job.system](config))
+        return made[-1]
+
+    requests = job.load.requests(job.rate)
+    simulation = simulate(
+        LoadArrivals(requests, num_tenants=1 if job.load.shares_prefixes else len(requests)),
+        _config(job),
+        _WithCopies(job.setup.costs(job.block_size), made),
+        make_blocks=make_blocks,
+        look=paged_memory if job.system == QUIRE else contiguous_memory,
+    )
+    ends = _ends(simulation, made[0])
+    arrivals = np.array([request.arrival_s for request in requests])
+    lengths = np.array([request.output_len for request in requests])
+    steps = _Steps(simulation, saturated=math.isinf(job.rate))
+    return Point(
+        rate=job.rate,
+        normalized_s=float(((ends - arrivals) / lengths).mean()),
+        served_rate=float(np.count_nonzero((ends > steps.start) & (ends <= steps.end)) / (steps.end - steps.start)),
+        batched=steps.mean("num_running"),
+        shares=steps.shares(),
+        preemptions=simulation.num_preemptions / len(requests),
+        swap_outs=simulation.num_swap_outs,
+    )
+
+
+def _config(job: Job) -> SchedulerConfig:
+    num_blocks = job.setup.num_slots // job.block_size
+    return SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size=job.block_size,
+        max_num_seqs=_MAX_NUM_SEQS,
+        max_num_batched_tokens=_MAX_BATCHED_TOKENS,
+        max_model_len=job.setup.shape.max_model_len,
+        max_waiting_requests=1 << 30,
+        max_waiting_tokens=1 << 40,
+        # Swapped blocks never exceed the blocks of the device (the paper's section 4.5).
+        num_host_blocks=0 if job.preemption_mode is PreemptionMode.RECOMPUTE else num_blocks,
+        preemption_mode=job.preemption_mode,
+    )
+
+
+class _WithCopies:
+    """The costs of steps with the copies that regions take when sequences fork."""
+
+    def __init__(self, costs: CostModel, made: Sequence[BlockManager]) -> None:
+        self._costs = costs
+        self._made = made
+        self._num_seen = 0
+
+    def seconds(self, work: StepWork) -> StepSeconds:
+        blocks = self._made[0]
+        if isinstance(blocks, ContiguousBlocks):
+            num_new, self._num_seen = blocks.num_copied_blocks - self._num_seen, blocks.num_copied_blocks
+            work = replace(work, copied_blocks=work.copied_blocks + num_new)
+        return self._costs.seconds(work)
+
+
+def _ends(simulation: Simulation, blocks: BlockManager) -> NDArray[np.float64]:
+    """When each request was answered. The requests of a batch of FasterTransformer are answered together."""
+    ends = np.array([life.ended for life in simulation.lives], dtype=np.float64)
+    assert not np.isnan(ends).any(), [life.error for life in simulation.lives if life.error is not None][:1]
+    if isinstance(blocks, RequestLevelBatches):
+        for batch in blocks.batches:
+            members = [key.handle for key in batch]
+            ends[members] = ends[members].max()
+    return ends
+
+
+class _Steps:
+    """The steps of the middle of a run: load is steady there."""
+
+    def __init__(self, simulation: Simulation, *, saturated: bool) -> None:
+        began, waiting = simulation.column("began"), simulation.column("num_waiting")
+        last = float(began[waiting > 0][-1]) if saturated and waiting.any() else simulation.lives[-1].arrived
+        self.end = last or float(began[-1])
+        # A pool that is filled at once holds young sequences first.
+        self.start = self.end * (0.35 if saturated else 0.1)
+        self._chosen = (began >= self.start) & (began <= self.end)
+        self._seconds = simulation.column("device_seconds")[self._chosen]
+        self._simulation = simulation
+
+    def mean(self, name: str) -> float:
+        """Of a column, by the time that the steps take."""
+        values = self._simulation.column(name)[self._chosen]
+        return float(np.average(values, weights=self._seconds))
+
+    def shares(self) -> Shares:
+        total = self._simulation.steps[0].memory.total
+        tokens, reserved, wasted, shared = map(self.mean, ("tokens", "reserved", "wasted", "shared"))
+        held = tokens + reserved + wasted
+        return Shares(tokens / total, reserved / total, wasted / total, tokens / held, shared / (held + shared))

@@ -1,0 +1,122 @@
+"""The paper's evaluation, one point of each: the order of the systems, and the ranges of shares and ratios."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from quire.load import Lognormal, chat, shared_prefix
+from scheduler_svc.core.config import PreemptionMode
+from simulator.paper.curves import Curve, ratios
+from simulator.paper.figures.loads import MAX_MODEL_LEN, VOCAB_SIZE, alpaca_load, sharegpt_load
+from simulator.paper.systems import (
+    FASTER_TRANSFORMER,
+    MAX,
+    OPT_13B,
+    ORACLE,
+    ORCAS,
+    POW2,
+    QUIRE,
+    SYSTEMS,
+    Job,
+    Load,
+    Point,
+    Shares,
+    run,
+)
+
+FEW = replace(sharegpt_load(OPT_13B), num_saturating=140)
+_NUM_REQUESTS = {QUIRE: 140, ORACLE: 80, POW2: 60, MAX: 40, FASTER_TRANSFORMER: 28}
+"""Enough to fill the pool several times; few, as few run at once."""
+
+
+@pytest.fixture(scope="module")
+def saturated() -> dict[str, Point]:
+    """Each system with chats, while requests always wait."""
+    loads = {system: replace(FEW, num_saturating=count) for system, count in _NUM_REQUESTS.items()}
+    return {system: run(Job(system, OPT_13B, loads[system], math.inf)) for system in SYSTEMS}
+
+
+def test_memory_that_holds_tokens(saturated: dict[str, Point]) -> None:
+    tokens = {system: point.shares.tokens for system, point in saturated.items()}
+    assert tokens[MAX] < tokens[POW2] < tokens[ORACLE] < 0.5 < tokens[QUIRE]
+    assert 0.12 < tokens[MAX] < 0.26
+    assert tokens[QUIRE] > 0.85
+    assert saturated[QUIRE].shares.tokens_of_held > 0.96
+
+
+def test_requests_that_run_at_once(saturated: dict[str, Point]) -> None:
+    batched = {system: point.batched for system, point in saturated.items()}
+    assert batched[MAX] == pytest.approx(7, abs=0.01)
+    assert batched[FASTER_TRANSFORMER] < batched[MAX] < batched[POW2] < batched[ORACLE] < batched[QUIRE]
+    assert 1.5 < batched[QUIRE] / batched[ORACLE] < 3.5
+
+
+def test_rates_that_are_served(saturated: dict[str, Point]) -> None:
+    served = [saturated[system].served_rate for system in (FASTER_TRANSFORMER, MAX, POW2, ORACLE, QUIRE)]
+    assert served == sorted(served)
+    assert 1.3 < served[-1] / served[-2] < 3.5
+    assert 2.2 < served[-1] / served[1] < 8
+
+
+def test_latency_under_a_load_that_only_pages_carry() -> None:
+    points = [run(Job(system, OPT_13B, FEW.scaled(0.3), 3.2)) for system in (QUIRE, ORACLE)]
+    assert points[0].normalized_s < points[1].normalized_s
+
+
+@pytest.mark.parametrize(("n", "beam_width", "least"), [(4, None, 0.05), (1, 4, 0.3)])
+def test_sharing_saves_blocks(n: int, beam_width: int | None, least: float) -> None:
+    load = replace(alpaca_load(OPT_13B, n=n, beam_width=beam_width), duration_s=1.0)
+    saved = run(Job(QUIRE, OPT_13B, load, 40.0)).shares.saved
+    assert least < saved < 0.75
+
+
+def test_copies_of_beams_cost_the_reservations_time() -> None:
+    load = replace(alpaca_load(OPT_13B, beam_width=4), duration_s=1.0)
+    paged, contiguous = (run(Job(system, OPT_13B, load, 10.0)) for system in (QUIRE, ORACLE))
+    assert paged.normalized_s < contiguous.normalized_s
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    dataset = shared_prefix(341, Lognormal.fit(30, 0.6), Lognormal.fit(40, 0.6), MAX_MODEL_LEN, 32_000)
+    load = Load(dataset, 2, 150, shares_prefixes=True)
+    paged, contiguous = (run(Job(system, OPT_13B, load, math.inf)) for system in (QUIRE, ORACLE))
+    assert paged.batched > 1.5 * contiguous.batched
+
+
+def test_long_prompts_make_all_reservations_alike() -> None:
+    load = Load(chat(MAX_MODEL_LEN, VOCAB_SIZE, max_prompt_len=1024, mean_turns=12), 10, 40)
+    served = [run(Job(system, OPT_13B, load, math.inf)).batched for system in ORCAS]
+    assert max(served) < 1.6 * min(served)
+
+
+def test_both_ways_of_preemption_end_all_requests() -> None:
+    modes = (PreemptionMode.RECOMPUTE, PreemptionMode.SWAP)
+    recompute, swap = (run(Job(QUIRE, OPT_13B, FEW, math.inf, preemption_mode=mode)) for mode in modes)
+    assert recompute.swap_outs == 0 < recompute.preemptions
+    assert swap.swap_outs > 0
+
+
+def make_curve(*pairs: tuple[float, float], served: float = 1.0) -> Curve:
+    shares = Shares(0, 0, 0, 0, 0)
+    points = [Point(rate, seconds, rate, 1.0, shares, 0.0, 0) for rate, seconds in pairs]
+    return Curve("", Point(math.inf, 1.0, served, 1.0, shares, 0.0, 0), points)
+
+
+def test_rates_are_interpolated_between_points() -> None:
+    curve = make_curve((1, 0.1), (2, 0.1), (4, 0.4))
+    assert curve.rate_at(0.2) == pytest.approx(3)
+    assert curve.rate_at(0.4) == pytest.approx(4)
+    assert curve.rate_at(0.05) is None
+    assert curve.rate_at(0.5) is None
+
+
+def test_ratios_are_of_rates_at_equal_latency() -> None:
+    found = ratios({QUIRE: make_curve((2, 0.1), (8, 0.8), served=8), MAX: make_curve((1, 0.1), (2, 0.2), served=2)})[
+        MAX
+    ]
+    assert found.at_levels[0] == pytest.approx(
+        (2 + 6 * math.log(1.5) / math.log(8)) / (1 + math.log(1.5) / math.log(2))
+    )
+    assert found.at_levels[2] is None
+    assert found.saturated == 4
