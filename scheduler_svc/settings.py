@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from quire.rpc.address import parse_address
 from quire.service_flags import DrainFlags, ProcessFlags, StepFlags
-from quire.settings import ConfigurationError, setting
+from quire.settings import ConfigurationError, parse_bytes, setting
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,24 @@ class SchedulerFlags(StepFlags):
     trace_steps: str | None = setting(
         None, "file to write the parts of each step to, for Chrome's tracing page; absent writes none", metavar="FILE"
     )
+    record: str | None = setting(
+        None,
+        "file to write all that the scheduler's core is told, for `quire replay`; absent writes none",
+        metavar="FILE",
+    )
+    record_tokens: bool = setting(False, "write the token ids of prompts and answers into the recording, too")
+    record_max_bytes: int = setting(
+        1 << 30,
+        "max size of a recording, with the files before FILE; the oldest part is replaced by a snapshot",
+        parse=parse_bytes,
+        minimum=1 << 20,
+        metavar="BYTES",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.record_tokens and self.record is None:
+            raise ValueError("--record-tokens needs --record FILE")
 
 
 @dataclass(frozen=True)

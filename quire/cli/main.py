@@ -36,6 +36,7 @@ _COMMANDS = {
     "certs": _Command("quire.cli.certs", "make or renew certificates for TLS between all services"),
     "bench": _Command("quire.cli.bench.command", "measure a server under load, or draw what was measured"),
     "simulate": _Command("quire.cli.simulate", "simulate a replica under load: latencies, and what limits them"),
+    "replay": _Command("quire.cli.replay", "run a scheduler's recording again, without workers"),
     "status": _Command("quire.cli.status", "show health, models and replicas of a gateway"),
 }
 

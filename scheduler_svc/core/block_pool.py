@@ -266,6 +266,12 @@ class BlockPool:
         self._free.remove([block])
         self._free.extend([block])
 
+    def rename(self, content: BlockHash, name: BlockHash) -> None:
+        """Gives a sealed block's content another name, where there is such a block and the name is free."""
+        if name not in self._by_hash and (block := self._by_hash.pop(content, None)) is not None:
+            self._by_hash[name] = block
+            self._hashes[block] = name
+
     def free_blocks(self) -> tuple[BlockId, ...]:
         """The free blocks in the order in which they will be handed out."""
         return tuple(self._free)

@@ -48,6 +48,8 @@ async def serve(settings: SchedulerSettings) -> None:
     finally:
         await server.stop(grace_s=1.0)
         loop.trace.close()
+        if loop.recorder is not None:
+            await asyncio.to_thread(loop.recorder.close)
         await asyncio.to_thread(spans.close)
 
 

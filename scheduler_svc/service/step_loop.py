@@ -32,6 +32,7 @@ from scheduler_svc.core.results import usage_of
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.core.step import ClientEvents, RequestFailure, Usage
+from scheduler_svc.recording.recorder import Recorder
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.outbox import SequenceProgress
 from scheduler_svc.service.requests import GATEWAYS, Requests
@@ -76,6 +77,7 @@ class StepLoop:
         version: Rises where other workers are attached than before, by their pool, model or limits.
         retry: When a request that is refused for a full queue may come back.
         trace: The parts of each step (`--trace-steps`).
+        recorder: What writes all that the core is told (`--record`); None where nothing does.
     """
 
     def __init__(
@@ -96,6 +98,13 @@ class StepLoop:
         self.version = 0
         self.retry = RetryAdvisor()
         self.trace = StepTrace.open(settings.trace_steps)
+        self.recorder = (
+            None
+            if settings.record is None
+            else Recorder.open(
+                settings.record, with_token_ids=settings.record_tokens, max_bytes=settings.record_max_bytes
+            )
+        )
         self._settings = settings
         self._requests = requests
         self._metrics = metrics
@@ -410,7 +419,7 @@ class StepLoop:
         info, before = link.info, self.replica
         config = self._config(info)
         if self.scheduler is None:
-            self.scheduler = Scheduler(config)
+            self.scheduler = self._make_core(config)
         else:
             if before is not None and (changes := info.model_changes(before)):
                 self._end_all(self.scheduler, ", ".join(changes))
@@ -462,6 +471,9 @@ class StepLoop:
             max_prefill_share=settings.max_prefill_share,
         )
 
+    def _make_core(self, config: SchedulerConfig) -> Scheduler:
+        return Scheduler(config) if self.recorder is None else self.recorder.make_scheduler(config)
+
     def _end_all(self, scheduler: Scheduler, changes: str) -> None:
         """The worker came back with another model: all requests fail, and all pins end. Gateways whose tokenizer still
         fits learn what the model is now when they connect again."""
@@ -486,7 +498,7 @@ class StepLoop:
     def _rebuild(self, old: Scheduler, config: SchedulerConfig) -> None:
         """The worker came back with another pool: live requests move over, in order of arrival."""
         _logger.warning("the worker came back with another geometry: %s", config)
-        self.scheduler = Scheduler(config)
+        self.scheduler = self._make_core(config)
         failures = self.scheduler.take_over(old, time.monotonic())
         self._wake_pin_waiters(self.scheduler.pins)
         self._emit(0, {GATEWAYS: ClientEvents(failed=failures)})

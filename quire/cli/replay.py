@@ -1,0 +1,49 @@
+"""`quire replay`: a scheduler's recording, run again on this machine without workers."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.settings import ConfigurationError, load_settings, setting
+from scheduler_svc.recording.files import RecordingError
+from scheduler_svc.recording.replay import Report, replay
+
+PROGRAM = "quire replay"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayFlags:
+    """Tells the scheduler's core again what `quire scheduler --record FILE` wrote, and compares the steps that it plans
+    with the recorded ones. The exit status is 0 when all are equal, else 1."""
+
+    file: str | None = setting(None, "the recording", positional=True)
+    check: bool = setting(True, "check the core's invariants after each operation, which takes most of the time")
+    steps: bool = setting(False, "print a line for each step")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints what was replayed and where it differs; 0 when every step is planned as it was."""
+    flags = load_settings(ReplayFlags, argv, os.environ, program=PROGRAM)
+    if flags.file is None:
+        raise ConfigurationError("give the file that `quire scheduler --record FILE` wrote")
+    try:
+        report = replay(Path(flags.file), checks=flags.check, show=print if flags.steps else None)
+    except RecordingError as error:
+        raise ConfigurationError(str(error)) from error
+    _print(report)
+    return 0 if report.is_equal else 1
+
+
+def _print(report: Report) -> None:
+    if report.damage is not None:
+        print(f"{PROGRAM}: warning: {report.damage}; what comes before was replayed", file=sys.stderr)
+    for line in report.differences:
+        print(line)
+    if report.num_differences > len(report.differences):
+        print(f"... and {report.num_differences - len(report.differences)} more differences")
+    if report.ended_early is not None:
+        print(f"the replay ends there: {report.ended_early}")
+    told = f"{report.num_operations} operations, {report.num_requests} requests, {report.num_steps} steps"
+    print(f"{told}: {'all as recorded' if report.is_equal else f'{report.num_differences} differ from the recording'}")

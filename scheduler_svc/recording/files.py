@@ -1,0 +1,148 @@
+"""The files of a recording.
+
+A file is a magic number and frames: length, checksum, content. The first frame is the header. A recording that grew too
+large for one file goes on in others:
+
+    FILE            the newest
+    FILE.3, FILE.4  the ones before it, whole
+    FILE.snapshot   the core before the oldest of these, where files before it were removed
+"""
+
+import secrets
+import struct
+import time
+import zlib
+from collections.abc import Generator
+from pathlib import Path
+from typing import BinaryIO
+
+from google.protobuf.message import DecodeError
+
+from quire.settings import ConfigurationError
+from quire.version import VERSION
+from scheduler_svc.recording.messages import Header
+
+FORMAT_VERSION = 1
+_MAGIC = b"quire recording\n"
+_FRAME = struct.Struct("<II")
+
+
+class RecordingError(Exception):
+    """A file that cannot be run again. The message is one line that names it."""
+
+
+class DamagedError(RecordingError):
+    """A file is cut or changed; what comes before the damage is whole."""
+
+
+def new_header(*, has_token_ids: bool) -> Header:
+    """Of the first file of a recording."""
+    return Header(
+        format_version=FORMAT_VERSION,
+        recording_id=secrets.token_bytes(8),
+        version=VERSION,
+        has_token_ids=has_token_ids,
+        started_unix_seconds=time.time(),
+    )
+
+
+def header_of(other: Header, segment: int) -> Header:
+    """The same recording's, of another file."""
+    header = Header()
+    header.CopyFrom(other)
+    header.segment = segment
+    return header
+
+
+def frame(content: bytes) -> bytes:
+    return _FRAME.pack(len(content), zlib.crc32(content)) + content
+
+
+def create(path: Path, header: Header) -> BinaryIO:
+    """An empty file of a recording, to append frames to. OSError where it cannot be written."""
+    file = path.open("wb", buffering=0)
+    file.write(_MAGIC + frame(header.SerializeToString()))
+    return file
+
+
+def open_frames(path: Path) -> tuple[Header, Generator[bytes]]:
+    """The header, and the frames behind it, which may raise DamagedError. Raises RecordingError."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise RecordingError(f"{path}: {error.strerror}") from error
+    if file.read(len(_MAGIC)) != _MAGIC:
+        file.close()
+        raise RecordingError(f"{path} is no recording of a scheduler")
+    frames = _frames(path, file)
+    try:
+        header = Header.FromString(next(frames))
+    except (DamagedError, StopIteration, DecodeError):
+        raise RecordingError(f"{path} is damaged at its start; nothing of it can be replayed") from None
+    if header.format_version != FORMAT_VERSION:
+        raise RecordingError(
+            f"{path} has format {header.format_version}; this version of Quire, {VERSION}, reads format "
+            f"{FORMAT_VERSION}: use Quire {header.version}"
+        )
+    return header, frames
+
+
+def read_header(path: Path) -> Header:
+    """Raises RecordingError where the file is no recording."""
+    header, frames = open_frames(path)
+    frames.close()
+    return header
+
+
+def _frames(path: Path, file: BinaryIO) -> Generator[bytes]:
+    with file:
+        while prefix := file.read(_FRAME.size):
+            at = file.tell() - len(prefix)
+            if len(prefix) < _FRAME.size:
+                raise DamagedError(f"{path} is cut at byte {at}")
+            size, checksum = _FRAME.unpack(prefix)
+            content = file.read(size)
+            if len(content) < size:
+                raise DamagedError(f"{path} is cut or damaged at byte {at}")
+            if zlib.crc32(content) != checksum:
+                raise DamagedError(f"{path} is damaged at byte {at}")
+            yield content
+
+
+def segment_path(path: Path, segment: int) -> Path:
+    return path.with_name(f"{path.name}.{segment}")
+
+
+def snapshot_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.snapshot")
+
+
+def set_aside(path: Path) -> None:
+    """Renames the files of an earlier recording to FILE.old and so on, in place of what had these names. Raises
+    ConfigurationError where the file is not a recording, or cannot be renamed."""
+    if not path.exists():
+        return
+    try:
+        segment = read_header(path).segment
+    except RecordingError as error:
+        raise ConfigurationError(f"--record {path}: the file exists, and it would be overwritten: {error}") from error
+    old = path.with_name(f"{path.name}.old")
+    try:
+        for stale in [
+            old,
+            snapshot_path(old),
+            *(each for each in old.parent.glob(f"{old.name}.*") if _is_segment(each)),
+        ]:
+            stale.unlink(missing_ok=True)
+        if snapshot_path(path).exists():
+            snapshot_path(path).rename(snapshot_path(old))
+        for number in range(segment):
+            if segment_path(path, number).exists():
+                segment_path(path, number).rename(segment_path(old, number))
+        path.rename(old)
+    except OSError as error:
+        raise ConfigurationError(f"--record {path}: cannot set the earlier recording aside: {error}") from error
+
+
+def _is_segment(path: Path) -> bool:
+    return path.suffix[1:].isdigit()

@@ -1,0 +1,326 @@
+"""Between what the core is told and the messages of a recording.
+
+Token ids are hidden unless they are to be recorded. A hidden id stands for a token at its position: it is equal where
+both are equal, so prompts that share a prefix still do, and the core plans as it did. It is at least 2**30, so it is
+never the id of a token that ends a sequence.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import fields
+from hashlib import blake2b
+
+import numpy as np
+
+from quire.arrays import encode_int32
+from quire.logprob_columns import LogprobColumns
+from quire.scheduler.v1 import recording_pb2
+from scheduler_svc.core.beam_search import BeamParameters, Candidates, EarlyStopping
+from scheduler_svc.core.block_pool import HASH_BYTES, BlockHash, BlockId, PrefixHashes
+from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
+from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
+from scheduler_svc.core.step import Array, SampleLogprobs, StepInFlight, StepPlan, StepResult
+
+Header = recording_pb2.RecordingHeader
+Operation = recording_pb2.RecordedOperation
+
+_DIGEST_BYTES = 8
+_FIRST_HIDDEN = 1 << 30
+_FACTORS = tuple(np.uint64(factor) for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93))
+
+
+class TokenHider:
+    """Replaces token ids by hidden ones. Not encryption: who reads the file sees what repeats, and where."""
+
+    KEY_BYTES = 24
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._keys = np.frombuffer(key, "<u8")
+
+    def hide(self, token_ids: SequenceOf[int] | Array, positions: Array) -> Array:
+        """int64[n] for n tokens and their positions."""
+        mixed = np.asarray(token_ids, np.int64).astype(np.uint64) | positions.astype(np.uint64) << np.uint64(32)
+        for key, factor in zip(self._keys, _FACTORS, strict=True):
+            mixed = (mixed ^ key) * factor
+            mixed ^= mixed >> np.uint64(32)
+        return (mixed >> np.uint64(34)).astype(np.int64) | _FIRST_HIDDEN
+
+    def name_of(self, content: BlockHash) -> BlockHash:
+        """A name for a block whose tokens the core was not told yet."""
+        return BlockHash(blake2b(content, key=self._key, digest_size=HASH_BYTES).digest())
+
+
+def hidden(hider: TokenHider | None, token_ids: SequenceOf[int] | Array, start: int = 0) -> Array:
+    """Consecutive tokens from the position `start`, int64[n]; as they are without a hider."""
+    values = np.asarray(token_ids, np.int64)
+    return values if hider is None else hider.hide(values, np.arange(start, start + len(values)))
+
+
+def start_message(config: SchedulerConfig) -> Operation:
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    values |= {"policy": config.policy.value, "preemption_mode": config.preemption_mode.value}
+    return Operation(start=recording_pb2.RecordedStart(**values))
+
+
+def config_of(start: recording_pb2.RecordedStart) -> SchedulerConfig:
+    values = {field.name: getattr(start, field.name) for field in fields(SchedulerConfig)}
+    values |= {"policy": PolicyKind(start.policy), "preemption_mode": PreemptionMode(start.preemption_mode)}
+    return SchedulerConfig(**values)
+
+
+def submit_message(request: Request, now: float, hider: TokenHider | None) -> Operation:
+    """Without parameters and seeds, which the core carries and never reads."""
+    start = len(request.prompt)
+    submit = recording_pb2.RecordedSubmit(
+        client=request.key.client,
+        handle=request.key.handle,
+        request_id=request.request_id,
+        prompt=encode_int32(hidden(hider, request.prompt)),
+        max_tokens=request.max_tokens,
+        stop_token_ids=sorted(request.stop_token_ids),
+        emitted=[
+            recording_pb2.RecordedEmitted(
+                token_ids=encode_int32(hidden(hider, each.token_ids, start)), has_ended=each.has_ended
+            )
+            for each in request.emitted
+        ],
+        tenant=request.tenant,
+        num_sequences=request.num_sequences,
+        num_returned=request.num_returned,
+        priority=request.priority,
+        accepted_before=request.accepted_before,
+        logprobs=request.sampling.logprobs,
+        prompt_logprobs=request.sampling.prompt_logprobs,
+        prompt_logprobs_start=request.sampling.prompt_logprobs_start,
+    )
+    if request.beam is not None:
+        submit.beams.width = request.beam.width
+        submit.beams.length_penalty = request.beam.length_penalty
+        submit.beams.early_stopping = request.beam.early_stopping.name
+    return Operation(now=now, submit=submit)
+
+
+def request_of(submit: recording_pb2.RecordedSubmit) -> Request:
+    beams = submit.beams if submit.HasField("beams") else None
+    return Request(
+        key=RequestKey(ClientId(submit.client), Handle(submit.handle)),
+        request_id=submit.request_id,
+        prompt=tokens_of(submit.prompt),
+        sampling=RowSampling(
+            seed=0,
+            logprobs=submit.logprobs if submit.HasField("logprobs") else None,
+            prompt_logprobs=submit.prompt_logprobs if submit.HasField("prompt_logprobs") else None,
+            prompt_logprobs_start=submit.prompt_logprobs_start,
+        ),
+        max_tokens=submit.max_tokens,
+        stop_token_ids=frozenset(submit.stop_token_ids),
+        emitted=[EmittedSequence(tokens_of(each.token_ids), each.has_ended) for each in submit.emitted],
+        tenant=submit.tenant,
+        num_sequences=submit.num_sequences,
+        num_returned=submit.num_returned,
+        priority=submit.priority,
+        beam=beams and BeamParameters(beams.width, beams.length_penalty, EarlyStopping[beams.early_stopping]),
+        accepted_before=submit.accepted_before,
+    )
+
+
+def tokens_of(packed: bytes) -> list[int]:
+    return np.frombuffer(packed, "<i4").tolist()
+
+
+def abort_message(key: RequestKey) -> Operation:
+    return Operation(abort=recording_pb2.RecordedAbort(client=key.client, handle=key.handle))
+
+
+def abort_sequence_message(key: RequestKey, index: int) -> Operation:
+    abort = recording_pb2.RecordedAbort(client=key.client, handle=key.handle, sequence_index=index)
+    return Operation(abort_sequence=abort)
+
+
+def preempt_message(key: RequestKey, now: float) -> Operation:
+    return Operation(now=now, preempt=recording_pb2.RecordedAbort(client=key.client, handle=key.handle))
+
+
+def pin_message(
+    tenant: str, token_ids: SequenceOf[int], now: float, time_to_live: float, hider: TokenHider | None
+) -> Operation:
+    pin = recording_pb2.RecordedPin(
+        tenant=tenant, token_ids=encode_int32(hidden(hider, token_ids)), time_to_live_seconds=time_to_live
+    )
+    return Operation(now=now, pin=pin)
+
+
+def unpin_message(handle: Handle) -> Operation:
+    return Operation(unpin=recording_pb2.RecordedUnpin(handle=handle))
+
+
+def expire_pins_message(now: float) -> Operation:
+    return Operation(now=now, expire_pins=recording_pb2.RecordedExpirePins())
+
+
+def refuse_message(detail: str) -> Operation:
+    return Operation(refuse_in_flight=recording_pb2.RecordedLoss(detail=detail))
+
+
+def lose_message(detail: str | None) -> Operation:
+    return Operation(lose_in_flight=recording_pb2.RecordedLoss(detail=detail))
+
+
+def judge_message(was_alive: bool) -> Operation:
+    return Operation(judge_loss=recording_pb2.RecordedLoss(was_alive=was_alive))
+
+
+def void_message(now: float) -> Operation:
+    return Operation(now=now, void_in_flight=recording_pb2.RecordedLoss())
+
+
+def take_over_message(now: float) -> Operation:
+    return Operation(now=now, take_over=recording_pb2.RecordedTakeOver())
+
+
+def plan_message(plan: StepPlan | None, now: float) -> Operation:
+    if plan is None:
+        return Operation(now=now, schedule=recording_pb2.RecordedSchedule())
+    summary = recording_pb2.RecordedPlan(
+        step_id=plan.step_id,
+        num_rows=len(plan.rows),
+        num_tokens=plan.num_tokens,
+        num_samples=len(plan.samples),
+        num_assigned=len(plan.assign),
+        num_released=len(plan.release),
+        num_swapped_out=len(plan.swap_out),
+        num_swapped_in=len(plan.swap_in),
+        num_copied=len(plan.copies),
+        digest=_digest(plan),
+    )
+    return Operation(now=now, schedule=recording_pb2.RecordedSchedule(plan=summary))
+
+
+def _digest(plan: StepPlan) -> bytes:
+    """Of all that is the same with other token ids, seeds and parameters."""
+    parts: list[Array] = [
+        plan.swap_out, plan.swap_in, plan.copies, plan.release, plan.forks, plan.set_tokens[:, :2],
+        plan.block_table_deltas, plan.rows, plan.num_new_tokens, plan.num_computed_tokens, plan.samples,
+    ]  # fmt: skip
+    digest = blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        # The shape, so that what stands at the end of one part is not at the start of the next.
+        digest.update(len(part).to_bytes(4, "little") + np.ascontiguousarray(part, "<i8").tobytes())
+    for each in plan.assign:
+        digest.update(np.array([each.row, len(each.token_ids), each.num_prompt_tokens, *each.block_table]).tobytes())
+    digest.update(np.array([row for row, _ in plan.reseed] + [block for block, _ in plan.sealed], "<i8").tobytes())
+    return digest.digest()
+
+
+def apply_message(
+    step: StepInFlight | None,
+    result: StepResult,
+    now: float,
+    hider: TokenHider | None,
+    stops: Mapping[int, frozenset[int]],
+) -> Operation:
+    """A result as the core reads it: without the most likely tokens of log probabilities.
+
+    Args:
+        step: The oldest step in flight, if there was one.
+        result: What the workers answered, whether it is the step's or not.
+        now: Seconds.
+        hider: None records the token ids as they are.
+        stops: The tokens that end the sequence of a row, of all rows whose result may hold one.
+    """
+    hide = _ResultHider(step, hider, stops)
+    apply = recording_pb2.RecordedApply(
+        step_id=result.step_id,
+        token_ids=encode_int32(hide.samples(result.token_ids)),
+        failures=[
+            recording_pb2.RecordedFailure(row=row, message=message, is_refused=row in result.refused)
+            for row, message in result.failures.items()
+        ],
+        candidates=[
+            recording_pb2.RecordedCandidates(
+                row=row,
+                token_ids=encode_int32(hide.candidates(row, each.token_ids)),
+                logprobs=np.asarray(each.logprobs, "<f8").tobytes(),
+            )
+            for row, each in result.candidates.items()
+        ],
+        non_finite_chunks=sorted(result.non_finite_chunks),
+    )
+    if result.logprobs is not None:
+        apply.logprob_samples = encode_int32(result.logprobs.samples)
+        apply.logprobs = result.logprobs.columns.chosen_logprobs.astype("<f4").tobytes()
+    return Operation(now=now, apply=apply)
+
+
+class _ResultHider:
+    """Hides the tokens of a step's result, but for those that end their sequence."""
+
+    def __init__(
+        self, step: StepInFlight | None, hider: TokenHider | None, stops: Mapping[int, frozenset[int]]
+    ) -> None:
+        self._rows, self._positions = (np.zeros(0), np.zeros(0)) if step is None else (step.rows, step.num_computed)
+        self._hider = hider
+        self._stops = stops
+
+    def samples(self, token_ids: Array) -> Array:
+        if self._hider is None or token_ids.shape != self._rows.shape:
+            # A result of another step is refused, whatever its tokens are.
+            return token_ids if self._hider is None else np.zeros_like(token_ids)
+        tokens = self._hider.hide(token_ids, self._positions)
+        for sample in np.flatnonzero(np.isin(self._rows, list(self._stops))).tolist():
+            if int(token_ids[sample]) in self._stops[int(self._rows[sample])]:
+                tokens[sample] = token_ids[sample]
+        return tokens
+
+    def candidates(self, row: int, token_ids: SequenceOf[int]) -> Array:
+        tokens = np.asarray(token_ids, np.int64)
+        if self._hider is None:
+            return tokens
+        position = self._positions[self._rows == row].sum()
+        stops = np.isin(tokens, list(self._stops.get(row, ())))
+        return np.where(stops, tokens, self._hider.hide(tokens, np.full(len(tokens), position)))
+
+
+def result_of(apply: recording_pb2.RecordedApply) -> StepResult:
+    """The result as the core reads it; each log probability is without the most likely tokens."""
+    samples = np.frombuffer(apply.logprob_samples, "<i4").astype(np.int64)
+    zeros, nothing = np.zeros(len(samples), np.int32), np.zeros(0)
+    columns = LogprobColumns(
+        np.frombuffer(apply.logprobs, "<f4"), zeros, zeros, nothing.astype(np.int32), nothing.astype(np.float32)
+    )
+    return StepResult(
+        apply.step_id,
+        np.frombuffer(apply.token_ids, "<i4").astype(np.int64),
+        SampleLogprobs(samples, columns) if len(samples) else None,
+        {each.row: each.message for each in apply.failures},
+        {
+            each.row: Candidates(tokens_of(each.token_ids), np.frombuffer(each.logprobs, "<f8").tolist())
+            for each in apply.candidates
+        },
+        frozenset(apply.non_finite_chunks),
+        frozenset(each.row for each in apply.failures if each.is_refused),
+    )
+
+
+def sealed_message(sealed: SequenceOf[tuple[BlockId, BlockHash]], hider: TokenHider | None) -> Operation:
+    blocks = [block for block, _ in sealed]
+    hashes = [content if hider is None else hider.name_of(content) for _, content in sealed]
+    return Operation(restore_sealed=recording_pb2.RecordedSealed(blocks=encode_int32(blocks), hashes=b"".join(hashes)))
+
+
+def sealed_of(message: recording_pb2.RecordedSealed) -> list[tuple[BlockId, BlockHash]]:
+    blocks, hashes = tokens_of(message.blocks), message.hashes
+    return [
+        (BlockId(block), BlockHash(hashes[at : at + HASH_BYTES]))
+        for block, at in zip(blocks, range(0, len(hashes), HASH_BYTES), strict=True)
+    ]
+
+
+def rename_message(
+    content: BlockHash, tenant: str, token_ids: SequenceOf[int], block_size: int, hider: TokenHider
+) -> Operation:
+    """The block that was restored as `content` is the last one of these tokens of a tenant, which fill blocks."""
+    tokens = hidden(hider, token_ids).tolist()
+    hashes = PrefixHashes(tenant, block_size).first(len(tokens) // block_size, tokens)
+    return Operation(rename=recording_pb2.RecordedRename(name=hider.name_of(content), hash=hashes[-1]))

@@ -1,0 +1,385 @@
+"""Writes what the core is told (`--record`). The core waits for nothing: a thread makes the messages and writes them.
+
+A recording never harms what it records: where it cannot go on, as on a full disk, it ends with one line in the log.
+"""
+
+import logging
+import os
+import queue
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import numpy as np
+
+from quire.settings import ConfigurationError
+from scheduler_svc.core.block_pool import BlockHash, BlockId, PrefixHashes
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.pins import Pin
+from scheduler_svc.core.request import ClientId, Request, RequestKey
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.step import ClientEvents, RequestFailure, StepInFlight, StepPlan, StepResult
+from scheduler_svc.recording import files, messages
+from scheduler_svc.recording.messages import Header, Operation, TokenHider
+
+T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
+
+_MAX_PENDING = 50_000
+"""Operations that may wait to be written; a disk that is that slow ends the recording."""
+
+_SEGMENTS = 4
+"""A recording that may have so many bytes goes on in another file at this part of them. There are at most three files
+and the snapshot: the newest file, the one before, and one that is being replaced by the snapshot."""
+
+
+class Recorder:
+    """A recording that is being written. `open` begins it; the cores that `make_scheduler` makes are recorded."""
+
+    def __init__(self, path: Path, file: BinaryIO, header: Header, max_bytes: int) -> None:
+        self._hider = None if header.has_token_ids else TokenHider(secrets.token_bytes(TokenHider.KEY_BYTES))
+        self._pending: queue.SimpleQueue[Callable[[], Operation] | None] = queue.SimpleQueue()
+        self._is_open = True
+        self._writer = _Writer(path, file, header, max_bytes)
+        self._thread = threading.Thread(target=self._write, name="recording", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(cls, path: str, *, with_token_ids: bool, max_bytes: int) -> "Recorder":
+        """Sets an earlier recording of this name aside. Raises ConfigurationError where the file cannot be written."""
+        header = files.new_header(has_token_ids=with_token_ids)
+        files.set_aside(Path(path))
+        try:
+            return cls(Path(path), files.create(Path(path), header), header, max_bytes)
+        except OSError as error:
+            raise ConfigurationError(f"--record {path}: {error.strerror}") from error
+
+    def make_scheduler(self, config: SchedulerConfig) -> Scheduler:
+        return _RecordedScheduler(config, self.put, self._hider)
+
+    def put(self, make: Callable[[], Operation]) -> None:
+        """Writes what `make` returns, which must not read what may change."""
+        if not self._is_open:
+            return
+        if self._pending.qsize() >= _MAX_PENDING:
+            self._end(f"{_MAX_PENDING} operations wait to be written: the disk is too slow")
+            return
+        self._pending.put(make)
+
+    def close(self) -> None:
+        """Returns when all is written."""
+        self._pending.put(None)
+        self._thread.join()
+        self._writer.close()
+
+    def _end(self, reason: str) -> None:
+        if self._is_open:
+            self._is_open = False
+            _logger.warning("the recording %s ends here: %s", self._writer.path, reason)
+
+    def _write(self) -> None:
+        is_last = False
+        while not is_last:
+            pending = [self._pending.get()]
+            # What came meanwhile, in one write.
+            while not self._pending.empty():
+                pending.append(self._pending.get())
+            is_last = pending[-1] is None
+            if self._is_open:
+                self._write_all([make for make in pending if make is not None])
+
+    def _write_all(self, makes: Sequence[Callable[[], Operation]]) -> None:
+        try:
+            self._writer.write([make().SerializeToString() for make in makes])
+        except (OSError, files.RecordingError) as error:
+            self._end(str(error))
+        except Exception as error:
+            _logger.exception("an operation of the core cannot be recorded")
+            self._end(f"{type(error).__name__}: {error}")
+
+
+class _Writer:
+    """Appends operations to the newest file, and begins another where that is full."""
+
+    def __init__(self, path: Path, file: BinaryIO, header: Header, max_bytes: int) -> None:
+        self.path = path
+        self._file = file
+        self._header = header
+        self._max_segment = max_bytes // _SEGMENTS
+        self._num_bytes = 0
+        self._compacting: subprocess.Popen[str] | None = None
+
+    def write(self, operations: Iterable[bytes]) -> None:
+        """Raises OSError, or RecordingError where too much of the recording is still to be replaced by a snapshot."""
+        content = memoryview(b"".join(files.frame(each) for each in operations))
+        self._num_bytes += len(content)
+        while content:
+            content = content[self._file.write(content) :]
+        if self._num_bytes >= self._max_segment:
+            self._go_on()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._compacting is not None:
+            self._compacting.kill()
+            self._compacting.communicate()
+
+    def _go_on(self) -> None:
+        segment = self._header.segment
+        if self._compacting is not None:
+            if self._compacting.poll() is None:
+                if self._num_bytes < 2 * self._max_segment:
+                    return
+                raise files.RecordingError("its oldest file is not yet replaced by a snapshot, and it may not grow")
+            _, errors = self._compacting.communicate()
+            if self._compacting.returncode:
+                raise files.RecordingError(errors.strip().rpartition("\n")[2])
+            self._compacting = None
+        self._file.close()
+        self.path.rename(files.segment_path(self.path, segment))
+        self._header = files.header_of(self._header, segment + 1)
+        self._file = files.create(self.path, self._header)
+        self._num_bytes = 0
+        if segment:
+            # In a process of its own, since running the core takes the processor from this one.
+            self._compacting = subprocess.Popen(
+                [sys.executable, "-m", "scheduler_svc.recording.compact", self.path, str(segment)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+            )
+
+
+class _RecordedScheduler(Scheduler):
+    """A core that reports what it is told from outside; what it tells itself follows from that."""
+
+    def __init__(
+        self, config: SchedulerConfig, put: Callable[[Callable[[], Operation]], None], hider: TokenHider | None
+    ) -> None:
+        super().__init__(config)
+        self._put = put
+        self._hider = hider
+        self._is_told = False
+        self._stops = _StopTable()
+        self._restored = None if hider is None else _Restored(put, hider)
+        put(partial(messages.start_message, config))
+
+    def _tell(self, call: Callable[[], T], describe: Callable[[T | None], Operation]) -> T:
+        """Calls, and reports. `describe` gets what the call returned, None where it raised, and runs later."""
+        if self._is_told:
+            return call()
+        self._is_told = True
+        outcome, raised = None, ""
+        try:
+            outcome = call()
+            return outcome
+        except Exception as error:
+            raised = type(error).__name__
+            raise
+        finally:
+            self._is_told = False
+            self._put(partial(_describe, describe, outcome, raised))
+
+    def submit(self, request: Request, now: float) -> None:
+        self._stops.add(request.stop_token_ids)
+        hider = self._hider
+        self._tell(
+            lambda: super(_RecordedScheduler, self).submit(request, now),
+            lambda _: messages.submit_message(request, now, hider),
+        )
+
+    def abort(self, key: RequestKey) -> bool:
+        return self._tell(lambda: super(_RecordedScheduler, self).abort(key), lambda _: messages.abort_message(key))
+
+    def abort_sequence(self, key: RequestKey, index: int) -> bool:
+        return self._tell(
+            lambda: super(_RecordedScheduler, self).abort_sequence(key, index),
+            lambda _: messages.abort_sequence_message(key, index),
+        )
+
+    def preempt(self, key: RequestKey, now: float) -> bool:
+        return self._tell(
+            lambda: super(_RecordedScheduler, self).preempt(key, now), lambda _: messages.preempt_message(key, now)
+        )
+
+    def pin(self, tenant: str, token_ids: list[int], now: float, time_to_live: float) -> Pin:
+        hider = self._hider
+        if self._restored is not None and self._restored.hashes and not self._is_told:
+            num_blocks = len(token_ids) // self.config.block_size
+            _ObservedHashes(tenant, self.config.block_size, self._restored).first(num_blocks, token_ids)
+        return self._tell(
+            lambda: super(_RecordedScheduler, self).pin(tenant, token_ids, now, time_to_live),
+            lambda _: messages.pin_message(tenant, token_ids, now, time_to_live, hider),
+        )
+
+    def unpin(self, tenant: str, pin_id: str) -> bool:
+        pin = self.pins.of_tenant(tenant, pin_id)
+        if pin is None:
+            return False
+        return self._tell(
+            lambda: super(_RecordedScheduler, self).unpin(tenant, pin_id),
+            lambda _: messages.unpin_message(pin.key.handle),
+        )
+
+    def expire_pins(self, now: float) -> None:
+        self._tell(
+            lambda: super(_RecordedScheduler, self).expire_pins(now), lambda _: messages.expire_pins_message(now)
+        )
+
+    def schedule(self, now: float) -> StepPlan | None:
+        return self._tell(
+            lambda: super(_RecordedScheduler, self).schedule(now), partial(messages.plan_message, now=now)
+        )
+
+    def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
+        step = self.in_flight[0] if self.in_flight else None
+        stops = {} if step is None or self._hider is None else self._stops_of(step, result)
+        hider = self._hider
+        return self._tell(
+            lambda: super(_RecordedScheduler, self).apply(result, now),
+            lambda _: messages.apply_message(step, result, now, hider, stops),
+        )
+
+    def refuse_in_flight(self, detail: str) -> dict[ClientId, ClientEvents]:
+        return self._tell(
+            lambda: super(_RecordedScheduler, self).refuse_in_flight(detail),
+            lambda _: messages.refuse_message(detail),
+        )
+
+    def lose_in_flight(self, detail: str | None = None) -> None:
+        self._tell(
+            lambda: super(_RecordedScheduler, self).lose_in_flight(detail), lambda _: messages.lose_message(detail)
+        )
+
+    def judge_loss(self, *, was_alive: bool) -> dict[ClientId, ClientEvents]:
+        return self._tell(
+            lambda: super(_RecordedScheduler, self).judge_loss(was_alive=was_alive),
+            lambda _: messages.judge_message(was_alive),
+        )
+
+    def void_in_flight(self, now: float) -> None:
+        self._tell(lambda: super(_RecordedScheduler, self).void_in_flight(now), lambda _: messages.void_message(now))
+
+    def restore_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
+        blocks, hider = list(sealed), self._hider
+        self._tell(
+            lambda: super(_RecordedScheduler, self).restore_sealed(blocks),
+            lambda _: messages.sealed_message(blocks, hider),
+        )
+        if self._restored is not None:
+            self._restored.hashes = {content for _, content in blocks}
+            for group in self.groups():
+                for sequence in group.unfinished:
+                    assert isinstance(sequence.prefix_hashes, _ObservedHashes)
+                    sequence.prefix_hashes.report(0, sequence.token_ids)
+
+    def take_over(self, old: Scheduler, now: float) -> list[RequestFailure]:
+        failures = self._tell(
+            lambda: super(_RecordedScheduler, self).take_over(old, now), lambda _: messages.take_over_message(now)
+        )
+        for group in self.groups():
+            self._observe(group)
+            self._stops.add(group.request.stop_token_ids)
+        return failures
+
+    def _arrive(self, request: Request, now: float) -> SequenceGroup:
+        group = super()._arrive(request, now)
+        self._observe(group)
+        return group
+
+    def _observe(self, group: SequenceGroup) -> None:
+        if self._restored is not None:
+            for sequence in group.sequences:
+                sequence.prefix_hashes = _ObservedHashes(group.request.tenant, self.config.block_size, self._restored)
+
+    def _stops_of(self, step: StepInFlight, result: StepResult) -> dict[int, frozenset[int]]:
+        """What ends the sequences of the rows whose result may hold such a token."""
+        rows = list(result.candidates)
+        if result.token_ids.shape == step.rows.shape:
+            rows += step.rows[self._stops.holds(result.token_ids)].tolist()
+        sequences = self.batch.rows.sequences_in(np.array(rows, np.int64))
+        return {row: each.request.stop_token_ids for row, each in zip(rows, sequences, strict=True) if each is not None}
+
+
+def _describe(describe: Callable[[T | None], Operation], outcome: T | None, raised: str) -> Operation:
+    operation = describe(outcome)
+    operation.raised = raised
+    return operation
+
+
+class _StopTable:
+    """Which token ids end any sequence."""
+
+    _MAX_ID = 1 << 22
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+        self._is_stop = np.zeros(1, dtype=bool)
+
+    def add(self, token_ids: frozenset[int]) -> None:
+        new = [each for each in token_ids - self._known if 0 <= each < self._MAX_ID]
+        if not new:
+            return
+        self._known.update(new)
+        if max(new) + 1 >= len(self._is_stop):
+            # One more, which stays False, stands for all beyond.
+            self._is_stop = np.resize(self._is_stop, max(new) + 2)
+        self._is_stop[:] = False
+        self._is_stop[list(self._known)] = True
+
+    def holds(self, token_ids: messages.Array) -> messages.Array:
+        return self._is_stop[np.clip(token_ids, 0, len(self._is_stop) - 1)]
+
+
+class _ObservedHashes(PrefixHashes):
+    """Hashes of a sequence's blocks that report those of blocks which were restored."""
+
+    def __init__(self, tenant: str, block_size: int, restored: "_Restored") -> None:
+        super().__init__(tenant, block_size)
+        self._tenant = tenant
+        self._restored = restored
+
+    def _compute(self, count: int, token_ids: Sequence[int]) -> None:
+        known = len(self._hashes)
+        super()._compute(count, token_ids)
+        self.report(known, token_ids)
+
+    def report(self, start: int, token_ids: Sequence[int]) -> None:
+        """Says of which restored blocks the tokens are known now, from the hash number `start` on."""
+        if self._restored.hashes and not self._restored.hashes.isdisjoint(self._hashes[start:]):
+            for index in range(start, len(self._hashes)):
+                tokens = token_ids[: (index + 1) * self._block_size]
+                self._restored.found(self._hashes[index], self._tenant, tokens, self._block_size)
+
+    def copy(self) -> PrefixHashes:
+        twin = _ObservedHashes(self._tenant, self._block_size, self._restored)
+        twin._hashes, twin._parent = list(self._hashes), self._parent
+        return twin
+
+
+class _Restored:
+    """Blocks that a worker still held when it was attached, whose tokens the core was not told yet.
+
+    They are recorded under names of their own. Once the core computes the hash of one, its tokens are known, and the
+    recording says which hidden tokens they are.
+    """
+
+    def __init__(self, put: Callable[[Callable[[], Operation]], None], hider: TokenHider) -> None:
+        self.hashes: set[BlockHash] = set()
+        self._put = put
+        self._hider = hider
+
+    def found(self, content: BlockHash, tenant: str, token_ids: Sequence[int], block_size: int) -> None:
+        if content in self.hashes:
+            self.hashes.discard(content)
+            tokens = list(token_ids)
+            self._put(partial(messages.rename_message, content, tenant, tokens, block_size, self._hider))

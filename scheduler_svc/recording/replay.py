@@ -1,0 +1,350 @@
+"""Runs the core on what it was told, without workers and gateways, and compares what it plans.
+
+The core is deterministic: time, ids and results are its arguments. So the same version plans the very same steps, and a
+changed one shows where it begins to plan others.
+"""
+
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scheduler_svc.core import invariants
+from scheduler_svc.core.block_pool import BlockHash
+from scheduler_svc.core.kv_cache import BlockManager
+from scheduler_svc.core.pins import PIN_CLIENT
+from scheduler_svc.core.policy import Policy
+from scheduler_svc.core.request import ClientId, Handle, RequestKey
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.recording.files import (
+    DamagedError,
+    RecordingError,
+    create,
+    frame,
+    open_frames,
+    read_header,
+    segment_path,
+    snapshot_path,
+)
+from scheduler_svc.recording.messages import (
+    Header,
+    Operation,
+    config_of,
+    plan_message,
+    request_of,
+    result_of,
+    sealed_of,
+    tokens_of,
+)
+
+_MAX_DIFFERENCES = 20
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of a replay. `differences` are lines, the first ones of `num_differences`."""
+
+    num_operations: int = 0
+    num_requests: int = 0
+    num_steps: int = 0
+    num_differences: int = 0
+    differences: list[str] = field(default_factory=list[str])
+    ended_early: str | None = None
+    """Why the rest cannot be replayed: what the core was told does not fit its state any more."""
+    damage: str | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.num_differences and self.ended_early is None
+
+    def differ(self, line: str) -> None:
+        self.num_differences += 1
+        if len(self.differences) < _MAX_DIFFERENCES:
+            self.differences.append(line)
+
+
+class _CannotGoOnError(Exception):
+    pass
+
+
+class Replayer:
+    """A core that is told one recorded operation after the other.
+
+    Args:
+        checks: Whether the core's invariants are checked after each operation.
+        show: Gets a line for each step.
+    """
+
+    def __init__(self, *, checks: bool = True, show: Callable[[str], None] | None = None) -> None:
+        self.scheduler: Scheduler | None = None
+        self.report = Report()
+        self._before: Scheduler | None = None
+        self._checks = checks
+        self._show = show
+        self._start: float | None = None
+
+    def run(self, operations: Iterator[Operation]) -> None:
+        """Runs as many as there are, or as fit; what differs is in `report`."""
+        try:
+            for operation in operations:
+                self._run(operation)
+        except _CannotGoOnError as error:
+            self.report.ended_early = str(error)
+        except DamagedError as error:
+            self.report.damage = str(error)
+
+    def _run(self, operation: Operation) -> None:
+        name = operation.WhichOneof("operation")
+        if name is None:
+            raise _CannotGoOnError(f"operation {self.report.num_operations + 1} is of a kind that this version lacks")
+        self.report.num_operations += 1
+        raised, cause = "", None
+        try:
+            self._tell(name, operation)
+        except _CannotGoOnError:
+            raise
+        except Exception as error:
+            raised, cause = type(error).__name__, error
+        if raised != operation.raised:
+            self.report.differ(
+                f"{self._place(operation)}: {name} {_raises(raised)}{f' ({cause})' if cause else ''}; "
+                f"when it was recorded it {_raises(operation.raised)}"
+            )
+            if name == "apply" and cause is not None:
+                raise _CannotGoOnError(f"the result of step {operation.apply.step_id} fits no step here: {cause}")
+        if self._checks and self.scheduler is not None:
+            try:
+                invariants.check(self.scheduler)
+            except invariants.InvariantViolationError as error:
+                self.report.differ(f"{self._place(operation)}: after {name} an invariant does not hold: {error}")
+                raise _CannotGoOnError("the state of the core contradicts itself") from error
+
+    def _tell(self, name: str, operation: Operation) -> None:
+        now = operation.now
+        if name == "start":
+            self._before, self.scheduler = self.scheduler, Scheduler(config_of(operation.start))
+            return
+        scheduler = self.scheduler
+        if scheduler is None:
+            raise _CannotGoOnError("the recording does not begin with the start of a core")
+        match name:
+            case "submit":
+                self.report.num_requests += 1
+                scheduler.submit(request_of(operation.submit), now)
+            case "abort":
+                scheduler.abort(_key(operation.abort.client, operation.abort.handle))
+            case "abort_sequence":
+                abort = operation.abort_sequence
+                scheduler.abort_sequence(_key(abort.client, abort.handle), abort.sequence_index)
+            case "preempt":
+                scheduler.preempt(_key(operation.preempt.client, operation.preempt.handle), now)
+            case "pin":
+                pin = operation.pin
+                scheduler.pin(pin.tenant, tokens_of(pin.token_ids), now, pin.time_to_live_seconds)
+            case "unpin":
+                pin = scheduler.pins.of_key(_key(PIN_CLIENT, operation.unpin.handle))
+                if pin is None:
+                    raise _CannotGoOnError(f"there is no pin {operation.unpin.handle} to end")
+                scheduler.unpin(pin.tenant, pin.pin_id)
+            case "expire_pins":
+                scheduler.expire_pins(now)
+            case "schedule":
+                self._schedule(scheduler, operation)
+            case "apply":
+                scheduler.apply(result_of(operation.apply), now)
+            case "refuse_in_flight":
+                scheduler.refuse_in_flight(operation.refuse_in_flight.detail)
+            case "lose_in_flight":
+                loss = operation.lose_in_flight
+                scheduler.lose_in_flight(loss.detail if loss.HasField("detail") else None)
+            case "judge_loss":
+                scheduler.judge_loss(was_alive=operation.judge_loss.was_alive)
+            case "void_in_flight":
+                scheduler.void_in_flight(now)
+            case "restore_sealed":
+                scheduler.restore_sealed(sealed_of(operation.restore_sealed))
+            case "rename":
+                rename = operation.rename
+                scheduler.batch.blocks.pool.rename(BlockHash(rename.name), BlockHash(rename.hash))
+            case "take_over":
+                if self._before is None:
+                    raise _CannotGoOnError("there is no core to take requests over from")
+                scheduler.take_over(self._before, now)
+                self._before = None
+            case _:
+                raise AssertionError(name)
+
+    def _schedule(self, scheduler: Scheduler, operation: Operation) -> None:
+        planned = plan_message(scheduler.schedule(operation.now), operation.now)
+        here, recorded = planned.schedule, operation.schedule
+        if here.HasField("plan"):
+            self.report.num_steps += 1
+        if here != recorded:
+            self.report.differ(f"{self._place(operation)}: {_difference(here, recorded)}")
+        elif self._show is not None and here.HasField("plan"):
+            self._show(f"{self._place(operation)}: {_describe(here)}; {_queues(scheduler)}")
+
+    def _place(self, operation: Operation) -> str:
+        """Where in the recording; seconds are since its first operation with a time."""
+        if self._start is None and operation.now:
+            self._start = operation.now
+        seconds = f" at {operation.now - (self._start or 0):.3f} s" if operation.now else ""
+        step_id = 0 if self.scheduler is None else self.scheduler.last_step_id
+        return f"operation {self.report.num_operations}{seconds}, step {step_id}"
+
+
+def _key(client: int, handle: int) -> RequestKey:
+    return RequestKey(ClientId(client), Handle(handle))
+
+
+def _raises(raised: str) -> str:
+    return f"raised {raised}" if raised else "raised nothing"
+
+
+def _describe(schedule: Any) -> str:
+    if not schedule.HasField("plan"):
+        return "nothing to compute"
+    plan = schedule.plan
+    text = f"{plan.num_rows} rows, {plan.num_tokens} tokens, {plan.num_samples} samples"
+    for count, what in (
+        (plan.num_assigned, "assigned"),
+        (plan.num_released, "released"),
+        (plan.num_swapped_out, "blocks swapped out"),
+        (plan.num_swapped_in, "blocks swapped in"),
+        (plan.num_copied, "blocks copied"),
+    ):
+        text += f", {count} {what}" if count else ""
+    return text
+
+
+def _difference(here: Any, recorded: Any) -> str:
+    texts = _describe(here), _describe(recorded)
+    if texts[0] == texts[1]:
+        return f"the plan has other rows, blocks or positions than the recorded one ({texts[0]})"
+    return f"the plan is {texts[0]}; recorded was {texts[1]}"
+
+
+def _queues(scheduler: Scheduler) -> str:
+    pool = scheduler.batch.blocks.pool
+    return (
+        f"running {len(scheduler.running)}, swapped {len(scheduler.swapped)}, waiting {len(scheduler.waiting)}, "
+        f"{pool.num_free} blocks free"
+    )
+
+
+def replay(path: Path, *, checks: bool = True, show: Callable[[str], None] | None = None) -> Report:
+    """Runs the core on a recording, from its snapshot where it has one. Raises RecordingError."""
+    header = read_header(path)
+    replayer = Replayer(checks=checks, show=show)
+    first = 0
+    if header.segment and snapshot_path(path).exists():
+        first = _load_snapshot(path, header, replayer)
+    for segment in range(first, header.segment + 1):
+        if replayer.report.damage is None and replayer.report.ended_early is None:
+            _replay_segment(path, header, segment, replayer)
+    return replayer.report
+
+
+def _replay_segment(path: Path, newest: Header, segment: int, replayer: Replayer) -> None:
+    """Tells `replayer` what one file of the recording holds. Raises RecordingError where it is missing, or is another
+    recording's."""
+    part = path if segment == newest.segment else segment_path(path, segment)
+    header, frames = open_frames(part)
+    with closing(frames):
+        _check_same(part, header, newest)
+        if header.segment != segment:
+            raise RecordingError(f"{part} is file {header.segment} of the recording; file {segment} is missing")
+        replayer.run(Operation.FromString(each) for each in frames)
+
+
+def _check_same(part: Path, header: Header, newest: Header) -> None:
+    if header.recording_id != newest.recording_id:
+        raise RecordingError(f"{part} belongs to another recording")
+
+
+# Snapshots
+
+
+def compact(path: Path, newest: Header, end: int) -> None:
+    """Replaces the files before number `end` by a snapshot of the core after them. Raises RecordingError where the core
+    does not plan what was recorded, and changes nothing."""
+    replayer = Replayer(checks=False)
+    first = _load_snapshot(path, newest, replayer) if snapshot_path(path).exists() else 0
+    for segment in range(first, end):
+        _replay_segment(path, newest, segment, replayer)
+    report = replayer.report
+    if not report.is_equal or report.damage is not None or replayer.scheduler is None:
+        reason = report.damage or report.ended_early or next(iter(report.differences), "it holds no operation")
+        raise RecordingError(f"{path}: its first files cannot be replaced by a snapshot: {reason}")
+    _write_snapshot(path, newest, end, replayer.scheduler)
+    for segment in range(first, end):
+        segment_path(path, segment).unlink()
+
+
+def _write_snapshot(path: Path, newest: Header, segment: int, scheduler: Scheduler) -> None:
+    """Writes the core as it is before the file `segment`, in place of an earlier snapshot."""
+    header = Header()
+    header.CopyFrom(newest)
+    header.segment = segment
+    made = snapshot_path(path).with_suffix(".partial")
+    with create(made, header) as file:
+        file.write(frame(pickle.dumps(scheduler, protocol=5)))
+    made.replace(snapshot_path(path))
+
+
+def _load_snapshot(path: Path, newest: Header, replayer: Replayer) -> int:
+    """Returns which file goes on after it."""
+    snapshot = snapshot_path(path)
+    header, frames = open_frames(snapshot)
+    try:
+        with closing(frames):
+            _check_same(snapshot, header, newest)
+            content = next(frames)
+        replayer.scheduler = _CoreUnpickler(io.BytesIO(content)).load()
+    except (DamagedError, StopIteration) as error:
+        raise RecordingError(f"{snapshot} is damaged; what comes after it cannot be replayed") from error
+    except (pickle.UnpicklingError, AttributeError, ImportError, TypeError, ValueError, EOFError) as error:
+        raise RecordingError(
+            f"{snapshot} was written by Quire {header.version} and does not fit the core of this version: {error}"
+        ) from error
+    if not isinstance(replayer.scheduler, Scheduler):
+        raise RecordingError(f"{snapshot} holds no core")
+    return header.segment
+
+
+class _CoreUnpickler(pickle.Unpickler):
+    """Loads a core and nothing else, so that a file from elsewhere runs no code of its own."""
+
+    _ALLOWED = frozenset(
+        {
+            ("collections", "Counter"),
+            ("collections", "deque"),
+            ("numpy", "dtype"),
+            ("numpy", "ndarray"),
+            ("numpy._core.multiarray", "_reconstruct"),
+            ("numpy._core.multiarray", "scalar"),
+            ("numpy._core.numeric", "_frombuffer"),
+            ("quire.logprob_columns", "LogprobColumns"),
+            ("quire.logprob_columns", "LogprobLog"),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _method
+        is_core = module.startswith("scheduler_svc.core.") and "." not in name
+        if (module, name) in self._ALLOWED or is_core:
+            found = super().find_class(module, name)
+            if not is_core or (isinstance(found, type) and found.__module__ == module):
+                return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _method(owner: object, name: str) -> object:
+    """The methods that a core keeps: of its policy, and what makes its pools."""
+    if (isinstance(owner, Policy) and name == "new_first") or (owner is BlockManager and name == "of"):
+        return getattr(owner, name)
+    raise pickle.UnpicklingError(f"it names an attribute {name} of {type(owner).__name__}")

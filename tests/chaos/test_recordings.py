@@ -1,0 +1,42 @@
+"""Recordings of a scheduler whose worker is killed, and of one that is killed itself, run again without either."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from quire.client import BeamSearch, GenerationOptions
+from scheduler_svc.recording.replay import replay
+from tests.support.killing import kill
+from tests.support.scheduler_process import until
+from tests.support.serving import Served, serving
+
+pytestmark = pytest.mark.extended
+
+
+async def ask(served: Served, index: int) -> None:
+    """Samples, samples of one prompt and beam searches, with a prefix that all share."""
+    beams = {"beam_search": BeamSearch(4), "n": 2} if index % 4 == 3 else {"n": 1 + index % 3, "seed": index}
+    options = GenerationOptions(max_tokens=100, ignore_eos=True, **beams)
+    await served.client.generate(f"Once upon a time, there was a very small fox. Its number was {index}", options)
+
+
+async def test_a_replay_plans_each_step_of_schedulers_whose_processes_were_killed(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    pool = {"num_gpu_blocks": 80, "max_num_seqs": 32, "preemption_mode": "swap"}
+    async with serving(record=str(path), **pool) as served:
+
+        async def has_swapped() -> bool:
+            return (await served.state()).swapped_requests > 0
+
+        asked = asyncio.create_task(asyncio.wait_for(asyncio.gather(*(ask(served, each) for each in range(12))), 120))
+        for victim in ("worker", "scheduler"):
+            await until(has_swapped, timeout_s=60)
+            await kill(served, victim)
+        await asked
+    for name in ("recording.old", "recording"):
+        report = replay(tmp_path / name)
+        assert report.is_equal, (name, report.differences, report.ended_early)
+        assert report.num_steps > 20
+    # Whole to its end, since that scheduler was stopped in order.
+    assert report.damage is None

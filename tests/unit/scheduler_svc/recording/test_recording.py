@@ -1,0 +1,237 @@
+"""Recordings as files: whole, cut, damaged, too large for one file, and on a disk that is full."""
+
+import logging
+import pickle
+import random
+import struct
+import threading
+from pathlib import Path
+
+import pytest
+
+from quire.cli.main import main
+from quire.settings import ConfigurationError
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.recording import files
+from scheduler_svc.recording.recorder import Recorder, _Writer
+from scheduler_svc.recording.replay import replay
+from tests.support import core_driver
+from tests.support.core_driver import Driver, make_config, make_request
+
+MANY_BYTES = 1 << 30
+SECRET = 48_879
+"""A token id that stands out in a file."""
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording waits for its snapshot, which takes long on a busy machine, where it would end else."""
+    go_on = _Writer._go_on
+
+    def wait_and_go_on(writer: _Writer) -> None:
+        if writer._compacting is not None:
+            writer._compacting.wait(60)
+        go_on(writer)
+
+    monkeypatch.setattr(_Writer, "_go_on", wait_and_go_on)
+
+
+def record(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    num_requests: int = 30,
+    with_token_ids: bool = False,
+    max_bytes: int = MANY_BYTES,
+) -> Driver:
+    """Chats that carry their history come, and a full pool preempts some of them. The recording is closed."""
+    recorder = Recorder.open(str(path), with_token_ids=with_token_ids, max_bytes=max_bytes)
+    monkeypatch.setattr(core_driver, "Scheduler", recorder.make_scheduler)
+    driver = Driver(make_config(num_blocks=24, num_host_blocks=8, max_waiting_requests=1000))
+    rng = random.Random(1)
+    histories = [[SECRET, chat, 1, 2, 3] for chat in range(8)]
+    for handle in range(num_requests):
+        chat = rng.randrange(len(histories))
+        tokens = histories[chat]
+        driver.submit(
+            make_request(handle, prompt=tokens, max_tokens=rng.randint(1, 12), num_sequences=rng.choice([1, 1, 3]))
+        )
+        driver.run_steps(rng.randint(1, 3))
+        if handle % 5 == 0 and len(driver.scheduler.running):
+            driver.scheduler.preempt(driver.scheduler.running.last().request.key, driver.clock)
+        if handle in driver.finished:
+            histories[chat] = [*tokens, *driver.outputs[handle], 7][:24]
+    driver.run_until_idle()
+    recorder.close()
+    return driver
+
+
+@pytest.mark.parametrize("with_token_ids", [False, True])
+def test_a_recording_is_planned_again_and_holds_token_ids_only_where_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_token_ids: bool
+) -> None:
+    path = tmp_path / "recording"
+    driver = record(path, monkeypatch, with_token_ids=with_token_ids)
+    assert driver.scheduler.num_preemptions
+    assert any(each.cached_tokens for each in driver.usage.values())
+    report = replay(path)
+    assert report.is_equal, report.differences
+    assert report.damage is None
+    assert (report.num_requests, report.num_steps) == (30, driver.scheduler.num_steps)
+    assert (struct.pack("<i", SECRET) in path.read_bytes()) == with_token_ids
+
+
+def test_a_core_that_plans_otherwise_is_told_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recording"
+    record(path, monkeypatch)
+    # A mistake in the order of admission.
+    monkeypatch.setattr("scheduler_svc.core.scheduler._MAX_ADMISSIONS", 0)
+    assert main(["replay", str(path)]) == 1
+    output = capsys.readouterr().out
+    assert "step 0: the plan is nothing to compute; recorded was 1 rows, 5 tokens, 1 samples, 1 assigned" in output
+    assert "the replay ends there: the result of step 1 fits no step here" in output
+
+
+def test_whatever_is_before_the_damage_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recording"
+    record(path, monkeypatch)
+    whole = path.read_bytes()
+    num_operations = replay(path).num_operations
+    seen = set()
+    for place in range(len(whole) // 4, len(whole), len(whole) // 7):
+        path.write_bytes(whole[:place])
+        cut = replay(path)
+        assert cut.is_equal
+        assert 0 < cut.num_operations < num_operations
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x40]) + whole[place + 1 :])
+        damaged = replay(path)
+        assert damaged.is_equal
+        assert damaged.num_operations == cut.num_operations
+        assert damaged.damage is not None
+        assert damaged.damage.startswith(f"{path} is ")
+        seen.add(cut.num_operations)
+    assert len(seen) > 3
+    assert main(["replay", str(path), "--no-check"]) == 0
+    told = capsys.readouterr()
+    assert told.err.count("\n") == 1
+    assert "what comes before was replayed" in told.err
+    assert "all as recorded" in told.out
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_large_recording_goes_on_in_other_files_and_its_start_becomes_a_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "recording"
+    max_bytes = 4 * 8192
+    driver = record(path, monkeypatch, num_requests=400, max_bytes=max_bytes)
+    names = {each.name for each in tmp_path.iterdir()}
+    assert {"recording", "recording.snapshot"} <= names
+    assert "recording.0" not in names
+    report = replay(path)
+    assert report.is_equal, report.differences or report.ended_early
+    assert 0 < report.num_steps < driver.scheduler.num_steps
+
+    newest = files.read_header(path).segment
+    path.with_name(f"recording.{newest - 1}").unlink()
+    assert main(["replay", str(path)]) == 2
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_snapshot_that_names_other_code_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recording"
+    record(path, monkeypatch, num_requests=400, max_bytes=4 * 8192)
+    header = files.read_header(path.with_name("recording.snapshot"))
+    for code in (print, Scheduler.schedule, files.create):
+        with files.create(path.with_name("recording.snapshot"), header) as file:
+            file.write(files.frame(pickle.dumps(code)))
+        assert main(["replay", str(path)]) == 2
+        assert "does not fit the core of this version: it names" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = tmp_path / "recording"
+    recorder = Recorder.open(str(path), with_token_ids=False, max_bytes=MANY_BYTES)
+    recorder._writer._file.close()
+    full = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115 (the recorder closes it)
+    monkeypatch.setattr(recorder._writer, "_file", full)
+    monkeypatch.setattr(core_driver, "Scheduler", recorder.make_scheduler)
+    with caplog.at_level(logging.WARNING):
+        driver = Driver(make_config())
+        driver.submit(make_request(1))
+        driver.run_until_idle()
+        recorder.close()
+    assert driver.finished == {1}
+    assert [each.getMessage() for each in caplog.records] == [
+        f"the recording {path} ends here: [Errno 28] No space left on device"
+    ]
+
+
+def test_a_disk_that_is_slow_ends_the_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("scheduler_svc.recording.recorder._MAX_PENDING", 10)
+    recorder = Recorder.open(str(tmp_path / "recording"), with_token_ids=False, max_bytes=MANY_BYTES)
+    may_write = threading.Event()
+    monkeypatch.setattr(recorder._writer, "write", lambda operations: may_write.wait(60))
+    monkeypatch.setattr(core_driver, "Scheduler", recorder.make_scheduler)
+    driver = Driver(make_config())
+    with caplog.at_level(logging.WARNING):
+        driver.submit(make_request(1, max_tokens=30))
+        driver.run_until_idle()
+        may_write.set()
+        recorder.close()
+    assert driver.finished == {1}
+    assert ["the disk is too slow" in each.getMessage() for each in caplog.records] == [True]
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_earlier_recording_is_set_aside_and_another_file_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "recording"
+    record(path, monkeypatch, num_requests=400, max_bytes=4 * 8192)
+    steps = replay(path).num_steps
+    record(path, monkeypatch, num_requests=3)
+    assert replay(path).num_requests == 3
+    assert replay(tmp_path / "recording.old").num_steps == steps
+    record(path, monkeypatch, num_requests=4)
+    assert replay(tmp_path / "recording.old").num_requests == 3
+    assert {each.name for each in tmp_path.iterdir()} == {"recording", "recording.old"}
+
+    path.write_text("notes")
+    with pytest.raises(ConfigurationError, match="the file exists, and it would be overwritten"):
+        Recorder.open(str(path), with_token_ids=False, max_bytes=MANY_BYTES)
+    with pytest.raises(ConfigurationError, match="No such file or directory"):
+        Recorder.open(str(tmp_path / "missing" / "r"), with_token_ids=False, max_bytes=MANY_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file or directory"),
+        (b"", "is no recording of a scheduler"),
+        (b"GET / HTTP/1.1\r\n" * 10, "is no recording of a scheduler"),
+        (b"quire recording\n", "is damaged at its start"),
+    ],
+)
+def test_what_is_no_recording_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, message: str
+) -> None:
+    path = tmp_path / "recording"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["replay", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
