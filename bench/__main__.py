@@ -23,6 +23,7 @@ BENCHMARKS = (
     "ranks",
     "load_cost",
     "grammar",
+    "recording",
 )
 
 

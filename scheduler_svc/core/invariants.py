@@ -15,9 +15,10 @@ class InvariantViolationError(AssertionError):
 
 def check(scheduler: Scheduler) -> None:
     """Raises InvariantViolationError that names what does not hold."""
-    running = [sequence for group in scheduler.running for sequence in group.sequences]
-    swapped = [sequence for group in scheduler.swapped for sequence in group.sequences]
-    waiting = [sequence for group in scheduler.waiting for sequence in group.sequences]
+    # Sequences that ended hold their blocks until these are reclaimed, though others of their group go on.
+    running = [sequence for group in scheduler.running for sequence in group.unfinished]
+    swapped = [sequence for group in scheduler.swapped for sequence in group.unfinished]
+    waiting = [sequence for group in scheduler.waiting for sequence in group.unfinished]
     blocks = scheduler.batch.blocks
     tables = [each.block_table for each in running]
     _check_pool(blocks.pool, [*tables, *scheduler.pins.held_tables(), *blocks.retired_tables])

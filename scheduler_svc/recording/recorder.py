@@ -74,7 +74,7 @@ class Recorder:
         self._pending.put(make)
 
     def close(self) -> None:
-        """Returns when all is written."""
+        """Returns when all is written. May be called again."""
         self._pending.put(None)
         self._thread.join()
         self._writer.close()
