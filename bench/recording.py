@@ -1,5 +1,5 @@
-"""What `--record` costs: processor time of a step of the scheduler's core, schedule and apply together, with a recording
-and without, in turn; and the time of the thread that writes it."""
+"""The cost of `--record`: the time of a step of the scheduler's core, schedule and apply together, with a recording and
+without, in turn; and the processor time of the thread that writes it."""
 
 import argparse
 import tempfile
