@@ -41,33 +41,36 @@ async def test_answers_match_their_schemas(kind, tmp_path) -> None:
     tokenizer = TOKENIZERS[kind]()
     write_model(tmp_path, tokenizer)
     ids = [tokenizer.encode(text, add_special_tokens=False).ids[-1] for text in BRIEF]
-    num_ended = num_cut = 0
-    async with serving(model=str(tmp_path), dtype="float32", num_gpu_blocks=2048, max_num_seqs=64) as served:
-        for name, schema in all_schemas().items():
-            constraint = Constraint(json_schema=json.dumps(schema))
-            options = [
-                GenerationOptions(
-                    temperature=1.0,
-                    seed=seed,
-                    max_tokens=MAX_TOKENS,
-                    constraint=constraint,
-                    logit_bias=dict.fromkeys(ids, float(seed)),
-                )
-                for seed in SEEDS
-            ]
-            answers = await asyncio.gather(*(served.client.generate([3, 4, 5], each) for each in options))
-            template = make_template(common_pb2.Constraint(json_schema=json.dumps(schema)), kind)
-            for answer in answers:
-                (sequence,) = answer.sequences
-                if sequence.finish_reason == FinishReason.STOP:
-                    num_ended += 1
-                    jsonschema.validate(json.loads(sequence.text), schema, jsonschema.Draft202012Validator)
-                else:
-                    num_cut += 1
-                    matcher = template.matcher(tuple(template.vocabulary.eos))
-                    for token_id in sequence.token_ids:
-                        matcher.consume(token_id)
-                    assert mask_of(matcher, template.vocabulary).any(), (name, sequence.text, matcher.error)
-    assert num_ended + num_cut == len(SEEDS) * len(all_schemas())
+    schemas = all_schemas()
+
+    def options(schema, seed: int) -> GenerationOptions:
+        return GenerationOptions(
+            temperature=1.0,
+            seed=seed,
+            max_tokens=MAX_TOKENS,
+            constraint=Constraint(json_schema=json.dumps(schema)),
+            logit_bias=dict.fromkeys(ids, float(seed)),
+        )
+
+    async with serving(model=str(tmp_path), dtype="float32", num_gpu_blocks=2048, max_num_seqs=128) as served:
+        asked = [(name, options(schema, seed)) for name, schema in schemas.items() for seed in SEEDS]
+        answers = await asyncio.gather(*(served.client.generate([3, 4, 5], each) for _, each in asked))
+    num_ended = 0
+    templates = {
+        name: make_template(common_pb2.Constraint(json_schema=json.dumps(schema)), kind)
+        for name, schema in schemas.items()
+    }
+    for (name, _), answer in zip(asked, answers, strict=True):
+        (sequence,) = answer.sequences
+        if sequence.finish_reason == FinishReason.STOP:
+            num_ended += 1
+            jsonschema.validate(json.loads(sequence.text), schemas[name], jsonschema.Draft202012Validator)
+        else:
+            template = templates[name]
+            matcher = template.matcher(tuple(template.vocabulary.eos))
+            for token_id in sequence.token_ids:
+                matcher.consume(token_id)
+            assert mask_of(matcher, template.vocabulary).any(), (name, sequence.text, matcher.error)
     # 3 kinds x 6 seeds x 66 schemas.
-    assert num_ended > 200, (num_ended, num_cut)
+    assert len(answers) == len(SEEDS) * len(schemas)
+    assert num_ended > 200, (num_ended, len(answers))

@@ -1,0 +1,285 @@
+"""A gateway that comes back gets each event of its requests once, in whatever order streams break."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.sequence import FinishReason
+from scheduler_svc.core.step import ClientEvents, RequestEnd, SequenceEnd
+from scheduler_svc.service.outbox import Held, Outgoing, PromptLogprobs
+from scheduler_svc.service.requests import OwnedRequest
+from tests.support.core_driver import make_request
+from tests.support.logprobs import Line, columns_of
+from tests.support.request_bench import NO_USAGE, Bench, ends_of, has, offsets_of, take_all
+
+
+def test_a_gateway_that_returns_gets_what_was_on_its_way_and_what_came_meanwhile(bench):
+    first = bench.connect()
+    request = make_request(3)
+    owned = bench.admit(request, first)
+    bench.step(owned)
+    assert offsets_of(take_all(first), 3) == [0]
+    bench.requests.taken(first, 1)
+    for _ in range(2):
+        bench.step(owned)
+        first.outbox.poll()
+    bench.step(owned)
+    bench.requests.close(first)
+    bench.step(owned)
+    second = bench.connect()
+    assert bench.resubmit(request, second, has(1)) is owned
+    bench.step(owned, ends=True)
+    outgoing = take_all(second)
+    assert offsets_of(outgoing, 3) == [1, 2, 3, 4, 5]
+    assert ends_of(outgoing) == [3]
+    assert offsets_of(take_all(first), 3) == []
+
+
+def test_what_it_has_of_that_is_not_sent_again(bench):
+    first = bench.connect()
+    owned = bench.admit(make_request(3), first)
+    for _ in range(5):
+        bench.step(owned, with_logprobs=True)
+    take_all(first)
+    bench.requests.close(first)
+    second = bench.connect()
+    bench.resubmit(make_request(3), second, has(4))
+    (outgoing,) = take_all(second)
+    (batch,) = outgoing.batches
+    assert batch.offsets == [4]
+    assert batch.with_logprobs == [0]
+    assert batch.logprobs.columns().chosen_logprobs.tolist() == [-4.0]
+
+
+def test_an_end_that_nobody_was_told_of_is_kept_until_it_is_taken_in(bench):
+    first = bench.connect()
+    owned = bench.admit(make_request(3), first)
+    bench.step(owned, ends=True)
+    take_all(first)
+    bench.requests.close(first)
+    for _ in range(2):
+        connection = bench.connect()
+        bench.resubmit(make_request(3), connection, has(0))
+        outgoing = take_all(connection)
+        assert offsets_of(outgoing, 3) == [0]
+        assert ends_of(outgoing) == [3]
+        bench.requests.close(connection)
+    connection = bench.connect()
+    bench.resubmit(make_request(3), connection, has(1))
+    outgoing = take_all(connection)
+    assert offsets_of(outgoing, 3) == []
+    assert ends_of(outgoing) == [3]
+    bench.requests.taken(connection, 1)
+    assert len(bench.requests) == 0
+    assert not bench.timers.pending
+
+
+def test_a_failure_is_kept_as_well(bench):
+    first = bench.connect()
+    owned = bench.admit(make_request(3), first)
+    bench.requests.close(first)
+    bench.fail(owned)
+    second = bench.connect()
+    bench.resubmit(make_request(3), second, has(0))
+    assert ends_of(take_all(second)) == [3]
+
+
+def test_a_reader_that_lacks_more_than_is_kept_is_not_attached_and_the_request_ends(bench):
+    first = bench.connect()
+    owned = bench.admit(make_request(3), first)
+    for _ in range(3):
+        bench.step(owned)
+        first.outbox.poll()
+    bench.requests.taken(first, 2)
+    bench.requests.close(first)
+    assert bench.resubmit(make_request(3), bench.connect(), has(1)) is None
+    assert not bench.core.live
+    assert len(bench.requests) == 0
+
+
+def test_so_it_is_where_nothing_is_kept_at_all(bench):
+    first = bench.connect()
+    owned = bench.admit(make_request(3), first)
+    bench.step(owned)
+    first.outbox.poll()
+    bench.requests.taken(first, 1)
+    bench.requests.close(first)
+    assert bench.resubmit(make_request(3), bench.connect(), has(0)) is None
+
+
+def test_a_handle_that_stands_for_another_request_by_now_does_not_mix_their_tokens(bench):
+    first = bench.connect()
+    earlier = bench.admit(make_request(3), first, nonce=1)
+    bench.step(earlier, ends=True)
+    take_all(first)
+    later = bench.admit(make_request(3), first, nonce=2)
+    bench.step(later)
+    bench.requests.close(first)
+    assert bench.resubmit(make_request(3), bench.connect(), has(0), nonce=2) is None
+
+
+def test_sequences_that_ended_for_the_reader_are_left_out(bench):
+    first = bench.connect()
+    owned = bench.admit(make_request(3, num_sequences=2), first)
+    handle = owned.key.handle
+    events = ClientEvents([handle] * 2, [0, 1], [0, 0], [5, 6])
+    events.finished += [SequenceEnd(handle, index, 1, FinishReason.LENGTH, None) for index in range(2)]
+    events.completed.append(RequestEnd(handle, NO_USAGE))
+    del bench.core.live[owned.key]
+    bench.requests.deliver(1, events)
+    bench.requests.close(first)
+    second = bench.connect()
+    bench.resubmit(make_request(3, num_sequences=2), second, Held({0: 1}, frozenset([0])))
+    ((batch,),) = [each.batches for each in take_all(second)]
+    assert (batch.sequence_indices, batch.token_ids) == ([1], [6])
+    assert [end.sequence_index for end in batch.finished] == [1]
+
+
+def prompt_report(owned: OwnedRequest, first_position: int, count: int) -> PromptLogprobs:
+    positions = np.arange(first_position, first_position + count, dtype=np.int32)
+    columns = columns_of(Line(-float(position), int(position)) for position in positions)
+    return PromptLogprobs(owned.key.handle, first_position, positions.tolist(), columns)
+
+
+def reported(outgoing: list[Outgoing]) -> list[tuple[int, list[int]]]:
+    entries = [entry for each in outgoing for entry in each.prompt_logprobs]
+    return [(entry.first_position, entry.columns.chosen_ranks.tolist()) for entry in entries]
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_log_probabilities_of_a_prompt_that_is_computed_again_are_sent_once(bench, durable):
+    connection = bench.connect()
+    owned = bench.admit(make_request(3), connection, durable=durable)
+    for first_position, count in ((1, 3), (1, 3), (2, 1), (2, 4), (6, 2), (1, 7)):
+        bench.requests.deliver_prompt_logprobs([prompt_report(owned, first_position, count)])
+    assert reported(take_all(connection)) == [(1, [1, 2, 3]), (4, [4, 5]), (6, [6, 7])]
+
+
+def test_log_probabilities_of_a_prompt_go_on_where_the_reader_is(bench):
+    first = bench.connect()
+    owned = bench.admit(make_request(3), first)
+    bench.requests.deliver_prompt_logprobs([prompt_report(owned, 1, 3)])
+    bench.requests.close(first)
+    bench.requests.deliver_prompt_logprobs([prompt_report(owned, 4, 2)])
+    second = bench.connect()
+    bench.resubmit(make_request(3), second, Held({}, frozenset(), 3))
+    assert reported(take_all(second)) == [(3, [3]), (4, [4, 5])]
+    bench.requests.taken(second, 1)
+    bench.requests.close(second)
+    assert bench.resubmit(make_request(3), bench.connect(), Held({}, frozenset(), 2)) is None
+
+
+@dataclass
+class Gateway:
+    """What a gateway does with one request: takes each token once, and submits it again on each new stream."""
+
+    request: Request
+    is_durable: bool
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    num_completed: int = 0
+    owned: OwnedRequest | None = None
+
+    def take(self, outgoing: Outgoing) -> None:
+        for batch in outgoing.batches:
+            logprobs = batch.logprobs.columns().chosen_logprobs.tolist()
+            assert batch.with_logprobs == list(range(len(batch.handles)))
+            for event, (handle, offset) in enumerate(zip(batch.handles, batch.offsets, strict=True)):
+                if handle == self.request.key.handle:
+                    assert offset == len(self.tokens), "a token was lost or repeated"
+                    self.tokens.append(batch.token_ids[event])
+                    self.logprobs.append(logprobs[event])
+            for end in batch.completed:
+                if end.handle == self.request.key.handle:
+                    self.num_completed += 1
+
+
+class ReadersComeAndGo(RuleBasedStateMachine):
+    """Three requests of one gateway, whose stream breaks and comes back at any time, messages on their way or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bench = Bench()
+        self.gateways = [Gateway(make_request(handle, tenant="a"), handle == 0) for handle in range(3)]
+        self.connection = self.bench.connect(credit=2)
+        self.num_taken = 0
+        self.in_transit: list[Outgoing] = []
+        for each in self.gateways:
+            each.owned = self.bench.admit(each.request, self.connection, durable=each.is_durable)
+
+    @property
+    def live(self) -> list[OwnedRequest]:
+        return [
+            each.owned for each in self.gateways if each.owned is not None and each.owned.key in self.bench.core.live
+        ]
+
+    @rule(chosen=st.sets(st.integers(0, 2)), ends=st.booleans())
+    def step(self, chosen: set[int], ends: bool) -> None:
+        owned = [owned for number in chosen if (owned := self.gateways[number].owned) in self.live]
+        if owned:
+            self.bench.step(*owned, ends=ends, with_logprobs=True)
+
+    @rule()
+    def send(self) -> None:
+        outgoing = self.connection.outbox.poll()
+        if outgoing is not None:
+            self.in_transit.append(outgoing)
+
+    @precondition(lambda self: self.in_transit)
+    @rule(acknowledges=st.booleans())
+    def receive(self, acknowledges: bool) -> None:
+        outgoing = self.in_transit.pop(0)
+        self.num_taken += 1
+        for each in self.gateways:
+            each.take(outgoing)
+        if acknowledges:
+            self.bench.requests.taken(self.connection, self.num_taken)
+            self.connection.outbox.add_credit(1)
+
+    @rule(num_arriving=st.integers(0, 2), is_noticed=st.booleans())
+    def reconnect(self, num_arriving: int, is_noticed: bool) -> None:
+        """Some of what is on its way still arrives; the scheduler may hear of the new stream first."""
+        for _ in range(min(num_arriving, len(self.in_transit))):
+            self.receive(acknowledges=False)
+        self.in_transit.clear()
+        if is_noticed:
+            self.bench.requests.close(self.connection)
+            self.step({0, 1, 2}, ends=False)
+        self.bench.requests.close(self.connection)
+        self.connection, self.num_taken = self.bench.connect(credit=2), 0
+        for each in self.gateways:
+            if each.num_completed:
+                continue
+            held = has(len(each.tokens))
+            found = self.bench.resubmit(each.request, self.connection, held)
+            assert found is each.owned, "what it has generated is lost"
+        self.bench.requests.end_unread("gateway-a")
+
+    @invariant()
+    def each_request_is_kept_or_delivered(self) -> None:
+        for each in self.gateways:
+            assert each.tokens == list(range(len(each.tokens)))
+            assert each.logprobs == [-float(token_id) for token_id in each.tokens]
+            assert each.num_completed <= 1
+
+    def teardown(self) -> None:
+        self.bench.step(*self.live, ends=True, with_logprobs=True)
+        self.connection.outbox.add_credit(1000)
+        self.in_transit += take_all(self.connection)
+        while self.in_transit:
+            self.receive(acknowledges=True)
+        self.bench.requests.taken(self.connection, self.num_taken)
+        assert all(each.num_completed == 1 for each in self.gateways)
+        assert not self.connection.outbox.untaken()
+        self.bench.timers.pass_time(100)
+        assert len(self.bench.requests) == 0
+        assert not self.bench.timers.pending
+
+
+TestReadersComeAndGo = ReadersComeAndGo.TestCase
+TestReadersComeAndGo.settings = settings(stateful_step_count=30, deadline=None)

@@ -1,0 +1,184 @@
+"""How long a request is kept without a reader, and how much of it."""
+
+import itertools
+
+import pytest
+
+from quire.rpc.errors import AlreadyExists, NotFound, ResourceExhausted
+from scheduler_svc.service import requests as table
+from scheduler_svc.service.durable import MAX_GROWTH, Durable, DurableLimits
+from scheduler_svc.service.requests import Connection, Requests
+from tests.support.core_driver import make_request
+from tests.support.request_bench import GRACE_S, Bench, has
+
+
+def test_without_a_reader_a_request_ends_after_its_grace_period(bench):
+    first = bench.connect()
+    bench.admit(make_request(3), first)
+    bench.requests.close(first)
+    bench.timers.pass_time(GRACE_S - 1)
+    assert bench.core.live
+    bench.timers.pass_time(1)
+    assert not bench.core.live
+    assert len(bench.requests) == 0
+
+
+def test_a_reader_that_is_back_in_time_stops_the_clock(bench):
+    first = bench.connect()
+    bench.admit(make_request(3), first)
+    bench.requests.close(first)
+    bench.timers.pass_time(GRACE_S - 1)
+    bench.resubmit(make_request(3), bench.connect(), has(0))
+    bench.timers.pass_time(2 * GRACE_S)
+    assert bench.core.live
+
+
+def test_a_durable_request_that_ends_unread_is_kept_for_the_whole_time_from_its_end_on(bench):
+    connection = bench.connect()
+    owned = bench.admit(make_request(3), connection, durable=True)
+    bench.requests.detach(owned)
+    bench.timers.pass_time(59)
+    bench.step(owned, ends=True)
+    bench.timers.pass_time(59)
+    assert bench.requests.find(owned.tenant, owned.request_id) is owned
+    bench.timers.pass_time(1)
+    assert len(bench.requests) == 0
+
+
+def test_outputs_that_no_tokenizer_reads_any_more_are_dropped_and_what_runs_is_not(bench):
+    connection = bench.connect()
+    over, running = (bench.admit(make_request(handle), connection, durable=True) for handle in (1, 2))
+    bench.step(over, ends=True)
+    bench.requests.forget_outputs()
+    assert len(bench.requests) == 1
+    assert bench.requests.find(running.tenant, running.request_id) is running
+
+
+def test_what_a_gateway_does_not_submit_again_ends_and_what_others_read_does_not(bench):
+    first, other = bench.connect(), bench.connect("gateway-b")
+    for handle in (1, 2):
+        bench.admit(make_request(handle), first)
+    bench.admit(make_request(3), first, durable=True)
+    bench.admit(make_request(4), other)
+    bench.requests.close(first)
+    second = bench.connect()
+    bench.resubmit(make_request(2), second, has(0))
+    bench.requests.end_unread("gateway-a")
+    assert bench.requests.num_unread == 1
+    assert len(bench.core.live) == 3
+    assert bench.resubmit(make_request(1), second, has(0)) is None
+
+
+def test_of_what_ended_unread_only_so_much_is_kept_and_the_oldest_goes_first(bench, monkeypatch):
+    monkeypatch.setattr(table, "MAX_UNDELIVERED", 5)
+    first = bench.connect()
+    owned = [bench.admit(make_request(handle), first) for handle in range(4)]
+    bench.requests.close(first)
+    for each in owned:
+        bench.step(each)
+        bench.step(each, ends=True)
+    second = bench.connect()
+    found = [bench.resubmit(make_request(handle), second, has(0)) is not None for handle in range(4)]
+    assert found == [False, False, True, True]
+
+
+def test_nothing_is_kept_of_a_request_that_was_read_to_its_end(bench):
+    connection = bench.connect()
+    owned = bench.admit(make_request(3), connection)
+    for _ in range(50):
+        bench.step(owned)
+        connection.outbox.poll()
+        bench.requests.taken(connection, connection.outbox.num_sent)
+        assert owned.history.size == 0
+        assert not connection.outbox.untaken()
+    bench.step(owned, ends=True)
+    connection.outbox.poll()
+    assert len(bench.requests) == 1
+    bench.requests.taken(connection, connection.outbox.num_sent)
+    assert len(bench.requests) == 0
+    assert not connection.reads
+
+
+def test_messages_that_were_never_sent_cannot_be_taken_in(bench):
+    with pytest.raises(ValueError, match="1 messages were taken in, 0 were sent"):
+        bench.requests.taken(bench.connect(), 1)
+
+
+def test_a_handle_in_use_is_refused_and_one_that_is_free_is_not(bench):
+    connection = bench.connect()
+    owned = bench.admit(make_request(3), connection)
+    with pytest.raises(AlreadyExists, match="handle 3"):
+        bench.admit(make_request(3), connection, nonce=8)
+    bench.step(owned, ends=True)
+    bench.admit(make_request(3), connection, nonce=8)
+
+
+def fill(bench: Bench, connection: Connection, tenant: str, **fields) -> int:
+    """Admits durable requests of a tenant until one is refused; returns how many were taken."""
+    first = len(bench.requests)
+    for handle in itertools.count(1000 * (1 + first)):
+        try:
+            bench.admit(make_request(handle, tenant=tenant, **fields), connection, durable=True)
+        except ResourceExhausted:
+            return len(bench.requests) - first
+    raise AssertionError("unreachable")
+
+
+def test_a_durable_request_counts_for_what_it_has_and_may_soon_have_and_not_for_its_limit():
+    """Without max_tokens a request may have as many as the model allows: each counted for 32,000, and 61 filled all."""
+    bench = Bench(limits=DurableLimits(1024, 2_000_000, 60.0))
+    assert fill(bench, bench.connect(), "a", prompt_len=100, max_tokens=32_000) == 1024
+    assert bench.requests.num_durable_tokens == 1024 * (100 + MAX_GROWTH)
+
+
+def test_what_a_durable_request_gets_leaves_less_room_and_is_kept_however_much_it_is(bench):
+    connection = bench.connect(credit=10**6)
+    bench.requests = Requests(
+        bench.core.abort, bench.core.progress, DurableLimits(8, 3000, 60.0), bench.timers.call_later
+    )
+    first = bench.admit(make_request(1, prompt_len=10, max_tokens=10_000), connection, durable=True)
+    assert bench.requests.num_durable_tokens == 10 + MAX_GROWTH
+    for _ in range(2500):
+        bench.step(first)
+    assert bench.requests.num_durable_tokens == 10 + 2500 + MAX_GROWTH
+    with pytest.raises(ResourceExhausted, match=r"3\d\d\d tokens of durable requests would be kept; .* room for 3000"):
+        bench.admit(make_request(2, prompt_len=10, max_tokens=1), connection, durable=True)
+    bench.step(first, ends=True)
+    assert bench.requests.num_durable_tokens == 10 + 2501
+    assert bench.requests.find("", "request-1").history.num_tokens == 2501
+    # What is over makes room.
+    bench.admit(make_request(2, prompt_len=10, max_tokens=600), connection, durable=True)
+    with pytest.raises(NotFound):
+        bench.requests.find("", "request-1")
+
+
+def test_a_tenant_that_keeps_as_much_as_it_may_leaves_others_an_equal_share(bench):
+    connection = bench.connect()
+    assert fill(bench, connection, "a") == 8
+    assert fill(bench, connection, "b") == 4
+    assert fill(bench, connection, "c") == 2
+    with pytest.raises(
+        ResourceExhausted, match=r"5 durable requests would run of this tenant; .* 3 tenants .* has 2$"
+    ) as caught:
+        bench.admit(make_request(9, tenant="b"), connection, durable=True)
+    assert (caught.value.reason, caught.value.retry_after_ms) == ("DURABLE_LIMIT", 1000)
+
+
+@pytest.mark.parametrize("limits", [DurableLimits(0, 10_000, 60.0), DurableLimits(8, 10, 60.0)])
+def test_where_no_durable_request_has_room_none_is_taken(limits):
+    bench = Bench(limits=limits)
+    with pytest.raises(ResourceExhausted, match="1 durable request would be kept, with 11 tokens; at most"):
+        bench.admit(make_request(1), bench.connect(), durable=True)
+
+
+def test_arrivals_between_two_steps_sum_up_what_is_kept_once(bench, monkeypatch):
+    connection = bench.connect()
+    owned = [bench.admit(make_request(handle), connection, durable=True) for handle in range(3)]
+    bench.step(*owned)
+    sums = []
+    charge = Durable.charge
+    monkeypatch.setattr(Durable, "charge", lambda self, *args, **kw: sums.append(self) or charge(self, *args, **kw))
+    for handle in range(3, 7):
+        bench.admit(make_request(handle), connection, durable=True)
+    # The three that were there, and for each of four that it has room and what it takes.
+    assert len(sums) == 3 + 2 * 4
