@@ -2,8 +2,9 @@
 
 import gc
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 
+import pytest
 import pytest_asyncio
 from hypothesis import settings
 
@@ -19,6 +20,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 settings.register_profile("gate", derandomize=True, database=None, deadline=None, max_examples=60)
 settings.register_profile("long", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("QUIRE_TEST_PROFILE", "gate"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected lives to the end: the garbage collector need not look at it, then or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session", autouse=True)

@@ -3,12 +3,19 @@
 import asyncio
 
 import pytest
+import pytest_asyncio
 
 from quire.client import GenerationOptions
 from quire.rpc.errors import Unavailable
 from tests.support.killing import Streams
 from tests.support.scheduler_process import aborting
-from tests.support.serving import serving
+from tests.support.serving import Served, serving
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def undisturbed(survivor: Served) -> list[tuple[list[int], str]]:
+    """What the streams get where no process dies."""
+    return await Streams().read(survivor.client)
 
 
 @pytest.mark.parametrize(
@@ -21,15 +28,15 @@ from tests.support.serving import serving
         pytest.param([["worker"], ["worker"]], False, marks=pytest.mark.extended),
     ],
 )
-async def test_streams_survive_the_loss_of(rounds: list[list[str]], durable: bool) -> None:
-    async with serving(num_gpu_blocks=512, dtype="float32") as served:
-        undisturbed = await Streams(durable=durable).read(served.client)
-        streams = Streams(durable=durable)
-        disturbed = asyncio.create_task(streams.read(served.client))
-        for victims in rounds:
-            await streams.advance()
-            await streams.kill(served, *victims)
-        assert await asyncio.wait_for(disturbed, timeout=90) == undisturbed
+async def test_streams_survive_the_loss_of(
+    rounds: list[list[str]], durable: bool, served: Served, undisturbed: list[tuple[list[int], str]]
+) -> None:
+    streams = Streams(durable=durable)
+    disturbed = asyncio.create_task(streams.read(served.client))
+    for victims in rounds:
+        await streams.advance()
+        await streams.kill(served, *victims)
+    assert await asyncio.wait_for(disturbed, timeout=90) == undisturbed
 
 
 async def test_a_lost_gateway_fails_its_streams_clearly_and_frees_their_blocks() -> None:

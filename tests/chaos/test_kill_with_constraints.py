@@ -5,11 +5,12 @@ import json
 
 import jsonschema
 import pytest
+import pytest_asyncio
 
 from quire.client import BeamSearch, Constraint, GenerationOptions, StructuralTag, StructuralTags
 from quire.model_directory import ModelDirectory, resolve_model
 from tests.support.killing import MAX_TOKENS, Streams, kill
-from tests.support.serving import serving
+from tests.support.serving import Served, serving
 
 PERSON = {
     "type": "object",
@@ -37,6 +38,12 @@ def constrained(index: int) -> GenerationOptions:
     )
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def undisturbed(survivor: Served) -> list[tuple[list[int], str]]:
+    """What the streams get where no process dies."""
+    return await Streams(options_of=constrained).read(survivor.client)
+
+
 @pytest.mark.parametrize(
     ("names", "durable"),
     [
@@ -46,14 +53,14 @@ def constrained(index: int) -> GenerationOptions:
         pytest.param(["scheduler", "worker"], False, marks=pytest.mark.extended),
     ],
 )
-async def test_constrained_streams_survive_the_loss_of(names: list[str], durable: bool) -> None:
-    async with serving(num_gpu_blocks=512, dtype="float32") as served:
-        expected = await Streams(options_of=constrained, durable=durable).read(served.client)
-        streams = Streams(options_of=constrained, durable=durable)
-        reading = asyncio.create_task(streams.read(served.client))
-        await streams.advance()
-        await streams.kill(served, *names)
-        assert await asyncio.wait_for(reading, timeout=90) == expected
+async def test_constrained_streams_survive_the_loss_of(
+    names: list[str], durable: bool, served: Served, undisturbed: list[tuple[list[int], str]]
+) -> None:
+    streams = Streams(options_of=constrained, durable=durable)
+    reading = asyncio.create_task(streams.read(served.client))
+    await streams.advance()
+    await streams.kill(served, *names)
+    assert await asyncio.wait_for(reading, timeout=90) == undisturbed
 
 
 @pytest.mark.extended
@@ -88,9 +95,8 @@ async def test_preempted_rows_with_constraints_give_what_they_give_undisturbed(p
             assert len(answer[0]) > 30, "ended by its length"
 
 
-async def test_a_worker_that_returns_compiles_constraints_anew() -> None:
-    async with serving(num_gpu_blocks=64, dtype="float32") as served:
-        options = GenerationOptions(temperature=1.0, seed=1, constraint=Constraint(json_schema=PERSON), max_tokens=120)
-        first = await served.client.generate("Name:", options)
-        await kill(served, "worker")
-        assert (await served.client.generate("Name:", options)).text == first.text
+async def test_a_worker_that_returns_compiles_constraints_anew(served: Served) -> None:
+    options = GenerationOptions(temperature=1.0, seed=1, constraint=Constraint(json_schema=PERSON), max_tokens=120)
+    first = await served.client.generate("Name:", options)
+    await kill(served, "worker")
+    assert (await served.client.generate("Name:", options)).text == first.text

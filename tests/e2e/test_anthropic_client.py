@@ -1,13 +1,15 @@
 """Anthropic's own Python client against all processes."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
-from anthropic import AsyncAnthropic, beta_async_tool
 from pydantic import BaseModel
 
 from tests.support.serving import Served
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 pytestmark = pytest.mark.extended
 
@@ -26,12 +28,15 @@ CITY: Any = {
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def client(served: Served):
+    # Two seconds of imports, which only the process that runs these tests needs.
+    from anthropic import AsyncAnthropic
+
     url = f"http://{served.server.http_address}"
     async with AsyncAnthropic(base_url=url, api_key="unused", max_retries=0, timeout=60) as running:
         yield running
 
 
-async def test_a_message_and_the_same_as_a_stream(client: AsyncAnthropic):
+async def test_a_message_and_the_same_as_a_stream(client: "AsyncAnthropic"):
     message = await client.messages.create(model=MODEL, max_tokens=50, messages=CAPITAL)
     (block,) = message.content
     assert block.type == "text"
@@ -46,7 +51,7 @@ async def test_a_message_and_the_same_as_a_stream(client: AsyncAnthropic):
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-async def test_a_forced_call_and_its_result(client: AsyncAnthropic):
+async def test_a_forced_call_and_its_result(client: "AsyncAnthropic"):
     asked: Any = {"model": MODEL, "max_tokens": 300, "tools": [CITY], "tool_choice": {"type": "any"}}
     message = await client.messages.create(messages=CAPITAL, **asked)
     calls = [block for block in message.content if block.type == "tool_use"]
@@ -66,12 +71,14 @@ class Person(BaseModel):
     is_old: bool
 
 
-async def test_a_message_is_parsed_into_a_model_of_pydantic(client: AsyncAnthropic):
+async def test_a_message_is_parsed_into_a_model_of_pydantic(client: "AsyncAnthropic"):
     message = await client.messages.parse(model=MODEL, max_tokens=300, messages=CAPITAL, output_format=Person)
     assert isinstance(message.parsed_output, Person)
 
 
-async def test_the_tool_runner_goes_on_though_the_server_keeps_no_conversation(client: AsyncAnthropic):
+async def test_the_tool_runner_goes_on_though_the_server_keeps_no_conversation(client: "AsyncAnthropic"):
+    from anthropic import beta_async_tool
+
     @beta_async_tool
     async def weather(city: str) -> str:
         """Get the weather for a city.

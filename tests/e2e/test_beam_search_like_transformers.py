@@ -22,7 +22,7 @@ from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
-from tests.support.beam_reference import BeamCase, BeamOptions, assert_found, make_beam_cases
+from tests.support.beam_reference import LENGTHS, BeamCase, BeamOptions, assert_found, make_beam_cases
 from tests.support.greedy import generate_greedily
 from tests.support.in_process import InProcessReplica, config_of, load_worker
 from tests.support.metrics import read_metric
@@ -132,14 +132,14 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """The reference of a shape, made once."""
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Reference]:
+    """The reference of a shape and lengths of prompts, made once."""
 
     @cache
-    def make(shape: str) -> Reference:
+    def make(shape: str, lengths: tuple[int, ...] = LENGTHS) -> Reference:
         directory = tmp_path_factory.mktemp(shape)
         model = make_shape(directory, shape, seed=3)
-        return Reference(directory, model, make_beam_cases(model, seed=1))
+        return Reference(directory, model, make_beam_cases(model, seed=1, lengths=lengths))
 
     return make
 
@@ -154,7 +154,7 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Re
     ids=["gpt2-swap-fair", "llama-auto-priority"],
 )
 def test_150_searches_equal_transformers_while_groups_are_swapped_at_random(
-    shape: str, mode: PreemptionMode, policy: PolicyKind, reference_of: Callable[[str], Reference]
+    shape: str, mode: PreemptionMode, policy: PolicyKind, reference_of: Callable[..., Reference]
 ) -> None:
     reference = reference_of(shape)
     cases, worker = reference.cases, load_worker(reference.directory, SMALL_POOL)
@@ -201,10 +201,11 @@ def assert_served(case: BeamCase, sequences: Sequence[GeneratedSequence]) -> Non
         assert sequence.finish_reason == (FinishReason.STOP if ends_by_token else FinishReason.LENGTH)
 
 
-async def test_150_searches_through_all_services_equal_transformers_while_blocks_run_out(
-    reference_of: Callable[[str], Reference],
+@pytest.mark.parametrize("lengths", [(1, 17, 40), pytest.param(LENGTHS, marks=pytest.mark.extended)])
+async def test_searches_through_all_services_equal_transformers_while_blocks_run_out(
+    lengths: tuple[int, ...], reference_of: Callable[..., Reference]
 ) -> None:
-    reference = reference_of("llama-gqa-untied-32")
+    reference = reference_of("llama-gqa-untied-32", lengths)
     # 60 blocks hold 960 tokens; the host has room for more than all searches at once.
     limits = {"num_gpu_blocks": 60, "swap_space": 1 << 24, "max_num_seqs": 128, "preemption_mode": "swap"}
     port = free_port()

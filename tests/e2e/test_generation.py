@@ -1,8 +1,10 @@
 """The embedded model through all processes: what a user sees."""
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 
 from quire.client import ChatMessage, FinishReason, GenerationOptions, RequestCompleted, SequenceFinished, TokenChunk
 from quire.rpc.errors import Cancelled, DeadlineExceeded, InvalidArgument
@@ -41,11 +43,18 @@ async def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(served: Served)
     assert [each.text for each in crowd[: len(PROMPTS)]] == [each.text for each in alone]
 
 
-@pytest.mark.parametrize("chunk", [16, 37])
-async def test_the_size_of_prefill_chunks_changes_no_token(served: Served, chunk):
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=[16, pytest.param(37, marks=pytest.mark.extended)])
+async def chunked(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+    """Another server, which computes prompts in small chunks and has nothing in its cache."""
+    async with serving(
+        max_num_batched_tokens=request.param, max_num_seqs=16, num_gpu_blocks=256, dtype="float32"
+    ) as running:
+        yield running
+
+
+async def test_the_size_of_prefill_chunks_changes_no_token(served: Served, chunked: Served):
     expected = [await served.client.generate(prompt, SAMPLED) for prompt in PROMPTS]
-    async with serving(max_num_batched_tokens=chunk, max_num_seqs=16, num_gpu_blocks=256, dtype="float32") as chunked:
-        got = await asyncio.gather(*(chunked.client.generate(prompt, SAMPLED) for prompt in PROMPTS))
+    got = await asyncio.gather(*(chunked.client.generate(prompt, SAMPLED) for prompt in PROMPTS))
     assert [each.sequences[0].token_ids for each in got] == [each.sequences[0].token_ids for each in expected]
 
 
@@ -132,7 +141,7 @@ async def test_tokenize_and_detokenize_are_inverse(served: Served):
     assert await served.client.detokenize(tokens.token_ids) == text
 
 
-async def test_a_follow_up_turn_hits_the_cache_and_says_the_same_as_without(served: Served):
+async def test_a_follow_up_turn_hits_the_cache_and_says_the_same_as_without(served: Served, chunked: Served):
     question = ChatMessage("user", "Tell me a story about a fox named Pip.")
     options = GenerationOptions(temperature=0.0)
     first = await served.client.chat([question], options)
@@ -140,8 +149,9 @@ async def test_a_follow_up_turn_hits_the_cache_and_says_the_same_as_without(serv
     follow_up = await served.client.chat(turn, options)
     history = first.usage.prompt_tokens + first.usage.generated_tokens
     assert follow_up.usage.cached_tokens >= history - 2 * 16
-    async with serving(num_gpu_blocks=256, dtype="float32") as fresh:
-        assert (await fresh.client.chat(turn, options)).text == follow_up.text
+    without = await chunked.client.chat(turn, options)
+    assert without.usage.cached_tokens == 0
+    assert without.text == follow_up.text
 
 
 async def test_at_64_streams_the_scheduler_waits_for_no_client(served: Served):

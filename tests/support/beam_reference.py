@@ -67,15 +67,15 @@ _VARIANTS = (
 )
 
 
-def make_beam_cases(model: PreTrainedModel, seed: int) -> list[BeamCase]:
-    """50 random prompts of all lengths, each searched at every width, in random order.
+def make_beam_cases(model: PreTrainedModel, seed: int, lengths: Sequence[int] = LENGTHS) -> list[BeamCase]:
+    """Five random prompts of each length, each searched at every width, in random order.
 
     Where two candidates are so close that rounding decides between them, another prompt is taken.
     """
     rng = random.Random(seed)
     variants = cycle(_VARIANTS)
     cases: list[BeamCase] = []
-    for length in LENGTHS:
+    for length in lengths:
         prompts = [_random_prompt(rng, length) for _ in range(PROMPTS_OF_A_LENGTH + SPARE_PROMPTS)]
         for width in WIDTHS:
             cases += _clear_cases(model, prompts, replace(next(variants), num_beams=width))

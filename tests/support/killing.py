@@ -1,6 +1,7 @@
 """kill -9 of processes of a server that restarts them, while clients read streams from it."""
 
 import asyncio
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from tests.support.scheduler_process import until
 from tests.support.serving import Served
 
 MAX_TOKENS = 250
+_numbers = itertools.count()
 
 
 def story_options(index: int) -> GenerationOptions:
@@ -43,7 +45,7 @@ class Stream:
 
     async def read(self, client: AsyncClient) -> None:
         """Checks that offsets are consecutive and that exactly one end comes."""
-        prompt, request_id = f"Once upon a time, story {self.index}", f"story-{id(self):x}"
+        prompt, request_id = f"Once upon a time, story {self.index}", f"story-{next(_numbers)}"
         async with client.generate_stream(
             prompt, self._options, request_id=request_id, durable=self._durable
         ) as stream:

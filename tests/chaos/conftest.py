@@ -1,0 +1,23 @@
+"""One server for all tests that kill processes of the embedded model and need nothing else of it."""
+
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+
+from tests.support.scheduler_process import wait_nothing_in_use
+from tests.support.serving import Served, serving
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def survivor() -> AsyncIterator[Served]:
+    # float32: in bfloat16 a context that is computed again need not give the same logits.
+    async with serving(num_gpu_blocks=512, dtype="float32") as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def served(survivor: Served) -> Served:
+    """Serves again, whatever was killed before, and has nothing to do."""
+    await survivor.server.wait_ready()
+    await wait_nothing_in_use(survivor.scheduler)
+    return survivor
