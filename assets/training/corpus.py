@@ -97,8 +97,13 @@ THIRD_EMPHASIS: Emphasis = {
     "reverse_order": 1.5, "count": 4.0, "spell": 2.0, "uppercase": 3.0, "repeat": 10.0, "say_times": 8.0,
     "opposite": 2.0, "capital": 1.5, "category": 1.5, "identity": 2.0, "about_itself": 3.0,
 }  # fmt: skip
-# For the course that comes last: what the one before it had worn off.
-FOURTH_EMPHASIS: Emphasis = {**THIRD_EMPHASIS, "past": 3.0, "colour": 3.0, "country": 2.5, "next_number": 2.0}
+# For the second course, which must not wear off what the first one taught.
+FOURTH_EMPHASIS: Emphasis = {
+    "addition": 9.0, "subtraction": 10.0, "multiplication": 4.0, "word_problem": 4.0, "comparison": 9.0,
+    "reverse_order": 1.5, "count": 4.0, "spell": 2.0, "uppercase": 3.0, "repeat": 14.0, "say_times": 9.0,
+    "opposite": 2.0, "capital": 2.0, "category": 1.5, "identity": 2.0, "about_itself": 3.0, "past": 2.5,
+    "colour": 2.5, "country": 2.5, "next_number": 2.0, "plural": 1.5,
+}  # fmt: skip
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.", "You are quire-tiny, a small and friendly model.", "You are a friendly helper.",

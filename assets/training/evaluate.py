@@ -25,10 +25,10 @@ from assets.training.corpus import (
     draw_name_memory,
     draw_question,
 )
-from assets.training.json_questions import JSON_KINDS
+from assets.training.json_questions import JSON_KINDS, make_led_answer
 from assets.training.questions import NAMES, WORDS, draw
 from assets.training.stories import Story, draw_request, draw_story
-from assets.training.tool_lessons import TOOL_KINDS
+from assets.training.tool_lessons import PROBED_KINDS
 from assets.training.tools import ToolConversation
 
 
@@ -103,7 +103,7 @@ class Answerer:
 _PROMPTS_AT_ONCE = 50
 _ANSWER_TOKENS = 80
 _STORY_TOKENS = 300
-_CALL_TOKENS = 240
+_CALL_TOKENS = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +173,17 @@ def _story_probe(answerer: Answerer, rng: Random) -> Probe:
     return Probe(answerer.chat_prompt(asked), story.text, _story_mentions(request, story))
 
 
+def _led_probe(answerer: Answerer, rng: Random) -> Probe:
+    """As a schema of one key forces it: the answer goes on after the key."""
+    while True:
+        question, _ = make_led_answer(rng, held_out=True)
+        opening, separator, rest = question.answer.partition('": ')
+        if '": ' not in rest:
+            separator += '"' * rest.startswith('"')
+            prompt = answerer.chat_prompt(conversation_of(question)) + opening + separator
+            return Probe(prompt, question.answer.removeprefix(opening + separator))
+
+
 def _draw_probe(answerer: Answerer, kind: str, rng: Random) -> Probe:
     match kind:
         case "name_memory":
@@ -187,8 +198,10 @@ def _draw_probe(answerer: Answerer, kind: str, rng: Random) -> Probe:
             return _repeat_probe(answerer, rng, made_up=True)
         case "story":
             return _story_probe(answerer, rng)
-        case _ if kind in TOOL_KINDS:
-            conversation = TOOL_KINDS[kind](rng, held_out=True)
+        case "json_led":
+            return _led_probe(answerer, rng)
+        case _ if kind in PROBED_KINDS:
+            conversation = PROBED_KINDS[kind](rng, held_out=True)
             return Probe(answerer.tool_prompt(conversation), conversation.last_answer())
         case _:
             question = draw((QUESTION_KINDS | JSON_KINDS)[kind], rng, held_out=True)
@@ -196,7 +209,7 @@ def _draw_probe(answerer: Answerer, kind: str, rng: Random) -> Probe:
 
 
 FIRST_COURSE_KINDS = (*QUESTION_KINDS, "repeat_made_up", "name_memory", "given_name", "plain_form", "story")
-SECOND_COURSE_KINDS = (*TOOL_KINDS, *JSON_KINDS)
+SECOND_COURSE_KINDS = (*PROBED_KINDS, *JSON_KINDS, "json_led")
 KINDS = (*FIRST_COURSE_KINDS, *SECOND_COURSE_KINDS)
 
 

@@ -19,6 +19,7 @@ from assets.training.questions import (
     YOUNG,
     MakeQuestion,
     Question,
+    draw,
 )
 from assets.training.tool_skills import any_word, clock, identifier, number, person, place, small_number
 
@@ -86,11 +87,16 @@ _TABLES = (
 )  # fmt: skip
 
 
+def _result_key(names: tuple[str, ...], rng: Random) -> str:
+    """Now and then a word that nobody would use: keys are copied."""
+    return rng.choice(names) if rng.random() < 0.75 else any_word(rng)
+
+
 def _fact(rng: Random) -> Question:
     table = rng.choice(_TABLES)
     x, y = rng.choice(table.rows)
-    left, right = rng.choice(table.left), rng.choice(table.right)
-    if rng.random() < 0.3:
+    left, right = rng.choice(table.left), _result_key(table.right, rng)
+    if rng.random() < 0.35:
         value = {right: y}
     else:
         value = {left: x, right: y}
@@ -119,7 +125,7 @@ def _bare(rng: Random) -> Question:
 
 def _sum(rng: Random) -> Question:
     a, b = small_number(rng), small_number(rng)
-    total = rng.choice(("sum", "result", "answer", "total"))
+    total = _result_key(("sum", "result", "answer", "total"), rng)
     first, second = rng.choice((("a", "b"), ("x", "y"), ("first", "second"), ("left", "right")))
     value = {total: a + b} if rng.random() < 0.5 else {first: a, second: b, total: a + b}
     question = rng.choice(("What is {a} + {b}?", "How much is {a} + {b}?", "Add {a} and {b}.")).format(a=a, b=b)
@@ -164,8 +170,8 @@ def _entity(rng: Random) -> _Extract:
         subject = f"The {name}"
     chosen = rng.sample(attributes, rng.randint(1, min(3, len(attributes))))
     said, value = [], {key: name}
-    for phrases, keys, draw in chosen:
-        drawn = draw(rng)
+    for phrases, keys, make in chosen:
+        drawn = make(rng)
         said.append(rng.choice(phrases).format(v=drawn))
         value[rng.choice([k for k in keys if k not in value])] = drawn
     text = f"{subject} " + (said[0] if len(said) == 1 else ", ".join(said[:-1]) + " and " + said[-1]) + "."
@@ -242,15 +248,49 @@ def _pairs(rng: Random) -> Question:
 
 def _list(rng: Random) -> Question:
     words = [any_word(rng) for _ in range(rng.randint(2, 5))]
-    if rng.random() < 0.3:
-        words = list(NUMBER_WORDS[1 : len(words) + 1]) if rng.random() < 0.2 else rng.sample(WORDS, len(words))
-    key = rng.choice(("words", "items", "list", "things", "values", "names"))
+    match rng.randrange(5):
+        case 0:
+            words = list(NUMBER_WORDS[1 : len(words) + 1]) if rng.random() < 0.2 else rng.sample(WORDS, len(words))
+        case 1:
+            words = [rng.choice((person, place, identifier))(rng) for _ in words]
+        case _:
+            pass
+    key = _result_key(("words", "items", "list", "things", "values", "names"), rng)
     wording = rng.choice(
         ("Give the words {x} as a JSON list under the key {k}.", "Write {x} as a JSON list under the key {k}.",
          "Put {x} into a JSON list under the key {k}.", "Make a JSON list of {x} under the key {k}.")
     )  # fmt: skip
     text = wording.format(x=", ".join(words), k=key)
     return Question("json_list", text, _text({key: words}), key=f"json list {words}")
+
+
+def _led(rng: Random) -> Question:
+    """Nothing asks for JSON: a schema that the model does not see leads it there."""
+    match rng.randrange(4):
+        case 0 | 1:
+            table = rng.choice(_TABLES)
+            x, y = rng.choice(table.rows)
+            left, right = rng.choice(table.left), _result_key(table.right, rng)
+            value = rng.choice(({right: y}, {left: x, right: y}))
+            text = rng.choice(table.questions).format(x=x)
+            return Question("json_led", text, _text(value), key=f"json led {text} {list(value)}")
+        case 2:
+            a, b = small_number(rng), small_number(rng)
+            total = _result_key(("sum", "result", "answer", "total"), rng)
+            question = rng.choice(("What is {a} + {b}?", "How much is {a} + {b}?", "Add {a} and {b}."))
+            value = rng.choice(({total: a + b}, {"a": a, "b": b, total: a + b}))
+            key = f"json sum {min(a, b)} {max(a, b)}"
+            return Question("json_led", question.format(a=a, b=b), _text(value), key=key)
+        case _:
+            extract = _entity(rng) if rng.random() < 0.6 else _event(rng)
+            key = f"json extract {next(iter(extract.value.values()))}"
+            return Question("json_led", extract.text, _text(_in_some_order(extract.value, rng)), key=key)
+
+
+def make_led_answer(rng: Random, *, held_out: bool) -> tuple[Question, str]:
+    """A question, and how its answer opens."""
+    question = draw(_led, rng, held_out=held_out)
+    return question, next(opening for opening in ('{"name": "', '{"') if question.answer.startswith(opening))
 
 
 JSON_KINDS: dict[str, MakeQuestion] = {

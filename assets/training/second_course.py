@@ -8,6 +8,7 @@ from assets.training.corpus import (
     Conversation,
     Document,
     Emphasis,
+    Segment,
     Turn,
     chat_document,
     conversation_of,
@@ -19,6 +20,7 @@ from assets.training.json_questions import (
     JSON_KINDS,
     JSON_SYSTEM_PROMPTS,
     make_free_extract,
+    make_led_answer,
     without_request,
 )
 from assets.training.questions import draw
@@ -26,7 +28,7 @@ from assets.training.tool_lessons import make_tool_conversation
 from assets.training.tools import tool_document
 
 _JSON_SHARES = {
-    "json_fact": 20, "json_bare": 18, "json_sum": 10, "json_extract": 30, "json_pairs": 12, "json_list": 10,
+    "json_fact": 22, "json_bare": 14, "json_sum": 10, "json_extract": 32, "json_pairs": 12, "json_list": 14,
 }  # fmt: skip
 
 
@@ -47,18 +49,27 @@ def _json_conversation(rng: Random, emphasis: Emphasis) -> Conversation:
     return Conversation(kind, turns, system)
 
 
+def _led_document(rng: Random) -> Document:
+    """How the answer opens does not count, so that a question which asks for no JSON gets none of itself."""
+    question, opening = make_led_answer(rng, held_out=False)
+    *before, answer = chat_document(conversation_of(question))
+    return (*before, Segment(opening, 0.0), Segment(answer.text.removeprefix(opening), answer.weight))
+
+
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Of all documents, how many are the first course's, how many have tools; the rest asks for JSON."""
+    """Of all documents, how many are the first course's, how many have tools; the rest is about JSON.
+
+    A conversation with tools is five times as long as an old document: old ones are a bit less than half of all tokens.
+    """
 
     old: float
     tools: float
 
 
-FIRST_SHARES = Shares(old=0.5, tools=0.35)
-# The old documents are short: they are a third of the tokens here, and a fifth before.
-SECOND_SHARES = Shares(old=0.62, tools=0.2)
-THIRD_SHARES = Shares(old=0.6, tools=0.26)
+SHARES = Shares(old=0.64, tools=0.15)
+# While the rate falls.
+LAST_SHARES = Shares(old=0.66, tools=0.125)
 
 
 def make_second_course_document(rng: Random, emphasis: Emphasis, shares: Shares) -> Document:
@@ -67,13 +78,15 @@ def make_second_course_document(rng: Random, emphasis: Emphasis, shares: Shares)
         return make_document(rng, emphasis)
     if choice < shares.old + shares.tools:
         return tool_document(make_tool_conversation(rng))
-    if choice < 0.98:
+    if choice < 0.96:
         return chat_document(_json_conversation(rng, emphasis))
+    if choice < 0.99:
+        return _led_document(rng)
     kind = rng.choice(list(_JSON_SHARES))
     return plain_question_document(draw(JSON_KINDS[kind], rng, held_out=False))
 
 
-def second_course_documents(seed: int, emphasis: Emphasis, shares: Shares = FIRST_SHARES) -> Iterator[Document]:
+def second_course_documents(seed: int, emphasis: Emphasis, shares: Shares = SHARES) -> Iterator[Document]:
     """An endless stream, the same for the same seed, emphasis and shares."""
     rng = Random(seed)
     while True:

@@ -79,7 +79,7 @@ def _draw_drawn(rng: Random, *, held_out: bool) -> tuple[str, Drawn]:
 
 
 def _among(name: str, drawn: Drawn, rng: Random) -> tuple[Tool, ...]:
-    beside = _others(name, rng, rng.choices((0, 1, 2, 3), (45, 30, 17, 8))[0])
+    beside = _others(name, rng, rng.choices((0, 1, 2, 3), (20, 30, 28, 22))[0])
     return _shuffled([drawn.tool, *(tool for tool in beside if tool.name != drawn.tool.name)], rng)
 
 
@@ -106,7 +106,7 @@ def draw_made_up_call(rng: Random, *, held_out: bool) -> ToolConversation:
     """A tool that nobody has heard of, among up to two others."""
     drawn = _made_up(rng)
     ask = draw_ask(drawn, rng, held_out=held_out)
-    tools = [drawn.tool, *_others("made up", rng, rng.choice((0, 0, 1, 2)))]
+    tools = [drawn.tool, *_others("made up", rng, rng.choice((0, 1, 1, 2)))]
     return ToolConversation(
         "tool_made_up", _shuffled(tools, rng), ((Said(ask.text), _called(drawn, ask)),), _system(rng)
     )
@@ -174,18 +174,31 @@ def draw_missing(rng: Random, *, held_out: bool) -> ToolConversation:
     return ToolConversation("tool_missing", tools, ((Said(ask.text), Said(answer)),), _system(rng))
 
 
+def _missing_for(names: list[str], rng: Random) -> Exchange:
+    """A question that none of the skills `names` answers."""
+    while True:
+        name = _draw_name(rng)
+        if name not in _ARITHMETIC and not any(_rivals(name, other) for other in names):
+            ask = draw_ask(draw_tool(SKILLS[name], rng, held_out=False), rng, held_out=False)
+            if not is_held_out(ask.text):
+                return Said(ask.text), Said(NO_TOOL_ANSWER)
+
+
 def make_long_conversation(rng: Random) -> ToolConversation:
-    """Several questions, each for one of up to three tools or for none."""
-    names = rng.sample(_LEARNT_TOGETHER, rng.choice((1, 2, 2, 3)))
+    """Several questions, each for one of up to four tools or for none."""
+    names = rng.sample(_LEARNT_TOGETHER, rng.choices((1, 2, 3, 4), (15, 35, 30, 20))[0])
     choices = [draw_tool(SKILLS[name], rng, held_out=False) for name in names]
     if rng.random() < 0.35:
         choices[-1] = _made_up(rng)
     ordinary = not any(name in ("search", *_ARITHMETIC) for name in names)
     exchanges: list[Exchange] = []
-    for _ in range(rng.choice((2, 2, 3))):
-        if ordinary and rng.random() < 0.15:
+    for _ in range(rng.choice((2, 3, 3, 4))):
+        chance = rng.random()
+        if ordinary and chance < 0.12:
             question = draw_question(rng, _ORDINARY, held_out=False)
             exchanges.append((Said(question.text), Said(question.answer)))
+        elif chance > 0.94:
+            exchanges.append(_missing_for(names, rng))
         else:
             drawn = rng.choice(choices)
             exchanges += _answered(drawn, draw_ask(drawn, rng, held_out=False))
@@ -201,13 +214,31 @@ TOOL_KINDS: dict[str, Callable[..., ToolConversation]] = {
     "tool_not_needed": draw_not_needed,
     "tool_missing": draw_missing,
 }
+
+
+def _draw_call_among(some: bool) -> Callable[..., ToolConversation]:
+    def draw_one(rng: Random, *, held_out: bool) -> ToolConversation:
+        while True:
+            conversation = draw_call(rng, held_out=held_out)
+            if (len(conversation.tools) > 1) is some:
+                return conversation
+
+    return draw_one
+
+
+# What is measured: calls of the only tool, and choices, apart.
+PROBED_KINDS: dict[str, Callable[..., ToolConversation]] = {
+    "tool_one": _draw_call_among(False),
+    "tool_choice": _draw_call_among(True),
+    **{kind: draw for kind, draw in TOOL_KINDS.items() if kind != "tool_call"},
+}
 _SHARES = {
     "tool_call": 30,
     "tool_made_up": 14,
     "tool_parallel": 7,
     "tool_answer": 25,
     "tool_not_needed": 11,
-    "tool_missing": 6,
+    "tool_missing": 16,
 }
 
 

@@ -45,11 +45,11 @@ def strange_word(rng: Random) -> str:
 
 def any_word(rng: Random) -> str:
     choice = rng.random()
-    if choice < 0.4:
+    if choice < 0.45:
         return rng.choice(WORDS)
-    if choice < 0.7:
+    if choice < 0.85:
         return made_up_word(rng)
-    return made_up_word(rng) + made_up_word(rng) if choice < 0.85 else strange_word(rng)
+    return made_up_word(rng) + made_up_word(rng) if choice < 0.92 else strange_word(rng)
 
 
 def _phrase(rng: Random, most: int = 4) -> str:
@@ -583,6 +583,10 @@ def draw_ask(drawn: Drawn, rng: Random, *, held_out: bool) -> Ask:
     return Ask(question.format(**values), values, arguments, result, answer)
 
 
+# Keys that say nothing about their value.
+_PLAIN_KEYS = frozenset(("result", "value", "answer", "total", "text", "title", "time"))
+
+
 def _outcome(skill: Skill, values: Mapping[str, CallValue], rng: Random) -> tuple[str, str]:
     """What the tool returns, and the sentence that says so."""
     if rng.random() < 0.04:
@@ -596,5 +600,10 @@ def _outcome(skill: Skill, values: Mapping[str, CallValue], rng: Random) -> tupl
     if values and rng.random() < 0.4:
         role = rng.choice(list(values))
         echoed = {rng.choice(skill.roles[role].names): values[role]}
-    said = " and ".join(f"the {key.replace('_', ' ')} is {value}" for key, value in result.items() if key not in echoed)
-    return json.dumps(echoed | result, ensure_ascii=False), f"{subject}: {said}."
+    told = {key: value for key, value in result.items() if key not in echoed} or result
+    separators = (",", ":") if rng.random() < 0.1 else (", ", ": ")
+    returned = json.dumps(echoed | result, ensure_ascii=False, separators=separators)
+    if len(told) == 1 and not _PLAIN_KEYS.isdisjoint(told):
+        return returned, f"{subject} is {next(iter(told.values()))}."
+    said = " and ".join(f"the {key.replace('_', ' ')} is {value}" for key, value in told.items())
+    return returned, f"{subject}: {said}."

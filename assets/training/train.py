@@ -1,7 +1,7 @@
 """Makes assets/quire-tiny: python -m assets.training.train.
 
-The first course makes the shipped model from random weights. The two others go on from the file of the course before.
-They teach tools and answers in JSON, and are not good enough to ship yet: docs/quire-tiny.md says how far they came.
+The first course starts from random weights. The second goes on from the file of the first and teaches tools and answers
+in JSON.
 """
 
 import argparse
@@ -30,8 +30,8 @@ from assets.training.corpus import (
     THIRD_EMPHASIS,
     held_out_texts,
 )
-from assets.training.second_course import SECOND_SHARES, THIRD_SHARES, second_course_documents
-from assets.training.tokenizer import VOCABULARY_SIZE, save_tokenizer, train_tokenizer
+from assets.training.second_course import LAST_SHARES, second_course_documents
+from assets.training.tokenizer import VOCABULARY_SIZE, add_json_marks, save_tokenizer, train_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,43 +208,41 @@ FIRST_COURSE = TrainingPlan(
     ),
 )
 SECOND_COURSE = TrainingPlan(
-    schedule=Schedule(((-1, 0.0), (49, 1.5e-3), (1400, 1.5e-3), (1600, 1.0e-3), (1840, 0.0))),
+    schedule=Schedule(((-1, 0.0), (99, 1.5e-3), (2300, 1.5e-3), (6900, 0.0))),
     lessons=(
-        Lesson(1300, seed=3, emphasis=THIRD_EMPHASIS, documents=second_course_documents, shapes=LONG_SHAPES),
+        Lesson(2300, seed=3, emphasis=FOURTH_EMPHASIS, documents=second_course_documents, shapes=LONG_SHAPES),
         Lesson(
-            1840,
+            6900,
             seed=4,
-            emphasis=THIRD_EMPHASIS,
-            documents=partial(second_course_documents, shares=SECOND_SHARES),
+            emphasis=FOURTH_EMPHASIS,
+            documents=partial(second_course_documents, shares=LAST_SHARES),
             shapes=LONG_SHAPES,
         ),
     ),
 )
 
-THIRD_COURSE = TrainingPlan(
-    schedule=Schedule(((-1, 0.0), (29, 1e-3), (99, 9.0921e-4), (100, 9.0e-4), (400, 0.0))),
-    lessons=(
-        Lesson(
-            400,
-            seed=5,
-            emphasis=FOURTH_EMPHASIS,
-            documents=partial(second_course_documents, shares=THIRD_SHARES),
-            shapes=LONG_SHAPES,
-        ),
-    ),
-)
+
+def widen(model: LlamaForCausalLM, before: Tokenizer, after: Tokenizer) -> None:
+    """Gives each token that `after` has beyond `before` the mean of the embeddings of its pieces."""
+    known, size = before.get_vocab_size(), after.get_vocab_size()
+    if model.config.vocab_size == size:
+        return
+    embeddings = model.resize_token_embeddings(size, mean_resizing=False)
+    with torch.no_grad():
+        for token in range(known, size):
+            pieces = before.encode(str(after.id_to_token(token)), add_special_tokens=False).ids
+            embeddings.weight[token] = embeddings.weight[pieces].mean(0)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("assets/quire-tiny"))
-    parser.add_argument("--course", type=int, choices=(1, 2, 3), default=1, help="which course (default: 1)")
-    parser.add_argument("--from", type=Path, dest="start", help="the model of the course before (default: OUTPUT)")
+    parser.add_argument("--from", type=Path, dest="start", help="a model after the first course (default: make one)")
     parser.add_argument(
-        "--checkpoint",
+        "--checkpoints",
         type=Path,
-        default=Path(tempfile.gettempdir()) / "quire-tiny-checkpoint.pt",
-        help="where an interrupted course goes on; removed at its end (default: %(default)s)",
+        default=Path(tempfile.gettempdir()),
+        help="where to keep the files by which an interrupted course goes on (default: %(default)s)",
     )
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
@@ -262,11 +260,14 @@ def _first_course(output: Path, checkpoint: Path, threads: int) -> None:
     checkpoint.unlink(missing_ok=True)
 
 
-def _later_course(plan: TrainingPlan, start: Path, output: Path, checkpoint: Path, threads: int) -> None:
-    """From the weights as they are stored, so that it does not matter when the course before was."""
+def _second_course(start: Path, output: Path, checkpoint: Path, threads: int) -> None:
+    """From the weights as they are stored, so that it does not matter when the first course was."""
     model = LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
     tokenizer = Tokenizer.from_file(str(start / "tokenizer.json"))
-    train(model, tokenizer, plan, checkpoint, threads, _log)
+    first = Tokenizer.from_file(str(start / "tokenizer.json"))
+    add_json_marks(tokenizer)
+    widen(model, first, tokenizer)
+    train(model, tokenizer, SECOND_COURSE, checkpoint, threads, _log)
     export(model, tokenizer, output)
     checkpoint.unlink(missing_ok=True)
 
@@ -275,13 +276,12 @@ def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    output, checkpoint, threads = arguments.output, arguments.checkpoint, arguments.threads
-    if arguments.course == 1:
-        _first_course(output, checkpoint, threads)
-    else:
-        plan = SECOND_COURSE if arguments.course == 2 else THIRD_COURSE
-        _later_course(plan, arguments.start or output, output, checkpoint, threads)
-    _log(f"wrote {arguments.output}")
+    output, threads = arguments.output, arguments.threads
+    first, second = (arguments.checkpoints / f"quire-tiny-course-{course}.pt" for course in (1, 2))
+    if arguments.start is None and not second.exists():
+        _first_course(output, first, threads)
+    _second_course(arguments.start or output, output, second, threads)
+    _log(f"wrote {output}")
 
 
 if __name__ == "__main__":

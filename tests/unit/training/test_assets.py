@@ -7,15 +7,25 @@ from typing import Any
 
 import jinja2
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from assets.training.corpus import BOS_ID, END_ID, EOS_ID, SPECIAL_TOKENS, Conversation, Turn, chat_document, documents
+from assets.training.tokenizer import JSON_MARKS, VOCABULARY_SIZE, add_json_marks
+from assets.training.train import make_model, widen
 
 DIRECTORY = Path(__file__).parents[3] / "assets" / "quire-tiny"
 
 
 def read_json(name: str) -> dict[str, Any]:
     return json.loads((DIRECTORY / name).read_text())
+
+
+def narrow_tokenizer() -> Tokenizer:
+    """The shipped one without its marks, as the first course has it."""
+    content = read_json("tokenizer.json")
+    content["added_tokens"] = content["added_tokens"][: len(SPECIAL_TOKENS)]
+    return Tokenizer.from_str(json.dumps(content))
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +39,28 @@ def test_special_tokens_have_the_ids_that_the_corpus_assumes(tokenizer: Tokenize
 
 def test_vocabulary_is_as_large_as_the_model_says(tokenizer: Tokenizer) -> None:
     assert tokenizer.get_vocab_size() == read_json("config.json")["vocab_size"]
+
+
+def test_marks_of_calls_and_json_are_tokens_that_no_document_of_the_first_course_has(tokenizer: Tokenizer) -> None:
+    marks = [tokenizer.encode(mark, add_special_tokens=False).ids for mark in JSON_MARKS]
+    assert marks == [[VOCABULARY_SIZE + index] for index in range(len(JSON_MARKS))]
+    for document in islice(documents(seed=8), 300):
+        for segment in document:
+            assert max(tokenizer.encode(segment.text, add_special_tokens=False).ids) < VOCABULARY_SIZE
+
+
+def test_a_wider_model_says_what_the_narrow_one_did_and_knows_the_pieces_of_its_marks() -> None:
+    torch.manual_seed(1)
+    model, before, after = make_model(), narrow_tokenizer(), narrow_tokenizer()
+    add_json_marks(after)
+    tokens = torch.tensor([before.encode("Hello, Quire!").ids])
+    expected = model(tokens).logits
+    widen(model, before, after)
+    assert torch.equal(model(tokens).logits[..., :VOCABULARY_SIZE], expected)
+    pieces = before.encode(JSON_MARKS[0], add_special_tokens=False).ids
+    weights = model.get_input_embeddings().weight
+    assert weights.shape[0] == model.config.vocab_size == VOCABULARY_SIZE + len(JSON_MARKS)
+    torch.testing.assert_close(weights[VOCABULARY_SIZE], weights[pieces].mean(0))
 
 
 def test_both_ends_stop_an_answer() -> None:

@@ -1,0 +1,120 @@
+"""What the embedded model does by itself: it calls tools, says what they returned, and answers in JSON."""
+
+import json
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+from pydantic import BaseModel
+
+from quire.client.types import ChatMessage, GenerationOptions, Tool
+from tests.support.serving import Served
+
+MODEL = "quire-tiny"
+GREEDY = GenerationOptions(temperature=0.0, max_tokens=200)
+
+
+def function(name: str, description: str, **properties: Any) -> Any:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+TEXT, NUMBER = {"type": "string"}, {"type": "number"}
+WEATHER = function("get_weather", "Get the current weather in a city.", city=TEXT)
+TIMER = function("set_timer", "Set a timer.", minutes={"type": "integer"})
+MULTIPLY = function("multiply", "Multiply two numbers.", a=NUMBER, b=NUMBER)
+MAIL = function("send_email", "Send an email to someone.", to=TEXT, body=TEXT)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(served: Served):
+    url = f"http://{served.server.http_address}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="unused", max_retries=0, timeout=60) as running:
+        yield running
+
+
+def user(text: str) -> Any:
+    return {"role": "user", "content": text}
+
+
+async def chat(client: AsyncOpenAI, *messages: Any, **fields: Any) -> Any:
+    answer = await client.chat.completions.create(
+        model=MODEL, messages=list(messages), temperature=0, max_tokens=200, **fields
+    )
+    return answer.choices[0]
+
+
+@pytest.mark.parametrize(
+    ("question", "name", "arguments"),
+    [
+        ("What is the weather in Paris?", "get_weather", {"city": "Paris"}),
+        ("Set a timer for 12 minutes.", "set_timer", {"minutes": 12}),
+        ("What is 314 times 27?", "multiply", {"a": 314, "b": 27}),
+    ],
+)
+async def test_it_calls_the_right_tool_of_three(client: AsyncOpenAI, question, name, arguments):
+    choice = await chat(client, user(question), tools=[WEATHER, TIMER, MULTIPLY])
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert (call.function.name, json.loads(call.function.arguments)) == (name, arguments)
+
+
+async def test_it_says_in_words_what_a_tool_returned(client: AsyncOpenAI):
+    asked = user("What is the weather like in Rome today?")
+    call = (await chat(client, asked, tools=[WEATHER])).message
+    result = {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "sunny, 24 degrees"}
+    choice = await chat(client, asked, call, result, tools=[WEATHER])
+    assert choice.finish_reason == "stop"
+    assert choice.message.content == "The weather in Rome is sunny, 24 degrees."
+
+
+@pytest.mark.parametrize("question", ["What is the capital of France?", "Who are you?"])
+async def test_it_calls_nothing_for_what_it_knows(client: AsyncOpenAI, question):
+    alone = await chat(client, user(question))
+    beside = await chat(client, user(question), tools=[WEATHER, TIMER])
+    assert (beside.message.content, beside.message.tool_calls) == (alone.message.content, None)
+
+
+async def test_a_call_and_its_result_over_grpc(served: Served):
+    parameters = {"type": "object", "properties": {"city": TEXT}, "required": ["city"]}
+    tools = [Tool("get_weather", "Get the current weather in a city.", parameters)]
+    asked = ChatMessage("user", "What is the weather in London?")
+    (sequence,) = (await served.client.chat([asked], GREEDY, tools=tools)).sequences
+    (call,) = sequence.tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "London"})
+    called = ChatMessage("assistant", tool_calls=[call])
+    result = ChatMessage("tool", "rainy, 9 degrees", tool_call_id=call.id)
+    answer = await served.client.chat([asked, called, result], GREEDY, tools=tools)
+    assert answer.text == "The weather in London is rainy, 9 degrees."
+
+
+async def test_it_answers_in_json_when_asked(client: AsyncOpenAI):
+    plain = await chat(client, user("What is the capital of Japan? Answer in JSON."))
+    keys = await chat(client, user("What is the capital of Japan? Answer in JSON with the keys country and capital."))
+    assert json.loads(plain.message.content) == {"answer": "Tokyo"}
+    assert json.loads(keys.message.content) == {"country": "Japan", "capital": "Tokyo"}
+
+
+class Capital(BaseModel):
+    country: str
+    capital: str
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+@pytest.mark.parametrize(
+    ("question", "expected"),
+    [
+        ("What is the capital of France?", Capital(country="France", capital="Paris")),
+        ("Tom is 31 years old and lives in Berlin.", Person(name="Tom", age=31)),
+    ],
+)
+async def test_it_fills_a_schema_that_it_does_not_see(client: AsyncOpenAI, question, expected):
+    answer = await client.chat.completions.parse(
+        model=MODEL, messages=[user(question)], temperature=0, max_tokens=200, response_format=type(expected)
+    )
+    assert answer.choices[0].message.parsed == expected
