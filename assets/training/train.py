@@ -30,7 +30,7 @@ from assets.training.corpus import (
     THIRD_EMPHASIS,
     held_out_texts,
 )
-from assets.training.second_course import LAST_SHARES, second_course_documents
+from assets.training.second_course import Shares, second_course_documents
 from assets.training.tokenizer import VOCABULARY_SIZE, add_json_marks, save_tokenizer, train_tokenizer
 
 
@@ -207,17 +207,19 @@ FIRST_COURSE = TrainingPlan(
         Lesson(until=4500, seed=2, emphasis=THIRD_EMPHASIS),
     ),
 )
+
+
+def _second_lesson(until: int, seed: int, shares: Shares) -> Lesson:
+    documents = partial(second_course_documents, shares=shares)
+    return Lesson(until, seed, FOURTH_EMPHASIS, documents, LONG_SHAPES)
+
+
 SECOND_COURSE = TrainingPlan(
-    schedule=Schedule(((-1, 0.0), (99, 1.5e-3), (2300, 1.5e-3), (6900, 0.0))),
+    schedule=Schedule(((-1, 0.0), (99, 1.5e-3), (2300, 1.5e-3), (4500, 7.8e-4), (7000, 0.0))),
     lessons=(
-        Lesson(2300, seed=3, emphasis=FOURTH_EMPHASIS, documents=second_course_documents, shapes=LONG_SHAPES),
-        Lesson(
-            6900,
-            seed=4,
-            emphasis=FOURTH_EMPHASIS,
-            documents=partial(second_course_documents, shares=LAST_SHARES),
-            shapes=LONG_SHAPES,
-        ),
+        _second_lesson(2300, 3, Shares(old=0.64, tools=0.15)),
+        _second_lesson(4800, 4, Shares(old=0.66, tools=0.125)),
+        _second_lesson(7000, 5, Shares(old=0.58, tools=0.21)),
     ),
 )
 

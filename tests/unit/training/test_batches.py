@@ -1,5 +1,6 @@
 """What training sees: packed rows, the same after an interruption, and a rate that rises, stays and falls."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,14 @@ from tokenizers import Tokenizer
 
 from assets.training.batches import LONG_SHAPES, SHAPES, Lesson, Shape, encoded_documents, lesson_batches, next_batch
 from assets.training.corpus import BOS_ID, FIRST_EMPHASIS, SECOND_EMPHASIS, documents
-from assets.training.second_course import second_course_documents
+from assets.training.second_course import Shares, second_course_documents
 from assets.training.train import Schedule
 
 TOKENIZER = Path(__file__).parents[3] / "assets" / "quire-tiny" / "tokenizer.json"
+WITH_TOOLS = partial(second_course_documents, shares=Shares(old=0.5, tools=0.3))
 LESSONS = (
     Lesson(until=3, seed=0, emphasis=FIRST_EMPHASIS),
-    Lesson(until=6, seed=1, emphasis=SECOND_EMPHASIS, documents=second_course_documents, shapes=LONG_SHAPES),
+    Lesson(until=6, seed=1, emphasis=SECOND_EMPHASIS, documents=WITH_TOOLS, shapes=LONG_SHAPES),
 )
 
 

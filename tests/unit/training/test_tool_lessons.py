@@ -10,15 +10,16 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from assets.training.corpus import CHAT_TEMPLATE, END
-from assets.training.json_questions import JSON_KINDS, make_free_extract
+from assets.training.json_questions import JSON_KINDS, make_free_extract, make_led_answer
 from assets.training.questions import draw
-from assets.training.second_course import second_course_documents
-from assets.training.tool_lessons import TOOL_KINDS, make_tool_conversation
+from assets.training.second_course import Shares, second_course_documents
+from assets.training.tool_lessons import PROBED_KINDS, TOOL_KINDS, make_tool_conversation
 from assets.training.tool_skills import SKILLS, draw_ask, draw_tool, has_held_out_name, name_is_held_out
 from assets.training.tools import Called, ToolConversation, tool_document
 
 DIRECTORY = Path(__file__).parents[3] / "assets" / "quire-tiny"
 DRAWS = 100
+SHARES = Shares(old=0.3, tools=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -148,11 +149,27 @@ def test_extracts_without_keys_are_objects() -> None:
     assert all(isinstance(json.loads(make_free_extract(rng)[1].answer), dict) for _ in range(DRAWS))
 
 
+@pytest.mark.parametrize(("kind", "counts"), [("tool_one", {1}), ("tool_choice", {2, 3, 4})])
+def test_choices_are_measured_apart_from_calls_of_the_only_tool(kind: str, counts: set[int]) -> None:
+    rng = Random(11)
+    assert {len(PROBED_KINDS[kind](rng, held_out=True).tools) for _ in range(DRAWS)} == counts
+
+
+def test_answers_that_a_schema_leads_to_open_as_the_constraint_does() -> None:
+    rng = Random(12)
+    for _ in range(DRAWS):
+        question, opening = make_led_answer(rng, held_out=False)
+        assert question.answer.startswith(opening)
+        assert json.loads(question.answer)
+        assert "JSON" not in question.text
+
+
 def test_documents_of_the_second_course_are_the_same_for_the_same_seed() -> None:
-    assert list(islice(second_course_documents(1, {}), 200)) == list(islice(second_course_documents(1, {}), 200))
+    first, second = (list(islice(second_course_documents(1, {}, SHARES), 200)) for _ in range(2))
+    assert first == second
 
 
 def test_segments_with_tools_encode_as_their_whole_document_does(tokenizer: PreTrainedTokenizerBase) -> None:
-    for document in islice(second_course_documents(8, {}), 200):
+    for document in islice(second_course_documents(8, {}, SHARES), 200):
         apart = [i for s in document for i in tokenizer(s.text, add_special_tokens=False)["input_ids"]]
         assert apart == tokenizer("".join(s.text for s in document), add_special_tokens=False)["input_ids"]
