@@ -24,6 +24,7 @@ BENCHMARKS = (
     "load_cost",
     "grammar",
     "recording",
+    "compiling",
 )
 
 

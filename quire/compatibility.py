@@ -47,9 +47,11 @@ class ProtocolVersions:
 
 
 SCHEDULER_PROTOCOL = ProtocolVersions(2, 2)
-"""The versions of quire.scheduler.v1 that this release supports, on both sides."""
-WORKER_PROTOCOL = ProtocolVersions(2, 2)
-"""The versions of quire.worker.v1 that this release supports, on both sides."""
+"""What this release speaks of quire.scheduler.v1, on both sides."""
+WORKER_PROTOCOL = ProtocolVersions(2, 3)
+"""What this release speaks of quire.worker.v1, on both sides."""
+PREPARES_CONSTRAINTS = 3
+"""The version of quire.worker.v1 from which workers take PrepareConstraint."""
 
 
 @dataclass(frozen=True, slots=True)

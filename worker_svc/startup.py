@@ -144,7 +144,9 @@ def make_worker(
     # One generation for all ranks, so that the same bytes of a step are right for each of them.
     (negative_generation,) = ranks.smallest(-time.time_ns())
     info = WorkerInfo(-negative_generation, ranks.rank, ranks.size, pool.geometry, geometry, limits, fingerprint)
-    return Worker(info, runner, device_loop, ranks.agree)
+    if templates is None:
+        return Worker(info, runner, device_loop, ranks.agree)
+    return Worker(info, runner, device_loop, ranks.agree, templates.prepare)
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:

@@ -400,6 +400,7 @@ def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
         nonce=request.nonce,
         resubmitted=live.submissions > 1,
         num_prompt_logprobs=len(live.prompt_logprobs),
+        has_constraint=asked.HasField("constraint"),
     )
     if not request.durable:
         # The scheduler sees no text, unless it keeps the request for another gateway.

@@ -33,7 +33,7 @@ class SchedulerConfig:
     that admission leaves free, `pin_quota` the share that one tenant's pins may hold, `max_pinned` that of all pins.
     `tenant_overflow` is the share of the queue's bounds that tenants with less than an equal part of it may take beyond
     them. `max_prefill_share` is the share of what is left of a step's tokens that a prompt takes while shorter ones
-    wait.
+    wait. With `prepares_constraints` the workers compile constraints when they are told to, before rows need them.
     """
 
     num_blocks: int
@@ -51,6 +51,7 @@ class SchedulerConfig:
     pin_quota: float = 0.25
     max_pinned: float = 0.5
     max_prefill_share: float = 0.5
+    prepares_constraints: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len"):

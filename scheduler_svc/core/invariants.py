@@ -144,7 +144,12 @@ def _check_underway(scheduler: Scheduler) -> None:
     )
     for group in scheduler.waiting:
         key = group.request.key
-        _require(not scheduler.waiting.is_held(key) or underway.is_known(key), f"{key} is held for nothing")
+        is_known = underway.is_known(key) or scheduler.preparations.is_held(key)
+        _require(not scheduler.waiting.is_held(key) or is_known, f"{key} is held for nothing")
+    for group in scheduler.swapped:
+        key = group.request.key
+        is_held = scheduler.swapped.is_held(key)
+        _require(not is_held or scheduler.preparations.is_held(key), f"{key} is swapped and held for nothing")
 
 
 def _check_order(scheduler: Scheduler) -> None:

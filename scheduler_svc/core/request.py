@@ -88,7 +88,8 @@ class Request:
     hypotheses are delivered. `emitted` is empty, or holds for each sequence what an earlier scheduler produced:
     generation continues after it, and it counts against `max_tokens`. A request that was `accepted_before`, by this
     scheduler or an earlier one, is not refused for the queue's bounds. `stop_token_ids` holds the model's eos ids too.
-    Cached prefixes are shared within a tenant. `traceparent` is carried to the workers as it is.
+    Cached prefixes are shared within a tenant. `traceparent` is carried to the workers as it is. `has_constraint` tells
+    that the sampling parameters hold one, which workers compile.
     """
 
     key: RequestKey
@@ -105,6 +106,7 @@ class Request:
     beam: BeamParameters | None = None
     traceparent: str | None = None
     accepted_before: bool = False
+    has_constraint: bool = False
 
     @property
     def selects(self) -> bool:

@@ -6,8 +6,8 @@ ended costs one wasted row-step. Only rows whose next token the scheduler choose
 result.
 
 `policy` says which group is next, `admission` whether there is room for it and how prompts share a step, `batch` keeps
-rows and puts the step together, `kv_cache` keeps blocks, `results` reads what came back, and `fault_isolation` finds
-requests that steps fail for.
+rows and puts the step together, `kv_cache` keeps blocks, `results` reads what came back, `preparation` knows which
+constraints are compiled, and `fault_isolation` finds requests that steps fail for.
 """
 
 import itertools
@@ -23,6 +23,7 @@ from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.kv_cache import BlockManager, SwapSpace
 from scheduler_svc.core.pins import PIN_CLIENT, Pin, Pins
 from scheduler_svc.core.policy import GroupQueue, check_queue, make_policy
+from scheduler_svc.core.preparation import Preparations
 from scheduler_svc.core.request import (
     ClientId,
     DuplicateKeyError,
@@ -68,6 +69,7 @@ class Scheduler:
         self.in_flight: deque[StepInFlight] = deque()
         self.pins = Pins(config)
         self.trials = Trials()
+        self.preparations = Preparations(are_on=config.prepares_constraints)
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_swap_outs = 0
@@ -123,6 +125,7 @@ class Scheduler:
         check_queue(request, self.waiting, self.config)
         group = self._arrive(request, now)
         self.batch.blocks.num_cached(group.unfinished[0])
+        self.preparations.arrived(request, len(self.waiting))
 
     def abort(self, key: RequestKey) -> bool:
         """Ends a request at once and frees its blocks. Returns whether there was one."""
@@ -344,9 +347,17 @@ class Scheduler:
             if self._num_blocks_looked_up >= _MAX_BLOCKS_LOOKED_UP:
                 return None
             group = self.policy.next_of(self.waiting, self.swapped)
-            if group.request.key in self.swapped or not self._hold(group):
+            queue = self.swapped if group.request.key in self.swapped else self.waiting
+            if self.preparations.hold(group.request):
+                queue.hold(group.request.key)
+            elif queue is self.swapped or not self._hold(group):
                 return group
         return None
+
+    def prepared(self, number: int) -> None:
+        """The workers have compiled a constraint that `preparations` had for them. Raises ValueError for another."""
+        for key, queue in itertools.product(self.preparations.done(number), (self.waiting, self.swapped)):
+            queue.release(key)
 
     def _hold(self, group: SequenceGroup) -> bool:
         """Holds a group that waits where rows are computing enough of its next blocks. Returns whether it did. Groups
@@ -489,6 +500,7 @@ class Scheduler:
         step = self.in_flight[0]
         check_result(step, result, self.batch.rows)
         self.in_flight.popleft()
+        self.preparations.refused(result.refused)
         sequences = self.batch.rows.sequences_in(step.rows) if self.trials.are_on else []
         self.trials.answered(each.request.key for each in sequences if each is not None)
         results = Results(self.batch, self.running, now)
@@ -548,6 +560,7 @@ class Scheduler:
         Every group waits again in its place, and every pin that held blocks is computed again.
         """
         self.in_flight.clear()
+        self.preparations = Preparations(are_on=self.config.prepares_constraints)
         self.waiting.release_all()
         for queue in (self.running, self.swapped):
             for group in queue.take_all():

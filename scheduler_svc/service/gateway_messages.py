@@ -91,6 +91,7 @@ def request_from_submit(submit: scheduler_pb2.Submit, *, vocab_size: int, max_nu
         priority=submit.priority,
         beam=beam,
         accepted_before=submit.resubmitted,
+        has_constraint=submit.has_constraint,
     )
 
 

@@ -47,7 +47,7 @@ from scheduler_svc.service.worker_link import (
     WorkerRefusedError,
     attach_workers,
 )
-from scheduler_svc.service.worker_messages import PromptLogprobsRouter, ReplicaInfo
+from scheduler_svc.service.worker_messages import ConstraintPrepared, PromptLogprobsRouter, ReplicaInfo
 from scheduler_svc.settings import SchedulerSettings
 
 MODEL_CHANGED = "MODEL_CHANGED"
@@ -345,6 +345,8 @@ class StepLoop:
                 await link.send(plan)
                 self.trace.planned(plan, started, planned)
                 self.trace.part("send", plan.step_id, planned, time.monotonic())
+            for preparation in scheduler.preparations.take():
+                await link.prepare(preparation)
 
     async def _receive_results(self, link: WorkerLink | WorkerGroup) -> None:
         """Receives results, applies them to the core, and emits the events."""
@@ -356,6 +358,9 @@ class StepLoop:
             now = time.monotonic()
             if answer is None:
                 self._check_progress(now, link)
+                continue
+            if isinstance(answer, ConstraintPrepared):
+                self._take_prepared(scheduler, answer.number, link)
                 continue
             self._answered_at = now
             result = answer.result
@@ -372,6 +377,13 @@ class StepLoop:
             self.trace.part("apply", result.step_id, now, time.monotonic())
             self._requests.deliver_prompt_logprobs(prompt_logprobs)
             self._emit(result.step_id, events)
+
+    def _take_prepared(self, scheduler: Scheduler, number: int, link: WorkerLink | WorkerGroup) -> None:
+        try:
+            scheduler.prepared(number)
+        except ValueError as error:
+            raise InvalidAnswerError(f"worker {link.address}: {error}") from error
+        self._wake.set()
 
     def _check_progress(self, now: float, link: WorkerLink | WorkerGroup) -> None:
         """A heartbeat came: the process is alive, but its device may hang. Raises WorkerHangsError."""
@@ -469,6 +481,7 @@ class StepLoop:
             pin_quota=settings.pin_quota,
             max_pinned=settings.max_pinned,
             max_prefill_share=settings.max_prefill_share,
+            prepares_constraints=info.prepares_constraints,
         )
 
     def _make_core(self, config: SchedulerConfig) -> Scheduler:

@@ -1,6 +1,7 @@
 """The step streams to the workers of a replica: to one worker, or to a group of ranks that is driven as one."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,11 +15,14 @@ from quire.rpc.server import UNLIMITED_MESSAGE_BYTES
 from quire.rpc.tls import TlsIdentity
 from quire.settings import ConfigurationError
 from quire.worker.v1 import worker_pb2
+from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service.worker_messages import (
+    ConstraintPrepared,
     RankPlace,
     StepAnswer,
     attach_message,
+    prepare_message,
     replica_info,
     sealed_blocks,
     step_answer,
@@ -146,15 +150,19 @@ class WorkerLink:
         """Sends a step. Raises WorkerLostError."""
         await self.write(step_message(plan, self.epoch, self.info.worker_generation))
 
+    async def prepare(self, preparation: Preparation) -> None:
+        """Tells the worker to compile a constraint. Raises WorkerLostError."""
+        await self.write(prepare_message(preparation))
+
     async def write(self, message: bytes) -> None:
-        """Sends a step that is serialized already. Raises WorkerLostError."""
+        """Sends what is serialized already. Raises WorkerLostError."""
         try:
             await self._call.write(message)
         except _CALL_ERRORS as error:
             raise WorkerLostError(f"worker {self.address} left: {_describe(error)}") from error
 
-    async def receive(self) -> StepAnswer | None:
-        """The next answer to a step, or None for a heartbeat. Raises WorkerLostError."""
+    async def receive(self) -> StepAnswer | ConstraintPrepared | None:
+        """The next answer, or None for a heartbeat. Raises WorkerLostError."""
         try:
             response = await self._call.read()
         except asyncio.CancelledError:
@@ -167,6 +175,8 @@ class WorkerLink:
         self._num_received += 1
         if not isinstance(response, worker_pb2.RunResponse):
             raise WorkerLostError(f"worker {self.address} ended the stream: {await self._call.details()}")
+        if response.HasField("prepared"):
+            return ConstraintPrepared(response.prepared.number)
         if not response.HasField("result"):
             return None
         try:
@@ -205,17 +215,22 @@ class WorkerGroup:
         self.sealed = [entry for entry in first.sealed if entry in everywhere]
         self._epoch = epoch
         self._num_ahead = [0] * len(links)
-        self._answers: asyncio.Queue[tuple[int, StepAnswer | Exception | None]] = asyncio.Queue()
+        self._answers: asyncio.Queue[tuple[int, StepAnswer | ConstraintPrepared | Exception | None]] = asyncio.Queue()
         self._pending: list[StepAnswer] = []
+        # How many ranks have compiled a constraint, by its number.
+        self._num_prepared: Counter[int] = Counter()
         self._readers = [asyncio.create_task(self._read(rank, link)) for rank, link in enumerate(links)]
 
     async def send(self, plan: StepPlan) -> None:
         """Sends a step to all ranks, serialized once. Raises WorkerLostError."""
-        message = step_message(plan, self._epoch, self.info.worker_generation)
-        await asyncio.gather(*(link.write(message) for link in self._links))
+        await self._write(step_message(plan, self._epoch, self.info.worker_generation))
 
-    async def receive(self) -> StepAnswer | None:
-        """The next answer of rank 0, once all ranks have answered that step, or None for a heartbeat of rank 0.
+    async def prepare(self, preparation: Preparation) -> None:
+        """Tells all ranks to compile a constraint. Raises WorkerLostError."""
+        await self._write(prepare_message(preparation))
+
+    async def receive(self) -> StepAnswer | ConstraintPrepared | None:
+        """The next answer of rank 0, once all ranks have answered that, or None for a heartbeat of rank 0.
 
         Raises:
             WorkerLostError: a rank was lost.
@@ -224,6 +239,12 @@ class WorkerGroup:
             rank, answer = await self._answers.get()
             if isinstance(answer, Exception):
                 raise answer
+            if isinstance(answer, ConstraintPrepared):
+                self._num_prepared[answer.number] += 1
+                if self._num_prepared[answer.number] < len(self._links):
+                    continue
+                del self._num_prepared[answer.number]
+                return answer
             if answer is not None:
                 self._num_ahead[rank] += 1
             if rank == 0:
@@ -238,6 +259,9 @@ class WorkerGroup:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
         await asyncio.gather(*(link.close() for link in self._links))
+
+    async def _write(self, message: bytes) -> None:
+        await asyncio.gather(*(link.write(message) for link in self._links))
 
     async def _read(self, rank: int, link: WorkerLink) -> None:
         while True:

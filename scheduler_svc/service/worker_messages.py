@@ -9,13 +9,21 @@ import numpy as np
 
 from quire import compatibility
 from quire.arrays import decode_float32, decode_int32, decode_logprobs, encode_int32
-from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, ProtocolVersions, check_protocol, differing_parts
+from quire.compatibility import (
+    PREPARES_CONSTRAINTS,
+    UNKNOWN_MODEL,
+    ModelFingerprint,
+    ProtocolVersions,
+    check_protocol,
+    differing_parts,
+)
 from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import InvalidArgument, invalid_field
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.batch import RowTable
 from scheduler_svc.core.beam_search import Candidates
 from scheduler_svc.core.block_pool import HASH_BYTES, BlockHash, BlockId
+from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import RowAssignment, SampleLogprobs, StepInFlight, StepPlan, StepResult
 from scheduler_svc.service.outbox import PromptLogprobs
@@ -24,6 +32,11 @@ from scheduler_svc.service.outbox import PromptLogprobs
 def attach_message(epoch: int) -> bytes:
     attach = worker_pb2.Attach(scheduler_epoch=epoch, protocol=compatibility.WORKER_PROTOCOL.message())
     return worker_pb2.RunRequest(attach=attach).SerializeToString()
+
+
+def prepare_message(preparation: Preparation) -> bytes:
+    prepare = worker_pb2.PrepareConstraint(number=preparation.number, row_sampling=preparation.parameters)
+    return worker_pb2.RunRequest(prepare=prepare).SerializeToString()
 
 
 def step_message(plan: StepPlan, epoch: int, generation: int) -> bytes:
@@ -103,6 +116,7 @@ class ReplicaInfo:
     max_steps_in_flight: int
     max_logprobs: int
     fingerprint: ModelFingerprint = UNKNOWN_MODEL
+    prepares_constraints: bool = False
 
     def is_same_worker(self, other: "ReplicaInfo | None") -> bool:
         """Whether the other one is the same start of the same workers."""
@@ -175,6 +189,7 @@ def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
         max_steps_in_flight=info.limits.max_steps_in_flight,
         max_logprobs=info.limits.max_logprobs,
         fingerprint=ModelFingerprint.of(info.fingerprint),
+        prepares_constraints=theirs.newest >= PREPARES_CONSTRAINTS,
     )
 
 
@@ -205,6 +220,13 @@ class RowPromptLogprobs:
                 f"row {self.row} reports positions {first} to {end} of {len(request.prompt)} prompt tokens"
             )
         return PromptLogprobs(request.key.handle, first, request.prompt[first:end], self.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class ConstraintPrepared:
+    """A worker has compiled the constraint of this number."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,12 @@ import grpc
 import pytest
 
 from quire.arrays import encode_int32
+from quire.common.v1.common_pb2 import Constraint
 from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.worker.v1 import worker_pb2
+from scheduler_svc.core.preparation import NUM_KEPT
 from tests.support.fake_worker import running_fake_worker
+from tests.support.sampling import make_row_sampling
 from tests.support.worker_client import (
     StepClient,
     attach_request,
@@ -26,6 +29,7 @@ from tests.support.worker_client import (
     worker_stub,
 )
 from tests.support.worker_server import running_worker
+from worker_svc.sampling.constraints import MIN_KEPT
 
 WORKERS: dict[str, Callable[[Path], AbstractAsyncContextManager[str]]] = {
     "worker_svc": running_worker,
@@ -321,3 +325,16 @@ async def test_the_first_message_decides_even_when_it_is_empty(address: str) -> 
         call = stub.Run()
         await call.done_writing()
         assert await call.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize("row_sampling", [b"", b"\xff\xff", make_row_sampling(constraint=Constraint(regex="("))])
+async def test_a_constraint_is_prepared_between_steps_whatever_it_is(client: StepClient, row_sampling: bytes) -> None:
+    await prefill(client)
+    await client.write(worker_pb2.RunRequest(prepare=worker_pb2.PrepareConstraint(number=7, row_sampling=row_sampling)))
+    assert await client.prepared() == 7
+    assert (await client.run(batch=decode_batch(3))).step_id == 2
+
+
+def test_workers_keep_the_constraints_that_schedulers_count_on() -> None:
+    """As many older ones may have been used since."""
+    assert MIN_KEPT >= 2 * NUM_KEPT

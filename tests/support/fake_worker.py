@@ -8,6 +8,7 @@ Each step takes `step_seconds`. What a step may say is checked as in any worker.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,8 @@ class FakeWorker:
         self._servicer = WorkerServicer(WorkerMetrics(), heartbeat_interval_s=heartbeat_interval_s)
         self._device_loop = DeviceLoop()
         self._server: RpcServer | None = None
+        self.prepare: Callable[[bytes], Future[None] | None] = lambda row_sampling: None
+        """Compiles the constraint of a row; None at once."""
         self.address = ""
         """Where it listens, once it does."""
         self.config = config or FakeWorkerConfig()
@@ -94,7 +97,8 @@ class FakeWorker:
             script=config.script,
         )
         self._device_loop.use(self._runner)
-        self._servicer.open(Worker(config.info(), self._runner, self._device_loop))
+        worker = Worker(config.info(), self._runner, self._device_loop, prepare=lambda sent: self.prepare(sent))
+        self._servicer.open(worker)
 
     @property
     def num_steps(self) -> int:

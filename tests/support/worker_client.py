@@ -71,6 +71,13 @@ class StepClient:
         assert response.WhichOneof("message") == "heartbeat"
         return response.heartbeat
 
+    async def prepared(self) -> int:
+        """The number of the next constraint that is prepared; heartbeats on the way are kept."""
+        while (response := await self._read()).WhichOneof("message") == "heartbeat":
+            self.heartbeats.append(response.heartbeat)
+        assert response.WhichOneof("message") == "prepared"
+        return response.prepared.number
+
     async def run(self, **fields: object) -> worker_pb2.StepResult:
         """Sends the next step and waits for its result."""
         await self.send(self.step(**fields))

@@ -41,6 +41,7 @@ from worker_svc.step import (
 RunRequest = worker_pb2.RunRequest
 StepRequest = worker_pb2.StepRequest
 RunResponse = worker_pb2.RunResponse
+PrepareConstraint = worker_pb2.PrepareConstraint
 
 _MAX_UINT32 = 0xFFFFFFFF
 
@@ -60,7 +61,7 @@ def epoch_of(request: RunRequest) -> int:
 
 
 def step_of(request: RunRequest) -> StepRequest:
-    """The step of any later message.
+    """The step of any later message that prepares no constraint.
 
     Raises:
         FailedPrecondition: it attaches again.
@@ -296,6 +297,11 @@ def attached_message(epoch: int, info: WorkerInfo, sealed: SealedBlocks) -> RunR
         sealed_hashes=sealed.hashes.tobytes(),
     )
     return RunResponse(attached=attached)
+
+
+def prepared_message(number: int) -> RunResponse:
+    """The answer to PrepareConstraint."""
+    return RunResponse(prepared=worker_pb2.ConstraintPrepared(number=number))
 
 
 def heartbeat_message(last_step_id: int, busy_ms: int) -> RunResponse:

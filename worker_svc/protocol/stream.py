@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from worker_svc.device.device_loop import DeviceLoop, StepLane, StepRunner
 from worker_svc.device.rows import RowLedger
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.convert import (
+    PrepareConstraint,
     RunRequest,
     RunResponse,
     StepDecoder,
@@ -31,6 +33,7 @@ from worker_svc.protocol.convert import (
     epoch_of,
     heartbeat_message,
     info_message,
+    prepared_message,
     result_message,
     step_header,
     step_of,
@@ -64,13 +67,19 @@ class Worker:
         runner: SealingRunner,
         device_loop: DeviceLoop,
         agree: Callable[[int, int], object] = lambda epoch, step_id: None,
+        prepare: Callable[[bytes], "Future[Any] | None"] = lambda row_sampling: None,
     ) -> None:
-        """`agree` is `Ranks.agree`, for a worker of several ranks."""
+        """
+        Args:
+            agree: `Ranks.agree`, for a worker of several ranks.
+            prepare: compiles the constraint of a serialized RowSampling; None where there is nothing to compile.
+        """
         self.info = info
         self.decoder = StepDecoder(info)
         self.runner = runner
         self._device_loop = device_loop
         self._agree = agree
+        self._prepare = prepare
         self._ledger = RowLedger(info.pool, info.model, info.limits)
         self._sessions = Sessions(info.worker_generation, info.limits.max_steps_in_flight)
         self._supersede: Callable[[QuireError], None] | None = None
@@ -123,6 +132,14 @@ class Worker:
             # Directly: the event loop's future would pass it on in the loop's next turn.
             inventory.cancel()
 
+    def prepare(self, row_sampling: bytes, on_done: Callable[[], object]) -> None:
+        """Compiles the constraint of a row to come; then calls `on_done`, in any thread, whether it could or not."""
+        compiled = self._prepare(row_sampling)
+        if compiled is None:
+            on_done()
+        else:
+            compiled.add_done_callback(lambda _: on_done())
+
     def admit(self, step: Step) -> AdmittedStep:
         """Checks a step against the rows and applies it to them. InvalidArgument when it contradicts them."""
         return AdmittedStep(step, self._ledger.admit(step))
@@ -154,7 +171,7 @@ class StepStream:
         self._idle = asyncio.Event()
         self._idle.set()
         self._session = worker.attach(epoch, on_superseded=self._outgoing.put_nowait)
-        post = asyncio.get_running_loop().call_soon_threadsafe
+        self._post = post = asyncio.get_running_loop().call_soon_threadsafe
         self._answer = result_message if worker.info.rank == 0 else acknowledgement
         self._lane = StepLane(
             on_output=lambda output: post(self._finish, output),
@@ -187,7 +204,10 @@ class StepStream:
         end: QuireError | _End = _End()
         try:
             async for request in requests:
-                self._take(step_of(request))
+                if request.HasField("prepare"):
+                    self._start_preparing(request.prepare)
+                else:
+                    self._take(step_of(request))
         except QuireError as error:
             end = error
         except Exception as error:
@@ -195,6 +215,10 @@ class StepStream:
             end = Internal(f"the step could not be taken: {error}", reason="UNEXPECTED")
         await self._idle.wait()
         self._outgoing.put_nowait(end)
+
+    def _start_preparing(self, message: PrepareConstraint) -> None:
+        answer = prepared_message(message.number)
+        self._worker.prepare(message.row_sampling, lambda: self._post(self._outgoing.put_nowait, answer))
 
     def _take(self, message: StepRequest) -> None:
         """Answers a repeated step from memory, or queues the next one when it is valid."""

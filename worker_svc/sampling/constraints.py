@@ -8,17 +8,21 @@ A thread computes the masks while the model runs: `begin` starts it before the f
 are used after it. Rows without a constraint have no cost.
 """
 
+import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.common.v1.common_pb2 import Constraint
+from quire.common.v1.common_pb2 import Constraint, RowSampling
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import MaskMaker, Matcher, Template, Vocabulary
 from quire.constraints.program import program_of
@@ -26,9 +30,13 @@ from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import Int32Array, RowChanges, RowConstraint
 from worker_svc.streams import to_device
 
-# Limit of the cache of compiled constraints, in bytes of their messages. The compiled form is a few times larger.
-_CACHE_BYTES = 16 << 20
+# Of the constraints whose compiled form is kept, as messages. A compiled one takes up to 100 times as much.
+_CACHE_BYTES = 4 << 20
 _CACHE_ENTRY_BYTES = 4096
+# The scheduler counts on the 64 that were prepared last, and rows may have used as many older ones meanwhile.
+MIN_KEPT = 128
+# Steps go before what is compiled for the rows of later ones.
+_COMPILER_NICENESS = 10
 # The terms of eight tokens, by an octet of a mask.
 _TERMS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf).astype(
     np.float32
@@ -181,33 +189,48 @@ class _Row:
 
 
 class TemplateCache:
-    """An LRU cache of compiled constraints by their content. Compiles in its own thread."""
+    """Compiled constraints by their content, the least recently used ones dropped. Compiles in a thread of its own.
+
+    Safe to use from several threads. Tenants share it: whoever finds a constraint dropped waits for it before the row
+    is planned, and nobody waits with him.
+    """
 
     def __init__(self, open_vocabulary: Callable[[], Vocabulary]) -> None:
-        """Starts to open the vocabulary in that thread."""
-        self._compiler = ThreadPoolExecutor(1, "constraints-compile")
+        """The vocabulary is opened in that thread, at once."""
+        self._compiler = ThreadPoolExecutor(1, "constraints-compile", initializer=_be_nice)
         self.vocabulary = self._compiler.submit(open_vocabulary)
+        self._lock = threading.Lock()
         self._templates: OrderedDict[bytes, Future[Template]] = OrderedDict()
         self._num_bytes = 0
+
+    def prepare(self, row_sampling: bytes) -> "Future[Template] | None":
+        """Compiles the constraint of a serialized RowSampling, if it has one that can be read."""
+        try:
+            sampling = RowSampling.FromString(row_sampling).sampling
+        except DecodeError:
+            return None
+        return self.get(sampling.constraint) if sampling.HasField("constraint") else None
 
     def get(self, constraint: Constraint) -> "Future[Template]":
         """A future of the compiled constraint, or of a ConstraintError if it cannot be enforced."""
         key = constraint.SerializeToString(deterministic=True)
-        if (template := self._templates.get(key)) is None or _has_failed(template):
-            if template is None:
-                self._num_bytes += len(key) + _CACHE_ENTRY_BYTES
-            template = self._templates[key] = self._compiler.submit(self._compile, constraint)
-        self._templates.move_to_end(key)
-        while self._num_bytes > _CACHE_BYTES and len(self._templates) > 1:
-            dropped, _ = self._templates.popitem(last=False)
-            self._num_bytes -= len(dropped) + _CACHE_ENTRY_BYTES
+        with self._lock:
+            if (template := self._templates.get(key)) is None or _has_failed(template):
+                if template is None:
+                    self._num_bytes += len(key) + _CACHE_ENTRY_BYTES
+                template = self._templates[key] = self._compiler.submit(self._compile, constraint)
+            self._templates.move_to_end(key)
+            while self._num_bytes > _CACHE_BYTES and len(self._templates) > MIN_KEPT:
+                dropped, _ = self._templates.popitem(last=False)
+                self._num_bytes -= len(dropped) + _CACHE_ENTRY_BYTES
         return template
 
     def drop(self, constraint: Constraint) -> None:
         """Drops a constraint whose matcher failed. Its matchers share state, so the next use compiles it again."""
         key = constraint.SerializeToString(deterministic=True)
-        if self._templates.pop(key, None) is not None:
-            self._num_bytes -= len(key) + _CACHE_ENTRY_BYTES
+        with self._lock:
+            if self._templates.pop(key, None) is not None:
+                self._num_bytes -= len(key) + _CACHE_ENTRY_BYTES
 
     def close(self) -> None:
         self._compiler.shutdown(wait=False, cancel_futures=True)
@@ -218,6 +241,12 @@ class TemplateCache:
         except Exception as error:
             raise ConstraintError("", f"cannot be enforced with this model's tokenizer: {error}") from error
         return Template(program_of(constraint, vocabulary.special_tokens), vocabulary)
+
+
+def _be_nice() -> None:
+    """The calling thread alone, which only Linux can do."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _COMPILER_NICENESS)
 
 
 def _has_failed(template: "Future[Template]") -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from concurrent.futures import Future
 from typing import Any
 
 import grpc
@@ -74,6 +75,21 @@ async def test_events_of_one_step_come_as_one_message(scheduler, worker):
         await stream.submit(make_submit(handle, max_tokens=20))
     await stream.read_until_over(*range(1, 33))
     assert stream.num_messages <= worker.num_steps
+    stream.close()
+
+
+async def test_a_constraint_that_is_compiled_for_long_holds_up_no_other_request(scheduler, worker):
+    compiled = Future[None]()
+    worker.prepare = lambda row_sampling: compiled
+    stream, _ = await GatewayStream.open(scheduler)
+    await stream.submit(make_submit(1, has_constraint=True))
+    await stream.submit(make_submit(2, max_tokens=100))
+    await stream.read_until_over(2)
+    assert not stream.outputs.get(1)
+    compiled.set_result(None)
+    await stream.read_until_over(1)
+    assert stream.outputs[1] == expected_tokens(1)
+    assert stream.outputs[2] == expected_tokens(2, max_tokens=100)
     stream.close()
 
 

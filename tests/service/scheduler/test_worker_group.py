@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
+from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service.worker_link import WorkerGroup, WorkerLink, WorkerLostError, attach_workers
-from scheduler_svc.service.worker_messages import StepAnswer
+from scheduler_svc.service.worker_messages import ConstraintPrepared, StepAnswer
 from tests.support.core_driver import make_config, make_request
 from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_server import running_worker
@@ -204,3 +205,20 @@ async def test_whatever_one_rank_fails_with_is_said_to_whoever_waits(
         async with attached(first, second) as link:
             with pytest.raises(KeyError, match="row 7"):
                 await receive_for_ever(link)
+
+
+async def test_a_constraint_is_prepared_when_all_ranks_have_compiled_it(tmp_path: Path) -> None:
+    async with (
+        running_rank(tmp_path, 0) as first,
+        running_rank(tmp_path, 1) as second,
+        attached(first, second) as link,
+    ):
+        await link.prepare(Preparation(3, b""))
+        await link.prepare(Preparation(4, b""))
+        numbers: list[int] = []
+        async with asyncio.timeout(30):
+            while len(numbers) < 2:
+                answer = await link.receive()
+                if isinstance(answer, ConstraintPrepared):
+                    numbers.append(answer.number)
+        assert sorted(numbers) == [3, 4]

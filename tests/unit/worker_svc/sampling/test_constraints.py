@@ -9,7 +9,7 @@ import torch
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.matcher import Vocabulary
 from tests.support.constraints import spelled, vocabulary
-from tests.support.sampling import make_columns, make_sampling
+from tests.support.sampling import make_columns, make_row_sampling, make_sampling
 from worker_svc.sampling.constraints import Masks, RowMatchers, TemplateCache, Terms, exclude
 from worker_svc.sampling.logit_rules import History, apply_logit_rules
 from worker_svc.step import AssignRow, LogitRules, RowChanges, RowConstraint, RowSampling, SetTokens
@@ -160,12 +160,33 @@ def test_tokens_that_do_not_arrive_fail_the_next_step(matchers) -> None:
 
 def test_compiled_constraints_are_shared_by_content_and_bounded(monkeypatch) -> None:
     monkeypatch.setattr("worker_svc.sampling.constraints._CACHE_BYTES", 3 * 4200)
+    monkeypatch.setattr("worker_svc.sampling.constraints.MIN_KEPT", 2)
     cache = TemplateCache(lambda: HELD)
     first = cache.get(Constraint(regex="a"))
     assert cache.get(Constraint(regex="a")) is first
     for regex in ("b", "c", "d"):
         cache.get(Constraint(regex=regex)).result()
     assert cache.get(Constraint(regex="a")) is not first
+    cache.close()
+
+
+def test_however_large_constraints_are_the_last_ones_are_kept(monkeypatch) -> None:
+    monkeypatch.setattr("worker_svc.sampling.constraints._CACHE_BYTES", 1)
+    monkeypatch.setattr("worker_svc.sampling.constraints.MIN_KEPT", 2)
+    cache = TemplateCache(lambda: HELD)
+    kept = [cache.get(Constraint(regex=regex)) for regex in "abc"]
+    assert cache.get(Constraint(regex="c")) is kept[2]
+    assert cache.get(Constraint(regex="b")) is kept[1]
+    assert cache.get(Constraint(regex="a")) is not kept[0]
+    cache.close()
+
+
+def test_what_was_prepared_is_there_when_a_row_needs_it() -> None:
+    cache = TemplateCache(lambda: HELD)
+    prepared = cache.prepare(make_row_sampling(constraint=Constraint(regex="a")))
+    assert prepared is cache.get(Constraint(regex="a"))
+    assert cache.prepare(make_row_sampling()) is None
+    assert cache.prepare(b"\xff\xff") is None
     cache.close()
 
 

@@ -1,0 +1,158 @@
+"""Groups with a constraint wait until the workers have compiled it, and nobody waits with them."""
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler_svc.core.config import PreemptionMode
+from scheduler_svc.core.preparation import NUM_KEPT, Preparation
+from scheduler_svc.core.request import Request
+from tests.support.core_driver import Driver, expected_output, make_config, make_request
+
+
+def make_driver(**changes) -> Driver:
+    return Driver(make_config(prepares_constraints=True, **changes))
+
+
+def constrained(handle: int, parameters: bytes = b"a", **fields) -> Request:
+    request = make_request(handle, **fields)
+    return replace(request, has_constraint=True, sampling=replace(request.sampling, parameters=parameters))
+
+
+def told(driver: Driver) -> list[Preparation]:
+    """What the workers are told now."""
+    return list(driver.scheduler.preparations.take())
+
+
+def prepare(driver: Driver) -> list[bytes]:
+    """The workers compile all that they are told to; in this order."""
+    compiled = []
+    while preparations := told(driver):
+        for each in preparations:
+            driver.scheduler.prepared(each.number)
+            compiled.append(each.parameters)
+    return compiled
+
+
+def run(driver: Driver) -> None:
+    while driver.plan() is not None or driver.results:
+        driver.deliver()
+
+
+def test_a_group_waits_for_its_constraint_and_others_pass() -> None:
+    driver = make_driver()
+    first, other = constrained(1), make_request(2)
+    driver.submit(first)
+    driver.submit(other)
+    (preparation,) = told(driver)
+    assert preparation.parameters == b"a"
+    run(driver)
+    assert driver.finished == {2}
+    assert not driver.outputs[1]
+    driver.scheduler.prepared(preparation.number)
+    run(driver)
+    assert driver.outputs[1] == expected_output(first)
+    assert driver.outputs[2] == expected_output(other)
+
+
+def test_a_constraint_is_prepared_once_for_all_that_have_it() -> None:
+    driver = make_driver()
+    for handle in (1, 2):
+        driver.submit(constrained(handle))
+    assert driver.plan() is None
+    assert prepare(driver) == [b"a"]
+    driver.submit(constrained(3))
+    assert not told(driver)
+    run(driver)
+    assert driver.finished == {1, 2, 3}
+
+
+def test_without_preparation_constraints_are_carried_as_before() -> None:
+    driver = Driver(make_config())
+    driver.submit(constrained(1))
+    assert driver.plan() is not None
+    assert not told(driver)
+
+
+def test_few_are_underway_at_once_and_tenants_take_turns() -> None:
+    driver = make_driver()
+    for handle in range(4):
+        driver.submit(constrained(handle, b"flood %d" % handle, tenant="many"))
+    first = told(driver)
+    assert [each.parameters for each in first] == [b"flood 0", b"flood 1"]
+    driver.submit(constrained(9, b"one", tenant="few"))
+    assert not told(driver)
+    driver.scheduler.prepared(first[0].number)
+    driver.scheduler.prepared(first[1].number)
+    assert [each.parameters for each in told(driver)] == [b"flood 2", b"one"]
+
+
+def test_in_a_long_queue_a_constraint_is_prepared_when_its_group_is_next() -> None:
+    driver = make_driver(max_num_seqs=1)
+    for handle in range(30):
+        driver.submit(constrained(handle, b"%d" % handle, max_tokens=2))
+    assert len(prepare(driver)) < 30
+    while len(driver.finished) < 30:
+        run(driver)
+        prepare(driver)
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
+def test_a_preempted_group_is_prepared_again_where_workers_may_have_forgotten(mode: PreemptionMode) -> None:
+    driver = make_driver(preemption_mode=mode, num_host_blocks=16)
+    request = constrained(1, max_tokens=20)
+    driver.submit(request)
+    prepare(driver)
+    for _ in range(3):
+        driver.plan()
+        driver.deliver()
+    for handle in range(100, 100 + NUM_KEPT):
+        driver.submit(constrained(handle, b"%d" % handle, max_tokens=1))
+        assert prepare(driver) == [b"%d" % handle]
+        driver.scheduler.abort(constrained(handle).key)
+    driver.scheduler.preempt(request.key, driver.clock)
+    run(driver)
+    assert not driver.finished
+    assert prepare(driver) == [b"a"]
+    run(driver)
+    assert driver.outputs[1] == expected_output(request)
+
+
+def test_a_worker_that_comes_back_prepares_again() -> None:
+    driver = make_driver()
+    driver.submit(constrained(1))
+    driver.submit(constrained(2, b"b"))
+    (first, _) = told(driver)
+    driver.scheduler.prepared(first.number)
+    driver.plan()
+    driver.crash()
+    assert driver.plan() is None
+    assert sorted(prepare(driver)) == [b"a", b"b"]
+    run(driver)
+    assert driver.finished == {1, 2}
+
+
+def test_what_failed_in_the_worker_is_prepared_again() -> None:
+    driver = make_driver()
+    driver.submit(constrained(1))
+    prepare(driver)
+    driver.scheduler.preparations.refused([3])
+    driver.submit(constrained(2))
+    assert prepare(driver) == [b"a"]
+
+
+def test_a_request_that_is_gone_is_not_waited_for() -> None:
+    driver = make_driver()
+    driver.submit(constrained(1))
+    assert driver.plan() is None
+    (preparation,) = told(driver)
+    driver.scheduler.abort(constrained(1).key)
+    driver.scheduler.prepared(preparation.number)
+    driver.submit(constrained(2))
+    run(driver)
+    assert driver.finished == {2}
+
+
+def test_an_answer_that_nobody_asked_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="preparation 7 was answered"):
+        make_driver().scheduler.prepared(7)
