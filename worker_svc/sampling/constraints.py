@@ -41,7 +41,7 @@ _COMPILER_NICENESS = 10
 _TERMS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf).astype(
     np.float32
 )
-# Up to this many octets with an allowed token it is faster to write only these tokens.
+# Up to so many octets that changed it is faster to write these alone.
 _FEW_OCTETS = 2048
 
 DrawnTokens = Callable[[], NDArray[np.integer]]
@@ -106,38 +106,24 @@ class Terms:
     def __init__(self, width: int) -> None:
         """`width` is the width of the logits."""
         self._width = width
-        self._terms = np.zeros((0, width), np.float32)
-        self._bits = np.zeros((0, 0), np.int32)
-        self._num_words = 0
+        # Of whole octets.
+        self._terms = np.zeros((0, -(-width // 8), 8), np.float32)
+        self._octets = np.zeros((0, 0), np.uint8)
 
     def of(self, bits: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Terms [m, width] for masks [m, words]; valid until the next call."""
-        num_words = bits.shape[1]
-        if len(bits) > len(self._terms) or num_words != self._num_words:
-            self._num_words = num_words
-            self._terms = np.zeros((len(bits), self._width), np.float32)
-            self._bits = np.full((len(bits), num_words), -1, np.int32)
-            self._terms[:, num_words * 32 :] = -np.inf
-        width = min(self._width, num_words * 32)
-        for words, before, terms in zip(bits, self._bits, self._terms, strict=False):
-            if not np.array_equal(words, before):
-                before[:] = words
-                _write_terms(words.view(np.uint8), terms[:width])
-        return self._terms[: len(bits)]
-
-
-def _write_terms(octets: NDArray[np.uint8], terms: NDArray[np.float32]) -> None:
-    octets = octets[: -(-len(terms) // 8)]
-    held = np.flatnonzero(octets)
-    if len(held) > _FEW_OCTETS:
-        whole = len(terms) // 8
-        np.take(_TERMS, octets[:whole], axis=0, out=terms[: whole * 8].reshape(-1, 8), mode="clip")
-        terms[whole * 8 :] = _TERMS[octets[whole:]].reshape(-1)[: len(terms) - whole * 8]
-        return
-    terms[:] = -np.inf
-    is_allowed = np.unpackbits(octets[held, None], axis=1, bitorder="little").view(np.bool_)
-    allowed = (held[:, None] * 8 + np.arange(8))[is_allowed]
-    terms[allowed[allowed < len(terms)]] = 0
+        """[m, width], of masks [m, words]; valid until the next call."""
+        octets = bits.view(np.uint8)[:, : self._terms.shape[1]]
+        if len(octets) > len(self._terms) or octets.shape[1] != self._octets.shape[1]:
+            self._octets = np.zeros((len(octets), octets.shape[1]), np.uint8)
+            self._terms = np.full((len(octets), *self._terms.shape[1:]), -np.inf, np.float32)
+        for new, old, terms in zip(octets, self._octets, self._terms, strict=False):
+            changed = np.flatnonzero(new != old)
+            if len(changed) > _FEW_OCTETS:
+                np.take(_TERMS, new, axis=0, out=terms[: len(new)], mode="clip")
+            else:
+                terms[changed] = _TERMS[new[changed]]
+            old[changed] = new[changed]
+        return self._terms[: len(bits)].reshape(len(bits), -1)[:, : self._width]
 
 
 @dataclass(slots=True)
