@@ -25,6 +25,7 @@ BENCHMARKS = (
     "grammar",
     "recording",
     "compiling",
+    "programs",
 )
 
 

@@ -17,9 +17,12 @@ from statistics import fmean
 from typing import Any, Self, TypeVar
 
 from quire.client import AsyncClient, ChatMessage, Generation, GenerationOptions, PinnedPrefix
-from quire.rpc.errors import InvalidArgument, NotFound, Unavailable
+from quire.rpc.errors import InvalidArgument, QuireError, ResourceExhausted
 
 _PIN_S = 60.0
+_UNPIN_TIMEOUT_S = 5.0
+_SCORED_AT_ONCE = 64
+"""Choices of one `select`, so that many of them do not fill the queue of the server."""
 
 Result = TypeVar("Result")
 
@@ -46,6 +49,9 @@ class Costs:
 
 class Program:
     """Branches that begin with one prefix, which stays cached from `async with` to its end.
+
+    Programs of one prefix share a pin. It ends with the first of them, and each of the others renews it every half
+    minute; meanwhile the prefix is cached as long as there is room.
 
     Args:
         client: Makes the calls. Methods raise the client's errors.
@@ -75,7 +81,7 @@ class Program:
 
     async def __aenter__(self) -> Self:
         if self._pins:
-            with contextlib.suppress(InvalidArgument):
+            with contextlib.suppress(InvalidArgument, ResourceExhausted):
                 await self._renew()
                 self._renewal = asyncio.create_task(self._keep())
         return self
@@ -85,9 +91,9 @@ class Program:
             self._renewal.cancel()
             await asyncio.gather(self._renewal, return_exceptions=True)
         if self._pin is not None:
-            # If its scheduler is not reachable, the pin expires by itself.
-            with contextlib.suppress(NotFound, Unavailable):
-                await self._client.unpin_prefix(self._pin.pin_id)
+            # Otherwise it ends by itself, and what the program raised must not be lost.
+            with contextlib.suppress(QuireError):
+                await self._client.unpin_prefix(self._pin.pin_id, timeout_s=_UNPIN_TIMEOUT_S)
 
     def branch(self) -> "Branch":
         """A new branch, which begins with the prefix."""
@@ -121,7 +127,7 @@ class Program:
     async def _keep(self) -> None:
         while True:
             await asyncio.sleep(_PIN_S / 2)
-            with contextlib.suppress(InvalidArgument, Unavailable):
+            with contextlib.suppress(QuireError):
                 await self._renew()
 
     async def _renew(self) -> None:
@@ -170,13 +176,25 @@ class Branch:
         return branches
 
     async def select(self, choices: Sequence[str], name: str | None = None) -> str:
-        """Appends the most likely choice and returns it: the one whose tokens have the highest mean log probability as
-        a continuation of the branch. Raises ValueError if there are no choices."""
-        if not choices:
-            raise ValueError("choices is empty; select needs at least one")
-        scores = await join(self._score(choice) for choice in choices)
-        best = max(range(len(choices)), key=scores.__getitem__)
-        return self._take(choices[best], name)
+        """Appends the most likely of the choices and returns it: the one whose tokens have the highest mean log
+        probability after the branch, by the log probabilities of a prompt that ends with it. The first of equals.
+
+        Raises:
+            ValueError: there are no choices, one has no tokens, or the branch has no text yet.
+        """
+        if isinstance(choices, str) or not choices:
+            raise ValueError(f"choices is {choices!r}; select needs at least one text, in a list")
+        before = await self.program.tokenize(self.prompt)
+        turns = asyncio.Semaphore(_SCORED_AT_ONCE)
+
+        async def score(position: int, choice: str) -> float:
+            async with turns:
+                return await self._score(before, position, choice)
+
+        positions = {choice: choices.index(choice) for choice in choices}
+        scores = await join(score(position, choice) for choice, position in positions.items())
+        best = max(zip(scores, positions, strict=True), key=lambda pair: pair[0])
+        return self._take(best[1], name)
 
     def fork(self, n: int) -> "list[Branch]":
         """n branches that begin with the whole text of this one."""
@@ -188,29 +206,29 @@ class Branch:
             self.values[name] = text
         return text
 
-    async def _score(self, choice: str) -> float:
-        """The mean log probability of the tokens of the choice."""
-        before = await self.program.tokenize(self.prompt)
+    async def _score(self, before: tuple[int, ...], position: int, choice: str) -> float:
+        """The mean log probability of the tokens of the choice. `before` are those of the branch."""
         if isinstance(self.prompt, str):
             # A tokenizer may join the end of the text with the beginning of the choice.
             whole = await self.program.tokenize(self.prompt + choice)
             same = takewhile(lambda pair: pair[0] == pair[1], zip(before, whole, strict=False))
-            num_shared = sum(1 for _ in same)
+            start = sum(1 for _ in same)
         else:
             whole = before + await self.program.tokenize(choice, add_special_tokens=False)
-            num_shared = len(before)
-        if num_shared == len(whole):
-            raise ValueError(f"the choice {choice!r} has no tokens")
-        # The first token of a prompt has no log probability.
-        start = max(num_shared, 1)
-        return fmean(await self.program.logprobs(whole, start)) if start < len(whole) else 0.0
+            start = len(before)
+        if start == len(whole):
+            raise ValueError(f"choices[{position}] is {choice!r}, which has no tokens; leave it out")
+        if not start:
+            raise ValueError("the first token of a prompt has no log probability; append a text before select")
+        return fmean(await self.program.logprobs(whole, start))
 
 
 async def join(parts: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Runs coroutines concurrently and returns their results in order. If one fails, the others are cancelled and its
-    error is raised."""
-    tasks = [asyncio.ensure_future(part) for part in parts]
+    """Runs coroutines side by side and returns their results in order. Where one fails, the others are cancelled and
+    its error is raised."""
+    tasks: list[asyncio.Future[Result]] = []
     try:
+        tasks += map(asyncio.ensure_future, parts)
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:

@@ -7,23 +7,26 @@ import asyncio
 import sys
 
 from quire.client import AsyncClient, ChatMessage, Constraint, GenerationOptions
-from quire.programs import Program
+from quire.programs import Branch, Program
 
 SYSTEM = [ChatMessage("system", "You answer in short words.")]
 NUMBER = Constraint(regex="[0-9]{1,3}")
 
 
+async def talk(program: Program) -> Branch:
+    branch = program.branch().append("What is 3 + 4?")
+    # The answer is a number and nothing else.
+    await branch.gen("sum", constraint=NUMBER)
+    city = await branch.append("Which city is the capital of France?").select(["Paris", "Rome", "Berlin"], "city")
+    await branch.append(f"Tell me a story about {city}.").gen("story")
+    return branch
+
+
 async def main(address: str) -> None:
     options = GenerationOptions(temperature=0, max_tokens=24)
     async with AsyncClient(address) as client, Program(client, SYSTEM, options) as program:
-        talk = program.branch().append("What is 3 + 4?")
-        # The answer is a number and nothing else.
-        number = await talk.gen("sum", constraint=NUMBER)
-        print(f"the sum: {number}")
-        city = await talk.append("Which city is the capital of France?").select(["Paris", "Rome", "Berlin"], "city")
-        print(f"the city: {city}")
-        story = await talk.append(f"Tell me a story about {city}.").gen("story")
-        print(f"the story: {story}")
+        branch = await talk(program)
+        print(f"the sum: {branch['sum']}", f"the city: {branch['city']}", f"the story: {branch['story']}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -22,14 +22,18 @@ async def rate(branch: Branch, aspect: str) -> str:
     return await branch.append(f"\nA grade for its {aspect}:").select([" good", " bad"])
 
 
+async def judge_all(program: Program) -> list[str]:
+    answers = await join(judge(program.branch(), question) for question in QUESTIONS)
+    grades = await join(rate(program.branch(), aspect) for aspect in ASPECTS)
+    summary = await program.branch().append("\nAnd then").gen(max_tokens=12)
+    said = [f"{about}{answer}" for about, answer in zip(QUESTIONS + ASPECTS, answers + grades, strict=True)]
+    return [*said, f"And then{summary}"]
+
+
 async def main(address: str) -> None:
     async with AsyncClient(address) as client, Program(client, DOCUMENT, GenerationOptions(temperature=0)) as program:
-        answers = await join(judge(program.branch(), question) for question in QUESTIONS)
-        grades = await join(rate(program.branch(), aspect) for aspect in ASPECTS)
-        for about, said in zip(QUESTIONS + ASPECTS, answers + grades, strict=True):
-            print(f"{about}{said}")
-        summary = await program.branch().append("\nAnd then").gen(max_tokens=12)
-        print(f"And then{summary}")
+        for line in await judge_all(program):
+            print(line)
         print(f"{program.costs.cached_tokens} of {program.costs.prompt_tokens} prompt tokens were cached")
 
 

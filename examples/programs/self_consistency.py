@@ -11,16 +11,20 @@ from quire.client import AsyncClient, ChatMessage, GenerationOptions
 from quire.programs import Program
 
 QUESTION = [ChatMessage("user", "What is 12 + 30?")]
+VOTES = 8
+
+
+async def vote(program: Program) -> Counter[str]:
+    # One request with n samples: the question is computed once.
+    branches = await program.branch().samples(VOTES, "answer")
+    return Counter(branch["answer"].strip() for branch in branches)
 
 
 async def main(address: str) -> None:
     options = GenerationOptions(temperature=0.7, max_tokens=16, seed=1)
     async with AsyncClient(address) as client, Program(client, QUESTION, options) as program:
-        # One request with n samples: the question is computed once.
-        branches = await program.branch().samples(8, "answer")
-        votes = Counter(branch["answer"].strip() for branch in branches)
-        answer, count = votes.most_common(1)[0]
-        print(f"{count} of {len(branches)} say: {answer}")
+        answer, count = (await vote(program)).most_common(1)[0]
+        print(f"{count} of {VOTES} say: {answer}")
 
 
 if __name__ == "__main__":

@@ -14,23 +14,29 @@ BEGINNING = "Once upon a time, there was a fox who could not sleep."
 DEPTH, WIDTH, KEPT = 2, 4, 2
 
 
-async def vote(branch: Branch) -> bool:
+async def judge(branch: Branch) -> bool:
     """Whether the model says that the story so far is good. The branch itself stays as it is."""
-    (judge,) = branch.fork(1)
-    return await judge.append("\nIs this a good story?").select([" yes", " no"]) == " yes"
+    (copy,) = branch.fork(1)
+    return await copy.append("\nIs this a good story?").select([" yes", " no"]) == " yes"
+
+
+async def think(program: Program) -> Branch:
+    """The branch that is kept at the end."""
+    kept = [program.branch()]
+    for depth in range(DEPTH):
+        thoughts = [branch for parent in kept for branch in parent.fork(WIDTH)]
+        await join(branch.gen(f"thought {depth}", seed=seed) for seed, branch in enumerate(thoughts))
+        votes = await join(judge(branch) for branch in thoughts)
+        ranked = sorted(zip(votes, thoughts, strict=True), key=lambda pair: not pair[0])
+        kept = [branch for _, branch in ranked[:KEPT]]
+    return kept[0]
 
 
 async def main(address: str) -> None:
     options = GenerationOptions(temperature=0.8, max_tokens=24, stop=["\n"])
     async with AsyncClient(address) as client, Program(client, BEGINNING, options) as program:
-        kept = [program.branch()]
-        for depth in range(DEPTH):
-            thoughts = [branch for parent in kept for branch in parent.fork(WIDTH)]
-            await join(branch.gen(f"thought {depth}", seed=seed) for seed, branch in enumerate(thoughts))
-            votes = await join(vote(branch) for branch in thoughts)
-            ranked = sorted(zip(votes, thoughts, strict=True), key=lambda pair: not pair[0])
-            kept = [branch for _, branch in ranked[:KEPT]]
-        print(BEGINNING + "".join(kept[0].values.values()))
+        best = await think(program)
+        print(BEGINNING + "".join(best.values.values()))
         print(f"{program.costs.calls} calls, {program.costs.cached_tokens} cached tokens")
 
 

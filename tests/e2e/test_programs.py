@@ -1,5 +1,6 @@
 """Programs over one cached prefix, against all processes: what is shared, what is chosen, and the examples."""
 
+import asyncio
 import dataclasses
 
 import pytest
@@ -70,6 +71,22 @@ async def test_what_fails_in_one_branch_ends_the_others_and_says_why(served: Ser
             await program.branch().select([])
         with pytest.raises(ValueError, match="has no tokens"):
             await program.branch().select([""])
+
+
+async def test_a_program_that_is_cancelled_leaves_nothing_pinned_or_running(served: Served):
+    async def run() -> None:
+        async with Program(served.client, DOCUMENT, GREEDY) as program:
+            await join(branch.gen(max_tokens=400, ignore_eos=True) for branch in program.branch().fork(4))
+
+    running = asyncio.create_task(run())
+    while not (await served.state()).running_requests:
+        pass
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    while (state := await served.state()).running_requests:
+        pass
+    assert state.gpu_pool.pinned_blocks == 0
 
 
 @pytest.mark.parametrize(
