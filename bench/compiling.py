@@ -55,9 +55,10 @@ def _largest(gaps: Sequence[np.ndarray]) -> list[float]:
 
 
 def _schema(num_properties: int, rng: random.Random) -> str:
-    """All properties are optional, in this order: what may follow each of them grows with their number."""
-    names = ("".join(rng.choices(string.ascii_lowercase, k=8)) for _ in range(num_properties))
-    return json.dumps({"type": "object", "properties": {name: {"type": "string"} for name in names}})
+    """All properties are required, so few tokens may follow at each place, and the gateway accepts it."""
+    names = list({"".join(rng.choices(string.ascii_lowercase, k=8)) for _ in range(num_properties)})
+    properties = {name: {"type": "string"} for name in names}
+    return json.dumps({"type": "object", "properties": properties, "required": names, "additionalProperties": False})
 
 
 def _slow_size(compile_ms: float) -> int:

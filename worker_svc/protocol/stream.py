@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
 import grpc.aio
@@ -217,8 +217,12 @@ class StepStream:
         self._outgoing.put_nowait(end)
 
     def _start_preparing(self, message: PrepareConstraint) -> None:
-        answer = prepared_message(message.number)
-        self._worker.prepare(message.row_sampling, lambda: self._post(self._outgoing.put_nowait, answer))
+        def answer() -> None:
+            # The loop may be closed by then: this process ends.
+            with suppress(RuntimeError):
+                self._post(self._outgoing.put_nowait, prepared_message(message.number))
+
+        self._worker.prepare(message.row_sampling, answer)
 
     def _take(self, message: StepRequest) -> None:
         """Answers a repeated step from memory, or queues the next one when it is valid."""
