@@ -1,6 +1,7 @@
 """docs/paper/README.md, from what the figures measured."""
 
 import json
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ Kwon et al., *Efficient Memory Management for Large Language Model Serving with 
 `make paper` makes this page and its pictures, `make paper ARGS=fig12` one figure; the numbers behind each are in the
 JSON file of its name. [ADR 38](../adr/0038-the-evaluation-is-run-again.md) says why it is made in this way.
 
-Quire's scheduler, the one that serves, runs in virtual time (`quire simulate`). A cost model says how long each step
-takes on the paper's devices. The systems that the paper compares with are the same scheduler with the same cost model
+Quire's scheduler, the one that serves, runs in virtual time. A cost model says how long each step takes on the
+paper's devices. The systems that the paper compares with are the same scheduler with the same cost model
 and another block manager (`simulator/baselines/`):
 
 - **Orca** batches by iteration and reserves a contiguous region for each sequence when its request is admitted, from a
@@ -37,6 +38,9 @@ and another block manager (`simulator/baselines/`):
 Normalized latency is the mean over requests of end-to-end seconds by tokens of output. A difference from the paper of
 more than 25% is set in bold and explained.
 """
+
+
+_WRAPPING = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def write(directory: Path, measured: Mapping[str, Mapping[str, Any]]) -> None:
@@ -58,7 +62,13 @@ def _section(figure: Figure, directory: Path) -> str:
     if figure.draw is not None:
         save(figure.draw(data), directory / f"{figure.name}.svg")
         lines += [f"![{figure.title}]({figure.name}.svg)", ""]
-    return "\n".join([*lines, figure.section(data), ""])
+    return "\n".join([*lines, wrapped(figure.section(data)), ""])
+
+
+def wrapped(text: str) -> str:
+    """Lines of at most 120 columns; rows of tables stay as they are."""
+    lines = text.splitlines()
+    return "\n".join(line if line.startswith("|") else textwrap.fill(line, 120, **_WRAPPING) for line in lines)
 
 
 def _rounded(value: Any) -> Any:

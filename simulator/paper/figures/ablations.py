@@ -74,11 +74,7 @@ def _section_18(data: Data) -> str:
             for context in _CONTEXTS
         ],
     )
-    head = [
-        title
-        for name in _LOADS
-        for title in (f"{name}: ms / token at {_LOAD_SHARE:.0%}", f"{name}: serves, requests/s")
-    ]
+    head = [title for name in _LOADS for title in (f"{name}: ms/token", "serves, requests/s")]
     simulated = table(
         ["block size", *head],
         [
@@ -183,12 +179,12 @@ def _section_19(data: Data) -> str:
     ]
     head = [
         "block size",
-        "A100, modelled: swap, ms",
-        "recompute, ms",
-        "this CPU, real: swap, ms",
-        "recompute, ms",
-        "served: swap, ms / token",
-        "recompute, ms / token",
+        "A100: swap",
+        "recompute",
+        "CPU: swap",
+        "recompute",
+        "served: swap, ms/token",
+        "recompute, ms/token",
     ]
     ratios = [data["modelled"][str(size)]["recompute"] / data["modelled"][str(size)]["swap"] for size in _SIZES_19]
     both = data["simulated"]

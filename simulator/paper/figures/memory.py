@@ -70,8 +70,8 @@ def _parts(system: str, data: Data) -> dict[str, float]:
     return {
         "token states": shares["tokens"],
         "reserved": shares["reserved"],
-        "internal fragmentation": shares["wasted"],
-        "external fragmentation, free": 1 - given_out,
+        "internal": shares["wasted"],
+        "external, free": 1 - given_out,
     }
 
 
@@ -104,7 +104,7 @@ def _share_section(data: Data) -> str:
         "buddy allocator counts as external.\n\n"
     )
     other = table(
-        ["", *_parts(QUIRE, data), "requests that run", "preemptions by request"],
+        ["", *_parts(QUIRE, data), "requests that run", "preempted"],
         [
             [
                 system,

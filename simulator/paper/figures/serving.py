@@ -1,6 +1,6 @@
 """Latency against rate: figures 12, 14, 16 and 17."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -53,31 +53,19 @@ def ratio_range(data: Data, system: str, titles: Sequence[str]) -> Range | None:
 
 
 def ratio_table(data: Data) -> str:
-    """All ratios: Quire's rate by that of each other system, at equal latency."""
-    systems = list(dict.fromkeys(system for panel in data.values() for system in panel["ratios"]))
+    """All ratios: Quire's rate by that of each other system."""
     rows = [
-        [title, f"{_served(panel, QUIRE):.2f}", *(_ratio(panel, system) for system in systems)]
+        [title, system, *("-" if each is None else f"{each:.2f}" for each in (*ratio["at_levels"], ratio["saturated"]))]
         for title, panel in data.items()
+        for system, ratio in panel["ratios"].items()
     ]
-    return table(["", "Quire serves at most, requests/s", *(f"rate by {system}'s" for system in systems)], rows)
-
-
-def _served(panel: Mapping[str, Any], system: str) -> float:
-    return panel["curves"][system]["saturated"]["served_rate"]
-
-
-def _ratio(panel: Mapping[str, Any], system: str) -> str:
-    ratio = panel["ratios"].get(system)
-    if ratio is None:
-        return ""
-    at_levels = " / ".join("-" if each is None else f"{each:.2f}" for each in ratio["at_levels"])
-    return f"{at_levels}; {ratio['saturated']:.2f}"
+    return table(["", "rate by that of", *(f"at {level:g} times" for level in LEVELS), "requests always wait"], rows)
 
 
 LEVEL_TEXT = (
     f"Ratios are of rates at equal normalized latency, {' / '.join(f'{level:g}' for level in LEVELS)} times the lowest "
-    "of Quire in the same panel, by interpolation between the points of the curves; after the semicolon, of what the "
-    "systems serve where requests always wait."
+    "of Quire in the same panel, by interpolation between the points of the curves; the last column has those of what "
+    "the systems serve where requests always wait."
 )
 
 _TITLES = {

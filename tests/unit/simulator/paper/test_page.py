@@ -9,6 +9,7 @@ import pytest
 
 from simulator.paper.figure import Comparison, compared
 from simulator.paper.figures import FIGURES
+from simulator.paper.page import wrapped
 
 PAGE = Path(__file__).parents[4] / "docs" / "paper"
 
@@ -33,7 +34,7 @@ def test_the_page_has_the_figure_and_explains_it(name: str) -> None:
     data = json.loads((PAGE / f"{name}.json").read_text())
     section = FIGURES[name].section(data)
     page = (PAGE / "README.md").read_text()
-    assert section in page
+    assert wrapped(section) in page
     assert "(reason)" not in section
     assert (PAGE / f"{name}.svg").exists() == (FIGURES[name].draw is not None)
 
