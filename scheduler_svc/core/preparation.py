@@ -61,6 +61,11 @@ class Preparations:
         """Whether a request waits for its constraint."""
         return any(key in keys for keys in self._held.values())
 
+    @property
+    def has_wanted(self) -> bool:
+        """Whether there may be something for `take`."""
+        return bool(self._wanted)
+
     def take(self) -> Iterator[Preparation]:
         """What the workers are to be told now. All of it must be told."""
         while self._wanted and len(self._underway) < _MAX_UNDERWAY:

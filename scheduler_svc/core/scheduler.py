@@ -23,7 +23,7 @@ from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.kv_cache import BlockManager, SwapSpace
 from scheduler_svc.core.pins import PIN_CLIENT, Pin, Pins
 from scheduler_svc.core.policy import GroupQueue, check_queue, make_policy
-from scheduler_svc.core.preparation import Preparations
+from scheduler_svc.core.preparation import Preparation, Preparations
 from scheduler_svc.core.request import (
     ClientId,
     DuplicateKeyError,
@@ -353,6 +353,10 @@ class Scheduler:
             elif queue is self.swapped or not self._hold(group):
                 return group
         return None
+
+    def take_preparations(self) -> list[Preparation]:
+        """The constraints that the workers are to compile now. All of them must be told."""
+        return list(self.preparations.take())
 
     def prepared(self, number: int) -> None:
         """The workers have compiled a constraint that `preparations` had for them. Raises ValueError for another."""

@@ -35,7 +35,7 @@ class TokenHider:
     KEY_BYTES = 24
 
     def __init__(self, key: bytes) -> None:
-        self._key = key
+        self.key = key
         self._keys = np.frombuffer(key, "<u8")
 
     def hide(self, token_ids: SequenceOf[int] | Array, positions: Array) -> Array:
@@ -48,7 +48,7 @@ class TokenHider:
 
     def name_of(self, content: BlockHash) -> BlockHash:
         """A name for a block whose tokens the core was not told yet."""
-        return BlockHash(blake2b(content, key=self._key, digest_size=HASH_BYTES).digest())
+        return BlockHash(blake2b(content, key=self.key, digest_size=HASH_BYTES).digest())
 
 
 def hidden(hider: TokenHider | None, token_ids: SequenceOf[int] | Array, start: int = 0) -> Array:
@@ -93,7 +93,11 @@ def submit_message(request: Request, now: float, hider: TokenHider | None) -> Op
         logprobs=request.sampling.logprobs,
         prompt_logprobs=request.sampling.prompt_logprobs,
         prompt_logprobs_start=request.sampling.prompt_logprobs_start,
+        has_constraint=request.has_constraint,
     )
+    if request.has_constraint:
+        key = b"" if hider is None else hider.key
+        submit.parameters_digest = blake2b(request.sampling.parameters, key=key, digest_size=HASH_BYTES).digest()
     if request.beam is not None:
         submit.beams.width = request.beam.width
         submit.beams.length_penalty = request.beam.length_penalty
@@ -109,6 +113,7 @@ def request_of(submit: recording_pb2.RecordedSubmit) -> Request:
         prompt=tokens_of(submit.prompt),
         sampling=RowSampling(
             seed=0,
+            parameters=submit.parameters_digest,
             logprobs=submit.logprobs if submit.HasField("logprobs") else None,
             prompt_logprobs=submit.prompt_logprobs if submit.HasField("prompt_logprobs") else None,
             prompt_logprobs_start=submit.prompt_logprobs_start,
@@ -122,6 +127,7 @@ def request_of(submit: recording_pb2.RecordedSubmit) -> Request:
         priority=submit.priority,
         beam=beams and BeamParameters(beams.width, beams.length_penalty, EarlyStopping[beams.early_stopping]),
         accepted_before=submit.accepted_before,
+        has_constraint=submit.has_constraint,
     )
 
 
@@ -177,6 +183,14 @@ def void_message(now: float) -> Operation:
 
 def take_over_message(now: float) -> Operation:
     return Operation(now=now, take_over=recording_pb2.RecordedTakeOver())
+
+
+def prepared_message(number: int) -> Operation:
+    return Operation(prepared=recording_pb2.RecordedPrepared(number=number))
+
+
+def take_preparations_message() -> Operation:
+    return Operation(take_preparations=recording_pb2.RecordedTakePreparations())
 
 
 def plan_message(plan: StepPlan | None, now: float) -> Operation:

@@ -21,6 +21,7 @@ from quire.settings import ConfigurationError
 from scheduler_svc.core.block_pool import BlockHash, BlockId, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.pins import Pin
+from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import ClientId, Request, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
@@ -248,6 +249,16 @@ class _RecordedScheduler(Scheduler):
             lambda: super(_RecordedScheduler, self).apply(result, now),
             lambda _: messages.apply_message(step, result, now, hider, stops),
         )
+
+    def prepared(self, number: int) -> None:
+        self._tell(
+            lambda: super(_RecordedScheduler, self).prepared(number), lambda _: messages.prepared_message(number)
+        )
+
+    def take_preparations(self) -> list[Preparation]:
+        if not self.preparations.has_wanted:
+            return []
+        return self._tell(super().take_preparations, lambda _: messages.take_preparations_message())
 
     def refuse_in_flight(self, detail: str) -> dict[ClientId, ClientEvents]:
         return self._tell(

@@ -172,6 +172,10 @@ class Replayer:
             case "rename":
                 rename = operation.rename
                 scheduler.batch.blocks.pool.rename(BlockHash(rename.name), BlockHash(rename.hash))
+            case "prepared":
+                scheduler.prepared(operation.prepared.number)
+            case "take_preparations":
+                scheduler.take_preparations()
             case "take_over":
                 if self._before is None:
                     raise _CannotGoOnError("there is no core to take requests over from")
@@ -324,6 +328,7 @@ class _CoreUnpickler(pickle.Unpickler):
     _ALLOWED = frozenset(
         {
             ("collections", "Counter"),
+            ("collections", "OrderedDict"),
             ("collections", "deque"),
             ("numpy", "dtype"),
             ("numpy", "ndarray"),

@@ -345,7 +345,7 @@ class StepLoop:
                 await link.send(plan)
                 self.trace.planned(plan, started, planned)
                 self.trace.part("send", plan.step_id, planned, time.monotonic())
-            for preparation in scheduler.preparations.take():
+            for preparation in scheduler.take_preparations():
                 await link.prepare(preparation)
 
     async def _receive_results(self, link: WorkerLink | WorkerGroup) -> None:

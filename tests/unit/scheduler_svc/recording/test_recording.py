@@ -5,6 +5,7 @@ import pickle
 import random
 import struct
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,12 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Writer, "_go_on", wait_and_go_on)
 
 
+def prepare(driver: Driver) -> None:
+    """The worker compiles what it is told."""
+    for each in driver.scheduler.take_preparations():
+        driver.scheduler.prepared(each.number)
+
+
 def record(
     path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -47,21 +54,28 @@ def record(
     """Chats that carry their history come, and a full pool preempts some of them. The recording is closed."""
     recorder = Recorder.open(str(path), with_token_ids=with_token_ids, max_bytes=max_bytes)
     monkeypatch.setattr(core_driver, "Scheduler", recorder.make_scheduler)
-    driver = Driver(make_config(num_blocks=24, num_host_blocks=8, max_waiting_requests=1000))
+    driver = Driver(make_config(num_blocks=24, num_host_blocks=8, max_waiting_requests=1000, prepares_constraints=True))
     rng = random.Random(1)
     histories = [[SECRET, chat, 1, 2, 3] for chat in range(8)]
     for handle in range(num_requests):
         chat = rng.randrange(len(histories))
         tokens = histories[chat]
-        driver.submit(
-            make_request(handle, prompt=tokens, max_tokens=rng.randint(1, 12), num_sequences=rng.choice([1, 1, 3]))
+        request = make_request(
+            handle, prompt=tokens, max_tokens=rng.randint(1, 12), num_sequences=rng.choice([1, 1, 3])
         )
+        if handle % 4 == 0:
+            sampling = replace(request.sampling, parameters=bytes([handle % 7]))
+            request = replace(request, sampling=sampling, has_constraint=True)
+        driver.submit(request)
+        prepare(driver)
         driver.run_steps(rng.randint(1, 3))
         if handle % 5 == 0 and len(driver.scheduler.running):
             driver.scheduler.preempt(driver.scheduler.running.last().request.key, driver.clock)
         if handle in driver.finished:
             histories[chat] = [*tokens, *driver.outputs[handle], 7][:24]
-    driver.run_until_idle()
+    while driver.scheduler.num_live:
+        prepare(driver)
+        driver.run_until_idle()
     recorder.close()
     return driver
 
