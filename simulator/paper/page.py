@@ -44,11 +44,11 @@ _WRAPPING = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def write(directory: Path, measured: Mapping[str, Mapping[str, Any]]) -> None:
-    """Writes the data and pictures of these figures, and the page of all figures that the directory has data of."""
+    """Writes the data and pictures of these figures, and the page of all that were made."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, data in measured.items():
         (directory / f"{name}.json").write_text(json.dumps(_rounded(data), indent=1) + "\n")
-    sections = [_section(figure, directory) for figure in FIGURES.values() if _path(figure, directory).exists()]
+    sections = [_section(figure, directory) for figure in FIGURES.values()]
     (directory / "README.md").write_text("\n".join([_HEAD, _constants(), *sections]))
 
 
@@ -57,8 +57,10 @@ def _path(figure: Figure, directory: Path) -> Path:
 
 
 def _section(figure: Figure, directory: Path) -> str:
-    data = json.loads(_path(figure, directory).read_text())
     lines = [f"## {figure.title}", ""]
+    if not _path(figure, directory).exists():
+        return "\n".join([*lines, f"Not made yet; `make paper ARGS={figure.name}` makes it.", ""])
+    data = json.loads(_path(figure, directory).read_text())
     if figure.draw is not None:
         save(figure.draw(data), directory / f"{figure.name}.svg")
         lines += [f"![{figure.title}]({figure.name}.svg)", ""]

@@ -5,7 +5,7 @@ from simulator.paper.figures.ablations import FIGURE_18, FIGURE_19
 from simulator.paper.figures.batches import FIGURE_13
 from simulator.paper.figures.lengths import FIGURE_11
 from simulator.paper.figures.memory import FIGURE_2, TABLE_1
-from simulator.paper.figures.serving import FIGURE_12, FIGURE_16, FIGURE_17
+from simulator.paper.figures.serving import FIGURE_12, FIGURE_14, FIGURE_16, FIGURE_17
 from simulator.paper.figures.sharing import FIGURE_15
 from simulator.paper.figures.small import REAL
 
@@ -15,6 +15,7 @@ _IN_ORDER = (
     FIGURE_11,
     FIGURE_12,
     FIGURE_13,
+    FIGURE_14,
     FIGURE_15,
     FIGURE_16,
     FIGURE_17,

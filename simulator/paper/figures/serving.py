@@ -132,7 +132,7 @@ def _middle(data: Data, title: str, system: str) -> float | None:
     return data[title]["ratios"][system]["at_levels"][len(LEVELS) // 2]
 
 
-_REASON_14 = "(reason)"
+_REASON_14 = "The reason for this difference is not known yet."
 
 FIGURE_14 = Figure(
     "fig14",
@@ -174,7 +174,7 @@ def _section_16(data: Data) -> str:
     return f"{text} {LEVEL_TEXT}\n\n{compared(rows, _REASON_16)}\n\n{ratio_table(data)}"
 
 
-_REASON_16 = "(reason)"
+_REASON_16 = "The reason for this difference is not known yet."
 
 FIGURE_16 = Figure(
     "fig16", "Figure 16: shared prefixes", _measure_16, _section_16, lambda data: draw(data, num_columns=2)
@@ -203,6 +203,6 @@ def _section_17(data: Data) -> str:
     return f"{text} {LEVEL_TEXT}\n\n{compared(rows, _REASON_17)}\n\n{ratio_table(data)}"
 
 
-_REASON_17 = "(reason)"
+_REASON_17 = "The reason for this difference is not known yet."
 
 FIGURE_17 = Figure("fig17", "Figure 17: chatbot", _measure_17, _section_17, lambda data: draw(data, num_columns=1))
