@@ -40,7 +40,7 @@ more than 25% is set in bold and explained.
 """
 
 
-_WRAPPING = {"break_long_words": False, "break_on_hyphens": False}
+_WRAPPER = textwrap.TextWrapper(120, break_long_words=False, break_on_hyphens=False)
 
 
 def write(directory: Path, measured: Mapping[str, Mapping[str, Any]]) -> None:
@@ -70,7 +70,7 @@ def _section(figure: Figure, directory: Path) -> str:
 def wrapped(text: str) -> str:
     """Lines of at most 120 columns; rows of tables stay as they are."""
     lines = text.splitlines()
-    return "\n".join(line if line.startswith("|") else textwrap.fill(line, 120, **_WRAPPING) for line in lines)
+    return "\n".join(line if line.startswith("|") else _WRAPPER.fill(line) for line in lines)
 
 
 def _rounded(value: Any) -> Any:
