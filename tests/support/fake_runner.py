@@ -170,7 +170,7 @@ class FakeRunner:
                 failed.append(row)
             if sampling.num_candidates is None:
                 # A row that failed has a token too, since the step behind it may compute it already.
-                token_id = 0 if has_failed else self._token_of(source, ends[source])
+                token_id = 0 if has_failed else self._token_of(row, ends[source])
                 token_ids[place] = token_id
                 prefixes.append(token_id)
                 if sampling.logprobs is not None and not has_failed:

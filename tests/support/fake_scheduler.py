@@ -147,7 +147,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         is_heard: Whether the gateway of the open stream has said more than hello, as it does when it knows the welcome.
     """
 
-    vocab_size: int = 2048
+    vocab_size: int = 2080
     max_model_len: int = 1024
     architecture: str = "LlamaForCausalLM"
     max_logprobs: int = 20

@@ -81,7 +81,7 @@ async def two_gateways(
 async def _replica(
     socket: Path, script: tuple[int, ...]
 ) -> AsyncIterator[tuple[scheduler_pb2_grpc.SchedulerServiceStub, FakeWorker]]:
-    worker = FakeWorker(LlamaWorkerConfig(step_seconds=0.002, vocab_size=2048 if script else 1000, script=script))
+    worker = FakeWorker(LlamaWorkerConfig(step_seconds=0.002, vocab_size=2080 if script else 1000, script=script))
     address = await worker.start()
     try:
         async with running_scheduler(str(socket), address, durable_grace=5.0) as scheduler:

@@ -35,8 +35,12 @@ def main(argv: Sequence[str]) -> int:
     flags = load_settings(BenchFlags, argv, os.environ, program=PROGRAM)
     flags.check_output()
     bench = _Bench(flags, read_file(flags), command=shlex.join(["quire", "bench", *argv]))
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(bench.run())
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(bench.run())
+    except CannotMeasureError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 1
     return bench.finish()
 
 

@@ -9,13 +9,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from quire.load import LoadRequest, RequestRecord
-from quire.rpc.errors import QuireError
 
 _EARLIER_TURN_FAILED = "EARLIER_TURN_FAILED"
 _TIMEOUT = "TIMEOUT"
 
 
-class CannotMeasureError(QuireError):
+class CannotMeasureError(Exception):
     """There is no server, or none that answers; the message is one line."""
 
 

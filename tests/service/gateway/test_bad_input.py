@@ -89,12 +89,12 @@ BAD_PARAMETERS = [
     (sampling(repetition_penalty=0), "sampling.repetition_penalty", "[1e-30, 10]"),
     (sampling(logit_bias={5: 101.0}), "sampling.logit_bias[5]", "[-100, 100]"),
     (sampling(logit_bias={5: NAN}), "sampling.logit_bias[5]", "nan"),
-    (sampling(logit_bias={2048: 1.0}), "sampling.logit_bias[2048]", "2,048"),
+    (sampling(logit_bias={2080: 1.0}), "sampling.logit_bias[2080]", "2,080"),
     (sampling(logit_bias=dict.fromkeys(range(1025), 1.0)), "sampling.logit_bias", "1,024"),
-    (sampling(allowed_token_ids=[1, 2048]), "sampling.allowed_token_ids[1]", "2048"),
+    (sampling(allowed_token_ids=[1, 2080]), "sampling.allowed_token_ids[1]", "2080"),
     (sampling(repetition_penalty=10.5), "sampling.repetition_penalty", "10.5"),
     (sampling(presence_penalty=NAN), "sampling.presence_penalty", "nan"),
-    (sampling(allowed_token_ids=[1] * 2049), "sampling.allowed_token_ids", "2,048"),
+    (sampling(allowed_token_ids=[1] * 2049), "sampling.allowed_token_ids", "2,080"),
     (sampling(bad_words=[""]), "sampling.bad_words[0]", "empty"),
     (sampling(bad_words=["ok", "x" * 129]), "sampling.bad_words[1]", "129 bytes; the max is 128"),
     (sampling(bad_words=["x"] * 129), "sampling.bad_words", "129 entries; the max is 128"),
@@ -109,7 +109,7 @@ BAD_PARAMETERS = [
     (stopping(stop=["x"] * 17), "stopping.stop", "16"),
     (stopping(stop=["ok", ""]), "stopping.stop[1]", "empty"),
     (stopping(stop=["é" * 513]), "stopping.stop[0]", "1,026 bytes"),
-    (stopping(stop_token_ids=[3, 2048]), "stopping.stop_token_ids[1]", "2048"),
+    (stopping(stop_token_ids=[3, 2080]), "stopping.stop_token_ids[1]", "2080"),
     (stopping(stop_token_ids=range(129)), "stopping.stop_token_ids", "128"),
     (output(logprobs=21), "output.logprobs", "[0, 20]"),
     (output(prompt_logprobs=21), "output.prompt_logprobs", "[0, 20]"),
@@ -121,10 +121,10 @@ BAD_PARAMETERS = [
 BAD_PROMPTS = [
     ({}, "prompt", "missing"),
     (token_ids(), "token_ids.ids", "empty"),
-    (token_ids(1, 2, 2048), "token_ids.ids[2]", "is 2048"),
+    (token_ids(1, 2, 2080), "token_ids.ids[2]", "is 2080"),
     (token_ids(2**32 - 1), "token_ids.ids[0]", "4294967295"),
     (token_ids(*[5] * 1024), "token_ids.ids", "1,024 tokens; a prompt may have at most 1,023"),
-    ({"text": "hello wo" * 500_000}, "text", "has at least 285,715 tokens; a prompt may have at most 1,023"),
+    ({"text": "hello wo" * 500_000}, "text", "has at least 210,527 tokens; a prompt may have at most 1,023"),
     ({"text": "a " * 3000}, "text", "a prompt may have at most 1,023"),
     (
         token_ids(*[5] * 1000) | stopping(max_tokens=25),
@@ -239,8 +239,8 @@ async def test_texts_that_cannot_fit_are_refused_before_they_are_tokenized(gatew
     messages = [generation_pb2.ChatMessage(role="user", content=text[:2_000_000])] * 2
     generation = gateway.generation
     for call, field, says in [
-        (generation.Generate(generation_pb2.GenerateRequest(text=text)), "text", "at least 285,715 tokens"),
-        (generation.Chat(generation_pb2.ChatRequest(messages=messages)), "messages", "at least 285,715 tokens"),
+        (generation.Generate(generation_pb2.GenerateRequest(text=text)), "text", "at least 210,527 tokens"),
+        (generation.Chat(generation_pb2.ChatRequest(messages=messages)), "messages", "at least 210,527 tokens"),
         (generation.Tokenize(generation_pb2.TokenizeRequest(text=text)), "text", "the max is 262,144"),
         (
             generation.Tokenize(generation_pb2.TokenizeRequest(chat=generation_pb2.ChatMessages(messages=messages))),

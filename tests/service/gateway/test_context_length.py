@@ -17,7 +17,7 @@ from tests.support.gateway_process import error_of, running_gateway
 REASON = "CONTEXT_LENGTH_EXCEEDED"
 # A few tokens too many, and far more bytes than any prompt that fits.
 SLIGHTLY, FAR = "a " * 1500, "hello wo" * 400_000
-COUNTS = {SLIGHTLY: "has 1,50", FAR: "has at least 228,572 tokens"}
+COUNTS = {SLIGHTLY: "has 1,50", FAR: "has at least 168,422 tokens"}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -162,10 +162,10 @@ async def test_errors_of_the_scheduler_reach_the_client_as_they_are(gateway, sch
     [
         (PinPrefixRequest(), "prefix", "set text, token_ids or chat"),
         (PinPrefixRequest(text=""), "text", "empty"),
-        (PinPrefixRequest(text="hello wo" * 50_000), "text", "at least 28,572 tokens"),
+        (PinPrefixRequest(text="hello wo" * 50_000), "text", "at least 21,053 tokens"),
         (PinPrefixRequest(text="a " * 3000), "text", "at most 1,023"),
         (PinPrefixRequest(token_ids=common_pb2.TokenIds()), "token_ids.ids", "empty"),
-        (PinPrefixRequest(token_ids=common_pb2.TokenIds(ids=[1, 2048])), "token_ids.ids[1]", "2048"),
+        (PinPrefixRequest(token_ids=common_pb2.TokenIds(ids=[1, 2080])), "token_ids.ids[1]", "2080"),
         (PinPrefixRequest(token_ids=common_pb2.TokenIds(ids=[5] * 1024)), "token_ids.ids", "1,024 tokens"),
         (pin_chat(), "chat.messages", "empty"),
         (pin_chat(("", "x")), "chat.messages[0].role", "empty"),

@@ -40,7 +40,7 @@ async def test_models(gateway):
     got = (await gateway.models.GetModel(model_pb2.GetModelRequest(model="quire-tiny"))).model
     assert listed == got
     assert (got.name, got.architecture, got.dtype) == ("quire-tiny", "LlamaForCausalLM", "float32")
-    assert (got.vocab_size, got.max_model_len, list(got.eos_token_ids)) == (2048, 1024, [2, 6])
+    assert (got.vocab_size, got.max_model_len, list(got.eos_token_ids)) == (2080, 1024, [2, 6])
     assert got.has_chat_template
     assert isinstance(await error_of(gateway.models.GetModel(model_pb2.GetModelRequest(model="other"))), NotFound)
 

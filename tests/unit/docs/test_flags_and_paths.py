@@ -106,7 +106,10 @@ def flags_of_settings() -> Iterator[str]:
     for cls in filter(dataclasses.is_dataclass, classes):
         for field in dataclasses.fields(cls):
             if (option := field.metadata.get("quire.setting")) is not None:
-                yield option.flag or "--" + field.name.replace("_", "-")
+                flag = option.flag or "--" + field.name.replace("_", "-")
+                yield flag
+                if field.type in (bool, "bool"):
+                    yield flag.replace("--", "--no-", 1)
 
 
 def flags_of_scripts() -> Iterator[str]:
