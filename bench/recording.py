@@ -34,12 +34,12 @@ def main(arguments: argparse.Namespace) -> None:
                 recorder = None
                 if name != "without":
                     recorder = Recorder.open(str(path), with_token_ids=name == "with tokens", max_bytes=1 << 30)
-                    core_load.Scheduler = recorder.make_scheduler  # pyright: ignore[reportAttributeAccessIssue]
+                    core_load.Scheduler = recorder.make_scheduler
                 started, of_all = time.thread_time(), time.process_time()
                 schedule, apply, _ = time_steps(core_load.steady_load(count, steps + 10), 8, steps, None)
                 own = time.thread_time() - started
                 if recorder is not None:
-                    core_load.Scheduler = Scheduler  # pyright: ignore[reportPrivateImportUsage]
+                    core_load.Scheduler = Scheduler
                     recorder.close()
                     writer[name].append((time.process_time() - of_all - own) / steps * 1e3)
                     sizes[name] = path.stat().st_size // steps

@@ -16,8 +16,10 @@ pytestmark = pytest.mark.extended
 
 async def ask(served: Served, index: int) -> None:
     """Samples, samples of one prompt and beam searches, with a prefix that all share."""
-    beams = {"beam_search": BeamSearch(4), "n": 2} if index % 4 == 3 else {"n": 1 + index % 3, "seed": index}
-    options = GenerationOptions(max_tokens=100, ignore_eos=True, **beams)
+    if index % 4 == 3:
+        options = GenerationOptions(max_tokens=100, ignore_eos=True, beam_search=BeamSearch(4), n=2)
+    else:
+        options = GenerationOptions(max_tokens=100, ignore_eos=True, n=1 + index % 3, seed=index)
     await served.client.generate(f"Once upon a time, there was a very small fox. Its number was {index}", options)
 
 

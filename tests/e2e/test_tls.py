@@ -103,8 +103,10 @@ async def test_serve_with_certificates_answers_grpc_and_https_and_survives_its_w
         said = await generated(served.client)
         port = served.server.http_address.rpartition(":")[2]
         http = httpx.AsyncClient(verify=ssl.create_default_context(cafile=tmp_path / "ca.pem"))
-        async with openai.AsyncOpenAI(  # pyright: ignore[reportArgumentType]
-            base_url=f"https://localhost:{port}/v1", api_key="x", http_client=http
+        async with openai.AsyncOpenAI(
+            base_url=f"https://localhost:{port}/v1",
+            api_key="x",
+            http_client=http,  # pyright: ignore[reportArgumentType]
         ) as client:
             completion = await client.completions.create(
                 model="quire-tiny", prompt=QUESTION, max_tokens=8, temperature=0, extra_body={"ignore_eos": True}

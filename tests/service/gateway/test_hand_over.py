@@ -114,8 +114,8 @@ async def test_a_drain_without_time_ends_at_once(scheduler):
 
 
 async def test_clients_of_both_kinds_go_on_at_the_other_gateway(tmp_path):
-    ports = {"grpc_port": free_port(), "http_port": free_port()}
-    async with two_gateways(tmp_path, reuse_port=True, hand_over=True, **ports) as two:
+    grpc_port, http_port = free_port(), free_port()
+    async with two_gateways(tmp_path, reuse_port=True, hand_over=True, grpc_port=grpc_port, http_port=http_port) as two:
         counts = [0] * 8
 
         async def call_grpc(index: int) -> None:

@@ -107,7 +107,7 @@ def make_plan() -> StepPlan:
 
 async def next_answer(link: WorkerLink | WorkerGroup) -> int:
     async with asyncio.timeout(30):
-        while (answer := await link.receive()) is None:
+        while not isinstance(answer := await link.receive(), StepAnswer):
             pass
     return answer.result.step_id
 
@@ -196,7 +196,7 @@ async def test_whatever_one_rank_fails_with_is_said_to_whoever_waits(
     receive = WorkerLink.receive
     async with running_rank(tmp_path, 0) as first, running_rank(tmp_path, 1) as second:
 
-        async def fail_at_the_second(self: WorkerLink) -> StepAnswer | None:
+        async def fail_at_the_second(self: WorkerLink) -> StepAnswer | ConstraintPrepared | None:
             if self.address == second:
                 raise KeyError("row 7")
             return await receive(self)

@@ -12,6 +12,7 @@ from quire.arrays import encode_int32
 from quire.rpc.server import DEFAULT_MAX_MESSAGE_BYTES
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError
+from scheduler_svc.service.worker_messages import StepAnswer
 from tests.support.fake_worker import FakeWorker
 from tests.support.worker_client import make_assign, make_batch
 
@@ -58,7 +59,7 @@ async def test_a_step_of_any_size_reaches_the_worker(tmp_path: Path) -> None:
     assert len(message) > DEFAULT_MAX_MESSAGE_BYTES
     async with asyncio.timeout(20):
         await link.write(message)
-        while (answer := await link.receive()) is None:
+        while not isinstance(answer := await link.receive(), StepAnswer):
             pass
     assert answer.rows.tolist() == [0]
     await link.close()

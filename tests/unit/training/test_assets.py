@@ -58,7 +58,7 @@ def test_a_wider_model_says_what_the_narrow_one_did_and_knows_the_pieces_of_its_
     widen(model, before, after)
     assert torch.equal(model(tokens).logits[..., :VOCABULARY_SIZE], expected)
     pieces = before.encode(JSON_MARKS[0], add_special_tokens=False).ids
-    weights = model.get_input_embeddings().weight
+    weights = model.get_parameter("model.embed_tokens.weight")
     assert weights.shape[0] == model.config.vocab_size == VOCABULARY_SIZE + len(JSON_MARKS)
     torch.testing.assert_close(weights[VOCABULARY_SIZE], weights[pieces].mean(0))
 
