@@ -24,8 +24,10 @@ GREEDY = GenerationOptions(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 def certificates_of(file: Path, directory: Path) -> Path:
     """Made by the command that stands at the head of the file."""
-    comments = (line.removeprefix("#").strip() for line in file.read_text(encoding="utf-8").splitlines())
-    words = shlex.split(next(line for line in comments if line.startswith("quire certs ")))
+    lines = (line.removeprefix("#").strip() for line in file.read_text(encoding="utf-8").splitlines())
+    # A command may go on in the next line.
+    commands = "\n".join(lines).replace("\\\n", "").splitlines()
+    words = shlex.split(next(line for line in commands if line.startswith("quire certs ")))
     words[words.index("--tls-dir") + 1] = str(directory)
     assert main(words[1:]) == 0
     return directory
