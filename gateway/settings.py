@@ -13,13 +13,13 @@ MAX_CHAT_MESSAGES = 1 << 16
 
 
 @dataclass(frozen=True)
-class GatewayFlags(ServiceFlags):
-    """How gateways serve clients."""
+class ListenFlags(ServiceFlags):
+    """Where gateways listen, and who may call them."""
 
     grpc_host: str = setting("127.0.0.1", "where to listen for gRPC")
-    grpc_port: int = setting(50051, "port for gRPC; 0 picks a free one", minimum=0, maximum=65535)
-    http_host: str = setting("127.0.0.1", "where to listen for HTTP")
-    http_port: int = setting(8000, "port for HTTP; 0 picks a free one", minimum=0, maximum=65535)
+    grpc_port: int = setting(50051, "port for gRPC; 0 picks a free one", minimum=0, maximum=65535, common=True)
+    http_host: str = setting("127.0.0.1", "where to listen for HTTP", common=True)
+    http_port: int = setting(8000, "port for HTTP; 0 picks a free one", minimum=0, maximum=65535, common=True)
     allowed_origins: tuple[str, ...] = setting(
         (), "origins of pages that may call the HTTP API from a browser (CORS); * allows all", metavar="ORIGIN"
     )
@@ -41,10 +41,25 @@ class GatewayFlags(ServiceFlags):
         "files of API keys, made by `quire keys`; without one, calls need no key",
         flag="--keys-file",
         metavar="FILE",
+        common=True,
     )
     open_metrics: bool = setting(False, "show /metrics of the HTTP port without an API key")
 
-    served_model_name: str | None = setting(None, "the name of the model for clients; by default the directory's name")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tls_client_auth and self.tls_dir is None:
+            raise ValueError("--tls-client-auth needs TLS; give --tls-dir")
+        if (self.public_cert is None) != (self.public_key is None):
+            raise ValueError("--public-cert and --public-key go together; give both, or none")
+
+
+@dataclass(frozen=True)
+class FormatFlags(ServiceFlags):
+    """The model's name, and the formats of its answers."""
+
+    served_model_name: str | None = setting(
+        None, "the name of the model for clients; by default the directory's name", metavar="NAME", common=True
+    )
     tool_call_parser: str | None = setting(
         None,
         "format of the model's tool calls, by vLLM's name; by default detected in the chat template",
@@ -56,6 +71,12 @@ class GatewayFlags(ServiceFlags):
         choices=sorted(REASONING_FORMATS),
     )
     request_id_prefix: str = setting("req-", "prefix of the request ids that the gateway makes")
+
+
+@dataclass(frozen=True)
+class RequestLimits(ServiceFlags):
+    """Limits of requests and answers."""
+
     max_message_bytes: int = setting(
         4 * 1024 * 1024, "maximum bytes of a message of a client", parse=parse_bytes, minimum=1024
     )
@@ -97,7 +118,19 @@ class GatewayFlags(ServiceFlags):
         1024, "maximum sequences of a call: sequences per prompt times prompts", minimum=1
     )
     max_chunk_tokens: int = setting(256, "maximum tokens in one message to a slow client", minimum=1)
-    tokenizer_threads: int = setting(2, "threads for long texts and chat templates", minimum=1, maximum=64)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_total_body_bytes < self.max_message_bytes:
+            raise ValueError(
+                f"--max-total-body-bytes is {self.max_total_body_bytes}, less than one message may have "
+                f"(--max-message-bytes, {self.max_message_bytes})"
+            )
+
+
+@dataclass(frozen=True)
+class ConnectionLimits(ServiceFlags):
+    """Connections, and slow clients."""
 
     max_connections: int = setting(
         4096, "maximum connections to each port of a gateway; further ones are closed", minimum=1, maximum=1 << 20
@@ -117,13 +150,17 @@ class GatewayFlags(ServiceFlags):
     slow_sender_timeout: float = setting(
         30.0, "maximum seconds for a client to send a whole request", minimum=0.1, metavar="SECONDS"
     )
-
     sse_keepalive: float = setting(
         15.0,
         "seconds without output after which a stream of server-sent events sends a comment; 0 sends none",
         minimum=0,
         metavar="SECONDS",
     )
+
+
+@dataclass(frozen=True)
+class GatewayFlags(ListenFlags, FormatFlags, RequestLimits, ConnectionLimits):
+    """How gateways reach schedulers, and what they leave to others."""
 
     connect_timeout: float = setting(
         30.0, "seconds that a request waits for a scheduler to connect", minimum=0, metavar="SECONDS"
@@ -137,24 +174,13 @@ class GatewayFlags(ServiceFlags):
     reconnect_grace: float = setting(
         10.0, "seconds that schedulers keep requests of a lost gateway", minimum=0, maximum=600, metavar="SECONDS"
     )
+    tokenizer_threads: int = setting(2, "threads for long texts and chat templates", minimum=1, maximum=64)
     niceness: int = setting(
         5,
         "niceness of gateways, which leaves processors to the other services; see nice(1)",
         minimum=0,
         maximum=19,
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tls_client_auth and self.tls_dir is None:
-            raise ValueError("--tls-client-auth needs TLS; give --tls-dir")
-        if self.max_total_body_bytes < self.max_message_bytes:
-            raise ValueError(
-                f"--max-total-body-bytes is {self.max_total_body_bytes}, less than one message may have "
-                f"(--max-message-bytes, {self.max_message_bytes})"
-            )
-        if (self.public_cert is None) != (self.public_key is None):
-            raise ValueError("--public-cert and --public-key go together; give both, or none")
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,19 @@ from quire.tracing import parse_endpoint
 # Here and in all that inherits from it no slots: CPython lets a class have one base with slots, and these have several.
 @dataclass(frozen=True)
 class ServiceFlags:
-    """Certificates, metrics and traces of every service."""
+    """Configuration file, certificates, metrics and traces of every service."""
 
+    config: Path | None = setting(
+        None,
+        "configuration file in TOML; its keys are these flags without the dashes; flags and variables win over it",
+        metavar="FILE",
+        common=True,
+    )
     tls_dir: Path | None = setting(
-        None, "directory of certificates, as `quire certs` makes it; none encrypts nothing", metavar="DIR"
+        None,
+        "directory of certificates, as `quire certs` makes it; none encrypts nothing",
+        metavar="DIR",
+        common=True,
     )
     metrics_host: str = setting("127.0.0.1", "host of the ports for Prometheus metrics")
     otlp_traces_endpoint: str | None = setting(
@@ -37,7 +46,7 @@ class ServiceFlags:
 class ModelFlags(ServiceFlags):
     """The model."""
 
-    model: str | None = setting(None, "model directory; none is the embedded model", metavar="DIR")
+    model: str | None = setting(None, "model directory; none is the embedded model", metavar="DIR", common=True)
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,27 @@
     settings = load_settings(WorkerSettings, sys.argv[1:], os.environ, program="quire worker")
 
 A field `kv_cache_memory` has the flag `--kv-cache-memory` and the variable `QUIRE_KV_CACHE_MEMORY`. The flag wins over
-the variable, the variable over the default. A variable that is set to nothing counts as absent. A `bool` has `--x` and
-`--no-x`. The flag of a tuple takes items with commas and may be repeated.
+the variable, the variable over the configuration file, the file over the default. A variable that is set to nothing
+counts as absent. A `bool` has `--x` and `--no-x`. The flag of a tuple takes items with commas and may be repeated.
 
-A class may inherit fields. `--help` shows its own first, then those of each base under the first line of the base's
-docstring.
+A class with the field `config` reads a configuration file in TOML, whose keys are the flags without their dashes:
+
+    model = "/models/llama"
+    kv-cache-memory = "4GiB"
+    keys-file = ["a.json", "b.json"]
+
+A class may inherit fields. `--help` shows the flags that are marked as common first, then the class's own, then those
+of each base under the first line of the base's docstring.
 """
 
 import argparse
 import dataclasses
+import difflib
 import inspect
 import itertools
 import math
 import re
+import tomllib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,11 +36,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["ConfigurationError", "load_settings", "parse_bytes", "setting", "to_argv"]
+__all__ = ["ConfigurationError", "load_settings", "make_parser", "parse_bytes", "setting", "to_argv"]
 
 T = TypeVar("T")
 
 _METADATA_KEY = "quire.setting"
+_CONFIG_FIELD = "config"
 _TRUE = frozenset({"true", "1", "yes", "on"})
 _FALSE = frozenset({"false", "0", "no", "off"})
 _BYTES_PATTERN = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]iB|[KMGT]B|B|)")
@@ -58,6 +67,7 @@ class _Setting:
     minimum: float | None
     maximum: float | None
     positional: bool
+    common: bool
 
 
 def setting(
@@ -72,6 +82,7 @@ def setting(
     minimum: float | None = None,
     maximum: float | None = None,
     positional: bool = False,
+    common: bool = False,
 ) -> Any:
     """A field of a settings class.
 
@@ -87,33 +98,36 @@ def setting(
         minimum: The least value allowed, inclusive.
         maximum: The greatest value allowed, inclusive.
         positional: An argument without a flag and without a variable, which may be left out; of a tuple, any number.
+        common: Most users need it: `--help` lists it first.
     """
     choices = None if choices is None else tuple(choices)
-    described = _Setting(help, flag, variable, parse, choices, metavar, minimum, maximum, positional)
+    described = _Setting(help, flag, variable, parse, choices, metavar, minimum, maximum, positional, common)
     return dataclasses.field(default=default, metadata={_METADATA_KEY: described})
 
 
-def load_settings(cls: type[T], argv: Sequence[str], environ: Mapping[str, str], *, program: str) -> T:
-    """Reads the settings; flags win over `QUIRE_*` variables, those over defaults.
+def load_settings(cls: type[T], argv: Sequence[str], environ: Mapping[str, str] | None, *, program: str) -> T:
+    """Reads the settings; flags win over `QUIRE_*` variables, those over the configuration file, that over defaults.
 
     Args:
         cls: A dataclass whose fields are made by `setting`.
         argv: The command line without the program.
-        environ: Usually os.environ. Variables that no field has are ignored.
+        environ: Usually os.environ. Variables that no field has are ignored. None where the program reads none.
         program: What the user called, for example "quire worker", for `--help`.
 
     Raises:
-        ConfigurationError: one line that names flag or variable, value and what was expected.
+        ConfigurationError: one line that names flag, variable or file and key, the value and what was expected.
         SystemExit: after `--help` was printed.
     """
     options = _options_of(cls)
-    given = vars(_parser(cls, options, program).parse_args(list(argv)))
+    given = vars(make_parser(cls, program, reads_environ=environ is not None).parse_args(list(argv)))
     values: dict[str, Any] = {}
     for option in options:
         if option.name in given:
             values[option.name] = option.value(given[option.name], option.flag)
-        elif option.variable and environ.get(option.variable):
+        elif environ and option.variable and environ.get(option.variable):
             values[option.name] = option.value([environ[option.variable]], option.variable)
+    if path := values.get(_CONFIG_FIELD):
+        values = _read_config(path, options, program) | values
     try:
         return cls(**values)
     except ValueError as error:
@@ -134,6 +148,26 @@ def to_argv(cls: type, values: Mapping[str, object]) -> list[str]:
     ]
 
 
+def make_parser(cls: type, program: str, *, reads_environ: bool = True) -> argparse.ArgumentParser:
+    """The parser of the class's flags, for `--help` and for completion in shells. It checks no values."""
+    options = _options_of(cls)
+    positional = [f" [{_positional_metavar(option)}]" for option in options if option.setting.positional]
+    usage = f"{program} [FLAGS]{''.join(positional)}"
+    parser = _Parser(prog=program, usage=usage, description=cls.__doc__, allow_abbrev=False, add_help=False)
+    is_common = {option.name for option in options if option.setting.common}
+    first = parser.add_argument_group("The flags that most users need") if is_common else parser
+    for option in options:
+        if option.name in is_common:
+            _add_option(first, option, reads_environ)
+    first.add_argument("-h", "--help", action="help", help="show all flags")
+    rest = [option for option in options if option.name not in is_common]
+    for declared_by, its_options in itertools.groupby(rest, attrgetter("declared_by")):
+        section = parser if declared_by is cls and not is_common else parser.add_argument_group(_heading(declared_by))
+        for option in its_options:
+            _add_option(section, option, reads_environ)
+    return parser
+
+
 @dataclass(frozen=True, slots=True)
 class _Option:
     """One field of a settings class, as the command line and the environment know it."""
@@ -149,9 +183,14 @@ class _Option:
     setting: _Setting
 
     @property
+    def key(self) -> str:
+        """The name in a configuration file."""
+        return self.flag.removeprefix("--")
+
+    @property
     def negated_flag(self) -> str:
         """The flag that sets a bool to false."""
-        return "--no-" + self.flag.removeprefix("--")
+        return "--no-" + self.key
 
     def value(self, texts: Sequence[str | list[str]], source: str) -> Any:
         """The value of the flag or the variable `source`; only a tuple's flag can be repeated."""
@@ -219,45 +258,47 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{message} (--help lists all flags)")
 
-
-def _parser(cls: type, options: Sequence[_Option], program: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=program, description=cls.__doc__, allow_abbrev=False)
-    for declared_by, its_options in itertools.groupby(options, attrgetter("declared_by")):
-        section = parser if declared_by is cls else parser.add_argument_group(_heading(declared_by))
-        for option in its_options:
-            _add_option(section, option)
-    return parser
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Values are checked later, where their source is known; the choices are for shells."""
 
 
 def _heading(cls: type) -> str:
     return (inspect.getdoc(cls) or cls.__name__).partition("\n")[0].removesuffix(".")
 
 
-def _add_option(section: argparse._ActionsContainer, option: _Option) -> None:
+def _add_option(section: argparse._ActionsContainer, option: _Option, reads_environ: bool) -> None:
     """The parser only collects texts, a list for each flag that was given; values are checked afterwards."""
-    help_text, absent = _help_of(option), argparse.SUPPRESS
+    help_text, absent = _help_of(option, reads_environ), argparse.SUPPRESS
     if option.setting.positional:
-        metavar = option.setting.metavar or option.name.upper()
+        metavar = _positional_metavar(option)
         nargs, action = ("*", "extend") if option.is_tuple else ("?", "append")
         section.add_argument(option.name, nargs=nargs, action=action, default=absent, metavar=metavar, help=help_text)
     elif option.is_bool:
         for flag, const, text in ((option.flag, "true", help_text), (option.negated_flag, "false", absent)):
             section.add_argument(flag, dest=option.name, action="append_const", const=const, default=absent, help=text)
     else:
-        metavar = option.setting.metavar or _choices_of(option) or option.name.rpartition("_")[2].upper()
-        section.add_argument(
+        choices = option.setting.choices
+        metavar = option.setting.metavar or _shown_choices(choices) or option.name.rpartition("_")[2].upper()
+        added = section.add_argument(
             option.flag, dest=option.name, action="append", default=absent, metavar=metavar, help=help_text
         )
+        added.choices = choices
 
 
-def _choices_of(option: _Option) -> str | None:
-    choices = option.setting.choices
+def _positional_metavar(option: _Option) -> str:
+    return option.setting.metavar or option.name.upper()
+
+
+def _shown_choices(choices: Sequence[Any] | None) -> str | None:
     return None if choices is None else "{" + ",".join(map(str, choices)) + "}"
 
 
-def _help_of(option: _Option) -> str:
-    facts = f" [{option.variable}, default: {_shown(option.default)}]" if option.variable else ""
-    return f"{option.setting.help}{facts}".replace("%", "%%")
+def _help_of(option: _Option, reads_environ: bool) -> str:
+    facts = [option.variable] if option.variable and reads_environ else []
+    if not option.setting.positional:
+        facts.append(f"default: {_shown(option.default)}")
+    shown = f" [{', '.join(facts)}]" if facts else ""
+    return f"{option.setting.help}{shown}".replace("%", "%%")
 
 
 def _shown(default: Any) -> str:
@@ -266,6 +307,45 @@ def _shown(default: Any) -> str:
     if isinstance(default, tuple):
         return ",".join(map(str, default))
     return str(default).lower() if isinstance(default, bool) else str(default)
+
+
+# The configuration file.
+
+
+def _read_config(path: Path, options: Sequence[_Option], program: str) -> dict[str, Any]:
+    """The values of a file; raises ConfigurationError for a key that is no flag of the program."""
+    try:
+        with path.open("rb") as file:
+            content = tomllib.load(file)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is not TOML: {error}") from error
+    known = {option.key: option for option in options if not option.setting.positional and option.name != _CONFIG_FIELD}
+    values: dict[str, Any] = {}
+    for written, value in content.items():
+        key = written.replace("_", "-")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f'; did you mean "{near[0]}"?' if near else ""
+            raise ConfigurationError(f'{path}: "{written}" is not a flag of {program}{hint}')
+        option = known[key]
+        if option.name in values:
+            raise ConfigurationError(f'{path}: "{key}" is there twice, with "-" and with "_"')
+        source = f"{path}: {written}"
+        items = value if isinstance(value, list) and option.is_tuple else [value]
+        values[option.name] = option.value([_as_text(item, source) for item in items], source)
+    return values
+
+
+def _as_text(value: object, source: str) -> str:
+    """A TOML value as it would be written after its flag."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | int | float):
+        return str(value)
+    kind = {dict: "a table", list: "an array"}.get(type(value), "a date or a time")
+    raise ConfigurationError(f"{source} is {kind}; expected a text, a number, true or false")
 
 
 # Text to values. Every function raises ValueError that says what was expected.

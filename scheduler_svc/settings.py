@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from quire.rpc.address import parse_address
-from quire.service_flags import DrainFlags, ProcessFlags, StepFlags
+from quire.service_flags import DrainFlags, ProcessFlags, ServiceFlags, StepFlags
 from quire.settings import ConfigurationError, parse_bytes, setting
 
 
 @dataclass(frozen=True)
-class SchedulerFlags(StepFlags):
-    """How schedulers queue, preempt and keep requests."""
+class QueueFlags(ServiceFlags):
+    """How schedulers queue, admit and preempt requests."""
 
     max_waiting_requests: int = setting(1024, "maximum number of waiting requests; more are refused", minimum=1)
     max_waiting_tokens: int = setting(1_000_000, "maximum number of waiting prompt tokens; more are refused", minimum=1)
@@ -25,6 +25,7 @@ class SchedulerFlags(StepFlags):
         "fcfs",
         "which request goes first: first come, first served; by priority; or tenants in equal shares",
         choices=("fcfs", "priority", "fair"),
+        common=True,
     )
     max_prefill_share: float = setting(
         0.5,
@@ -39,6 +40,12 @@ class SchedulerFlags(StepFlags):
     )
     pin_quota: float = setting(0.25, "share of the blocks that one tenant's pins may hold", minimum=0, maximum=1)
     max_pinned: float = setting(0.5, "share of the blocks that all pins may hold", minimum=0, maximum=1)
+
+
+@dataclass(frozen=True)
+class SchedulerFlags(QueueFlags, StepFlags):
+    """Durable requests, recordings and steps of schedulers."""
+
     durable_grace: float = setting(
         60.0,
         "seconds that a durable request is kept without a reader, and after its end",

@@ -8,7 +8,7 @@ from quire.settings import parse_bytes, setting
 
 @dataclass(frozen=True)
 class WorkerFlags(StepFlags):
-    """How workers load and run the model."""
+    """How workers load and run the model, and their memory."""
 
     model_impl: str = setting(
         "auto",
@@ -16,7 +16,7 @@ class WorkerFlags(StepFlags):
         choices=("auto", "native", "transformers"),
     )
     device: str = setting(
-        "auto", "device of the model; auto uses cuda if torch finds it", choices=("auto", "cpu", "cuda")
+        "auto", "device of the model; auto uses cuda if torch finds it", choices=("auto", "cpu", "cuda"), common=True
     )
     dtype: str = setting(
         "auto",
@@ -28,6 +28,7 @@ class WorkerFlags(StepFlags):
         "how linear layers are rounded: int8-weight-only rounds their weights to int8 when they are loaded, "
         "int8-dynamic their inputs too",
         choices=("none", "int8-weight-only", "int8-dynamic"),
+        common=True,
     )
     kv_cache_dtype: str = setting(
         "auto", "type of the KV pool; auto uses --dtype, int8 holds about twice the tokens", choices=("auto", "int8")
@@ -44,6 +45,7 @@ class WorkerFlags(StepFlags):
         "tokens need and at most 1GiB or half of what is available, on cuda what is left",
         parse=parse_bytes,
         metavar="BYTES",
+        common=True,
     )
     gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use", minimum=0.05, maximum=1.0)
     num_gpu_blocks: int | None = setting(None, "blocks of the KV pool, instead of sizing it by memory", minimum=1)
@@ -58,7 +60,9 @@ class WorkerFlags(StepFlags):
         256, "maximum number of sequences that run at once, rows of the persistent batch", minimum=1, maximum=65536
     )
     max_num_batched_tokens: int = setting(2048, "maximum number of tokens of one step", minimum=1, maximum=1 << 20)
-    max_model_len: int | None = setting(None, "longest sequence in tokens; not given, that of the model", minimum=1)
+    max_model_len: int | None = setting(
+        None, "longest sequence in tokens; not given, that of the model", minimum=1, common=True
+    )
     num_threads: int | None = setting(
         None, "threads of one operation on cpu; not given, one for each available processor", minimum=1
     )

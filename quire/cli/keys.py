@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _add(argv: Sequence[str]) -> int:
     # No environment: these flags differ from key to key.
-    flags = load_settings(AddFlags, argv, {}, program=f"{PROGRAM} add")
+    flags = load_settings(AddFlags, argv, None, program=f"{PROGRAM} add")
     path = _path(flags.file)
     assert flags.tenant is not None, "checked when the flags were read"
     key, now = make_key(), datetime.now(UTC).replace(microsecond=0)
@@ -137,14 +137,14 @@ def _add(argv: Sequence[str]) -> int:
 
 
 def _list(argv: Sequence[str]) -> int:
-    flags = load_settings(ListFlags, argv, {}, program=f"{PROGRAM} list")
+    flags = load_settings(ListFlags, argv, None, program=f"{PROGRAM} list")
     for entry in read_keys(_path(flags.file)):
         print(_as_json(entry) if flags.format == "json" else _as_text(entry))
     return 0
 
 
 def _revoke(argv: Sequence[str]) -> int:
-    flags = load_settings(RevokeFlags, argv, {}, program=f"{PROGRAM} revoke")
+    flags = load_settings(RevokeFlags, argv, None, program=f"{PROGRAM} revoke")
     path = _path(flags.file)
     with _locked(path):
         entries = read_keys(path)

@@ -4,8 +4,9 @@ import errno
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from quire.rpc.errors import QuireError, Unavailable
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS, missing_package, report_configuration_error
@@ -16,28 +17,62 @@ _INTERRUPTED_EXIT_STATUS = 130
 
 
 @dataclass(frozen=True, slots=True)
-class _Command:
+class Command:
+    """One command.
+
+    Attributes:
+        module: Has the function, and is imported when the command is called: so `quire generate` imports no torch.
+        help: One line.
+        flags: The classes of its flags, as MODULE:CLASS, by the name of the command below it, "" for the command's own.
+        function: Takes the arguments and returns the exit status.
+    """
+
     module: str
     help: str
+    flags: Mapping[str, str]
     function: str = "main"
 
+    @classmethod
+    def of(cls, module: str, flags: str, help: str, function: str = "main") -> Self:
+        """A command whose flags are a class of its module."""
+        return cls(module, help, {"": f"{module}:{flags}"}, function)
 
-# Modules by name, so that `quire gateway` and `quire generate` import no torch.
-_COMMANDS = {
-    "serve": _Command("quire.cli.serve", "serve a model on this machine: all processes"),
-    "gateway": _Command("gateway.__main__", "run one gateway"),
-    "scheduler": _Command("scheduler_svc.__main__", "run one scheduler"),
-    "worker": _Command("worker_svc.__main__", "run one worker"),
-    "generate": _Command("quire.cli.generate", "continue a prompt, or a file of prompts"),
-    "chat": _Command("quire.cli.chat", "talk with a model"),
-    "pin": _Command("quire.cli.pins", "keep a prefix cached for a while", "pin"),
-    "unpin": _Command("quire.cli.pins", "unpin a prefix", "unpin"),
-    "keys": _Command("quire.cli.keys", "add, list and revoke the API keys of a gateway"),
-    "certs": _Command("quire.cli.certs", "make or renew certificates for TLS between all services"),
-    "bench": _Command("quire.cli.bench.command", "measure a server under load, or draw what was measured"),
-    "simulate": _Command("quire.cli.simulate", "simulate a replica under load: latencies, and what limits them"),
-    "replay": _Command("quire.cli.replay", "run a scheduler's recording again, without workers"),
-    "status": _Command("quire.cli.status", "show health, models and replicas of a gateway"),
+
+COMMANDS = {
+    "serve": Command(
+        "quire.cli.serve",
+        "serve a model on this machine: all processes",
+        {"": "quire.local.settings:ServeSettings"},
+    ),
+    "gateway": Command("gateway.__main__", "run one gateway", {"": "gateway.settings:GatewaySettings"}),
+    "scheduler": Command(
+        "scheduler_svc.__main__", "run one scheduler", {"": "scheduler_svc.settings:SchedulerSettings"}
+    ),
+    "worker": Command("worker_svc.__main__", "run one worker", {"": "worker_svc.settings:WorkerSettings"}),
+    "generate": Command.of("quire.cli.generate", "GenerateFlags", "continue a prompt, or a file of prompts"),
+    "chat": Command.of("quire.cli.chat", "ChatFlags", "talk with a model"),
+    "pin": Command.of("quire.cli.pins", "PinFlags", "keep a prefix cached for a while", "pin"),
+    "unpin": Command.of("quire.cli.pins", "UnpinFlags", "unpin a prefix", "unpin"),
+    "keys": Command(
+        "quire.cli.keys",
+        "add, list and revoke the API keys of a gateway",
+        {name: f"quire.cli.keys:{name.title()}Flags" for name in ("add", "list", "revoke")},
+    ),
+    "certs": Command.of("quire.cli.certs", "CertsFlags", "make or renew certificates for TLS between all services"),
+    "bench": Command(
+        "quire.cli.bench.command",
+        "measure a server under load, or draw what was measured",
+        {"": "quire.cli.bench.flags:BenchFlags", "plot": "quire.cli.bench.flags:PlotFlags"},
+    ),
+    "simulate": Command.of(
+        "quire.cli.simulate", "SimulateFlags", "simulate a replica under load: latencies, and what limits them"
+    ),
+    "replay": Command.of("quire.cli.replay", "ReplayFlags", "run a scheduler's recording again, without workers"),
+    "status": Command.of("quire.cli.status", "StatusFlags", "show health, models and replicas of a gateway"),
+    "doctor": Command.of("quire.cli.doctor", "DoctorFlags", "show what this machine has, and what Quire uses of it"),
+    "completion": Command.of(
+        "quire.cli.completion", "CompletionFlags", "print what completes commands and flags in a shell"
+    ),
 }
 
 
@@ -54,9 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     program = f"quire {name}"
     try:
         _check_encodable(rest)
-        if name not in _COMMANDS:
-            raise ConfigurationError(f"no such command; there are {', '.join(_COMMANDS)}")
-        command = _COMMANDS[name]
+        if name not in COMMANDS:
+            raise ConfigurationError(f"no such command; there are {', '.join(COMMANDS)}")
+        command = COMMANDS[name]
         return getattr(importlib.import_module(command.module), command.function)(rest)
     except ConfigurationError as error:
         report_configuration_error(error, program=program)
@@ -105,8 +140,8 @@ def explain(error: QuireError) -> str:
 
 
 def _usage() -> str:
-    width = max(map(len, _COMMANDS))
-    commands = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in _COMMANDS.items())
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
     return f"usage: quire COMMAND [FLAGS]\n\n{commands}\n\n`quire COMMAND --help` lists a command's flags."
 
 

@@ -84,7 +84,8 @@ class Commands:
 
     def _values(self, **own: object) -> dict[str, object]:
         shared = {field.name: getattr(self.settings, field.name) for field in dataclasses.fields(self.settings)}
-        return {**shared, **own}
+        # Its values are in the settings already.
+        return {**shared, **own, "config": None}
 
     def _num_threads(self) -> int | None:
         """The number of threads of one worker. By default each of several workers would use all processors."""

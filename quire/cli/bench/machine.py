@@ -13,7 +13,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 def describe_machine() -> dict[str, object]:
     """Of the client, which is the server's where both run on one machine."""
     return {
-        "processor": _cpu_field("model name") or platform.processor() or platform.machine(),
+        "processor": cpu_field("model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "instruction_set": _instruction_set(),
         "gpus": _gpus(),
@@ -28,7 +28,7 @@ def find_commit() -> str | None:
 
 
 def _instruction_set() -> str | None:
-    flags = (_cpu_field("flags") or "").split()
+    flags = (cpu_field("flags") or "").split()
     return next((name for flag, name in _INSTRUCTION_SETS if flag in flags), None)
 
 
@@ -36,7 +36,8 @@ def _gpus() -> list[str]:
     return _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
 
 
-def _cpu_field(name: str) -> str | None:
+def cpu_field(name: str) -> str | None:
+    """What /proc/cpuinfo says of the first processor, for example its "model name"."""
     if not _CPU_INFO.exists():
         return None
     for line in _CPU_INFO.read_text().splitlines():

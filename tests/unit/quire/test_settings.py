@@ -179,6 +179,89 @@ def test_to_argv_leaves_out_none_and_unknown_names() -> None:
     assert to_argv(Settings, {"count": 4, "model": None, "other": 1}) == ["--count=4"]
 
 
+@dataclass(frozen=True)
+class FileSettings(Settings):
+    """Reads a file."""
+
+    config: Path | None = setting(None, "the file", common=True)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "quire.toml"
+
+
+def load_file(file: Path, text: str, *argv: str, **environ: str) -> FileSettings:
+    file.write_text(text)
+    return load_settings(FileSettings, [f"--config={file}", *argv], environ, program="quire thing")
+
+
+def test_a_file_gives_flags_of_every_type(file: Path) -> None:
+    text = """
+        listen = "x"
+        count = 4
+        share = 1e-3
+        verbose = true
+        model = "/m"
+        peers = ["c", "d"]
+        ports = [1, 2]
+        texts = ["a, b", "c"]
+        memory = "2KiB"
+        mode = "slow"
+        num_blocks = 7  # as the flag, with _ for -
+    """
+    loaded = load_file(file, text)
+    assert loaded == FileSettings(
+        None, "x", 4, 0.001, True, Path("/m"), ("c", "d"), (1, 2), ("a, b", "c"), 2048, "slow", 7, config=file
+    )
+
+
+def test_flags_and_variables_win_over_the_file_and_the_file_over_defaults(file: Path) -> None:
+    text = 'count = 4\nshare = 0.25\npeers = "c,d"\nports = []'
+    loaded = load_file(file, text, "--count=5", QUIRE_SHARE="0.75")
+    assert (loaded.count, loaded.share, loaded.peers, loaded.ports) == (5, 0.75, ("c", "d"), ())
+    loaded = load_settings(FileSettings, [], {"QUIRE_CONFIG": str(file)}, program="quire thing")
+    assert loaded.count == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cuont = 1", '{file}: "cuont" is not a flag of quire thing; did you mean "count"?'),
+        ("zzz = 1", '{file}: "zzz" is not a flag of quire thing'),
+        ('config = "other"', '{file}: "config" is not a flag of quire thing'),
+        ('target = "x"', '{file}: "target" is not a flag of quire thing'),
+        ("count = 11", '{file}: count: "11" is not valid: the greatest value is 10'),
+        ("count = true", '{file}: count: "true" is not valid: expected a whole number'),
+        ("count = [1, 2]", "{file}: count is an array; expected a text, a number, true or false"),
+        ("[count]", "{file}: count is a table; expected a text, a number, true or false"),
+        ("count = 2026-01-01", "{file}: count is a date or a time; expected a text, a number, true or false"),
+        ("num-blocks = 1\nnum_blocks = 2", '{file}: "num-blocks" is there twice, with "-" and with "_"'),
+        ("count 4", "{file} is not TOML: Expected '=' after a key in a key/value pair (at line 1, column 7)"),
+    ],
+)
+def test_an_error_in_the_file_names_file_key_and_value(file: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_file(file, text)
+    assert str(caught.value) == message.format(file=file)
+
+
+def test_a_file_that_is_missing_or_no_text_is_refused(file: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"cannot read {file}: No such file"):
+        load_settings(FileSettings, [f"--config={file}"], {}, program="quire thing")
+    file.write_bytes(b"\xff")
+    with pytest.raises(ConfigurationError, match=f"{file} is not TOML"):
+        load_settings(FileSettings, [f"--config={file}"], {}, program="quire thing")
+
+
+def test_help_shows_common_flags_first_and_no_variables_where_none_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(FileSettings, ["--help"], None, program="quire thing")
+    text = capsys.readouterr().out
+    assert text.index("most users need") < text.index("--config") < text.index("--count")
+    assert "how many [default: 3]" in " ".join(text.split())
+
+
 @given(
     st.builds(
         Settings,
