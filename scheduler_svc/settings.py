@@ -1,10 +1,20 @@
 """Settings of a scheduler process."""
 
+import re
 from dataclasses import dataclass
 
 from quire.rpc.address import parse_address
 from quire.service_flags import DrainFlags, ProcessFlags, ServiceFlags, StepFlags
 from quire.settings import ConfigurationError, parse_bytes, setting
+
+_LAST_PORT = 65535
+
+
+def _parse_zmq_address(text: str) -> str:
+    match = re.fullmatch(r"tcp://.+:(?P<port>[1-9]\d*)|ipc://.+", text)
+    if match is None or int(match["port"] or 1) > _LAST_PORT:
+        raise ValueError("expected tcp://HOST:PORT, tcp://*:PORT or ipc://PATH")
+    return text
 
 
 @dataclass(frozen=True)
@@ -79,10 +89,36 @@ class SchedulerFlags(QueueFlags, StepFlags):
         metavar="BYTES",
     )
 
+    kv_events: str | None = setting(
+        None,
+        "ZeroMQ address of events about cached blocks, in vLLM's format: tcp://*:PORT and ipc://PATH listen, others "
+        "are connected to; absent publishes none; see docs/kv_events.md",
+        parse=_parse_zmq_address,
+        metavar="ADDRESS",
+    )
+    kv_events_replay: str | None = setting(
+        None,
+        "ZeroMQ address where subscribers ask for events that they missed",
+        parse=_parse_zmq_address,
+        metavar="ADDRESS",
+    )
+    kv_events_topic: str | None = setting(None, "topic of the events; llm-d reads kv@POD@MODEL", metavar="TOPIC")
+    kv_events_buffer: int = setting(
+        10_000, "max steps whose events are kept, for replays and while nobody subscribes", minimum=1, metavar="STEPS"
+    )
+    kv_events_format: str = setting(
+        "array",
+        "how an event is written: array as vLLM did until June 2026 and llm-d reads in all versions, or map as vLLM "
+        "does since",
+        choices=("array", "map"),
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.record_tokens and self.record is None:
             raise ValueError("--record-tokens needs --record FILE")
+        if self.kv_events_replay is not None and self.kv_events is None:
+            raise ValueError("--kv-events-replay needs --kv-events ADDRESS")
 
 
 @dataclass(frozen=True)

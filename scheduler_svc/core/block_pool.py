@@ -3,38 +3,18 @@
 The tensors live in the worker; here a block is a number with a reference count. A block whose content is final is
 **sealed** under its hash. When no table holds it any more, it can be found by that hash until it is handed out anew.
 
-A block's hash covers its tokens, all tokens before it, and the tenant. Two sequences that agree on a hash agree on
-everything up to the end of that block, so they can share the block (the paper's section 4.4, shared prefix). Hashes are
-computed here only and never taken from a client.
+Two sequences that agree on a hash agree on everything up to the end of that block (`quire.prefix_hashes`), so they can
+share the block (the paper's section 4.4, shared prefix). Hashes are computed here and never taken from others.
 """
 
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from hashlib import blake2b
 from typing import NewType, cast
+
+from quire.prefix_hashes import BlockHash, hash_chain, pack, root_hash
+from scheduler_svc.core.cache_log import CacheLog
 
 BlockId = NewType("BlockId", int)
 """Index of a block in its pool."""
-
-BlockHash = NewType("BlockHash", bytes)
-"""Name of a block's content and of all that comes before it."""
-
-HASH_BYTES = 32
-
-
-def root_hash(tenant: str) -> BlockHash:
-    """The root hash of a tenant: tenants share no blocks, and cannot probe what others computed."""
-    return BlockHash(blake2b(tenant.encode(), digest_size=HASH_BYTES, person=b"quire/prefix/1").digest())
-
-
-def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """The hash of a full block behind the prefix `parent`."""
-    return BlockHash(_chained(parent, array("i", token_ids).tobytes()))
-
-
-def _chained(parent: bytes, packed: bytes) -> bytes:
-    # A parent has one length, so nothing else is hashed to the same bytes.
-    return blake2b(parent + packed, digest_size=HASH_BYTES).digest()
 
 
 class PrefixHashes:
@@ -42,7 +22,7 @@ class PrefixHashes:
 
     def __init__(self, tenant: str, block_size: int) -> None:
         self._hashes: list[BlockHash] = []
-        self._parent: bytes = root_hash(tenant)
+        self._parent = root_hash(tenant)
         self._block_size = block_size
 
     def first(self, count: int, token_ids: Sequence[int]) -> list[BlockHash]:
@@ -57,14 +37,10 @@ class PrefixHashes:
 
     def _compute(self, count: int, token_ids: Sequence[int]) -> None:
         known = len(self._hashes)
-        packed = array("i", token_ids[known * self._block_size : count * self._block_size]).tobytes()
-        block_bytes = 4 * self._block_size
-        assert len(packed) == (count - known) * block_bytes, "only full blocks have a hash"
-        parent, hashes = self._parent, cast(list[bytes], self._hashes)
-        for start in range(0, len(packed), block_bytes):
-            parent = _chained(parent, packed[start : start + block_bytes])
-            hashes.append(parent)
-        self._parent = parent
+        packed = pack(token_ids[known * self._block_size : count * self._block_size])
+        assert len(packed) == 4 * (count - known) * self._block_size, "only full blocks have a hash"
+        self._hashes += hash_chain(self._parent, packed, 4 * self._block_size)
+        self._parent = self._hashes[-1]
 
     def copy(self) -> "PrefixHashes":
         """A copy for a forked sequence: the same hashes so far, and independent from here on."""
@@ -143,10 +119,14 @@ class BlockPool:
 
     Blocks without a hash go before all that can still be hit. Of blocks freed together, the one deepest in its prefix
     goes first: a prefix without its end is of use, an end without its prefix is not.
+
+    Attributes:
+        log: What is told which blocks leave the prefix cache; None where nobody asks.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.log: CacheLog | None = None
         self._free = FreeQueue(num_blocks)
         self._ref_counts = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
@@ -203,6 +183,8 @@ class BlockPool:
             if content is not None:
                 del self._by_hash[content]
                 self._hashes[block] = None
+                if self.log is not None:
+                    self.log.removed(content)
             self._ref_counts[block] = 1
         return blocks
 
@@ -265,6 +247,12 @@ class BlockPool:
         self._by_hash[content] = block
         self._free.remove([block])
         self._free.extend([block])
+        if self.log is not None:
+            self.log.restored(content)
+
+    def sealed_hashes(self) -> list[BlockHash]:
+        """The names of all blocks that can be hit."""
+        return list(self._by_hash)
 
     def rename(self, content: BlockHash, name: BlockHash) -> None:
         """Gives a sealed block's content another name, where there is such a block and the name is free."""

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from scheduler_svc.core.block_pool import BlockId, BlockPool, block_hash, root_hash
+from quire.prefix_hashes import block_hash, root_hash
+from scheduler_svc.core.block_pool import BlockId, BlockPool
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 

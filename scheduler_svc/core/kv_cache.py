@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
+from scheduler_svc.core.cache_log import CachedTokens, CacheLog
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import Sequence
@@ -70,6 +71,8 @@ class BlockManager:
     def _allocate_one(self, sequence: Sequence, being_computed: dict[BlockHash, BlockId], *, several: bool) -> int:
         assert not sequence.block_table, "the sequence has blocks already"
         shared = self.hits(sequence)
+        if (log := self.pool.log) is not None and log.has_unread:
+            self._read(log, sequence, len(shared))
         hashes: list[BlockHash] = []
         if several:
             hashes = self._shareable(sequence)
@@ -130,7 +133,25 @@ class BlockManager:
         be hit from now on."""
         hashes = sequence.prefix_hashes.between(first, end, sequence.token_ids)
         pairs = zip(sequence.block_table[first:end], hashes, strict=True)
-        return [(block, content) for block, content in pairs if self.pool.seal(block, content)]
+        sealed = [(block, content) for block, content in pairs if self.pool.seal(block, content)]
+        if self.pool.log is not None and sealed:
+            fresh = {content for _, content in sealed}
+            for index, content in enumerate(hashes, first):
+                if content in fresh:
+                    self.pool.log.stored(content, self._cached_tokens(sequence, index))
+        return sealed
+
+    def _cached_tokens(self, sequence: Sequence, index: int) -> CachedTokens:
+        """What the sequence's block with this logical index holds."""
+        parent = sequence.prefix_hashes.between(index - 1, index, sequence.token_ids)[0] if index else None
+        start = index * self.block_size
+        return CachedTokens(parent, sequence.token_ids[start : start + self.block_size])
+
+    def _read(self, log: CacheLog, sequence: Sequence, num_blocks: int) -> None:
+        """The sequence takes its first `num_blocks` blocks from the cache: their tokens are known from now on."""
+        for index, content in enumerate(sequence.prefix_hashes.first(num_blocks, sequence.token_ids)):
+            if log.is_unread(content):
+                log.read(content, self._cached_tokens(sequence, index))
 
     def still_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> list[tuple[BlockId, BlockHash]]:
         """The blocks of `sealed` that were not freed and allocated for other content since."""

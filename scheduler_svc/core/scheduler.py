@@ -18,6 +18,7 @@ from contextlib import suppress
 from scheduler_svc.core.admission import Room, TokenShares
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.block_pool import BlockHash, BlockId
+from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.kv_cache import BlockManager, SwapSpace
@@ -74,6 +75,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_swap_outs = 0
         self._num_arrivals = 0
+        self._cache_log: CacheLog | None = None
         self._make_pools()
         # Counter of the step that is being planned.
         self._num_blocks_looked_up = 0
@@ -82,6 +84,9 @@ class Scheduler:
         """Makes the pools of a worker that has computed nothing."""
         config = self.config
         self.batch = Batch(config, self._make_blocks(config))
+        if self._cache_log is not None:
+            self._cache_log.cleared()
+            self.batch.blocks.pool.log = self._cache_log
         self.swap_space = SwapSpace(config.num_host_blocks, self.batch.blocks)
         self._room = Room(self.batch, self.swap_space, self.running, self.swapped, self.pins)
         self._shares = TokenShares(self.batch, self.running, self.waiting, config.max_prefill_share)
@@ -111,6 +116,11 @@ class Scheduler:
                 return sequence.num_swapped_tokens
             case _:
                 return 0
+
+    def log_cache(self) -> CacheLog:
+        """Notes changes of the prefix cache from now on. The log begins with what the cache holds."""
+        self._cache_log = self.batch.blocks.pool.log = CacheLog(self.batch.blocks.pool.sealed_hashes())
+        return self._cache_log
 
     # Requests
 

@@ -14,9 +14,10 @@ import numpy as np
 
 from quire.arrays import encode_int32
 from quire.logprob_columns import LogprobColumns
+from quire.prefix_hashes import HASH_BYTES
 from quire.scheduler.v1 import recording_pb2
 from scheduler_svc.core.beam_search import BeamParameters, Candidates, EarlyStopping
-from scheduler_svc.core.block_pool import HASH_BYTES, BlockHash, BlockId, PrefixHashes
+from scheduler_svc.core.block_pool import BlockHash, BlockId, PrefixHashes
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
 from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.step import Array, SampleLogprobs, StepInFlight, StepPlan, StepResult

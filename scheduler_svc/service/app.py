@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import grpc.aio
 
@@ -13,7 +13,9 @@ from quire.rpc.process import configure_logging
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.settings import ConfigurationError
 from quire.tracing import open_tracer
+from scheduler_svc.service.cache_feed import CacheFeed
 from scheduler_svc.service.durable import DurableLimits
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.requests import Requests
@@ -40,17 +42,35 @@ async def serve(settings: SchedulerSettings) -> None:
     metrics.watch(lambda: loop.scheduler, requests)
 
     operators = None if identity is None else ServerTls.for_operators(identity)
-    server = await _start_server(settings, SchedulerServicer(loop, requests), identity, operators)
+    async with _kv_events(settings, loop.cache):
+        server = await _start_server(settings, SchedulerServicer(loop, requests), identity, operators)
+        try:
+            with _metrics_server(settings, metrics, operators):
+                _logger.info("listening on %s, workers at %s", server.address, ", ".join(loop.worker_addresses))
+                await _run_and_drain(loop, requests, settings.drain_timeout)
+        finally:
+            await server.stop(grace_s=1.0)
+            loop.trace.close()
+            if loop.recorder is not None:
+                await asyncio.to_thread(loop.recorder.close)
+            await asyncio.to_thread(spans.close)
+
+
+@contextlib.asynccontextmanager
+async def _kv_events(settings: SchedulerSettings, cache: CacheFeed) -> AsyncIterator[None]:
+    """Publishes changes of the prefix cache, where that is asked for."""
+    if settings.kv_events is None:
+        yield
+        return
     try:
-        with _metrics_server(settings, metrics, operators):
-            _logger.info("listening on %s, workers at %s", server.address, ", ".join(loop.worker_addresses))
-            await _run_and_drain(loop, requests, settings.drain_timeout)
-    finally:
-        await server.stop(grace_s=1.0)
-        loop.trace.close()
-        if loop.recorder is not None:
-            await asyncio.to_thread(loop.recorder.close)
-        await asyncio.to_thread(spans.close)
+        from scheduler_svc.service.kv_events import KvEventPublisher
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"--kv-events needs {error.name}, which is not installed; install quire[events]"
+        ) from error
+    async with KvEventPublisher.open(settings) as publisher:
+        cache.watch(publisher.publish)
+        yield
 
 
 async def _start_server(

@@ -33,6 +33,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.core.step import ClientEvents, RequestFailure, Usage
 from scheduler_svc.recording.recorder import Recorder
+from scheduler_svc.service.cache_feed import CacheFeed
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.outbox import SequenceProgress
 from scheduler_svc.service.requests import GATEWAYS, Requests
@@ -78,6 +79,7 @@ class StepLoop:
         retry: When a request that is refused for a full queue may come back.
         trace: The parts of each step (`--trace-steps`).
         recorder: What writes all that the core is told (`--record`); None where nothing does.
+        cache: Tells what changes in the prefix cache.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class StepLoop:
                 settings.record, with_token_ids=settings.record_tokens, max_bytes=settings.record_max_bytes
             )
         )
+        self.cache = CacheFeed()
         self._settings = settings
         self._requests = requests
         self._metrics = metrics
@@ -297,6 +300,7 @@ class StepLoop:
                 self._take_loss(error)
             if self.scheduler is not None:
                 self.scheduler.void_in_flight(time.monotonic())
+                self.cache.tell()
                 if self.num_live:
                     # Pins that held blocks are computed again.
                     self._idle.clear()
@@ -377,6 +381,7 @@ class StepLoop:
             self.trace.part("apply", result.step_id, now, time.monotonic())
             self._requests.deliver_prompt_logprobs(prompt_logprobs)
             self._emit(result.step_id, events)
+            self.cache.tell()
 
     def _take_prepared(self, scheduler: Scheduler, number: int, link: WorkerLink | WorkerGroup) -> None:
         try:
@@ -441,6 +446,7 @@ class StepLoop:
                 self._rebuild(self.scheduler, config)
         scheduler = self.scheduler
         scheduler.restore_sealed(link.sealed)
+        self.cache.tell()
         self._judge_loss(scheduler, was_alive=info.is_same_worker(before) and not self._was_faulty)
         self.replica = info
         self.version += not info.is_like(before)
@@ -485,7 +491,9 @@ class StepLoop:
         )
 
     def _make_core(self, config: SchedulerConfig) -> Scheduler:
-        return Scheduler(config) if self.recorder is None else self.recorder.make_scheduler(config)
+        scheduler = Scheduler(config) if self.recorder is None else self.recorder.make_scheduler(config)
+        self.cache.follow(scheduler)
+        return scheduler
 
     def _end_all(self, scheduler: Scheduler, changes: str) -> None:
         """The worker came back with another model: all requests fail, and all pins end. Gateways whose tokenizer still

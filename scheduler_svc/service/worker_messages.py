@@ -18,11 +18,12 @@ from quire.compatibility import (
     differing_parts,
 )
 from quire.logprob_columns import LogprobColumns
+from quire.prefix_hashes import HASH_BYTES
 from quire.rpc.errors import InvalidArgument, invalid_field
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.batch import RowTable
 from scheduler_svc.core.beam_search import Candidates
-from scheduler_svc.core.block_pool import HASH_BYTES, BlockHash, BlockId
+from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import RowAssignment, SampleLogprobs, StepInFlight, StepPlan, StepResult

@@ -28,3 +28,19 @@ def test_each_rank_has_one_worker(workers: str) -> None:
 def test_a_step_that_is_too_small_for_its_sequences_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"--max-num-batched-tokens is 16; .* --max-num-seqs \(32\)"):
         load("--max-num-seqs=32", "--max-num-batched-tokens=16")
+
+
+@pytest.mark.parametrize("address", ["tcp://*:5557", "tcp://indexer:5557", "tcp://[::]:5557", "ipc:///run/events"])
+def test_events_go_where_zeromq_can_listen_or_connect(address: str) -> None:
+    assert load("--kv-events", address).kv_events == address
+
+
+@pytest.mark.parametrize("address", ["5557", "tcp://*", "tcp://*:0", "tcp://*:65536", "udp://*:1", "ipc://"])
+def test_an_address_of_events_that_zeromq_cannot_use_is_refused(address: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"--kv-events: .* expected tcp://HOST:PORT, .* ipc://PATH"):
+        load("--kv-events", address)
+
+
+def test_replays_go_with_events() -> None:
+    with pytest.raises(ConfigurationError, match="--kv-events-replay needs --kv-events ADDRESS"):
+        load("--kv-events-replay", "tcp://*:5558")

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, PrefixHashes, block_hash, root_hash
+from quire.prefix_hashes import block_hash, root_hash
+from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, PrefixHashes
 from scheduler_svc.core.config import PolicyKind
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import StepResult

@@ -1,6 +1,6 @@
 """The core under any interleaving of arrivals, steps, results, aborts, preemptions, pins, refused and deadly steps,
 losses of the worker, and workers that come back with another pool, against what each request must get. Invariants are
-checked after every rule."""
+checked after every rule, and the log of the prefix cache against its content."""
 
 import math
 from dataclasses import replace
@@ -15,6 +15,7 @@ from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.request import NeverFitsError, PinQuotaError, QueueFullError, RefusedError, Request, max_blocks
+from tests.support.cache_mirror import CacheMirror
 from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
 
 
@@ -32,8 +33,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_in_flight=st.integers(1, 3),
         max_prefill_share=st.sampled_from([0.1, 0.5, 1.0]),
         max_reclaimed=st.sampled_from([1, 256]),
+        is_cache_watched=st.booleans(),
     )
-    def start(self, max_in_flight, max_num_seqs, budget, max_pinned, max_reclaimed, **config):
+    def start(self, max_in_flight, max_num_seqs, budget, max_pinned, max_reclaimed, is_cache_watched, **config):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(kv_cache, "_MAX_RECLAIMED", max_reclaimed)
         self.driver = Driver(
@@ -48,6 +50,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             ),
             max_in_flight,
         )
+        self.mirror = CacheMirror(self.driver.scheduler, ("", "a", "b"))
+        self.is_cache_watched = is_cache_watched
+        """Whether the mirror is compared after each operation, else after some."""
         self.requests: dict[int, Request] = {}
         self.expected: dict[tuple[int, int], list[int]] = {}
         self.aborted: set[int] = set()
@@ -237,6 +242,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.scheduler.config, num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs
         )
         self.driver.crash(config=config)
+        self.mirror.watch(self.driver.scheduler)
         for handle in self.driver.failed - before:
             was_lost_for = self.losses.get(handle, (0, 0))[1] >= LOSSES_BEFORE_TRIALS + LOSSES_ON_TRIAL
             assert was_lost_for or not self._fits(self.requests[handle])
@@ -267,11 +273,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         if handle in self._live() - started and self.requests[handle].beam is None:
             self.driver.failing.setdefault(handle, position)
 
+    @rule()
+    def look_at_cache(self):
+        self.mirror.check()
+
     @invariant()
     def holds(self):
         if not hasattr(self, "driver"):
             return
         self.driver.check()
+        if self.is_cache_watched:
+            self.mirror.check()
         for (handle, index), expected in self.expected.items():
             if handle in self.requests:
                 output = self.driver.samples[handle, index]
@@ -287,6 +299,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _run_to_the_end(self):
         self.driver.run_until_idle()
+        self.mirror.check()
         for (handle, index), expected in self.expected.items():
             if handle in self.driver.finished:
                 assert self.driver.samples[handle, index] == expected

@@ -1,0 +1,51 @@
+"""Names of full blocks of tokens. The scheduler finds cached blocks by them. Gateways compute them too, to know which
+replica has most of a prompt.
+
+A block's hash covers its tokens, all tokens before it, and the tenant. Two sequences that agree on a hash agree on
+everything up to the end of that block.
+"""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NewType, cast
+
+BlockHash = NewType("BlockHash", bytes)
+"""Name of a block's content and of all that comes before it."""
+
+HASH_BYTES = 32
+
+SHORT_BYTES = 8
+"""The bytes of a hash that stand for it where a mistake costs time only: in events and digests of a cache."""
+
+
+def root_hash(tenant: str) -> BlockHash:
+    """The root hash of a tenant: tenants share no blocks, and cannot probe what others computed."""
+    return BlockHash(blake2b(tenant.encode(), digest_size=HASH_BYTES, person=b"quire/prefix/1").digest())
+
+
+def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """The hash of a full block behind the prefix `parent`."""
+    return hash_chain(parent, pack(token_ids), 4 * len(token_ids))[0]
+
+
+def pack(token_ids: Sequence[int]) -> bytes:
+    """Token ids in the form that is hashed: int32 of this machine's byte order."""
+    return array("i", token_ids).tobytes()
+
+
+def hash_chain(parent: BlockHash, packed: bytes, block_bytes: int) -> list[BlockHash]:
+    """The hashes of consecutive full blocks behind the prefix `parent`; `packed` has 4 bytes a token."""
+    assert len(packed) % block_bytes == 0, "only full blocks have a hash"
+    hashes: list[bytes] = []
+    last: bytes = parent
+    for start in range(0, len(packed), block_bytes):
+        # A parent has one length, so nothing else is hashed to the same bytes.
+        last = blake2b(last + packed[start : start + block_bytes], digest_size=HASH_BYTES).digest()
+        hashes.append(last)
+    return cast(list[BlockHash], hashes)
+
+
+def short(content: BlockHash) -> bytes:
+    """The last SHORT_BYTES of a hash."""
+    return content[-SHORT_BYTES:]

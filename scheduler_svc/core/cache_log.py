@@ -1,0 +1,98 @@
+"""What entered a prefix cache and what left it since somebody last asked. Nobody has to ask: without a log nothing is
+noted, and a log holds changes of the content, not a history, so it is bounded by twice the blocks of the pool."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quire.prefix_hashes import BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTokens:
+    """What a block holds: the tokens of one block behind the block `parent`, which is None at the start of a prompt."""
+
+    parent: BlockHash | None
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChanges:
+    """Changes of a prefix cache, in the order in which they are to be applied: all cleared, then removed, then stored.
+
+    A block in `stored` has None where its tokens are not known: an earlier scheduler sealed it. It is stored again,
+    with its tokens, when a request uses it. Of stored blocks that follow each other, the parent comes first.
+    """
+
+    is_cleared: bool
+    removed: list[BlockHash]
+    stored: dict[BlockHash, CachedTokens | None]
+
+
+class CacheLog:
+    """Changes of one prefix cache. What came and left between two calls of `take` is in neither of them.
+
+    A new log says that all was cleared, and then has what the cache holds already.
+    """
+
+    def __init__(self, content: Iterable[BlockHash] = ()) -> None:
+        self._is_cleared = True
+        self._removed: dict[BlockHash, None] = {}
+        self._stored: dict[BlockHash, CachedTokens | None] = dict.fromkeys(content)
+        # Blocks whose tokens are not known, and blocks that `take` has handed out and will again, with tokens.
+        self._unread = set(self._stored)
+        self._retold: dict[BlockHash, CachedTokens] = {}
+
+    def stored(self, content: BlockHash, tokens: CachedTokens) -> None:
+        """A block was sealed."""
+        if content in self._removed:
+            # For who asks it never left, but maybe its tokens were not known.
+            del self._removed[content]
+            self._retold[content] = tokens
+        else:
+            self._stored[content] = tokens
+
+    def restored(self, content: BlockHash) -> None:
+        """A block that an earlier scheduler sealed is in the cache."""
+        self._stored[content] = None
+        self._unread.add(content)
+
+    def removed(self, content: BlockHash) -> None:
+        """A block was handed out for other content."""
+        self._unread.discard(content)
+        self._retold.pop(content, None)
+        if content in self._stored:
+            del self._stored[content]
+        else:
+            self._removed[content] = None
+
+    def cleared(self) -> None:
+        """The pool is gone."""
+        self._is_cleared = True
+        self._removed, self._stored, self._retold = {}, {}, {}
+        self._unread.clear()
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether there are blocks whose tokens are not known."""
+        return bool(self._unread)
+
+    def is_unread(self, content: BlockHash) -> bool:
+        """Whether the block's tokens are not known."""
+        return content in self._unread
+
+    def read(self, content: BlockHash, tokens: CachedTokens) -> None:
+        """A block's tokens are known now."""
+        self._unread.discard(content)
+        if content in self._stored:
+            self._stored[content] = tokens
+        else:
+            self._retold[content] = tokens
+
+    def take(self) -> CacheChanges | None:
+        """What changed since the last call; None where nothing did."""
+        if not (self._is_cleared or self._removed or self._stored or self._retold):
+            return None
+        changes = CacheChanges(self._is_cleared, list(self._removed), {**self._stored, **self._retold})
+        self._is_cleared = False
+        self._removed, self._stored, self._retold = {}, {}, {}
+        return changes

@@ -1,0 +1,48 @@
+"""Tells those who watch the prefix cache what changed in it."""
+
+from typing import Protocol
+
+from scheduler_svc.core.cache_log import CacheChanges, CacheLog
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.scheduler import Scheduler
+
+
+class CacheWatcher(Protocol):
+    """Is told of changes, and of the limits of the pool that they are of. It must not wait, and must not raise."""
+
+    def __call__(self, changes: CacheChanges, config: SchedulerConfig) -> None: ...
+
+
+class CacheFeed:
+    """Changes of the prefix cache of whichever core there is. While nobody watches, the core notes none."""
+
+    def __init__(self) -> None:
+        self._watchers: list[CacheWatcher] = []
+        self._scheduler: Scheduler | None = None
+        self._log: CacheLog | None = None
+
+    def follow(self, scheduler: Scheduler) -> None:
+        """From now on the cache is that of this core."""
+        self._scheduler = scheduler
+        self._log = scheduler.log_cache() if self._watchers else None
+
+    def watch(self, watcher: CacheWatcher) -> None:
+        """`watcher` is told at once what the cache holds, and from then on how it changes."""
+        self.tell()
+        self._watchers.append(watcher)
+        if self._scheduler is None:
+            return
+        if self._log is None:
+            self._log = self._scheduler.log_cache()
+            self.tell()
+        else:
+            content = self._scheduler.batch.blocks.pool.sealed_hashes()
+            watcher(CacheChanges(True, [], dict.fromkeys(content)), self._scheduler.config)
+
+    def tell(self) -> None:
+        """Tells all what changed since the last call. To be called after each step, and when a pool was lost or
+        attached."""
+        if self._log is None or self._scheduler is None or (changes := self._log.take()) is None:
+            return
+        for watcher in self._watchers:
+            watcher(changes, self._scheduler.config)

@@ -1,0 +1,222 @@
+"""KV events (`--kv-events`): what is in the prefix cache, published by ZeroMQ in the message format of vLLM.
+
+A batch is what changed in one step. Each has a number, from 0 on in each process. While nobody subscribes, batches wait
+in the buffer that replays are answered from, and the next subscriber gets them. ZeroMQ drops what a slow subscriber
+does not read; the subscriber sees a gap in the numbers and asks for a replay. Nothing here waits for a subscriber.
+
+Only `--kv-events` imports this module: pyzmq and msgspec are of the extra `quire[events]`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from quire.prefix_hashes import BlockHash, short
+from quire.settings import ConfigurationError
+from scheduler_svc.core.cache_log import CacheChanges
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.settings import SchedulerSettings
+
+_logger = logging.getLogger(__name__)
+
+_MEDIUM = "GPU"
+"""Where the blocks are: in the pool that the model reads, on whatever device."""
+
+_END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+_SUBSCRIBED, _UNSUBSCRIBED = b"\x01", b"\x00"
+_NUMBER_BYTES = 8
+_BATCHES_AT_ONCE = 100
+"""Batches that are sent one after the other before the event loop gets a turn: about a millisecond."""
+
+_MAX_LOGGED_REQUESTS = 10
+
+
+class BlockStored(msgspec.Struct, tag=True, gc=False):
+    """Blocks that follow each other came into the cache. `token_ids` is empty where they are not known."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str = _MEDIUM
+    lora_name: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, gc=False):
+    """Blocks left the cache."""
+
+    block_hashes: list[int]
+    medium: str = _MEDIUM
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
+    """The cache is empty: a scheduler started, or lost its worker."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def payload_of(events: list[Event], *, at: float, as_maps: bool) -> bytes:
+    """One batch in MessagePack: the time in seconds since 1970, the events, and the data parallel rank, of which there
+    is one. An event is a map with its name under "type", or a list of its name and its fields."""
+    written = events if as_maps else [(type(event).__name__, *msgspec.structs.astuple(event)) for event in events]
+    return msgspec.msgpack.encode((at, written, 0))
+
+
+def events_of(changes: CacheChanges, block_size: int) -> list[Event]:
+    """The same changes as events, in the order in which they are to be applied."""
+    events: list[Event] = []
+    if changes.is_cleared:
+        events.append(AllBlocksCleared())
+    if changes.removed:
+        events.append(BlockRemoved(list(map(_number, changes.removed))))
+    events += _stored(changes, block_size)
+    return events
+
+
+def _stored(changes: CacheChanges, block_size: int) -> Iterator[BlockStored]:
+    """One event for blocks that follow each other, and one for all blocks of unknown tokens."""
+    if unknown := [_number(content) for content, tokens in changes.stored.items() if tokens is None]:
+        yield BlockStored(unknown, None, [], block_size)
+    event: BlockStored | None = None
+    last: BlockHash | None = None
+    for content, tokens in changes.stored.items():
+        if tokens is None:
+            continue
+        if event is None or last is None or tokens.parent != last:
+            if event is not None:
+                yield event
+            parent = None if tokens.parent is None else _number(tokens.parent)
+            event = BlockStored([], parent, [], block_size)
+        event.block_hashes.append(_number(content))
+        event.token_ids += tokens.token_ids
+        last = content
+    if event is not None:
+        yield event
+
+
+def _number(content: BlockHash) -> int:
+    return int.from_bytes(short(content), "big")
+
+
+class KvEventPublisher:
+    """A PUB socket for events and, if configured, a ROUTER socket for replays. `publish` is a watcher of the cache."""
+
+    def __init__(self, pub: zmq.asyncio.Socket, settings: SchedulerSettings) -> None:
+        self._pub = pub
+        self._topic = (settings.kv_events_topic or "").encode()
+        self._as_maps = settings.kv_events_format == "map"
+        self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=settings.kv_events_buffer)
+        # How many of the newest batches were not sent yet.
+        self._num_waiting = 0
+        self._next_number = 0
+        self._subscriptions: set[bytes] = set()
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, settings: SchedulerSettings) -> AsyncIterator["KvEventPublisher"]:
+        """Publishes until the block ends. Raises ConfigurationError where an address cannot be used."""
+        assert settings.kv_events is not None
+        with zmq.asyncio.Context() as context, contextlib.ExitStack() as sockets:
+            # XPUB is PUB that says who subscribes.
+            pub = sockets.enter_context(context.socket(zmq.XPUB))
+            pub.setsockopt(zmq.SNDHWM, settings.kv_events_buffer)
+            _attach(pub, "--kv-events", settings.kv_events, binds=_is_local(settings.kv_events))
+            replay = None
+            if settings.kv_events_replay is not None:
+                replay = sockets.enter_context(context.socket(zmq.ROUTER))
+                # Room for a whole replay: a ROUTER drops what is too much.
+                replay.setsockopt(zmq.SNDHWM, settings.kv_events_buffer + 1)
+                _attach(replay, "--kv-events-replay", settings.kv_events_replay, binds=True)
+            publisher = cls(pub, settings)
+            tasks = [asyncio.create_task(publisher._follow_subscriptions())]
+            if replay is not None:
+                tasks.append(asyncio.create_task(publisher._answer_replays(replay)))
+            try:
+                yield publisher
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+
+    def publish(self, changes: CacheChanges, config: SchedulerConfig) -> None:
+        """Sends the changes of a step, or keeps them for the next subscriber."""
+        payload = payload_of(events_of(changes, config.block_size), at=time.time(), as_maps=self._as_maps)
+        self._buffer.append((self._next_number.to_bytes(_NUMBER_BYTES, "big"), payload))
+        self._next_number += 1
+        self._num_waiting = min(self._num_waiting + 1, len(self._buffer))
+        if self._num_waiting == 1 and self._is_heard:
+            self._send_next()
+
+    @property
+    def _is_heard(self) -> bool:
+        return any(self._topic.startswith(prefix) for prefix in self._subscriptions)
+
+    def _send_next(self) -> None:
+        number, payload = self._buffer[-self._num_waiting]
+        self._num_waiting -= 1
+        # Never waits: what a subscriber has no room for is dropped.
+        self._pub.send_multipart([self._topic, number, payload])
+
+    async def _follow_subscriptions(self) -> None:
+        """Notes who subscribes. The first one gets what waits."""
+        while True:
+            message = await self._pub.recv()
+            if message.startswith(_SUBSCRIBED):
+                self._subscriptions.add(message[1:])
+            elif message.startswith(_UNSUBSCRIBED):
+                self._subscriptions.discard(message[1:])
+            num_sent = 0
+            while self._num_waiting and self._is_heard:
+                self._send_next()
+                num_sent += 1
+                if num_sent % _BATCHES_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+
+    async def _answer_replays(self, socket: zmq.asyncio.Socket) -> None:
+        """Each request is the number of the first batch that is wanted, in 8 bytes; the answer is all batches from
+        there on that are still kept, and an end."""
+        num_logged = 0
+        while True:
+            frames = await socket.recv_multipart()
+            if len(frames) != 3 or frames[1] or len(frames[2]) != _NUMBER_BYTES:
+                if num_logged < _MAX_LOGGED_REQUESTS:
+                    num_logged += 1
+                    sizes = ", ".join(str(len(frame)) for frame in frames)
+                    _logger.warning("a replay was asked for in frames of %s bytes; it takes an id, 0 and 8", sizes)
+                continue
+            identity, _, first = frames
+            for index, (number, payload) in enumerate([batch for batch in self._buffer if batch[0] >= first]):
+                socket.send_multipart([identity, b"", number, payload])
+                if index % _BATCHES_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            socket.send_multipart([identity, b"", _END_OF_REPLAY, b""])
+
+
+def _is_local(address: str) -> bool:
+    """Whether an address is one to listen on, by vLLM's rule: all interfaces, or a path. Others are those of a
+    subscriber that listens."""
+    return "*" in address or "::" in address or address.startswith("ipc://")
+
+
+def _attach(socket: zmq.asyncio.Socket, flag: str, address: str, *, binds: bool) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    try:
+        if binds:
+            socket.bind(address)
+        else:
+            socket.connect(address)
+    except zmq.ZMQError as error:
+        raise ConfigurationError(f"{flag} {address}: {error.strerror}") from error
+    if binds and not address.startswith("ipc://"):
+        _logger.warning(
+            "%s %s: whoever can connect there reads the token ids of all prompts; nothing is encrypted", flag, address
+        )

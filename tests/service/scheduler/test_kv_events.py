@@ -1,0 +1,149 @@
+"""KV events against a subscriber written from vLLM's format: what it makes of them is what the cache holds."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.scheduler.v1 import scheduler_pb2
+from quire.settings import ConfigurationError
+from scheduler_svc.service.app import serve
+from scheduler_svc.settings import SchedulerSettings
+from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
+from tests.support.kv_subscriber import KvSubscriber, until_equal
+from tests.support.scheduler_process import (
+    GatewayStream,
+    make_submit,
+    running_scheduler,
+    wait_attached,
+    wait_nothing_in_use,
+)
+
+SMALL_POOL = FakeWorkerConfig(num_blocks=24, block_size=4)
+
+
+@contextlib.asynccontextmanager
+async def publishing(directory: Path, config: FakeWorkerConfig, **settings) -> AsyncIterator[tuple]:
+    """A scheduler that publishes; yields its stub and what replaces its worker."""
+    worker = FakeWorker(config)
+    await worker.start(f"unix:{directory}/worker")
+
+    async def replace_worker() -> None:
+        nonlocal worker
+        await worker.stop()
+        worker = FakeWorker(config)
+        await worker.start(f"unix:{directory}/worker")
+
+    events = {"kv_events": f"ipc://{directory}/events", "kv_events_replay": f"ipc://{directory}/replay"}
+    async with running_scheduler(str(directory / "s.sock"), worker.address, **events, **settings) as stub:
+        await wait_attached(stub)
+        yield stub, replace_worker
+    await worker.stop()
+
+
+@contextlib.contextmanager
+def subscribed(directory: Path, topic: str = "") -> Iterator[KvSubscriber]:
+    with KvSubscriber.open(f"ipc://{directory}/events", f"ipc://{directory}/replay", topic) as subscriber:
+        yield subscriber
+
+
+@contextlib.asynccontextmanager
+async def following(subscriber: KvSubscriber) -> AsyncIterator[None]:
+    task = asyncio.create_task(subscriber.follow())
+    try:
+        yield
+        if task.done():
+            task.result()
+    finally:
+        task.cancel()
+
+
+async def run_requests(stub, handles: range, prompt_len: int = 18, max_tokens: int = 12) -> None:
+    stream, _ = await GatewayStream.open(stub)
+    for handle in handles:
+        await stream.submit(make_submit(handle, prompt_len=prompt_len, max_tokens=max_tokens, tenant=f"t{handle % 2}"))
+    await stream.read_until_over(*handles)
+    stream.close()
+
+
+def content_of(stub):
+    """Names of what an idle scheduler's cache holds, as events name them."""
+
+    async def content() -> set[int]:
+        await wait_nothing_in_use(stub)
+        blocks = (await stub.InspectBlocks(scheduler_pb2.InspectBlocksRequest())).cached
+        return {int.from_bytes(block.block_hash[-8:], "big") for block in blocks}
+
+    return content
+
+
+async def test_the_mirror_is_the_cache_under_load_eviction_and_the_loss_of_the_worker(tmp_path):
+    async with publishing(tmp_path, SMALL_POOL) as (stub, replace_worker):
+        with subscribed(tmp_path) as subscriber:
+            async with following(subscriber):
+                await run_requests(stub, range(1, 21))
+                await until_equal(subscriber, content_of(stub))
+                assert subscriber.blocks
+                assert subscriber.num_removed > 0
+                assert subscriber.num_clears == 1
+                await replace_worker()
+                await run_requests(stub, range(21, 25))
+                await until_equal(subscriber, content_of(stub))
+                assert subscriber.num_clears >= 2
+                assert all(len(tokens) == 4 for _, tokens in subscriber.blocks.values())
+
+
+async def test_whoever_subscribes_first_gets_all_and_who_comes_later_replays_it(tmp_path):
+    async with publishing(tmp_path, SMALL_POOL, kv_events_topic="kv@pod@model", kv_events_format="map") as (stub, _):
+        await run_requests(stub, range(1, 6))
+        with subscribed(tmp_path, "kv@") as first, subscribed(tmp_path, "other") as deaf:
+            async with following(first), following(deaf):
+                await until_equal(first, content_of(stub))
+                assert first.num_replays == 0
+                with subscribed(tmp_path, "kv@pod@model") as late:
+                    async with following(late):
+                        # It may have to wait for an event to see that there are others before.
+                        handle = 6
+                        while not late.next_number:
+                            await run_requests(stub, range(handle, handle + 1))
+                            handle += 1
+                        await until_equal(late, content_of(stub))
+                        assert late.num_replays == 1
+                await until_equal(first, content_of(stub))
+                assert deaf.next_number == 0
+
+
+async def test_a_subscriber_that_does_not_read_holds_nobody_up_and_catches_up_later(tmp_path):
+    async with publishing(tmp_path, FakeWorkerConfig(num_blocks=256)) as (stub, _):
+        with subscribed(tmp_path) as stuck:
+            await stuck.read()
+            for first in range(1, 151, 50):
+                await run_requests(stub, range(first, first + 50), prompt_len=900, max_tokens=2)
+            async with following(stuck):
+                await until_equal(stuck, content_of(stub))
+                assert stuck.num_removed > 1_000
+
+
+async def test_only_replays_of_the_right_form_are_answered(tmp_path, capsys):
+    async with publishing(tmp_path, SMALL_POOL) as (stub, _):
+        await run_requests(stub, range(1, 3))
+        with subscribed(tmp_path) as subscriber:
+            await subscriber.replay.send_multipart([b"1"])
+            await subscriber.replay.send_multipart([b"", b"1"])
+            await subscriber.replay.send_multipart([b"", (10**9).to_bytes(8, "big")])
+            assert await subscriber.replay.recv_multipart() == [b"", b"\xff" * 8, b""]
+    assert "it takes an id, 0 and 8" in capsys.readouterr().err
+
+
+async def test_what_is_missing_or_taken_is_named(tmp_path, monkeypatch):
+    async with publishing(tmp_path, SMALL_POOL):
+        taken = SchedulerSettings(listen=f"unix:{tmp_path}/t", kv_events=f"ipc://{tmp_path}/nowhere/events")
+        with pytest.raises(ConfigurationError, match=r"--kv-events ipc://.*/nowhere/events: No such file"):
+            await serve(taken)
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    monkeypatch.delitem(sys.modules, "scheduler_svc.service.kv_events")
+    with pytest.raises(ConfigurationError, match=r"--kv-events needs zmq, .*; install quire\[events\]"):
+        await serve(SchedulerSettings(listen=f"unix:{tmp_path}/t", kv_events="ipc://nowhere"))

@@ -1,0 +1,42 @@
+"""A prefix cache as one sees it who is told of its changes."""
+
+from quire.prefix_hashes import BlockHash, block_hash, root_hash
+from scheduler_svc.core.cache_log import CacheChanges, CachedTokens, CacheLog
+from scheduler_svc.core.scheduler import Scheduler
+
+
+class CacheMirror:
+    """The content of a scheduler's prefix cache, made from its log alone. Changes are checked as they come."""
+
+    def __init__(self, scheduler: Scheduler, tenants: tuple[str, ...] = ("",)) -> None:
+        self.blocks: dict[BlockHash, CachedTokens | None] = {}
+        self._roots = [root_hash(tenant) for tenant in tenants]
+        self._log: CacheLog
+        self.watch(scheduler)
+
+    def watch(self, scheduler: Scheduler) -> None:
+        """From now on the mirror is that of this scheduler."""
+        self._scheduler, self._log = scheduler, scheduler.log_cache()
+
+    def check(self) -> None:
+        """Takes in what changed, and compares."""
+        changes = self._log.take()
+        assert changes is None or self._log.take() is None, "the same changes were told twice"
+        if changes is not None:
+            self._apply(changes)
+        pool = self._scheduler.batch.blocks.pool
+        assert self.blocks.keys() == set(pool.sealed_hashes())
+
+    def _apply(self, changes: CacheChanges) -> None:
+        assert len(changes.removed) + len(changes.stored) <= 2 * self._scheduler.config.num_blocks
+        if changes.is_cleared:
+            self.blocks.clear()
+        for content in changes.removed:
+            del self.blocks[content]
+        for content, tokens in changes.stored.items():
+            before = self.blocks.get(content, tokens)
+            assert before in (None, tokens), "a block's tokens changed"
+            if tokens is not None:
+                parents = self._roots if tokens.parent is None else [tokens.parent]
+                assert content in [block_hash(parent, tokens.token_ids) for parent in parents]
+            self.blocks[content] = tokens
