@@ -26,6 +26,7 @@ from gateway.server.connections import BodyMemory, HttpServer
 from gateway.server.grpc import AuthInterceptor, IdleCalls, SlowClientInterceptor, TraceInterceptor, add_service
 from gateway.server.http import make_http_app
 from gateway.settings import GatewaySettings
+from gateway.vllm_metrics import VllmMetrics
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.inference import open_inference_pb2
 from quire.metrics import MetricsServer
@@ -45,6 +46,8 @@ _SERVICE_NAMES = [service.full_name for service in (_GENERATION, _MODEL, _PREFIX
 _STOP_GRACE_S = 1.0
 # The time for clients to learn from the headers of an answer that they must open another connection.
 _HAND_OVER_S = 1.0
+# A scrape takes the numbers of schedulers that have answered by then.
+_SCRAPE_TIMEOUT_S = 2.0
 _logger = logging.getLogger(__name__)
 
 
@@ -97,7 +100,7 @@ class Gateway:
             ConfigurationError: the model directory, a file or an address cannot be used, in one line.
         """
         gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
-        metrics = metrics or GatewayMetrics()
+        metrics = metrics or GatewayMetrics(settings.tenant_metrics)
         tls = _Tls.of(settings)
         ledger = Ledger(max_chunk_tokens=settings.max_chunk_tokens)
         tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
@@ -189,7 +192,7 @@ async def serve(settings: GatewaySettings) -> None:
     Raises:
         ConfigurationError: it cannot start, in one line.
     """
-    metrics = GatewayMetrics()
+    metrics = GatewayMetrics(settings.tenant_metrics)
     with _metrics_server(settings, metrics):
         gateway = await Gateway.start(settings, metrics)
         # Loaded objects stay. A garbage collection that visits all of them would block the event loop for about 50 ms.
@@ -210,7 +213,14 @@ def _metrics_server(settings: GatewaySettings, metrics: GatewayMetrics) -> Itera
         yield
         return
     tls = _Tls.of(settings).operators
-    server = MetricsServer.start(settings.metrics_host, settings.metrics_port, metrics.registry, tls)
+    loop = asyncio.get_running_loop()
+
+    def refresh() -> None:
+        refreshing = asyncio.run_coroutine_threadsafe(metrics.refresh(), loop)
+        with contextlib.suppress(TimeoutError):
+            refreshing.result(_SCRAPE_TIMEOUT_S)
+
+    server = MetricsServer.start(settings.metrics_host, settings.metrics_port, metrics.registry, tls, refresh)
     _logger.info("metrics on port %d", server.port)
     try:
         yield
@@ -275,8 +285,12 @@ def _make_generator(
         failover_delay_s=settings.failover_delay,
         reconnect_grace_s=settings.reconnect_grace,
         tls=tls.inner,
+        on_tokens=metrics.count_tokens,
     )
-    metrics.watch_schedulers(lambda: replicas.num_connected)
+    metrics.watch_schedulers(settings.schedulers, lambda: replicas.num_connected)
+    if settings.vllm_metric_names:
+        vllm = VllmMetrics(model.name, metrics.records, replicas, gateway_id)
+        metrics.show(vllm, vllm.refresh)
     return Generator(model, replicas, ledger, settings, metrics, tracer)
 
 

@@ -1,17 +1,32 @@
-"""The metrics of the gateway."""
+"""The metrics of the gateway.
+
+What it counts of requests is counted once: a request when its client has all of it, a token when it first comes from a
+scheduler. A request that is submitted again to another scheduler stays one request. A resumed stream is a request of
+its own in `requests`, and neither its prompt nor tokens that came before count again.
+"""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter as Tally
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from gateway.replicas.events import Usage
-from gateway.replicas.live import LiveRequest
+from gateway.replicas.events import FinishReason, Usage
+from gateway.replicas.live import Arrivals, LiveRequest
+from quire.histograms import COUNTS, SECONDS, SHORT_SECONDS, SMALL_COUNTS, Distribution, TenantLabels
 from quire.rpc.errors import QuireError
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_PREFIX = "quire_gateway_"
+# Each tenant has these series, so they are few.
+_TENANT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_seconds = partial(Distribution, SECONDS)
+_short_seconds = partial(Distribution, SHORT_SECONDS)
+_counts = partial(Distribution, COUNTS)
 
 
 @dataclass(slots=True)
@@ -55,29 +70,100 @@ class RequestStatistics:
         self.last_completed_at_s = time.time()
 
 
+@dataclass(slots=True)
+class ReplicaRecord:
+    """What this gateway knows of the tokens that came from one replica, and of the requests that it completed.
+
+    Times of phases are those that the scheduler reports: of a request that moved to another scheduler, those there.
+
+    Attributes:
+        first_token: Seconds from the arrival of a request to its first token.
+        inter_token: Seconds between two tokens of a sequence, one observation for each token after the first.
+        whole: Seconds from the arrival of a request to the end of its call.
+        queue, prefill, decode, inference: Seconds in these phases; inference is prefill and decode.
+        output_token: Seconds of decode for each token of a sequence after the first, one observation a request.
+        prompt_tokens, computed_prompt_tokens: Tokens of a prompt; those that were not cached.
+        output_tokens, longest_output: Tokens of a sequence; of the longest one of a request.
+        sequences, max_tokens: Parameters of a request.
+        finished: Sequences that ended, by reason.
+        num_prompt_tokens, num_cached_tokens, num_preemptions: Sums over the requests.
+        num_generated_tokens: All tokens that came, those of requests that did not complete included.
+    """
+
+    first_token: Distribution = field(default_factory=_seconds)
+    inter_token: Distribution = field(default_factory=_short_seconds)
+    whole: Distribution = field(default_factory=_seconds)
+    queue: Distribution = field(default_factory=_seconds)
+    prefill: Distribution = field(default_factory=_seconds)
+    decode: Distribution = field(default_factory=_seconds)
+    inference: Distribution = field(default_factory=_seconds)
+    output_token: Distribution = field(default_factory=_short_seconds)
+    prompt_tokens: Distribution = field(default_factory=_counts)
+    computed_prompt_tokens: Distribution = field(default_factory=_counts)
+    output_tokens: Distribution = field(default_factory=_counts)
+    longest_output: Distribution = field(default_factory=_counts)
+    sequences: Distribution = field(default_factory=partial(Distribution, SMALL_COUNTS))
+    max_tokens: Distribution = field(default_factory=_counts)
+    finished: Tally[FinishReason] = field(default_factory=Tally[FinishReason])
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_generated_tokens: int = 0
+
+    def add_tokens(self, arrivals: Arrivals) -> None:
+        """Tokens that came together."""
+        self.num_generated_tokens += arrivals.num_tokens
+        if arrivals.gaps:
+            self.inter_token.add_all(arrivals.gaps, arrivals.gap_tokens)
+
+    def add_completed(self, live: LiveRequest, usage: Usage) -> None:
+        """A request whose client has all of it."""
+        lengths = [len(stream.token_ids) for stream in live.sequences]
+        prefill_s, decode_s = usage.prefill_ms / 1000, usage.decode_ms / 1000
+        self.queue.add(usage.queue_ms / 1000)
+        self.prefill.add(prefill_s)
+        self.decode.add(decode_s)
+        self.inference.add(prefill_s + decode_s)
+        if (longest := max(lengths)) > 1:
+            self.output_token.add(decode_s / (longest - 1))
+        self.prompt_tokens.add(usage.prompt_tokens)
+        self.computed_prompt_tokens.add(usage.prompt_tokens - usage.cached_tokens)
+        self.output_tokens.add_all(lengths)
+        self.longest_output.add(longest)
+        self.sequences.add(live.request.sampling.n)
+        self.max_tokens.add(live.request.stopping.max_tokens)
+        self.finished.update(stream.finished.reason for stream in live.sequences if stream.finished is not None)
+        self.num_prompt_tokens += usage.prompt_tokens
+        self.num_cached_tokens += usage.cached_tokens
+        self.num_preemptions += usage.preemptions
+
+    def add_uncompleted(self, live: LiveRequest, reason: FinishReason) -> None:
+        """A request that failed, or whose client left: the sequences that run count as ended for this reason."""
+        self.finished.update(reason if stream.finished is None else stream.finished.reason for stream in live.sequences)
+
+
 class GatewayMetrics:
     """The gateway's metrics, in a registry of their own.
 
     Attributes:
         statistics: Sums over the requests that are over, for those who ask for them otherwise.
+        records: What is known of the requests of each replica, by its address.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_tenants: int = 0) -> None:
+        """`max_tenants` is the number of tenants with metrics of their own."""
         self.statistics = RequestStatistics()
+        self.records: dict[str, ReplicaRecord] = {}
         self.registry = CollectorRegistry()
+        self._refresh: Callable[[], Awaitable[None]] | None = None
         self._requests = self._counter(
             "requests", "Requests that were accepted, by how they ended.", labels=["outcome"]
         )
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests.")
-        self._generated_tokens = self._counter("generated_tokens", "Tokens generated for requests that are over.")
         self._live = Gauge("quire_gateway_live_requests", "Requests that run now.", registry=self.registry)
-        self._first_token = Histogram(
-            "quire_gateway_time_to_first_token_seconds",
-            "From the arrival of a request to its first token.",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
         self._resubmissions = self._counter("resubmissions", "Requests sent again after a scheduler was lost.")
+        self.registry.register(_Records(self.records))
+        self._tenants = _TenantMetrics(self.registry, max_tenants) if max_tenants else None
 
         self._refusals = self._counter(
             "refused_callers",
@@ -106,30 +192,46 @@ class GatewayMetrics:
         """Counts a change of the files of keys that was not taken over."""
         self._keys_reload_failures.inc()
 
-    def watch_schedulers(self, count_connected: Callable[[], int]) -> None:
+    def watch_schedulers(self, addresses: Iterable[str], count_connected: Callable[[], int]) -> None:
         """Reports the number of connected schedulers, which `count_connected` tells when it is asked."""
+        self.records.update({address: ReplicaRecord() for address in addresses})
         gauge = Gauge("quire_gateway_connected_schedulers", "Schedulers with an open stream.", registry=self.registry)
         gauge.set_function(count_connected)
+
+    def show(self, collector: Collector, refresh: Callable[[], Awaitable[None]]) -> None:
+        """Serves the metrics of `collector`, too; `refresh` brings them up to date before each scrape."""
+        self.registry.register(collector)
+        self._refresh = refresh
+
+    async def refresh(self) -> None:
+        """Brings the metrics up to date that others know. To be called before the registry is read."""
+        if self._refresh is not None:
+            await self._refresh()
+
+    def count_tokens(self, address: str, arrivals: Arrivals) -> None:
+        """Counts the tokens that a batch of events of a replica brought."""
+        self._record(address).add_tokens(arrivals)
 
     @contextmanager
     def track(self, live: LiveRequest) -> Iterator[None]:
         """Counts a request while the context runs, and how it ended when it is left."""
         self._prompt_tokens.inc(len(live.request.prompt_token_ids))
         try:
-            with self._tracked(live):
+            with self._tracked(live, is_resumed=False):
                 yield
         finally:
-            if live.seconds_to_first_token is not None:
-                self._first_token.observe(live.seconds_to_first_token)
+            if live.seconds_to_first_token is not None and live.last_replica is not None:
+                self._record(live.last_replica).first_token.add(live.seconds_to_first_token)
 
     @contextmanager
     def track_resumed(self, live: LiveRequest, num_known_tokens: int) -> Iterator[None]:
         """Counts a resumed stream as a request of its own, without its prompt and the output that was there before."""
-        with self._tracked(live, num_known_tokens):
+        live.num_repeated = max(num_known_tokens - live.num_generated_tokens, 0)
+        with self._tracked(live, is_resumed=True, num_known_tokens=num_known_tokens):
             yield
 
     @contextmanager
-    def _tracked(self, live: LiveRequest, num_known_tokens: int = 0) -> Iterator[None]:
+    def _tracked(self, live: LiveRequest, *, is_resumed: bool, num_known_tokens: int = 0) -> Iterator[None]:
         started_at = time.monotonic()
         outcome = "abandoned"
         try:
@@ -141,6 +243,118 @@ class GatewayMetrics:
             raise
         finally:
             self._requests.labels(outcome).inc()
-            self.statistics.add(time.monotonic() - started_at, live.usage if outcome == "completed" else None)
-            self._generated_tokens.inc(max(live.num_generated_tokens - num_known_tokens, 0))
+            seconds, usage = time.monotonic() - started_at, live.usage if outcome == "completed" else None
+            self.statistics.add(seconds, usage)
             self._resubmissions.inc(max(live.submissions - 1, 0))
+            num_new = live.num_generated_tokens - num_known_tokens
+            if live.last_replica is not None and (num_new or not is_resumed):
+                self._over(self._record(live.last_replica), live, usage, outcome, None if is_resumed else seconds)
+            if self._tenants is not None:
+                self._tenants.add(live, outcome, num_new, None if is_resumed else seconds)
+
+    def _over(
+        self, record: ReplicaRecord, live: LiveRequest, usage: Usage | None, outcome: str, seconds: float | None
+    ) -> None:
+        """A request is over; `seconds` is None for a resumed one, whose beginning is not known here."""
+        if usage is None:
+            is_left = outcome in ("abandoned", "cancelled", "aborted")
+            # A durable request that nobody reads goes on.
+            if not (is_left and live.request.durable):
+                record.add_uncompleted(live, FinishReason.CANCELLED if is_left else FinishReason.ERROR)
+            return
+        record.add_completed(live, usage)
+        if seconds is not None:
+            record.whole.add(seconds)
+
+    def _record(self, address: str) -> ReplicaRecord:
+        record = self.records.get(address)
+        if record is None:
+            record = self.records[address] = ReplicaRecord()
+        return record
+
+
+class _Records(Collector):
+    """The records of all replicas together."""
+
+    def __init__(self, records: dict[str, ReplicaRecord]) -> None:
+        self._records = records
+
+    def collect(self) -> Iterable[Metric]:
+        records = list(self._records.values())
+        generated = sum(record.num_generated_tokens for record in records)
+        yield CounterMetricFamily(f"{_PREFIX}generated_tokens", "Tokens that came from schedulers.", generated)
+        finished = CounterMetricFamily(
+            f"{_PREFIX}finished_sequences", "Sequences of requests that are over, by reason.", labels=["reason"]
+        )
+        for reason in FinishReason:
+            finished.add_metric([reason.value], sum(record.finished[reason] for record in records))
+        yield finished
+        for name, help_text, parts in (
+            (
+                "time_to_first_token_seconds",
+                "From the arrival of a request to its first token.",
+                [record.first_token for record in records],
+            ),
+            (
+                "inter_token_seconds",
+                "Between two tokens of a sequence, for each token after the first.",
+                [record.inter_token for record in records],
+            ),
+            (
+                "request_seconds",
+                "From the arrival of a completed request to the end of its call.",
+                [record.whole for record in records],
+            ),
+            (
+                "request_prompt_tokens",
+                "Prompt tokens of a completed request.",
+                [record.prompt_tokens for record in records],
+            ),
+            (
+                "sequence_tokens",
+                "Generated tokens of a sequence of a completed request.",
+                [record.output_tokens for record in records],
+            ),
+        ):
+            family = HistogramMetricFamily(_PREFIX + name, help_text)
+            if parts:
+                Distribution.total(parts[0].bounds, parts).put_into(family)
+            yield family
+
+
+class _TenantMetrics:
+    """Metrics of each tenant, of a bounded number of them."""
+
+    def __init__(self, registry: CollectorRegistry, max_tenants: int) -> None:
+        self._labels = TenantLabels(max_tenants)
+        make = {"registry": registry, "namespace": "quire", "subsystem": "gateway_tenant"}
+        self._requests = Counter("requests", "Requests of a tenant, by how they ended.", ["tenant", "outcome"], **make)
+        self._prompt = Counter("prompt_tokens", "Prompt tokens of a tenant's requests.", ["tenant"], **make)
+        self._generated = Counter("generated_tokens", "Tokens generated for a tenant.", ["tenant"], **make)
+        self._first_token = Histogram(
+            "time_to_first_token_seconds",
+            "From the arrival of a tenant's request to its first token.",
+            ["tenant"],
+            buckets=_TENANT_SECONDS,
+            **make,
+        )
+        self._whole = Histogram(
+            "request_seconds",
+            "From the arrival of a tenant's completed request to the end of its call.",
+            ["tenant"],
+            buckets=_TENANT_SECONDS,
+            **make,
+        )
+
+    def add(self, live: LiveRequest, outcome: str, num_new_tokens: int, seconds: float | None) -> None:
+        """A request is over; `seconds` is None for a resumed one."""
+        tenant = self._labels.of(live.request.tenant)
+        self._requests.labels(tenant, outcome).inc()
+        self._generated.labels(tenant).inc(max(num_new_tokens, 0))
+        if seconds is None:
+            return
+        self._prompt.labels(tenant).inc(len(live.request.prompt_token_ids))
+        if live.seconds_to_first_token is not None:
+            self._first_token.labels(tenant).observe(live.seconds_to_first_token)
+        if outcome == "completed":
+            self._whole.labels(tenant).observe(seconds)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gateway.text.formats.answer import REASONING_FORMATS, TOOL_FORMATS
 from quire.rpc.address import parse_address
-from quire.service_flags import DrainFlags, ModelFlags, ProcessFlags, ServiceFlags
+from quire.service_flags import DrainFlags, ModelFlags, ProcessFlags, ServiceFlags, TenantFlags
 from quire.settings import parse_bytes, setting
 
 MAX_CHAT_MESSAGES = 1 << 16
@@ -44,6 +44,10 @@ class ListenFlags(ServiceFlags):
         common=True,
     )
     open_metrics: bool = setting(False, "show /metrics of the HTTP port without an API key")
+    vllm_metric_names: bool = setting(
+        False,
+        "show metrics under vLLM's names, too, for dashboards and autoscalers that know them; see docs/metrics.md",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -159,7 +163,7 @@ class ConnectionLimits(ServiceFlags):
 
 
 @dataclass(frozen=True)
-class GatewayFlags(ListenFlags, FormatFlags, RequestLimits, ConnectionLimits):
+class GatewayFlags(ListenFlags, FormatFlags, RequestLimits, ConnectionLimits, TenantFlags):
     """How gateways reach schedulers, and what they leave to others."""
 
     connect_timeout: float = setting(

@@ -36,8 +36,17 @@ class MetricsServer:
         self._thread = thread
 
     @classmethod
-    def start(cls, host: str, port: int, registry: CollectorRegistry, tls: ServerTls | None = None) -> Self:
+    def start(
+        cls,
+        host: str,
+        port: int,
+        registry: CollectorRegistry,
+        tls: ServerTls | None = None,
+        before_scrape: Callable[[], object] = lambda: None,
+    ) -> Self:
         """Listens; port 0 picks a free one. With `tls`, HTTPS for callers of its roles only.
+
+        `before_scrape` is called before the metrics are read, in the thread of the connection.
 
         Raises:
             ConfigurationError: the port is in use or cannot be bound, or the files of `tls` cannot be used.
@@ -45,7 +54,7 @@ class MetricsServer:
         https = None if tls is None else HttpsFiles(tls)
         check_bindable(TcpAddress(host, port))
         server = (_Server if ":" not in host else _Server6)((host, port), _Handler)
-        metrics: _Application = make_wsgi_app(registry)
+        metrics = _refreshed(before_scrape, make_wsgi_app(registry))
         server.set_app(metrics if tls is None or tls.roles is None else _only_for(tls.roles, metrics))
         if https is not None:
             # The connection's own thread does the handshake, within its timeout.
@@ -108,6 +117,14 @@ class _Handler(WSGIRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not logged."""
+
+
+def _refreshed(before_scrape: Callable[[], object], application: _Application) -> _Application:
+    def refreshed(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        before_scrape()
+        return application(environ, start_response)
+
+    return refreshed
 
 
 def _only_for(roles: frozenset[Role], application: _Application) -> _Application:

@@ -62,6 +62,20 @@ class StepFlags(ServiceFlags):
 
 
 @dataclass(frozen=True)
+class TenantFlags(ServiceFlags):
+    """Metrics of tenants."""
+
+    tenant_metrics: int = setting(
+        0,
+        "number of tenants with metrics of their own, first come, first served; the others are counted together; 0 "
+        "counts no tenants",
+        minimum=0,
+        maximum=10_000,
+        metavar="TENANTS",
+    )
+
+
+@dataclass(frozen=True)
 class DrainFlags(ServiceFlags):
     """Shutdown."""
 

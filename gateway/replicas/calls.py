@@ -15,6 +15,7 @@ from quire.rpc.errors import FieldViolation, NotFound, QuireError, Unavailable
 from quire.scheduler.v1 import scheduler_pb2
 
 _TIMEOUT_S = 5.0
+_LOAD_TIMEOUT_S = 1.0
 # A replica that has a request keeps a copy of it when it moves to another one. The copies are compared if both replicas
 # answer; one that hangs does not delay the reader for longer.
 _OTHERS_WAIT_S = 0.25
@@ -46,6 +47,23 @@ class Pin:
     time_to_live_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """What a replica does now.
+
+    Attributes:
+        num_running: Requests of one gateway that run; likewise the next two.
+        num_waiting: In the queue, or swapped out.
+        num_held: In the queue, until another request or a worker has prepared what they need.
+        kv_cache_usage: Share of the blocks that are in use, of all gateways.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_held: int
+    kv_cache_usage: float
+
+
 class SchedulerCalls:
     """Asks all replicas at once, since any of them may have a request, or get one with a pinned prefix."""
 
@@ -70,6 +88,17 @@ class SchedulerCalls:
                 task.cancel()
         address, answer = max(answers.items(), key=lambda found: (not found[1].is_over, found[1].generated_tokens))
         return FoundRequest(request_from_submit(answer.submit), answer.is_over, answer.generated_tokens, address)
+
+    async def loads(self, gateway_id: str) -> dict[str, ReplicaLoad]:
+        """By address, what the replicas do now that answer within a second."""
+        request = scheduler_pb2.GetStateRequest(gateway_id=gateway_id)
+        asked = [link for link in self._links.values() if link.is_connected]
+        states = await asyncio.gather(*(_outcome(link, "GetState", request, _LOAD_TIMEOUT_S) for link in asked))
+        return {
+            link.address: _load_from(state)
+            for link, state in zip(asked, states, strict=True)
+            if not isinstance(state, QuireError)
+        }
 
     async def cancel(self, tenant: str, request_id: str) -> None:
         """Ends a request, durable or not, at any gateway. Returns when one replica has ended it; copies on other
@@ -135,6 +164,12 @@ class SchedulerCalls:
         """The calls to all replicas, each with the replica's address."""
         outcomes = {address: _outcome(link, method, request, _TIMEOUT_S) for address, link in self._links.items()}
         return {asyncio.create_task(outcome): address for address, outcome in outcomes.items()}
+
+
+def _load_from(state: scheduler_pb2.GetStateResponse) -> ReplicaLoad:
+    load, pool = state.gateway, state.gpu_pool
+    usage = pool.used_blocks / pool.total_blocks if pool.total_blocks else 0.0
+    return ReplicaLoad(load.running_requests, load.waiting_requests, load.held_requests, usage)
 
 
 def no_such_request(request_id: str) -> NotFound:

@@ -17,7 +17,7 @@ from gateway.replicas.events import (
     SequenceEnded,
     TokenRun,
 )
-from gateway.replicas.live import LiveRequest, SequenceStream, TokenGapError
+from gateway.replicas.live import Arrivals, LiveRequest, SequenceStream, TokenGapError
 from gateway.request.types import GenerationRequest
 from gateway.text.stop import StopStrings
 from gateway.text.tokenizer import Tokenizer
@@ -41,6 +41,7 @@ class Outcome:
             them.
         unknown_handles: Handles of requests that the scheduler runs and nobody reads (any more), for example because a
             client left while the stream was broken.
+        arrivals: The tokens that came with this batch.
     """
 
     ended_here: list[LiveRequest] = field(default_factory=list[LiveRequest])
@@ -49,6 +50,7 @@ class Outcome:
     over: list[LiveRequest] = field(default_factory=list[LiveRequest])
     broken: list[LiveRequest] = field(default_factory=list[LiveRequest])
     unknown_handles: set[int] = field(default_factory=set[int])
+    arrivals: Arrivals = field(default_factory=Arrivals)
 
 
 class Ledger:
@@ -190,7 +192,7 @@ class Ledger:
     ) -> None:
         match event:
             case TokenRun():
-                if live.accept(event):
+                if live.accept(event, outcome.arrivals):
                     touched.append(live)
                     outcome.sequences_ended_here.append((live, event.sequence_index))
             case PromptRun():

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.replicas.events import (
     Chunk,
@@ -44,6 +44,7 @@ class SequenceStream:
 
     Invariants: `token_ids` are all tokens of the sequence, so their number is the offset of the next event; the pending
     columns are those of the tokens that were not taken yet; once `finished` is set, no token is accepted.
+    `last_token_at` is when a scheduler last brought a token of it, None before the first one.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class SequenceStream:
         self.token_ids: list[int] = []
         self.num_reasoning_tokens = 0
         self.finished: Finished | None = None
+        self.last_token_at: float | None = None
         self._detokenizer = detokenizer
         self._parser = parser
         self._calls_tools = False
@@ -270,6 +272,22 @@ class SequenceStream:
         return (certain + stop_string if stop_string and self._includes_stop_string else certain), stop_string
 
 
+@dataclass(slots=True)
+class Arrivals:
+    """The tokens of a batch of events that are new to this gateway.
+
+    Attributes:
+        num_tokens: Their number.
+        gaps: For consecutive tokens of one sequence that came together, the seconds since the token before them,
+            divided by their number; nothing for the first tokens of a sequence.
+        gap_tokens: How many tokens each gap stands for.
+    """
+
+    num_tokens: int = 0
+    gaps: list[float] = field(default_factory=list[float])
+    gap_tokens: list[int] = field(default_factory=list[int])
+
+
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
     """The memory of one token.
@@ -293,6 +311,8 @@ class LiveRequest:
         handle: The request's number on scheduler streams.
         sequences: One stream per sequence.
         replica: Address of the scheduler that has the request; None while it waits for one.
+        last_replica: Address of the scheduler that has it or had it last; None before the first one.
+        num_repeated: How many of the tokens that are still to come were counted before, by another stream.
         submissions: How often it was sent to a scheduler, except to those that drained.
         is_prepared: Whether it may be submitted; not while it takes tokens that its caller holds.
         moves: How often it left a scheduler that had no worker, since its last token.
@@ -315,6 +335,8 @@ class LiveRequest:
         self.handle = handle
         self.sequences = tuple(sequences)
         self.replica: str | None = None
+        self.last_replica: str | None = None
+        self.num_repeated = 0
         self.submissions = 0
         self.is_prepared = True
         self.moves = 0
@@ -390,8 +412,10 @@ class LiveRequest:
 
     # Events from the scheduler.
 
-    def accept(self, run: TokenRun) -> bool:
+    def accept(self, run: TokenRun, arrivals: Arrivals | None = None) -> bool:
         """Takes new tokens; returns whether a stop string ended the sequence with them.
+
+        Tokens that come from a scheduler are added to `arrivals`.
 
         Raises:
             TokenGapError: tokens are missing.
@@ -404,11 +428,24 @@ class LiveRequest:
                 first = num_before - run.offset
                 self._logprobs[stream.index].append(run.logprobs.part(first, first + num_new))
             self._last_token_at = self._clock()
+            if arrivals is not None:
+                self._note_arrival(stream, num_new, arrivals)
             self.moves = 0
             if self._first_token_at is None:
                 self._first_token_at = self._last_token_at
             self._news.set()
         return was_running and stream.finished is not None
+
+    def _note_arrival(self, stream: SequenceStream, num_new: int, arrivals: Arrivals) -> None:
+        if self.num_repeated:
+            num_repeated = min(self.num_repeated, num_new)
+            self.num_repeated -= num_repeated
+            arrivals.num_tokens -= num_repeated
+        elif stream.last_token_at is not None:
+            arrivals.gaps.append((self._last_token_at - stream.last_token_at) / num_new)
+            arrivals.gap_tokens.append(num_new)
+        arrivals.num_tokens += num_new
+        stream.last_token_at = self._last_token_at
 
     @property
     def end_of_prompt_logprobs(self) -> int:

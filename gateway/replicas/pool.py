@@ -15,7 +15,7 @@ from gateway.replicas.calls import SchedulerCalls
 from gateway.replicas.events import EventBatch, Welcome
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.link import SchedulerLink, SchedulerRefusedError
-from gateway.replicas.live import LiveRequest
+from gateway.replicas.live import Arrivals, LiveRequest
 from quire import compatibility
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, check_model, check_protocol, differing_parts
 from quire.rpc.errors import FailedPrecondition, QuireError, ResourceExhausted, Unavailable
@@ -84,8 +84,11 @@ class Replicas:
         failover_delay_s: float,
         reconnect_grace_s: float,
         tls: TlsIdentity | None = None,
+        on_tokens: Callable[[str, Arrivals], object] = lambda address, arrivals: None,
     ) -> None:
+        """`on_tokens` is called with the address of a replica and the tokens that a batch of its events brought."""
         self._ledger = ledger
+        self._on_tokens = on_tokens
         self._architecture = architecture
         self._model = model
         self._connect_timeout_s = connect_timeout_s
@@ -121,6 +124,11 @@ class Replicas:
     @property
     def num_connected(self) -> int:
         return sum(link.is_connected for link in self.links.values())
+
+    @property
+    def num_unplaced(self) -> int:
+        """Requests that wait until a replica takes them."""
+        return sum(1 for _ in self._waiting())
 
     @property
     def welcomes(self) -> list[Welcome]:
@@ -273,6 +281,8 @@ class Replicas:
 
     def on_events(self, link: SchedulerLink, batch: EventBatch) -> None:
         outcome = self._ledger.apply(link.address, batch)
+        if outcome.arrivals.num_tokens:
+            self._on_tokens(link.address, outcome.arrivals)
         for live in outcome.ended_here:
             link.abort(live.handle, wants_usage=True)
             self._set_timer(live, _USAGE_TIMEOUT_S, self._end_if_complete)
@@ -326,6 +336,7 @@ class Replicas:
             self._placed[live.replica].discard(live.handle)
         if replica is not None:
             self._placed[replica].add(live.handle)
+            live.last_replica = replica
         live.replica = replica
 
     def _forget(self, live: LiveRequest) -> None:

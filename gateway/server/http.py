@@ -251,6 +251,7 @@ def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute
 
     async def prometheus_metrics(request: Request) -> Response:
         """Metrics of this gateway, as Prometheus reads them."""
+        await metrics.refresh()
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return [

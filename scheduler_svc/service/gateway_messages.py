@@ -1,7 +1,7 @@
 """Between the messages of gateways and the values of the core. Arrays are checked before any use."""
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from google.rpc import code_pb2
@@ -248,9 +248,13 @@ def _refusal_message(handle: int, error: QuireError) -> scheduler_pb2.RequestFai
 
 
 async def state_message(
-    loop: StepLoop, *, include_sequences: bool, num_gateways: int
+    loop: StepLoop,
+    *,
+    include_sequences: bool,
+    num_gateways: int,
+    is_of_gateway: Callable[[RequestKey], bool] | None = None,
 ) -> scheduler_pb2.GetStateResponse:
-    """Counters and, if requested, every live sequence with its block table."""
+    """Counters and, if requested, every live sequence with its block table, and the load of one gateway."""
     message = scheduler_pb2.GetStateResponse(
         scheduler_epoch=loop.epoch,
         draining=loop.is_draining,
@@ -269,10 +273,23 @@ async def state_message(
     message.waiting_tokens = scheduler.waiting.num_tokens
     message.gpu_pool.CopyFrom(_pool_message(scheduler.batch.blocks.pool, scheduler.pins.num_pinned))
     message.host_pool.CopyFrom(_pool_message(scheduler.swap_space.pool))
+    if is_of_gateway is not None:
+        message.gateway.CopyFrom(_load_message(scheduler, is_of_gateway))
     if include_sequences:
         sequences = (sequence for group in scheduler.groups() for sequence in group.unfinished)
         await _add_sequences(message, [_Snapshot.of(scheduler, sequence) for sequence in sequences])
     return message
+
+
+def _load_message(scheduler: Scheduler, is_of_gateway: Callable[[RequestKey], bool]) -> scheduler_pb2.GatewayLoad:
+    running = [group for group in scheduler.running if is_of_gateway(group.request.key)]
+    queued = [group for group in (*scheduler.waiting, *scheduler.swapped) if is_of_gateway(group.request.key)]
+    num_held = sum(
+        scheduler.waiting.is_held(group.request.key) or scheduler.swapped.is_held(group.request.key) for group in queued
+    )
+    return scheduler_pb2.GatewayLoad(
+        running_requests=len(running), waiting_requests=len(queued) - num_held, held_requests=num_held
+    )
 
 
 async def blocks_message(loop: StepLoop, request_id: str | None) -> scheduler_pb2.InspectBlocksResponse:

@@ -179,6 +179,13 @@ class Requests:
         sums, and copies what may change meanwhile."""
         return sum(each.charge for each in list(self._durable.requests.values()))
 
+    def are_read_by(self, gateway_id: str) -> Callable[[RequestKey], bool]:
+        """Whether the stream of this gateway gets the events of a request."""
+        reads = set[Handle]()
+        if (connection := self._connections.get(gateway_id)) is not None:
+            reads = {owned.key.handle for owned in connection.reads.values()}
+        return lambda key: key.client == GATEWAYS and key.handle in reads
+
     # Streams of gateways
 
     def connect(self, gateway_id: str, grace_period_s: float) -> Connection:

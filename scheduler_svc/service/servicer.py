@@ -90,10 +90,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetState(
         self, request: scheduler_pb2.GetStateRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetStateResponse:
+        of_gateway = self._requests.are_read_by(request.gateway_id) if request.HasField("gateway_id") else None
         return await state_message(
             self._loop,
             include_sequences=request.include_sequences,
             num_gateways=self._requests.num_connected,
+            is_of_gateway=of_gateway,
         )
 
     async def InspectBlocks(

@@ -1,0 +1,185 @@
+"""The gateway's metrics under vLLM's names, for dashboards and autoscalers made for vLLM (`--vllm-metric-names`).
+
+An engine is a replica; its label is the position in `--schedulers`. The gauges of the queues are of this gateway's own
+requests, so that sums over several gateways are right; the use of the KV cache is the whole replica's. docs/metrics.md
+has the table of names.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gateway.metrics import ReplicaRecord
+from gateway.replicas.calls import ReplicaLoad
+from gateway.replicas.events import FinishReason
+from gateway.replicas.pool import Replicas
+from quire.histograms import Distribution
+
+_LABELS = ("model_name", "engine")
+# Requests that no replica has are of no engine.
+_NO_ENGINE = "none"
+_REASONS = {
+    "stop": (FinishReason.STOP, FinishReason.TOOL_CALLS),
+    "length": (FinishReason.LENGTH,),
+    "abort": (FinishReason.CANCELLED,),
+    "error": (FinishReason.ERROR,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _HistogramName:
+    """A histogram of vLLM, and which of ours it is."""
+
+    name: str
+    help: str
+    of: Callable[[ReplicaRecord], Distribution]
+
+
+HISTOGRAMS = (
+    _HistogramName("time_to_first_token_seconds", "Time to the first token.", lambda record: record.first_token),
+    _HistogramName("inter_token_latency_seconds", "Time between two tokens.", lambda record: record.inter_token),
+    _HistogramName(
+        "time_per_output_token_seconds",
+        "Time between two tokens, under the name before vllm:inter_token_latency_seconds.",
+        lambda record: record.inter_token,
+    ),
+    _HistogramName(
+        "request_time_per_output_token_seconds",
+        "Mean time between two tokens of a request.",
+        lambda record: record.output_token,
+    ),
+    _HistogramName("e2e_request_latency_seconds", "Time of a whole request.", lambda record: record.whole),
+    _HistogramName("request_queue_time_seconds", "Time in the queue.", lambda record: record.queue),
+    _HistogramName("request_prefill_time_seconds", "Time of prefill.", lambda record: record.prefill),
+    _HistogramName("request_decode_time_seconds", "Time of decode.", lambda record: record.decode),
+    _HistogramName("request_inference_time_seconds", "Time of prefill and decode.", lambda record: record.inference),
+    _HistogramName("request_prompt_tokens", "Tokens of the prompt.", lambda record: record.prompt_tokens),
+    _HistogramName("request_generation_tokens", "Tokens of a sequence.", lambda record: record.output_tokens),
+    _HistogramName(
+        "request_max_num_generation_tokens",
+        "Tokens of the longest sequence of a request.",
+        lambda record: record.longest_output,
+    ),
+    _HistogramName(
+        "request_prefill_kv_computed_tokens",
+        "Tokens of the prompt that were not cached.",
+        lambda record: record.computed_prompt_tokens,
+    ),
+    _HistogramName("request_params_n", "The parameter n.", lambda record: record.sequences),
+    _HistogramName("request_params_max_tokens", "The parameter max_tokens.", lambda record: record.max_tokens),
+)
+COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaRecord], int]]] = {
+    "prompt_tokens": ("Prompt tokens of completed requests.", lambda record: record.num_prompt_tokens),
+    "prompt_tokens_cached": ("Those of them that were cached.", lambda record: record.num_cached_tokens),
+    "generation_tokens": ("Generated tokens.", lambda record: record.num_generated_tokens),
+    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda record: record.num_prompt_tokens),
+    "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda record: record.num_cached_tokens),
+    "num_preemptions": ("Preemptions of completed requests.", lambda record: record.num_preemptions),
+}
+
+
+class VllmMetrics(Collector):
+    """Makes series under vLLM's names from records and from what the schedulers said at the last `refresh`."""
+
+    def __init__(
+        self, model_name: str, records: Mapping[str, ReplicaRecord], replicas: Replicas, gateway_id: str
+    ) -> None:
+        self._model_name = model_name
+        self._records = records
+        self._replicas = replicas
+        self._gateway_id = gateway_id
+        self._loads: Mapping[str, ReplicaLoad] = {}
+        self._refreshing: asyncio.Task[None] | None = None
+
+    async def refresh(self) -> None:
+        """Asks the schedulers for the present state of the queues. Scrapes that come meanwhile share the answers."""
+        if self._refreshing is None:
+            self._refreshing = asyncio.create_task(self._ask())
+        await asyncio.shield(self._refreshing)
+
+    async def _ask(self) -> None:
+        try:
+            self._loads = await self._replicas.calls.loads(self._gateway_id)
+        finally:
+            self._refreshing = None
+
+    def collect(self) -> Iterable[Metric]:
+        engines = {address: str(index) for index, address in enumerate(self._records)}
+        yield from self._queues(engines)
+        yield self._family(
+            "gauge",
+            "kv_cache_usage_perc",
+            "Share of the KV cache in use, 1 is all.",
+            {(engines[address],): load.kv_cache_usage for address, load in self._loads.items()},
+        )
+        yield from self._counters(engines)
+        for histogram in HISTOGRAMS:
+            family = HistogramMetricFamily(f"vllm:{histogram.name}", histogram.help, labels=_LABELS)
+            for address, record in self._records.items():
+                histogram.of(record).put_into(family, [self._model_name, engines[address]])
+            yield family
+        yield self._cache_config(engines)
+        yield self._adapters()
+
+    def _queues(self, engines: Mapping[str, str]) -> Iterable[Metric]:
+        loads = {engines[address]: load for address, load in self._loads.items()}
+        running = {(engine,): load.num_running for engine, load in loads.items()}
+        yield self._family("gauge", "num_requests_running", "Requests that run.", running)
+        waiting = {(engine,): load.num_waiting + load.num_held for engine, load in loads.items()}
+        waiting[_NO_ENGINE,] = self._replicas.num_unplaced
+        yield self._family("gauge", "num_requests_waiting", "Requests that wait.", waiting)
+        by_reason = {(engine, "capacity"): load.num_waiting for engine, load in loads.items()}
+        by_reason |= {(engine, "deferred"): load.num_held for engine, load in loads.items()}
+        by_reason[_NO_ENGINE, "capacity"] = self._replicas.num_unplaced
+        help_text = "Requests that wait: for room, or for what another request or a worker prepares."
+        yield self._family("gauge", "num_requests_waiting_by_reason", help_text, by_reason, ["reason"])
+
+    def _counters(self, engines: Mapping[str, str]) -> Iterable[Metric]:
+        records = {engines[address]: record for address, record in self._records.items()}
+        for name, (help_text, value_of) in COUNTERS.items():
+            values = {(engine,): value_of(record) for engine, record in records.items()}
+            yield self._family("counter", name, help_text, values)
+        by_source: dict[tuple[str, ...], int] = {}
+        for engine, record in records.items():
+            by_source[engine, "local_compute"] = record.num_prompt_tokens - record.num_cached_tokens
+            by_source[engine, "local_cache_hit"] = record.num_cached_tokens
+            by_source[engine, "external_kv_transfer"] = 0
+        yield self._family("counter", "prompt_tokens_by_source", "Prompt tokens by source.", by_source, ["source"])
+        finished = {
+            (engine, name): sum(record.finished[reason] for reason in reasons)
+            for engine, record in records.items()
+            for name, reasons in _REASONS.items()
+        }
+        help_text = "Sequences that ended, by reason."
+        yield self._family("counter", "request_success", help_text, finished, ["finished_reason"])
+
+    def _cache_config(self, engines: Mapping[str, str]) -> Metric:
+        names = ("block_size", "num_gpu_blocks", "num_cpu_blocks", "enable_prefix_caching", "engine", "model_name")
+        family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache of a replica; the value is 1.", labels=names)
+        for address, engine in engines.items():
+            link = self._replicas.links.get(address)
+            if link is not None and (welcome := link.welcome) is not None:
+                sizes = map(str, (welcome.block_size, welcome.num_gpu_blocks, welcome.num_host_blocks))
+                family.add_metric([*sizes, "True", engine, self._model_name], 1)
+        return family
+
+    def _adapters(self) -> Metric:
+        """Quire has no adapters. The gateway API inference extension reads the lists, and the time of the newest."""
+        names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters; the value is the present time.", labels=names)
+        family.add_metric(["0", "", ""], time.time())
+        return family
+
+    def _family(
+        self, kind: str, name: str, help_text: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()
+    ) -> Metric:
+        """A family with a series for each engine, and for each value of `labels` behind the engine."""
+        make = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}[kind]
+        family = make(f"vllm:{name}", help_text, labels=[*_LABELS, *labels])
+        for of, value in values.items():
+            family.add_metric([self._model_name, *of], value)
+        return family

@@ -1,0 +1,120 @@
+"""With --vllm-metric-names a gateway shows what vLLM's dashboards and autoscalers read, over all of its replicas."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from quire.gateway.v1 import generation_pb2
+from tests.support.gateway_process import RunningGateway, stream_request
+from tests.support.metrics import read_metrics
+from tests.support.scheduler_process import until
+from tests.support.two_gateways import TwoGateways, two_gateways
+
+# The series that the dashboards in vLLM's repository (examples/observability) name, and the labels by which they
+# select or group them: vLLM, performance_statistics and query_statistics; of vllm_overview and vllm_kv_cache those
+# that are about what Quire has.
+LABELS = ("model_name", "engine")
+HISTOGRAMS = (
+    "e2e_request_latency_seconds",
+    "inter_token_latency_seconds",
+    "time_to_first_token_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_max_num_generation_tokens",
+)
+SERIES = (
+    *(f"{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count")),
+    *("prompt_tokens_total", "prompt_tokens_cached_total", "generation_tokens_total", "request_success_total"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"),
+    *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc"),
+)
+# What autoscalers and the gateway API inference extension read besides.
+OTHERS = (
+    *("request_inference_time_seconds_bucket", "time_per_output_token_seconds_bucket"),
+    *("request_time_per_output_token_seconds_bucket", "request_params_n_bucket", "request_params_max_tokens_bucket"),
+    *("request_prefill_kv_computed_tokens_bucket", "prompt_tokens_by_source_total", "cache_config_info"),
+)
+
+
+@pytest.fixture
+async def two(tmp_path) -> AsyncIterator[TwoGateways]:
+    async with two_gateways(tmp_path, num_replicas=2, vllm_metric_names=True) as gateways:
+        yield gateways
+
+
+async def series_of(gateway: RunningGateway) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """What a gateway shows under vLLM's names, by name and labels."""
+    found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+    for key, value in (await read_metrics(int(gateway.http_url.rpartition(":")[2]))).items():
+        if key.startswith("vllm:"):
+            name, _, labels = key.removeprefix("vllm:").partition("{")
+            pairs = [pair.partition("=")[::2] for pair in labels.removesuffix("}").split(",") if pair]
+            found[name, frozenset((label, text.strip('"')) for label, text in pairs)] = value
+    return found
+
+
+def total(series: dict[tuple[str, frozenset[tuple[str, str]]], float], name: str, **labels: str) -> float:
+    """The sum of a metric's series that have these labels."""
+    return sum(value for (of, has), value in series.items() if of == name and labels.items() <= has)
+
+
+def generate_request(text: str, **fields) -> generation_pb2.GenerateRequest:
+    request = generation_pb2.GenerateRequest(text=text, **fields)
+    request.stopping.max_tokens = 8
+    request.stopping.ignore_eos = True
+    return request
+
+
+async def test_every_series_of_vllms_dashboards_is_there_before_the_first_request(two):
+    series = await series_of(two.first)
+    for name in (*SERIES, *OTHERS):
+        for engine in ("0", "1"):
+            of_engine = {("model_name", "quire-tiny"), ("engine", engine)}
+            assert any(of == name and of_engine <= has for of, has in series), (name, engine)
+    reasons = {dict(has).get("finished_reason") for name, has in series if name == "request_success_total"}
+    assert reasons == {"stop", "length", "abort", "error"}
+    assert total(series, "lora_requests_info", max_lora="0") > 0
+
+
+async def test_what_requests_took_is_counted_at_the_replica_that_ran_them(two):
+    for text in ("one", "two", "three"):
+        await two.first.generation.Generate(generate_request(text))
+    series = await series_of(two.first)
+    for name in HISTOGRAMS:
+        assert total(series, f"{name}_count") == (21 if name == "inter_token_latency_seconds" else 3), name
+    assert total(series, "generation_tokens_total") == 24
+    assert total(series, "request_generation_tokens_sum") == 24
+    assert total(series, "request_success_total", finished_reason="length") == 3
+    assert total(series, "prompt_tokens_total") == total(series, "request_prompt_tokens_sum")
+    sources = [
+        total(series, "prompt_tokens_by_source_total", source=each) for each in ("local_compute", "local_cache_hit")
+    ]
+    assert sum(sources) == total(series, "prompt_tokens_total")
+    assert not total(await series_of(two.second), "generation_tokens_total")
+
+
+async def test_each_gateway_reports_what_runs_of_its_own_requests(two):
+    """So the sum over gateways is right, as it is over vLLM's servers."""
+    two.stand_still()
+    calls = [gateway.generation.GenerateStream(stream_request()) for gateway in (two.first, two.first, two.second)]
+    readers = [asyncio.create_task(call.read()) for call in calls]
+
+    async def running() -> list[float]:
+        return [total(await series_of(gateway), "num_requests_running") for gateway in two.both]
+
+    async def are_running() -> bool:
+        return await running() == [2, 1]
+
+    await until(are_running)
+    series = await series_of(two.first)
+    assert 0 < total(series, "kv_cache_usage_perc") < 2
+    assert total(series, "num_requests_waiting") == 0
+    for call, reader in zip(calls, readers, strict=True):
+        call.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await reader

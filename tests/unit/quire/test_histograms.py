@@ -1,0 +1,60 @@
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import HistogramMetricFamily
+
+from quire.histograms import OTHER_TENANTS, Distribution, TenantLabels
+
+
+def samples_of(distribution: Distribution) -> dict[tuple[str, str | None], float]:
+    family = HistogramMetricFamily("x", "X.")
+    distribution.put_into(family)
+    return {(sample.name, sample.labels.get("le")): sample.value for sample in family.samples}
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_distribution_is_the_histogram_of_prometheus_client(together):
+    bounds, values = (0.1, 0.5, 2.0), [0.05, 0.1, 0.100001, 0.5, 1.9, 2.0, 2.1, 700.0]
+    registry = CollectorRegistry()
+    histogram, distribution = Histogram("x", "X.", buckets=bounds, registry=registry), Distribution(bounds)
+    for value in values:
+        histogram.observe(value)
+        if not together:
+            distribution.add(value)
+    if together:
+        distribution.add_all(values)
+    (family,) = registry.collect()
+    theirs = {
+        (sample.name, sample.labels.get("le")): sample.value
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+    assert samples_of(distribution) == pytest.approx(theirs)
+    assert distribution.count == len(values)
+
+
+def test_values_that_stand_for_several_observations_count_as_often():
+    distribution = Distribution((1.0,))
+    distribution.add_all([0.5, 3.0], [4, 2])
+    distribution.add(0.5, times=3)
+    assert (distribution.count, distribution.sum) == (9, 0.5 * 7 + 3.0 * 2)
+    assert samples_of(distribution)["x_bucket", "1.0"] == 7
+
+
+def test_no_values_change_nothing():
+    distribution = Distribution((1.0,))
+    distribution.add_all(np.array([]))
+    assert (distribution.count, distribution.sum) == (0, 0.0)
+
+
+def test_distributions_add_up_and_stay_as_they_are():
+    one, two = Distribution((1.0, 2.0)), Distribution((1.0, 2.0))
+    one.add(0.5)
+    two.add(1.5)
+    total = Distribution.total((1.0, 2.0), [one, two])
+    assert (total.count, total.sum, one.count) == (2, 2.0, 1)
+
+
+def test_tenants_beyond_the_first_ones_share_a_label():
+    labels = TenantLabels(2)
+    assert [labels.of(tenant) for tenant in ("a", "b", "c", "a", "d")] == ["a", "b", OTHER_TENANTS, "a", OTHER_TENANTS]
