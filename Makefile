@@ -24,10 +24,11 @@ TRITON_CLIENT_INSTALLED := $(TRITON_CLIENT)/.quire-installed
 PROTOS := $(shell find protos -name '*.proto')
 CPU_KERNELS := $(wildcard kernels/cpu/*/*.cpp kernels/cpu/*/*.h kernels/cpu/CMakeLists.txt)
 
-CHECKS := check-format check-lint check-types check-imports check-protos check-api-docs check-compose check-kubernetes
+CHECKS := check-format check-lint check-types check-imports check-protos check-api-docs check-site check-compose \
+	check-kubernetes
 
 .PHONY: help setup protos serve test test-all test-long test-sanitizers test-mutation coverage triton-client check
-.PHONY: $(CHECKS) bench paper tiny api-docs clean
+.PHONY: $(CHECKS) bench paper tiny site api-docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -91,6 +92,9 @@ check-protos: setup ## lint of the contracts
 check-api-docs: setup ## docs/api.md is what the protos say
 	$(BIN)/python -m tools.generate_api_docs --check
 
+check-site: setup ## the documentation's site builds; links and headings are there
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/check-site
+
 check-compose: setup ## the compose files are what a compose parser takes
 	$(BIN)/python -m tools.check_compose
 
@@ -105,6 +109,9 @@ paper: setup ## run the paper's evaluation again and write docs/paper, or the fi
 
 tiny: setup ## train the embedded model again
 	$(BIN)/python -m assets.training.train $(ARGS)
+
+site: setup ## build the documentation's site into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 api-docs: setup ## write docs/api.md from the protos
 	$(BIN)/python -m tools.generate_api_docs

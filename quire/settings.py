@@ -36,7 +36,16 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["ConfigurationError", "load_settings", "make_parser", "parse_bytes", "setting", "to_argv"]
+__all__ = [
+    "ConfigurationError",
+    "Option",
+    "flags_of",
+    "load_settings",
+    "make_parser",
+    "parse_bytes",
+    "setting",
+    "to_argv",
+]
 
 T = TypeVar("T")
 
@@ -150,27 +159,32 @@ def to_argv(cls: type, values: Mapping[str, object]) -> list[str]:
 
 def make_parser(cls: type, program: str, *, reads_environ: bool = True) -> argparse.ArgumentParser:
     """The parser of the class's flags, for `--help` and for completion in shells. It checks no values."""
-    options = _options_of(cls)
-    positional = [f" [{_positional_metavar(option)}]" for option in options if option.setting.positional]
+    positional = [f" [{option.metavar}]" for option in _options_of(cls) if option.setting.positional]
     usage = f"{program} [FLAGS]{''.join(positional)}"
     parser = _Parser(prog=program, usage=usage, description=cls.__doc__, allow_abbrev=False, add_help=False)
-    is_common = {option.name for option in options if option.setting.common}
-    first = parser.add_argument_group("The flags that most users need") if is_common else parser
-    for option in options:
-        if option.name in is_common:
-            _add_option(first, option, reads_environ)
-    first.add_argument("-h", "--help", action="help", help="show all flags")
-    rest = [option for option in options if option.name not in is_common]
-    for declared_by, its_options in itertools.groupby(rest, attrgetter("declared_by")):
-        section = parser if declared_by is cls and not is_common else parser.add_argument_group(_heading(declared_by))
-        for option in its_options:
+    parser.add_argument("-h", "--help", action="help", help="show all flags")
+    for heading, options in flags_of(cls):
+        section = parser.add_argument_group(heading) if heading else parser
+        for option in options:
             _add_option(section, option, reads_environ)
     return parser
 
 
+def flags_of(cls: type) -> list[tuple[str, list["Option"]]]:
+    """The flags with the headings of `--help`; the class's own have none, unless others come before them."""
+    common, rest = [], []
+    for option in _options_of(cls):
+        (common if option.setting.common else rest).append(option)
+    groups = [("The flags that most users need", common)] if common else []
+    for declared_by, options in itertools.groupby(rest, attrgetter("declared_by")):
+        heading = "" if declared_by is cls and not common else _heading(declared_by)
+        groups.append((heading, list(options)))
+    return groups
+
+
 @dataclass(frozen=True, slots=True)
-class _Option:
-    """One field of a settings class, as the command line and the environment know it."""
+class Option:
+    """One field of a settings class, as the command line, the environment and configuration files know it."""
 
     declared_by: type
     name: str
@@ -191,6 +205,22 @@ class _Option:
     def negated_flag(self) -> str:
         """The flag that sets a bool to false."""
         return "--no-" + self.key
+
+    @property
+    def metavar(self) -> str:
+        """How help calls the value."""
+        if self.setting.metavar is None and self.setting.choices is not None:
+            return "{" + ",".join(map(str, self.setting.choices)) + "}"
+        return self.setting.metavar or (self.name if self.setting.positional else self.key.rpartition("-")[2]).upper()
+
+    @property
+    def shown_default(self) -> str:
+        """The default as it would be written after the flag; "none" where there is none."""
+        if self.default is None or self.default == ():
+            return "none"
+        if isinstance(self.default, tuple):
+            return ",".join(map(str, self.default))
+        return str(self.default).lower() if self.is_bool else str(self.default)
 
     def value(self, texts: Sequence[str | list[str]], source: str) -> Any:
         """The value of the flag or the variable `source`; only a tuple's flag can be repeated."""
@@ -223,7 +253,7 @@ class _Option:
             raise ValueError(f"the greatest value is {maximum}")
 
 
-def _options_of(cls: type) -> list[_Option]:
+def _options_of(cls: type) -> list[Option]:
     """The options that the class declares, then those of each base class, without options that were redeclared."""
     hints, fields = get_type_hints(cls), {field.name: field for field in dataclasses.fields(cls)}
     return [
@@ -234,12 +264,12 @@ def _options_of(cls: type) -> list[_Option]:
     ]
 
 
-def _option(declared_by: type, field: dataclasses.Field, hint: Any) -> _Option:
+def _option(declared_by: type, field: dataclasses.Field, hint: Any) -> Option:
     described: _Setting = field.metadata[_METADATA_KEY]
     kind = _without_none(hint)
     flag = field.name if described.positional else described.flag or "--" + field.name.replace("_", "-")
     variable = described.variable or "QUIRE_" + flag.removeprefix("--").replace("-", "_").upper()
-    return _Option(
+    return Option(
         declared_by=declared_by,
         name=field.name,
         flag=flag,
@@ -266,53 +296,36 @@ def _heading(cls: type) -> str:
     return (inspect.getdoc(cls) or cls.__name__).partition("\n")[0].removesuffix(".")
 
 
-def _add_option(section: argparse._ActionsContainer, option: _Option, reads_environ: bool) -> None:
+def _add_option(section: argparse._ActionsContainer, option: Option, reads_environ: bool) -> None:
     """The parser only collects texts, a list for each flag that was given; values are checked afterwards."""
     help_text, absent = _help_of(option, reads_environ), argparse.SUPPRESS
     if option.setting.positional:
-        metavar = _positional_metavar(option)
         nargs, action = ("*", "extend") if option.is_tuple else ("?", "append")
-        section.add_argument(option.name, nargs=nargs, action=action, default=absent, metavar=metavar, help=help_text)
+        section.add_argument(
+            option.name, nargs=nargs, action=action, default=absent, metavar=option.metavar, help=help_text
+        )
     elif option.is_bool:
         for flag, const, text in ((option.flag, "true", help_text), (option.negated_flag, "false", absent)):
             section.add_argument(flag, dest=option.name, action="append_const", const=const, default=absent, help=text)
     else:
-        choices = option.setting.choices
-        metavar = option.setting.metavar or _shown_choices(choices) or option.name.rpartition("_")[2].upper()
         added = section.add_argument(
-            option.flag, dest=option.name, action="append", default=absent, metavar=metavar, help=help_text
+            option.flag, dest=option.name, action="append", default=absent, metavar=option.metavar, help=help_text
         )
-        added.choices = choices
+        added.choices = option.setting.choices
 
 
-def _positional_metavar(option: _Option) -> str:
-    return option.setting.metavar or option.name.upper()
-
-
-def _shown_choices(choices: Sequence[Any] | None) -> str | None:
-    return None if choices is None else "{" + ",".join(map(str, choices)) + "}"
-
-
-def _help_of(option: _Option, reads_environ: bool) -> str:
+def _help_of(option: Option, reads_environ: bool) -> str:
     facts = [option.variable] if option.variable and reads_environ else []
     if not option.setting.positional:
-        facts.append(f"default: {_shown(option.default)}")
+        facts.append(f"default: {option.shown_default}")
     shown = f" [{', '.join(facts)}]" if facts else ""
     return f"{option.setting.help}{shown}".replace("%", "%%")
-
-
-def _shown(default: Any) -> str:
-    if default is None or default == ():
-        return "none"
-    if isinstance(default, tuple):
-        return ",".join(map(str, default))
-    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 # The configuration file.
 
 
-def _read_config(path: Path, options: Sequence[_Option], program: str) -> dict[str, Any]:
+def _read_config(path: Path, options: Sequence[Option], program: str) -> dict[str, Any]:
     """The values of a file; raises ConfigurationError for a key that is no flag of the program."""
     try:
         with path.open("rb") as file:

@@ -62,5 +62,6 @@ def _add(commands: _Commands, name: str, help: str, flags: str | None) -> argpar
     parser = commands.add_parser(name, help=help, parents=parents, add_help=False)
     for action in parser._actions:
         if action.metavar in _FILES:
-            setattr(action, "complete", _FILES[action.metavar])  # noqa: B010 -- shtab reads it; argparse has no such field
+            # shtab reads this field, which argparse does not have.
+            setattr(action, "complete", _FILES[action.metavar])  # noqa: B010
     return parser

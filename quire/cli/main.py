@@ -25,12 +25,14 @@ class Command:
         help: One line.
         flags: The classes of its flags, as MODULE:CLASS, by the name of the command below it, "" for the command's own.
         function: Takes the arguments and returns the exit status.
+        reads_environ: Whether its flags have environment variables.
     """
 
     module: str
     help: str
     flags: Mapping[str, str]
     function: str = "main"
+    reads_environ: bool = True
 
     @classmethod
     def of(cls, module: str, flags: str, help: str, function: str = "main") -> Self:
@@ -57,6 +59,7 @@ COMMANDS = {
         "quire.cli.keys",
         "add, list and revoke the API keys of a gateway",
         {name: f"quire.cli.keys:{name.title()}Flags" for name in ("add", "list", "revoke")},
+        reads_environ=False,
     ),
     "certs": Command.of("quire.cli.certs", "CertsFlags", "make or renew certificates for TLS between all services"),
     "bench": Command(

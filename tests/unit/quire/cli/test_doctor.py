@@ -2,6 +2,7 @@
 
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ def worker_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker_svc.examination.examine_device", lambda: iter([Finding("torch", Verdict.OK, "9.9")]))
 
 
-def find(part: str, **flags: object) -> Finding:
-    (finding,) = [each for each in examine(DoctorFlags(**flags)) if each.part == part]  # pyright: ignore[reportArgumentType]
+def find(part: str, **flags: int) -> Finding:
+    (finding,) = [each for each in examine(replace(DoctorFlags(), **flags)) if each.part == part]
     return finding
 
 
