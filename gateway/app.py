@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 import grpc.aio
@@ -104,7 +105,9 @@ class Gateway:
         tls = _Tls.of(settings)
         ledger = Ledger(max_chunk_tokens=settings.max_chunk_tokens)
         tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
-        generator = _make_generator(settings, gateway_id, ledger, metrics, tls, tracer)
+        # In a thread, since a model of a hub may have to be downloaded, and a signal ends that, too.
+        path = await asyncio.to_thread(resolve_model, settings.model, with_weights=False)
+        generator = _make_generator(settings, path, gateway_id, ledger, metrics, tls, tracer)
         authenticator = _make_authenticator(settings, metrics)
         kserve = KServeServicer(generator)
         app = make_http_app(generator, kserve, metrics, authenticator, settings, started_at_s=int(time.time()))
@@ -261,6 +264,7 @@ class _Tls:
 
 def _make_generator(
     settings: GatewaySettings,
+    path: Path,
     gateway_id: str,
     ledger: Ledger,
     metrics: GatewayMetrics,
@@ -269,7 +273,7 @@ def _make_generator(
 ) -> Generator:
     executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="text")
     model = ServedModel.open(
-        resolve_model(settings.model),
+        path,
         settings.served_model_name,
         executor,
         tool_format=settings.tool_call_parser,

@@ -52,7 +52,7 @@ class ServedModel:
         """
         directory = ModelDirectory.open(path)
         name = name or directory.name
-        tokenizer = Tokenizer.open(directory.tokenizer_file(), executor, directory.tokenizer_config)
+        tokenizer = Tokenizer.open(directory, executor)
         texts = special_token_texts(directory.tokenizer_config)
         template, tool_template = (
             None if source is None else ChatTemplate(source, texts)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from quire.common.v1 import common_pb2
+from quire.gguf_header import SUFFIX as GGUF_SUFFIX
+from quire.gguf_header import GgufHeader
 from quire.model_directory import ModelDirectory, weight_files
 from quire.rpc.errors import FailedPrecondition
 from quire.settings import ConfigurationError
@@ -118,8 +120,8 @@ def check_model(ours: ModelFingerprint, theirs: ModelFingerprint, *, us: str, th
 
 def _tokenizer_digest(directory: ModelDirectory) -> str:
     try:
-        tokenizer = directory.tokenizer_file().read_bytes()
-    except (ConfigurationError, OSError):
+        tokenizer = directory.tokenizer_json()
+    except ConfigurationError:
         return ""
     return _digest([tokenizer, _canonical(directory.tokenizer_config, _WITHOUT_EFFECT | _OF_TEMPLATES)])
 
@@ -149,7 +151,11 @@ class _StoredTensor:
 
 
 def _tensors_of(file: Path) -> Iterator[_StoredTensor]:
-    """From the header of a safetensors file: its length in 8 bytes, then JSON."""
+    """From the header of a GGUF file, or of a safetensors file: its length in 8 bytes, then JSON."""
+    if file.suffix == GGUF_SUFFIX:
+        for tensor, end in GgufHeader.read(file).sized():
+            yield _StoredTensor(tensor.name, str(tensor.ggml_type), str(list(tensor.shape)), file, tensor.start, end)
+        return
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length)) if length <= _MAX_HEADER_BYTES else None

@@ -1,4 +1,4 @@
-"""A model as transformers writes it to a directory, read without torch."""
+"""A model as transformers writes it to a directory, or in one GGUF file; read without torch."""
 
 import json
 import re
@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from quire.gguf_header import SUFFIX as GGUF_SUFFIX
+from quire.gguf_model import describe
+from quire.progress import Report, no_report
 from quire.settings import ConfigurationError
 
 SUPPORTED_ARCHITECTURES = (
@@ -26,11 +29,16 @@ _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 
 _EXPECTED = (
-    "--model takes a directory as transformers saves it (config.json, tokenizer.json, *.safetensors), or "
-    f"{EMBEDDED_MODEL}, the embedded model and the default"
+    "--model takes a directory as transformers saves it (config.json, tokenizer.json, *.safetensors), a GGUF file, a "
+    f"model of the Hugging Face Hub as ORG/NAME or ORG/NAME@REVISION, or {EMBEDDED_MODEL}, the embedded model and the "
+    "default"
 )
-# A name on the Hugging Face Hub: owner/name.
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_HUB_NAME = re.compile(
+    r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(?P<file>/[\w./-]+\.gguf)?(?:@(?P<revision>\w[\w./-]*))?", re.ASCII
+)
+
+# How the hub's cache names the folder of a model, before its name with "--" for "/".
+_CACHED = "models--"
 
 _SPECIAL_TOKEN_NAMES = ("_token", "additional_special_tokens", "extra_special_tokens")
 
@@ -41,10 +49,10 @@ _ASSETS = (_PACKAGE / "assets", _PACKAGE.parent / "assets")
 
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
-    """The contents of the JSON files of a model directory.
+    """The contents of the JSON files of a model directory, or what a GGUF file has in their place.
 
     Attributes:
-        path: The directory.
+        path: The directory, or the GGUF file.
         config: config.json.
         generation_config: generation_config.json, empty where there is none.
         tokenizer_config: tokenizer_config.json, empty where there is none, with what special_tokens_map.json and
@@ -63,11 +71,14 @@ class ModelDirectory:
     chat_template: str | None = field(repr=False)
     tool_chat_template: str | None = field(repr=False)
     eos_token_ids: tuple[int, ...]
+    _own_tokenizer: bytes | None = field(default=None, repr=False)
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
         """Reads the directory; ConfigurationError, one line, when something is missing, broken or not supported."""
         path = Path(path)
+        if _is_gguf(path):
+            return cls._of_gguf(path)
         if not path.is_dir():
             raise _not_a_directory(path)
         config = _read_json(path / "config.json")
@@ -87,58 +98,132 @@ class ModelDirectory:
             eos_token_ids=_eos_token_ids(path, config, generation_config),
         )
 
+    @classmethod
+    def _of_gguf(cls, path: Path) -> Self:
+        described = describe(path)
+        return cls(
+            path=path,
+            architecture=_architecture(path, described.config),
+            config=described.config,
+            generation_config={},
+            tokenizer_config=described.tokenizer_config,
+            chat_template=described.chat_templates.get("default"),
+            tool_chat_template=described.chat_templates.get("tool_use"),
+            eos_token_ids=described.eos_token_ids,
+            _own_tokenizer=described.tokenizer,
+        )
+
     @property
     def name(self) -> str:
-        """The directory's own name, under which the model is served by default."""
-        return self.path.resolve().name
+        """The name under which the model is served by default: that of the directory or of the file, or ORG/NAME of a
+        snapshot in the cache of the hub, models--ORG--NAME/snapshots/COMMIT."""
+        path = self.path.absolute()
+        if self._own_tokenizer is not None:
+            return path.stem
+        if path.parent.name == "snapshots" and path.parent.parent.name.startswith(_CACHED):
+            return path.parent.parent.name.removeprefix(_CACHED).replace("--", "/", 1)
+        return path.resolve().name
 
     @property
     def generation_defaults(self) -> dict[str, Any]:
         """The values of generation_config.json that are set (not null)."""
         return {key: value for key, value in self.generation_config.items() if value is not None}
 
-    def tokenizer_file(self) -> Path:
-        """The path of the tokenizer; ConfigurationError if there is none."""
+    def tokenizer_json(self) -> bytes:
+        """The content of tokenizer.json; ConfigurationError if there is none."""
+        if self._own_tokenizer is not None:
+            return self._own_tokenizer
         file = self.path / "tokenizer.json"
-        if not file.is_file():
-            raise ConfigurationError(f"model directory {self.path} has no {file.name}")
-        return file
+        try:
+            return file.read_bytes()
+        except FileNotFoundError:
+            raise ConfigurationError(f"model directory {self.path} has no {file.name}") from None
+        except OSError as error:
+            raise ConfigurationError(f"cannot read {file}: {error.strerror}") from error
 
 
-def resolve_model(name_or_path: str | Path | None) -> Path:
-    """The directory of a model: a path, or the name of the embedded model. None stands for the embedded model.
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A model of a hub: ORG/NAME, ORG/NAME@REVISION, or a GGUF file of it as ORG/NAME/FILE.gguf, with a revision too.
+
+    Attributes:
+        revision: A branch, a tag or a commit; without one it is the main branch.
+    """
+
+    repository: str
+    revision: str | None = None
+    file: str | None = None
+
+    def __str__(self) -> str:
+        revision = "" if self.revision is None else f"@{self.revision}"
+        return f"{self.repository}{'' if self.file is None else f'/{self.file}'}{revision}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """None where the text has another form. ORG/NAME.gguf is a file, not a repository."""
+        match = _HUB_NAME.fullmatch(text)
+        if match is None or match["repository"].endswith(GGUF_SUFFIX):
+            return None
+        return cls(match["repository"], match["revision"], match["file"] and match["file"].removeprefix("/"))
+
+
+def hub_name(name_or_path: str | None) -> HubName | None:
+    """The model of a hub that `--model` names; None where it is a path or the embedded model.
+
+    What exists here is a path. What begins with ".", "/" or "~", or has no slash, is a path in any case.
+    """
+    if name_or_path is None or name_or_path == EMBEDDED_MODEL or Path(name_or_path).expanduser().exists():
+        return None
+    return HubName.parse(name_or_path)
+
+
+def resolve_model(name_or_path: str | Path | None, *, with_weights: bool = True, report: Report = no_report) -> Path:
+    """The directory of a model: a path, or the name of the embedded model, or the snapshot in the cache of the hub that
+    ORG/NAME names, which is downloaded where it is not there. None stands for the embedded model.
+
+    Args:
+        with_weights: Whether a download includes the weights; without them it has all that a gateway reads.
+        report: Is told how far a download is.
 
     Raises:
-        ConfigurationError: there is no such directory.
+        ConfigurationError: there is no such directory, or no way to have the model.
     """
     if name_or_path is None or (str(name_or_path) == EMBEDDED_MODEL and not Path(name_or_path).is_dir()):
         return _embedded_model()
+    if isinstance(name_or_path, str) and (name := hub_name(name_or_path)) is not None:
+        # Imported here because it takes a while, and only models of a hub need it.
+        from quire.hub import Parts, pull
+
+        return pull(name, Parts.ALL if with_weights else Parts.WITHOUT_WEIGHTS, report)
     path = Path(name_or_path).expanduser()
-    if not path.is_dir():
+    if not (path.is_dir() or _is_gguf(path)):
         raise _not_a_directory(path)
     return path
 
 
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == GGUF_SUFFIX and path.is_file()
+
+
 def _not_a_directory(path: Path) -> ConfigurationError:
     problem = "is a file" if path.exists() else "does not exist"
-    hint = ""
-    if not path.exists() and _HUB_ID.fullmatch(str(path)):
-        hint = f'; models are not downloaded: "hf download {path} --local-dir DIR", then --model DIR'
-    return ConfigurationError(f"model directory {path} {problem}; {_EXPECTED}{hint}")
+    return ConfigurationError(f"model directory {path} {problem}; {_EXPECTED}")
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """The safetensors files of a model: the single one where it is there, else those of the index, sorted by name.
+    """The files with the weights of a model: the GGUF file that it is, the single safetensors file where it is there,
+    else those of the index, sorted by name.
 
     Raises:
         ConfigurationError: there is neither, the index is malformed, or names a file that is missing or elsewhere.
     """
+    if _is_gguf(directory):
+        return (directory,)
     single, index = directory / _SINGLE_FILE, directory / _INDEX_FILE
     if single.is_file():
         return (single,)
-    content = _read_json(index)
-    if content is not None:
-        return _files_of_index(index, content)
+    if index.is_file():
+        return _files_of_index(index)
     pickled = sorted(directory.glob("pytorch_model*.bin"))
     if pickled:
         raise ConfigurationError(
@@ -148,14 +233,21 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
     raise ConfigurationError(f"{directory}: neither {_SINGLE_FILE} nor {_INDEX_FILE} is there")
 
 
-def _files_of_index(index: Path, content: dict[str, Any]) -> tuple[Path, ...]:
-    weight_map = content.get("weight_map")
+def shard_names(index: Path) -> list[str]:
+    """The names of the files that an index lists, sorted. ConfigurationError where it is malformed."""
+    weight_map = (_read_json(index) or {}).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ConfigurationError(f"{index}: weight_map is {weight_map!r:.80}; it must be an object of file names")
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if Path(name).name != name:
             raise ConfigurationError(f"{index}: shard {name!r} is not a plain file name")
+    return names
+
+
+def _files_of_index(index: Path) -> tuple[Path, ...]:
+    names = shard_names(index)
+    for name in names:
         if not (index.parent / name).is_file():
             raise ConfigurationError(f"{index}: shard {name} is missing")
     return tuple(index.parent / name for name in names)

@@ -46,7 +46,13 @@ class ServiceFlags:
 class ModelFlags(ServiceFlags):
     """The model."""
 
-    model: str | None = setting(None, "model directory; none is the embedded model", metavar="DIR", common=True)
+    model: str | None = setting(
+        None,
+        "model directory, or ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub where no such path exists; none is "
+        "the embedded model",
+        metavar="DIR|ORG/NAME",
+        common=True,
+    )
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ _logger = logging.getLogger(__name__)
 
 
 async def serve(settings: WorkerSettings) -> None:
-    """Serves until it is cancelled, or the device hangs, which ends the process. Listens from the start; health says
-    SERVING when the model is loaded.
+    """Serves until it is cancelled, or the device hangs, which ends the process. Listens from the start, and tells
+    how far the model is loaded; health says SERVING when it is.
 
     Raises:
         ConfigurationError: an address is in use, or the model, the device or the memory is not available.
@@ -42,7 +42,8 @@ async def serve(settings: WorkerSettings) -> None:
             metrics_server = MetricsServer.start(
                 settings.metrics_host, settings.metrics_port, metrics.registry, operators
             )
-        worker = await asyncio.wrap_future(device_loop.call(lambda: build_worker(settings, device_loop, stopping)))
+        loading = device_loop.call(lambda: build_worker(settings, device_loop, stopping, servicer.report_loading))
+        worker = await asyncio.wrap_future(loading)
         metrics.describe(worker.info, worker.busy_ms)
         servicer.open(worker)
         server.set_serving(True)

@@ -19,6 +19,7 @@ from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.constraints.matcher import Vocabulary
 from quire.model_directory import ModelDirectory, resolve_model
 from quire.processors import available_memory, num_processors
+from quire.progress import PROFILING, READING, RECORDING, WARMING_UP, LoadProgress, Report, no_report
 from quire.rpc.address import is_local
 from quire.settings import ConfigurationError
 from worker_svc.device.device_loop import DeviceLoop
@@ -68,10 +69,16 @@ _NO_MOVES = CacheOperations(_NO_PAIRS, _NO_PAIRS, _NO_PAIRS)
 _logger = logging.getLogger(__name__)
 
 
-def build_worker(settings: WorkerSettings, device_loop: DeviceLoop, stopping: threading.Event | None = None) -> Worker:
+def build_worker(
+    settings: WorkerSettings,
+    device_loop: DeviceLoop,
+    stopping: threading.Event | None = None,
+    report: Report = no_report,
+) -> Worker:
     """Loads the model, sizes and allocates the pool, and runs the first steps. To be called in the device thread.
 
     Args:
+        report: is told how far that is.
         stopping: set when this process is told to stop; then the end of another rank is no reason to leave.
 
     Raises:
@@ -81,7 +88,8 @@ def build_worker(settings: WorkerSettings, device_loop: DeviceLoop, stopping: th
     # torch counts the processors of the machine and ignores the limits of a container.
     torch.set_num_threads(settings.num_threads or min(torch.get_num_threads(), num_processors()))
     ranks = rendezvous(settings, device, stopping or threading.Event())
-    directory = ModelDirectory.open(resolve_model(settings.model))
+    report = LoggedProgress(report)
+    directory = ModelDirectory.open(resolve_model(settings.model, report=report))
     dtype = resolve_dtype(directory.config, settings.dtype, device)
     _logger.info("loading %s from %s in %s on %s", directory.architecture, directory.path, dtype, device)
     try:
@@ -90,13 +98,13 @@ def build_worker(settings: WorkerSettings, device_loop: DeviceLoop, stopping: th
             device=device,
             dtype=dtype,
             ranks=ranks,
-            progress=LoadingProgress(),
+            progress=lambda done, total: report(LoadProgress(READING, done, total)),
             model_impl=settings.model_impl,
             quantization=Quantization(settings.quantization),
         )
         _release_freed_memory()
         templates = TemplateCache(partial(Vocabulary.of_model, directory, model.vocab_size))
-        worker = make_worker(model, settings, device_loop, ModelFingerprint.read(directory), templates)
+        worker = make_worker(model, settings, device_loop, ModelFingerprint.read(directory), templates, report)
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
             f"the model and a step of {settings.max_num_batched_tokens} tokens do not fit on {device}; "
@@ -113,6 +121,7 @@ def make_worker(
     device_loop: DeviceLoop,
     fingerprint: ModelFingerprint = UNKNOWN_MODEL,
     templates: TemplateCache | None = None,
+    report: Report = no_report,
 ) -> Worker:
     """The worker of a loaded model; without `templates` no row has a constraint.
 
@@ -127,6 +136,7 @@ def make_worker(
         check_cuda_graphs(model)
     geometry = model_geometry(model, settings.max_model_len)
     limits = WorkerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, MAX_STEPS_IN_FLIGHT, MAX_LOGPROBS)
+    report(LoadProgress(PROFILING))
     pool = _make_pool(model, geometry, limits, settings)
     # The masks of a step are made while a GPU runs the model, or beside it on the same processors.
     on_host = model.device.type == "cpu"
@@ -136,7 +146,9 @@ def make_worker(
         matchers = RowMatchers(templates, num_threads=num_threads, host_width=host_width)
     runner = ModelRunner(model, pool, geometry, limits, matchers=matchers)
     if with_graphs:
+        report(LoadProgress(RECORDING))
         record_cuda_graphs(runner, model.device)
+    report(LoadProgress(WARMING_UP))
     warm_up(runner, pool.geometry, geometry.max_model_len, limits)
     # The tokens of a whole step, and a partly filled block for each of its sequences.
     pool.populate(-(-limits.max_num_batched_tokens // settings.block_size) + limits.max_num_rows)
@@ -240,18 +252,21 @@ def requested_pool_dtype(name: str, model: CausalLM) -> torch.dtype:
     return torch.int8
 
 
-class LoadingProgress:
-    """Logs the progress of loading, every few seconds and at the end."""
+class LoggedProgress:
+    """A report that also logs: each phase, and the bytes of a phase every few seconds and at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, report: Report) -> None:
+        self._report = report
         self._last = time.monotonic()
+        self._phase = ""
 
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def __call__(self, progress: LoadProgress) -> None:
+        self._report(progress)
         now = time.monotonic()
-        if done < total and now - self._last < _PROGRESS_INTERVAL_S:
-            return
-        self._last = now
-        _logger.info("%s: %.0f of %.0f MiB", what, done / 2**20, total / 2**20)
+        is_new, is_done = progress.phase != self._phase, progress.percent == 100
+        if is_new or is_done or now - self._last >= _PROGRESS_INTERVAL_S:
+            self._last, self._phase = now, progress.phase
+            _logger.info("loading: %s", progress)
 
 
 def is_lost(device: torch.device) -> bool:

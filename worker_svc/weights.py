@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from quire.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.model_directory import weight_files
 from quire.settings import ConfigurationError
+from worker_svc.gguf_weights import gguf_weights
 from worker_svc.parallel.ranks import ALONE, Ranks
 
 # Bytes of an element by its name in a safetensors header.
@@ -33,16 +36,40 @@ class TensorSpec:
 
 TensorReader = Callable[[TensorSpec], torch.Tensor]
 
-Progress = Callable[[str, int, int], None]
-"""Called after each tensor with (what is loading, bytes done, total bytes)."""
+Progress = Callable[[int, int], None]
+"""Called after each tensor with the bytes that were read, and with those of all tensors."""
+
+
+class StoredTensor(Protocol):
+    """A tensor in a file. `read` may return a view of the file, so copy it to keep it."""
+
+    @property
+    def file(self) -> Path: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def read(self) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
-class _StoredTensor:
+class _SafeTensor:
     file: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def read(self) -> torch.Tensor:
+        with safe_open(self.file, framework="pt") as file:
+            return file.get_tensor(self.name)
 
 
 class Checkpoint:
@@ -53,7 +80,7 @@ class Checkpoint:
         base_prefix: for example "model."; a file saved from the base model alone lacks it.
     """
 
-    def __init__(self, directory: Path, tensors: Mapping[str, _StoredTensor], base_prefix: str) -> None:
+    def __init__(self, directory: Path, tensors: Mapping[str, StoredTensor], base_prefix: str) -> None:
         self._directory = directory
         self._tensors = tensors
         self._base_prefix = base_prefix
@@ -65,9 +92,9 @@ class Checkpoint:
         Raises:
             ConfigurationError: no safetensors here, a shard that the index names is missing, a damaged file.
         """
-        tensors: dict[str, _StoredTensor] = {}
+        tensors: dict[str, StoredTensor] = {}
         for file in weight_files(directory):
-            tensors.update(_read_header(file))
+            tensors.update(gguf_weights(file) if file.suffix == GGUF_SUFFIX else _read_header(file))
         return cls(directory, tensors, base_prefix)
 
     def has(self, name: str) -> bool:
@@ -88,7 +115,7 @@ class Checkpoint:
                     f"{stored.file}: tensor {stored.name} has shape {list(stored.shape)}; "
                     f"config.json asks for {list(spec.shape)}"
                 )
-            if stored.dtype not in DTYPE_BYTES:
+            if isinstance(stored, _SafeTensor) and stored.dtype not in DTYPE_BYTES:
                 raise ConfigurationError(
                     f"{stored.file}: tensor {stored.name} has dtype {stored.dtype}; "
                     f"supported are {', '.join(DTYPE_BYTES)}"
@@ -96,32 +123,32 @@ class Checkpoint:
 
     def num_bytes(self, spec: TensorSpec) -> int:
         """Size in the file; `check` has passed."""
-        return math.prod(spec.shape) * DTYPE_BYTES[self._find(spec.name).dtype]
+        return self._find(spec.name).num_bytes
 
     def read(self, spec: TensorSpec) -> torch.Tensor:
-        """The tensor on the CPU, in the file's dtype. It may be a view of the file, so copy it to keep it."""
-        stored = self._find(spec.name)
-        with safe_open(stored.file, framework="pt") as file:
-            return file.get_tensor(stored.name)
+        """The tensor on the CPU, in the file's dtype, or float32 where that is quantized. It may be a view of the file,
+        so copy it to keep it."""
+        return self._find(spec.name).read()
 
-    def _stored(self, name: str) -> _StoredTensor | None:
+    def _stored(self, name: str) -> StoredTensor | None:
         return self._tensors.get(name) or self._tensors.get(name.removeprefix(self._base_prefix))
 
-    def _find(self, name: str) -> _StoredTensor:
+    def _find(self, name: str) -> StoredTensor:
         stored = self._stored(name)
         if stored is None:
-            raise ConfigurationError(f"{self._directory}: tensor {name} is missing from the safetensors files")
+            place = " from the safetensors files" if self._directory.is_dir() else ""
+            raise ConfigurationError(f"{self._directory}: tensor {name} is missing{place}")
         return stored
 
 
-def _read_header(file: Path) -> dict[str, _StoredTensor]:
+def _read_header(file: Path) -> dict[str, _SafeTensor]:
     """Name to description of each tensor. Opening checks that the file is as long as its header says."""
-    tensors: dict[str, _StoredTensor] = {}
+    tensors: dict[str, _SafeTensor] = {}
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 entry = opened.get_slice(name)
-                tensors[name] = _StoredTensor(file, name, entry.get_dtype(), tuple(entry.get_shape()))
+                tensors[name] = _SafeTensor(file, name, entry.get_dtype(), tuple(entry.get_shape()))
     except (SafetensorError, OSError) as error:
         raise ConfigurationError(f"{file}: damaged or truncated safetensors file: {error}") from error
     return tensors

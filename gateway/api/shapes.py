@@ -389,11 +389,22 @@ class Health(_Shape):
     status: Literal["ok"]
 
 
+class ReplicaLoading(_Shape):
+    """How far the workers of a scheduler are with loading their model."""
+
+    scheduler: str
+    phase: str
+    done_bytes: int
+    total_bytes: int
+    percent: int | None
+
+
 class GatewayReadiness(_Shape):
-    """`reason` is why no request would run."""
+    """`reason` is why no request would run, `loading` the replicas whose models are being loaded."""
 
     status: str
     reason: str = ""
+    loading: list[ReplicaLoading] = []
 
 
 class GatewayVersion(_Shape):

@@ -24,6 +24,7 @@ from quire import compatibility
 from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
+from quire.progress import LoadProgress
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import FailedPrecondition, QuireError, Unavailable, from_rpc_error, invalid_field
 from quire.rpc.tls import TlsIdentity
@@ -98,6 +99,7 @@ class SchedulerLink:
         is_connected: Whether a stream is open.
         is_ready: Whether, in addition, the scheduler has its worker and runs steps.
         problem: Why no stream is open; None before the first attempt, and while one is open.
+        loading: How far the workers of the scheduler are with loading their model; None where it does not say.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class SchedulerLink:
         self.is_connected = False
         self.is_ready = False
         self.problem: str | None = None
+        self.loading: LoadProgress | None = None
         # The stub for unary calls, which end with the stream; None while no stream is open.
         self._stub: scheduler_pb2_grpc.SchedulerServiceStub | None = None
         hello = scheduler_pb2.Hello(
@@ -196,11 +199,13 @@ class SchedulerLink:
         while True:
             started_at = clock()
             is_refused = False
+            loading = None
             try:
                 await self._run_stream()
                 problem = "the scheduler ended the stream"
             except (QuireError, SchedulerRefusedError, TokenGapError, ConfigurationError) as error:
                 problem = str(error)
+                loading = LoadProgress.of_metadata(error.metadata) if isinstance(error, QuireError) else None
                 is_refused = isinstance(error, FailedPrecondition | SchedulerRefusedError)
             except Exception as error:
                 # An unforeseen error must not end the other streams, and the next stream may work.
@@ -211,11 +216,13 @@ class SchedulerLink:
                 was_connected = self.is_connected
                 if was_connected:
                     self._disconnect()
-            if was_connected or problem != last_problem:
+            # Not each byte that a worker has read.
+            kind = problem if loading is None else loading.phase
+            if was_connected or kind != last_problem:
                 # Before the first connection a scheduler may not have started yet.
                 level = logging.INFO if self.welcome is None and not is_refused else logging.WARNING
                 _logger.log(level, "scheduler %s: %s; connecting again", self.address, problem)
-            self.problem = last_problem = problem
+            self.problem, self.loading, last_problem = problem, loading, kind
             if was_connected and clock() - started_at >= _STABLE_AFTER_S:
                 backoff.reset()
             await asyncio.sleep(backoff.next_delay_s())
@@ -265,7 +272,7 @@ class SchedulerLink:
         self._outbox_is_empty.set()
         self.is_connected = True
         self.is_ready = True
-        self.problem = None
+        self.problem = self.loading = None
         self.welcome = welcome
         self._grant(_MESSAGES_AHEAD, num_taken=0)
         self._listener.on_connected(self)
@@ -312,8 +319,10 @@ class SchedulerLink:
                     if num_taken % _MESSAGES_OF_CREDIT == 0:
                         self._grant(_MESSAGES_OF_CREDIT, num_taken)
                 case "state":
-                    if message.state.ready != self.is_ready:
-                        self.is_ready = message.state.ready
+                    state = message.state
+                    self.loading = LoadProgress.of(state.loading) if state.HasField("loading") else None
+                    if state.ready != self.is_ready:
+                        self.is_ready = state.ready
                         self._listener.on_readiness(self)
                 case _:
                     """Added by a later version, or a second welcome."""

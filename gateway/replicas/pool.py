@@ -160,8 +160,7 @@ class Replicas:
                 async with asyncio.timeout(patience_s):
                     await self._some_connected.wait()
             except TimeoutError:
-                message = f"no scheduler was reached within {patience_s:g} s, nor before"
-                raise Unavailable(message, reason="NO_SCHEDULER") from None
+                raise self._nobody(f"no scheduler was reached within {patience_s:g} s, nor before") from None
         return self.welcomes
 
     def place(self, live: LiveRequest) -> None:
@@ -427,8 +426,15 @@ class Replicas:
             self._set_timer(live, self._connect_timeout_s, self._give_up)
 
     def _give_up(self, live: LiveRequest) -> None:
-        message = f"no scheduler could be reached for {self._connect_timeout_s:g} s"
-        live.fail(Unavailable(message, reason="NO_SCHEDULER"))
+        live.fail(self._nobody(f"no scheduler could be reached for {self._connect_timeout_s:g} s"))
+
+    def _nobody(self, message: str) -> Unavailable:
+        """The error where no scheduler is connected; it says how far the first one is whose workers load."""
+        loading = next((link.loading for link in self.links.values() if link.loading is not None), None)
+        if loading is None:
+            return Unavailable(message, reason="NO_SCHEDULER")
+        message = f"{message}; the model is being loaded: {loading}"
+        return Unavailable(message, reason="NO_SCHEDULER", metadata=loading.metadata())
 
     def _set_timer(self, live: LiveRequest, delay_s: float, action: Callable[[LiveRequest], None]) -> None:
         """Calls `action` with the request after that time, in place of an earlier timer."""

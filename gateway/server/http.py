@@ -1,6 +1,7 @@
 """The HTTP application: its routes, what stands before all of them, and the paths of load balancers, supervisors and
 Prometheus."""
 
+import dataclasses
 import ipaddress
 from collections.abc import Callable, Collection, Sequence
 from http import HTTPStatus
@@ -241,9 +242,13 @@ def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute
         """A request would run at once."""
         if generator.is_ready:
             return JSONResponse({"status": "ready"})
-        return JSONResponse(
-            {"status": "not ready", "reason": _reason_not_ready(generator)}, HTTPStatus.SERVICE_UNAVAILABLE
-        )
+        replicas = [
+            {"scheduler": address, **dataclasses.asdict(link.loading), "percent": link.loading.percent}
+            for address, link in generator.replicas.links.items()
+            if link.loading is not None
+        ]
+        answer = {"status": "not ready", "reason": _reason_not_ready(generator), "loading": replicas}
+        return JSONResponse(answer, HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def version(request: Request) -> Response:
         """The version of the gateway."""
@@ -266,7 +271,12 @@ def _reason_not_ready(generator: Generator) -> str:
     if generator.is_draining:
         return "draining"
     if generator.replicas.num_connected:
-        return "no scheduler has its worker"
+        loading = [
+            f"{address}: {link.loading}"
+            for address, link in generator.replicas.links.items()
+            if link.loading is not None
+        ]
+        return "; ".join(["no scheduler has its worker", *loading])
     problems = [
         f"{address}: {link.problem}" for address, link in generator.replicas.links.items() if link.problem is not None
     ]

@@ -6,7 +6,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import cached_property
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -14,6 +13,7 @@ import tokenizers
 import tokenizers.models
 
 from gateway.text.detokenizer import CleanedUp, Detokenizer, TextPieces, cleaned_up
+from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 
 # Up to this many characters or tokens (about a millisecond of work) run on the event loop; more run in a thread.
@@ -67,20 +67,21 @@ class Tokenizer:
         self._silent: dict[frozenset[str], _SilentIds] = {frozenset(): self._not_plain_text}
 
     @classmethod
-    def open(cls, path: Path, executor: Executor, config: Mapping[str, Any] = _NO_CONFIG) -> Self:
-        """Reads a tokenizer.json; `executor` runs long work.
+    def open(cls, directory: ModelDirectory, executor: Executor) -> Self:
+        """The tokenizer of a model; `executor` runs long work.
 
-        `config` is the content of tokenizer_config.json. As in transformers, its add_bos_token and add_eos_token have
-        no effect: tokenizer.json defines the tokens around a text.
+        As in transformers, add_bos_token and add_eos_token of tokenizer_config.json have no effect: tokenizer.json
+        defines the tokens around a text.
 
         Raises:
-            ConfigurationError: the file is not a tokenizer, or the configuration has a malformed token.
+            ConfigurationError: the model has no tokenizer, a damaged one, or a malformed token in its configuration.
         """
+        content = directory.tokenizer_json()
         try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
-            raise ConfigurationError(f"{path} is not a tokenizer: {error}") from error
-        return cls(tokenizer, executor, config)
+            raise ConfigurationError(f"{directory.path}: tokenizer.json is not a tokenizer: {error}") from error
+        return cls(tokenizer, executor, directory.tokenizer_config)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`, optionally with the special tokens of the tokenizer's post-processor."""

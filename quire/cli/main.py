@@ -46,6 +46,7 @@ COMMANDS = {
         "serve a model on this machine: all processes",
         {"": "quire.local.settings:ServeSettings"},
     ),
+    "pull": Command.of("quire.cli.pull", "PullFlags", "download a model of the Hugging Face Hub"),
     "gateway": Command("gateway.__main__", "run one gateway", {"": "gateway.settings:GatewaySettings"}),
     "scheduler": Command(
         "scheduler_svc.__main__", "run one scheduler", {"": "scheduler_svc.settings:SchedulerSettings"}

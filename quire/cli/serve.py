@@ -1,14 +1,18 @@
 """`quire serve`: all processes of one machine, until a signal comes."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+from quire.cli.pull import fetch
 from quire.local import LocalServer, ServeSettings, ServiceRefused
 from quire.local.server import report_on_stderr
+from quire.model_directory import hub_name
+from quire.progress import ProgressLine
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS
 from quire.settings import load_settings
 
@@ -23,6 +27,9 @@ def main(argv: Sequence[str]) -> int:
         0 after the first signal, 128 + its number after a second one, 2 when a service refused its configuration.
     """
     settings = load_settings(ServeSettings, argv, os.environ, program=PROGRAM)
+    if (name := hub_name(settings.model)) is not None:
+        # Once for all processes, before any starts: they have the same commit, now and when they start again.
+        settings = dataclasses.replace(settings, model=str(fetch(name)))
     try:
         return asyncio.run(_serve(settings))
     except ServiceRefused as refusal:
@@ -32,7 +39,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _serve(settings: ServeSettings) -> int:
-    server = LocalServer(settings)
+    line = ProgressLine()
+
+    def report(text: str) -> None:
+        line.clear()
+        report_on_stderr(text)
+
+    # In a log, `report` says every few seconds how far the model is.
+    server = LocalServer(
+        settings, report=report, progress=(lambda text: line.show(f"quire: {text}")) if sys.stderr.isatty() else None
+    )
     serving = asyncio.current_task()
     signals: list[int] = []
 
@@ -50,7 +66,8 @@ async def _serve(settings: ServeSettings) -> int:
         async with server:
             with suppress(asyncio.CancelledError):
                 await server.wait_ready()
+                line.clear()
                 print(f"quire: ready grpc={server.grpc_address} http={server.http_address}", flush=True)
                 await server.wait_failed()
-            report_on_stderr("stopping; live requests get time to finish, a second signal ends them")
+            report("stopping; live requests get time to finish, a second signal ends them")
     return 0 if len(signals) < 2 else 128 + signals[-1]

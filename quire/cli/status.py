@@ -89,6 +89,8 @@ def _model_line(model: Model) -> str:
 def _replica_line(replica: Replica) -> str:
     if not replica.connected:
         return f"replica {replica.scheduler_address}: not connected"
+    if replica.loading is not None:
+        return f"replica {replica.scheduler_address}: its worker loads the model: {replica.loading}"
     return (
         f"replica {replica.scheduler_address}: {replica.num_gpu_blocks} blocks of {replica.block_size} tokens, "
         f"{replica.max_num_seqs} sequences and {replica.max_num_batched_tokens} tokens a step"

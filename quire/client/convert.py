@@ -43,6 +43,7 @@ from quire.client.types import (
 )
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
+from quire.progress import LoadProgress
 from quire.rpc.errors import Internal, invalid_field
 
 T = TypeVar("T")
@@ -460,7 +461,7 @@ def from_server_info(message: model_pb2.GetServerInfoResponse) -> ServerInfo:
     return _read(
         ServerInfo,
         message,
-        replicas=tuple(_read(Replica, replica) for replica in message.replicas),
+        replicas=tuple(map(_replica, message.replicas)),
         limits=_read(Limits, message.limits),
     )
 
@@ -473,6 +474,11 @@ def _read(cls: type[T], message: Any, **given: Any) -> T:
     """A dataclass with the fields of a message; `given` has those whose types differ."""
     names = (each.name for each in dataclasses.fields(cast(Any, cls)))
     return cls(**given, **{name: getattr(message, name) for name in names if name not in given})
+
+
+def _replica(message: model_pb2.Replica) -> Replica:
+    loading = LoadProgress.of(message.loading) if message.HasField("loading") else None
+    return _read(Replica, message, loading=loading)
 
 
 def _model(message: model_pb2.Model) -> Model:

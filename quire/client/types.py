@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypedDict
 
+from quire.progress import LoadProgress
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended."""
@@ -355,6 +357,8 @@ class Replica:
     num_host_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    loading: LoadProgress | None
+    """How far a worker that was lost is with loading its model anew."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class Vocabulary:
             ConfigurationError: the directory has no tokenizer.
             ValueError: as the constructor.
         """
-        content = json.loads(directory.tokenizer_file().read_text(encoding="utf-8"))
+        content = json.loads(directory.tokenizer_json())
         content["added_tokens"] = _added_tokens(content, directory.tokenizer_config)
         return cls(content, size, directory.eos_token_ids)
 

@@ -20,8 +20,9 @@ from quire.local.commands import Commands, Programs, child_environ, gateway_name
 from quire.local.process import HangLimits, RestartBackoff, ServiceSpec, SupervisedProcess, print_error, watch
 from quire.local.settings import ServeSettings
 from quire.model_directory import ModelDirectory, resolve_model, weight_files
+from quire.progress import STARTING, LoadProgress
 from quire.rpc.address import ReservedPort, free_port
-from quire.rpc.errors import ResourceExhausted, Unavailable
+from quire.rpc.errors import QuireError, ResourceExhausted, Unavailable
 from quire.rpc.tls import Role, TlsIdentity
 from quire.settings import ConfigurationError
 from quire.tracing import check_installed
@@ -35,6 +36,7 @@ _EXIT_GRACE_S = 5.0
 _ONE_TOKEN = GenerationOptions(max_tokens=1, temperature=0.0)
 _CANARY_RETRY_S = 0.05
 _PROGRESS_EVERY_S = 5.0
+_DRAW_EVERY_S = 0.25
 _PROBE = "quire-serve-probe"
 _DIRECTORY_PREFIX = "quire-"
 _LOCK = "lock"
@@ -66,9 +68,17 @@ class LocalServer:
         *,
         programs: Programs | None = None,
         report: Callable[[str], None] = report_on_stderr,
+        progress: Callable[[str], None] | None = None,
     ) -> None:
+        """
+        Args:
+            report: is told how starting, restarting and stopping go, in lines that stay.
+            progress: is told how far the model is loaded, often, each time in a line for the one before; without it
+                `report` is, every few seconds.
+        """
         self._settings = settings
         self._report = report
+        self._progress = progress
         self._programs = programs or Programs()
         self._ports: list[ReservedPort] = []
         self._directory: RunDirectory | None = None
@@ -182,7 +192,8 @@ class LocalServer:
         """One after the other: while the model loads, the first one waits for all."""
         commands = self._started()
         for number in commands.gateways:
-            await _wait_until_served(commands.gateway_address(number), self._probe_key, self._report)
+            address = commands.gateway_address(number)
+            await _wait_until_served(address, self._probe_key, self._report, self._progress)
 
     def _started(self) -> Commands:
         if self._commands is None:
@@ -320,7 +331,7 @@ def check_servable(settings: ServeSettings) -> None:
     check_installed(settings.otlp_traces_endpoint)
     model = ModelDirectory.open(resolve_model(settings.model))
     weight_files(model.path)
-    model.tokenizer_file()
+    model.tokenizer_json()
     if settings.tls_dir is not None:
         TlsIdentity.of(settings.tls_dir, Role.GATEWAY)
     if settings.public_cert is not None and settings.public_key is not None:
@@ -331,8 +342,10 @@ def check_servable(settings: ServeSettings) -> None:
         raise ConfigurationError(f"--grpc-port and --http-port are both {settings.grpc_port}; they must differ")
 
 
-async def _wait_until_served(address: str, api_key: str | None, report: Callable[[str], None]) -> None:
-    """Sends a request of one token until it succeeds; reports the wait every few seconds.
+async def _wait_until_served(
+    address: str, api_key: str | None, report: Callable[[str], None], progress: Callable[[str], None] | None
+) -> None:
+    """Sends a request of one token until it succeeds; reports the wait meanwhile.
 
     Raises:
         QuireError: the request failed for another reason than that no process serves yet, or that all are busy.
@@ -340,14 +353,31 @@ async def _wait_until_served(address: str, api_key: str | None, report: Callable
     loop = asyncio.get_running_loop()
     started_at = loop.time()
     async with AsyncClient(address, api_key=api_key) as client:
-        sending = asyncio.create_task(_send_until_it_succeeds(client))
+        found: list[LoadProgress] = []
+        tasks = [asyncio.create_task(_send_until_it_succeeds(client)), asyncio.create_task(_follow(client, found))]
+        sending = tasks[0]
+        every_s = _PROGRESS_EVERY_S if progress is None else _DRAW_EVERY_S
         try:
-            while not (await asyncio.wait([sending], timeout=_PROGRESS_EVERY_S))[0]:
-                report(f"waiting for the model to be loaded ({loop.time() - started_at:.0f} s)")
+            while not (await asyncio.wait([sending], timeout=every_s))[0]:
+                what = found[-1] if found else STARTING
+                (progress or report)(f"loading the model: {what} ({loop.time() - started_at:.0f} s)")
             await sending
         finally:
-            sending.cancel()
-            await asyncio.wait([sending])
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+
+async def _follow(client: AsyncClient, found: list[LoadProgress]) -> None:
+    """Asks the gateway for the progress of its replica, which comes with the refusal of a call."""
+    while True:
+        try:
+            await client.server_info()
+            await asyncio.sleep(_PROGRESS_EVERY_S)
+        except QuireError as error:
+            if (loading := LoadProgress.of_metadata(error.metadata)) is not None:
+                found[:] = [loading]
+            await asyncio.sleep(_CANARY_RETRY_S)
 
 
 async def _send_until_it_succeeds(client: AsyncClient) -> None:

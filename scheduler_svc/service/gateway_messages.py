@@ -158,8 +158,10 @@ def welcome_message(
 
 def gateway_messages(outgoing: Outgoing) -> Iterator[scheduler_pb2.ConnectResponse]:
     """The events that are sent together, as at most one message of each kind."""
-    if outgoing.is_ready is not None:
-        yield scheduler_pb2.ConnectResponse(state=scheduler_pb2.ReplicaState(ready=outgoing.is_ready))
+    if (readiness := outgoing.readiness) is not None:
+        loading = None if readiness.loading is None else readiness.loading.message()
+        state = scheduler_pb2.ReplicaState(ready=readiness.is_ready, loading=loading)
+        yield scheduler_pb2.ConnectResponse(state=state)
     if outgoing.has_events:
         yield events_message(outgoing)
 
@@ -319,8 +321,11 @@ async def blocks_message(loop: StepLoop, request_id: str | None) -> scheduler_pb
 def _worker_messages(loop: StepLoop) -> list[scheduler_pb2.WorkerState]:
     """In order of rank. All ranks are attached or none, and they share one generation."""
     generation = 0 if loop.replica is None else loop.replica.worker_generation
+    loading = None if loop.loading is None else loop.loading.message()
     return [
-        scheduler_pb2.WorkerState(address=address, attached=loop.is_attached, worker_generation=generation)
+        scheduler_pb2.WorkerState(
+            address=address, attached=loop.is_attached, worker_generation=generation, loading=loading
+        )
         for address in loop.worker_addresses
     ]
 

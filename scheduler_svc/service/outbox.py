@@ -11,6 +11,7 @@ from itertools import groupby
 import numpy as np
 
 from quire.logprob_columns import LogprobColumns, LogprobLog
+from quire.progress import LoadProgress
 from quire.rpc.errors import QuireError
 from scheduler_svc.core.request import Handle, Request
 from scheduler_svc.core.sequence import FinishReason
@@ -273,6 +274,14 @@ class History:
 # The messages to one gateway
 
 
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether a replica is one to send requests to, and how far its workers are with loading their model."""
+
+    is_ready: bool
+    loading: LoadProgress | None
+
+
 @dataclass(slots=True)
 class Outgoing:
     """What goes out together: the events of one or more steps, oldest first, log probabilities of prompts, refused
@@ -284,7 +293,7 @@ class Outgoing:
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     refusals: list[tuple[Handle, QuireError]] = field(default_factory=list)
     aborted: list[tuple[Handle, Usage | None]] = field(default_factory=list)
-    is_ready: bool | None = None
+    readiness: Readiness | None = None
     size: int = 0
 
     @property
@@ -315,7 +324,7 @@ class Outbox:
         self._waiting: deque[Outgoing] = deque()
         self._sent: deque[Outgoing] = deque()
         self._num_taken = 0
-        self._is_ready: bool | None = None
+        self._readiness: Readiness | None = None
         self._credit: int | None = None
         self._wake = asyncio.Event()
         self.is_closed = False
@@ -339,9 +348,9 @@ class Outbox:
         """Answers an Abort with what the request has cost; None where the request is not known."""
         self._make_room(1).aborted.append((handle, usage))
 
-    def put_readiness(self, is_ready: bool) -> None:
-        """Says whether this replica is one to send requests to."""
-        self._is_ready = is_ready
+    def put_readiness(self, is_ready: bool, loading: LoadProgress | None = None) -> None:
+        """Says whether this replica is one to send requests to, and how far its workers are loaded."""
+        self._readiness = Readiness(is_ready, loading)
         self._wake.set()
 
     def add_credit(self, num_messages: int) -> None:
@@ -389,7 +398,7 @@ class Outbox:
     def poll(self) -> Outgoing | None:
         """The message that may be sent now, or None. Events need credit, readiness does not."""
         may_send_events = bool(self._waiting) and self._credit != 0
-        if self.is_closed or not (may_send_events or self._is_ready is not None):
+        if self.is_closed or not (may_send_events or self._readiness is not None):
             return None
         outgoing = Outgoing()
         if may_send_events:
@@ -397,7 +406,7 @@ class Outbox:
             self._sent.append(outgoing)
             if self._credit is not None:
                 self._credit -= 1
-        outgoing.is_ready, self._is_ready = self._is_ready, None
+        outgoing.readiness, self._readiness = self._readiness, None
         return outgoing
 
     def _make_room(self, size: int) -> Outgoing:

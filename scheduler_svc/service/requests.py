@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import Protocol
 
+from quire.progress import LoadProgress
 from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey
 from scheduler_svc.core.step import ClientEvents, RequestEnd, Usage
@@ -232,10 +233,10 @@ class Requests:
                 if owned is not None and owned.is_over and owned.durable is None:
                     self.forget(owned)
 
-    def report_readiness(self, is_ready: bool) -> None:
-        """Says to every gateway whether this replica is one to send requests to."""
+    def report_readiness(self, is_ready: bool, loading: LoadProgress | None) -> None:
+        """Says to every gateway whether this replica is one to send requests to, and how far its workers are loaded."""
         for connection in self._connections.values():
-            connection.outbox.put_readiness(is_ready)
+            connection.outbox.put_readiness(is_ready, loading)
 
     async def end_once_unread(self) -> None:
         """For a scheduler that drains, where no gateway can connect any more: once none is connected, nobody will ever

@@ -61,7 +61,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         try:
             yield self._welcome()
             if not self._loop.is_ready:
-                connection.outbox.put_readiness(False)
+                connection.outbox.put_readiness(False, self._loop.loading)
             while (outgoing := await connection.outbox.take()) is not None:
                 started = time.monotonic()
                 for message in self._messages(outgoing, connection):
@@ -187,7 +187,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _check_available(self) -> None:
         self._check_not_draining()
         if self._loop.scheduler is None:
-            raise Unavailable("no worker is attached yet", reason="NO_WORKER", retry_after_ms=100)
+            loading = self._loop.loading
+            raise Unavailable(
+                "no worker is attached yet" if loading is None else f"the worker is loading its model: {loading}",
+                reason="NO_WORKER",
+                retry_after_ms=100,
+                metadata=None if loading is None else loading.metadata(),
+            )
 
     def _check_not_draining(self) -> None:
         if self._loop.is_draining:

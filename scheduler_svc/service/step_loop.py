@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from quire.progress import LoadProgress
 from quire.rpc.errors import AlreadyExists, InvalidArgument, ResourceExhausted
 from quire.rpc.tls import TlsIdentity
 from quire.tracing import TraceContext
@@ -73,6 +74,7 @@ class StepLoop:
     Attributes:
         scheduler, replica: The core, and what the workers are; None until workers were attached once.
         is_attached: Whether workers are attached now.
+        loading: How far the workers are with loading their model; None while they do not say.
         is_draining: Whether new requests are refused for good.
         epoch: Rises with every attachment.
         version: Rises where other workers are attached than before, by their pool, model or limits.
@@ -95,6 +97,7 @@ class StepLoop:
         self.scheduler: Scheduler | None = None
         self.replica: ReplicaInfo | None = None
         self.is_attached = False
+        self.loading: LoadProgress | None = None
         self.is_draining = False
         self.epoch = int(time.time() * 1e3)
         self.version = 0
@@ -424,10 +427,13 @@ class StepLoop:
                 self._take_over(link)
                 return link
             except WorkerLostError as error:
-                if str(error) != logged:
-                    logged = str(error)
+                self._set_loading(error.loading)
+                # Not each byte that was read.
+                kind = str(error) if error.loading is None else error.loading.phase
+                if kind != logged:
+                    logged = kind
                     level = logging.WARNING if isinstance(error, WorkerRefusedError) else logging.INFO
-                    _logger.log(level, "%s; trying again", logged)
+                    _logger.log(level, "%s; trying again", error)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _LAST_ATTACH_BACKOFF_S)
 
@@ -454,6 +460,7 @@ class StepLoop:
         self._answered_at = time.monotonic()
         self._prompt_logprobs.clear()
         self.trace.attached(config, info.vocab_size)
+        self.loading = None
         self._set_ready(is_attached=True)
         self._wake.set()
         self._note_idle()
@@ -551,12 +558,17 @@ class StepLoop:
 
     # What changes is reported
 
+    def _set_loading(self, loading: LoadProgress | None) -> None:
+        if loading != self.loading:
+            self.loading = loading
+            self._requests.report_readiness(self.is_ready, loading)
+
     def _set_ready(self, *, is_attached: bool | None = None, is_draining: bool = False) -> None:
         was_ready = self.is_ready
         self.is_attached = self.is_attached if is_attached is None else is_attached
         self.is_draining = self.is_draining or is_draining
         if self.is_ready != was_ready:
-            self._requests.report_readiness(self.is_ready)
+            self._requests.report_readiness(self.is_ready, self.loading)
             self._report_readiness(self.is_ready)
 
     def _note_aborted(self, count: int) -> None:

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from quire.compatibility import check_model
+from quire.progress import LoadProgress
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import FailedPrecondition, InvalidArgument, QuireError, from_rpc_error
 from quire.rpc.server import UNLIMITED_MESSAGE_BYTES
@@ -66,6 +67,11 @@ class WorkerLostError(Exception):
     def detail(self) -> str | None:
         """The error in the worker's answer; None if it did not answer."""
         return None
+
+    @property
+    def loading(self) -> LoadProgress | None:
+        """How far the worker is with loading its model; None where it does not say that it loads one."""
+        return None if self._status is None else LoadProgress.of_metadata(self._status.metadata)
 
     @property
     def _status(self) -> QuireError | None:

@@ -108,7 +108,7 @@ def _load_native(
         tensor = checkpoint.read(spec)
         done += checkpoint.num_bytes(spec)
         if progress is not None:
-            progress("loading weights", done, total)
+            progress(done, total)
         return tensor
 
     for layer in layers:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import grpc.aio
 
+from quire.progress import STARTING, LoadProgress
 from quire.rpc.errors import FailedPrecondition, Internal, QuireError, Unavailable
 from quire.rpc.server import UNLIMITED_MESSAGE_BYTES, RpcServer
 from quire.tracing import Tracer
@@ -264,7 +265,8 @@ class StepStream:
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """quire.worker.v1.WorkerService of one worker. Until it is loaded, every call is UNAVAILABLE."""
+    """quire.worker.v1.WorkerService of one worker. Until it is loaded, every call is UNAVAILABLE, with
+    the progress of that."""
 
     def __init__(
         self,
@@ -277,8 +279,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._tracer = tracer
         self._heartbeat_interval_s = heartbeat_interval_s
         self._loaded: Worker | None = None
+        self._loading = LoadProgress(STARTING)
         # The last reason to refuse a scheduler.
         self._refused: str | None = None
+
+    def report_loading(self, progress: LoadProgress) -> None:
+        """What calls are told until `open`. To be called in any thread."""
+        self._loading = progress
 
     def open(self, worker: Worker) -> None:
         """Serves calls from now on."""
@@ -312,8 +319,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _worker(self) -> Worker:
         if self._loaded is None:
+            loading = self._loading
             raise Unavailable(
-                "the worker is loading its model", reason="LOADING", retry_after_ms=_RETRY_WHILE_LOADING_MS
+                f"the worker is loading its model: {loading}",
+                reason="LOADING",
+                retry_after_ms=_RETRY_WHILE_LOADING_MS,
+                metadata=loading.metadata(),
             )
         return self._loaded
 

@@ -34,6 +34,7 @@ from gateway.request.types import (
 )
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, model_pb2
+from quire.progress import LoadProgress
 from quire.rpc.errors import invalid_field
 
 GenerateMessage = generation_pb2.GenerateRequest | generation_pb2.GenerateStreamRequest
@@ -188,17 +189,24 @@ def stream_response(kind: type[StreamResponse], request_id: str, model: str, eve
             )
 
 
+_NOT_OF_WELCOME = {"scheduler_address", "connected", "loading"}
+
+
 def limits_message(limits: Limits) -> model_pb2.Limits:
     """The limits of requests, as clients see them."""
     names = {each.name for each in model_pb2.Limits.DESCRIPTOR.fields} - {"max_logit_bias"}
     return model_pb2.Limits(max_logit_bias=MAX_LOGIT_BIAS, **{name: getattr(limits, name) for name in names})
 
 
-def replica_message(address: str, connected: bool, welcome: Welcome | None) -> model_pb2.Replica:
+def replica_message(
+    address: str, connected: bool, welcome: Welcome | None, loading: LoadProgress | None
+) -> model_pb2.Replica:
     """`welcome` is None for a replica that was never reached."""
-    replica = model_pb2.Replica(scheduler_address=address, connected=connected)
+    replica = model_pb2.Replica(
+        scheduler_address=address, connected=connected, loading=None if loading is None else loading.message()
+    )
     if welcome is not None:
-        names = {each.name for each in model_pb2.Replica.DESCRIPTOR.fields} - {"scheduler_address", "connected"}
+        names = {each.name for each in model_pb2.Replica.DESCRIPTOR.fields} - _NOT_OF_WELCOME
         replica.MergeFrom(model_pb2.Replica(**{name: getattr(welcome, name) for name in names}))
     return replica
 

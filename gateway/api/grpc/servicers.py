@@ -184,7 +184,7 @@ class ModelServicer:
 
     def _replicas(self) -> list[Replica]:
         return [
-            convert.replica_message(address, link.is_connected, link.welcome)
+            convert.replica_message(address, link.is_connected, link.welcome, link.loading)
             for address, link in self._generator.replicas.links.items()
         ]
 

@@ -204,9 +204,9 @@ def test_a_missing_tokenizer_is_refused_when_asked_for(make: Make) -> None:
     directory = make()
     model = ModelDirectory.open(directory)
     with pytest.raises(ConfigurationError, match=r"has no tokenizer\.json"):
-        model.tokenizer_file()
+        model.tokenizer_json()
     (directory / "tokenizer.json").touch()
-    assert model.tokenizer_file() == directory / "tokenizer.json"
+    assert model.tokenizer_json() == (directory / "tokenizer.json").read_bytes()
 
 
 def test_resolve_takes_a_path_or_the_embedded_model(

@@ -277,7 +277,7 @@ def load_pretrained(
     _place(model.eval().requires_grad_(False), placement.device)
     if progress is not None:
         total = sum(parameter.nbytes for parameter in model.parameters())
-        progress("loading weights", total, total)
+        progress(total, total)
     return model
 
 

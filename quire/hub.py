@@ -1,0 +1,457 @@
+"""Models of a hub: from ORG/NAME to a snapshot in the cache that all tools of the Hugging Face Hub share.
+
+    pull(HubName.parse("org/name@v1"), Parts.ALL)  # -> .../models--org--name/snapshots/COMMIT
+
+`huggingface_hub` finds, authenticates and stores: its variables hold here too (HF_ENDPOINT, HF_TOKEN, HF_HOME,
+HF_HUB_OFFLINE and so on). Two things are done here. Only the files that Quire reads are fetched. And a large file goes
+on where a killed process left it, which `huggingface_hub` does within one process only (ADR 42).
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import queue
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from io import SEEK_END, FileIO
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from huggingface_hub import (
+    HfApi,
+    ModelInfo,
+    constants,
+    get_hf_file_metadata,
+    get_token,
+    hf_hub_download,
+    hf_hub_url,
+)
+from huggingface_hub.errors import (
+    FileMetadataError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage]  # of httpx, or of httpx2
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.file_download import http_get
+from huggingface_hub.utils import build_hf_headers, disable_progress_bars
+from huggingface_hub.utils.logging import set_verbosity_error
+
+from quire.model_directory import HubName, ModelDirectory, shard_names, weight_files
+from quire.progress import DOWNLOADING, LoadProgress, Report, no_report, of_bytes
+from quire.settings import ConfigurationError
+from quire.version import VERSION
+
+_CONFIG = "config.json"
+_TOKENIZER = "tokenizer.json"
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+# What `ModelDirectory` reads beside these.
+_SMALL = (
+    _TOKENIZER,
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_FURTHER_TEMPLATES = re.compile(r"additional_chat_templates/[^/]+\.jinja")
+# Smaller files are fetched whole, larger ones than the second by `huggingface_hub`: the hub sends them by Xet alone.
+_LARGE_BYTES = 8 << 20
+_MAX_HTTP_BYTES = 50_000_000_000
+_SUFFIX = ".quire.incomplete"
+_FIRST_SERVER_ERROR = 500
+_NUM_THREADS = 4
+# A file that does not grow is given up after as many attempts, each of which `huggingface_hub` repeats.
+_MAX_FRUITLESS_ATTEMPTS = 2
+_LOCK_POLL_S = 0.5
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_NUM_SHOWN_FILES = 8
+_T = TypeVar("_T")
+
+
+class Parts(Enum):
+    """The files of a model that a process needs."""
+
+    ALL = "all"
+    WITHOUT_WEIGHTS = "without weights"
+    """What a gateway reads: configuration, tokenizer, chat templates."""
+
+
+def pull(model: HubName, parts: Parts = Parts.ALL, report: Report = no_report) -> Path:
+    """Fetches what is missing in the cache; returns the snapshot's directory, or the file of a name with one.
+
+    A branch or tag is looked up at the hub. Without the hub the cache answers, where it has all files.
+
+    Args:
+        report: is told of the bytes of large files.
+
+    Raises:
+        ConfigurationError: one line that says what is in the way, and the way out.
+    """
+    disable_progress_bars()
+    set_verbosity_error()
+    with _explained(model):
+        return _Pull(model, report).run(parts)
+
+
+class _Pull:
+    def __init__(self, model: HubName, report: Report) -> None:
+        self._model = model
+        self._report = report
+        self._api = HfApi(library_name="quire", library_version=VERSION)
+        self._done: dict[str, int] = {}
+        self._total = 0
+        self._counting = threading.Lock()
+
+    def run(self, parts: Parts) -> Path:
+        if self._model.file is not None:
+            return self._single_file(self._model.file)
+        # The one look-up of the revision: all other files are those of the commit that has this one.
+        try:
+            snapshot = self._fetch(_CONFIG, self._model.revision).parent
+        except RemoteEntryNotFoundError:
+            raise self._without_config() from None
+        info = self._info(snapshot.name)
+        if info is None:
+            return self._cached(snapshot, parts)
+        listing = _sizes(info)
+        if _TOKENIZER not in listing:
+            raise ConfigurationError(
+                f"{self._model} has no {_TOKENIZER}, the one form of tokenizer that is read; transformers writes it: "
+                f'AutoTokenizer.from_pretrained("{self._model.repository}").save_pretrained(DIRECTORY)'
+            )
+        weights = [] if parts is Parts.WITHOUT_WEIGHTS else self._weights(listing, snapshot.name)
+        small = [name for name in listing if name in _SMALL or _FURTHER_TEMPLATES.fullmatch(name)]
+        _in_threads(lambda name: self._fetch(name, snapshot.name), small)
+        # A model that cannot be served is refused before its weights are fetched.
+        ModelDirectory.open(snapshot)
+        self._fetch_large({name: listing[name] for name in weights}, snapshot.name)
+        _in_threads(lambda name: self._fetch(name, snapshot.name), weights)
+        return snapshot
+
+    def _single_file(self, name: str) -> Path:
+        info = self._info(self._model.revision)
+        if info is not None and info.sha is not None:
+            listing = _sizes(info)
+            if name not in listing:
+                raise ConfigurationError(
+                    f"{self._model.repository} has no {name}; its GGUF files: {_shown(_gguf_files(listing)) or 'none'}"
+                )
+            self._fetch_large({name: listing[name]}, info.sha)
+        # By the name of the revision, which offline mode then knows.
+        return self._fetch(name, self._model.revision)
+
+    def _without_config(self) -> ConfigurationError:
+        info = self._info(self._model.revision)
+        found = [] if info is None else _gguf_files(_sizes(info))
+        if found:
+            return self._name_one_of(found)
+        return ConfigurationError(f"{self._model} has no {_CONFIG}; it is no model as transformers saves it")
+
+    def _weights(self, listing: Mapping[str, int], commit: str) -> Sequence[str]:
+        """The names of the weight files. Raises ConfigurationError where none can be read."""
+        if _SINGLE_FILE in listing:
+            return [_SINGLE_FILE]
+        if _INDEX_FILE in listing:
+            names = shard_names(self._fetch(_INDEX_FILE, commit))
+            for name in names:
+                if name not in listing:
+                    raise ConfigurationError(f"{self._model}: {_INDEX_FILE} names {name}, which is not there")
+            return names
+        if found := _gguf_files(listing):
+            raise self._name_one_of(found)
+        if pickles := [name for name in listing if name.endswith((".bin", ".pt", ".pth"))]:
+            raise ConfigurationError(
+                f"{self._model} has no safetensors, only pickles such as {pickles[0]}, which are never loaded; "
+                "transformers converts it: AutoModelForCausalLM.from_pretrained"
+                f'("{self._model.repository}").save_pretrained(DIRECTORY)'
+            )
+        raise ConfigurationError(f"{self._model} has no weights: neither {_SINGLE_FILE} nor {_INDEX_FILE} is there")
+
+    def _name_one_of(self, gguf_files: Sequence[str]) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self._model} has GGUF files and no safetensors; name one of them, as in --model "
+            f"{self._model.repository}/{gguf_files[0]}: {_shown(gguf_files)}"
+        )
+
+    def _cached(self, snapshot: Path, parts: Parts) -> Path:
+        """The snapshot as it is. Raises ConfigurationError where a file that is needed is missing."""
+        try:
+            ModelDirectory.open(snapshot).tokenizer_json()
+            if parts is Parts.ALL:
+                weight_files(snapshot)
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"{self._model} is not whole in the cache, and {_reason_offline()}: {error}; "
+                f"`quire pull {self._model}` fetches the rest once there is a connection"
+            ) from error
+        return snapshot
+
+    def _info(self, revision: str | None) -> ModelInfo | None:
+        """What the hub says of a revision; None where it cannot be reached. Raises HfHubHTTPError."""
+        try:
+            return self._api.model_info(self._model.repository, revision=revision, files_metadata=True)
+        except (HTTPError, OfflineModeIsEnabled) as error:
+            if isinstance(error, HfHubHTTPError) and error.response.status_code < _FIRST_SERVER_ERROR:
+                raise
+            return None
+
+    def _fetch(self, name: str, revision: str | None) -> Path:
+        """A file's path in the cache, where it is put if it is not there."""
+        return Path(
+            hf_hub_download(
+                self._model.repository, name, revision=revision, library_name="quire", library_version=VERSION
+            )
+        )
+
+    def _fetch_large(self, sizes: Mapping[str, int], commit: str) -> None:
+        """Fetches those of the files that are large into the cache's blobs, where `_fetch` finds them."""
+        folder = Path(constants.HF_HUB_CACHE) / f"models--{self._model.repository.replace('/', '--')}"
+        snapshot, blobs = folder / "snapshots" / commit, folder / "blobs"
+        blobs.mkdir(parents=True, exist_ok=True)
+        missing = {name: size for name, size in sizes.items() if not (snapshot / name).exists()}
+        _check_space(self._model, sum(missing.values()) - _kept_bytes(blobs), blobs)
+        large = {name: size for name, size in missing.items() if _LARGE_BYTES <= size < _MAX_HTTP_BYTES}
+        self._total = sum(large.values())
+        _in_threads(lambda name: self._fetch_blob(name, commit, blobs), large)
+
+    def _fetch_blob(self, name: str, commit: str, blobs: Path) -> None:
+        """Fetches a file, from the byte where an earlier attempt of any process ended."""
+        url = hf_hub_url(self._model.repository, name, revision=commit)
+        num_fruitless = 0
+        while True:
+            headers = build_hf_headers(library_name="quire", library_version=VERSION)
+            # Asked anew at each attempt: addresses of files are signed and expire.
+            found = get_hf_file_metadata(url, headers=headers)
+            if found.etag is None or found.size is None:
+                return
+            if urlsplit(found.location).netloc != urlsplit(url).netloc:
+                headers.pop("authorization", None)
+            with _Partial.open(blobs, found.etag, lambda size: self._count(name, size)) as partial:
+                if partial is None:
+                    return
+                started_at = partial.size
+                try:
+                    http_get(found.location, partial, resume_size=started_at, headers=headers, expected_size=found.size)
+                    partial.finish(is_resumed=started_at > 0)
+                    return
+                except HfHubHTTPError:
+                    raise
+                except HTTPError:
+                    num_fruitless = 0 if partial.size > started_at else num_fruitless + 1
+                    if num_fruitless == _MAX_FRUITLESS_ATTEMPTS:
+                        raise
+
+    def _count(self, name: str, size: int) -> None:
+        with self._counting:
+            self._done[name] = size
+            done = sum(self._done.values())
+        self._report(LoadProgress(DOWNLOADING, min(done, self._total), self._total))
+
+
+class _Partial(FileIO):
+    """The bytes of a blob that are there, for one process at a time. They outlive the process."""
+
+    def __init__(self, path: Path, blob: Path, count: Callable[[int], None]) -> None:
+        super().__init__(path, "a+b")
+        self._blob = blob
+        self._path = path
+        self._count = count
+
+    @classmethod
+    @contextmanager
+    def open(cls, blobs: Path, etag: str, count: Callable[[int], None]) -> "Iterator[_Partial | None]":
+        """Opens it once no other process has it open; None where the blob is complete by then.
+
+        Args:
+            count: is told of its size as it grows, under this process or another one.
+        """
+        path, blob = blobs / f"{etag}{_SUFFIX}", blobs / etag
+        while not blob.exists():
+            with cls(path, blob, count) as partial:
+                try:
+                    fcntl.flock(partial, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    count(partial.size)
+                    time.sleep(_LOCK_POLL_S)
+                    continue
+                # Another process may have completed or removed it between the opening and the lock.
+                if partial._is_current():
+                    count(partial.size)
+                    yield partial
+                    return
+        count(blob.stat().st_size)
+        yield None
+
+    @property
+    def size(self) -> int:
+        return self.seek(0, SEEK_END)
+
+    def write(self, data: Any, /) -> int:
+        written = super().write(data)
+        self._count(self.tell())
+        return written
+
+    def finish(self, *, is_resumed: bool) -> None:
+        """Makes it the blob. Raises ConfigurationError where what was kept of it is not of this file."""
+        if is_resumed and _SHA256.fullmatch(self._blob.name):
+            self.seek(0)
+            if hashlib.file_digest(self, "sha256").hexdigest() != self._blob.name:
+                self._path.unlink()
+                raise ConfigurationError(
+                    f"{self._path} was resumed and does not have the file's SHA-256; it is deleted, pull again"
+                )
+        self._path.rename(self._blob)
+
+    def _is_current(self) -> bool:
+        try:
+            return os.path.samestat(self._path.stat(), os.fstat(self.fileno()))
+        except FileNotFoundError:
+            return False
+
+
+@contextmanager
+def _explained(model: HubName) -> Iterator[None]:
+    """Converts what goes wrong with a hub, a network and a disk to a ConfigurationError of one line."""
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except GatedRepoError as error:
+        raise ConfigurationError(
+            f"{model.repository} is gated: its owner grants access at {constants.ENDPOINT}/{model.repository}; then "
+            f"set HF_TOKEN to a token of that account ({_token_state()})"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ConfigurationError(
+            f"{model.repository} is neither a directory here nor a model of {constants.ENDPOINT}; check the name, or "
+            f"set HF_TOKEN if the model is private ({_token_state()})"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigurationError(
+            f"{model.repository} has no revision {model.revision}; a revision is a branch, a tag or a commit"
+        ) from error
+    except HfHubHTTPError as error:
+        raise ConfigurationError(_http_reason(model, error)) from error
+    except LocalEntryNotFoundError as error:
+        if isinstance(error.__cause__, HfHubHTTPError):
+            raise ConfigurationError(_http_reason(model, error.__cause__)) from error
+        if isinstance(error.__cause__, FileMetadataError):
+            raise ConfigurationError(
+                f"{constants.ENDPOINT} does not answer as a hub does; check HF_ENDPOINT and the proxy"
+            ) from error
+        raise ConfigurationError(
+            f"{model} is not in the cache {constants.HF_HUB_CACHE}, and {_reason_offline()}; "
+            f"`quire pull {model}` fetches it once there is a connection"
+        ) from error
+    except HFValidationError as error:
+        raise ConfigurationError(f"{model.repository} is no name of a model: {_one_line(error)}") from error
+    except HTTPError as error:
+        raise ConfigurationError(
+            f"the connection to {constants.ENDPOINT} broke ({type(error).__name__}: {_one_line(error)}); what has "
+            f"arrived is kept, `quire pull {model}` goes on from there"
+        ) from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _disk_full(model, Path(constants.HF_HUB_CACHE), "") from error
+        raise ConfigurationError(
+            f"cannot store {model} in {constants.HF_HUB_CACHE}: {_one_line(error)}; HF_HOME names another place"
+        ) from error
+
+
+def _http_reason(model: HubName, error: HfHubHTTPError) -> str:
+    status = error.response.status_code
+    said = _one_line(error.server_message or f"HTTP status {status}")
+    if status in (401, 403):
+        return f"{constants.ENDPOINT} refuses {model}: {said}; check HF_TOKEN ({_token_state()})"
+    if status == 429:
+        return f"{constants.ENDPOINT} limits the rate of requests: {said}; try again later, or set HF_TOKEN"
+    return f"{constants.ENDPOINT} cannot send {model}: {said}; try again later"
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _token_state() -> str:
+    return "no token is set" if get_token() is None else "a token is set"
+
+
+def _reason_offline() -> str:
+    return "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{constants.ENDPOINT} cannot be reached"
+
+
+def _check_space(model: HubName, needed: int, folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        _, needed_text = of_bytes(needed, needed)
+        _, free_text = of_bytes(free, free)
+        raise _disk_full(model, folder, f" and needs {needed_text} more, of which {free_text} are free")
+
+
+def _disk_full(model: HubName, folder: Path, sizes: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"no space for {model}: it goes to {folder}{sizes}; free some, or name another disk by HF_HOME"
+    )
+
+
+def _kept_bytes(blobs: Path) -> int:
+    return sum(path.stat().st_size for path in blobs.glob(f"*{_SUFFIX}"))
+
+
+def _sizes(info: ModelInfo) -> dict[str, int]:
+    """The files of a repository with their sizes in bytes."""
+    return {each.rfilename: each.size or 0 for each in info.siblings or ()}
+
+
+def _gguf_files(names: Iterable[str]) -> list[str]:
+    return sorted(name for name in names if name.endswith(".gguf"))
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = len(names) - _NUM_SHOWN_FILES
+    return ", ".join(names[:_NUM_SHOWN_FILES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _in_threads(work: Callable[[_T], object], items: Collection[_T]) -> None:
+    """Calls `work` for all items, a few at a time; raises the first error.
+
+    By threads of its own, which do not keep the process from ending: Ctrl-C ends a download at once.
+    """
+    waiting: queue.SimpleQueue[_T] = queue.SimpleQueue()
+    outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    for item in items:
+        waiting.put(item)
+
+    def run() -> None:
+        while True:
+            try:
+                item = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                work(item)
+                outcomes.put(None)
+            except BaseException as error:
+                outcomes.put(error)
+                return
+
+    for _ in range(min(_NUM_THREADS, len(items))):
+        threading.Thread(target=run, name="pull", daemon=True).start()
+    for _ in items:
+        if (error := outcomes.get()) is not None:
+            raise error

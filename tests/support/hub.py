@@ -1,0 +1,227 @@
+"""A hub on this machine that speaks what `huggingface_hub` asks of the Hugging Face Hub, for tests of downloads.
+
+with LocalHub({"org/name": {"config.json": b"{}", ...}}) as hub:
+    environ = hub.environ(tmp_path)  # for processes; `hub.use(monkeypatch, tmp_path)` for this one
+"""
+
+import hashlib
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import unquote, urlsplit
+
+import huggingface_hub.constants
+import pytest
+
+_API = re.compile(r"/api/models/(?P<repository>[^/]+/[^/]+)(?:/revision/(?P<revision>[^/]+))?")
+_FILE = re.compile(r"/(?P<repository>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
+_CHUNK_BYTES = 1 << 18
+# Files from this size on have the SHA-256 as their ETag, as those in large file storage have.
+_LARGE_BYTES = 1 << 20
+
+
+def commit_of(files: Mapping[str, bytes]) -> str:
+    digest = hashlib.sha1()
+    for name, content in sorted(files.items()):
+        digest.update(name.encode() + content)
+    return digest.hexdigest()
+
+
+@dataclass
+class LocalHub:
+    """Files by their names, by revision, by repository; `main` is the revision of repositories that have one only.
+
+    Attributes:
+        token: What gated repositories ask for.
+        cuts: The bytes after which the next answers with a file break off, by the file's name, one entry an answer.
+        sent: The requests for files, with the bytes sent, in order.
+        status: What every request is answered, where set.
+        stalled: What an answer waits for before it breaks off.
+        has_stalled: Set when an answer waits.
+        ignores_ranges: Whether each file is sent from its beginning.
+    """
+
+    repositories: Mapping[str, Mapping[str, bytes]]
+    branches: dict[tuple[str, str], Mapping[str, bytes]] = field(default_factory=dict)
+    gated: frozenset[str] = frozenset()
+    token: str = "hf_right"
+    cuts: dict[str, list[int]] = field(default_factory=dict)
+    sent: list[tuple[str, int]] = field(default_factory=list)
+    asked: Counter[str] = field(default_factory=Counter)
+    status: int | None = None
+    stalled: threading.Event | None = None
+    has_stalled: threading.Event = field(default_factory=threading.Event)
+    ignores_ranges: bool = False
+
+    def __enter__(self) -> Self:
+        hub = self
+
+        class Handler(_Handler):
+            pass
+
+        Handler.hub = hub
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._serving = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        self._serving.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._serving.join()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def environ(self, home: Path) -> dict[str, str]:
+        """The variables by which a process takes this hub for its own, with the cache under `home`."""
+        return {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+
+    def use(self, monkeypatch: pytest.MonkeyPatch, home: Path) -> Path:
+        """Makes this process use the hub; returns the cache. `huggingface_hub` reads its variables when imported."""
+        constants: Any = huggingface_hub.constants
+        monkeypatch.setattr(constants, "ENDPOINT", self.endpoint)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", self.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", _CHUNK_BYTES)
+        monkeypatch.setattr("quire.hub._LARGE_BYTES", _LARGE_BYTES)
+        # It waits half a minute before it believes that a hub cannot be reached.
+        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        return home / "hub"
+
+    def files(self, repository: str, revision: str) -> Mapping[str, bytes] | None:
+        """The files of a branch, or of a commit in full."""
+        if revision == "main":
+            return self.repositories.get(repository)
+        if (repository, revision) in self.branches:
+            return self.branches[repository, revision]
+        known = [self.repositories.get(repository, {})]
+        known += [files for (name, _), files in self.branches.items() if name == repository]
+        return next((files for files in known if commit_of(files) == revision), None)
+
+    def bytes_sent(self, file: str) -> int:
+        return sum(sent for name, sent in self.sent if name == file)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: LocalHub
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def _answer(self, *, with_body: bool) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.hub.asked[path] += 1
+        match = _API.fullmatch(urlsplit(self.path).path) or _FILE.fullmatch(urlsplit(self.path).path)
+        if self.hub.status is not None:
+            self._refuse(self.hub.status, None, "the hub is being repaired")
+        elif match is None or (match["repository"] not in self.hub.repositories):
+            # As the hub does it: without a token, what is missing looks like what is private.
+            self._refuse(404 if self._token() else 401, "RepoNotFound", "Repository not found")
+        else:
+            revision = unquote(match["revision"] or "main")
+            files = self.hub.files(match["repository"], revision)
+            if files is None:
+                self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            elif "file" in match.groupdict():
+                self._send_file(match["repository"], files, unquote(match["file"]), with_body)
+            else:
+                self._send_info(match["repository"], files)
+
+    def _token(self) -> str | None:
+        return (self.headers.get("authorization") or "").removeprefix("Bearer ") or None
+
+    def _refuse(self, status: int, code: str | None, message: str) -> None:
+        self.send_response(status)
+        if code is not None:
+            self.send_header("X-Error-Code", code)
+        self.send_header("X-Error-Message", message)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _send_info(self, repository: str, files: Mapping[str, bytes]) -> None:
+        siblings = [
+            {"rfilename": name, "size": len(content), "blobId": hashlib.sha1(content).hexdigest()}
+            for name, content in files.items()
+        ]
+        info = {
+            "id": repository,
+            "modelId": repository,
+            "sha": commit_of(files),
+            "siblings": siblings,
+            "private": False,
+        }
+        body = json.dumps(info).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _send_file(self, repository: str, files: Mapping[str, bytes], name: str, with_body: bool) -> None:
+        if repository in self.hub.gated and self._token() != self.hub.token:
+            known = self._token() is not None
+            self._refuse(403 if known else 401, "GatedRepo", f"Access to model {repository} is restricted.")
+            return
+        content = files.get(name)
+        if content is None:
+            self._refuse(404, "EntryNotFound", "Entry not found")
+            return
+        is_large = len(content) >= _LARGE_BYTES
+        digest = hashlib.sha256(content).hexdigest() if is_large else hashlib.sha1(content).hexdigest()
+        start = 0
+        if not self.hub.ignores_ranges and (wanted := re.fullmatch(r"bytes=(\d+)-", self.headers.get("range") or "")):
+            start = int(wanted[1])
+        self.send_response(206 if start else 200)
+        self.send_header("X-Repo-Commit", commit_of(files))
+        self.send_header("ETag", f'"{digest}"')
+        if is_large:
+            self.send_header("X-Linked-Etag", f'"{digest}"')
+            self.send_header("X-Linked-Size", str(len(content)))
+        self.send_header("Accept-Ranges", "bytes")
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        if with_body:
+            self._send_bytes(name, content, start)
+
+    def _send_bytes(self, name: str, content: bytes, start: int) -> None:
+        cuts = self.hub.cuts.get(name)
+        end = min(len(content), start + cuts.pop(0)) if cuts else len(content)
+        sent = start
+        try:
+            while sent < end:
+                sent += self.wfile.write(content[sent : min(sent + _CHUNK_BYTES, end)])
+            if end < len(content) and self.hub.stalled is not None:
+                self.wfile.flush()
+                self.hub.has_stalled.set()
+                self.hub.stalled.wait()
+        except OSError:
+            """The client left."""
+        self.hub.sent.append((name, sent - start))
+        if end < len(content):
+            self.close_connection = True

@@ -1,0 +1,291 @@
+"""Models of a hub: what is downloaded, how it goes on after a break, and what the errors say."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from quire import hub as hub_module
+from quire.hub import Parts, pull
+from quire.model_directory import HubName, ModelDirectory, hub_name, resolve_model
+from quire.progress import DOWNLOADING, LoadProgress
+from quire.settings import ConfigurationError
+from tests.support.hub import LocalHub, commit_of
+
+CONFIG = json.dumps({"architectures": ["LlamaForCausalLM"]}).encode()
+SMALL = {
+    "config.json": CONFIG,
+    "generation_config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "tokenizer_config.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
+}
+USELESS = {"README.md": b"read", "pytorch_model.bin": b"pickle", "model.gguf": b"GGUF", "onnx/model.safetensors": b"o"}
+WEIGHTS = os.urandom(1 << 20) * 2
+SHARDED = {
+    "model.safetensors.index.json": json.dumps(
+        {"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}
+    ).encode(),
+    "m-1.safetensors": b"first",
+    "m-2.safetensors": b"second",
+    "consolidated.safetensors": b"all of it once more",
+}
+MODEL = HubName("org/model")
+
+
+@pytest.fixture
+def hub() -> Iterator[LocalHub]:
+    repositories = {
+        "org/model": {**SMALL, **USELESS, "model.safetensors": WEIGHTS},
+        "org/sharded": {**SMALL, **USELESS, **SHARDED},
+        "org/pickled": {**SMALL, "pytorch_model.bin": b"pickle"},
+        "org/large": {**SMALL, "model.safetensors": WEIGHTS * 10},
+        "org/gguf": {"a.gguf": WEIGHTS, "b.gguf": b"b"},
+        "org/words": {name: content for name, content in SMALL.items() if name != "tokenizer.json"},
+        "org/other": {**SMALL, "config.json": b'{"architectures": ["BertModel"]}', "model.safetensors": WEIGHTS},
+    }
+    with LocalHub(repositories, gated=frozenset({"org/sharded"})) as hub:
+        hub.branches["org/model", "v2"] = {**SMALL, "model.safetensors": b"another"}
+        yield hub
+
+
+@pytest.fixture
+def cache(hub: LocalHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    return hub.use(monkeypatch, tmp_path)
+
+
+def names(snapshot: Path) -> set[str]:
+    return {str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()}
+
+
+def error_of(name: HubName, parts: Parts = Parts.ALL) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        pull(name, parts)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("org/name", HubName("org/name")),
+        ("org/name@v1.0", HubName("org/name", "v1.0")),
+        ("org/name@refs/pr/1", HubName("org/name", "refs/pr/1")),
+        ("org/name/Q4/a-Q4_K.gguf", HubName("org/name", None, "Q4/a-Q4_K.gguf")),
+        ("org/name/a.gguf@v1", HubName("org/name", "v1", "a.gguf")),
+        *(
+            (text, None)
+            for text in ("name", "./org/name", "/org/name", "~/name", "a/b/c", "org/a.gguf", "../x", "a/b@")
+        ),
+    ],
+)
+def test_names_of_a_hub_are_told_apart_from_paths(text: str, expected: HubName | None) -> None:
+    assert HubName.parse(text) == expected
+    assert expected is None or str(expected) == text
+
+
+def test_what_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert hub_name("org/name") == HubName("org/name")
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert hub_name("org/name") is None
+    assert resolve_model("org/name") == Path("org/name")
+
+
+def test_all_that_is_read_is_downloaded_and_nothing_else(hub: LocalHub, cache: Path) -> None:
+    reported: list[LoadProgress] = []
+    snapshot = pull(MODEL, report=reported.append)
+    assert names(snapshot) == {*SMALL, "model.safetensors"}
+    assert (snapshot / "model.safetensors").read_bytes() == WEIGHTS
+    assert snapshot == cache / "models--org--model" / "snapshots" / commit_of(hub.repositories["org/model"])
+    assert reported[-1] == LoadProgress(DOWNLOADING, len(WEIGHTS), len(WEIGHTS))
+    assert len(reported) > 5
+    assert ModelDirectory.open(snapshot).name == "org/model"
+    sent = len(hub.sent)
+    assert pull(MODEL) == snapshot
+    assert len(hub.sent) == sent
+
+
+def test_shards_are_those_of_the_index(hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    snapshot = pull(HubName("org/sharded"))
+    assert names(snapshot) == {*SMALL, "model.safetensors.index.json", "m-1.safetensors", "m-2.safetensors"}
+
+
+def test_a_gateway_downloads_no_weights(hub: LocalHub, cache: Path) -> None:
+    assert names(resolve_model("org/model", with_weights=False)) == set(SMALL)
+
+
+def test_a_revision_is_a_branch_or_a_commit(hub: LocalHub, cache: Path) -> None:
+    branch = pull(HubName("org/model", "v2"))
+    assert (branch / "model.safetensors").read_bytes() == b"another"
+    assert pull(HubName("org/model", branch.name)) == branch
+    assert error_of(HubName("org/model", "v3")) == (
+        "org/model has no revision v3; a revision is a branch, a tag or a commit"
+    )
+
+
+def test_one_gguf_file_of_a_repository(hub: LocalHub, cache: Path) -> None:
+    file = pull(HubName("org/gguf", None, "a.gguf"))
+    assert (file.name, file.read_bytes() == WEIGHTS) == ("a.gguf", True)
+    assert names(file.parent) == {"a.gguf"}
+    assert error_of(HubName("org/gguf", None, "c.gguf")) == "org/gguf has no c.gguf; its GGUF files: a.gguf, b.gguf"
+    assert error_of(HubName("org/gguf")).startswith(
+        "org/gguf has GGUF files and no safetensors; name one of them, as in"
+    )
+
+
+def test_a_cut_download_goes_on_where_it_ended(hub: LocalHub, cache: Path) -> None:
+    hub.cuts["model.safetensors"] = [len(WEIGHTS) // 2]
+    assert (pull(MODEL) / "model.safetensors").read_bytes() == WEIGHTS
+    assert [sent for name, sent in hub.sent if name == "model.safetensors"] == [len(WEIGHTS) // 2] * 2
+
+
+@pytest.mark.parametrize("kept", [WEIGHTS[: 5 << 17], WEIGHTS])
+def test_what_a_killed_process_left_is_used(hub: LocalHub, cache: Path, kept: bytes) -> None:
+    pull(MODEL, Parts.WITHOUT_WEIGHTS)
+    digest = hub_module.hashlib.sha256(WEIGHTS).hexdigest()
+    (cache / "models--org--model" / "blobs" / f"{digest}.quire.incomplete").write_bytes(kept)
+    assert (pull(MODEL) / "model.safetensors").read_bytes() == WEIGHTS
+    assert hub.bytes_sent("model.safetensors") == len(WEIGHTS) - len(kept)
+    assert not list(cache.rglob("*.incomplete"))
+
+
+def test_what_was_kept_of_another_content_is_deleted(hub: LocalHub, cache: Path) -> None:
+    pull(MODEL, Parts.WITHOUT_WEIGHTS)
+    digest = hub_module.hashlib.sha256(WEIGHTS).hexdigest()
+    (cache / "models--org--model" / "blobs" / f"{digest}.quire.incomplete").write_bytes(b"damaged" * 1000)
+    assert error_of(MODEL).endswith("does not have the file's SHA-256; it is deleted, pull again")
+    assert (pull(MODEL) / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_hub_without_ranges_sends_the_file_anew(hub: LocalHub, cache: Path) -> None:
+    pull(MODEL, Parts.WITHOUT_WEIGHTS)
+    hub.ignores_ranges = True
+    digest = hub_module.hashlib.sha256(WEIGHTS).hexdigest()
+    (cache / "models--org--model" / "blobs" / f"{digest}.quire.incomplete").write_bytes(WEIGHTS[:1000])
+    assert (pull(MODEL) / "model.safetensors").read_bytes() == WEIGHTS
+    assert hub.bytes_sent("model.safetensors") == len(WEIGHTS)
+
+
+def test_two_processes_download_a_file_once(hub: LocalHub, cache: Path) -> None:
+    paths: list[Path] = []
+    threads = [threading.Thread(target=lambda: paths.append(pull(MODEL))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(paths)) == 1
+    assert hub.bytes_sent("model.safetensors") == len(WEIGHTS)
+
+
+@pytest.mark.extended
+def test_a_process_that_ends_leaves_what_it_has(hub: LocalHub, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "quire.cli.main", "pull", "org/large"]
+    environ = {**os.environ, **hub.environ(tmp_path)}
+    for number, status, cut in ((signal.SIGKILL, -signal.SIGKILL, 15 << 20), (signal.SIGINT, 130, 5 << 20)):
+        hub.cuts["model.safetensors"], hub.stalled = [cut], threading.Event()
+        hub.has_stalled.clear()
+        pulling = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE)
+        try:
+            assert hub.has_stalled.wait(60)
+        finally:
+            pulling.send_signal(number)
+            pulling.communicate()
+            hub.stalled.set()
+        assert pulling.returncode == status
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert (Path(done.stdout.strip()) / "model.safetensors").read_bytes() == WEIGHTS * 10
+    # It is written 10 MiB at a time.
+    assert hub.sent[-1] == ("model.safetensors", 10 << 20)
+
+
+def test_a_gated_model_is_for_a_token_that_was_granted_access(
+    hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gated = HubName("org/sharded")
+    expected = (
+        f"org/sharded is gated: its owner grants access at {hub.endpoint}/org/sharded; then set HF_TOKEN to a token of "
+        "that account "
+    )
+    assert error_of(gated) == expected + "(no token is set)"
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert error_of(gated) == expected + "(a token is set)"
+
+
+def test_an_unknown_model(hub: LocalHub, cache: Path) -> None:
+    assert error_of(HubName("org/nothing")) == (
+        f"org/nothing is neither a directory here nor a model of {hub.endpoint}; check the name, or set HF_TOKEN if "
+        "the model is private (no token is set)"
+    )
+
+
+def test_weights_that_are_not_read_are_not_downloaded(hub: LocalHub, cache: Path) -> None:
+    assert "only pickles such as pytorch_model.bin, which are never loaded" in error_of(HubName("org/pickled"))
+    assert error_of(HubName("org/words")).startswith("org/words has no tokenizer.json, the one form of tokenizer")
+    assert error_of(HubName("org/other")).startswith("architecture BertModel of")
+    assert hub.bytes_sent("model.safetensors") == hub.bytes_sent("pytorch_model.bin") == 0
+
+
+def test_a_hub_that_fails(hub: LocalHub, cache: Path) -> None:
+    hub.status = 503
+    assert error_of(MODEL) == f"{hub.endpoint} cannot send org/model: the hub is being repaired; try again later"
+    hub.status = 403
+    assert error_of(MODEL).startswith(f"{hub.endpoint} refuses org/model: the hub is being repaired; check HF_TOKEN")
+
+
+def test_without_a_network_the_cache_answers(hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert error_of(MODEL) == (
+        f"org/model is not in the cache {cache}, and HF_HUB_OFFLINE is set; `quire pull org/model` fetches it once "
+        "there is a connection"
+    )
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    pull(MODEL, Parts.WITHOUT_WEIGHTS)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    pull(MODEL, Parts.WITHOUT_WEIGHTS)
+    assert error_of(MODEL).startswith("org/model is not whole in the cache, and HF_HUB_OFFLINE is set: ")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    snapshot = pull(MODEL)
+    nowhere = "http://127.0.0.1:9"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", nowhere)
+    template = nowhere + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    assert pull(MODEL) == snapshot
+    assert error_of(HubName("org/sharded")) == (
+        f"org/sharded is not in the cache {cache}, and {nowhere} cannot be reached; `quire pull org/sharded` "
+        "fetches it once there is a connection"
+    )
+
+
+def test_a_disk_that_is_too_small_is_seen_before_the_download(
+    hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 1 << 20))
+    assert error_of(MODEL) == (
+        f"no space for org/model: it goes to {cache}/models--org--model/blobs and needs 2.0 MiB more, of which "
+        "1.0 MiB are free; free some, or name another disk by HF_HOME"
+    )
+    assert hub.bytes_sent("model.safetensors") == 0
+
+
+def test_a_disk_that_fills_up(hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(self: object, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(hub_module._Partial, "write", write)
+    assert error_of(MODEL) == (
+        f"no space for org/model: it goes to {cache}; free some, or name another disk by HF_HOME"
+    )
