@@ -34,10 +34,12 @@ def write_gguf(
 
     Args:
         quantization: of matrices; vectors stay float32.
-        further: more metadata, by whole keys.
+        further: more metadata, or other values, by whole keys; "rope" are the factors of rotations.
     """
     config = json.loads((directory / "config.json").read_text())
     architecture = config["model_type"]
+    further = dict(further or {})
+    factors = further.pop("rope", None)
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_name(directory.name)
     for key, names in _NUMBERS.items():
@@ -54,9 +56,13 @@ def write_gguf(
     _add_tokenizer(writer, directory, pre)
     if template is not None:
         writer.add_chat_template(template)
-    for key, value in (further or {}).items():
-        add = writer.add_bool if isinstance(value, bool) else writer.add_string if isinstance(value, str) else None
-        (add or writer.add_float32)(key, value)
+    kinds = {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+    for key, value in further.items():
+        # The writer takes each key once.
+        writer.kv_data[0].pop(key, None)
+        kinds[type(value)](key, value)
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
     _add_tensors(writer, directory, config, quantization)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

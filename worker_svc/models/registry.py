@@ -77,6 +77,10 @@ def load_model(
 
 def _check_for_transformers(described: ModelDirectory, placement: Placement) -> None:
     """Raises ConfigurationError for settings that transformers' code does not support."""
+    if described.path.is_file():
+        raise ConfigurationError(
+            f"{described.path}: GGUF files run through Quire's own code only; --model-impl must be auto or native"
+        )
     if placement.ranks.size > 1:
         raise ConfigurationError(
             f"{described.architecture} runs through transformers' code, which is not split over ranks; "
