@@ -16,7 +16,7 @@ from pathlib import Path
 
 from quire.cli.bench.machine import cpu_field
 from quire.finding import Finding, Verdict
-from quire.model_directory import ModelDirectory, resolve_model
+from quire.model_directory import ModelDirectory, hub_name, resolve_model, weight_files
 from quire.processors import available_memory, num_processors
 from quire.rpc.process import missing_package
 from quire.settings import ConfigurationError, load_settings, setting
@@ -146,11 +146,13 @@ def _worker() -> Iterator[Finding]:
 
 
 def _model(name: str | None) -> Finding:
+    if (of_hub := hub_name(name)) is not None:
+        return Finding("model", Verdict.NOTE, f"{of_hub}, a model of the hub", f"`quire pull {of_hub}` downloads it")
     try:
         directory = ModelDirectory.open(resolve_model(name))
+        size = sum(file.stat().st_size for file in weight_files(directory.path))
     except ConfigurationError as error:
         return Finding("model", Verdict.WRONG, str(error), "give another --model")
-    size = sum(file.stat().st_size for file in directory.path.glob("*.safetensors"))
     found = f"{directory.path}, {directory.architecture}, {size / _GIB:.2f} GiB of weights"
     available = available_memory()
     if available is not None and size > available and importlib.util.find_spec("torch") is not None:
