@@ -16,7 +16,7 @@ ARG TORCH_INDEX_URL
 COPY pyproject.toml constraints.txt ./
 COPY tools/list_requirements.py tools/
 RUN --mount=type=cache,target=/root/.cache/pip \
-    python tools/list_requirements.py gateway scheduler worker transformers certs tracing events > requirements.txt \
+    python tools/list_requirements.py gateway scheduler worker gguf transformers certs tracing events > requirements.txt \
     && pip wheel --wheel-dir /wheels --constraint constraints.txt --requirement requirements.txt \
         ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"}
 COPY . .

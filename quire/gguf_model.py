@@ -349,14 +349,13 @@ def _sentence_piece(fields: _Fields, tokens: Sequence[str], kinds: Sequence[int]
     ]
     if with_prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    normalizers: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
+    if with_prefix:
+        # Before a text that begins with a space, too: as SentencePiece and llama.cpp do.
+        normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
     return {
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Metaspace",
-            "replacement": _SPACE,
-            "prepend_scheme": "first" if with_prefix else "never",
-            "split": False,
-        },
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": _bpe(
             tokens,

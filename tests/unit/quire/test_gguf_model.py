@@ -72,7 +72,9 @@ def test_sentence_pieces_are_merged_by_their_scores(directory: Path, tmp_path: P
     for text in TEXTS[:5]:
         found = tokens_of(file, text)
         assert found == byte_fallback().encode(text).ids, text
-        assert found[1:] == expected.encode(text, add_special_tokens=False), text
+        if not text.startswith(" "):
+            # There transformers adds no second one, as SentencePiece does.
+            assert found[1:] == expected.encode(text, add_special_tokens=False), text
         assert tokenizer.decode(found, include_special_tokens=False) == text
     file = write_gguf(tmp_path / "n.gguf", model, further={"tokenizer.ggml.add_space_prefix": False})
     assert tokens_of(file, "the") != tokens_of(file, " the")
