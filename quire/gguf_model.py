@@ -29,15 +29,18 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA_3 = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN_2 = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_REST}"
+_DIGITS = r"\p{N}"
 _SPLITS: dict[str, str | None] = {
     "gpt-2": None,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
     "llama-bpe": _LLAMA_3,
     "llama3": _LLAMA_3,
     "llama-v3": _LLAMA_3,
     "qwen2": _QWEN_2,
     "deepseek-r1-qwen": _QWEN_2,
 }
-"""How byte-level vocabularies split text, by tokenizer.ggml.pre; None is as GPT-2 does."""
+"""How byte-level vocabularies split text, by tokenizer.ggml.pre; None, and what is between digits, as GPT-2 does."""
 _NORMALIZED = ("qwen2", "deepseek-r1-qwen")
 _WITH_BOS = ("llama-bpe", "llama3", "llama-v3")
 """Those that put the first token before a text, unless the file says otherwise; and all of SentencePiece."""
@@ -323,7 +326,12 @@ def _byte_level(fields: _Fields, tokens: Sequence[str]) -> dict[str, Any]:
     if pre not in _SPLITS:
         raise fields.error(f"tokenizer.ggml.pre is {pre}; read are {', '.join(_SPLITS)}")
     split = _SPLITS[pre]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split is None}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": split in (None, _DIGITS),
+    }
     steps: list[dict[str, Any]] = [byte_level]
     if split is not None:
         steps.insert(0, {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False})

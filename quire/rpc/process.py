@@ -60,7 +60,7 @@ def configure_logging(service: str, level: str = "info") -> None:
     )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if level != "debug":
-        for noisy in ("asyncio", "httpx", "httpcore", "uvicorn.access"):
+        for noisy in ("asyncio", "httpx", "httpx2", "httpcore", "httpcore2", "uvicorn.access"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
         # It logs every failed attempt to reach a collector; quire.tracing logs the first one.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)

@@ -108,7 +108,7 @@ def test_the_rotation_of_llama_3_is_found_in_its_factors(directory: Path, tmp_pa
             "architecture mamba of GGUF files is not read; read are llama, mistral, qwen2",
         ),
         ({"llama.expert_count": 8}, "models with experts are not read from GGUF files"),
-        ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre is tekken; read are gpt-2, llama-bpe"),
+        ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre is tekken; read are gpt-2, smollm"),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is t5; read are gpt2 (byte-level BPE) and llama"),
         ({"split.count": 3}, "is one of 3 parts of a model; join them: gguf-split --merge"),
         ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type is longrope; read are none, linear and yarn"),
