@@ -7,7 +7,7 @@ from typing import Any
 import gguf
 import numpy as np
 import tokenizers
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
 
 _NUMBERS = {
     "context_length": ("max_position_embeddings", "n_positions"),
@@ -76,9 +76,10 @@ def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, pre: str) -> None:
     content = json.loads(tokenizer.to_str())
     names = {index: token for token, index in tokenizer.get_vocab(with_added_tokens=True).items()}
     tokens = [names[index] for index in range(len(names))]
-    special = {each["content"] for each in content["added_tokens"]}
+    added = {each["content"]: each["special"] for each in content["added_tokens"]}
     is_piece = content["model"]["byte_fallback"]
-    kinds = [gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens]
+    of_added = {True: gguf.TokenType.CONTROL, False: gguf.TokenType.USER_DEFINED, None: gguf.TokenType.NORMAL}
+    kinds = [of_added[added.get(token)] for token in tokens]
     if is_piece:
         kinds = [
             gguf.TokenType.BYTE if token.startswith("<0x") else kind for token, kind in zip(tokens, kinds, strict=True)
@@ -108,7 +109,7 @@ def _add_tensors(
             base, _, suffix = name.rpartition(".")
             stored = table.get_name(base)
             assert stored is not None, name
-            data = tensor.astype(np.float32)
+            data = tensor.float().numpy()
             if architecture == "gpt2" and name.endswith(_TRANSPOSED):
                 data = np.ascontiguousarray(data.T)
             if architecture == "llama" and "_proj" in name and (".q_proj" in name or ".k_proj" in name):
