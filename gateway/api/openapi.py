@@ -36,7 +36,8 @@ class ApiRoute(Route):
     Attributes:
         body: The type of its request's body; None where it has none.
         answer: The type of a successful answer in JSON; None where it has none.
-        media_types: Those of a successful answer.
+        media_type: That of a successful answer that is not a stream.
+        events: The type of the data of each event of a stream; None where the answer is none.
         is_open: Whether it needs no API key.
         statuses: Of its answers, errors included.
     """
@@ -49,7 +50,7 @@ class ApiRoute(Route):
         method: Literal["GET", "POST", "DELETE"] = "GET",
         body: type[BaseModel] | None = None,
         answer: Any = None,
-        streams: bool = False,
+        events: Any = None,
         refuses: bool = False,
         media_type: str = "application/json",
         statuses: Sequence[int] = (),
@@ -58,7 +59,7 @@ class ApiRoute(Route):
         """The first paragraph of the endpoint's docstring describes it.
 
         Args:
-            streams: A successful answer may be a stream of server-sent events instead.
+            events: The type of the data of each event, if a successful answer may be a stream of server-sent events.
             refuses: The path is known, and never answered with success.
             statuses: With the same answer as 200, besides that and besides those of any path with or without a body.
             error: The type of the body of errors.
@@ -68,7 +69,8 @@ class ApiRoute(Route):
         self.body = body
         self.answer = answer
         self.answer_statuses = frozenset({HTTPStatus.OK, *statuses})
-        self.media_types = (media_type, _EVENT_STREAM) if streams else (media_type,)
+        self.events = events
+        self.media_type = media_type
         self.is_open = path in OPEN_PATHS
         self.error = error
         own = {400} if refuses else {200, *statuses}
@@ -94,7 +96,9 @@ def description_routes(routes: Sequence[BaseRoute]) -> list[ApiRoute]:
 
 def openapi_document(routes: Sequence[ApiRoute]) -> dict[str, Any]:
     """The OpenAPI 3.1 document of these routes, with the schemas of their bodies."""
-    types = [each for route in routes for each in (route.body, route.answer, route.error) if each is not None]
+    types = [
+        each for route in routes for each in (route.body, route.answer, route.events, route.error) if each is not None
+    ]
     references, definitions = TypeAdapter.json_schemas(
         [(repr(each), "validation", TypeAdapter(each)) for each in types], ref_template=_SCHEMAS + "{model}"
     )
@@ -141,9 +145,10 @@ def _operation(route: ApiRoute, schemas: Mapping[Any, Any]) -> dict[str, Any]:
 def _response(route: ApiRoute, status: int, schemas: Mapping[Any, Any]) -> dict[str, Any]:
     description = http.client.responses.get(status, "Client Closed Request")
     if status in route.answer_statuses:
-        content: dict[str, Any] = {each: {} for each in route.media_types}
-        if route.answer is not None:
-            content["application/json"] = {"schema": schemas[repr(route.answer)]}
+        content = {route.media_type: {} if route.answer is None else {"schema": schemas[repr(route.answer)]}}
+        if route.events is not None:
+            description += "; in a stream, the data of each event has the schema"
+            content[_EVENT_STREAM] = {"schema": schemas[repr(route.events)]}
         return {"description": description, "content": content}
     # Before a route is found, and without a key, errors have the shape that most paths have.
     shapes = [schemas[repr(each)] for each in dict.fromkeys((route.error, ErrorBody))]

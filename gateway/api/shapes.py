@@ -14,24 +14,24 @@ def _is_open(schema: dict[str, Any]) -> None:
     schema.pop("additionalProperties", None)
 
 
-class _Shape(BaseModel):
+class Shape(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_is_open, protected_namespaces=())
 
 
 # OpenAI's completions and chat completions.
 
 
-class PromptTokensDetails(_Shape):
+class PromptTokensDetails(Shape):
     cached_tokens: int
 
 
-class CompletionTokensDetails(_Shape):
+class CompletionTokensDetails(Shape):
     """`reasoning_tokens` are those of the reasoning with the marks around it."""
 
     reasoning_tokens: int
 
 
-class CompletionUsage(_Shape):
+class CompletionUsage(Shape):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -39,7 +39,7 @@ class CompletionUsage(_Shape):
     completion_tokens_details: CompletionTokensDetails
 
 
-class TokenLogprob(_Shape):
+class TokenLogprob(Shape):
     logprob: float
     rank: int
     decoded_token: str
@@ -48,14 +48,14 @@ class TokenLogprob(_Shape):
 PromptLogprobs = list[dict[str, TokenLogprob] | None]
 
 
-class CompletionLogprobs(_Shape):
+class CompletionLogprobs(Shape):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
-class _Choice(_Shape):
+class _Choice(Shape):
     index: int
     finish_reason: str
     stop_reason: str | int | None
@@ -67,7 +67,7 @@ class CompletionChoice(_Choice):
     prompt_logprobs: PromptLogprobs = []
 
 
-class _Completion(_Shape):
+class _Completion(Shape):
     id: str
     created: int
     model: str
@@ -80,18 +80,18 @@ class Completion(_Completion):
     choices: list[CompletionChoice]
 
 
-class CallOfFunction(_Shape):
+class CallOfFunction(Shape):
     name: str
     arguments: str
 
 
-class ChatToolCall(_Shape):
+class ChatToolCall(Shape):
     id: str
     type: Literal["function"]
     function: CallOfFunction
 
 
-class ChatAnswer(_Shape):
+class ChatAnswer(Shape):
     """`reasoning_content` and `reasoning` are equal, where the model reasons."""
 
     role: Literal["assistant"]
@@ -102,7 +102,7 @@ class ChatAnswer(_Shape):
     reasoning: str = ""
 
 
-class TopLogprob(_Shape):
+class TopLogprob(Shape):
     token: str
     logprob: float
     bytes: list[int]
@@ -112,7 +112,7 @@ class ChatTokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(_Shape):
+class ChatLogprobs(Shape):
     content: list[ChatTokenLogprob]
     refusal: None
 
@@ -128,7 +128,7 @@ class ChatCompletion(_Completion):
     prompt_logprobs: PromptLogprobs = []
 
 
-class ServedModelShape(_Shape):
+class ServedModelShape(Shape):
     """`max_model_len` is null until a scheduler was reached."""
 
     id: str
@@ -140,43 +140,43 @@ class ServedModelShape(_Shape):
     max_model_len: int | None
 
 
-class ServedModels(_Shape):
+class ServedModels(Shape):
     object: Literal["list"]
     data: list[ServedModelShape]
 
 
-class Tokens(_Shape):
+class Tokens(Shape):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class DetokenizedText(_Shape):
+class DetokenizedText(Shape):
     prompt: str
 
 
 # OpenAI's responses.
 
 
-class OutputText(_Shape):
+class OutputText(Shape):
     type: Literal["output_text"]
     text: str
     annotations: list[Any]
     logprobs: list[ChatTokenLogprob]
 
 
-class InputText(_Shape):
+class InputText(Shape):
     type: Literal["input_text"]
     text: str
 
 
-class ReasoningText(_Shape):
+class ReasoningText(Shape):
     type: Literal["reasoning_text"]
     text: str
 
 
-class _AnswerItem(_Shape):
+class _AnswerItem(Shape):
     id: str
     status: str
 
@@ -209,16 +209,16 @@ class FunctionCallOutputAnswerItem(_AnswerItem):
 OutputItem = MessageAnswerItem | ReasoningAnswerItem | FunctionCallAnswerItem
 
 
-class InputTokensDetails(_Shape):
+class InputTokensDetails(Shape):
     cached_tokens: int
     cache_write_tokens: int
 
 
-class OutputTokensDetails(_Shape):
+class OutputTokensDetails(Shape):
     reasoning_tokens: int
 
 
-class ResponseUsage(_Shape):
+class ResponseUsage(Shape):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -226,11 +226,11 @@ class ResponseUsage(_Shape):
     total_tokens: int
 
 
-class IncompleteDetails(_Shape):
+class IncompleteDetails(Shape):
     reason: str
 
 
-class _ResponseHead(_Shape):
+class _ResponseHead(Shape):
     """What is known of each response."""
 
     id: str
@@ -267,13 +267,13 @@ class ResponseObject(_ResponseHead):
     truncation: Literal["disabled"]
 
 
-class DeletedResponse(_Shape):
+class DeletedResponse(Shape):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
 
 
-class InputItems(_Shape):
+class InputItems(Shape):
     """A page of the items of a response's input. The ids are empty where the page is."""
 
     object: Literal["list"]
@@ -283,7 +283,7 @@ class InputItems(_Shape):
     has_more: bool
 
 
-class InputTokens(_Shape):
+class InputTokens(Shape):
     object: Literal["response.input_tokens"]
     input_tokens: int
 
@@ -291,29 +291,29 @@ class InputTokens(_Shape):
 # Anthropic's messages.
 
 
-class AnsweredText(_Shape):
+class AnsweredText(Shape):
     type: Literal["text"]
     text: str
 
 
-class AnsweredThinking(_Shape):
+class AnsweredThinking(Shape):
     type: Literal["thinking"]
     thinking: str
     signature: str
 
 
-class AnsweredToolUse(_Shape):
+class AnsweredToolUse(Shape):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class MessageOutputTokens(_Shape):
+class MessageOutputTokens(Shape):
     thinking_tokens: int
 
 
-class MessageUsage(_Shape):
+class MessageUsage(Shape):
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
@@ -321,7 +321,7 @@ class MessageUsage(_Shape):
     output_tokens_details: MessageOutputTokens
 
 
-class AnsweredMessage(_Shape):
+class AnsweredMessage(Shape):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -332,24 +332,24 @@ class AnsweredMessage(_Shape):
     usage: MessageUsage
 
 
-class MessageTokens(_Shape):
+class MessageTokens(Shape):
     input_tokens: int
 
 
 # KServe's protocol.
 
 
-class InferenceServer(_Shape):
+class InferenceServer(Shape):
     name: str
     version: str
     extensions: list[str]
 
 
-class Liveness(_Shape):
+class Liveness(Shape):
     live: bool
 
 
-class Readiness(_Shape):
+class Readiness(Shape):
     ready: bool
 
 
@@ -357,13 +357,13 @@ class ModelReadiness(Readiness):
     name: str
 
 
-class TensorMetadata(_Shape):
+class TensorMetadata(Shape):
     name: str
     datatype: str
     shape: list[int]
 
 
-class InferenceModel(_Shape):
+class InferenceModel(Shape):
     name: str
     versions: list[str]
     platform: str
@@ -375,7 +375,7 @@ class OutputTensor(TensorMetadata):
     data: list[str | float | int | bool]
 
 
-class InferenceAnswer(_Shape):
+class InferenceAnswer(Shape):
     model_name: str
     model_version: str
     id: str = ""
@@ -385,11 +385,11 @@ class InferenceAnswer(_Shape):
 # Probes.
 
 
-class Health(_Shape):
+class Health(Shape):
     status: Literal["ok"]
 
 
-class ReplicaLoading(_Shape):
+class ReplicaLoading(Shape):
     """How far the workers of a scheduler are with loading their model."""
 
     scheduler: str
@@ -399,7 +399,7 @@ class ReplicaLoading(_Shape):
     percent: int | None
 
 
-class GatewayReadiness(_Shape):
+class GatewayReadiness(Shape):
     """`reason` is why no request would run, `loading` the replicas whose models are being loaded."""
 
     status: str
@@ -407,7 +407,7 @@ class GatewayReadiness(_Shape):
     loading: list[ReplicaLoading] = []
 
 
-class GatewayVersion(_Shape):
+class GatewayVersion(Shape):
     version: str
 
 

@@ -20,6 +20,7 @@ from gateway.api.anthropic.read import (
 from gateway.api.anthropic.write import ANTHROPIC, AnthropicError, MessageShaper
 from gateway.api.body import BodyLimits, read_body
 from gateway.api.calls import respond
+from gateway.api.event_shapes import MessageEvent
 from gateway.api.openapi import ApiRoute
 from gateway.api.shapes import AnsweredMessage, MessageTokens
 from gateway.replicas.live import LiveRequest
@@ -94,7 +95,13 @@ def message_routes(generator: Generator, body_limits: BodyLimits, *, keep_alive_
 
     return [
         ApiRoute(
-            _PATH, create, method="POST", body=MessageBody, answer=AnsweredMessage, streams=True, error=AnthropicError
+            _PATH,
+            create,
+            method="POST",
+            body=MessageBody,
+            answer=AnsweredMessage,
+            events=MessageEvent,
+            error=AnthropicError,
         ),
         ApiRoute(
             f"{_PATH}/count_tokens",

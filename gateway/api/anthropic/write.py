@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic_core import from_json
@@ -41,7 +41,7 @@ class AnthropicErrorDetail(BaseModel):
 class AnthropicError(BaseModel):
     """An error in Anthropic's shape."""
 
-    type: str = "error"
+    type: Literal["error"] = "error"
     error: AnthropicErrorDetail
 
 

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.api.answers import as_json, error_answer, error_response
 from gateway.api.body import BodyLimits
 from gateway.api.calls import respond
+from gateway.api.event_shapes import ChatEvent, CompletionEvent
 from gateway.api.openai.calls import ChatCall, CompletionCall
 from gateway.api.openai.read import chat_prompt, read_request
 from gateway.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -69,9 +70,21 @@ def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive
         return respond(generator, ChatCall(body, model), keep_alive_s)
 
     return [
-        ApiRoute("/v1/completions", completions, method="POST", body=CompletionBody, answer=Completion, streams=True),
         ApiRoute(
-            "/v1/chat/completions", chat_completions, method="POST", body=ChatBody, answer=ChatCompletion, streams=True
+            "/v1/completions",
+            completions,
+            method="POST",
+            body=CompletionBody,
+            answer=Completion,
+            events=CompletionEvent,
+        ),
+        ApiRoute(
+            "/v1/chat/completions",
+            chat_completions,
+            method="POST",
+            body=ChatBody,
+            answer=ChatCompletion,
+            events=ChatEvent,
         ),
     ]
 

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.api.answers import OPENAI, ErrorAnswer, as_json
 from gateway.api.body import BodyLimits, read_body
 from gateway.api.calls import respond
+from gateway.api.event_shapes import ResponseEvent
 from gateway.api.fields import Conversation
 from gateway.api.openapi import ApiRoute
 from gateway.api.responses.items import input_items, item_page
@@ -144,7 +145,9 @@ def response_routes(
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(tokenized.token_ids)})
 
     return [
-        ApiRoute("/v1/responses", create, method="POST", body=ResponseBody, answer=ResponseObject, streams=True),
+        ApiRoute(
+            "/v1/responses", create, method="POST", body=ResponseBody, answer=ResponseObject, events=ResponseEvent
+        ),
         # Before the path of any response.
         ApiRoute("/v1/responses/input_tokens", count_input_tokens, method="POST", body=InputBody, answer=InputTokens),
         ApiRoute(_PATH, retrieve, answer=ResponseObject),

@@ -1,17 +1,20 @@
-"""Successful answers have the shapes that /openapi.json says, and no field that it does not know."""
+"""Successful answers, and events of streams, have the shapes that /openapi.json says, and no field that it does not
+know."""
 
+import asyncio
 import json
 
 import httpx
 import jsonschema
 import pytest
 import pytest_asyncio
+from google.rpc import code_pb2
 from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 
 from quire.model_directory import resolve_model
 from tests.support.chat_models import write_chat_model
-from tests.support.fake_scheduler import FakeScheduler, scripted
+from tests.support.fake_scheduler import FakeScheduler, counting_rule, scripted
 from tests.support.gateway_process import running_gateway
 from tests.support.tokenizers import id_of
 
@@ -27,14 +30,19 @@ LOGPROBS = {"name": "return_logprobs", "shape": [1], "datatype": "BOOL", "data":
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def gateway(tmp_path_factory):
-    scheduler = FakeScheduler()
-    await scheduler.start()
-    scheduler.rule = scripted([*TOKENIZER.encode(SAID, add_special_tokens=False).ids, id_of(TOKENIZER, "</s>")])
+async def scheduler():
+    fake = FakeScheduler()
+    await fake.start()
+    fake.rule = scripted([*TOKENIZER.encode(SAID, add_special_tokens=False).ids, id_of(TOKENIZER, "</s>")])
+    yield fake
+    await fake.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def gateway(tmp_path_factory, scheduler):
     model = write_chat_model(tmp_path_factory.mktemp("model") / "model")
     async with running_gateway(scheduler, model=str(model), max_stored_response_bytes=1 << 20) as running:
         yield running
-    await scheduler.stop()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -85,17 +93,26 @@ ANSWERS = [
 ]
 
 
+def described(gateway, document, method, path):
+    """The route of a path, and its operation in the document."""
+    scope = {"type": "http", "method": method, "path": path, "root_path": "", "headers": []}
+    routes = gateway.gateway._http.config.app.routes
+    route = next(each for each in routes if each.matches(scope)[0].name == "FULL")
+    return route, document["paths"][route.path_format][method.lower()]
+
+
+def check_shape(document, schema, shape, value):
+    jsonschema.Draft202012Validator(schema | {"components": document["components"]}).validate(value)
+    TypeAdapter(shape).validate_json(json.dumps(value))
+
+
 async def conforming(gateway, client, document, method, path, body=None):
     """An answer that is valid under the schema of its path, and that its type reads without a field left."""
     answer = await client.request(method, path, json=body)
     assert answer.status_code == 200, answer.text
-    scope = {"type": "http", "method": method, "path": path, "root_path": "", "headers": []}
-    routes = gateway.gateway._http.config.app.routes
-    route = next(each for each in routes if each.matches(scope)[0].name == "FULL")
-    operation = document["paths"][route.path_format][method.lower()]
+    route, operation = described(gateway, document, method, path)
     schema = operation["responses"]["200"]["content"]["application/json"]["schema"]
-    jsonschema.Draft202012Validator(schema | {"components": document["components"]}).validate(answer.json())
-    TypeAdapter(route.answer).validate_json(json.dumps(answer.json()))
+    check_shape(document, schema, route.answer, answer.json())
     return answer.json()
 
 
@@ -116,6 +133,83 @@ async def test_responses_have_theirs(gateway, client, document):
     assert second["status"] == "incomplete"
     for method, end in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
         await conforming(gateway, client, document, method, f"/v1/responses/{second['id']}{end}")
+
+
+CHAT = {"messages": USER, "tools": [TOOL]}
+USAGE = {"stream_options": {"include_usage": True}}
+STREAMS = [
+    ("/v1/completions", {"prompt": ["a", "b"], "logprobs": 2, "echo": True} | USAGE),
+    ("/v1/completions", {"prompt": "a", "stop": "look"}),
+    ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2} | USAGE),
+    ("/v1/chat/completions", CHAT | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+    ("/v1/chat/completions", {"messages": USER, "max_tokens": 2}),
+    (
+        "/v1/responses",
+        {"input": "a", "tools": [{"type": "function"} | FUNCTION], "include": ["message.output_text.logprobs"]},
+    ),
+    ("/v1/responses", {"input": "a", "max_output_tokens": 2}),
+    (
+        "/v1/messages",
+        {
+            "model": "model",
+            "messages": USER,
+            "max_tokens": 200,
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "tools": [{"name": "look", "input_schema": SCHEMA}],
+        },
+    ),
+    ("/v1/messages", {"model": "model", "messages": USER, "max_tokens": 2}),
+]
+
+
+async def events_of_stream(client, path, body):
+    """The data of each event, without [DONE]."""
+    async with asyncio.timeout(60), client.stream("POST", path, json=body | {"stream": True}) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        lines = [line async for line in answer.aiter_lines()]
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    return [json.loads(each) for each in data if each != "[DONE]"]
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMS)
+async def test_each_event_of_a_stream_has_the_shape_that_the_document_says(gateway, client, document, path, body):
+    route, operation = described(gateway, document, "POST", path)
+    schema = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    events = await events_of_stream(client, path, body)
+    assert len(events) > 2
+    for event in events:
+        check_shape(document, schema, route.events, event)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_every_kind_of_event_that_is_described_is_sent(client, document, path):
+    """Errors apart, which end a stream in its middle."""
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    described_types = set(content["schema"]["discriminator"]["mapping"])
+    sent = [event for other, body in STREAMS if other == path for event in await events_of_stream(client, path, body)]
+    assert {event["type"] for event in sent} == described_types - {"error"}
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMS)
+async def test_an_error_in_a_stream_has_the_shape_that_the_document_says(
+    gateway, client, document, scheduler, path, body, monkeypatch
+):
+    monkeypatch.setattr(scheduler, "rule", counting_rule)
+    monkeypatch.setattr(scheduler, "step_delay_s", 0.01)
+    body = {each: value for each, value in body.items() if not each.startswith("max_")} | {"stream": True}
+    if path == "/v1/messages":
+        body["max_tokens"] = 500
+    async with asyncio.timeout(60), client.stream("POST", path, json=body) as answer:
+        lines = answer.aiter_lines()
+        await anext(lines)
+        for submit in scheduler.submits[-2:]:
+            failure = {"code": code_pb2.INTERNAL, "reason": "STEP_REFUSED", "message": "it failed"}
+            scheduler.fail(submit.handle, **failure)
+        rest = [line.removeprefix("data: ") async for line in lines if line.startswith("data: {")]
+    route, operation = described(gateway, document, "POST", path)
+    error = json.loads(rest[-1])
+    assert error["error"]["message"] == "it failed"
+    check_shape(document, operation["responses"]["200"]["content"]["text/event-stream"]["schema"], route.events, error)
 
 
 async def test_every_success_in_json_has_a_shape(document):
