@@ -2,18 +2,19 @@
 
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Reversible
+from collections.abc import Callable, Collection, Mapping, Reversible, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from scheduler_svc.core import invariants
+from scheduler_svc.core import invariants, preparation
 from scheduler_svc.core.beam_search import BeamParameters, BeamSearch, Candidates
 from scheduler_svc.core.block_pool import BlockHash, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.pins import PIN_CLIENT
+from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import ClientEvents, SampleLogprobs, StepPlan, StepResult, Usage
@@ -50,15 +51,16 @@ def make_request(
     num_returned: int | None = None,
     priority: int = 0,
     beam: BeamParameters | None = None,
+    constraint: bytes = b"",
 ) -> Request:
-    """A request with a prompt and a seed of its own, unless a prompt is given."""
+    """A request with a prompt and a seed of its own, unless a prompt is given. See `allowed` for constraints."""
     if prompt is None:
         prompt = [(handle * 7 + i) % 50 for i in range(prompt_len)]
     return Request(
         RequestKey(CLIENT, Handle(handle)),
         f"request-{handle}",
         prompt,
-        RowSampling(seed=handle),
+        RowSampling(seed=handle, parameters=constraint),
         max_tokens,
         stop,
         [EmittedSequence(emitted)] if emitted else (),
@@ -67,12 +69,22 @@ def make_request(
         num_sequences if num_returned is None else num_returned,
         priority,
         beam,
+        has_constraint=bool(constraint),
     )
 
 
 def next_token(seed: int, position: int) -> int:
     """The token at `position` of the sequence with this seed: what a sample depends on, and on nothing else."""
     return (seed * 31 + position * 17) % 50
+
+
+def allowed(parameters: bytes, tokens: Sequence[int], token_id: int) -> int:
+    """The token that a sequence with a constraint gets in place of `token_id`, which without one it is: what is allowed
+    depends on all tokens so far, as in a grammar."""
+    if not parameters:
+        return token_id
+    residue = (sum(parameters) + sum(tokens)) % 3
+    return token_id if token_id % 3 == residue else (token_id // 3 * 3 + residue) % 48
 
 
 def token_logprob(seed: int, token_id: int) -> float:
@@ -88,6 +100,13 @@ def candidates_after(tokens: list[int], count: int) -> Candidates:
     return Candidates(order, [-sum(steps[: rank + 1]) for rank in range(len(order))])
 
 
+def allowed_candidates(parameters: bytes, tokens: list[int], candidates: Candidates, count: int) -> Candidates:
+    """The first `count` of `candidates` that the constraint allows."""
+    pairs = zip(candidates.token_ids, candidates.logprobs, strict=True)
+    found = [(token_id, logprob) for token_id, logprob in pairs if allowed(parameters, tokens, token_id) == token_id]
+    return Candidates([token_id for token_id, _ in found[:count]], [logprob for _, logprob in found[:count]])
+
+
 def expected_hypotheses(request: Request) -> list[list[int]]:
     """What a beam search finds, whatever runs beside it."""
     assert request.beam is not None
@@ -96,7 +115,10 @@ def expected_hypotheses(request: Request) -> list[list[int]]:
     assert count is not None
     outputs: list[list[int]] = [[] for _ in range(request.beam.width)]
     while outputs:
-        step = search.advance([candidates_after([*request.prompt, *each], count) for each in outputs], outputs)
+        texts = [[*request.prompt, *each] for each in outputs]
+        parameters = request.sampling.parameters
+        candidates = [allowed_candidates(parameters, text, candidates_after(text, VOCAB_SIZE), count) for text in texts]
+        step = search.advance(candidates, outputs)
         outputs = [[*outputs[each.parent], each.token_id] for each in step.continuations]
     return [list(each.token_ids) for each in search.best()[: request.num_returned]]
 
@@ -108,7 +130,8 @@ def expected_output(request: Request, index: int = 0) -> list[int]:
     output = list(request.emitted[index].token_ids) if request.emitted else []
     seed = request.sampling_of(index).seed
     while len(output) < request.max_tokens:
-        output.append(next_token(seed, len(request.prompt) + len(output)))
+        tokens = [*request.prompt, *output]
+        output.append(allowed(request.sampling.parameters, tokens, next_token(seed, len(tokens))))
         if output[-1] in request.stop_token_ids:
             break
     return output
@@ -121,6 +144,7 @@ class WorkerRow:
     seed: int
     logprobs: int | None
     num_candidates: int | None
+    parameters: bytes
 
 
 @dataclass
@@ -140,8 +164,14 @@ class FakeDevice:
     seals: dict[int, BlockHash] = field(default_factory=dict)
     """What a scheduler that comes later would adopt: block -> the hash that it is sealed under."""
 
-    def run(self, plan: StepPlan, failing: Mapping[int, tuple[int, int]] | None = None) -> StepResult:
-        """`failing` rows compute nothing finite from a position on: row -> mark that nobody else has, position."""
+    def run(
+        self,
+        plan: StepPlan,
+        failing: Mapping[int, tuple[int, int]] | None = None,
+        refusing: Collection[int] = (),
+    ) -> StepResult:
+        """`failing` rows compute nothing finite from a position on: row -> mark that nobody else has, position. The
+        constraint of `refusing` rows fails where they sample."""
         failing = failing or {}
         self._move(plan.swap_out, self.slots, self.host_slots)
         self._move(plan.swap_in, self.host_slots, self.slots)
@@ -156,6 +186,7 @@ class FakeDevice:
                 assigned.sampling.seed,
                 assigned.sampling.logprobs,
                 assigned.sampling.num_candidates,
+                assigned.sampling.parameters,
             )
         parents = {child: self.rows[parent] for parent, child in plan.forks.tolist()}
         self.rows |= {row: replace(each, tokens=[*each.tokens], blocks=[*each.blocks]) for row, each in parents.items()}
@@ -173,7 +204,7 @@ class FakeDevice:
         self._check_distinct_writes(plan)
         self.seals.update(plan.sealed)
         candidates = {
-            row: self.candidates(self.rows[row].tokens, count)
+            row: self._candidates(self.rows[row], count)
             for row, _ in plan.samples.tolist()
             if (count := self.rows[row].num_candidates) is not None
         }
@@ -187,6 +218,8 @@ class FakeDevice:
         not_finite = {row for row, (_, position) in failing.items() if ends.get(row, 0) > position}
         sources = plan.samples[:, 1].tolist()
         failures = {row: "not finite" for row, source in plan.samples.tolist() if source in not_finite}
+        refused = frozenset(refusing).intersection(plan.samples[:, 0].tolist())
+        failures |= dict.fromkeys(refused, "the constraint failed")
         of_samples = [sample for sample in logprobs if plan.samples[sample, 0] not in failures]
         lines = columns_of(logprobs[sample] for sample in of_samples)
         return StepResult(
@@ -196,6 +229,7 @@ class FakeDevice:
             failures,
             {row: each for row, each in candidates.items() if row not in failures},
             frozenset(not_finite.difference(sources)),
+            refused,
         )
 
     def _move(self, pairs: np.ndarray, source: Slots, target: Slots) -> None:
@@ -248,8 +282,14 @@ class FakeDevice:
 
     def _sample(self, row: int) -> int:
         state = self.rows[row]
-        state.tokens.append(next_token(state.seed, len(state.tokens)))
+        token_id = next_token(state.seed, len(state.tokens))
+        state.tokens.append(allowed(state.parameters, state.tokens, token_id))
         return state.tokens[-1]
+
+    def _candidates(self, row: WorkerRow, count: int) -> Candidates:
+        if not row.parameters:
+            return self.candidates(row.tokens, count)
+        return allowed_candidates(row.parameters, row.tokens, self.candidates(row.tokens, VOCAB_SIZE), count)
 
 
 class Driver:
@@ -267,6 +307,12 @@ class Driver:
         """Handles of requests, and which of their tokens (counted from 1) the worker cannot compute without dying."""
         self.failing: dict[int, int] = {}
         """Handles of requests, and from which position on what they compute is not finite."""
+        self.refusing: dict[int, int] = {}
+        """Handles of requests, and from how many tokens on the worker finds that their constraint fails."""
+        self.told: deque[Preparation] = deque()
+        """The constraints that the worker was told to compile, and has not answered."""
+        self.compiled: dict[bytes, None] = {}
+        """The constraints that the worker keeps; the oldest comes first."""
         self.outputs: dict[int, list[int]] = {}
         """The output of each request's first sequence."""
         self.samples: dict[tuple[int, int], list[int]] = {}
@@ -304,9 +350,46 @@ class Driver:
         for group in self.scheduler.running:
             self._tenants.pop(group.request.tenant, None)
             self._tenants[group.request.tenant] = None
-        result = self.device.run(plan, self._failing_rows(plan))
+        self._check_prepared(plan)
+        refusing = self._refusing_rows(plan)
+        result = self.device.run(plan, self._failing_rows(plan), refusing)
+        for row in result.refused:
+            self.compiled.pop(self.device.rows[row].parameters, None)
         self.device.check_seals(plan, self._tenants)
         return result
+
+    def _check_prepared(self, plan: StepPlan) -> None:
+        """That rows with a constraint wait for it, unless the scheduler tries one request after the other."""
+        if self.scheduler.config.prepares_constraints and not self.scheduler.trials.are_on:
+            for parameters in (each.sampling.parameters for each in plan.assign):
+                assert not parameters or parameters in self.compiled, "a row came before its constraint"
+
+    def _refusing_rows(self, plan: StepPlan) -> set[int]:
+        sequences = [(row, self.scheduler.batch.rows.sequences[row]) for row in plan.rows.tolist()]
+        return {
+            row
+            for row, sequence in sequences
+            if sequence is not None
+            and sequence.request.key.client != PIN_CLIENT
+            and sequence.num_tokens >= self.refusing.get(sequence.request.key.handle, sys.maxsize)
+        }
+
+    def tell(self) -> None:
+        """Tells the worker what it is to compile now."""
+        self.told.extend(self.scheduler.take_preparations())
+
+    def compile_next(self) -> bool:
+        """The worker compiles a constraint and answers. Returns whether there was one."""
+        if not self.told:
+            return False
+        preparation_told = self.told.popleft()
+        self.compiled.pop(preparation_told.parameters, None)
+        self.compiled[preparation_told.parameters] = None
+        if len(self.compiled) > preparation.NUM_KEPT:
+            del self.compiled[next(iter(self.compiled))]
+        self.scheduler.prepared(preparation_told.number)
+        self.check()
+        return True
 
     def _failing_rows(self, plan: StepPlan) -> dict[int, tuple[int, int]]:
         sequences = {row: self.scheduler.batch.rows.sequences[row] for row in plan.rows.tolist()}
@@ -348,7 +431,8 @@ class Driver:
         for _ in range(max_steps):
             while self.plan() is not None:
                 pass
-            if not self.results:
+            self.tell()
+            if not self.compile_next() and not self.results:
                 return
             self.deliver()
         raise AssertionError(f"still busy after {max_steps} steps")
@@ -371,6 +455,8 @@ class Driver:
         self.scheduler.void_in_flight(self.clock)
         self.results.clear()
         self.device = FakeDevice(self.scheduler.config.block_size)
+        self.told.clear()
+        self.compiled.clear()
         self._is_dead = False
         self.check()
 

@@ -1,6 +1,7 @@
-"""The core under any interleaving of arrivals, steps, results, aborts, preemptions, pins, refused and deadly steps,
-losses of the worker, and workers that come back with another pool, against what each request must get. Invariants are
-checked after every rule, and the log of the prefix cache against its content."""
+"""The core under any interleaving of arrivals, steps, results, aborts, preemptions, pins, constraints that the worker
+compiles or that fail, refused and deadly steps, losses of the worker, and workers that come back with another pool,
+against what each request must get. Invariants are checked after every rule, and the log of the prefix cache against its
+content."""
 
 import math
 from dataclasses import replace
@@ -10,13 +11,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_svc.core import kv_cache
+from scheduler_svc.core import kv_cache, preparation
 from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.request import NeverFitsError, PinQuotaError, QueueFullError, RefusedError, Request, max_blocks
 from tests.support.cache_mirror import CacheMirror
 from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
+
+CONSTRAINTS = st.sampled_from([b"", b"", b"a", b"b", b"c", b"d"])
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -34,10 +37,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_prefill_share=st.sampled_from([0.1, 0.5, 1.0]),
         max_reclaimed=st.sampled_from([1, 256]),
         is_cache_watched=st.booleans(),
+        prepares_constraints=st.booleans(),
+        num_kept=st.sampled_from([1, 2, 64]),
     )
-    def start(self, max_in_flight, max_num_seqs, budget, max_pinned, max_reclaimed, is_cache_watched, **config):
+    def start(
+        self, max_in_flight, max_num_seqs, budget, max_pinned, max_reclaimed, is_cache_watched, num_kept, **config
+    ):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(kv_cache, "_MAX_RECLAIMED", max_reclaimed)
+        self.patch.setattr(preparation, "NUM_KEPT", num_kept)
         self.driver = Driver(
             make_config(
                 max_num_seqs=max_num_seqs,
@@ -68,8 +76,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.sets(st.integers(0, 49), max_size=3),
         num_sequences=st.sampled_from([1, 1, 2, 3]),
         priority=st.integers(-1, 1),
+        constraint=CONSTRAINTS,
     )
-    def arrive(self, prompt_len, shared, tenant, max_tokens, stop, num_sequences, priority):
+    def arrive(self, prompt_len, shared, tenant, max_tokens, stop, num_sequences, priority, constraint):
         """A prompt whose first `shared` tokens are those of all others."""
         handle = len(self.requests) + len(self.aborted)
         self._submit(
@@ -81,6 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 stop=frozenset(stop),
                 num_sequences=num_sequences,
                 priority=priority,
+                constraint=constraint,
             )
         )
 
@@ -92,8 +102,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         width=st.integers(1, 4),
         length_penalty=st.sampled_from([0.0, 1.0, 2.0]),
         early_stopping=st.sampled_from(EarlyStopping),
+        constraint=CONSTRAINTS,
     )
-    def arrive_with_beams(self, prompt_len, shared, max_tokens, stop, width, length_penalty, early_stopping):
+    def arrive_with_beams(
+        self, prompt_len, shared, max_tokens, stop, width, length_penalty, early_stopping, constraint
+    ):
         handle = len(self.requests) + len(self.aborted)
         self._submit(
             make_request(
@@ -104,6 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 num_sequences=width,
                 num_returned=(width + 1) // 2,
                 beam=BeamParameters(width, length_penalty, early_stopping),
+                constraint=constraint,
             )
         )
 
@@ -162,6 +176,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.deliver()
         if self.driver.num_deaths > num_deaths:
             self._count_loss(at_stake)
+
+    @rule()
+    def tell(self):
+        """The worker learns of the constraints that it is to compile."""
+        self.driver.tell()
+
+    @precondition(lambda self: self.driver.told)
+    @rule()
+    def compile(self):
+        """The worker has compiled one of them."""
+        self.driver.compile_next()
 
     def _at_stake(self):
         """How many tokens each request has that a loss of the worker would count for."""
@@ -277,6 +302,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def look_at_cache(self):
         self.mirror.check()
 
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), num_tokens=st.integers(1, 30))
+    def make_constraint_fail(self, data, num_tokens):
+        """From now on the worker finds that a request's constraint fails, once it has so many tokens."""
+        handle = data.draw(st.sampled_from(sorted(self.requests)))
+        # A beam that fails is dropped, and the search goes on without.
+        if self.requests[handle].has_constraint and self.requests[handle].beam is None:
+            self.driver.refusing[handle] = num_tokens
+
     @invariant()
     def holds(self):
         if not hasattr(self, "driver"):
@@ -305,7 +339,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.driver.samples[handle, index] == expected
         assert (
             self.driver.failed
-            <= self.driver.poisoned.keys() | self.driver.deadly.keys() | self.driver.failing.keys() | self.killed
+            <= self.driver.poisoned.keys()
+            | self.driver.deadly.keys()
+            | self.driver.failing.keys()
+            | self.driver.refusing.keys()
+            | self.killed
         )
         assert self.driver.finished == self.requests.keys() - self.driver.failed
         scheduler = self.driver.scheduler
