@@ -1,0 +1,115 @@
+"""Requests that schemathesis draws from /openapi.json: whatever they are, the answers are those that it describes.
+
+A body that is drawn from its schema alone is seldom one that the server runs. So most of them are one that runs, with
+two fields of the drawn one.
+"""
+
+import asyncio
+from collections import defaultdict
+from typing import Any
+
+import httpx
+import hypothesis
+import pytest
+import pytest_asyncio
+import schemathesis
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from tokenizers import Tokenizer
+
+from quire.model_directory import resolve_model
+from tests.support.fake_scheduler import FakeScheduler, scripted
+from tests.support.gateway_process import running_gateway
+from tests.support.tokenizers import id_of
+
+pytestmark = pytest.mark.extended
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+MESSAGES = [{"role": "user", "content": "hello"}]
+INPUTS = {"inputs": [{"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["hello"]}]}
+RUNNING = {
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/responses": {"input": "hello"},
+    "/v1/responses/input_tokens": {"input": "hello"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 3, "model": "quire-tiny"},
+    "/v1/messages/count_tokens": {"messages": MESSAGES, "model": "quire-tiny"},
+    "/v2/models/{model}/infer": INPUTS,
+    "/v2/models/{model}/versions/{version}/infer": INPUTS,
+    "/tokenize": {"prompt": "hello"},
+    "/detokenize": {"tokens": [5, 6]},
+}
+NUM_BODIES, NUM_PATHS = 60, 8
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def gateway():
+    scheduler = FakeScheduler()
+    await scheduler.start()
+    tokenizer = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
+    scheduler.rule = scripted([*tokenizer.encode("It is so.", add_special_tokens=False).ids, id_of(tokenizer, "</s>")])
+    async with running_gateway(scheduler, max_stored_response_bytes=1 << 20) as running:
+        yield running
+    await scheduler.stop()
+
+
+@st.composite
+def cases(draw: st.DrawFn, operation: Any, parameters: dict[str, str]) -> Any:
+    modes = list(GenerationMode) if operation.body else [GenerationMode.POSITIVE]
+    case = draw(operation.as_strategy(generation_mode=draw(st.sampled_from(modes))))
+    if isinstance(case.body, dict) and draw(st.integers(0, 3)):
+        kept = draw(st.sets(st.sampled_from(sorted(case.body)), max_size=2)) if case.body else ()
+        case.body = RUNNING[operation.path] | {name: case.body[name] for name in kept}
+    if isinstance(case.body, dict):
+        # The fake scheduler has one sequence of each request.
+        case.body = {name: value for name, value in case.body.items() if name not in ("n", "best_of")}
+    for name in case.path_parameters:
+        if draw(st.integers(0, 3)):
+            case.path_parameters[name] = parameters[name]
+    return case
+
+
+def statuses_of(operation: Any, url: str, parameters: dict[str, str]) -> set[int]:
+    """Sends drawn requests and checks their answers. Whatever fails is raised, with a command that repeats it."""
+    seen: set[int] = set()
+
+    @hypothesis.settings(
+        max_examples=NUM_BODIES if operation.body else NUM_PATHS,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(case=cases(operation, parameters))
+    def send(case: Any) -> None:
+        seen.add(case.call_and_validate(base_url=url, checks=CHECKS).status_code)
+
+    send()
+    return seen
+
+
+@pytest.mark.timeout(600)
+async def test_answers_to_drawn_requests_are_those_that_the_document_describes(gateway):
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as client:
+        document = (await client.get("/openapi.json")).json()
+        stored = (await client.post("/v1/responses", json={"input": "hello"})).json()
+    parameters = {"model": "quire-tiny", "version": "1", "response_id": stored["id"]}
+    operations = [found.ok() for found in schemathesis.openapi.from_dict(document).get_all_operations()]
+    # The stored response is deleted last.
+    operations.sort(key=lambda operation: operation.method == "delete")
+    statuses: dict[str, set[int]] = defaultdict(set)
+    for operation in operations:
+        statuses[operation.path] |= await asyncio.to_thread(statuses_of, operation, gateway.http_url, parameters)
+    assert set(statuses) == set(document["paths"])
+    assert all({200, 400} <= statuses[path] for path in RUNNING)
