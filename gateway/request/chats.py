@@ -152,6 +152,8 @@ def _constraint(prompt: ChatPrompt, offered: _Offered | None, chat: Chat, tokeni
     if chat.tool_format == HARMONY and calls is not None and answer.WhichOneof("kind") == "json_schema":
         calls.structural_tags.tags.append(StructuralTag(begin=FINAL, json_schema=answer.json_schema))
         calls.structural_tags.required = True
+        if answer.no_white_space:
+            calls.no_white_space = True
         both = calls
     elif calls is not None:
         both = calls_or_answer(chat.tool_format, grammars, model, answer, is_single=offered.is_single)

@@ -320,6 +320,8 @@ def fill_constraint(message: common_pb2.Constraint, constraint: Constraint, path
         _put(message.choice, "texts", constraint.choice, f"{path}.choice")
     if constraint.begins_after is not None:
         _put(message, "begins_after", constraint.begins_after, f"{path}.begins_after")
+    if constraint.no_white_space is not None:
+        _put(message, "no_white_space", constraint.no_white_space, f"{path}.no_white_space")
     if (tags := constraint.structural_tags) is not None:
         if not isinstance(tags, StructuralTags):
             raise invalid_field(f"{path}.structural_tags", f"is {tags!r:.80}; it must be a StructuralTags")

@@ -64,7 +64,8 @@ class StructuralTags:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A pattern for the generated text. Exactly one field is set; `begins_after` may be set in addition."""
+    """A pattern for the generated text. Exactly one field is set; `begins_after`, and for JSON `no_white_space`, may be
+    set in addition."""
 
     json_schema: JsonSchema | None = None
     json_object: bool = False
@@ -73,6 +74,7 @@ class Constraint:
     lark: str | None = None
     structural_tags: StructuralTags | None = None
     begins_after: str | None = None
+    no_white_space: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ MAX_CHOICES = 100_000
 # A space, or a line break with indentation, as programs write JSON. If more were allowed, a small model could generate
 # white space until it has no tokens left.
 _WHITE_SPACE = r" |\n {0,32}|\n\t{1,16}"
-SCHEMA_OPTIONS = {"whitespace_pattern": _WHITE_SPACE}
+_FREELY_SPACED = {"whitespace_pattern": _WHITE_SPACE}
+_NOT_SPACED = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 # Lark has a colon between the name of a rule and its definition.
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # Models put white space before a JSON text that follows other text.
@@ -82,16 +83,21 @@ def program_of(constraint: Constraint, special_tokens: dict[str, int]) -> Progra
         states.append(Free(((constraint.begins_after, 1),), may_end=False))
         offset = 1
     kind = constraint.WhichOneof("kind")
+    if constraint.no_white_space and kind in ("regex", "choice", "lark"):
+        raise ConstraintError("no_white_space", f"is true, and {kind} is not about JSON; leave it out")
     match kind:
         case None:
             raise ConstraintError(
                 "", "has no kind; set one of json_schema, json_object, regex, choice, lark, structural_tags"
             )
         case "structural_tags":
-            states += _tag_states(constraint.structural_tags, offset, special_tokens)
+            tags = _tag_states(
+                constraint.structural_tags, offset, special_tokens, no_white_space=constraint.no_white_space
+            )
+            states += tags
         case "json_schema" | "json_object":
             schema = constraint.json_schema if kind == "json_schema" else '{"type": "object"}'
-            grammar = _grammar(kind, "json_schema", schema)
+            grammar = _grammar(kind, "json_schema", schema, no_white_space=constraint.no_white_space)
             lark = f"start: {_LEADING_SPACE}? @body"
             grammars = _joined(lark, {"body": grammar}) if after_text else [grammar]
             states.append(Part(kind, _dumps(grammars), None))
@@ -117,11 +123,17 @@ def _choice(texts: Any) -> dict[str, Any]:
     return {"lark_grammar": f"start: TEXT\nTEXT: {alternatives}"}
 
 
-def _grammar(field: str, kind: str, text: str) -> dict[str, Any]:
+def schema_options(*, no_white_space: bool = False) -> dict[str, Any]:
+    """How JSON of a schema is written: the value of `x-guidance` in the schema, by which llguidance takes it."""
+    return _NOT_SPACED if no_white_space else _FREELY_SPACED
+
+
+def _grammar(field: str, kind: str, text: str, *, no_white_space: bool = False) -> dict[str, Any]:
     """One grammar of llguidance's list of grammars."""
     match kind:
         case "json_schema":
-            return {"json_schema": read_schema(field, text) | {"x-guidance": SCHEMA_OPTIONS}}
+            options = schema_options(no_white_space=no_white_space)
+            return {"json_schema": read_schema(field, text) | {"x-guidance": options}}
         case "regex":
             if not text:
                 raise ConstraintError(field, "is empty; it needs at least 1 character")
@@ -152,7 +164,9 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _tag_states(tags: StructuralTags, offset: int, special_tokens: dict[str, int]) -> list[Part | Free]:
+def _tag_states(
+    tags: StructuralTags, offset: int, special_tokens: dict[str, int], *, no_white_space: bool
+) -> list[Part | Free]:
     field = "structural_tags.tags"
     if not tags.tags:
         raise ConstraintError(field, "is empty; at least 1 tag is needed")
@@ -163,7 +177,7 @@ def _tag_states(tags: StructuralTags, offset: int, special_tokens: dict[str, int
         if tag.WhichOneof("content") is None:
             raise ConstraintError(f"{field}[{position}]", "has no content; set one of json_schema, regex, lark")
     if tags.no_free_text:
-        return [_tags_alone(tags, special_tokens)]
+        return [_tags_alone(tags, special_tokens, no_white_space=no_white_space)]
     by_begin: dict[str, list[int]] = {}
     for position, tag in enumerate(tags.tags):
         by_begin.setdefault(tag.begin, []).append(position)
@@ -174,7 +188,10 @@ def _tag_states(tags: StructuralTags, offset: int, special_tokens: dict[str, int
     then = None if tags.single else offset + 1 + num_parts
     states: list[Part | Free] = [Free(markers, may_end=not tags.required)]
     for positions in by_begin.values():
-        named = {f"tag_{position}": _content(tags.tags[position], position) for position in positions}
+        named = {
+            f"tag_{position}": _content(tags.tags[position], position, no_white_space=no_white_space)
+            for position in positions
+        }
         bodies = [_sequence(f"@tag_{each}", _literal(tags.tags[each].end, special_tokens)) for each in positions]
         states.append(Part(f"{field}[{positions[0]}]", _dumps(_joined(f"start: {' | '.join(bodies)}", named)), then))
     if then is not None:
@@ -182,8 +199,11 @@ def _tag_states(tags: StructuralTags, offset: int, special_tokens: dict[str, int
     return states
 
 
-def _tags_alone(tags: StructuralTags, special_tokens: dict[str, int]) -> Part:
-    named = {f"tag_{position}": _content(tag, position) for position, tag in enumerate(tags.tags)}
+def _tags_alone(tags: StructuralTags, special_tokens: dict[str, int], *, no_white_space: bool) -> Part:
+    named = {
+        f"tag_{position}": _content(tag, position, no_white_space=no_white_space)
+        for position, tag in enumerate(tags.tags)
+    }
     bodies = [
         _sequence(_literal(tag.begin, special_tokens), f"@tag_{position}", _literal(tag.end, special_tokens))
         for position, tag in enumerate(tags.tags)
@@ -194,10 +214,11 @@ def _tags_alone(tags: StructuralTags, special_tokens: dict[str, int]) -> Part:
     return Part("structural_tags", _dumps(_joined(lark, named)), None)
 
 
-def _content(tag: StructuralTag, position: int) -> dict[str, Any]:
+def _content(tag: StructuralTag, position: int, *, no_white_space: bool) -> dict[str, Any]:
     kind = tag.WhichOneof("content")
     assert kind is not None
-    return _grammar(f"structural_tags.tags[{position}].{kind}", kind, getattr(tag, kind))
+    field = f"structural_tags.tags[{position}].{kind}"
+    return _grammar(field, kind, getattr(tag, kind), no_white_space=no_white_space)
 
 
 def _sequence(*items: str) -> str:

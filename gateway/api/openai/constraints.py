@@ -13,13 +13,13 @@ from pydantic_core import to_json
 
 from gateway.request.validation import Violations, shortened
 from quire.common.v1.common_pb2 import AnyJsonObject, Choice, Constraint, StructuralTag, StructuralTags
+from quire.constraints.program import schema_options
 
 Texts = Annotated[list[str], Field(fail_fast=True)]
 JsonSchema = dict[str, Any]
 # Fields of structured_outputs that are not supported, with the values that have no effect.
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "disable_fallback": (True, False),
-    "disable_any_whitespace": (False,),
     "disable_additional_properties": (False,),
 }
 
@@ -54,7 +54,7 @@ class ResponseFormat(_Part):
 
 
 class StructuredOutputs(_Part):
-    """Exactly one of the fields is set."""
+    """Exactly one of the fields is set; with those of JSON, `disable_any_whitespace` may be set in addition."""
 
     json_: Annotated[JsonSchema | str | None, Field(alias="json")] = None
     regex: str | None = None
@@ -62,6 +62,7 @@ class StructuredOutputs(_Part):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: Json[ResponseFormat] | None = None
+    disable_any_whitespace: bool | None = None
 
 
 class ConstraintFields(BaseModel):
@@ -74,6 +75,7 @@ class ConstraintFields(BaseModel):
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
     structural_tag: Json[ResponseFormat] | None = None
+    guided_decoding_disable_any_whitespace: bool | None = None
     # Selects a library in vLLM. Quire has only one.
     guided_decoding_backend: str | None = None
 
@@ -95,8 +97,12 @@ def check_constraints(violations: Violations, body: ConstraintFields) -> None:
     if len(paths) > 1:
         violations.add(paths[1], f"is set, and {paths[0]} too; an answer can match only one of them")
     if body.structured_outputs is not None and not any(path.startswith("structured") for path in paths):
-        kinds = ", ".join(field.alias or name for name, field in StructuredOutputs.model_fields.items())
+        names = (field.alias or name for name, field in StructuredOutputs.model_fields.items())
+        kinds = ", ".join(name for name in names if name != "disable_any_whitespace")
         violations.add("structured_outputs", f"has no constraint; set one of {kinds}")
+    if (path := _no_white_space_path(body)) is not None and not any(map(_is_of_json, paths)):
+        found = f"{paths[0]} is not about JSON" if paths else "no field constrains the answer to JSON"
+        violations.add(path, f"is true, and {found}; leave it out")
 
 
 def constraint_path(body: ConstraintFields) -> str | None:
@@ -106,18 +112,33 @@ def constraint_path(body: ConstraintFields) -> str | None:
 
 def constraint_of(body: ConstraintFields) -> Constraint | None:
     """The constraint of a checked body."""
-    return next((make() for _, make in _found(body)), None)
+    constraint = next((make() for _, make in _found(body)), None)
+    if constraint is not None and _no_white_space_path(body) is not None:
+        constraint.no_white_space = True
+    return constraint
+
+
+def _no_white_space_path(body: ConstraintFields) -> str | None:
+    """The path of the field that excludes white space from JSON; None if no field does."""
+    if body.structured_outputs is not None and body.structured_outputs.disable_any_whitespace:
+        return "structured_outputs.disable_any_whitespace"
+    return "guided_decoding_disable_any_whitespace" if body.guided_decoding_disable_any_whitespace else None
+
+
+def _is_of_json(path: str) -> bool:
+    return not path.endswith(("regex", "choice", "grammar"))
 
 
 def _found(body: ConstraintFields) -> Iterator[tuple[str, Callable[[], Constraint]]]:
     """The path of each constraint of a body, with the function that makes it."""
+    of_tags = partial(_of_tags, no_white_space=_no_white_space_path(body) is not None)
     match body.response_format:
         case ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema_=schema)) if schema is not None:
             yield "response_format.json_schema.schema", partial(_of_schema, schema)
         case ResponseFormat(type="json_object"):
             yield "response_format", _of_object
         case ResponseFormat(type="structural_tag") as format:
-            yield "response_format", partial(_of_tags, format)
+            yield "response_format", partial(of_tags, format)
     outputs = body.structured_outputs or StructuredOutputs()
     if outputs.json_object:
         yield "structured_outputs.json_object", _of_object
@@ -126,12 +147,12 @@ def _found(body: ConstraintFields) -> Iterator[tuple[str, Callable[[], Constrain
         ("structured_outputs.regex", outputs.regex, _of_regex),
         ("structured_outputs.choice", outputs.choice, _of_choice),
         ("structured_outputs.grammar", outputs.grammar, _of_grammar),
-        ("structured_outputs.structural_tag", outputs.structural_tag, _of_tags),
+        ("structured_outputs.structural_tag", outputs.structural_tag, of_tags),
         ("guided_json", body.guided_json, _of_schema),
         ("guided_regex", body.guided_regex, _of_regex),
         ("guided_choice", body.guided_choice, _of_choice),
         ("guided_grammar", body.guided_grammar, _of_grammar),
-        ("structural_tag", body.structural_tag, _of_tags),
+        ("structural_tag", body.structural_tag, of_tags),
     ):
         if value is not None:
             yield path, partial(make, value)
@@ -157,17 +178,19 @@ def _of_grammar(grammar: str) -> Constraint:
     return Constraint(lark=grammar)
 
 
-def _of_tags(format: ResponseFormat) -> Constraint:
-    tags = StructuralTags(tags=[_tag(each, format.triggers or ()) for each in format.structures or ()])
-    return Constraint(structural_tags=tags)
+def _of_tags(format: ResponseFormat, *, no_white_space: bool) -> Constraint:
+    tags = [_tag(each, format.triggers or (), no_white_space=no_white_space) for each in format.structures or ()]
+    return Constraint(structural_tags=StructuralTags(tags=tags))
 
 
-def _tag(structure: TagStructure, triggers: Sequence[str]) -> StructuralTag:
+def _tag(structure: TagStructure, triggers: Sequence[str], *, no_white_space: bool) -> StructuralTag:
     """The trigger is the `begin` of the tag; the constrained part begins with the rest of the structure's `begin`."""
     trigger = next(each for each in triggers if structure.begin.startswith(each))
-    schema, rest = to_json(structure.schema_).decode(), structure.begin.removeprefix(trigger)
+    rest = structure.begin.removeprefix(trigger)
     if not rest:
-        return StructuralTag(begin=trigger, json_schema=schema, end=structure.end)
+        return StructuralTag(begin=trigger, json_schema=to_json(structure.schema_).decode(), end=structure.end)
+    options = {"x-guidance": schema_options(no_white_space=True)} if no_white_space else {}
+    schema = to_json(structure.schema_ | options).decode()
     grammar = f"start: {json.dumps(rest)} arguments\narguments: %json {schema}\n"
     return StructuralTag(begin=trigger, lark=grammar, end=structure.end)
 

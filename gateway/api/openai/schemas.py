@@ -57,7 +57,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
     "guided_decoding_disable_fallback": (True, False),
-    "guided_decoding_disable_any_whitespace": (False,),
     "guided_decoding_disable_additional_properties": (False,),
     **dict.fromkeys(
         (

@@ -312,9 +312,9 @@ def _lark_of(answer: Constraint) -> str | None:
     """A constraint as a Lark expression; None if it cannot be one."""
     match answer.WhichOneof("kind"):
         case "json_schema":
-            return json_rule(json.loads(answer.json_schema))
+            return json_rule(json.loads(answer.json_schema), no_white_space=answer.no_white_space)
         case "json_object":
-            return json_rule(json.loads(_ANY_OBJECT))
+            return json_rule(json.loads(_ANY_OBJECT), no_white_space=answer.no_white_space)
         case "choice":
             return " | ".join(quoted(text) for text in answer.choice.texts)
         case _:

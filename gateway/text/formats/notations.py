@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 from quire.constraints.json_schema import ConstraintError, read_schema
-from quire.constraints.program import SCHEMA_OPTIONS
+from quire.constraints.program import schema_options
 
 _NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 # Keywords that are enforced in a notation that is not JSON, by type.
@@ -43,9 +43,10 @@ def literals(text: str, special_tokens: Mapping[str, int]) -> str:
     return " ".join(part for part in (*parts, literals(text[position + len(token) :], special_tokens)) if part)
 
 
-def json_rule(schema: Any) -> str:
-    """JSON of a schema in Lark, with as little white space as anywhere else."""
-    return f"%json {json.dumps(read_schema('', json.dumps(schema)) | {'x-guidance': SCHEMA_OPTIONS})}"
+def json_rule(schema: Any, *, no_white_space: bool = False) -> str:
+    """JSON of a schema in Lark, with as little white space as anywhere else, or none."""
+    options = {"x-guidance": schema_options(no_white_space=no_white_space)}
+    return f"%json {json.dumps(read_schema('', json.dumps(schema)) | options)}"
 
 
 def text_parameters(schema: str) -> frozenset[str]:

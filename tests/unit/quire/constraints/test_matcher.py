@@ -64,6 +64,33 @@ def test_white_space_of_json_is_bounded_and_styles_of_indentation_are_possible()
         assert not accepts(constraint, text)
 
 
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint(json_object={}, no_white_space=True),
+        Constraint(json_schema='{"type": "object"}', no_white_space=True, begins_after=">"),
+        Constraint(
+            structural_tags=StructuralTags(tags=[StructuralTag(begin=">", json_schema="{}", end="<")]),
+            no_white_space=True,
+        ),
+        Constraint(
+            structural_tags=StructuralTags(
+                tags=[StructuralTag(begin=">", json_schema="{}", end="<")], no_free_text=True
+            ),
+            no_white_space=True,
+        ),
+    ],
+    ids=["object", "schema", "tag", "tag alone"],
+)
+def test_json_without_white_space_has_none_but_in_its_strings(constraint) -> None:
+    before = ">" if constraint.HasField("begins_after") or constraint.HasField("structural_tags") else ""
+    after = "<" if constraint.HasField("structural_tags") else ""
+    value = {"a": [1, {"b": " "}], "c d": {}}
+    assert accepts(constraint, before + json.dumps(value, separators=(",", ":")) + after)
+    for text in (json.dumps(value), json.dumps(value, indent=1), '{ "a":1}', '{"a":1\n}', "{ }", '{"a": 1}'):
+        assert not accepts(constraint, before + text + after), text
+
+
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_eos_may_follow_only_where_the_text_is_complete(kind) -> None:
     matcher = make_matcher(Constraint(regex="a(bc)?"), kind)
@@ -248,6 +275,7 @@ def test_special_tokens_are_those_of_both_files_of_the_tokenizer(tmp_path) -> No
         (Constraint(json_schema='{"type": "string", "pattern": "(a"}'), "json_schema", "unclosed group"),
         (Constraint(json_schema='{"type": "integer", "minimum": 5, "maximum": 2}'), "json_schema", "minimum"),
         (tags(tag("<", "(", ">")), "structural_tags.tags[0]", "unclosed group"),
+        (Constraint(regex="a", no_white_space=True), "no_white_space", "regex is not about JSON; leave it out"),
     ],
     ids=str,
 )

@@ -53,6 +53,16 @@ CASES: list[tuple[dict[str, Any], Constraint, str]] = [
     ({"guided_choice": ["a"]}, Constraint(choice=Choice(texts=["a"])), "guided_choice"),
     ({"guided_grammar": "start: /a/"}, Constraint(lark="start: /a/"), "guided_grammar"),
     ({"structural_tag": json.dumps(TAGS)}, TAGGED, "structural_tag"),
+    (
+        {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+        Constraint(json_schema=TEXT, no_white_space=True),
+        "structured_outputs.json",
+    ),
+    (
+        {"guided_json": SCHEMA, "guided_decoding_disable_any_whitespace": True},
+        Constraint(json_schema=TEXT, no_white_space=True),
+        "guided_json",
+    ),
 ]
 
 
@@ -106,6 +116,12 @@ def test_text_is_no_constraint():
         ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs"),
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+        ),
+        ({"guided_decoding_disable_any_whitespace": True}, "guided_decoding_disable_any_whitespace"),
         ({"guided_json": SCHEMA, "guided_choice": ["a"]}, "guided_choice"),
         ({"guided_json": 7}, "guided_json"),
         ({"guided_choice": "a"}, "guided_choice"),
