@@ -1,7 +1,5 @@
 """Groups with a constraint wait until the workers have compiled it, and nobody waits with them."""
 
-from dataclasses import replace
-
 import pytest
 
 from scheduler_svc.core.config import PreemptionMode
@@ -15,22 +13,22 @@ def make_driver(**changes) -> Driver:
 
 
 def constrained(handle: int, parameters: bytes = b"a", **fields) -> Request:
-    request = make_request(handle, **fields)
-    return replace(request, has_constraint=True, sampling=replace(request.sampling, parameters=parameters))
+    return make_request(handle, constraint=parameters, **fields)
 
 
 def told(driver: Driver) -> list[Preparation]:
     """What the workers are told now."""
-    return list(driver.scheduler.preparations.take())
+    before = len(driver.told)
+    driver.tell()
+    return list(driver.told)[before:]
 
 
 def prepare(driver: Driver) -> list[bytes]:
     """The workers compile all that they are told to; in this order."""
     compiled = []
-    while preparations := told(driver):
-        for each in preparations:
-            driver.scheduler.prepared(each.number)
-            compiled.append(each.parameters)
+    while driver.told or told(driver):
+        compiled.append(driver.told[0].parameters)
+        driver.compile_next()
     return compiled
 
 
@@ -49,7 +47,7 @@ def test_a_group_waits_for_its_constraint_and_others_pass() -> None:
     run(driver)
     assert driver.finished == {2}
     assert not driver.outputs[1]
-    driver.scheduler.prepared(preparation.number)
+    driver.compile_next()
     run(driver)
     assert driver.outputs[1] == expected_output(first)
     assert driver.outputs[2] == expected_output(other)
@@ -82,8 +80,8 @@ def test_few_are_underway_at_once_and_tenants_take_turns() -> None:
     assert [each.parameters for each in first] == [b"flood 0", b"flood 1"]
     driver.submit(constrained(9, b"one", tenant="few"))
     assert not told(driver)
-    driver.scheduler.prepared(first[0].number)
-    driver.scheduler.prepared(first[1].number)
+    driver.compile_next()
+    driver.compile_next()
     assert [each.parameters for each in told(driver)] == [b"flood 2", b"one"]
 
 
@@ -122,8 +120,8 @@ def test_a_worker_that_comes_back_prepares_again() -> None:
     driver = make_driver()
     driver.submit(constrained(1))
     driver.submit(constrained(2, b"b"))
-    (first, _) = told(driver)
-    driver.scheduler.prepared(first.number)
+    assert len(told(driver)) == 2
+    driver.compile_next()
     driver.plan()
     driver.crash()
     assert driver.plan() is None
@@ -145,9 +143,9 @@ def test_a_request_that_is_gone_is_not_waited_for() -> None:
     driver = make_driver()
     driver.submit(constrained(1))
     assert driver.plan() is None
-    (preparation,) = told(driver)
+    assert len(told(driver)) == 1
     driver.scheduler.abort(constrained(1).key)
-    driver.scheduler.prepared(preparation.number)
+    driver.compile_next()
     driver.submit(constrained(2))
     run(driver)
     assert driver.finished == {2}
