@@ -11,6 +11,7 @@ the steps nor other watchers wait for it.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
@@ -23,6 +24,8 @@ from scheduler_svc.core.step import ClientEvents, StepPlan, Usage
 from scheduler_svc.core.view import Changes, View
 from scheduler_svc.service import watch_messages
 from scheduler_svc.service.watch_messages import Answer, Counts, Event, Fork, Frame, ReplicaNow, StepRecord
+
+_logger = logging.getLogger(__name__)
 
 _MIN_INTERVAL_S = 0.1
 _MAX_SILENCE_S = 1.0
@@ -50,6 +53,11 @@ class _Watcher:
             return
         self.outbox.append(frame)
         self.has_mail.set()
+
+
+def interval_after(cost_s: float) -> float:
+    """Seconds to the next frame, after one that took so many seconds of processor time."""
+    return max(_MIN_INTERVAL_S, cost_s / _MAX_SHARE)
 
 
 class Watchers:
@@ -144,9 +152,16 @@ class Watchers:
     async def _make_frames(self) -> None:
         while True:
             started = time.thread_time()
-            self.look()
-            cost_s = time.thread_time() - started
-            await asyncio.sleep(max(_MIN_INTERVAL_S, cost_s / _MAX_SHARE))
+            try:
+                self.look()
+            except Exception:
+                # A defect of the view must not end all views; what it saw may be half of a look.
+                _logger.exception("a frame could not be made; the next one is whole")
+                self._view = View()
+                self._clear()
+                for watcher in self._watchers:
+                    watcher.needs_whole = True
+            await asyncio.sleep(interval_after(time.thread_time() - started))
 
     def look(self) -> None:
         """Makes a frame, and puts it into the outboxes; none where nothing happened, unless the last one was long ago

@@ -2,8 +2,8 @@
 
 import { colourOf, fit, short } from "./dom.js";
 
-const SECONDS = 300;
-const PADDING = { top: 8, right: 4, bottom: 16, left: 38 };
+const [LEAST_SECONDS, MOST_SECONDS] = [30, 300];
+const PADDING = { top: 8, right: 4, bottom: 16, left: 50 };
 
 // Lines of `names`, of samples with a time `at` in seconds. `format` writes the labels of the axis.
 export function drawLines(canvas, samples, lines, { format = short, least = 1 } = {}) {
@@ -13,9 +13,10 @@ export function drawLines(canvas, samples, lines, { format = short, least = 1 } 
   const values = samples.flatMap((each) => lines.map(({ name }) => each[name] ?? 0));
   const most = niceAbove(Math.max(least, ...values));
   const end = samples.at(-1)?.at ?? 0;
-  const x = (at) => PADDING.left + inner.width * (1 - (end - at) / SECONDS);
+  const span = Math.min(MOST_SECONDS, Math.max(LEAST_SECONDS, end - (samples[0]?.at ?? 0)));
+  const x = (at) => PADDING.left + inner.width * (1 - (end - at) / span);
   const y = (value) => PADDING.top + inner.height * (1 - value / most);
-  drawAxes(context, width, inner, most, y, format);
+  drawAxes(context, width, inner, span, most, y, format);
   for (const { name, colour, dash = [] } of lines) {
     context.strokeStyle = colourOf(colour);
     context.lineWidth = 1.75;
@@ -36,7 +37,7 @@ export function drawLines(canvas, samples, lines, { format = short, least = 1 } 
   context.setLineDash([]);
 }
 
-function drawAxes(context, width, inner, most, y, format) {
+function drawAxes(context, width, inner, span, most, y, format) {
   context.font = "11px system-ui, sans-serif";
   context.fillStyle = colourOf("--muted");
   context.strokeStyle = colourOf("--line");
@@ -52,7 +53,8 @@ function drawAxes(context, width, inner, most, y, format) {
   }
   context.textBaseline = "alphabetic";
   context.textAlign = "left";
-  context.fillText("5 min ago", PADDING.left, PADDING.top + inner.height + 13);
+  const start = span < 120 ? `${Math.round(span)} s ago` : `${Math.round(span / 60)} min ago`;
+  context.fillText(start, PADDING.left, PADDING.top + inner.height + 13);
   context.textAlign = "right";
   context.fillText("now", width - PADDING.right, PADDING.top + inner.height + 13);
 }

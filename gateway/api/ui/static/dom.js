@@ -22,7 +22,7 @@ export const short = (value) => SHORT.format(value);
 
 export function duration(ms) {
   if (ms === null || ms === undefined) return "–";
-  if (ms < 1000) return `${ms < 10 ? ms.toFixed(1) : Math.round(ms)} ms`;
+  if (ms < 1000) return `${ms > 0 && ms < 10 ? ms.toFixed(1) : Math.round(ms)} ms`;
   return `${(ms / 1000).toFixed(ms < 10_000 ? 1 : 0)} s`;
 }
 

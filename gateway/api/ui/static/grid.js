@@ -6,6 +6,9 @@ import { STATUS } from "./state.js";
 const MIN_CELL = 5;
 const MAX_CELL = 56;
 const FLASH_MS = 900;
+// With more of them at once, none can be followed.
+const MAX_ARROWS = 8;
+const DARK = "#16181b";
 
 export class Grid {
   constructor(canvas, palette) {
@@ -97,7 +100,7 @@ export class Grid {
     if (owner.status === STATUS.swapped && side >= 6) this.stripe(x, y, side);
     if (pool.refs[block] > 1) this.shared(pool.refs[block], x, y, side);
     if (pool.refs[block] > 0 && this.pinned.has(block) && pool.isGpu) this.corner(x, y, side);
-    if (side >= 26) this.number(block, x, y, share > 0.7 ? "#fff" : colours.ink);
+    if (side >= 26) this.number(block, x, y, share > 0.7 ? this.palette.inkOn(owner) : colours.ink);
   }
 
   // The blocks that pins hold.
@@ -118,7 +121,7 @@ export class Grid {
     context.beginPath();
     context.arc(x + side / 2, y + side / 2, radius, 0, 2 * Math.PI);
     context.fill();
-    context.fillStyle = "#16181b";
+    context.fillStyle = DARK;
     context.font = `600 ${Math.round(radius * 1.25)}px system-ui, sans-serif`;
     context.textAlign = "center";
     context.textBaseline = "middle";
@@ -166,24 +169,28 @@ export class Grid {
   drawMarks(now, gap) {
     const { context, cell } = this;
     this.marks = this.marks.filter((each) => each.until > now && each.block < this.size);
-    for (const { block, from, until } of this.marks) {
-      context.globalAlpha = Math.min(1, (until - now) / FLASH_MS + 0.1);
-      context.strokeStyle = this.colours.ink;
+    const arrows = new Set(this.marks.filter((each) => each.from !== null && each.from < this.size).slice(-MAX_ARROWS));
+    context.strokeStyle = this.colours.ink;
+    for (const mark of this.marks) {
+      const { block, from, until } = mark, [x, y] = this.centre(block);
+      context.globalAlpha = Math.min(1, (until - now) / FLASH_MS);
       context.lineWidth = 2;
-      const [x, y] = this.centre(block);
       context.strokeRect(x - cell / 2 - 1, y - cell / 2 - 1, cell - gap + 2, cell - gap + 2);
-      if (from !== null && from < this.size) this.arrow(this.centre(from), [x, y]);
+      context.lineWidth = 1.25;
+      if (arrows.has(mark)) this.arrow(this.centre(from), [x, y]);
     }
     context.globalAlpha = 1;
     return this.marks.length > 0;
   }
 
   arrow([fromX, fromY], [toX, toY]) {
-    const { context } = this, angle = Math.atan2(toY - fromY, toX - fromX);
-    const head = Math.max(6, Math.min(10, this.cell / 3));
+    // Bent, so that arrows along a row do not lie on one another.
+    const { context } = this, bend = 0.18;
+    const [middleX, middleY] = [(fromX + toX) / 2 - (toY - fromY) * bend, (fromY + toY) / 2 + (toX - fromX) * bend];
+    const angle = Math.atan2(toY - middleY, toX - middleX), head = Math.max(5, Math.min(9, this.cell / 4));
     context.beginPath();
     context.moveTo(fromX, fromY);
-    context.lineTo(toX, toY);
+    context.quadraticCurveTo(middleX, middleY, toX, toY);
     for (const turn of [2.6, -2.6]) {
       context.moveTo(toX, toY);
       context.lineTo(toX + head * Math.cos(angle + turn), toY + head * Math.sin(angle + turn));

@@ -7,6 +7,7 @@ import { describe, EVENT, STATUS, title } from "./state.js";
 
 const MAX_LOG = 80;
 const MAX_LISTED = 64;
+const NAME_LENGTH = 14;
 const READ_DELAY_MS = 120;
 const STATUS_NAMES = { 1: "waits to fork", 2: "runs", 3: "swapped out", 4: "over" };
 
@@ -197,7 +198,7 @@ export class MemoryView {
       "button",
       { type: "button", className: "sequence", dataset: { number: sequence.number }, ariaPressed: String(isSelected) },
       make("span", { className: "chip", style: { background: this.palette.of(sequence) } }),
-      make("span", { className: "name" }, title(sequence)),
+      make("span", { className: "name", title: sequence.request_id }, title(sequence, NAME_LENGTH)),
       make("span", { className: "facts" }, `${whole(sequence.computed)} tokens · ${sequence.table.length} blocks`),
     );
     button.addEventListener("click", () => this.select(isSelected ? null : sequence.number));
@@ -298,7 +299,7 @@ export class MemoryView {
       "li",
       {},
       make("span", { className: "chip", style: { background: this.palette.of(sequence) } }),
-      make("span", { className: "name" }, `${title(sequence)}, logical block ${place}`),
+      make("span", { className: "name" }, `${title(sequence, NAME_LENGTH)}, logical block ${place}`),
     );
     if (found?.tokens) {
       const tokens = found.tokens.map((text) => make("span", { className: "token" }, text));

@@ -15,6 +15,14 @@ function shaded(hex, amount) {
 
 const COLOURS = SHADES.map((amount) => HUES.map((hue) => shaded(hue, amount)));
 
+// Black or white, whichever can be read on a colour.
+function inkFor(colour) {
+  const [red, green, blue] = colour.match(/\d+/g).map(Number);
+  return 0.3 * red + 0.59 * green + 0.11 * blue > 140 ? "#16181b" : "#ffffff";
+}
+
+const INKS = new Map(COLOURS.flat().map((colour) => [colour, inkFor(colour)]));
+
 export class Palette {
   constructor() {
     this.slots = new Map();
@@ -36,6 +44,10 @@ export class Palette {
       if (this.slots.size <= REMEMBERED) break;
       if (!requestIds.has(id)) this.slots.delete(id);
     }
+  }
+
+  inkOn(sequence) {
+    return INKS.get(this.of(sequence));
   }
 
   of(sequence) {

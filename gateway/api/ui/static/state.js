@@ -6,6 +6,7 @@ export const EVENT = { copy: 1, swapOut: 2, swapIn: 3, fork: 4, preempt: 5 };
 
 const KEPT_SECONDS = 60;
 const KEYFRAME_SECONDS = 5;
+const NAME_LENGTH = 14;
 
 // The rows of a flat array.
 export function* rows(flat, width) {
@@ -181,7 +182,7 @@ export class History {
 export function describe(memory, frame) {
   const name = (number) => {
     const sequence = memory.sequences.get(number);
-    return sequence === undefined ? `sequence ${number}` : title(sequence);
+    return sequence === undefined ? `sequence ${number}` : title(sequence, NAME_LENGTH);
   };
   const say = {
     [EVENT.copy]: (a, b) => `copy-on-write: block ${a} is copied to ${b}`,
@@ -195,6 +196,9 @@ export function describe(memory, frame) {
     .map(([kind, step, first, second]) => ({ kind, step, first, second, text: say[kind](first, second) }));
 }
 
-export function title(sequence) {
-  return sequence.num_sequences > 1 ? `${sequence.request_id} #${sequence.sequence_index}` : sequence.request_id;
+// The name of a sequence: its request, shortened to `most` characters, and its number where there are several.
+export function title(sequence, most = Infinity) {
+  const { request_id: id, num_sequences: count, sequence_index: index } = sequence;
+  const shown = id.length > most ? `${id.slice(0, most)}…` : id;
+  return count > 1 ? `${shown} #${index}` : shown;
 }
