@@ -4,7 +4,7 @@ import http.client
 import json
 import ssl
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ class FeedFlags(CredentialFlags):
     url: str = setting(DEFAULT_URL, "HTTP address of the gateway", metavar="URL")
 
 
-def read_feed(flags: FeedFlags | CredentialFlags, url: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_feed(flags: CredentialFlags, url: str) -> Generator[tuple[str, dict[str, Any]], None, None]:
     """Names and objects of the events, without the memory of replicas, until the gateway ends the feed.
 
     Raises:
@@ -107,19 +107,19 @@ class ReplicaNumbers:
 
     def take(self, frame: Mapping[str, Any]) -> None:
         """Adds a frame of the feed."""
-        now, self.numbers, self.problem = frame["unix_seconds"], frame["numbers"], None
-        self.waiting = frame["waiting"]
+        now: float = frame["unix_seconds"]
+        numbers: Mapping[str, Any] = frame["numbers"]
+        self.numbers, self.problem, self.waiting = numbers, None, frame["waiting"]
         self.steps.extend(frame["steps"])
         self._first_tokens.extend((now, each["queue_ms"] + each["prefill_ms"]) for each in frame["ended"])
         while self._first_tokens and self._first_tokens[0][0] < now - 60:
             self._first_tokens.popleft()
         before = self._before
-        if before is None or any(self.numbers[name] < before[1][name] for name in _COUNTERS):
-            self._before = now, self.numbers
-        elif now - before[0] >= 1:
-            seconds = now - before[0]
-            self.rates = {name: (self.numbers[name] - before[1][name]) / seconds for name in _COUNTERS}
-            self._before = now, self.numbers
+        if before is None or any(numbers[name] < before[1][name] for name in _COUNTERS):
+            self._before = now, numbers
+        elif (seconds := now - before[0]) >= 1:
+            self.rates = {name: (numbers[name] - before[1][name]) / seconds for name in _COUNTERS}
+            self._before = now, numbers
 
     def time_to_first_token_ms(self, share: float) -> float | None:
         """A percentile of the requests that ended in the last minute; None where there is none."""
@@ -191,9 +191,10 @@ def line_of(deployment: Deployment, replica: ReplicaNumbers) -> str:
     if replica.numbers is None:
         return f"replica {replica.address}: {health}"
     numbers, rates = replica.numbers, replica.rates or {}
+    first_token = milliseconds(replica.time_to_first_token_ms(0.5))
     return (
         f"replica {replica.address}: {health}, running {numbers['running_requests']}, "
         f"waiting {numbers['waiting_requests']}, swapped {numbers['swapped_requests']}, "
-        f"{rates.get('generated_tokens', 0):.0f} tokens/s, first token {milliseconds(replica.time_to_first_token_ms(0.5))}"
-        f", KV {replica.kv_use:.0%}, preemptions {numbers['preemptions']}"
+        f"{rates.get('generated_tokens', 0):.0f} tokens/s, first token {first_token}, "
+        f"KV {replica.kv_use:.0%}, preemptions {numbers['preemptions']}"
     )

@@ -1,4 +1,4 @@
-"""`quire top`: the numbers of the page /ui in a terminal, until Ctrl-C; one plain snapshot where there is no terminal."""
+"""`quire top`: the numbers of the page /ui in a terminal, until Ctrl-C; one plain snapshot where there is none."""
 
 import os
 import sys
