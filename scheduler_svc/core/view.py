@@ -6,7 +6,7 @@ anybody watches, and a frame cannot disagree with what is there.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -180,10 +180,14 @@ def _holders(scheduler: Scheduler) -> Iterator[Sequence]:
 def _compare_tables(table: list[BlockId], seen: _Seen, changes: Changes) -> None:
     if len(table) != len(seen.table):
         changes.lengths += (seen.number, len(table))
-    pairs = itertools.zip_longest(table, seen.table[: len(table)])
-    for index, (block, known) in enumerate(pairs):
-        if block != known:
-            changes.tables += (seen.number, index, block)
+    num_known = len(seen.table)
+    changed: Iterable[int] = range(num_known, len(table))
+    # Most tables only grow, and this comparison takes no Python.
+    if table[:num_known] != seen.table:
+        replaced = (index for index, pair in enumerate(zip(table, seen.table, strict=False)) if pair[0] != pair[1])
+        changed = itertools.chain(replaced, changed)
+    for index in changed:
+        changes.tables += (seen.number, index, table[index])
     seen.table = table.copy()
 
 

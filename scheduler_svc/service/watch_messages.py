@@ -18,8 +18,10 @@ from scheduler_svc.core.step import StepPlan, Usage
 from scheduler_svc.core.view import Changes, Preempted, SequenceNumber, owners, waiting
 
 Frame = scheduler_pb2.WatchResponse
+StepNote = scheduler_pb2.StepNote
+StepAnswer = scheduler_pb2.StepAnswer
 
-_MAX_WAITING, _MAX_STEPS = 32, 64
+_MAX_WAITING = 32
 _NAME_BYTES = 8
 _NO_NAME = bytes(_NAME_BYTES)
 _REASONS = {
@@ -59,21 +61,21 @@ class Counts:
     failed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """A step that was planned: when, how long that took, both in seconds, and how many groups it preempted."""
+class StepRecord(NamedTuple):
+    """A step that was planned: from when to when, in seconds, and how many preemptions there were then. A tuple, since
+    each step makes one."""
 
     plan: StepPlan
     started: float
-    plan_s: float
-    num_preempted: int
+    planned: float
+    num_preemptions: int
 
 
 class Answer(NamedTuple):
-    """A step that was answered, and the seconds from its planning."""
+    """A step that was answered, and when."""
 
     step_id: int
-    total_s: float
+    answered_at: float
 
 
 class Event(NamedTuple):
@@ -160,17 +162,15 @@ def numbers(replica: ReplicaNow, counts: Counts, num_watchers: int) -> scheduler
 def frame(
     replica: ReplicaNow,
     its_numbers: scheduler_pb2.ReplicaNumbers,
-    plans: Collection[StepRecord],
-    answers: Iterable[Answer],
+    notes: Iterable[StepNote],
+    answers: Iterable[StepAnswer],
     ended: Iterable[Usage],
     now: float,
 ) -> scheduler_pb2.WatchResponse:
-    """All of a frame but memory. `now` is of the clock of the records."""
+    """All of a frame but memory. `now` is of the clock of the core's timelines."""
     message = scheduler_pb2.WatchResponse(unix_seconds=time.time(), numbers=its_numbers)
-    message.steps.extend(_step_note(record, now) for record in list(plans)[-_MAX_STEPS:])
-    message.answers.extend(
-        scheduler_pb2.StepAnswer(step_id=each.step_id, total_us=round(each.total_s * 1e6)) for each in answers
-    )
+    message.steps.extend(notes)
+    message.answers.extend(answers)
     message.ended.extend(
         scheduler_pb2.EndedRequest(
             prompt_tokens=each.prompt_tokens,
@@ -187,10 +187,11 @@ def frame(
     return message
 
 
-def _step_note(record: StepRecord, now: float) -> scheduler_pb2.StepNote:
+def step_note(record: StepRecord, num_preempted: int, now: float) -> StepNote:
+    """What one step decided; `now` is of the clock of the record."""
     plan = record.plan
     chunk_tokens = plan.num_new_tokens[plan.num_new_tokens > 1]
-    return scheduler_pb2.StepNote(
+    return StepNote(
         step_id=plan.step_id,
         age_ms=max(0, round((now - record.started) * 1e3)),
         num_tokens=plan.num_tokens,
@@ -198,12 +199,17 @@ def _step_note(record: StepRecord, now: float) -> scheduler_pb2.StepNote:
         num_chunks=len(chunk_tokens),
         num_chunk_tokens=int(chunk_tokens.sum()),
         num_entered=len(plan.assign),
-        num_preempted=record.num_preempted,
+        num_preempted=num_preempted,
         num_copied=len(plan.copies),
         num_swapped_out=len(plan.swap_out),
         num_swapped_in=len(plan.swap_in),
-        plan_us=round(record.plan_s * 1e6),
+        plan_us=round((record.planned - record.started) * 1e6),
     )
+
+
+def step_answer(step_id: int, seconds: float) -> StepAnswer:
+    """How long a step took."""
+    return StepAnswer(step_id=step_id, total_us=round(seconds * 1e6))
 
 
 def _waiting_messages(scheduler: Scheduler, now: float, *, is_attached: bool) -> Iterator[scheduler_pb2.WaitingRequest]:

@@ -14,16 +14,25 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 
 from quire.rpc.errors import ResourceExhausted
-from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import ClientEvents, StepPlan, Usage
 from scheduler_svc.core.view import Changes, View
 from scheduler_svc.service import watch_messages
-from scheduler_svc.service.watch_messages import Answer, Counts, Event, Fork, Frame, ReplicaNow, StepRecord
+from scheduler_svc.service.watch_messages import (
+    Answer,
+    Counts,
+    Event,
+    Fork,
+    Frame,
+    ReplicaNow,
+    StepAnswer,
+    StepNote,
+    StepRecord,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -34,7 +43,8 @@ _MAX_SHARE = 0.01
 
 _MAX_WATCHERS = 32
 _MAX_OUTBOX = 4
-_MAX_STEPS, _MAX_EVENTS, _MAX_FORKS, _MAX_ENDED = 256, 512, 256, 1024
+_MAX_NOTES = 64
+_MAX_STEPS, _MAX_EVENTS, _MAX_FORKS, _MAX_ENDED = 1024, 512, 256, 1024
 """Kept from one frame to the next; older ones are dropped."""
 
 
@@ -75,14 +85,14 @@ class Watchers:
         self._view = View()
         self._counts = Counts()
         self._plans: deque[StepRecord] = deque(maxlen=_MAX_STEPS)
-        self._answers: deque[Answer] = deque(maxlen=_MAX_STEPS)
+        self._answered: deque[Answer] = deque(maxlen=_MAX_STEPS)
+        # When the steps of the last frame that are not answered yet began.
         self._started: dict[int, float] = {}
         self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self._num_lost_events = 0
         self._forks: deque[Fork] = deque(maxlen=_MAX_FORKS)
         self._ended: deque[Usage] = deque(maxlen=_MAX_ENDED)
         self._num_preempted: int | None = None
-        self._batch: Batch | None = None
         self._sent_at = 0.0
         self._last_state: bytes = b""
 
@@ -95,15 +105,9 @@ class Watchers:
 
     def planned(self, scheduler: Scheduler, plan: StepPlan, started: float, planned: float) -> None:
         """A step was planned, between these times."""
-        if self._batch is not scheduler.batch:
-            self._batch = scheduler.batch
-            self._started.clear()
-        before = scheduler.num_preemptions if self._num_preempted is None else self._num_preempted
-        self._num_preempted = scheduler.num_preemptions
+        # Looked at with the next frame: a step may take less than a millisecond.
+        self._plans.append(StepRecord(plan, started, planned, scheduler.num_preemptions))
         self._counts.steps += 1
-        self._counts.computed_tokens += plan.num_tokens
-        self._plans.append(StepRecord(plan, started, planned - started, scheduler.num_preemptions - before))
-        self._started[plan.step_id] = started
         if len(plan.forks):
             batch = scheduler.batch
             for parent, child in plan.forks.tolist():
@@ -111,9 +115,7 @@ class Watchers:
 
     def answered(self, step_id: int, now: float) -> None:
         """The workers answered a step."""
-        started = self._started.pop(step_id, None)
-        if started is not None:
-            self._answers.append(Answer(step_id, now - started))
+        self._answered.append(Answer(step_id, now))
 
     def delivered(self, events: ClientEvents) -> None:
         """Events of requests were handed to gateways."""
@@ -169,6 +171,7 @@ class Watchers:
         now, replica = self._clock(), self._now()
         wants_memory = any(each.wants_memory for each in self._watchers) and replica.scheduler is not None
         changes = self._view.look(replica.scheduler) if wants_memory and replica.scheduler is not None else None
+        self._counts.computed_tokens += sum(record.plan.num_tokens for record in self._plans)
         numbers = watch_messages.numbers(replica, self._counts, len(self._watchers))
         state = numbers.SerializeToString(deterministic=True)
         is_quiet = state == self._last_state and (changes is None or changes.is_empty)
@@ -176,7 +179,7 @@ class Watchers:
         if is_quiet and not is_new and now - self._sent_at < _MAX_SILENCE_S:
             return
         self._sent_at, self._last_state = now, state
-        frame = watch_messages.frame(replica, numbers, self._plans, self._answers, self._ended, now)
+        frame = watch_messages.frame(replica, numbers, self._notes(now), self._answers(), self._ended, now)
         self._note_events(changes)
         for watcher in self._watchers:
             watcher.put(self._frame_for(watcher, frame, changes))
@@ -192,6 +195,27 @@ class Watchers:
             own.is_whole = seen.is_whole
             own.memory.CopyFrom(watch_messages.memory(seen, self._events, self._num_lost_events))
         return own
+
+    def _notes(self, now: float) -> list[StepNote]:
+        """What the new plans decided."""
+        notes: list[StepNote] = []
+        for record in list(self._plans)[-_MAX_NOTES:]:
+            before = record.num_preemptions if self._num_preempted is None else self._num_preempted
+            # Negative where another core began to count.
+            notes.append(watch_messages.step_note(record, max(0, record.num_preemptions - before), now))
+            self._num_preempted = record.num_preemptions
+        return notes
+
+    def _answers(self) -> Iterator[StepAnswer]:
+        """How long the steps took that were answered."""
+        self._started.update((record.plan.step_id, record.started) for record in self._plans)
+        for step_id, answered_at in self._answered:
+            started = self._started.pop(step_id, None)
+            if started is not None:
+                yield watch_messages.step_answer(step_id, answered_at - started)
+        # Steps that were lost with their worker are never answered.
+        for step_id in list(self._started)[:-_MAX_STEPS]:
+            del self._started[step_id]
 
     def _note_events(self, changes: Changes | None) -> None:
         """Takes what happened to blocks in the new steps and since the last frame."""
@@ -211,6 +235,6 @@ class Watchers:
         self._events.append(event)
 
     def _clear(self) -> None:
-        for each in (self._plans, self._answers, self._events, self._forks, self._ended):
+        for each in (self._plans, self._answered, self._events, self._forks, self._ended):
             each.clear()
         self._num_lost_events = 0

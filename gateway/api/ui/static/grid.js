@@ -92,14 +92,16 @@ export class Grid {
     const { context, colours } = this;
     const fade = isDim ? 0.18 : owner.status === STATUS.finished ? 0.4 : 1;
     context.fillStyle = this.palette.of(owner);
-    context.globalAlpha = fade * 0.28;
-    context.fillRect(x, y, side, side);
-    context.globalAlpha = fade;
     const height = side < 8 ? side : Math.round(side * share);
-    if (side >= 8 || share > 0) context.fillRect(x, y + side - height, side, height);
+    if (height < side) {
+      context.globalAlpha = fade * 0.28;
+      context.fillRect(x, y, side, side - height);
+    }
+    context.globalAlpha = fade;
+    context.fillRect(x, y + side - height, side, height);
     if (owner.status === STATUS.swapped && side >= 6) this.stripe(x, y, side);
     if (pool.refs[block] > 1) this.shared(pool.refs[block], x, y, side);
-    if (pool.refs[block] > 0 && this.pinned.has(block) && pool.isGpu) this.corner(x, y, side);
+    if (this.pinned.size && pool.isGpu && this.pinned.has(block)) this.corner(x, y, side);
     if (side >= 26) this.number(block, x, y, share > 0.7 ? this.palette.inkOn(owner) : colours.ink);
   }
 

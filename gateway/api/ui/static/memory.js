@@ -8,6 +8,7 @@ import { describe, EVENT, STATUS, title } from "./state.js";
 const MAX_LOG = 80;
 const MAX_LISTED = 64;
 const NAME_LENGTH = 14;
+const MAX_CELLS = 256;
 const READ_DELAY_MS = 120;
 const STATUS_NAMES = { 1: "waits to fork", 2: "runs", 3: "swapped out", 4: "over" };
 
@@ -25,6 +26,9 @@ export class MemoryView {
     this.isVisible = false;
     this.isDirty = true;
     this.readNumber = 0;
+    this.reading = null;
+    this.entries = new Map();
+    this.more = make("li", { className: "hint" });
     feed.addEventListener("frame", ({ detail }) => this.take(detail));
     this.listen();
   }
@@ -180,37 +184,48 @@ export class MemoryView {
 
   // Sequences
 
+  // Entries stay the same elements while their sequence lives, so that a click meets what it was meant for.
   listSequences() {
     const sequences = [...this.memory.sequences.values()];
     find("#sequence-count").textContent = whole(sequences.length);
-    const list = find("#sequences");
-    const focused = document.activeElement?.dataset?.number;
-    list.replaceChildren(...sequences.slice(0, MAX_LISTED).map((each) => this.entryOf(each)));
-    if (sequences.length > MAX_LISTED) {
-      list.append(make("li", { className: "hint" }, `and ${whole(sequences.length - MAX_LISTED)} more`));
+    const entries = new Map();
+    for (const sequence of sequences.slice(0, MAX_LISTED)) {
+      const entry = this.entries.get(sequence.number) ?? this.makeEntry(sequence);
+      this.updateEntry(entry, sequence);
+      entries.set(sequence.number, entry);
     }
-    if (focused) list.querySelector(`[data-number="${Number(focused)}"]`)?.focus();
+    this.entries = entries;
+    const list = find("#sequences"), shown = [...entries.values()].map((each) => each.item);
+    if (sequences.length > MAX_LISTED) shown.push(this.more);
+    this.more.textContent = `and ${whole(sequences.length - MAX_LISTED)} more`;
+    if (shown.length !== list.children.length || shown.some((each, place) => each !== list.children[place])) {
+      list.replaceChildren(...shown);
+    }
   }
 
-  entryOf(sequence) {
+  makeEntry(sequence) {
+    const chip = make("span", { className: "chip" }), facts = make("span", { className: "facts" });
+    const name = make("span", { className: "name", title: sequence.request_id }, title(sequence, NAME_LENGTH));
+    const button = make("button", { type: "button", className: "sequence" }, chip, name, facts);
+    button.addEventListener("click", () => this.select(this.selected === sequence.number ? null : sequence.number));
+    return { item: make("li", {}, button), button, chip, facts, table: null };
+  }
+
+  updateEntry(entry, sequence) {
     const isSelected = sequence.number === this.selected;
-    const button = make(
-      "button",
-      { type: "button", className: "sequence", dataset: { number: sequence.number }, ariaPressed: String(isSelected) },
-      make("span", { className: "chip", style: { background: this.palette.of(sequence) } }),
-      make("span", { className: "name", title: sequence.request_id }, title(sequence, NAME_LENGTH)),
-      make("span", { className: "facts" }, `${whole(sequence.computed)} tokens · ${sequence.table.length} blocks`),
-    );
-    button.addEventListener("click", () => this.select(isSelected ? null : sequence.number));
-    const entry = make("li", {}, button);
-    if (isSelected) entry.append(this.tableOf(sequence));
-    return entry;
+    entry.chip.style.background = this.palette.of(sequence);
+    entry.facts.textContent = `${whole(sequence.computed)} tokens · ${sequence.table.length} blocks`;
+    entry.button.setAttribute("aria-pressed", String(isSelected));
+    const table = isSelected ? this.tableOf(sequence) : null;
+    if (entry.table !== null) entry.table.remove();
+    if (table !== null) entry.item.append(table);
+    entry.table = table;
   }
 
   // The block table, as the paper draws it: logical blocks in order, and the physical block of each.
   tableOf(sequence) {
     const { blockSize } = this.memory.shape;
-    const cells = sequence.table.slice(0, 256).map((block, index) => {
+    const cells = sequence.table.slice(0, MAX_CELLS).map((block, index) => {
       const filled = Math.min(Math.max(sequence.computed - index * blockSize, 0), blockSize);
       return make("li", { title: `logical block ${index}: ${filled} of ${blockSize} slots` }, `${index} → ${block}`);
     });
@@ -240,9 +255,8 @@ export class MemoryView {
     for (const [each, grid] of Object.entries(this.grids)) grid.cursor = each === name ? block : null;
     this.pointed = { name, block };
     this.tokens = null;
+    this.contents = null;
     this.change();
-    clearTimeout(this.reading);
-    this.reading = setTimeout(() => this.read(name, block), READ_DELAY_MS);
   }
 
   press(name, event) {
@@ -271,11 +285,23 @@ export class MemoryView {
     }
   }
 
+  // The tokens are read again when others hold the block, or when it holds more.
+  readWhenChanged(contents) {
+    if (contents === this.contents) return;
+    this.contents = contents;
+    this.reading ??= setTimeout(() => {
+      this.reading = null;
+      this.read(this.pointed.name, this.pointed.block);
+    }, READ_DELAY_MS);
+  }
+
   describeBlock() {
     if (!this.pointed || !this.memory) return;
     const { name, block } = this.pointed, { memory } = this, pool = memory[name];
     if (block >= pool.size) return;
-    const holders = memory.holdersOf(pool, block), pins = name === "gpu" ? memory.pins.get(block) ?? 0 : 0;
+    const holders = memory.holdersOf(pool, block);
+    this.readWhenChanged(`${name} ${block} ${holders.map((each) => each.number)}:${memory.filled(pool, block)}`);
+    const pins = name === "gpu" ? memory.pins.get(block) ?? 0 : 0;
     const facts = [
       ["state", memory.stateOf(pool, block) + (pins ? `, pinned by ${pins}` : "")],
       ["slots", `${memory.filled(pool, block)} of ${memory.shape.blockSize} hold tokens`],
