@@ -1,36 +1,67 @@
-# One CPU image for all three services; the command chooses: quire gateway, quire scheduler, quire worker, quire serve.
+# Images of the services, each with what it needs and nothing else. Build one by its target:
 #
-#   docker build --tag quire:cpu .
-#   docker build --tag quire:cpu --build-arg TORCH_INDEX_URL=... .   with an index that has the CPU build of torch: the
-#                                                                    default build for Linux brings gigabytes of CUDA
+#   docker build --target gateway --tag quire-gateway:0.1.0 .
+#   docker build --target scheduler --tag quire-scheduler:0.1.0 .
+#   docker build --target worker-cpu --tag quire-worker-cpu:0.1.0 --build-arg TORCH_INDEX_URL=... .
+#   docker build --target worker-cuda --tag quire-worker-cuda:0.1.0 .
+#
+# TORCH_INDEX_URL is an index with the CPU build of torch: the default build for Linux brings gigabytes of CUDA, which
+# worker-cuda needs and worker-cpu does not. All packages are those of constraints.txt.
 
-ARG PYTHON_VERSION=3.11
+# By its digest, so that the same base is built on until this line changes.
+ARG PYTHON_IMAGE=python:3.11.15-slim-bookworm@sha256:d29f48a31a8b408ed19272ca1e7b10ebae13b240a27e862d3d4217c528e2e0c3
 
-FROM python:${PYTHON_VERSION}-slim AS build
+FROM ${PYTHON_IMAGE} AS packages
+WORKDIR /src
+# The dependencies change rarely: they are layers of their own.
+COPY pyproject.toml constraints.txt ./
+COPY tools/list_requirements.py tools/
+ENV PIP_CONSTRAINT=/src/constraints.txt \
+    PIP_BUILD_CONSTRAINT=/src/constraints.txt \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_COMPILE=1 \
+    PIP_IGNORE_INSTALLED=1 \
+    PIP_PREFIX=/install \
+    PIP_ROOT_USER_ACTION=ignore
+
+FROM packages AS gateway-packages
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python tools/list_requirements.py gateway tracing > requirements.txt \
+    && pip install --requirement requirements.txt
+
+FROM packages AS scheduler-packages
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python tools/list_requirements.py scheduler tracing events > requirements.txt \
+    && pip install --requirement requirements.txt
+
+FROM packages AS worker-cpu-packages
+ARG TORCH_INDEX_URL
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python tools/list_requirements.py worker gguf transformers tracing > requirements.txt \
+    && pip install --requirement requirements.txt ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"}
+
+FROM packages AS worker-cuda-packages
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python tools/list_requirements.py worker gguf transformers tracing > requirements.txt \
+    && pip install --requirement requirements.txt
+
+# Quire itself, with the library of CPU kernels.
+FROM packages AS quire
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
-WORKDIR /src
-# The dependencies change rarely: they are a layer of their own.
-ARG TORCH_INDEX_URL
-COPY pyproject.toml constraints.txt ./
-COPY tools/list_requirements.py tools/
-RUN --mount=type=cache,target=/root/.cache/pip \
-    python tools/list_requirements.py gateway scheduler worker gguf transformers certs tracing events > requirements.txt \
-    && pip wheel --wheel-dir /wheels --constraint constraints.txt --requirement requirements.txt \
-        ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"}
 COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip \
-    PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt pip wheel --wheel-dir /wheels --no-deps .
+    pip install --no-deps .
 
-FROM python:${PYTHON_VERSION}-slim AS runtime
+FROM ${PYTHON_IMAGE} AS base
 LABEL org.opencontainers.image.title="quire" \
       org.opencontainers.image.description="A server for large language models: PagedAttention as gRPC microservices" \
       org.opencontainers.image.licenses="Apache-2.0"
-RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
-    pip install --no-cache-dir --no-index --find-links /wheels 'quire[all]' \
+RUN pip uninstall --yes --quiet --root-user-action=ignore pip setuptools wheel \
     && groupadd --system --gid 10001 quire \
-    && useradd --system --uid 10001 --gid quire --no-create-home --shell /usr/sbin/nologin quire
+    && useradd --system --uid 10001 --gid quire --no-create-home --home-dir /tmp --shell /usr/sbin/nologin quire
 COPY deploy/healthcheck.py /opt/quire/healthcheck.py
 # The file system may be read-only: nothing is written but below /tmp.
 ENV PYTHONUNBUFFERED=1 \
@@ -39,7 +70,45 @@ ENV PYTHONUNBUFFERED=1 \
 # By number, so that an orchestrator can see that it is not root.
 USER 10001:10001
 WORKDIR /tmp
-# Gateway gRPC, scheduler, worker, gateway HTTP.
-EXPOSE 50051 50052 50053 8000
 ENTRYPOINT ["quire"]
-CMD ["--help"]
+
+FROM base AS gateway
+COPY --from=gateway-packages /install /usr/local
+COPY --from=quire /install /usr/local
+# gRPC and HTTP.
+EXPOSE 50051 8000
+HEALTHCHECK --interval=5s --timeout=5s CMD ["python", "/opt/quire/healthcheck.py", "127.0.0.1:50051"]
+CMD ["gateway"]
+
+FROM base AS scheduler
+COPY --from=scheduler-packages /install /usr/local
+COPY --from=quire /install /usr/local
+EXPOSE 50052
+HEALTHCHECK --interval=5s --timeout=5s CMD ["python", "/opt/quire/healthcheck.py", "127.0.0.1:50052"]
+CMD ["scheduler"]
+
+FROM base AS worker-cpu
+COPY --from=worker-cpu-packages /install /usr/local
+COPY --from=quire /install /usr/local
+EXPOSE 50053
+HEALTHCHECK --interval=5s --timeout=5s --start-period=600s \
+    CMD ["python", "/opt/quire/healthcheck.py", "127.0.0.1:50053"]
+CMD ["worker", "--device", "cpu"]
+
+FROM base AS worker-cuda
+# Triton compiles its launchers with a C compiler.
+USER 0
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+USER 10001:10001
+COPY --from=worker-cuda-packages /install /usr/local
+COPY --from=quire /install /usr/local
+# What the container toolkit mounts of the driver.
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+EXPOSE 50053
+HEALTHCHECK --interval=5s --timeout=5s --start-period=600s \
+    CMD ["python", "/opt/quire/healthcheck.py", "127.0.0.1:50053"]
+CMD ["worker", "--device", "cuda"]

@@ -26,7 +26,6 @@ BENCHMARKS = (
     "recording",
     "compiling",
     "programs",
-    "watch",
 )
 
 

@@ -1,38 +1,93 @@
-"""Checks the Kubernetes manifests: against the flags of the services, and against the schemas of Kubernetes.
+"""Checks the Helm chart and the manifests that it makes: against the services' flags, and against schemas.
 
-usage: python -m tools.check_kubernetes
+usage: python -m tools.check_kubernetes [--write] [--crds DIR]
 
-The schemas come with the package kubernetes-validate. Where kubectl is installed, its kustomize must take the manifests
-too.
+The chart is linted and rendered with its own values and with each file of deploy/chart/examples, by the package
+helm-python-sdk, which holds Helm itself; deploy/rendered has the results, and --write writes them. The schemas of
+Kubernetes come with the package kubernetes-validate. Resources of other projects are checked against the
+CustomResourceDefinitions (YAML) in the folders that --crds names; without it, their kinds are listed as not checked.
 """
 
-import shutil
-import subprocess
+import argparse
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from quire.settings import ConfigurationError
-from tools.kubernetes_manifests import Manifests
+from tools.kubernetes_manifests import NAMESPACE, RELEASE, Manifests
 from tools.kubernetes_rules import breaches
 
-DIRECTORY = Path(__file__).resolve().parent.parent / "deploy" / "kubernetes"
+DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+CHART = DEPLOY / "chart"
+RENDERED = DEPLOY / "rendered"
+DEFAULT = RENDERED / "default.yaml"
+"""The manifests of the chart's own values."""
 KUBERNETES_VERSIONS = ("1.30", "1.37")
 """The manifests fit both, and those between."""
+_OWN_GROUPS = ("apps", "policy", "autoscaling", "v1")
 
 
-def main() -> int:
-    """Prints what is wrong; 1 when something is, or the schemas are missing."""
-    manifests = Manifests.read(DIRECTORY)
-    print(f"{DIRECTORY.name}: {len(manifests.documents)} documents")
+def main(argv: Sequence[str]) -> int:
+    """Prints what is wrong; 1 when something is, or a package is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write deploy/rendered anew")
+    parser.add_argument("--crds", type=Path, metavar="DIR", help="folder with CustomResourceDefinitions")
+    flags = parser.parse_args(argv)
+    wrong: list[str] = []
+    unchecked: set[str] = set()
     try:
-        wrong = [*problems(manifests), *schema_problems(manifests)]
+        wrong += chart_problems()
+        for name, text in rendered().items():
+            if flags.write:
+                (RENDERED / name).write_text(text, encoding="utf-8")
+            manifests = Manifests.read(RENDERED / name)
+            found = [] if (RENDERED / name).read_text(encoding="utf-8") == text else ["differs from the chart; --write"]
+            found += [*problems(manifests), *schema_problems(manifests)]
+            if flags.crds is None:
+                unchecked |= {each["kind"] for each in manifests.documents if not is_of_kubernetes(each)}
+            else:
+                found += custom_problems(manifests, schemas_of(flags.crds))
+            print(f"{name}: {len(manifests.documents)} documents")
+            wrong += [f"{name}: {line}" for line in found]
     except ModuleNotFoundError as error:
-        wrong = [f"schemas: failed: {error.name} is not installed; `make setup` installs kubernetes-validate"]
+        wrong.append(f"failed: {error.name} is not installed; `make setup` installs it")
     for line in wrong:
         print(line)
-    return 0 if is_taken_by_kustomize(manifests) and not wrong else 1
+    if unchecked:
+        print(f"not checked against a schema (--crds): {', '.join(sorted(unchecked))}")
+    return 1 if wrong else 0
+
+
+def chart_problems() -> list[str]:
+    """What Helm's linter says of the chart, warnings included."""
+    import helm_python
+
+    result = helm_python.lint(CHART)
+    # 1 is a hint, such as that an icon is recommended.
+    return [f"chart: {each['path']}: {each['error']}" for each in result["messages"] if each["severity"] > 1]
+
+
+def rendered() -> Mapping[str, str]:
+    """The manifests by the names of their files: of the chart's own values and of each example."""
+    examples = {file.name: yaml.safe_load(file.read_text("utf-8")) for file in sorted((CHART / "examples").iterdir())}
+    return {name: render(values) for name, values in {DEFAULT.name: {}, **examples}.items()}
+
+
+def render(values: Mapping[str, Any]) -> str:
+    """What Helm makes of the chart, without comments, in the order of its files. ValueError where Helm refuses it."""
+    import helm_python
+
+    with helm_python.Chart.load(CHART) as chart:
+        try:
+            chart.validate_schema(chart.merge_values(dict(values)))
+            texts = chart.render(dict(values), name=RELEASE, namespace=NAMESPACE)
+        except helm_python.HelmError as error:
+            raise ValueError(str(error)) from error
+    documents = [each for name in sorted(texts) for each in yaml.safe_load_all(texts[name]) if each is not None]
+    return yaml.safe_dump_all(documents, sort_keys=False, width=120)
 
 
 def problems(manifests: Manifests) -> list[str]:
@@ -43,13 +98,18 @@ def problems(manifests: Manifests) -> list[str]:
         return [str(error)]
 
 
+def is_of_kubernetes(document: Mapping[str, Any]) -> bool:
+    group = document["apiVersion"].partition("/")[0]
+    return group in _OWN_GROUPS or (group.endswith(".k8s.io") and group.startswith("networking."))
+
+
 def schema_problems(manifests: Manifests) -> Iterator[str]:
     """What does not fit the schemas of Kubernetes, fields that these do not have included."""
     import kubernetes_validate
 
     for version in KUBERNETES_VERSIONS:
-        for document in manifests.documents:
-            name = f"{document['kind']} {document['metadata']['name']}"
+        for document in filter(is_of_kubernetes, manifests.documents):
+            name = _name_of(document)
             try:
                 kubernetes_validate.validate(dict(document), version, strict=True)
             except kubernetes_validate.ValidationError as error:
@@ -59,21 +119,54 @@ def schema_problems(manifests: Manifests) -> Iterator[str]:
                 yield f"{name}: {error.message}"
 
 
-def is_taken_by_kustomize(manifests: Manifests) -> bool:
-    """With empty files in the place of secrets, which lie in no repository. True where there is no kubectl."""
-    if shutil.which("kubectl") is None:
-        return True
-    with tempfile.TemporaryDirectory() as copied:
-        directory = Path(copied) / DIRECTORY.name
-        shutil.copytree(DIRECTORY, directory, ignore=shutil.ignore_patterns("secrets"))
-        for secret in manifests.generated("secretGenerator").values():
-            for name in secret["files"]:
-                (directory / name).parent.mkdir(parents=True, exist_ok=True)
-                (directory / name).touch()
-        status = subprocess.run(["kubectl", "kustomize", str(directory)], stdout=subprocess.DEVNULL).returncode
-    print("kubectl kustomize: " + ("passed" if status == 0 else "failed"))
-    return status == 0
+def schemas_of(directory: Path) -> Mapping[tuple[str, str], Mapping[str, Any]]:
+    """The schemas of CustomResourceDefinitions by apiVersion and kind; fields that they do not have are refused."""
+    schemas = {}
+    for file in sorted(directory.rglob("*.yaml")):
+        for definition in yaml.safe_load_all(file.read_text(encoding="utf-8")):
+            if definition is None or definition.get("kind") != "CustomResourceDefinition":
+                continue
+            spec = definition["spec"]
+            for version in spec["versions"]:
+                key = f"{spec['group']}/{version['name']}", spec["names"]["kind"]
+                schemas[key] = _closed(version["schema"]["openAPIV3Schema"])
+    return schemas
+
+
+def custom_problems(manifests: Manifests, schemas: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[str]:
+    """What does not fit the schema of its CustomResourceDefinition, or has none."""
+    import jsonschema
+
+    for document in (each for each in manifests.documents if not is_of_kubernetes(each)):
+        schema = schemas.get((document["apiVersion"], document["kind"]))
+        if schema is None:
+            yield f"{_name_of(document)}: no CustomResourceDefinition of {document['apiVersion']}"
+            continue
+        for error in jsonschema.Draft202012Validator(schema).iter_errors(dict(document)):
+            yield f"{_name_of(document)}: {error.json_path}: {error.message}"
+
+
+def _closed(schema: Any) -> Any:
+    """As the API server's strict validation reads it: only the fields that are named, integers or strings as said."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed(value) for key, value in schema.items()}
+    if schema.get("x-kubernetes-int-or-string"):
+        closed.pop("type", None)
+    is_open = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object" and not is_open:
+        closed["additionalProperties"] = False
+    # Every resource has these, with fields that the API server knows.
+    if {"apiVersion", "kind", "metadata"} <= closed.get("properties", {}).keys():
+        closed["properties"]["metadata"] = {"type": "object"}
+    return closed
+
+
+def _name_of(document: Mapping[str, Any]) -> str:
+    return f"{document['kind']} {document['metadata']['name']}"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests as far as they speak of Quire: pods, what they run with, and who finds whom."""
+"""The manifests that the Helm chart makes, as far as they speak of Quire: pods and what runs in them."""
 
 import dataclasses
 import re
@@ -10,109 +10,164 @@ from typing import Any
 import yaml
 
 from gateway.settings import GatewaySettings
-from quire.settings import ConfigurationError, load_settings
+from quire.rpc.address import TcpAddress, parse_address
+from quire.settings import load_settings
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
 SETTINGS: Mapping[str, type] = {"worker": WorkerSettings, "scheduler": SchedulerSettings, "gateway": GatewaySettings}
-_POD_KINDS = ("Deployment", "StatefulSet")
-# What a variable holds that Kubernetes fills in.
-_STAND_INS = {"fieldRef": "0", "resourceFieldRef": "2"}
+NAMESPACE = RELEASE = "quire"
+"""Where the chart is rendered to, and the name of its release."""
+_RANK = re.compile(r"QUIRE_TENSOR_PARALLEL_RANK=\$\(\(LWS_WORKER_INDEX \* (\d+) \+ (\d+)\)\) exec quire ")
 
 
 @dataclass(frozen=True, slots=True)
-class Pod:
-    """The pods of one Deployment or StatefulSet, which have one container each.
+class Container:
+    """A container that runs a service.
 
     Attributes:
         arguments: Of `quire`, the name of the service first.
         settings: What the service would run with.
         variables: The environment of the container, by name.
+        spec: As the manifest has it.
     """
 
-    owner: Mapping[str, Any]
     arguments: Sequence[str]
     settings: Any
     variables: Mapping[str, str]
+    spec: Mapping[str, Any]
 
     @property
     def name(self) -> str:
-        return self.owner["metadata"]["name"]
+        return self.spec["name"]
 
     @property
-    def labels(self) -> Mapping[str, str]:
-        return self.owner["spec"]["template"]["metadata"]["labels"]
-
-    @property
-    def spec(self) -> Mapping[str, Any]:
-        return self.owner["spec"]["template"]["spec"]
-
-    @property
-    def container(self) -> Mapping[str, Any]:
-        (container,) = self.spec["containers"]
-        return container
+    def service(self) -> str:
+        return self.arguments[0]
 
     @property
     def ports(self) -> Mapping[str, int]:
         """The declared ports by name."""
-        return {port["name"]: port["containerPort"] for port in self.container["ports"]}
+        return {port["name"]: port["containerPort"] for port in self.spec["ports"]}
 
-    def listens(self) -> Mapping[str, str]:
-        """Where the service listens for other machines, as HOST:PORT, by the names that its ports should have."""
+    @property
+    def mounts(self) -> Mapping[str, str]:
+        """The names of volumes by the paths where they are mounted."""
+        return {each["mountPath"]: each["name"] for each in self.spec["volumeMounts"]}
+
+    @property
+    def address(self) -> str:
+        """Where other services call it."""
+        if isinstance(self.settings, GatewaySettings):
+            return f"{self.settings.grpc_host}:{self.settings.grpc_port}"
+        return self.settings.listen
+
+    def listens(self) -> list[TcpAddress]:
+        """The TCP addresses on which it listens for other pods."""
         settings = self.settings
-        metrics = (
-            {} if settings.metrics_port is None else {"metrics": f"{settings.metrics_host}:{settings.metrics_port}"}
-        )
-        if not isinstance(settings, GatewaySettings):
-            return {"grpc": settings.listen, **metrics}
-        grpc = f"{settings.grpc_host}:{settings.grpc_port}"
-        return {"grpc": grpc, "http": f"{settings.http_host}:{settings.http_port}", **metrics}
+        texts = [self.address]
+        if isinstance(settings, GatewaySettings):
+            texts.append(f"{settings.http_host}:{settings.http_port}")
+        if settings.metrics_port is not None:
+            texts.append(f"{settings.metrics_host}:{settings.metrics_port}")
+        for events in (getattr(settings, "kv_events", None), getattr(settings, "kv_events_replay", None)):
+            if events is not None:
+                texts.append(events.removeprefix("tcp://").replace("*", "0.0.0.0"))
+        return [address for address in map(parse_address, texts) if isinstance(address, TcpAddress)]
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """The first of the pods that a template makes.
+
+    Attributes:
+        owner: The workload that has the template.
+        hostname: Of a StatefulSet or a LeaderWorkerSet, the name by which others find the pod; of others its own name.
+        containers: In the order in which they start; the last one ends first.
+    """
+
+    owner: Mapping[str, Any]
+    hostname: str
+    template: Mapping[str, Any]
+    containers: tuple[Container, ...]
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        return self.template["metadata"]["labels"]
+
+    @property
+    def spec(self) -> Mapping[str, Any]:
+        return self.template["spec"]
+
+    @property
+    def name(self) -> str:
+        """The component, for messages."""
+        return self.labels["app.kubernetes.io/component"]
+
+    @property
+    def volumes(self) -> Mapping[str, Mapping[str, Any]]:
+        return {each["name"]: each for each in self.spec["volumes"]}
+
+    @property
+    def ports(self) -> Mapping[str, int]:
+        return {name: port for container in self.containers for name, port in container.ports.items()}
+
+    def container(self, service: str) -> Container:
+        """The first one that runs the service."""
+        return next(each for each in self.containers if each.service == service)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifests:
-    """All documents that a kustomization names, before kustomize has changed them."""
+    """All documents of one rendering of the chart."""
 
-    kustomization: Mapping[str, Any]
     documents: tuple[Mapping[str, Any], ...]
 
     @classmethod
-    def read(cls, directory: Path) -> "Manifests":
+    def read(cls, file: Path) -> "Manifests":
         """OSError or yaml.YAMLError where they cannot be read."""
-        kustomization = yaml.safe_load((directory / "kustomization.yaml").read_text(encoding="utf-8"))
-        texts = [(directory / name).read_text(encoding="utf-8") for name in kustomization["resources"]]
-        return cls(kustomization, tuple(document for text in texts for document in yaml.safe_load_all(text)))
+        return cls(tuple(yaml.safe_load_all(file.read_text(encoding="utf-8"))))
 
     def of_kind(self, *kinds: str) -> Iterator[Mapping[str, Any]]:
         return (document for document in self.documents if document["kind"] in kinds)
 
     def pods(self) -> list[Pod]:
         """ConfigurationError where flags or variables of a service are none or have wrong values."""
-        return [self._pod(owner) for owner in self.of_kind(*_POD_KINDS)]
+        pods = []
+        for owner in self.of_kind("Deployment", "StatefulSet"):
+            pods.append(self._pod(owner, owner["spec"]["template"], f"{owner['metadata']['name']}-0"))
+        for owner in self.of_kind("LeaderWorkerSet"):
+            leader, name = owner["spec"]["leaderWorkerTemplate"], f"{owner['metadata']['name']}-0"
+            pods.append(self._pod(owner, leader["leaderTemplate"], name))
+            pods.append(self._pod(owner, leader["workerTemplate"], f"{name}-1"))
+        return pods
 
-    def generated(self, generator: str) -> Mapping[str, Mapping[str, Any]]:
-        """What "secretGenerator" or "configMapGenerator" makes, by name."""
-        return {each["name"]: each for each in self.kustomization.get(generator, ())}
+    def _pod(self, owner: Mapping[str, Any], template: Mapping[str, Any], hostname: str) -> Pod:
+        spec = template["spec"]
+        containers = [*spec.get("initContainers", ()), *spec["containers"]]
+        return Pod(owner, hostname, template, tuple(self._container(each, owner, hostname) for each in containers))
 
-    def _pod(self, owner: Mapping[str, Any]) -> Pod:
-        (container,) = owner["spec"]["template"]["spec"]["containers"]
-        variables = self._variables(container)
-        arguments = [_expanded(word, variables) for word in container["args"]]
+    def _container(self, spec: Mapping[str, Any], owner: Mapping[str, Any], hostname: str) -> Container:
+        variables = dict(self._variables(spec, hostname))
+        if owner["kind"] == "LeaderWorkerSet":
+            subdomain = owner["metadata"]["name"]
+            variables["LWS_LEADER_ADDRESS"] = f"{subdomain}-0.{subdomain}.{NAMESPACE}"
+        if (numbered := _RANK.match(spec.get("command", ("",))[-2:][0])) is not None:
+            variables["QUIRE_TENSOR_PARALLEL_RANK"] = str(int(numbered[1]) + int(numbered[2]))
+        arguments = [_expanded(word, variables) for word in spec["args"]]
         service, *flags = arguments
         settings = load_settings(SETTINGS[service], flags, variables, program=f"quire {service}")
-        return Pod(owner, arguments, settings, variables)
+        return Container(arguments, settings, variables, spec)
 
-    def _variables(self, container: Mapping[str, Any]) -> Mapping[str, str]:
-        variables: dict[str, str] = {}
+    def _variables(self, container: Mapping[str, Any], hostname: str) -> Iterator[tuple[str, str]]:
+        configs = {each["metadata"]["name"]: each["data"] for each in self.of_kind("ConfigMap")}
         for source in container.get("envFrom", ()):
-            config = self.generated("configMapGenerator")[source["configMapRef"]["name"]]
-            for literal in config["literals"]:
-                name, separator, variables[name] = literal.partition("=")
-                if not separator:
-                    raise ConfigurationError(f"{config['name']}: {literal} is not NAME=VALUE")
+            yield from configs[source["configMapRef"]["name"]].items()
         for variable in container.get("env", ()):
-            variables[variable["name"]] = variable.get("value") or _STAND_INS[next(iter(variable["valueFrom"]))]
-        return variables
+            if "value" in variable:
+                yield variable["name"], variable["value"]
+            elif "fieldRef" in variable["valueFrom"]:
+                yield variable["name"], hostname
 
 
 def known_variables(settings: type) -> set[str]:

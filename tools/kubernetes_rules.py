@@ -1,21 +1,20 @@
 """What must hold between the Kubernetes manifests and the services' flags; each rule yields a line for each breach."""
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gateway.settings import GatewaySettings
+from quire.rpc.address import UnixAddress, parse_address
 from quire.rpc.tls import AUTHORITY_FILE
-from tools.kubernetes_manifests import SETTINGS, Manifests, Pod, known_variables
+from tools.kubernetes_manifests import NAMESPACE, SETTINGS, Container, Manifests, Pod, known_variables
 from worker_svc.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parent.parent
-_PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
-_KUSTOMIZATION_FIELDS = frozenset({"apiVersion", "kind", "namespace", "resources", "images", "generatorOptions"}) | {
-    "configMapGenerator",
-    "secretGenerator",
-}
+QUEUE_METRIC = "quire_scheduler_live_requests"
+"""The metric by which replicas are scaled."""
+_HEALTHCHECK = "/opt/quire/healthcheck.py"
 Rule = Callable[[Manifests, list[Pod]], Iterator[str]]
 
 
@@ -25,54 +24,50 @@ def breaches(manifests: Manifests) -> list[str]:
     return [line for rule in RULES for line in rule(manifests, pods)]
 
 
-def the_kustomization_is_one(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
-    """What kustomize itself would refuse, as far as ours uses it."""
-    kustomization = manifests.kustomization
-    if kustomization["kind"] != "Kustomization":
-        yield f"kustomization.yaml: its kind is {kustomization['kind']}; it must be Kustomization"
-    for name in sorted(kustomization.keys() - _KUSTOMIZATION_FIELDS):
-        yield f"kustomization.yaml: {name} is no field of a kustomization that we use"
-
-
 def variables_are_known(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
     every = set().union(*map(known_variables, SETTINGS.values()))
-    for config in manifests.generated("configMapGenerator").values():
-        for name in sorted({literal.split("=")[0] for literal in config["literals"]} - every):
-            yield f"{config['name']}: {name} is read by no service"
-    for pod in pods:
-        own = {each["name"] for each in pod.container.get("env", ()) if each["name"].startswith("QUIRE_")}
-        for name in sorted(own - known_variables(type(pod.settings))):
-            yield f"{pod.name}: {name} is no variable of this service"
-        for word in pod.container["args"]:
-            for name in set(re.findall(r"\$\((\w+)\)", word)) - pod.variables.keys():
-                yield f"{pod.name}: {word} names {name}, which is not set"
+    for config in manifests.of_kind("ConfigMap"):
+        for name in sorted({name for name in config["data"] if name.startswith("QUIRE_")} - every):
+            yield f"ConfigMap {config['metadata']['name']}: {name} is read by no service"
+    for _, container in _containers(pods):
+        own = {each["name"] for each in container.spec.get("env", ()) if each["name"].startswith("QUIRE_")}
+        for name in sorted(own - known_variables(type(container.settings))):
+            yield f"{container.name}: {name} is no variable of this service"
+        for word in container.spec["args"]:
+            for name in set(re.findall(r"\$\((\w+)\)", word)) - container.variables.keys():
+                yield f"{container.name}: {word} names {name}, which is not set"
 
 
-def ports_are_those_that_the_service_listens_on(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
+def ports_are_those_that_services_listen_on(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
+    for _, container in _containers(pods):
+        listens = container.listens()
+        for address in listens:
+            if address.host != "0.0.0.0":
+                yield f"{container.name}: it listens on {address}, where no other pod reaches it"
+        ports = {address.port for address in listens}
+        if ports != set(container.ports.values()):
+            yield f"{container.name}: it listens on {sorted(ports)}; its ports are {dict(container.ports)}"
     for pod in pods:
-        listens = pod.listens()
-        for name, address in listens.items():
-            host, _, port = address.rpartition(":")
-            if host != "0.0.0.0":
-                yield f"{pod.name}: {name} listens on {address}, where no other pod reaches it"
-            if pod.ports.get(name) != int(port):
-                yield f"{pod.name}: it listens on {port} for {name}; its ports are {dict(pod.ports)}"
-        for name in pod.ports.keys() - listens.keys():
-            yield f"{pod.name}: nothing listens on the port {name}"
+        if len(pod.ports) != len(set(pod.ports.values())) or len(pod.ports) != sum(
+            len(c.ports) for c in pod.containers
+        ):
+            yield f"{pod.name}: two containers have the same port"
 
 
 def probes_ask_the_service_itself(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
-    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    for pod in pods:
-        asked = {f"127.0.0.1:{pod.ports['grpc']}", f"unix:{getattr(pod.settings, 'local_socket', None)}"}
-        for probe in _PROBES:
-            program, script, *flags, address = pod.container[probe]["exec"]["command"]
-            if program != "python" or f"COPY deploy/{PurePosixPath(script).name} {script}" not in dockerfile:
-                yield f"{pod.name}: {probe} runs {program} {script}, which the image does not have"
+    has_script = f"{PurePosixPath(_HEALTHCHECK).name} {_HEALTHCHECK}" in (ROOT / "Dockerfile").read_text()
+    for _, container in _containers(pods):
+        asked = {container.address.replace("0.0.0.0", "127.0.0.1")}
+        if isinstance(container.settings, GatewaySettings):
+            asked = {f"unix:{container.settings.local_socket}"}
+        for probe in ("readinessProbe", "livenessProbe"):
+            program, script, *flags, address = container.spec[probe]["exec"]["command"]
+            if (program, script, has_script) != ("python", _HEALTHCHECK, True):
+                yield f"{container.name}: {probe} runs {program} {script}, which the image does not have"
             if address not in asked:
-                yield f"{pod.name}: {probe} asks {address}; the service answers at {', '.join(sorted(asked))}"
-            if probe in _restarting_probes(pod) and flags != ["--alive"]:
-                yield f"{pod.name}: {probe} restarts a service that only waits for another one; it needs --alive"
+                yield f"{container.name}: {probe} asks {address}; the service answers at {', '.join(asked)}"
+            if probe == "livenessProbe" and flags != ["--alive"]:
+                yield f"{container.name}: {probe} restarts a service that only waits for another one; it needs --alive"
 
 
 def services_lead_to_ports_of_pods(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
@@ -82,104 +77,191 @@ def services_lead_to_ports_of_pods(manifests: Manifests, pods: list[Pod]) -> Ite
             yield f"Service {name}: its selector finds no pod"
         for pod in chosen:
             for port in service["spec"]["ports"]:
+                # A headless Service leads to the pod's own port, whatever it says.
+                headless = service["spec"].get("clusterIP") == "None"
+                if headless and _gateway_is_inside(pod):
+                    continue
                 target = port["targetPort"]
-                if pod.ports.get(target) != port["port"]:
+                number = target if isinstance(target, int) else pod.ports.get(target)
+                if number not in pod.ports.values() or (headless and number != port["port"]):
                     yield f"Service {name}: {port['port']} leads to {target} of {pod.name}, which has {dict(pod.ports)}"
 
 
 def services_find_each_other(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
-    """By names of StatefulSets' pods, through a headless Service and a NetworkPolicy that lets them."""
-    namespace = manifests.kustomization["namespace"]
-    reachable = {f"{pod.name}-0.{pod.owner['spec']['serviceName']}.{namespace}.svc:{pod.ports['grpc']}": pod
-                 for pod in pods if pod.owner["kind"] == "StatefulSet"}  # fmt: skip
-    headless = {
-        each["metadata"]["name"] for each in manifests.of_kind("Service") if each["spec"].get("clusterIP") == "None"
-    }
-    for pod in pods:
-        for address in (*getattr(pod.settings, "workers", ()), *getattr(pod.settings, "schedulers", ())):
-            called = reachable.get(address)
-            if called is None:
-                yield f"{pod.name}: no pod is at {address}; there are {', '.join(sorted(reachable))}"
-            elif called.owner["spec"]["serviceName"] not in headless:
-                yield f"{called.name}: its Service {called.owner['spec']['serviceName']} is not there or not headless"
-            elif not _lets_in(manifests, called, pod):
-                yield f"{called.name}: its NetworkPolicy does not let {pod.name} in"
+    """By sockets in a pod, else by the names that a headless Service gives pods, past NetworkPolicies."""
+    for pod, container in _containers(pods):
+        for text in (*getattr(container.settings, "workers", ()), *getattr(container.settings, "schedulers", ())):
+            address = parse_address(text)
+            if isinstance(address, UnixAddress):
+                yield from _socket_breaches(pod, container, text)
+                continue
+            # Of several replicas the first one stands for all.
+            first = re.sub(r"-replica-\d+(?=[-.])", "-replica-0", str(address))
+            called = [each for each in pods if _host_of(manifests, each) == first.rpartition(":")[0]]
+            if not called:
+                there = ", ".join(sorted(filter(None, (_host_of(manifests, each) for each in pods))))
+                yield f"{container.name}: no pod is at {address}; there are {there}"
+            for each in called:
+                names = [name for name, port in each.ports.items() if port == address.port]
+                if not names:
+                    yield f"{container.name}: nothing listens at {address}"
+                elif not _lets_in(manifests, each, names[0], pod):
+                    yield f"{each.name}: its NetworkPolicy does not let {pod.name} in"
+
+
+def ranks_are_complete(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
+    """Every rank of a replica is there once, all at the same rendezvous, and the scheduler calls each."""
+    workers = [each for _, each in _containers(pods) if isinstance(each.settings, WorkerSettings)]
+    schedulers = [each for _, each in _containers(pods) if each.service == "scheduler"]
+    sizes = {each.settings.tensor_parallel_size for each in workers}
+    ranks = sorted(each.settings.tensor_parallel_rank for each in workers)
+    if {len(ranks)} != sizes or ranks != list(range(len(ranks))):
+        yield f"workers: ranks {ranks} of {sorted(sizes)}"
+    if len({each.settings.tensor_parallel_address for each in workers}) > 1:
+        yield "workers: ranks meet at different addresses"
+    for scheduler in schedulers:
+        if len(scheduler.settings.workers) != len(ranks):
+            yield f"scheduler: it has {len(scheduler.settings.workers)} workers of {len(ranks)}"
 
 
 def files_are_mounted(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
-    for pod in pods:
-        mounts = {each["mountPath"]: each["name"] for each in pod.container["volumeMounts"]}
-        volumes = {each["name"]: each for each in pod.spec["volumes"]}
-        for name in set(mounts.values()) - volumes.keys():
-            yield f"{pod.name}: there is no volume {name}"
-        for path in _files_of(pod):
-            volume = volumes.get(mounts.get(str(path.parent), ""), {})
-            secret = volume.get("secret", {}).get("secretName")
-            made = manifests.generated("secretGenerator").get(secret, {"files": ()})
-            if path.name not in {PurePosixPath(file).name for file in made["files"]}:
-                yield f"{pod.name}: {path} is in no secret that is mounted"
+    for pod, container in _containers(pods):
+        for name in set(container.mounts.values()) - pod.volumes.keys():
+            yield f"{container.name}: there is no volume {name}"
+        for path in _files_of(container):
+            secret = pod.volumes.get(container.mounts.get(str(path.parent), ""), {}).get("secret", {})
+            if path.name not in _files_in(secret):
+                yield f"{container.name}: {path} is in no secret that is mounted"
 
 
 def a_stop_leaves_time_to_drain(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
+    """Containers of a pod end one after the other, those that others need last."""
     for pod in pods:
-        pause = pod.container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ("sleep", "0"))
-        needed_s = float(pause[-1]) + getattr(pod.settings, "drain_timeout", 0.0)
+        needed_s = 0.0
+        for container in pod.containers:
+            pause = container.spec.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ("0",))
+            needed_s += float(pause[-1]) + getattr(container.settings, "drain_timeout", 0.0)
         if pod.spec["terminationGracePeriodSeconds"] <= needed_s:
             yield f"{pod.name}: terminationGracePeriodSeconds must be above {needed_s:g}"
+        services = [each.service for each in pod.containers]
+        if services != sorted(services, key=["worker", "scheduler", "gateway"].index):
+            yield f"{pod.name}: {', '.join(services)} start in this order, and end in the opposite one"
 
 
 def gateways_stay_while_requests_wait(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
     """All of them stop serving when the last worker is lost, and would be taken from their Services at once."""
-    for pod in pods:
-        if isinstance(pod.settings, GatewaySettings):
-            probe, waits_s = pod.container["readinessProbe"], pod.settings.connect_timeout
+    for pod, container in _containers(pods):
+        if isinstance(container.settings, GatewaySettings) and not _gateway_is_inside(pod):
+            probe, waits_s = container.spec["readinessProbe"], container.settings.connect_timeout
             leaves_s = probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3)
             if leaves_s <= waits_s:
-                yield f"{pod.name}: readinessProbe takes it out after {leaves_s} s; requests wait for {waits_s:g} s"
+                yield f"{container.name}: readinessProbe takes it out after {leaves_s} s; requests wait {waits_s:g} s"
+
+
+def custom_resources_speak_of_what_is_there(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
+    """What scales, what is scraped and what is routed to."""
+    workloads = {(each.owner["kind"], each.owner["metadata"]["name"]) for each in pods}
+    for scaler in manifests.of_kind("HorizontalPodAutoscaler", "ScaledObject"):
+        target = scaler["spec"]["scaleTargetRef"]
+        if (target["kind"], target["name"]) not in workloads:
+            yield f"{scaler['kind']}: there is no {target['kind']} {target['name']}"
+        for queue in ("waiting", "running"):
+            if not any(QUEUE_METRIC in text and queue in text for text in _metrics_of(scaler)):
+                yield f"{scaler['kind']}: it does not look at {QUEUE_METRIC} of queue {queue}"
+    for kind, selector in (
+        ("PodDisruptionBudget", "selector"),
+        ("PodMonitor", "selector"),
+        ("InferencePool", "selector"),
+    ):
+        for document in manifests.of_kind(kind):
+            name, chosen = document["metadata"]["name"], _selected(document["spec"][selector]["matchLabels"], pods)
+            if not chosen:
+                yield f"{kind} {name}: its selector finds no pod"
+            ports = {port for pod in chosen for port in (*pod.ports, *pod.ports.values())}
+            asked = [each["port"] for each in document["spec"].get("podMetricsEndpoints", ())]
+            asked += [each["number"] for each in document["spec"].get("targetPorts", ())]
+            for port in (each for each in asked if each not in ports and each != "metrics"):
+                yield f"{kind} {name}: no pod has the port {port}"
 
 
 RULES: tuple[Rule, ...] = (
-    the_kustomization_is_one,
     variables_are_known,
-    ports_are_those_that_the_service_listens_on,
+    ports_are_those_that_services_listen_on,
     probes_ask_the_service_itself,
     services_lead_to_ports_of_pods,
     services_find_each_other,
+    ranks_are_complete,
     files_are_mounted,
     a_stop_leaves_time_to_drain,
     gateways_stay_while_requests_wait,
+    custom_resources_speak_of_what_is_there,
 )
+
+
+def _containers(pods: list[Pod]) -> Iterator[tuple[Pod, Container]]:
+    return ((pod, container) for pod in pods for container in pod.containers)
+
+
+def _gateway_is_inside(pod: Pod) -> bool:
+    return len({each.service for each in pod.containers}) == len(SETTINGS)
 
 
 def _selected(selector: Mapping[str, str], pods: list[Pod]) -> list[Pod]:
     return [pod for pod in pods if selector.items() <= pod.labels.items()]
 
 
-def _lets_in(manifests: Manifests, called: Pod, caller: Pod) -> bool:
-    """Whether all policies of a pod together let another one connect to its gRPC port; without any, everyone may."""
+def _host_of(manifests: Manifests, pod: Pod) -> str | None:
+    """The name by which other pods find it; None where no headless Service gives it one."""
+    if pod.owner["kind"] == "LeaderWorkerSet":  # Its controller makes the Service.
+        return f"{pod.hostname}.{pod.owner['metadata']['name']}.{NAMESPACE}.svc"
+    service = pod.owner["spec"].get("serviceName")
+    headless = {each["metadata"]["name"] for each in manifests.of_kind("Service") if each["spec"].get("clusterIP")}
+    return f"{pod.hostname}.{service}.{NAMESPACE}.svc" if service in headless else None
+
+
+def _socket_breaches(pod: Pod, container: Container, address: str) -> Iterator[str]:
+    """Both ends of a socket are in one pod, and see its directory as the same volume."""
+    directory = str(PurePosixPath(address.removeprefix("unix:")).parent)
+    called = [each for each in pod.containers if each.address == address]
+    if not called:
+        yield f"{container.name}: no container of its pod listens on {address}"
+    for each in called:
+        if container.mounts.get(directory) is None or container.mounts[directory] != each.mounts.get(directory):
+            yield f"{container.name}: it shares no volume at {directory} with {each.name}"
+
+
+def _lets_in(manifests: Manifests, called: Pod, port: str, caller: Pod) -> bool:
+    """Whether all policies of a pod together let another one connect to a port; without any, everyone may."""
     policies = [each["spec"] for each in manifests.of_kind("NetworkPolicy")]
     own = [spec for spec in policies if _selected(spec["podSelector"]["matchLabels"], [called])]
-    return not own or any(_allows(rule, caller) for spec in own for rule in spec["ingress"])
+    return not own or any(_allows(rule, port, caller) for spec in own for rule in spec["ingress"])
 
 
-def _allows(rule: Mapping[str, Any], caller: Pod) -> bool:
-    if "grpc" not in {each["port"] for each in rule["ports"]}:
+def _allows(rule: Mapping[str, Any], port: str, caller: Pod) -> bool:
+    if "ports" in rule and port not in {each["port"] for each in rule["ports"]}:
         return False
     return "from" not in rule or any(_selected(each["podSelector"]["matchLabels"], [caller]) for each in rule["from"])
 
 
-def _restarting_probes(pod: Pod) -> Collection[str]:
-    """Those that end a pod. A worker waits for no other service: one that does not come to serve may be restarted."""
-    return ("livenessProbe",) if isinstance(pod.settings, WorkerSettings) else ("startupProbe", "livenessProbe")
-
-
-def _files_of(pod: Pod) -> list[PurePosixPath]:
+def _files_of(container: Container) -> list[PurePosixPath]:
     """What the service reads of secrets."""
-    settings, files = pod.settings, []
+    settings, files = container.settings, []
     if settings.tls_dir is not None:
-        role = pod.arguments[0]
+        role = container.service
         files = [PurePosixPath(settings.tls_dir) / name for name in (AUTHORITY_FILE, f"{role}.pem", f"{role}.key")]
     if isinstance(settings, GatewaySettings):
         more = (*settings.keys_files, settings.public_cert, settings.public_key)
         files += [PurePosixPath(path) for path in more if path is not None]
     return files
+
+
+def _files_in(secret: Mapping[str, Any]) -> set[str]:
+    """The files of a Secret's volume: as it names them, else as the commands of docs/deploying.md make them."""
+    if "items" in secret:
+        return {each["path"] for each in secret["items"]}
+    role = secret.get("secretName", "").removesuffix("-certs")
+    return {"keys.json"} if role == "api-keys" else {AUTHORITY_FILE, f"{role}.pem", f"{role}.key"}
+
+
+def _metrics_of(scaler: Mapping[str, Any]) -> list[str]:
+    return [str(each) for each in scaler["spec"].get("metrics", scaler["spec"].get("triggers", ()))]

@@ -185,13 +185,8 @@ class BlockManager:
         return bool(self._retired)
 
     @property
-    def retired(self) -> tuple[Sequence, ...]:
-        """Finished sequences whose blocks will be free soon."""
-        return tuple(self._retired)
-
-    @property
     def retired_tables(self) -> list[list[BlockId]]:
-        """The blocks of retired sequences."""
+        """The blocks of retired sequences, which will be free soon."""
         return [sequence.block_table for sequence in self._retired]
 
     def hits(self, sequence: Sequence) -> list[BlockId]:

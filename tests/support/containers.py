@@ -15,6 +15,7 @@ from pathlib import Path
 from quire.local.commands import child_environ
 from quire.rpc.address import free_port
 from tests.support.compose import ROOT
+from tools.kubernetes_manifests import Manifests
 
 _POLL_INTERVAL_S = 0.2
 
@@ -33,6 +34,25 @@ class Container:
     environment: Mapping[str, str]
     health: Sequence[str]
     mounts: Mapping[str, Path]
+
+
+def containers_of_pods(
+    file: Path, folders: Mapping[str, Path], certificates: Path, environment: Mapping[str, str] | None = None
+) -> Mapping[str, Container]:
+    """All containers of all pods of rendered manifests, in the order in which they start.
+
+    `folders` has what they mount, `certificates` a directory for each role, `environment` further variables of all.
+    """
+    return {
+        container.name: Container(
+            container.arguments,
+            {**container.variables, **(environment or {})},
+            container.spec["readinessProbe"]["exec"]["command"],
+            {**folders, "/certs": certificates / container.service},
+        )
+        for pod in reversed(Manifests.read(file).pods())
+        for container in pod.containers
+    }
 
 
 class Machine:

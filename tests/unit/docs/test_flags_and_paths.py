@@ -25,11 +25,19 @@ DOCUMENTS = [
 SERVICES = (GatewaySettings, SchedulerSettings, WorkerSettings)
 # Where flags are added by hand.
 SCRIPTS = ("bench", "tools", "examples", "assets")
-# What other programs take: docker compose, kubectl, pip, chrt, vLLM.
+# What other programs take: docker, kubectl, helm, systemctl, pip, chrt, vLLM.
 FOREIGN_FLAGS = {
     "--build",
+    "--build-arg",
+    "--from-file",
+    "--namespace",
+    "--now",
     "--profile",
-    "--kustomize",
+    "--scale",
+    "--set",
+    "--tag",
+    "--target",
+    "--values",
     "--extra-index-url",
     "--no-deps",
     "--fifo",

@@ -7,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 MAX_COLUMNS = 120
 GENERATED_OR_DATA = (".json", ".safetensors", ".png", ".svg", ".csv", ".jsonl", ".ipynb", "heldout.txt", "LICENSE")
+GENERATED_FOLDER = ROOT / "deploy" / "rendered"
 SKIPPED_FOLDERS = {"build", "dist", "node_modules", "__pycache__"}
 
 
@@ -17,7 +18,8 @@ def text_files() -> list[Path]:
         files = [ROOT / name for name in listed.stdout.split("\0") if name]
     else:
         files = [Path(folder) / name for folder, name in walk(ROOT)]
-    return [file for file in files if file.is_file() and not file.name.endswith(GENERATED_OR_DATA)]
+    files = [file for file in files if file.is_file() and file.parent != GENERATED_FOLDER]
+    return [file for file in files if not file.name.endswith(GENERATED_OR_DATA)]
 
 
 def walk(root: Path) -> list[tuple[str, str]]:

@@ -1,6 +1,8 @@
 """compose.yaml: the services start with flags that exist, in an order that works, and only the gateway is reachable."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,10 @@ import yaml
 
 from gateway.settings import GatewaySettings
 from quire.settings import load_settings
+from quire.version import VERSION
 from scheduler_svc.settings import SchedulerSettings
 from tests.support.compose import default_of
-from tools.check_kubernetes import DIRECTORY
-from tools.kubernetes_manifests import Manifests, known_variables
+from tools.kubernetes_manifests import known_variables
 from worker_svc.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -60,14 +62,21 @@ def test_healthchecks_ask_the_port_that_the_service_listens_on(services: dict[st
 
 def test_each_service_waits_until_the_one_below_is_healthy(services: dict[str, Any]) -> None:
     assert services["gateway"]["depends_on"] == {"scheduler": {"condition": "service_healthy"}}
-    assert services["scheduler"]["depends_on"] == {"worker": {"condition": "service_healthy"}}
+    assert services["scheduler"]["depends_on"]["worker"] == {"condition": "service_healthy"}
     assert "depends_on" not in services["worker"]
 
 
-def test_a_model_has_as_long_to_load_as_kubernetes_gives_it(services: dict[str, Any]) -> None:
-    (probe,) = (pod.container["startupProbe"] for pod in Manifests.read(DIRECTORY).pods() if pod.name == "worker")
-    given_s = int(services["worker"]["healthcheck"]["start_period"].removesuffix("s"))
-    assert given_s >= probe["periodSeconds"] * probe["failureThreshold"]
+def test_a_worker_on_a_gpu_takes_the_place_and_the_name_of_the_other(services: dict[str, Any]) -> None:
+    """With `--scale worker=0`. The scheduler waits for it if its profile is asked for."""
+    on_cpu, on_gpu = services["worker"], services["worker-gpu"]
+    assert on_gpu["profiles"] == ["gpu"]
+    assert on_gpu["networks"] == {"inside": {"aliases": ["worker"]}}
+    assert services["scheduler"]["depends_on"]["worker-gpu"] == {"condition": "service_healthy", "required": False}
+    assert on_gpu["command"] == [*on_cpu["command"][:-1], "cuda"]
+    (device,) = on_gpu["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+    differing = {key for key in on_cpu.keys() | on_gpu.keys() if on_cpu.get(key) != on_gpu.get(key)}
+    assert differing == {"profiles", "image", "build", "command", "networks", "deploy"}
 
 
 def test_a_gateway_can_be_given_keys_whose_folder_it_sees(services: dict[str, Any]) -> None:
@@ -80,7 +89,7 @@ def test_a_gateway_can_be_given_keys_whose_folder_it_sees(services: dict[str, An
     assert settings_of(services, "gateway").keys_files == ()
 
 
-@pytest.mark.parametrize("path", ["compose.yaml", "deploy/compose.tls.yaml", "docs/operations.md"])
+@pytest.mark.parametrize("path", ["compose.yaml", "deploy/compose.tls.yaml", "docs/deploying.md"])
 def test_whoever_starts_it_is_told_how_to_give_a_gateway_keys(path: str) -> None:
     text = (ROOT / path).read_text(encoding="utf-8")
     made = set(re.findall(r"quire keys add keys/(\S+) ", text))
@@ -113,10 +122,38 @@ def test_a_stop_leaves_time_to_drain(services: dict[str, Any]) -> None:
         assert grace_s > getattr(settings_of(services, name), "drain_timeout", 0.0)
 
 
-def test_services_restart_and_run_one_image_without_rights(services: dict[str, Any]) -> None:
-    assert {service["image"] for service in services.values()} == {"${QUIRE_IMAGE:-quire:cpu}"}
+def test_services_restart_and_run_without_rights(services: dict[str, Any]) -> None:
     for service in services.values():
         assert service["restart"] == "unless-stopped"
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
-    assert re.search(r"^USER [1-9]\d*:[1-9]\d*$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_each_service_runs_the_image_of_its_own(services: dict[str, Any]) -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    for service in services.values():
+        target = service["build"]["target"]
+        assert target.startswith(service["command"][0])
+        assert service["image"] == f"quire-{target}:${{QUIRE_TAG:-{VERSION}}}"
+        assert f" AS {target}\n" in dockerfile
+
+
+def test_images_are_pinned_run_as_nobody_in_particular_and_say_whether_they_serve() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    assert re.search(
+        r"^ARG PYTHON_IMAGE=python:3\.11\.\d+-slim-bookworm@sha256:[0-9a-f]{64}$", dockerfile, re.MULTILINE
+    )
+    stages = dict(re.findall(r"^FROM (\S+) AS (\S+)$", dockerfile, re.MULTILINE))
+    assert set(stages) <= {"${PYTHON_IMAGE}", "packages", "base"}
+    for target in ("gateway", "scheduler", "worker-cpu", "worker-cuda"):
+        stage = dockerfile.partition(f"FROM base AS {target}\n")[2].partition("\nFROM ")[0]
+        (port,) = re.findall(r'^HEALTHCHECK .*"127\.0\.0\.1:(\d+)"\]$', stage, re.MULTILINE)
+        assert port in re.findall(r"^EXPOSE ([\d ]+)$", stage, re.MULTILINE)[0].split()
+    users = re.findall(r"^USER (\S+)$", dockerfile, re.MULTILINE)
+    assert users == ["10001:10001", "0", "10001:10001"]
+
+
+def test_the_dockerfile_breaks_no_rule_of_hadolint() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    result = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "")

@@ -58,5 +58,6 @@ def test_health_of_a_gateway_is_asked_where_no_certificate_matters(services: dic
 
 
 def test_what_starts_without_tls_only_when_asked_for_does_so_with_it(services: dict[str, Any]) -> None:
-    assert services["gateway-2"]["profiles"] == services_of(COMPOSE)["gateway-2"]["profiles"]
+    for name in ("gateway-2", "worker-gpu"):
+        assert services[name]["profiles"] == services_of(COMPOSE)[name]["profiles"]
     assert "profiles" not in services["gateway"]

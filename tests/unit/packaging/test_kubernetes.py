@@ -1,168 +1,301 @@
-"""The Kubernetes manifests fit the services, and the check that says so finds what does not fit."""
+"""What the Helm chart makes fits the services, and the check that says so finds what does not fit."""
 
 import copy
 import dataclasses
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import yaml
 
 from quire.cli.main import main
 from quire.rpc.tls import Role
+from tests.support.compose import ROOT
 from tests.unit.quire.cli.test_certs import names_of
-from tools.check_kubernetes import DIRECTORY, problems
+from tools.check_kubernetes import (
+    CHART,
+    DEFAULT,
+    RENDERED,
+    custom_problems,
+    problems,
+    render,
+    rendered,
+    schema_problems,
+    schemas_of,
+)
 from tools.kubernetes_manifests import Manifests
 
+FILES = sorted(RENDERED.iterdir())
+RANKS, POOL, GPU = (RENDERED / name for name in ("ranks.yaml", "inference-pool.yaml", "gpu.yaml"))
+Change = Callable[[dict[str, Any]], Any]
 
-@pytest.fixture
-def manifests() -> Manifests:
-    return Manifests.read(DIRECTORY)
 
-
-def changed(manifests: Manifests, kind: str, name: str, change: Callable[[dict[str, Any]], Any]) -> Manifests:
+def changed(file: Path, kind: str, name: str, change: Change) -> Manifests:
+    manifests = Manifests.read(file)
     documents = copy.deepcopy(manifests.documents)
     (document,) = (each for each in documents if (each["kind"], each["metadata"]["name"]) == (kind, name))
     change(cast(dict[str, Any], document))
     return dataclasses.replace(manifests, documents=documents)
 
 
-def container_of(document: dict[str, Any]) -> dict[str, Any]:
-    return document["spec"]["template"]["spec"]["containers"][0]
+def container_of(document: dict[str, Any], name: str) -> dict[str, Any]:
+    spec = document["spec"]
+    template = spec["template"] if "template" in spec else spec["leaderWorkerTemplate"]["leaderTemplate"]
+    containers = [*template["spec"].get("initContainers", ()), *template["spec"]["containers"]]
+    return next(each for each in containers if each["name"] == name)
 
 
-def replaced(argument: str, by: str) -> Callable[[dict[str, Any]], None]:
+def replaced(container: str, argument: str, by: str) -> Change:
     """An argument that is another one."""
 
     def change(document: dict[str, Any]) -> None:
-        arguments = container_of(document)["args"]
+        arguments = container_of(document, container)["args"]
         arguments[arguments.index(argument)] = by
 
     return change
 
 
-def set_to(value: Any, *path: str | int) -> Callable[[dict[str, Any]], None]:
-    """A field of the container, or of the document where the path begins with "spec", that has another value."""
+def set_to(value: Any, *path: str | int) -> Change:
+    """A field of the document, or of a container where the path begins with its name, that has another value."""
 
     def change(document: dict[str, Any]) -> None:
-        target: Any = document if path[0] == "spec" else container_of(document)
-        for step in path[:-1]:
+        target: Any = document if path[0] == "spec" else container_of(document, str(path[0]))
+        steps = path if path[0] == "spec" else path[1:]
+        for step in steps[:-1]:
             target = target[step]
-        target[path[-1]] = value
+        target[steps[-1]] = value
 
     return change
 
 
-def test_nothing_is_wrong_with_them(manifests: Manifests) -> None:
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_nothing_is_wrong_with_them(file: Path) -> None:
+    manifests = Manifests.read(file)
     assert problems(manifests) == []
-    assert {pod.name for pod in manifests.pods()} == {"gateway", "scheduler", "worker"}
+    assert list(schema_problems(manifests)) == []
+
+
+def test_they_are_what_helm_makes_of_the_chart() -> None:
+    assert rendered() == {file.name: file.read_text(encoding="utf-8") for file in FILES}
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"replicas": 3}, "replicas"),
+        ({"replica": {"nodes": 0}}, "nodes"),
+        ({"replica": {"worker": {"device": "tpu"}}}, "device"),
+        ({"settings": {"LOG_LEVEL": "info"}}, "LOG_LEVEL"),
+        ({"inferencePool": {"enabled": True}}, "gateway.placement: replicas"),
+    ],
+)
+def test_helm_refuses_values_that_the_chart_does_not_have(values: Mapping[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        render(values)
+
+
+def test_gateways_name_the_schedulers_of_all_replicas_that_there_may_be() -> None:
+    replicas = yaml.safe_load((CHART / "examples" / "gpu.yaml").read_text(encoding="utf-8"))["autoscaling"]["max"]
+    (gateway,) = (pod.container("gateway") for pod in Manifests.read(GPU).pods() if pod.name == "gateway")
+    assert len(gateway.settings.schedulers) == replicas
+    assert gateway.settings.schedulers[-1] == f"quire-replica-{replicas - 1}.quire-replica.quire.svc:50052"
 
 
 POD = ("spec", "template", "spec")
-BROKEN = {
+LEADER = ("spec", "leaderWorkerTemplate", "leaderTemplate", "spec")
+GATEWAY, REPLICA = (DEFAULT, "Deployment", "quire-gateway"), (DEFAULT, "StatefulSet", "quire-replica")
+BROKEN: Mapping[str, tuple[Path, str, str, Change, str]] = {
     "a flag that there is not": (
-        *("Deployment", "gateway", replaced("--grpc-port=50051", "--grpc-prot=50051")),
+        *(*GATEWAY, replaced("gateway", "--grpc-port=50051", "--grpc-prot=50051")),
         "--grpc-prot=50051",
     ),
-    "a wrong value": ("StatefulSet", "worker", replaced("--device=cpu", "--device=tpu"), 'device: "tpu" is not valid'),
+    "a wrong value": (*REPLICA, replaced("worker-0", "--device=cpu", "--device=tpu"), 'device: "tpu" is not valid'),
     "a variable that there is not": (
-        *("StatefulSet", "worker", set_to("QUIRE_TLS_DIRECTORY", "env", 0, "name")),
-        "worker: QUIRE_TLS_DIRECTORY is no variable",
+        *(*REPLICA, set_to("QUIRE_TLS_DIRECTORY", "worker-0", "env", 0, "name")),
+        "worker-0: QUIRE_TLS_DIRECTORY is no variable",
+    ),
+    "a setting of no service": (
+        *(DEFAULT, "ConfigMap", "quire-settings", lambda config: config["data"].update(QUIRE_LOG_LEVLE="info")),
+        "quire-settings: QUIRE_LOG_LEVLE is read by no service",
     ),
     "a port that nobody listens on": (
-        *("StatefulSet", "scheduler", set_to(50099, "ports", 0, "containerPort")),
-        "scheduler: it listens on 50052 for grpc",
+        *(*REPLICA, set_to(50099, "scheduler", "ports", 0, "containerPort")),
+        "scheduler: it listens on [9401, 50052]",
     ),
+    "a port of two containers": (*REPLICA, set_to(9410, "scheduler", "ports", 1, "containerPort"), "the same port"),
     "an address on loopback": (
-        *("StatefulSet", "worker", replaced("--listen=0.0.0.0:50053", "--listen=127.0.0.1:50053")),
-        "worker: grpc listens on 127.0.0.1:50053, where no other pod",
+        *(*REPLICA, replaced("scheduler", "--listen=0.0.0.0:50052", "--listen=127.0.0.1:50052")),
+        "scheduler: it listens on 127.0.0.1:50052, where no other pod",
     ),
     "a probe of another port": (
-        *("StatefulSet", "worker", set_to("127.0.0.1:50052", "readinessProbe", "exec", "command", 2)),
-        "worker: readinessProbe asks 127.0.0.1:50052",
+        *(*REPLICA, set_to("127.0.0.1:50053", "scheduler", "readinessProbe", "exec", "command", 2)),
+        "scheduler: readinessProbe asks 127.0.0.1:50053",
     ),
     "a probe that restarts who waits": (
-        *("StatefulSet", "scheduler", set_to(["python", "/opt/quire/healthcheck.py", "127.0.0.1:50052"],
-          "startupProbe", "exec", "command")),
-        "scheduler: startupProbe restarts",
+        *(*REPLICA, set_to(["python", "/opt/quire/healthcheck.py", "127.0.0.1:50052"],
+          "scheduler", "livenessProbe", "exec", "command")),
+        "scheduler: livenessProbe restarts",
     ),
     "a script that is not in the image": (
-        *("Deployment", "gateway", set_to("/opt/check.py", "livenessProbe", "exec", "command", 1)),
+        *(*GATEWAY, set_to("/opt/check.py", "gateway", "livenessProbe", "exec", "command", 1)),
         "gateway: livenessProbe runs python /opt/check.py",
     ),
     "a Service without pods": (
-        *("Service", "gateways", set_to({"app.kubernetes.io/name": "gate"}, "spec", "selector")),
-        "Service gateways: its selector finds no pod",
+        *(DEFAULT, "Service", "quire-gateways", set_to({"app.kubernetes.io/component": "gate"}, "spec", "selector")),
+        "Service quire-gateways: its selector finds no pod",
     ),
     "a Service to no port": (
-        *("Service", "gateway", set_to("https", "spec", "ports", 1, "targetPort")),
-        "Service gateway: 8000 leads to https",
+        *(DEFAULT, "Service", "quire-gateway", set_to("https", "spec", "ports", 1, "targetPort")),
+        "Service quire-gateway: 8000 leads to https",
     ),
-    "a Service that is not headless": (
-        *("Service", "worker", set_to("10.0.0.1", "spec", "clusterIP")),
-        "worker: its Service worker is not there or not headless",
+    "a Service that is not there": (
+        *(*REPLICA, set_to("replicas", "spec", "serviceName")),
+        "gateway: no pod is at quire-replica-0.quire-replica.quire.svc:50052",
     ),
-    "a wrong address of a worker": (
-        *("StatefulSet", "scheduler", replaced("--workers=worker-$(REPLICA).worker.quire.svc:50053",
-          "--workers=worker-$(REPLICA).workers.quire.svc:50053")),
-        "scheduler: no pod is at worker-0.workers.quire.svc:50053",
+    "a socket on which nobody listens": (
+        *(*REPLICA, replaced("scheduler", "--workers=unix:/run/quire/worker-0.sock",
+          "--workers=unix:/run/quire/w.sock")),
+        "scheduler: no container of its pod listens on unix:/run/quire/w.sock",
+    ),
+    "a socket in another volume": (
+        *(*REPLICA, set_to("tmp", "worker-0", "volumeMounts", 1, "name")),
+        "scheduler: it shares no volume at /run/quire with worker-0",
     ),
     "a variable that is not set": (
-        *("StatefulSet", "scheduler", replaced("--workers=worker-$(REPLICA).worker.quire.svc:50053",
-          "--workers=worker-$(ORDINAL).worker.quire.svc:50053")),
-        "names ORDINAL, which is not set",
+        *(RANKS, "LeaderWorkerSet", "quire-replica", set_to("POD", "scheduler", "env", 1, "name")),
+        "names POD_NAME, which is not set",
+    ),
+    "a policy that keeps the gateway out": (
+        *(DEFAULT, "NetworkPolicy", "quire-replica", set_to([], "spec", "ingress")),
+        "replica: its NetworkPolicy does not let gateway in",
     ),
     "a policy that keeps the scheduler out": (
-        *("NetworkPolicy", "worker", set_to([], "spec", "ingress")),
-        "worker: its NetworkPolicy does not let scheduler in",
+        *(RANKS, "NetworkPolicy", "quire-ranks", set_to([], "spec", "ingress")),
+        "ranks: its NetworkPolicy does not let replica in",
+    ),
+    "a rank twice": (
+        *(RANKS, "LeaderWorkerSet", "quire-replica",
+          replaced("worker-1", "--tensor-parallel-rank=1", "--tensor-parallel-rank=0")),
+        "workers: ranks [0, 0, 2, 3] of [4]",
+    ),
+    "ranks that do not meet": (
+        *(RANKS, "LeaderWorkerSet", "quire-replica",
+          replaced("worker-1", "--tensor-parallel-address=$(LWS_LEADER_ADDRESS):50063",
+                   "--tensor-parallel-address=127.0.0.1:50063")),
+        "workers: ranks meet at different addresses",
+    ),
+    "a scheduler of too few ranks": (
+        *(RANKS, "LeaderWorkerSet", "quire-replica",
+          set_to("--workers=unix:/run/quire/worker-0.sock", "scheduler", "args", 2)),
+        "scheduler: it has 1 workers of 4",
     ),
     "a secret of another role": (
-        *("StatefulSet", "worker", set_to("gateway-certs", *POD, "volumes", 0, "secret", "secretName")),
-        "worker: /certs/worker.pem is in no secret",
+        *(*GATEWAY, set_to("worker-certs", *POD, "volumes", 3, "secret", "secretName")),
+        "gateway: /certs/gateway.pem is in no secret",
+    ),
+    "a certificate without its key": (
+        *(RANKS, "LeaderWorkerSet", "quire-replica", set_to([], *LEADER, "volumes", 5, "secret", "items")),
+        "worker-0: /certs/worker.key is in no secret",
     ),
     "keys that are not mounted": (
-        *("Deployment", "gateway", replaced("--keys-file=/keys/keys.json", "--keys-file=/etc/keys.json")),
+        *(*GATEWAY, replaced("gateway", "--keys-file=/keys/keys.json", "--keys-file=/etc/keys.json")),
         "gateway: /etc/keys.json is in no secret",
     ),
     "a mount without a volume": (
-        *("StatefulSet", "worker", set_to("temporary", "volumeMounts", 1, "name")),
-        "worker: there is no volume temporary",
+        *(*REPLICA, set_to("temporary", "worker-0", "volumeMounts", 0, "name")),
+        "worker-0: there is no volume temporary",
     ),
     "gateways that leave together": (
-        *("Deployment", "gateway", set_to(6, "readinessProbe", "failureThreshold")),
-        "gateway: readinessProbe takes it out after 30 s; requests wait for 30 s",
+        *(*GATEWAY, set_to(6, "gateway", "readinessProbe", "failureThreshold")),
+        "gateway: readinessProbe takes it out after 30 s; requests wait 30 s",
     ),
     "no time to drain": (
-        *("Deployment", "gateway", set_to(38, *POD, "terminationGracePeriodSeconds")),
+        *(*GATEWAY, set_to(38, *POD, "terminationGracePeriodSeconds")),
         "gateway: terminationGracePeriodSeconds must be above 38",
+    ),
+    "no time for two to drain": (
+        *(POOL, "StatefulSet", "quire-replica", set_to(68, *POD, "terminationGracePeriodSeconds")),
+        "replica: terminationGracePeriodSeconds must be above 68",
+    ),
+    "a worker that ends before its scheduler": (
+        *(POOL, "StatefulSet", "quire-replica",
+          lambda document: document["spec"]["template"]["spec"]["initContainers"].reverse()),
+        "replica: scheduler, worker, gateway start in this order",
+    ),
+    "a scaler of nothing": (
+        *(GPU, "ScaledObject", "quire-replica", set_to("Deployment", "spec", "scaleTargetRef", "kind")),
+        "ScaledObject: there is no Deployment quire-replica",
+    ),
+    "a scaler that does not look at the queue": (
+        *(RANKS, "HorizontalPodAutoscaler", "quire-replica", set_to([], "spec", "metrics")),
+        "does not look at quire_scheduler_live_requests of queue waiting",
+    ),
+    "metrics of a port that there is not": (
+        *(GPU, "PodMonitor", "quire", set_to("metrics-rank-7", "spec", "podMetricsEndpoints", 2, "port")),
+        "PodMonitor quire: no pod has the port metrics-rank-7",
+    ),
+    "a pool of no pods": (
+        *(POOL, "InferencePool", "quire", set_to({"app": "vllm"}, "spec", "selector", "matchLabels")),
+        "InferencePool quire: its selector finds no pod",
+    ),
+    "a pool at a port that there is not": (
+        *(POOL, "InferencePool", "quire", set_to(8001, "spec", "targetPorts", 0, "number")),
+        "InferencePool quire: no pod has the port 8001",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "name", "change", "problem"), BROKEN.values(), ids=BROKEN)
-def test_what_does_not_fit_is_found(
-    manifests: Manifests, kind: str, name: str, change: Callable[[dict[str, Any]], Any], problem: str
-) -> None:
-    assert [line for line in problems(changed(manifests, kind, name, change)) if problem in line]
+@pytest.mark.parametrize(("file", "kind", "name", "change", "problem"), BROKEN.values(), ids=BROKEN)
+def test_what_does_not_fit_is_found(file: Path, kind: str, name: str, change: Change, problem: str) -> None:
+    assert [line for line in problems(changed(file, kind, name, change)) if problem in line]
 
 
-def test_a_setting_of_no_service_is_found(manifests: Manifests) -> None:
-    literals = {"configMapGenerator": [{"name": "settings", "literals": ["QUIRE_LOG_LEVLE=info"]}]}
-    misspelt = dataclasses.replace(manifests, kustomization={**manifests.kustomization, **literals})
-    assert problems(misspelt) == ["settings: QUIRE_LOG_LEVLE is read by no service"]
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda document: document["spec"].update(replica=2), "'replica'"),
+        (set_to("grpc", "scheduler", "ports", 0, "containerPort"), "'grpc'"),
+    ],
+)
+def test_a_field_that_no_schema_has_or_of_another_type_is_found(change: Change, named: str) -> None:
+    found = list(schema_problems(changed(*REPLICA, change)))
+    assert found
+    assert all(line.startswith("StatefulSet quire-replica: ") and named in line for line in found)
 
 
-def test_the_command_in_the_manifests_makes_every_file_of_the_secrets(manifests: Manifests, tmp_path: Path) -> None:
-    text = (DIRECTORY / "kustomization.yaml").read_text(encoding="utf-8")
-    found = re.search(r"^#\s+quire (certs .*)$", text.replace("\\\n#", " "), re.MULTILINE)
-    assert found is not None
-    secrets = "deploy/kubernetes/secrets"
-    words = shlex.split(found[1].replace(secrets, str(tmp_path)))
+def test_resources_of_other_projects_are_checked_against_their_definitions(tmp_path: Path) -> None:
+    spec = {"type": "object", "properties": {"selector": {"type": "string"}}}
+    kind = {"group": "inference.networking.k8s.io", "names": {"kind": "InferencePool"}}
+    schema = {
+        "openAPIV3Schema": {
+            "type": "object",
+            "properties": {"spec": spec, "apiVersion": {}, "kind": {}, "metadata": {}},
+        }
+    }
+    definition = {"kind": "CustomResourceDefinition", "spec": {**kind, "versions": [{"name": "v1", "schema": schema}]}}
+    (tmp_path / "pools.yaml").write_text(yaml.safe_dump(definition), encoding="utf-8")
+    found = list(custom_problems(Manifests.read(POOL), schemas_of(tmp_path)))
+    assert any("$.spec.selector" in line and "is not of type 'string'" in line for line in found)
+    assert any("'targetPorts'" in line and "unexpected" in line for line in found)
+    assert "HTTPRoute quire: no CustomResourceDefinition of gateway.networking.k8s.io/v1" in found
+
+
+def test_the_commands_in_the_documents_make_every_file_of_the_secrets(tmp_path: Path) -> None:
+    """Those that the manifests mount; and the certificates have the names by which services are called."""
+    text = (ROOT / "docs" / "deploying.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    (command,) = re.findall(r"^quire (certs .*replica.*)$", text, re.MULTILINE)
+    words = shlex.split(command)
+    words[words.index("--tls-dir") + 1] = str(tmp_path)
     assert main(words) == 0
-    files = {file for secret in manifests.generated("secretGenerator").values() for file in secret["files"]}
-    missing = {file for file in files if not (tmp_path / Path(file).relative_to("secrets")).is_file()}
-    assert missing == {"secrets/keys.json"}
-    names = names_of(tmp_path / "certs" / Role.WORKER / "worker.pem")
-    assert {"*.worker.quire.svc", "*.scheduler.quire.svc", "gateways.quire.svc"} <= set(names)
+    for role in (Role.GATEWAY, Role.SCHEDULER, Role.WORKER, Role.OPERATOR):
+        assert f"create secret generic {role}-certs --from-file=certs/{role}" in " ".join(text.split())
+        assert {each.name for each in (tmp_path / role).iterdir()} == {"ca.pem", f"{role}.pem", f"{role}.key"}
+    assert "create secret generic api-keys --from-file=keys.json" in text
+    names = set(names_of(tmp_path / Role.WORKER / "worker.pem"))
+    assert {"*.quire-replica.quire.svc", "quire-gateway.quire.svc", "quire-gateways.quire.svc"} <= names
+    certificates = [each["spec"] for each in Manifests.read(RANKS).of_kind("Certificate")]
+    assert {each["uris"][0] for each in certificates} == {f"quire://role/{each['commonName']}" for each in certificates}
+    assert all(set(each["dnsNames"]) <= names for each in certificates)

@@ -1,1 +1,0 @@
-"""The page for people who operate Quire: /ui."""
