@@ -140,7 +140,7 @@ async def network(tmp_path: Path) -> AsyncIterator[Network]:
         yield network
 
 
-async def test_each_of_three_machines_may_crash_or_be_cut_off_while_a_stream_runs(
+async def test_each_of_three_machines_may_crash_and_a_link_fail_while_a_stream_runs(
     network: Network, tmp_path: Path
 ) -> None:
     flags = ["--tls-dir", str(tmp_path / "certs"), "--by-role", "--host", ",".join(HOSTS.values())]
