@@ -12,6 +12,9 @@ ARGS ?=
 # Extra flags for pip, for example an index with another torch build.
 PIP_FLAGS ?=
 
+# The tests start hundreds of processes. Without this each of them may compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The first interpreter that runs and is new enough; the pins in constraints.txt were made with 3.11.
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)

@@ -3,10 +3,13 @@
 import gc
 import os
 from collections.abc import AsyncIterator, Generator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from hypothesis import settings
+
+from tests.support.tiers import may_select
 
 # Set before torch is imported anywhere: test machines are small, and kernels of tiny models gain nothing from threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,6 +34,13 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out files in which the tier that runs has no test."""
+    if collection_path.match("test_*.py") and not may_select(config.option.markexpr, collection_path):
+        return True
+    return None
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session", autouse=True)

@@ -25,6 +25,7 @@ from cosmic_ray.commands.init import _all_work_items  # pyright: ignore[reportMi
 from cosmic_ray.mutating import mutate_code  # pyright: ignore[reportMissingImports]
 from cosmic_ray.plugins import get_operator  # pyright: ignore[reportMissingImports]
 from cosmic_ray.work_item import MutationSpec  # pyright: ignore[reportMissingImports]
+from hypothesis import settings
 from hypothesis.internal.conjecture import engine
 
 _OPERATORS = ("AddNot", "NumberReplacer", "Replace", "ZeroIteration")
@@ -41,17 +42,21 @@ def main() -> int:
     parser.add_argument("tests", type=Path)
     parser.add_argument("--exclude", nargs="*", default=[], help="names of modules that are not changed")
     parser.add_argument("--sample", type=int, default=80, help="how many places are changed")
+    parser.add_argument("--first", type=int, default=1, help="the number of the first of them that this run changes")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     modules = [path for path in sorted(arguments.package.rglob("*.py")) if path.stem not in arguments.exclude]
     found_by = Counter({str(path): 0 for path in sorted(arguments.tests.rglob("test_*.py"))})
     # A changed module must not be cached: it may have the size and time stamp of the next one.
     sys.dont_write_bytecode = True
+    # The same examples for each change, and none after the first that fails. Profiles of the tests inherit it.
+    settings.register_profile("sample", derandomize=True, database=None, deadline=None, report_multiple_bugs=False)
+    settings.load_profile("sample")
     if broken := _first_failing(list(found_by)):
         print(f"{broken} fails without any change")
         return 1
-    sample = _draw(modules, arguments.sample, random.Random(arguments.seed))
-    for number, mutation in enumerate(sample, 1):
+    sample = _draw(modules, arguments.sample, random.Random(arguments.seed))[arguments.first - 1 :]
+    for number, mutation in enumerate(sample, arguments.first):
         original = mutation.module_path.read_text()
         written = mutation.module_path.stat()
         changed = mutate_code(original, get_operator(mutation.operator_name)(), mutation.occurrence)

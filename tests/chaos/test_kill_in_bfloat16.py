@@ -5,15 +5,30 @@ is lost or comes twice: not for the client, and not for whoever reads the stream
 """
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.rpc.channel import open_channel
 from tests.support.killing import MAX_TOKENS, Stream, Streams
-from tests.support.serving import serving
+from tests.support.serving import Served, serving
 
 pytestmark = pytest.mark.extended
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def survivor() -> AsyncIterator[Served]:
+    async with serving(num_gpu_blocks=512, dtype="bfloat16") as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def undisturbed(survivor: Served) -> Streams:
+    streams = Streams(durable=True)
+    await streams.read(survivor.client)
+    return streams
 
 
 async def read_again(stub: generation_pb2_grpc.GenerationServiceStub, stream: Stream) -> tuple[list[int], str]:
@@ -29,19 +44,19 @@ async def read_again(stub: generation_pb2_grpc.GenerationServiceStub, stream: St
 
 
 @pytest.mark.parametrize("victim", ["worker", "scheduler", "gateway"])
-async def test_what_clients_have_stays_and_nothing_is_lost_or_comes_twice(victim: str) -> None:
-    undisturbed, disturbed = Streams(durable=True), Streams(durable=True)
-    async with serving(num_gpu_blocks=512, dtype="bfloat16") as served:
-        await undisturbed.read(served.client)
-        reading = asyncio.create_task(disturbed.read(served.client))
-        await disturbed.advance()
-        before = [list(stream.token_ids) for stream in disturbed]
-        await disturbed.kill(served, victim)
-        await asyncio.wait_for(reading, timeout=90)
-        for stream, token_ids, other in zip(disturbed, before, undisturbed, strict=True):
-            assert len(stream.token_ids) == MAX_TOKENS
-            assert stream.token_ids[: len(token_ids)] == token_ids == other.token_ids[: len(token_ids)]
-        async with open_channel(served.server.grpc_address) as channel:
-            stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            for stream in disturbed:
-                assert await read_again(stub, stream) == (stream.token_ids, stream.text)
+async def test_what_clients_have_stays_and_nothing_is_lost_or_comes_twice(
+    victim: str, served: Served, undisturbed: Streams
+) -> None:
+    disturbed = Streams(durable=True)
+    reading = asyncio.create_task(disturbed.read(served.client))
+    await disturbed.advance()
+    before = [list(stream.token_ids) for stream in disturbed]
+    await disturbed.kill(served, victim)
+    await asyncio.wait_for(reading, timeout=90)
+    for stream, token_ids, other in zip(disturbed, before, undisturbed, strict=True):
+        assert len(stream.token_ids) == MAX_TOKENS
+        assert stream.token_ids[: len(token_ids)] == token_ids == other.token_ids[: len(token_ids)]
+    async with open_channel(served.server.grpc_address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        for stream in disturbed:
+            assert await read_again(stub, stream) == (stream.token_ids, stream.text)

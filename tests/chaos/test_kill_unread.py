@@ -1,6 +1,7 @@
 """kill -9 of the scheduler while no client reads: what a gateway holds of a durable request is enough to go on."""
 
 import asyncio
+import itertools
 
 import grpc.aio
 import pytest
@@ -9,18 +10,19 @@ from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.rpc.channel import open_channel
 from tests.support.killing import kill
-from tests.support.serving import serving
+from tests.support.serving import Served
 
 pytestmark = pytest.mark.extended
 
 NUM_STREAMS = 12
+_numbers = itertools.count()
 
 
 def request_of(index: int) -> generation_pb2.GenerateStreamRequest:
     """Greedy and seeded sampling, with log probabilities and without."""
     return generation_pb2.GenerateStreamRequest(
         text=f"Once upon a time, story {index}",
-        request_id=f"story-{index}",
+        request_id=f"unread-{next(_numbers)}",
         durable=True,
         sampling=common_pb2.SamplingParameters(temperature=float(index % 2), seed=index),
         stopping=common_pb2.StoppingParameters(max_tokens=250, ignore_eos=True),
@@ -71,11 +73,10 @@ class Client:
 
 
 @pytest.mark.parametrize("clients_are_back", ["at once", "once the server is ready again"])
-async def test_durable_streams_survive_the_loss_of_the_scheduler_while_their_clients_are_away(clients_are_back):
-    async with (
-        serving(num_gpu_blocks=512, dtype="float32") as served,
-        open_channel(served.server.grpc_address) as channel,
-    ):
+async def test_durable_streams_survive_the_loss_of_the_scheduler_while_their_clients_are_away(
+    clients_are_back: str, served: Served
+) -> None:
+    async with open_channel(served.server.grpc_address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         undisturbed = [Client(stub, index) for index in range(NUM_STREAMS)]
         clients = [Client(stub, index) for index in range(NUM_STREAMS)]
@@ -87,6 +88,6 @@ async def test_durable_streams_survive_the_loss_of_the_scheduler_while_their_cli
             await served.server.wait_ready()
         async with asyncio.timeout(60):
             await asyncio.gather(*(client.resume() for client in clients))
-        for client, expected in zip(clients, undisturbed, strict=True):
-            assert (client.token_ids, client.text) == (expected.token_ids, expected.text)
-            assert client.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+    for client, expected in zip(clients, undisturbed, strict=True):
+        assert (client.token_ids, client.text) == (expected.token_ids, expected.text)
+        assert client.logprobs == pytest.approx(expected.logprobs, abs=1e-3)

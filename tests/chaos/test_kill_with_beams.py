@@ -1,6 +1,7 @@
 """kill -9 while beam searches are live, some of them swapped out: clients get what they get undisturbed."""
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
@@ -55,19 +56,23 @@ def assert_same(got: list[Generation], expected: list[Generation]) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def undisturbed() -> list[Generation]:
-    """What the requests get where no process dies."""
-    async with serving(**SMALL_POOL) as served:
-        return await ask_all(served)
+async def survivor() -> AsyncIterator[Served]:
+    async with serving(**SMALL_POOL) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def undisturbed(survivor: Served) -> list[Generation]:
+    """What the requests get if no process dies."""
+    return await ask_all(survivor)
 
 
 @pytest.mark.parametrize("victims", [["worker", "worker"], ["scheduler"], ["scheduler", "worker"]], ids="-".join)
 async def test_searches_and_swapped_groups_survive_the_loss_of(
-    victims: list[str], undisturbed: list[Generation]
+    victims: list[str], served: Served, undisturbed: list[Generation]
 ) -> None:
-    async with serving(**SMALL_POOL) as served:
-        disturbed = asyncio.create_task(ask_all(served))
-        for victim in victims:
-            await until_some_are_swapped(served)
-            await kill(served, victim)
-        assert_same(await asyncio.wait_for(disturbed, timeout=90), undisturbed)
+    disturbed = asyncio.create_task(ask_all(served))
+    for victim in victims:
+        await until_some_are_swapped(served)
+        await kill(served, victim)
+    assert_same(await asyncio.wait_for(disturbed, timeout=90), undisturbed)
