@@ -2,8 +2,10 @@
 
 import asyncio
 import sys
+from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 
 from quire.client import AsyncClient, GenerationOptions
 from quire.local import LocalServer, ServeSettings
@@ -43,33 +45,53 @@ async def read_all(client: AsyncClient) -> list[list[int]]:
     return await asyncio.gather(*(read(client, index) for index in range(NUM_STREAMS)))
 
 
-async def test_a_request_that_the_worker_dies_of_fails_and_all_others_end_with_their_full_output() -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def server() -> AsyncIterator[LocalServer]:
+    async with LocalServer(SETTINGS, programs=PROGRAMS) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def undisturbed(server: LocalServer) -> list[list[int]]:
+    """What the streams get if nothing dies."""
+    await server.wait_ready()
+    async with AsyncClient(server.grpc_address) as client:
+        return await read_all(client)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(server: LocalServer, undisturbed: list[list[int]]) -> AsyncIterator[AsyncClient]:
+    """Of a server that is ready, whatever died before."""
+    assert all(len(token_ids) == 120 for token_ids in undisturbed)
+    await server.wait_ready()
+    async with AsyncClient(server.grpc_address) as client:
+        yield client
+
+
+async def test_a_request_that_the_worker_dies_of_fails_and_all_others_end_with_their_full_output(
+    server: LocalServer, client: AsyncClient, undisturbed: list[list[int]]
+) -> None:
     deadly = GenerationOptions(seed=DEADLY_SEED, max_tokens=120, ignore_eos=True)
-    async with LocalServer(SETTINGS, programs=PROGRAMS) as server:
-        await server.wait_ready()
-        worker = server.process("worker")
-        async with AsyncClient(server.grpc_address) as client:
-            undisturbed = await read_all(client)
-            assert all(len(token_ids) == 120 for token_ids in undisturbed)
-            disturbed = asyncio.create_task(read_all(client))
-            with pytest.raises(Internal, match="lost 2 times in a row") as caught:
-                await asyncio.wait_for(client.generate("What is 2+2?", deadly), timeout=120)
-            assert caught.value.reason == "WORKER_LOST"
-            assert await asyncio.wait_for(disturbed, timeout=30) == undisturbed
-            assert worker.starts - 1 in DEATHS
-            assert await read_all(client) == undisturbed
+    worker = server.process("worker")
+    starts = worker.starts
+    disturbed = asyncio.create_task(read_all(client))
+    with pytest.raises(Internal, match="lost 2 times in a row") as caught:
+        await asyncio.wait_for(client.generate("What is 2+2?", deadly), timeout=120)
+    assert caught.value.reason == "WORKER_LOST"
+    assert await asyncio.wait_for(disturbed, timeout=30) == undisturbed
+    assert worker.starts - starts in DEATHS
+    assert await read_all(client) == undisturbed
 
 
-async def test_a_worker_whose_device_hangs_ends_by_itself_and_its_successor_serves() -> None:
+async def test_a_worker_whose_device_hangs_ends_by_itself_and_its_successor_serves(
+    server: LocalServer, client: AsyncClient, undisturbed: list[list[int]]
+) -> None:
     hanging = GenerationOptions(seed=HANGING_SEED, max_tokens=120, ignore_eos=True)
-    async with LocalServer(SETTINGS, programs=PROGRAMS) as server:
-        await server.wait_ready()
-        worker = server.process("worker")
-        async with AsyncClient(server.grpc_address) as client:
-            undisturbed = await read_all(client)
-            waiting = asyncio.create_task(client.generate("What is 2+2?", hanging))
-            disturbed = asyncio.create_task(read_all(client))
-            await until_true(lambda: worker.starts == 2, timeout_s=60.0)
-            assert not waiting.done()
-            waiting.cancel()
-            assert await asyncio.wait_for(disturbed, timeout=60) == undisturbed
+    worker = server.process("worker")
+    starts = worker.starts
+    waiting = asyncio.create_task(client.generate("What is 2+2?", hanging))
+    disturbed = asyncio.create_task(read_all(client))
+    await until_true(lambda: worker.starts == starts + 1, timeout_s=60.0)
+    assert not waiting.done()
+    waiting.cancel()
+    assert await asyncio.wait_for(disturbed, timeout=60) == undisturbed

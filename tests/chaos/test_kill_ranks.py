@@ -3,32 +3,52 @@
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 
 from tests.support.killing import Streams
 from tests.support.processes import until_true
-from tests.support.serving import serving
+from tests.support.serving import Served, serving
 
 pytestmark = pytest.mark.extended
 
 
+SETTINGS = {"tensor_parallel_size": 2, "num_threads": 1, "num_gpu_blocks": 256, "dtype": "float32"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def survivor() -> AsyncIterator[Served]:
+    async with serving(**SETTINGS) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def undisturbed(survivor: Served) -> list[tuple[list[int], str]]:
+    """What the streams get if no rank dies."""
+    return await Streams(8).read(survivor.client)
+
+
 @pytest.mark.parametrize("victim", ["worker", "worker-1"])
-async def test_streams_survive_the_loss_of_a_rank(victim: str) -> None:
-    async with serving(tensor_parallel_size=2, num_threads=1, num_gpu_blocks=256, dtype="float32") as served:
-        undisturbed = await Streams(8).read(served.client)
-        streams = Streams(8)
-        disturbed = asyncio.create_task(streams.read(served.client))
-        await streams.advance()
-        await streams.kill(served, victim)
-        assert await asyncio.wait_for(disturbed, timeout=90) == undisturbed
-        starts = {name: served.server.process(name).starts for name in ("worker", "worker-1")}
-        assert all(count > 1 for count in starts.values()), starts
+async def test_streams_survive_the_loss_of_a_rank(
+    victim: str, served: Served, undisturbed: list[tuple[list[int], str]]
+) -> None:
+    ranks = [served.server.process(name) for name in ("worker", "worker-1")]
+    before = [rank.starts for rank in ranks]
+    streams = Streams(8)
+    disturbed = asyncio.create_task(streams.read(served.client))
+    await streams.advance()
+    await streams.kill(served, victim)
+    assert await asyncio.wait_for(disturbed, timeout=90) == undisturbed
+    assert all(rank.starts > starts for rank, starts in zip(ranks, before, strict=True))
 
 
-async def test_a_rank_that_is_stopped_in_order_takes_the_other_along_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    async with serving(tensor_parallel_size=2, num_threads=1, num_gpu_blocks=256, dtype="float32") as served:
-        undisturbed = await Streams(8).read(served.client)
+async def test_a_rank_that_is_stopped_in_order_takes_the_other_along_at_once(
+    capfd: pytest.CaptureFixture[str], undisturbed: list[tuple[list[int], str]]
+) -> None:
+    # A server of its own, which writes where this test reads.
+    async with serving(**SETTINGS) as served:
         ranks = [served.server.process(name) for name in ("worker", "worker-1")]
         os.kill(ranks[1].pid, signal.SIGTERM)
         await until_true(lambda: all(rank.starts > 1 for rank in ranks), timeout_s=60)
