@@ -27,7 +27,7 @@ print(json.dumps(sorted(os.sched_getaffinity(0))))
 """
 
 
-@pytest.mark.parametrize("binding", ["auto", "off"])
+@pytest.mark.parametrize("binding", ["auto", pytest.param("off", marks=pytest.mark.extended)])
 def test_its_threads_are_bound_as_those_of_a_worker(binding: str) -> None:
     available = sorted(os.sched_getaffinity(0))
     process = subprocess.run(

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Iterator
-from fnmatch import fnmatch
+from fnmatch import translate
 from pathlib import Path
 
 import pytest
@@ -67,8 +67,9 @@ def known_flags() -> set[str]:
 
 @pytest.fixture(scope="module")
 def files() -> set[str]:
-    """All files and folders of the repository, folders without their slash."""
-    return {str(path.relative_to(ROOT)) for path in walk(ROOT)}
+    """All files and folders of the repository, folders without their slash, and the ends of their paths."""
+    parts = [path.relative_to(ROOT).parts for path in walk(ROOT)]
+    return {"/".join(each[start:]) for each in parts for start in range(len(each))}
 
 
 def test_every_flag_is_one_of_a_command(document: Path, known_flags: set[str]) -> None:
@@ -154,8 +155,9 @@ def is_there(path: str, document: Path, files: set[str]) -> bool:
     """From the root, from the document's folder, or as the end of a path: `core/pins.py`."""
     name = path.rstrip("/")
     if "*" in name:
-        return any(fnmatch(file, name) or fnmatch(file, f"*/{name}") for file in files)
-    return (document.parent / name).exists() or name in files or any(file.endswith(f"/{name}") for file in files)
+        matches = re.compile(translate(name)).match
+        return any(matches(file) for file in files)
+    return (document.parent / name).exists() or name in files
 
 
 def headings(document: Path) -> set[str]:
