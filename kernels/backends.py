@@ -125,7 +125,7 @@ def recording_with(kernels: CpuKernels) -> Iterator[None]:
 def fastest_for(device: torch.device) -> Implementation:
     """The fastest implementation that this machine has for tensors on such a device.
 
-    Where the CPU library is missing, the first call logs a warning, and the reference takes its place.
+    If the CPU library is missing, the first call logs a warning, and the reference takes its place.
     """
     if device.type == "cuda":
         return _gpu_operations()
@@ -140,12 +140,12 @@ def fastest_for(device: torch.device) -> Implementation:
 
 @functools.cache
 def block_moves_for(device: torch.device) -> BlockMoves:
-    """The fastest moves of blocks where one of the pools is on such a device."""
+    """The fastest moves of blocks if one of the pools is on such a device."""
     return _gpu_operations() if device.type == "cuda" else reference
 
 
 def _gpu_operations() -> _GpuOperations:
-    """The Triton kernels; the reference, with a warning in the log, where Triton is missing or does not work."""
+    """The Triton kernels; the reference, with a warning in the log, if Triton is missing or does not work."""
     if importlib.util.find_spec("triton") is None:
         logger.warning("no Triton, the operations on the GPU run in plain torch")
         return reference
@@ -176,7 +176,7 @@ def reads_int8_pools(implementation: Implementation) -> bool:
 
 
 def largest_head_dim_for(device: torch.device) -> int | None:
-    """The largest head size that attention on such a device takes; None where it takes any."""
+    """The largest head size that attention on such a device takes; None if it takes any."""
     if device.type != "cuda" or fastest_for(device) is reference:
         return None
     # Imported here: a machine without a GPU needs no Triton.
@@ -186,7 +186,7 @@ def largest_head_dim_for(device: torch.device) -> int | None:
 
 
 def packed_products_for(device: torch.device, dtype: torch.dtype, rounding: Rounding) -> Products | None:
-    """Products with packed weights of this dtype, where such a device has a kernel for them."""
+    """Products with packed weights of this dtype, if such a device has a kernel for them."""
     implementation = implementation_for(device) if device.type == "cpu" else reference
     if not isinstance(implementation, CpuKernels) or not implementation.has_products(dtype, rounding):
         return None

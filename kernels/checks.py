@@ -1,6 +1,6 @@
 """Checks of the arguments of operations.
 
-Each raises ValueError and names the argument, its value and the limit; IndexError where the content of an index tensor
+Each raises ValueError and names the argument, its value and the limit; IndexError if the content of an index tensor
 is wrong.
 """
 
@@ -151,7 +151,7 @@ def check_rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor
 
 
 def dtype_written_to(kv_cache: torch.Tensor) -> torch.dtype | None:
-    """The dtype of the keys, values and queries that a pool takes; None where it takes any floating one."""
+    """The dtype of the keys, values and queries that a pool takes; None if it takes any floating one."""
     return None if kv_cache.dtype == torch.int8 else kv_cache.dtype
 
 

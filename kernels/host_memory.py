@@ -1,4 +1,4 @@
-"""Memory of the host: zeroed, in pages of 2 MB where the system has them, allocated page by page; and copies within it.
+"""Memory of the host: zeroed, in pages of 2 MB if the system has them, allocated page by page; and copies within it.
 
 Huge pages: at the end of each page of 4 kB the processor and its prefetcher have to look up the next one.
 Attention of 64 sequences over blocks in random order took 1.06 to 1.08 of the time with small pages.
@@ -63,7 +63,7 @@ def swap_blocks(source: Sequence[Tensor], destination: Sequence[Tensor], pairs: 
     """`ops.swap_blocks` between pools in host memory: each byte is read once and written once.
 
     Measured on one core, 64 scattered blocks of 12 layers with 12 heads of 64 in bfloat16 (38 MB): one plain copy takes
-    2.6 ms, `index_select` and `index_copy_` take 9.9, a torch copy for each block 5.6, and this 3.3; 2.8 where
+    2.6 ms, `index_select` and `index_copy_` take 9.9, a torch copy for each block 5.6, and this 3.3; 2.8 if
     neighbouring blocks move together.
     """
     runs = _runs(pairs.numpy())

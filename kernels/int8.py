@@ -38,7 +38,7 @@ def quantize(x: torch.Tensor, scale_dtype: torch.dtype = torch.float32) -> Quant
     """Rounds each line of x [..., n] to int8.
 
     The scale is rounded to its dtype before the values are made, which costs nearly no precision: each number is at
-    most half a scale off, and one near its line's largest a little more where the dtype is short.
+    most half a scale off, and one near its line's largest a little more if the dtype is short.
     """
     numbers = x.float()
     scales = (numbers.abs().amax(dim=-1, keepdim=True) / MAX_VALUE).to(scale_dtype)

@@ -46,7 +46,7 @@ def reshape_and_cache(
     """Writes the keys and values of new tokens into their slots of `kv_cache`, in place.
 
     Args:
-        key, value: [T, Hkv, D], of the dtype of `kv_cache`; of one floating dtype where that is int8.
+        key, value: [T, Hkv, D], of the dtype of `kv_cache`; of one floating dtype if that is int8.
         kv_cache: [2, num_blocks, Hkv, B, D].
         slot_mapping: [T] int64, all different.
     """
@@ -256,7 +256,7 @@ def has_packed_products(device: torch.device, dtype: torch.dtype, rounding: Roun
 
 
 def pack_weight(weight: torch.Tensor, *, gated: bool = False, rounding: Rounding = Rounding.NONE) -> PackedWeight:
-    """Puts a weight into the order in which `product` reads it; the weight itself is not kept where that pays.
+    """Puts a weight into the order in which `product` reads it; the weight itself is not kept if that pays.
 
     Args:
         weight: [out, in]; gated: the rows of the gates, then as many of what they are multiplied with.
@@ -284,11 +284,11 @@ def product(
     Args:
         x: [..., in], of the dtype of the weight.
         bias: [out], of that dtype too.
-        activation: one of `ACTIVATIONS`; identity where the weight is gated.
+        activation: one of `ACTIVATIONS`; identity if the weight is gated.
         output_dtype: that of x, or float32.
 
     Returns:
-        [..., out], half as many where the weight is gated.
+        [..., out], half as many if the weight is gated.
     """
     dtype, device = weight.dtype, weight.data.device
     check_shape("x", x, (*x.shape[:-1], weight.in_features))
@@ -307,7 +307,7 @@ def product(
 
 
 def largest_head_dim(device: torch.device) -> int | None:
-    """The largest head size that `paged_attention` takes on such a device; None where it takes any."""
+    """The largest head size that `paged_attention` takes on such a device; None if it takes any."""
     return largest_head_dim_for(device)
 
 

@@ -25,7 +25,7 @@ class PackedWeight:
 
     data: torch.Tensor
     scales: torch.Tensor | None
-    """[out] float32, where `data` is int8 and stands for `data * scales`."""
+    """[out] float32, if `data` is int8 and stands for `data * scales`."""
     dtype: torch.dtype
     """The dtype of the weight before it was packed, and of the tokens that it is multiplied with."""
     out_features: int

@@ -1,4 +1,4 @@
-"""The operations in plain torch: the truth that faster kernels are tested against, and the fallback where none exists.
+"""The operations in plain torch: the truth that faster kernels are tested against, and the fallback if none exists.
 
 `kernels.ops` documents the arguments and checks them.
 """
@@ -287,7 +287,7 @@ def _attend_chunk(
 def _gather(
     kv_cache: torch.Tensor, tables: torch.Tensor, absent: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the blocks `tables` [R, M], each [R, Hkv, M * B, D]; zero where `absent` [R, M * B]."""
+    """Keys and values of the blocks `tables` [R, M], each [R, Hkv, M * B, D]; zero if `absent` [R, M * B]."""
     _, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.shape
     heads = torch.arange(num_kv_heads, device=tables.device)[:, None]
     tiles = tables.long()[:, None, :] * num_kv_heads + heads

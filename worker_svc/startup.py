@@ -162,7 +162,7 @@ def make_worker(
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:
-    """The device of a setting; auto takes CUDA where torch sees it. ConfigurationError when there is none.
+    """The device of a setting; auto takes CUDA if torch sees it. ConfigurationError when there is none.
 
     Of several GPUs each rank takes its own, and makes it the current one of the calling thread, which queues kernels.
     """
@@ -281,7 +281,7 @@ def is_lost(device: torch.device) -> bool:
 
 
 def _release_freed_memory() -> None:
-    """Returns freed memory that the C library keeps to the system, where it can.
+    """Returns freed memory that the C library keeps to the system, if it can.
 
     Loading allocates and frees every matrix once before it is packed. Measured with a 160M model: 45 MB stay unused in
     bfloat16, 117 MB in float32.
@@ -318,7 +318,7 @@ def _prefill_step(
 def warm_up(runner: ModelRunner, pool: PoolGeometry, max_model_len: int, limits: WorkerLimits) -> None:
     """Runs sequences in block 0, so that the first request does not wait for lazy initialisation or compilation.
 
-    The steps compute several tokens where a step may have them, a single token, and one token of a long context:
+    The steps compute several tokens if a step may have them, a single token, and one token of a long context:
     attention has a kernel for each. Before the last one, block 0 is moved in every way that this pool has.
     """
     several = min(2, pool.block_size, max_model_len, limits.max_num_batched_tokens)
@@ -329,7 +329,7 @@ def warm_up(runner: ModelRunner, pool: PoolGeometry, max_model_len: int, limits:
 
 
 def _every_move(pool: PoolGeometry) -> CacheOperations:
-    """Block 0 to the host and back where there are blocks, and onto block 1 where there is one."""
+    """Block 0 to the host and back if there are blocks, and onto block 1 if there is one."""
     swap = np.array([(0, 0)], np.int32)[: pool.num_host_blocks]
     copy = np.array([(0, 1)], np.int32)[: pool.num_gpu_blocks - 1]
     return CacheOperations(swap, swap, copy)
@@ -367,7 +367,7 @@ def _worst_case(limits: WorkerLimits, max_model_len: int) -> list[int]:
 
 
 def bind_threads(ranks: Ranks) -> None:
-    """Binds the calling thread and its OpenMP team where `processors_for` gives each a processor (ADR 0011)."""
+    """Binds the calling thread and its OpenMP team if `processors_for` gives each a processor (ADR 0011)."""
     if any(name in os.environ for name in _OWN_BINDING):
         return
     processors = processors_for(ranks, torch.get_num_threads(), sorted(os.sched_getaffinity(0)))
@@ -382,7 +382,7 @@ def bind_threads(ranks: Ranks) -> None:
 
 
 def processors_for(ranks: Ranks, num_threads: int, available: Sequence[int]) -> Sequence[int]:
-    """A processor for each thread of this rank; none where there are more or fewer threads than processors.
+    """A processor for each thread of this rank; none if there are more or fewer threads than processors.
 
     With fewer threads, the system moves a thread to a free processor when another program runs, which is faster.
     """

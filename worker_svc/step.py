@@ -149,7 +149,7 @@ class RowConstraint:
     message: Constraint
     """It is not changed any more."""
     ending_token_ids: tuple[int, ...]
-    """Drawn only where the output is complete."""
+    """Drawn only if the output is complete."""
     min_tokens: int = 0
     """None of them is drawn before this many output tokens, as long as another token may follow."""
 

@@ -49,7 +49,7 @@ _MULTIPLIED = {
 }
 # Instruction sets on which 12-bit weights are not faster with few tokens.
 _ISAS_WITHOUT_BF12 = ("avx2",)
-# A weight stays in 16 bits where more than one number in this many is an exception. Of normally distributed weights
+# A weight stays in 16 bits if more than one number in this many is an exception. Of normally distributed weights
 # about one in 10,000 is.
 _NUMBERS_PER_EXCEPTION = 256
 
@@ -99,7 +99,7 @@ class CpuKernels:
         make_empty: allocates the results of operations and their intermediate tensors.
 
     Raises:
-        IndexError: of any operation, where a block id, slot, position or length is out of range. Nothing was written.
+        IndexError: of any operation, if a block id, slot, position or length is out of range. Nothing was written.
     """
 
     def __init__(self, library: Operations, make_empty: Empty = empty) -> None:
@@ -328,7 +328,7 @@ class CpuKernels:
         return packed if compressed is None else replace(packed, data=compressed, is_bf12=True)
 
     def _compress(self, packed: torch.Tensor) -> torch.Tensor | None:
-        """The same numbers in 12 bits; None where too many of them are exceptions."""
+        """The same numbers in 12 bits; None if too many of them are exceptions."""
         panels, numbers = packed.shape[0], packed[0].numel()
         panel_bytes = BF12_HEAD_BYTES + numbers // BF12_GROUP * BF12_GROUP_BYTES
         max_exceptions = packed.numel() // _NUMBERS_PER_EXCEPTION
@@ -441,7 +441,7 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def _as_lines(x: torch.Tensor) -> torch.Tensor:
-    """x [..., n] as [lines, n], copied only where no view can be."""
+    """x [..., n] as [lines, n], copied only if no view can be."""
     if x.dim() != 2:
         x = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
     return _dense(x)

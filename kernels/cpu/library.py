@@ -203,7 +203,7 @@ class Operation(Enum):
     def __init__(self, function: str, number: int | None, lines_field: str | None) -> None:
         self.function = f"quire_{function}"
         self.number = number
-        """In the enum Operation of api.h; None where it cannot be recorded."""
+        """In the enum Operation of api.h; None if it cannot be recorded."""
         self.lines_field = lines_field
 
 
@@ -341,7 +341,7 @@ def _open_mp() -> ctypes.Array[c_void_p]:
 
 
 def find_open_mp() -> Path:
-    """The OpenMP runtime in this process; where there are several, the one that came with torch.
+    """The OpenMP runtime in this process; if there are several, the one that came with torch.
 
     Raises:
         LibraryUnavailableError: there is none.

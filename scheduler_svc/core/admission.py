@@ -63,7 +63,7 @@ class Room:
 
     def victims(self, group: SequenceGroup, lowest: int, to_grow: int) -> list[SequenceGroup]:
         """The groups of order `lowest` and above that make room for `group`, the last ones first and no more than it
-        takes; none where all of them do not."""
+        takes; none if even all of them would not make enough."""
         rows, blocks, running = self._batch.rows, self._batch.blocks, self._running
         needed, reserve = self._blocks_needed(group, to_grow)
         missing = blocks.missing(needed, reserve=reserve)

@@ -2,7 +2,7 @@
 with it.
 
 `RowTable` has the counters of all running sequences as arrays over rows. Planning a step and applying its result touch
-only these arrays; Python looks at single sequences only where one changes state. That keeps a step of hundreds of
+only these arrays; Python looks at single sequences only when one changes state. That keeps a step of hundreds of
 sequences well under a millisecond.
 """
 
@@ -32,7 +32,7 @@ class RowTable:
     client, handle, index, num_prompt  int64: key of the request, index of the sequence in it, tokens of the prompt
     tenant        str: of the request
     num_emitted   int64: output tokens that the sequence had when it was submitted
-    is_plain      bool: each token is an event of its own at once; not where sequences are selected at the end
+    is_plain      bool: each token is an event of its own at once; False if sequences are selected at the end
     wants_logprobs  bool: the worker reports the log probability of each token
     num_logprobs  int64: it also reports at most this many of the most likely tokens
     prefills      bool: the row still computes what it came with, in chunks; it samples with the last one
@@ -107,7 +107,7 @@ class RowTable:
             self.incarnation[rows] += 1
 
     def sequences_in(self, rows: Array) -> list[Sequence | None]:
-        """The sequence of each row, None where it is free."""
+        """The sequence of each row, None if it is free."""
         indices: list[int] = rows.tolist()
         return [self.sequences[row] for row in indices]
 
@@ -339,7 +339,7 @@ class Batch:
         return len(self.rows.without_slot(self.rows.decoding())) + self._num_copies()
 
     def blocks_to_grow(self, num_steps: int) -> int:
-        """Free blocks that all sequences in the batch take in so many steps after this one, where they share none."""
+        """Free blocks that all sequences in the batch take in so many steps after this one, if they share none."""
         rows, size = np.flatnonzero(self.rows.active), self._block_size
         # The last token of a sequence is never computed and takes no slot.
         slots = np.minimum(self.rows.num_tokens[rows] + num_steps, self.rows.max_len[rows] - 1)
@@ -412,7 +412,7 @@ class Batch:
 
     def add_chunk(self, row: int, group: SequenceGroup) -> None:
         """Adds as many of the row's uncomputed tokens to the step as the budget has room for. The last chunk samples,
-        for all sequences of the group where they start from one prompt: each that waits for it shares its blocks and
+        for all sequences of the group if they start from one prompt: each that waits for it shares its blocks and
         samples from its logits (the paper's figure 8)."""
         remaining = self.rows.num_uncomputed(row)
         chunk = min(remaining, self.draft.budget)

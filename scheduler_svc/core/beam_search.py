@@ -27,14 +27,14 @@ class EarlyStopping(enum.Enum):
     TRUE = enum.auto()
     """At once."""
     NEVER = enum.auto()
-    """As FALSE; where longer texts score better, the best live beam is scored as if it ended at `max_tokens`."""
+    """As FALSE; if longer texts score better, the best live beam is scored as if it ended at `max_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeamParameters:
     """How one request searches. A hypothesis scores its summed log probability / its length ** `length_penalty`.
 
-    Raises ValueError where `width` is below 1 or `length_penalty` is not finite.
+    Raises ValueError if `width` is below 1 or `length_penalty` is not finite.
     """
 
     width: int
@@ -49,7 +49,7 @@ class BeamParameters:
 
 
 def num_candidates(width: int, num_stop_token_ids: int) -> int:
-    """Candidates that each beam must report, so that `width` beams remain where every stop token is among them."""
+    """Candidates that each beam must report, so that `width` beams remain if every stop token is among them."""
     return max(2, 1 + num_stop_token_ids) * width
 
 
@@ -113,12 +113,12 @@ class BeamStep:
 class BeamSearch:
     """The search of one request.
 
-    There are always `width` beams. Where fewer texts are possible, at the very start above all, the rest are fillers:
+    There are always `width` beams. If fewer texts are possible, at the very start above all, the rest are fillers:
     copies of the best beam at -1e9 that never finish. They come last, and their candidates are not looked at.
     """
 
     def __init__(self, parameters: BeamParameters, max_tokens: int, stop_token_ids: frozenset[int]) -> None:
-        """Raises ValueError where `max_tokens` is below 1."""
+        """Raises ValueError if `max_tokens` is below 1."""
         if max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}; it must be >= 1")
         self._parameters = parameters
@@ -139,7 +139,7 @@ class BeamSearch:
     def best(self) -> list[Hypothesis]:
         """The finished hypotheses, best first: at most `width`, and exactly `width` when the search is over.
 
-        Where fewer texts than that were possible, the last one stands there repeatedly.
+        If fewer texts than that were possible, the last one stands there repeatedly.
         """
         return list(self._finished)
 
@@ -148,10 +148,10 @@ class BeamSearch:
 
         Args:
             candidates: of each live beam, `num_candidates` or all that the vocabulary has.
-            outputs: the output tokens of each live beam so far, all of one length. Read, and copied only where a
+            outputs: the output tokens of each live beam so far, all of one length. Read, and copied only if a
                 hypothesis is kept.
 
-        Raises ValueError where the two do not describe `width` beams, NoCandidatesError where no beam can continue and
+        Raises ValueError if the two do not describe `width` beams, NoCandidatesError if no beam can continue and
         nothing is finished. The search is as it was then.
         """
         length = self._next_length(candidates, outputs)

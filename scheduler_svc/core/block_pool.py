@@ -73,7 +73,7 @@ class FreeQueue:
             block = self._next[block]
 
     def pop(self, count: int) -> list[BlockId]:
-        """Removes and returns the first `count` blocks. Raises IndexError where there are fewer."""
+        """Removes and returns the first `count` blocks. Raises IndexError if there are fewer."""
         if count > self._length:
             raise IndexError(f"the free queue has {self._length} blocks, not {count}")
         following, block = self._next, self._anchor
@@ -121,7 +121,7 @@ class BlockPool:
     goes first: a prefix without its end is of use, an end without its prefix is not.
 
     Attributes:
-        log: What is told which blocks leave the prefix cache; None where nobody asks.
+        log: What is told which blocks leave the prefix cache; None if nobody asks.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -229,7 +229,7 @@ class BlockPool:
             self._num_held_sealed += sum(hashes[block] is not None for block in free)
 
     def seal(self, block: BlockId, content: BlockHash) -> bool:
-        """Names the final content of a held block. Returns False where another block holds the same content already;
+        """Names the final content of a held block. Returns False if another block holds the same content already;
         that one stays the one that is found."""
         assert self._ref_counts[block] > 0, f"block {block} is sealed while nobody holds it"
         if self._hashes[block] is not None or content in self._by_hash:
@@ -255,7 +255,7 @@ class BlockPool:
         return list(self._by_hash)
 
     def rename(self, content: BlockHash, name: BlockHash) -> None:
-        """Gives a sealed block's content another name, where there is such a block and the name is free."""
+        """Gives a sealed block's content another name, if there is such a block and the name is free."""
         if name not in self._by_hash and (block := self._by_hash.pop(content, None)) is not None:
             self._by_hash[name] = block
             self._hashes[block] = name

@@ -19,7 +19,7 @@ class CachedTokens:
 class CacheChanges:
     """Changes of a prefix cache, in the order in which they are to be applied: all cleared, then removed, then stored.
 
-    A block in `stored` has None where its tokens are not known: an earlier scheduler sealed it. It is stored again,
+    A block in `stored` has None if its tokens are not known: an earlier scheduler sealed it. It is stored again,
     with its tokens, when a request uses it. Of stored blocks that follow each other, the parent comes first.
     """
 
@@ -89,7 +89,7 @@ class CacheLog:
             self._retold[content] = tokens
 
     def take(self) -> CacheChanges | None:
-        """What changed since the last call; None where nothing did."""
+        """What changed since the last call; None if nothing did."""
         if not (self._is_cleared or self._removed or self._stored or self._retold):
             return None
         changes = CacheChanges(self._is_cleared, list(self._removed), {**self._stored, **self._retold})

@@ -72,7 +72,7 @@ class Losses:
 @dataclass(frozen=True, slots=True)
 class _Loss:
     """One loss of the worker with steps in flight: how far each request that ran was, and whether a step was answered
-    since the worker was attached. `detail` says what was wrong with the worker, where that is known."""
+    since the worker was attached. `detail` says what was wrong with the worker, if that is known."""
 
     progress: dict[RequestKey, Progress]
     has_answered: bool
@@ -94,9 +94,9 @@ class Trials:
     whether a step is; and after an attachment the next steps have the same rows, so it could happen for ever.
 
     All groups that ran when a step was refused are suspects. While there are any, no other group is admitted, and they
-    run in cohorts: each alone where they are few, else about as many together as there are cohorts. A cohort runs with
-    one step in flight until its groups have ended or passed. Where a step of several is refused again, each of those
-    runs alone, and where one alone has a step refused, it is at fault. No group fails for one refusal, and none that
+    run in cohorts: each alone if they are few, else about as many together as there are cohorts. A cohort runs with
+    one step in flight until its groups have ended or passed. If a step of several is refused again, each of those
+    runs alone, and if one alone has a step refused, it is at fault. No group fails for one refusal, and none that
     can run alone fails at all. A group that passes got tokens, so that even groups that are refused only together come
     to their ends.
 
@@ -121,7 +121,7 @@ class Trials:
         return bool(self._suspects)
 
     def refused(self, running: GroupQueue) -> SequenceGroup | None:
-        """The oldest step in flight was refused. Returns the group at fault, which still runs; None where it may be any
+        """The oldest step in flight was refused. Returns the group at fault, which still runs; None if it may be any
         of several."""
         groups = list(running)
         if not self._suspects:
@@ -139,7 +139,7 @@ class Trials:
         self._loss = _Loss(progress, self._has_answered, detail)
 
     def attached(self, is_live: Callable[[RequestKey], bool], *, was_alive: bool) -> Fault | None:
-        """A worker is attached again. `was_alive` where it is the one that was lost and nothing was wrong with it, so
+        """A worker is attached again. `was_alive` if it is the one that was lost and nothing was wrong with it, so
         that only the link to it broke: that counts against a step only if none was answered over that link.
 
         Returns the request at fault, if that is known.

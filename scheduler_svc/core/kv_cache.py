@@ -18,7 +18,7 @@ from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import Sequence
 
 _HASHES_AT_FIRST = 16
-"""Blocks at the start of a sequence that are hashed to look for them; more where all of these are cached."""
+"""Blocks at the start of a sequence that are hashed to look for them; more if all of these are cached."""
 
 _MAX_HASHES_AT_ARRIVAL = 5000
 """Blocks of a sequence that are hashed when it arrives; those behind them when it is admitted. Bounds both calls."""
@@ -113,7 +113,7 @@ class BlockManager:
 
     def make_writable(self, sequence: Sequence, index: int) -> tuple[BlockId, BlockId] | None:
         """Copy-on-write of one block of a table. Returns the pair (shared block, the sequence's own copy), or None
-        where the sequence holds it alone and writes in place. Raises OutOfBlocksError."""
+        if the sequence holds it alone and writes in place. Raises OutOfBlocksError."""
         shared = sequence.block_table[index]
         if self.pool.ref_count(shared) == 1:
             return None
@@ -438,7 +438,7 @@ class BlocksUnderway:
             self._end(content)
 
     def last_of(self, hashes: SequenceOf[BlockHash]) -> BlockHash | None:
-        """The last of the leading blocks of these that are underway; None where they are too few to wait for."""
+        """The last of the leading blocks of these that are underway; None if they are too few to wait for."""
         count = 0
         while count < len(hashes) and hashes[count] in self._row_of:
             count += 1

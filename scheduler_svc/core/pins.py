@@ -137,7 +137,7 @@ class Pins:
 
     @property
     def next_end(self) -> float | None:
-        """When the next pin ends; None where there is none."""
+        """When the next pin ends; None if there is none."""
         return min((pin.expires_at for pin in self._pins.values()), default=None)
 
     def expired(self, now: float) -> list[Pin]:

@@ -58,7 +58,7 @@ class GroupQueue:
         return key in self._by_key
 
     def get(self, key: RequestKey) -> SequenceGroup:
-        """KeyError where it is not here."""
+        """KeyError if it is not here."""
         return self._by_key[key]
 
     def next_few(self, count: int) -> list[SequenceGroup]:
@@ -74,13 +74,13 @@ class GroupQueue:
         return key in self._by_key and self._by_key[key].order in self._held
 
     def hold(self, key: RequestKey) -> None:
-        """KeyError where it is not here; it must not be held."""
+        """KeyError if it is not here; it must not be held."""
         group = self._by_key[key]
         self._take_out_of_order(group)
         self._held.add(group.order)
 
     def release(self, key: RequestKey) -> None:
-        """A held group has its place again. Nothing happens where it is not here or not held."""
+        """A held group has its place again. Nothing happens if it is not here or not held."""
         group = self._by_key.get(key)
         if group is not None and group.order in self._held:
             self._held.remove(group.order)
@@ -135,7 +135,7 @@ class GroupQueue:
         self._num_of_tenant[group.request.tenant] += 1
 
     def remove(self, key: RequestKey) -> SequenceGroup:
-        """Removes a group and returns it. KeyError where it is not here."""
+        """Removes a group and returns it. KeyError if it is not here."""
         group = self._by_key[key]
         self.remove_all([group])
         return group
@@ -202,7 +202,7 @@ class GroupQueue:
 
 
 def check_queue(request: Request, waiting: GroupQueue, config: SchedulerConfig) -> None:
-    """Raises QueueFullError where the bounds of the queue have no room for a request. They do not hold for one that was
+    """Raises QueueFullError if the bounds of the queue have no room for a request. They do not hold for one that was
     accepted before."""
     if request.accepted_before:
         return
@@ -252,8 +252,8 @@ class Policy:
             yield running.last()
 
     def displaces_from(self, entering: SequenceGroup) -> int | None:
-        """The lowest order of running groups that this one may displace where there is no room for it otherwise; None
-        where it may displace none."""
+        """The lowest order of running groups that this one may displace if there is no room for it otherwise; None
+        if it may displace none."""
         return None
 
     def charge(self, plan: StepPlan, prefills: Array, tenants: Array) -> None:
@@ -264,7 +264,7 @@ class Policy:
 class PriorityPolicy(Policy):
     """Higher priority first, first come first served among equals.
 
-    A group that waits or is swapped displaces groups of lower priority where there is no room for it otherwise.
+    A group that waits or is swapped displaces groups of lower priority if there is no room for it otherwise.
     """
 
     _ORDERS_PER_PRIORITY = 1 << 48
@@ -292,7 +292,7 @@ class FairPolicy(Policy):
     where cached tokens cost nothing, and tokens that are computed again after a preemption count again. Of the tenants
     with groups that wait or are swapped, the one with the lowest counter is next to enter the batch, with its oldest
     group. Under memory pressure the tenant with the highest counter is preempted, newest group first. A tenant that
-    comes back after it wanted nothing starts from the lowest counter of those who wait or are swapped, or, where none
+    comes back after it wanted nothing starts from the lowest counter of those who wait or are swapped, or, if none
     does, from that of the tenant whose turn came last, so that idle time is not saved up.
 
     Bound: let tenants f and g both have waiting or swapped requests all through some time in which nothing is computed
@@ -370,7 +370,7 @@ class FairPolicy(Policy):
         return self.counters.get(tenant, self._floor)
 
     def _next_tenant(self, queues: SequenceOf[GroupQueue]) -> str | None:
-        """The tenant with the lowest counter that has a group in these queues that is not held; None where there is
+        """The tenant with the lowest counter that has a group in these queues that is not held; None if there is
         none."""
         while self._heap:
             entry = self._heap[0]

@@ -83,7 +83,7 @@ class Preparations:
     def done(self, number: int) -> list[RequestKey]:
         """All workers have compiled it, or found that they cannot. Returns the requests that waited for it.
 
-        Raises ValueError where nothing of this number is underway.
+        Raises ValueError if nothing of this number is underway.
         """
         if number not in self._underway:
             raise ValueError(f"preparation {number} was answered; underway are {sorted(self._underway)}")
@@ -94,7 +94,7 @@ class Preparations:
         return self._held.pop(parameters, [])
 
     def refused(self, rows: Collection[int]) -> None:
-        """The workers refused how these rows sample. They drop what they compiled where a constraint failed, so all is
+        """The workers refused how these rows sample. If a constraint failed, they drop what they compiled, so all is
         prepared again when it is needed: what is still there is answered at once."""
         if rows:
             self._ready.clear()

@@ -161,7 +161,7 @@ def check_shared_bound(
 
     One tenant may take all of it while no other wants any. Once it is taken, tenants that hold less than an equal
     share of it still get that, up to `overflow` times the bound beyond it, so that no tenant keeps others out by being
-    first. A single request that is larger than the bound, or than the share, is taken where there is nothing yet.
+    first. A single request that is larger than the bound, or than the share, is taken if there is nothing yet.
     """
     if total + added <= bound or not total:
         return
@@ -177,7 +177,7 @@ def check_shared_bound(
         )
     if total > max_total:
         raise QueueFullError(
-            f"{total} {what}; there is room for {bound}, and for {max_total} where tenants have less than their share "
+            f"{total} {what}; there is room for {bound}, and for {max_total} if tenants have less than their share "
             f"of {share}"
         )
 

@@ -235,7 +235,7 @@ class Results:
             self._end([group for group in groups.values() if len(group.sequences) == 1 or group.finished])
 
     def _collect(self, sequence: Sequence, candidates: Candidates, failure: RequestFailure | None) -> None:
-        """One beam's candidates, none where its row failed; with the last of them the search continues."""
+        """One beam's candidates, none if its row failed; with the last of them the search continues."""
         group = self._running.get(sequence.request.key)
         assert group.beams is not None
         group.beams.candidates[sequence.index] = candidates

@@ -97,7 +97,7 @@ class Scheduler:
         return itertools.chain(self.running, self.swapped, self.waiting)
 
     def group(self, key: RequestKey) -> SequenceGroup | None:
-        """A live request; None where it is not known (any more)."""
+        """A live request; None if it is not known (any more)."""
         queue = self._queue_of(key)
         return None if queue is None else queue.get(key)
 
@@ -145,7 +145,7 @@ class Scheduler:
     def abort_sequence(self, key: RequestKey, index: int) -> bool:
         """Ends one sequence of a request, and the request with its last one. Returns whether the request was live.
 
-        Where sequences are selected at the end, a reader knows none of them before, and nothing happens.
+        If sequences are selected at the end, a reader knows none of them before, and nothing happens.
         """
         group = self.group(key)
         if group is None:
@@ -198,7 +198,7 @@ class Scheduler:
         self.batch.end(others)
 
     def _end_group(self, key: RequestKey) -> SequenceGroup | None:
-        """Ends all sequences of a live request and forgets it; None where there is none."""
+        """Ends all sequences of a live request and forgets it; None if there is none."""
         queue = self._queue_of(key)
         if queue is None:
             return None
@@ -211,7 +211,7 @@ class Scheduler:
     def pin(self, tenant: str, token_ids: list[int], now: float, time_to_live: float) -> Pin:
         """Keeps the whole blocks of a prefix from being evicted until the time (seconds) is over.
 
-        The pin holds its blocks at once where all are cached. Otherwise a request of PIN_CLIENT computes them; the
+        The pin holds its blocks at once if all are cached. Otherwise a request of PIN_CLIENT computes them; the
         events of that client report its end or failure. Pinning a prefix again starts its time anew. Raises a
         RefusedError and changes nothing.
         """
@@ -243,7 +243,7 @@ class Scheduler:
         self.abort(pin.key)
 
     def _complete_pin(self, group: SequenceGroup) -> None:
-        """The group is over. Where it computed a pin, its blocks are still cached, if it did not fail."""
+        """The group is over. If it computed a pin, its blocks are still cached, unless it failed."""
         pin = self.pins.of_key(group.request.key)
         if pin is not None and not self.pins.hold(pin, self.batch.blocks.pool):
             self.pins.remove(pin, self.batch.blocks.pool)
@@ -285,7 +285,7 @@ class Scheduler:
         return None
 
     def _displace(self, now: float) -> None:
-        """Preempts groups for the next one, where the policy lets it displace others; none where that is futile."""
+        """Preempts groups for the next one, if the policy lets it displace others; none if that is futile."""
         if self.trials.are_on or not len(self.running) or (group := self._next()) is None:
             return
         lowest = self.policy.displaces_from(group)
@@ -345,7 +345,7 @@ class Scheduler:
             to_grow = to_grow + growth if len(group.unfinished) == 1 else None
 
     def _next(self) -> SequenceGroup | None:
-        """The group that enters the batch next; None where none may. One that does not fit holds up all behind it, so
+        """The group that enters the batch next; None if none may. One that does not fit holds up all behind it, so
         that none starves under a stream of smaller ones."""
         for key in self.batch.underway.take_released():
             self.waiting.release(key)
@@ -374,7 +374,7 @@ class Scheduler:
             queue.release(key)
 
     def _hold(self, group: SequenceGroup) -> bool:
-        """Holds a group that waits where rows are computing enough of its next blocks. Returns whether it did. Groups
+        """Holds a group that waits if rows are computing enough of its next blocks. Returns whether it did. Groups
         behind it pass meanwhile. It never waits for a group that it goes before."""
         batch = self.batch
         if not batch.underway.has_any:
@@ -505,7 +505,7 @@ class Scheduler:
     def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
         """Applies the result of the oldest step in flight. Returns what happened, by client.
 
-        Raises ValueError and changes nothing where the result is not that step's, or makes no sense. The caller must
+        Raises ValueError and changes nothing if the result is not that step's, or makes no sense. The caller must
         drop the worker then: see `lose_in_flight`.
         """
         if not self.in_flight or self.in_flight[0].step_id != result.step_id:
@@ -544,7 +544,7 @@ class Scheduler:
             self.trials.lost(self.running, self.batch.rows, detail)
 
     def judge_loss(self, *, was_alive: bool) -> dict[ClientId, ClientEvents]:
-        """A worker was attached. To be called before anything runs; `was_alive` where it is the one that was lost, and
+        """A worker was attached. To be called before anything runs; `was_alive` if it is the one that was lost, and
         neither hung nor answered nonsense.
 
         Returns the failure of the request that the worker is lost for, once that request is known.

@@ -42,7 +42,7 @@ class Sequence:
     `token_ids` are prompt and output as far as results came back, without the tokens that steps in flight will sample.
     `row` is its slot in the worker's batch, None unless it runs or waits there to be forked. While it is swapped,
     `block_table` names blocks of the host pool, which hold keys and values of its first `num_swapped_tokens` tokens.
-    Where sequences are selected at the end, `cumulative_logprob` sums log probabilities, and `held_back` keeps those to
+    If sequences are selected at the end, `cumulative_logprob` sums log probabilities, and `held_back` keeps those to
     be delivered.
     """
 
@@ -144,7 +144,7 @@ class SequenceGroup:
     """All sequences of one request. It is scheduled, preempted, swapped and resumed as one (the paper's section 4.5).
 
     `order` is its place in queues: unique, the lowest goes first. `cached_tokens` are the prompt tokens that the prefix
-    cache had when the group first ran, None before. `beams` is there where the sequences are the beams of a search.
+    cache had when the group first ran, None before. `beams` is there if the sequences are the beams of a search.
     """
 
     request: Request

@@ -162,7 +162,7 @@ class StepResult:
 
     `candidates` and `failures` are keyed by row; the token of a failed row, and of one that has candidates, means
     nothing. `refused` are those of `failures` whose row the worker could not sample by the parameters that it was sent.
-    `logprobs` is None where no row requests them. `non_finite_chunks` are rows that computed a chunk, sampled nothing,
+    `logprobs` is None if no row requests them. `non_finite_chunks` are rows that computed a chunk, sampled nothing,
     and got hidden states that hold NaN or infinity.
     """
 

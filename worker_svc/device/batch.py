@@ -137,7 +137,7 @@ def plan_samples(batch: Batch) -> SamplePlan:
 
 
 def finite_tokens(batch: Batch, hidden: Tensor) -> Tensor | None:
-    """Whether the hidden state of each new token is finite, [T] bool; None where every row samples.
+    """Whether the hidden state of each new token is finite, [T] bool; None if every row samples.
 
     NaN in a hidden state remains in all later layers and the final norm, and spreads to every token that attends to its
     keys and values. So a chunk with finite final hidden states was computed from finite keys and values.

@@ -2,7 +2,7 @@
 
 The moves are swap out, swap in and copy-on-write, in this order. Swaps have a stream of their own:
 
-* A swap out reads its blocks after all earlier steps. The step waits for it only where it writes one of these blocks.
+* A swap out reads its blocks after all earlier steps. The step waits for it only if it writes one of these blocks.
 * A swap in writes its blocks after the steps that may still use them. A step that frees blocks releases or forks a row,
   or copies a shared block. Only before such a step may the previous one use a block that is free now.
 * A swap in is done before the step computes.
@@ -93,7 +93,7 @@ class SealInventory:
 
     A later scheduler takes them into its prefix cache, so a seal must never outlive its content: a block loses its seal
     before it is written, and gets one only after the step that finished it. Steps have a number that rises over all
-    sessions. A step may be launched before an earlier one has finished, so a block is sealed only where no later step
+    sessions. A step may be launched before an earlier one has finished, so a block is sealed only if no later step
     has begun to write it. On a GPU two threads use an inventory.
     """
 

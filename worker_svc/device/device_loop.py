@@ -1,6 +1,6 @@
 """The threads that run steps, so that the event loop never waits for the device.
 
-One thread launches steps in order. Where the device works asynchronously a second one waits for their outputs, so that
+One thread launches steps in order. If the device works asynchronously, a second one waits for their outputs, so that
 a step can be launched while the previous one runs. A process whose device hangs or is lost ends itself, and its
 supervisor starts another one.
 """
@@ -228,7 +228,7 @@ class DeviceLoop:
                 job.lane.on_output(output)
 
     def _check_device(self, job: _StepJob, error: Exception) -> None:
-        """Ends the process where it cannot go on after this error."""
+        """Ends the process if it cannot go on after this error."""
         failed = f"step {job.admitted.step.step_id} failed on the device"
         _logger.error(failed, exc_info=error)
         self._on_failure(failed)

@@ -77,7 +77,7 @@ class PoolRequest:
     num_padding_blocks: int = 0
     """Blocks of the memory that are not for sequences."""
     host_memory: int | None = None
-    """Bytes of this machine that pools may take; None where unknown."""
+    """Bytes of this machine that pools may take; None if unknown."""
 
 
 def block_bytes(model: CausalLM, block_size: int, dtype: torch.dtype | None = None) -> int:
@@ -129,7 +129,7 @@ def num_host_blocks(
         bytes_per_block: Over all layers.
         device: Where the other pool is.
         gpu_blocks: How many blocks that has.
-        left_bytes: Memory of this machine that is left beside the other pool; None where that is not known.
+        left_bytes: Memory of this machine that is left beside the other pool; None if that is not known.
 
     Raises:
         ConfigurationError: a size that holds no block, or is more than is left.
@@ -200,7 +200,7 @@ def pool_geometry(model: CausalLM, request: PoolRequest, available_bytes: int | 
 def allocate_pool(
     geometry: PoolGeometry, device: torch.device, dtype: torch.dtype, *, with_padding: bool = False
 ) -> KvPool:
-    """Allocates all tensors: the device's zero, the host's untouched, and pinned where the device copies by DMA.
+    """Allocates all tensors: the device's zero, the host's untouched, and pinned if the device copies by DMA.
 
     The system allocates host memory that is not pinned when blocks are first written; see `KvPool.populate`.
 
@@ -244,7 +244,7 @@ def _populate(layers: Sequence["weakref.ref[Tensor]"], end: int, *, rest: float 
         max_s: It stops after that time.
 
     Returns:
-        False where nothing more can be populated: the pool is gone, memory runs short, or the system cannot do it.
+        False if nothing more can be populated: the pool is gone, memory runs short, or the system cannot do it.
     """
     deadline = time.monotonic() + max_s
     for start in range(0, end, _POPULATED_AT_ONCE):

@@ -70,7 +70,7 @@ class GraphShapes:
         return GraphShape(self.row_counts[-1], self.lengths[-1])
 
     def fit(self, num_rows: int, max_seq_len: int) -> GraphShape | None:
-        """The smallest shape that holds such a batch; None where none does."""
+        """The smallest shape that holds such a batch; None if none does."""
         count = next((count for count in self.row_counts if count >= num_rows), None)
         length = next((length for length in self.lengths if length >= max_seq_len), None)
         return None if count is None or length is None else GraphShape(count, length)
@@ -211,7 +211,7 @@ class CudaGraphRecorder:
         # The stream starts after all that is queued, and `torch.cuda.graph` waits for the device before it records.
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
-        # Around all of it: where a recording cannot be ended, `torch.cuda.graph` leaves its stream the current one, and
+        # Around all of it: if a recording cannot be ended, `torch.cuda.graph` leaves its stream the current one, and
         # the following steps would go there, past every mark.
         with torch.cuda.stream(self._stream):
             for _ in range(_NUM_WARM_UPS):
@@ -264,7 +264,7 @@ _logger = logging.getLogger(__name__)
 
 
 def make_forward(model: CausalLM, pool: KvPool, max_model_len: int, limits: WorkerLimits) -> Forward:
-    """The model's forward pass over this pool: recorded where possible, else the model itself."""
+    """The model's forward pass over this pool: recorded if possible, else the model itself."""
     if not _is_recordable(model):
         return model
     try:
@@ -276,7 +276,7 @@ def make_forward(model: CausalLM, pool: KvPool, max_model_len: int, limits: Work
 
 
 def make_decodes(model: CausalLM, pool: KvPool, max_model_len: int, limits: WorkerLimits) -> Decodes | None:
-    """The layers and the output layer in one recording, for steps of decodes alone; None where not possible.
+    """The layers and the output layer in one recording, for steps of decodes alone; None if that is not possible.
 
     In one recording the threads go on from the layers to the output layer instead of sleeping and waking between them.
     """

@@ -133,7 +133,7 @@ class LaunchedStep:
         number: rises over all steps of the worker.
         rows: those that sample.
         columns: their parameters.
-        prompts: the prompt tokens that are scored; None where there are none.
+        prompts: the prompt tokens that are scored; None if there are none.
     """
 
     step: Step
@@ -175,7 +175,7 @@ class LaunchedStep:
         )
 
     def _refuse_left_without_tokens(self, is_finite: NDArray[np.bool_]) -> None:
-        """A constrained row has logits of -infinity alone where other rules exclude all that its constraint leaves."""
+        """A constrained row has logits of -infinity alone if other rules exclude all that its constraint leaves."""
         columns = self.columns
         excluded = columns.has_constraint & columns.has_rules & ~columns.is_refused & ~is_finite
         if excluded.any():
@@ -338,7 +338,7 @@ class ModelRunner:
 
 
 def record_cuda_graphs(runner: ModelRunner, device: torch.device) -> None:
-    """Records the graphs of a runner. Where that fails, it logs a warning, and decodes run without graphs."""
+    """Records the graphs of a runner. If that fails, it logs a warning, and decodes run without graphs."""
     started, (free, _) = time.monotonic(), torch.cuda.mem_get_info(device)
     try:
         num_graphs = runner.record_graphs(CudaGraphRecorder(device))

@@ -50,7 +50,7 @@ class Embedding(Loadable):
 class TiedHead(Loadable):
     """The output layer of a model whose output matrix is its embedding.
 
-    Where a packed product is faster, the matrix is held twice: packed for the product, by rows for the embedding. Every
+    If a packed product is faster, the matrix is held twice: packed for the product, by rows for the embedding. Every
     sampled token reads all of it, and the plain product takes twice as long.
     """
 
@@ -73,7 +73,7 @@ class TiedHead(Loadable):
         self._product = make_product(self._embedding.weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [S, dim] -> [S, num_embeddings], or this rank's part of them where the embedding is split."""
+        """hidden [S, dim] -> [S, num_embeddings], or this rank's part of them if the embedding is split."""
         return self._product(hidden)
 
 

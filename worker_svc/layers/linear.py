@@ -1,13 +1,13 @@
 """Linear layers: how weights are merged and split over ranks (as in Megatron-LM), and how they are multiplied.
 
-A layer multiplies with our own kernel where there is one, else from weights that oneDNN has packed once where that is
+A layer multiplies with our own kernel if there is one, else from weights that oneDNN has packed once if that is
 faster, else as torch does. ADR 0007 has the measurements of our own kernel, for bfloat16, beside oneDNN's. Without it,
 packed products of oneDNN take 0.69 to 0.76 of the time of plain ones in bfloat16; in float32 one token takes up to a
 tenth longer packed, four and more take a quarter less.
 
 Int8 weights: linear layers round their weights when they are loaded, with one scale for each output. The embedding,
 norms, biases and the output layer keep the model's dtype: errors of the output layer would go straight to the logits,
-and an embedding is looked up by rows, so that its size costs no time. Where our own kernel is missing, torch multiplies
+and an embedding is looked up by rows, so that its size costs no time. If our own kernel is missing, torch multiplies
 them. Measured on two cores with AVX-512 and AMX, 768 x 3072, weights from memory, ms for 1, 4, 16, 64 and 256 tokens:
 
     bfloat16, packed           0.38  0.34  0.36  0.48   0.91
@@ -49,7 +49,7 @@ class FusedActivation:
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """An activation function, and the names by which a product can apply it to its sums; None where it cannot.
+    """An activation function, and the names by which a product can apply it to its sums; None if it cannot.
 
     oneDNN's relu turns NaN into 0, which would hide a poisoned row, so it is not used.
     """
@@ -122,12 +122,12 @@ class ActivationKind:
 
     @property
     def fused(self) -> FusedActivation | None:
-        """The same function where oneDNN can apply it to a product; None where it cannot."""
+        """The same function if oneDNN can apply it to a product; None if it cannot."""
         return None if self.gated else ACTIVATIONS[self.name].fused
 
     @property
     def own(self) -> str | None:
-        """The same function where `ops.product` can apply it; None where it cannot."""
+        """The same function if `ops.product` can apply it; None if it cannot."""
         return None if self.gated else ACTIVATIONS[self.name].own
 
 
@@ -152,7 +152,7 @@ class LinearPart:
 
     Attributes:
         segments: equal runs of outputs that are split separately, as GPT-2's query, key and value in one layer.
-        num_shards: number of parts of the outputs, where it is smaller than the number of ranks.
+        num_shards: number of parts of the outputs, if it is smaller than the number of ranks.
     """
 
     name: str
@@ -228,7 +228,7 @@ class Linear(Loadable):
         self._product = make_product(weight, bias, self._activation, self._placement.quantization)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out], each of this rank's part where the layer is split by it."""
+        """x [..., in] -> [..., out], each of this rank's part if the layer is split by it."""
         product = self._product(x)
         return self._placement.ranks.sum(product) if self._split is Split.INPUTS else product
 

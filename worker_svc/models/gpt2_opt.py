@@ -48,7 +48,7 @@ def run_norm_first(
 
     Args:
         layers: `PlainLayer`s.
-        norms: the attention norm of each, then the final norm, None where there is none.
+        norms: the attention norm of each, then the final norm, None if there is none.
         residual: [T, hidden], the input of the first layer. It may be overwritten.
 
     Returns:
@@ -186,7 +186,7 @@ class OPTConfig:
     """The fields of OPT's config.json; defaults are those of transformers.
 
     Attributes:
-        embedding_size: width of the token embedding; projections convert to `hidden_size` where they differ.
+        embedding_size: width of the token embedding; projections convert to `hidden_size` if they differ.
         norm_first: layer norm before each block and not after it.
     """
 
@@ -312,7 +312,7 @@ def _norm(name: str, config: OPTConfig, placement: Placement) -> LayerNorm:
 
 
 def _projection(name: str, in_features: int, out_features: int, placement: Placement) -> nn.Module:
-    """Between embedding and hidden size; the identity where they are equal."""
+    """Between embedding and hidden size; the identity if they are equal."""
     if in_features == out_features:
         return nn.Identity()
     return Linear([LinearPart(name, out_features)], in_features, bias=False, placement=placement)

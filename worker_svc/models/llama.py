@@ -277,7 +277,7 @@ def _mixed_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, .
     if not isinstance(types, list) or len(types) != num_layers or not all(each in (_FULL, _SLIDING) for each in types):
         raise fields.error("layer_types", types, f"{num_layers} of {_FULL} and {_SLIDING}")
     if window is None and _SLIDING in types:
-        raise fields.error("layer_types", types, f"{_FULL} alone where no sliding window is used")
+        raise fields.error("layer_types", types, f"{_FULL} alone if no sliding window is used")
     return tuple(window if each == _SLIDING else None for each in types)
 
 

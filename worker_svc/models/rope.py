@@ -23,7 +23,7 @@ class RopeConfig:
 
     Attributes:
         max_positions: config.json's max_position_embeddings.
-        original_max_positions: the length of the first training, where scaling extends it.
+        original_max_positions: the length of the first training, if scaling extends it.
     """
 
     rope_type: str

@@ -50,10 +50,10 @@ class Ranks:
         self.size = size
 
     def shard(self, total: int, num_shards: int | None = None) -> Shard:
-        """This rank's part of `total`. The last part is smaller where it does not divide evenly.
+        """This rank's part of `total`. The last part is smaller if it does not divide evenly.
 
         Args:
-            num_shards: where there are fewer parts than ranks, neighbouring ranks hold the same one.
+            num_shards: if there are fewer parts than ranks, neighbouring ranks hold the same one.
         """
         count = self.size if num_shards is None else num_shards
         width = -(-total // count)
@@ -76,7 +76,7 @@ class Ranks:
         """Waits until all ranks are about to run the same step, so that either all of them run it or none.
 
         A sum over two different steps would be wrong, and one over a step that some ranks do not have would never
-        return. Where a rank has reached a higher epoch, the others drop their older steps one by one. Step 0 is the
+        return. If a rank has reached a higher epoch, the others drop their older steps one by one. Step 0 is the
         beginning of an epoch.
 
         Raises:
@@ -84,7 +84,7 @@ class Ranks:
         """
 
     def fail(self, why: str) -> None:
-        """Something failed in this rank, maybe in it alone. Ends the process where other ranks would wait for it."""
+        """Something failed in this rank, maybe in it alone. Ends the process if other ranks would wait for it."""
 
 
 ALONE = Ranks()
@@ -181,7 +181,7 @@ class SharedMemoryRanks(DistributedRanks):
 
 
 def heads_of_rank(ranks: Ranks, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
-    """The numbers of query heads, and of key and value heads, of one rank. Ranks share a head of key and value where
+    """The numbers of query heads, and of key and value heads, of one rank. Ranks share a head of key and value if
     there are fewer of them than ranks.
 
     Raises:

@@ -6,7 +6,7 @@ supervisor starts it again, and the ranks begin a new rendezvous.
 Rank 0 serves a store, in which every rank writes heartbeats. In addition, each other rank has a TCP connection with
 rank 0, its lifeline, which closes when either process ends, for whatever reason; a rank that shuts down says so before.
 Each rank but the first listens on the address from which it reaches rank 0, and rank 0 connects to it, as Gloo does.
-Where no connection can be made, or a machine vanishes without closing it, heartbeats remain.
+If no connection can be made, or a machine vanishes without closing it, heartbeats remain.
 """
 
 import logging
@@ -68,7 +68,7 @@ def rendezvous(
 ) -> Ranks:
     """Waits until all ranks of the settings are there. To be called in the device thread, once in a process.
 
-    Where they do not all come, this rank ends its process, since another one may only be late. It also ends its process
+    If they do not all come, this rank ends its process, since another one may only be late. It also ends its process
     when another rank ends for any reason, unless `stopping` says that this process is being stopped itself.
 
     Raises:
@@ -245,7 +245,7 @@ class Lifelines:
         """Listens for rank 0, which is at this address, in the background.
 
         Returns:
-            The argument of rank 0's `connect`; empty where this rank cannot listen.
+            The argument of rank 0's `connect`; empty if this rank cannot listen.
         """
         token = secrets.token_hex(16)
         try:
@@ -311,7 +311,7 @@ class Lifelines:
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes, or fewer where the other side closes before."""
+    """So many bytes, or fewer if the other side closes before."""
     data = b""
     while len(data) < num_bytes and (piece := connection.recv(num_bytes - len(data))):
         data += piece
@@ -338,7 +338,7 @@ class Store(Protocol):
 
 
 def share_memory(store: Store, rank: int, size: int) -> torch.Tensor | None:
-    """Memory that all ranks have mapped, or None for all of them where one cannot map it. Each rank calls this once."""
+    """Memory that all ranks have mapped, or None for all of them if one cannot map it. Each rank calls this once."""
     path, memory = None, None
     if rank == 0:
         path, memory = _make_memory(size)

@@ -1,7 +1,7 @@
 """Between the messages of the step stream and values, in both directions.
 
 `StepDecoder` refuses a StepRequest that is wrong by itself: lengths, ranges, contradictions within a list. `RowLedger`
-refuses what contradicts the present content of the rows. Neither changes anything before everything is checked. Where
+refuses what contradicts the present content of the rows. Neither changes anything before everything is checked. If
 the sampling parameters of a row are wrong, the step runs and that row alone fails (`SamplingReader`).
 """
 
@@ -142,7 +142,7 @@ class StepDecoder:
                 f"{field}.block_table", f"has {len(block_table)} blocks; a sequence has at most {self._max_blocks}"
             )
         if message.HasField("num_candidates") and not message.num_candidates:
-            raise invalid_field(f"{field}.num_candidates", "is 0; it must be at least 1 where it is set")
+            raise invalid_field(f"{field}.num_candidates", "is 0; it must be at least 1 if it is set")
         row = self._row(message.row, f"{field}.row")
         return AssignRow(row, token_ids, block_table, self._sampling.read(message), message.num_prompt_tokens)
 
@@ -199,7 +199,7 @@ def _check_cache_operations(operations: CacheOperations) -> None:
 
 
 def _check_row_changes(changes: RowChanges) -> None:
-    """No list names a row twice where the changes would contradict each other."""
+    """No list names a row twice if the changes would contradict each other."""
     if changes.are_none:
         return
     check_distinct(changes.release, "release", "row")

@@ -73,7 +73,7 @@ class Worker:
         """
         Args:
             agree: `Ranks.agree`, for a worker of several ranks.
-            prepare: compiles the constraint of a serialized RowSampling; None where there is nothing to compile.
+            prepare: compiles the constraint of a serialized RowSampling; None if there is nothing to compile.
         """
         self.info = info
         self.decoder = StepDecoder(info)

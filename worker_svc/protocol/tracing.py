@@ -38,7 +38,7 @@ class PrefillSpans:
     """The traced rows of one stream.
 
     Args:
-        tracer: None where nothing is traced.
+        tracer: None if nothing is traced.
         rank: of this worker.
     """
 

@@ -35,7 +35,7 @@ class Drawn:
     token_ids: Tensor
     """[n] int64."""
     is_finite: Tensor
-    """[n] bool; False where the logits hold NaN or +infinity, or nothing finite, and the token is undefined."""
+    """[n] bool; False if the logits hold NaN or +infinity, or nothing finite, and the token is undefined."""
 
     @classmethod
     def none(cls, device: torch.device) -> "Drawn":
@@ -82,7 +82,7 @@ def _sample(
         # Measured for 64 rows of 32,000: 1.2 ms; 6 ms by masked_fill. The scores are not needed any more.
         weights.mul_(torch.ge(scores, floor[:, None], out=scores))
     chosen = inverse_cdf(padded, to_device(uniform(columns.seed, positions), device))
-    # A parallel scan may rise by rounding where a weight is 0, and an unusable row may give any token.
+    # A parallel scan may rise by rounding if a weight is 0, and an unusable row may give any token.
     is_possible = padded.gather(1, chosen[:, None]).squeeze(1) > 0
     return torch.where(is_possible, chosen, greedy)
 
@@ -113,7 +113,7 @@ def inverse_cdf(weights: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """[n, 1]: the first place whose sum is above the target, or the last that adds anything where rounding hides it."""
+    """[n, 1]: the first place whose sum is above the target, or the last that adds anything if rounding hides it."""
     place = torch.searchsorted(cumulative, target, right=True)
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     return torch.minimum(place, last).clamp_(max=cumulative.shape[1] - 1)

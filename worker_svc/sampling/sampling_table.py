@@ -36,7 +36,7 @@ class SamplingReader:
         self._max_logprobs = limits.max_logprobs
 
     def read(self, message: worker_pb2.AssignRow) -> RowSampling:
-        """The row's sampling; with a `refusal` that names field, value and limit where it cannot be drawn by."""
+        """The row's sampling; with a `refusal` that names field, value and limit if it cannot be drawn by."""
         try:
             return self._read(message)
         except InvalidArgument as error:
@@ -99,7 +99,7 @@ class SamplingReader:
                 self._bad_sequence(f"bad_token_sequences[{index}]", each.ids)
                 for index, each in enumerate(asked.bad_token_sequences)
             ),
-            # A constraint ends a row before min_tokens where nothing else may follow.
+            # A constraint ends a row before min_tokens if nothing else may follow.
             min_tokens=0 if sampling.HasField("constraint") else stopping.min_tokens,
             # An eos id beyond the logits is never drawn.
             stop_token_ids=np.array([each for each in stopping.stop_token_ids if each < self._vocab_size], np.int32),
@@ -139,17 +139,17 @@ class SamplingColumns:
     wants_logprobs: NDArray[np.bool_]
     num_logprobs: NDArray[np.int64]
     num_candidates: NDArray[np.int64]
-    """0 where the row draws a token."""
+    """0 if the row draws a token."""
     has_rules: NDArray[np.bool_]
     rules: NDArray[np.object_]
-    """`LogitRules`, or None where nothing is done to the logits."""
+    """`LogitRules`, or None if nothing is done to the logits."""
     has_constraint: NDArray[np.bool_]
     num_prompt_tokens: NDArray[np.int64]
     wants_prompt_logprobs: NDArray[np.bool_]
     num_prompt_logprobs: NDArray[np.int64]
     is_refused: NDArray[np.bool_]
     refusal: NDArray[np.object_]
-    """Why the row fails when it samples; None where it does not."""
+    """Why the row fails when it samples; None if it does not."""
 
     @classmethod
     def empty(cls, num_rows: int) -> "SamplingColumns":

@@ -61,7 +61,7 @@ def _min_p_floor(columns: SamplingColumns, device: torch.device) -> Tensor:
 def exponential(scores: Tensor, out: Tensor | None = None) -> Tensor:
     """e to the power of scores that are at most 0, by powers of two.
 
-    Measured on two cores for 64 rows of 128,000: as fast as torch's `exp`, and where half of the scores are -infinity,
+    Measured on two cores for 64 rows of 128,000: as fast as torch's `exp`, and when half of the scores are -infinity,
     as after a constraint, a quarter of its time, which leaves its fast path there.
     """
     scaled = torch.mul(scores, _LOG2_E, out=out)
@@ -91,7 +91,7 @@ class _Limits:
     floor: Tensor
     """[n] float32, of min-p."""
     top_k: Tensor
-    """[n] int64; the vocabulary's size where there is none."""
+    """[n] int64; the vocabulary's size if there is none."""
     top_p: Tensor
     """[n] float64."""
     wanted: Tensor

@@ -187,7 +187,7 @@ def _check_head(violations: Violations, field: str, tensor: InputTensor, datatyp
 def _check_shape(
     violations: Violations, field: str, tensor: InputTensor, values: Sequence[Value] | None, contents: str
 ) -> None:
-    """The shape is [N] or [N, 1], and there are N values; `values` is None where they cannot be read."""
+    """The shape is [N] or [N, 1], and there are N values; `values` is None if they cannot be read."""
     shape = list(tensor.shape)
     if values is not None and len(values) > MAX_ELEMENTS:
         violations.add(
@@ -206,7 +206,7 @@ def _typed_values(tensor: InputTensor) -> Sequence[Value]:
 
 
 def _raw_values(tensor: InputTensor, data: bytes) -> list[Value] | None:
-    """None where the bytes are not elements of the tensor's datatype. Reads at most one element more than allowed."""
+    """None if the bytes are not elements of the tensor's datatype. Reads at most one element more than allowed."""
     enough = MAX_ELEMENTS + 1
     if tensor.datatype == "BOOL":
         return [byte != 0 for byte in data[:enough]]
@@ -263,7 +263,7 @@ class SamplingFields:
 
 
 def read_sampling_fields(request: pb.ModelInferRequest, tensor: Tensor | None) -> SamplingFields:
-    """`tensor` is the input `sampling_parameters`; None where it is absent.
+    """`tensor` is the input `sampling_parameters`; None if it is absent.
 
     Raises:
         InvalidArgument: a parameter is unknown, or its text cannot be parsed.
@@ -442,7 +442,7 @@ def _text(violations: Violations, tensor: Tensor, position: int) -> str:
 
 
 def _flag(violations: Violations, inputs: Mapping[str, Tensor], name: str) -> bool | None:
-    """The one element of a BOOL input; None where it is absent."""
+    """The one element of a BOOL input; None if it is absent."""
     tensor = inputs.get(name)
     if tensor is None:
         return None

@@ -43,7 +43,7 @@ _BINARY_HEADER = "inference-header-content-length"
 # JSON has no infinity.
 _LOWEST = -9999.0
 _UNION_TYPES = {
-    "data": "a list of strings or a list of booleans, in lists of their own where the shape has two dimensions",
+    "data": "a list of strings or a list of booleans, in lists of their own if the shape has two dimensions",
     "parameters": "an object whose values are strings, numbers or booleans",
 }
 
@@ -94,7 +94,7 @@ class InferenceError(BaseModel):
 
 
 def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits) -> list[ApiRoute]:
-    """All paths need a key where the gateway has keys, as the methods over gRPC do."""
+    """All paths need a key if the gateway has keys, as the methods over gRPC do."""
 
     async def server(request: Request) -> Response:
         """The name and the version of the server."""

@@ -158,7 +158,7 @@ class KServeServicer:
             yield error_response(self._model_name, request.id, message)
 
     async def _whole(self, inference: Inference) -> pb.ModelInferResponse:
-        """Runs all prompts at once; where one fails, the others are aborted."""
+        """Runs all prompts at once; if one fails, the others are aborted."""
         responder = self._responder(inference)
         with self._generator.call_memory(AS_TENSORS) as memory:
             async with running(self._generator, inference.options, partial(_refusal, inference), memory) as live:
@@ -184,12 +184,12 @@ class KServeServicer:
         return Responder(self._model_name, inference, self._generator.model.tokenizer.token_texts)
 
     def _check_target(self, request: pb.ModelInferRequest) -> None:
-        """Raises NotFound where the request names another model, or version."""
+        """Raises NotFound if the request names another model, or version."""
         self._check_model("model_name", request.model_name)
         _check_version("model_version", request.model_version)
 
     def _check_model(self, field: str, name: str) -> None:
-        """Raises NotFound where the field names another model than the served one."""
+        """Raises NotFound if the field names another model than the served one."""
         if (violation := wrong_model(name, self._visible_name())) is not None:
             raise NotFound(f"{field} {violation.description}", reason="MODEL_NOT_FOUND")
 

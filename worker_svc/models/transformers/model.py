@@ -207,7 +207,7 @@ def refusals(described: ModelDirectory) -> Iterator[None]:
 def remembered_by_generate(config: PreTrainedConfig, windows: Sequence[int | None]) -> int | None:
     """The length up to which transformers' `generate` sees all that the model's masks show; None for any.
 
-    Its cache keeps a window wherever the configuration names one, even where the masks ignore it.
+    Its cache keeps a window wherever the configuration names one, even if the masks ignore it.
 
     Args:
         windows: those of the masks, one for each attention call in the order of the layers.

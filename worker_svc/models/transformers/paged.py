@@ -178,7 +178,7 @@ class _PagedLayer:
     def __call__(self, call: AttentionCall, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         if self._shape.needs_exact_keys and kv_cache.dtype == torch.int8:
             raise ConfigurationError("--kv-cache-dtype is int8, which is too coarse for this model's keys; use auto")
-        # Models may rotate in float32; the pool takes one dtype, or any where it is int8.
+        # Models may rotate in float32; the pool takes one dtype, or any if it is int8.
         dtype = dtype_written_to(kv_cache) or call.value.dtype
         query, key, value = (self._lines(tensor, dtype) for tensor in (call.query, call.key, call.value))
         if self._repeats > 1:

@@ -201,7 +201,7 @@ def _sinks_of(call: AttentionCall) -> tuple[float, ...] | None:
 
 
 def _window_of(call: AttentionCall) -> int | None:
-    """The window of the mask, which transformers' plain attention obeys; that of the options where there is no mask."""
+    """The window of the mask, which transformers' plain attention obeys; that of the options if there is no mask."""
     if call.mask is None:
         return call.options.get("sliding_window")
     if not isinstance(call.mask, ProbedMask) or not hasattr(call.mask, "window"):
@@ -210,7 +210,7 @@ def _window_of(call: AttentionCall) -> int | None:
 
 
 class ProbedMask(torch.Tensor):
-    """A mask that only knows its sliding window. `window` is missing where the model changed the mask.
+    """A mask that only knows its sliding window. `window` is missing if the model changed the mask.
 
     The window is computed when it is asked for: some models make masks for kinds of layers that they do not have.
     """

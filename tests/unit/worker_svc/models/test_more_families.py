@@ -149,7 +149,7 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(
         ({"layer_types": "full_attention"}, "expected 2 of full_attention and"),
         (
             {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": False},
-            "expected full_attention alone where no sliding window is used",
+            "expected full_attention alone if no sliding window is used",
         ),
     ],
 )
