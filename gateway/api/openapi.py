@@ -1,5 +1,7 @@
 """Routes that describe themselves, and /openapi.json and /docs, which are made from them."""
 
+import asyncio
+import functools
 import html
 import http.client
 import inspect
@@ -80,17 +82,21 @@ class ApiRoute(Route):
 def description_routes(routes: Sequence[BaseRoute]) -> list[ApiRoute]:
     """GET /openapi.json and GET /docs: the document of `routes` and of these two, for programs and for people."""
 
+    @functools.cache
+    def document() -> dict[str, Any]:
+        return openapi_document([*(each for each in routes if isinstance(each, ApiRoute)), *own])
+
+    # Made when it is first asked for, since that takes longer than all else that a gateway does to start; in a thread,
+    # so that streams go on meanwhile.
     async def openapi(request: Request) -> Response:
         """This document."""
-        return JSONResponse(document)
+        return JSONResponse(await asyncio.to_thread(document))
 
     async def docs(request: Request) -> Response:
         """This document as a page."""
-        return HTMLResponse(page)
+        return HTMLResponse(openapi_page(await asyncio.to_thread(document)))
 
     own = [ApiRoute("/openapi.json", openapi, answer=AnyObject), ApiRoute("/docs", docs, media_type="text/html")]
-    document = openapi_document([*(each for each in routes if isinstance(each, ApiRoute)), *own])
-    page = openapi_page(document)
     return own
 
 

@@ -8,6 +8,7 @@ import jsonschema
 import pytest
 
 from quire.client import (
+    AsyncClient,
     BeamSearch,
     Constraint,
     FinishReason,
@@ -16,7 +17,7 @@ from quire.client import (
     StructuralTags,
 )
 from quire.rpc.errors import InvalidArgument
-from tests.support.serving import serving
+from tests.support.serving import Served
 
 PERSON = {
     "type": "object",
@@ -32,10 +33,9 @@ SAMPLED = GenerationOptions(temperature=1.0, seed=3, max_tokens=120)
 PROMPT = "Write about a cat:"
 
 
-@pytest.fixture(scope="module")
-async def client():
-    async with serving() as served:
-        yield served.client
+@pytest.fixture
+def client(served: Served) -> AsyncClient:
+    return served.client
 
 
 async def texts_of(client, constraint: Constraint, options: GenerationOptions = SAMPLED, **changes) -> list[str]:

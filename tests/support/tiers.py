@@ -1,16 +1,32 @@
-"""Which test files have tests of a tier, by their text: the others are not imported, which takes seconds."""
+"""What of a test is in which tier, and which files have tests of a tier, by their text: the others are not imported."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 from _pytest.mark.expression import Expression
+from hypothesis import settings
 
 MARKERS = frozenset({"extended", "all_isas"})
 _ROOT = Path(__file__).parents[1]
 # A file has tests with one of `MARKERS` only if it, or a conftest.py that it uses, has one of these texts.
-_SOME = re.compile(r"\bmark\.(extended|all_isas)\b|\bcpu_kernels\b")
+_SOME = re.compile(r"\bmark\.(extended|all_isas)\b|\b(cpu_kernels|parametrize_once)\b")
 _ALL_EXTENDED = re.compile(r"^pytestmark = pytest\.mark\.extended$", re.MULTILINE)
+
+
+def few_examples() -> settings:
+    """For a property whose examples take long: 20 of them in the first tier, as many as of others in the third."""
+    usual = settings().max_examples
+    return settings(max_examples=usual if usual > 100 else 20)
+
+
+def parametrize_once(names: str, cases: Sequence[Any], **options: Any) -> pytest.MarkDecorator:
+    """Parametrizes a test with the first of these cases; with the others it is an extended test."""
+    several = "," in names
+    rest = [pytest.param(*(case if several else (case,)), marks=pytest.mark.extended) for case in cases[1:]]
+    return pytest.mark.parametrize(names, [cases[0], *rest], **options)
 
 
 def may_select(expression: str, path: Path) -> bool:

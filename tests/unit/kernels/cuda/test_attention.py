@@ -1,6 +1,7 @@
 """Decode and prefill attention against a loop over tokens and heads in float64."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from kernels.cuda.attention import DecodeTiling, PrefillTiling, decode_attention
 from kernels.cuda.tiles import PagedBatch
 from kernels.reference import ScoreRule
 from tests.support.pairwise import pairwise
+from tests.support.tiers import parametrize_once
 from tests.support.triton_devices import KernelDevice
 from tests.unit.kernels.test_paged_attention import SINKS, TOLERANCE, Batch, make_batch, naive_attention
 
@@ -35,23 +37,23 @@ def assert_matches_naive(device: KernelDevice, batch: Batch, **options: Any) -> 
     assert_close(attend(device, batch, **options), naive_attention(batch, **options), batch.query.dtype)
 
 
-@pytest.mark.parametrize(
-    ("heads", "block_size"), [((2, 2), 1), ((4, 1), 5), ((6, 2), 16), ((20, 1), 5), ((6, 2), 64), ((2, 2), 32)]
+@parametrize_once(
+    "heads, block_size", [((6, 2), 16), ((2, 2), 1), ((4, 1), 5), ((20, 1), 5), ((6, 2), 64), ((2, 2), 32)]
 )
 def test_mixed_batch_matches_naive(device: KernelDevice, heads: tuple[int, int], block_size: int) -> None:
     assert_matches_naive(device, make_batch(MIXED, heads=heads, block_size=block_size))
 
 
-@pytest.mark.parametrize("head_dim", [8, 80, 128, 192, 256])
+@parametrize_once("head_dim", [80, 8, 128, 192, 256])
 def test_head_sizes_match_naive(device: KernelDevice, head_dim: int) -> None:
     for seed, dtype in enumerate(device.dot_dtypes):
         batch = make_batch(MIXED, heads=(4, 2), head_dim=head_dim, block_size=16, dtype=dtype, seed=seed)
         assert_matches_naive(device, batch, scale=head_dim**-0.5)
 
 
-@pytest.mark.parametrize(
-    ("sliding_window", "soft_cap", "alibi", "sinks"),
-    pairwise([None, 1, 33, 1000], [None, 1.5], [False, True], [None, SINKS]),
+@parametrize_once(
+    "sliding_window, soft_cap, alibi, sinks",
+    [(33, 1.5, True, SINKS), *pairwise([None, 1, 33, 1000], [None, 1.5], [False, True], [None, SINKS])],
 )
 def test_score_options_match_naive(
     device: KernelDevice,
@@ -65,13 +67,13 @@ def test_score_options_match_naive(
     assert_matches_naive(device, make_batch(MIXED, heads=(6, 2)), **options)
 
 
-@pytest.mark.parametrize(
+@parametrize_once(
     "rows",
     [
+        [(64, 64), (32, 32), (1, 1), (32, 65)],
         [(1, 1)],
         [(1, 64)],
         [(2, 2)],
-        [(64, 64), (32, 32), (1, 1), (32, 65)],
         [(33, 100)],
         [(1, n) for n in range(1, 34)],
         [(n, n + 3) for n in range(1, 18)],
@@ -82,7 +84,7 @@ def test_batches_of_any_shape_match_naive(device: KernelDevice, rows: list[tuple
     assert_matches_naive(device, make_batch(rows, heads=(4, 1), block_size=16))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@parametrize_once("seed", range(4))
 def test_random_batches_match_naive(device: KernelDevice, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     draw = torch.randint(1, 40, (7, 2), generator=generator).tolist()
@@ -90,9 +92,9 @@ def test_random_batches_match_naive(device: KernelDevice, seed: int) -> None:
     assert_matches_naive(device, make_batch(rows, heads=(6, 3), block_size=7, seed=seed))
 
 
-@pytest.mark.parametrize("sliding_window", [None, 40])
-@pytest.mark.parametrize("lengths", [[1], [16, 17, 500, 1, 300]], ids=str)
-@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
+@parametrize_once(
+    "lengths, sliding_window, sinks", list(product([[16, 17, 500, 1, 300], [1]], [40, None], [SINKS, None]))
+)
 def test_contexts_in_many_pieces_match_naive(
     device: KernelDevice, lengths: list[int], sliding_window: int | None, sinks: torch.Tensor | None
 ) -> None:
@@ -184,7 +186,7 @@ def test_no_rows_give_an_empty_result(device: KernelDevice) -> None:
     assert outcome.result.shape == (0, 4, 32)
 
 
-@pytest.mark.parametrize("sliding_window", [1, 15, 16, 17, 63, 150])
+@parametrize_once("sliding_window", [17, 1, 15, 16, 63, 150])
 def test_windows_that_begin_and_end_anywhere_in_tiles_match_naive(device: KernelDevice, sliding_window: int) -> None:
     """Between the keys that some queries of a tile no longer see and those that some do not see yet lie whole tiles."""
     batch = make_batch([(40, 150), (2, 97), (33, 33), (5, 64)], heads=(6, 2))
@@ -202,7 +204,7 @@ def test_scores_of_any_size_match_naive(device: KernelDevice) -> None:
     assert_matches_naive(device, batch, scale=1e-6)
 
 
-@pytest.mark.parametrize("scale", [10.0, 1e-6])
+@parametrize_once("scale", [10.0, 1e-6])
 def test_sinks_of_any_size_match_naive(device: KernelDevice, scale: float) -> None:
     batch = make_batch([*MIXED, (1, 700)], heads=(4, 2))
     sinks = torch.tensor([float("-inf"), -50.0, 0.0, 50.0])

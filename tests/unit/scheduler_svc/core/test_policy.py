@@ -8,6 +8,7 @@ from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.policy import SAMPLE_WEIGHT, FairPolicy, GroupQueue
 from scheduler_svc.core.sequence import SequenceGroup
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
+from tests.support.tiers import few_examples
 
 
 def make_driver(policy: PolicyKind, **config) -> Driver:
@@ -244,6 +245,7 @@ def test_tenants_that_are_gone_are_forgotten():
     assert len(policy.counters) < 200
 
 
+@few_examples()
 @given(data=st.data(), max_num_seqs=st.integers(1, 4), num_blocks=st.sampled_from([400, 24, 14]))
 def test_the_bound_holds_between_tenants_that_always_want_more(data, max_num_seqs, num_blocks):
     driver = make_driver(
@@ -279,6 +281,7 @@ def test_the_bound_holds_between_tenants_that_always_want_more(data, max_num_seq
     assert num_blocks < 400 or driver.scheduler.num_preemptions == 0
 
 
+@few_examples()
 @given(data=st.data(), num_blocks=st.sampled_from([400, 24, 14]), preemption_mode=st.sampled_from(PreemptionMode))
 def test_the_tenant_that_was_served_least_is_next_whatever_comes_and_goes(data, num_blocks, preemption_mode):
     driver = make_driver(
