@@ -31,7 +31,7 @@ CHECKS := check-format check-lint check-types check-imports check-protos check-a
 	check-kubernetes
 
 .PHONY: help setup protos serve test test-all test-long test-sanitizers test-mutation coverage triton-client check
-.PHONY: $(CHECKS) bench paper tiny site api-docs clean
+.PHONY: $(CHECKS) test-ui bench paper tiny site api-docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -67,6 +67,11 @@ test-sanitizers: setup ## run the tests of the CPU kernels with sanitizers of ad
 test-mutation: setup ## change the scheduler's core in 80 places, one at a time; print the changes that no test finds
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install $(PIP_FLAGS) --quiet cosmic-ray==8.7.0
 	$(BIN)/python -m tools.mutation_sample scheduler_svc/core tests/unit/scheduler_svc/core --exclude invariants $(ARGS)
+
+# The browser is in no tier: 68 MB from npm, which may be unreachable where the tiers run.
+test-ui: setup ## look at the page /ui in headless Chromium, and draw the pictures of docs/images again
+	$(BIN)/python -m pip install $(PIP_FLAGS) --quiet playwright==1.65.2
+	QUIRE_CHROMIUM=$$($(BIN)/python -m tools.get_chromium $(VENV)/chromium) $(PYTEST) tests/browser $(ARGS)
 
 coverage: setup triton-client ## run the first tier and print the coverage of each package
 	$(PYTEST) $(IN_PARALLEL) -m "not ($(SECOND_TIER))" --cov --cov-report=html $(ARGS)

@@ -26,6 +26,7 @@ BENCHMARKS = (
     "recording",
     "compiling",
     "programs",
+    "watch",
 )
 
 

@@ -43,6 +43,7 @@ class ListenFlags(ServiceFlags):
         metavar="FILE",
         common=True,
     )
+    ui: bool = setting(True, "serve /ui, a page that shows chats, memory and load; with API keys, to operators alone")
     open_metrics: bool = setting(False, "show /metrics of the HTTP port without an API key")
     vllm_metric_names: bool = setting(
         False,

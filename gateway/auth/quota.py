@@ -111,6 +111,11 @@ class Account:
         self._requests = _resized(self._requests, limits.requests_per_minute, now)
         self._tokens = _resized(self._tokens, limits.tokens_per_minute, now)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the key is no longer valid."""
+        return self._is_closed
+
     def close(self) -> None:
         """The key is no longer valid: running requests go on, new ones are refused."""
         self._is_closed = True

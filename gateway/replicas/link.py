@@ -5,7 +5,7 @@ import contextlib
 import logging
 import random
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Protocol, cast
 
 import grpc
@@ -32,6 +32,7 @@ from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.settings import ConfigurationError
 from quire.tracing import TraceContext
 
+_WATCH = "Watch"
 _CONNECT = "/quire.scheduler.v1.SchedulerService/Connect"
 _WELCOME_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 1.0
@@ -180,6 +181,29 @@ class SchedulerLink:
             if task is not None and task.cancelling():
                 raise
             raise unconnected from None
+
+    async def watch(self, *, wants_memory: bool) -> AsyncGenerator[scheduler_pb2.WatchResponse, None]:
+        """Frames of the scheduler, with block tables and names of blocks or without, until its stream breaks.
+
+        Raises:
+            QuireError: the scheduler's error, or Unavailable if it is not connected (any more).
+        """
+        unconnected = Unavailable(f"scheduler {self.address} is not connected", reason="NO_SCHEDULER")
+        if self._stub is None:
+            raise unconnected
+        call: Any = getattr(self._stub, _WATCH)(scheduler_pb2.WatchRequest(include_memory=wants_memory))
+        try:
+            async for frame in call:
+                yield frame
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise unconnected from None
+        finally:
+            call.cancel()
 
     async def flush(self) -> None:
         """Waits until everything that was queued before is written, the stream is broken, or a second has passed."""

@@ -81,6 +81,11 @@ class Generator:
         """Whether a request would run at once, as far as the gateway knows."""
         return self.replicas.is_ready and not self.is_draining
 
+    @property
+    def num_live(self) -> int:
+        """Requests that run at this gateway."""
+        return len(self._ledger)
+
     def take_nothing_more(self) -> None:
         """Refuses every call from now on."""
         self._takes_nothing = True

@@ -23,6 +23,8 @@ from gateway.api.openai.routes import openai_routes
 from gateway.api.openapi import METRICS_PATH, OPEN_PATHS, ApiRoute, description_routes
 from gateway.api.responses.routes import response_routes
 from gateway.api.shapes import GatewayReadiness, GatewayVersion, Health
+from gateway.api.ui import access
+from gateway.api.ui.routes import ui_routes
 from gateway.auth.caller import Caller, set_caller
 from gateway.auth.keys import Authenticator
 from gateway.metrics import GatewayMetrics
@@ -62,7 +64,11 @@ def make_http_app(
         *probe_routes(generator, metrics),
     ]
     return Starlette(
-        routes=[*routes, *description_routes(routes)],
+        routes=[
+            *routes,
+            *description_routes(routes),
+            *(ui_routes(generator, authenticator, routes) if settings.ui else ()),
+        ],
         # The first one is the first to see a request.
         middleware=[
             *_cross_origin(settings.allowed_origins),
@@ -208,7 +214,7 @@ class AuthMiddleware:
         self._app = app
         self._authenticator = authenticator
         self._on_refusal = on_refusal
-        self._open_paths: Collection[str] = OPEN_PATHS | ({METRICS_PATH} if open_metrics else set())
+        self._open_paths: Collection[str] = OPEN_PATHS | access.OPEN_PATHS | ({METRICS_PATH} if open_metrics else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and scope["path"] not in self._open_paths:
@@ -216,6 +222,8 @@ class AuthMiddleware:
                 set_caller(self._caller_of(scope))
             except QuireError as error:
                 self._on_refusal(error.reason)
+                if access.shows_page(scope):
+                    return await access.refusal(error)(scope, receive, send)
                 extra = {"www-authenticate": "Bearer"} if isinstance(error, Unauthenticated) else {}
                 return await send_answer(send, error_answer(error, str), extra, dialect_of(scope["path"]))
         return await self._app(scope, receive, send)
@@ -225,7 +233,12 @@ class AuthMiddleware:
         if not shown:
             # Anthropic's name of the header.
             shown = [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
+        is_page = access.is_below(scope["path"])
+        if not shown and is_page:
+            shown = access.keys_shown(scope)
         caller = self._authenticator.authenticate(shown)
+        if is_page:
+            access.check_operator(is_operator=caller.access.is_operator)
         if scope["path"] == METRICS_PATH and not caller.access.is_operator:
             raise PermissionDenied("metrics are for the API keys of operators", reason="OPERATORS_ONLY")
         return caller

@@ -73,6 +73,7 @@ COMMANDS = {
     ),
     "replay": Command.of("quire.cli.replay", "ReplayFlags", "run a scheduler's recording again, without workers"),
     "status": Command.of("quire.cli.status", "StatusFlags", "show health, models and replicas of a gateway"),
+    "top": Command.of("quire.cli.top", "TopFlags", "show queues, tokens, memory and steps of all replicas, live"),
     "doctor": Command.of("quire.cli.doctor", "DoctorFlags", "show what this machine has, and what Quire uses of it"),
     "completion": Command.of(
         "quire.cli.completion", "CompletionFlags", "print what completes commands and flags in a shell"

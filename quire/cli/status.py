@@ -4,13 +4,16 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from quire.cli.feed import DEFAULT_URL, Deployment, line_of, read_feed
 from quire.cli.flags import ConnectionFlags
 from quire.cli.main import explain
 from quire.client import Client, Model, QuireError, Replica
@@ -26,17 +29,37 @@ class StatusFlags(ConnectionFlags):
     """Shows health, models and replicas of gateways; the exit status is 0 when all serve."""
 
     format: str = setting("text", "how to print", choices=("text", "json"))
+    watch: bool = setting(False, "print a line of numbers for each replica every second, until Ctrl-C")
+    url: str = setting(DEFAULT_URL, "HTTP address of the gateway, for --watch", metavar="URL")
     timeout: float = setting(5.0, "seconds to wait for an answer", minimum=0.1, metavar="SECONDS")
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the status of each gateway; 0 when all serve requests."""
     flags = load_settings(StatusFlags, argv, os.environ, program=PROGRAM)
+    if flags.watch:
+        return _watch(flags)
     addresses = split_addresses(flags.address)
     if len(addresses) == 1:
         return 0 if _show(addresses[0], flags) else 1
     serving = [_show_or_explain(address, flags) for address in addresses]
     return 0 if all(serving) else 1
+
+
+def _watch(flags: StatusFlags) -> int:
+    """Prints the numbers of all replicas every second. Returns 1 where the gateway ends the feed."""
+    deployment = Deployment()
+    try:
+        with closing(read_feed(flags, flags.url)) as events:
+            for name, value in events:
+                deployment.take(name, value)
+                # The gateway's own event comes once a second.
+                if name == "gateway" and deployment.is_known:
+                    for replica in deployment.replicas.values():
+                        print(f"{time.strftime('%H:%M:%S')} {line_of(deployment, replica)}", flush=True)
+    except KeyboardInterrupt:
+        return 0
+    return 1
 
 
 def _show_or_explain(address: str, flags: StatusFlags) -> bool:

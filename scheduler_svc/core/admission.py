@@ -1,7 +1,9 @@
-"""Room for groups that are to enter the batch, and shares of a step's tokens for prompts."""
+"""Room for groups that are to enter the batch, what keeps them out, and shares of a step's tokens for prompts."""
 
+import enum
 import itertools
 import sys
+from typing import NamedTuple
 
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.kv_cache import SwapSpace, VictimTables
@@ -17,6 +19,33 @@ leave with every block that becomes free. ADR 0012 has what more and fewer cost.
 
 _NUM_LOOKED_AT = 4
 """Waiting groups that may limit a longer prompt to its share."""
+
+
+class Obstacle(enum.Enum):
+    """Why a group that waits or is swapped does not run yet."""
+
+    NEXT_STEP = enum.auto()
+    """A step admitted or looked at as many as one may."""
+    ROWS = enum.auto()
+    BLOCKS = enum.auto()
+    TOKENS = enum.auto()
+    """The step's token budget is used up."""
+    BEHIND = enum.auto()
+    """Another group is next."""
+    SWAPPED_FIRST = enum.auto()
+    PREEMPTION = enum.auto()
+    """The step preempted for want of blocks."""
+    CONSTRAINT = enum.auto()
+    SHARED_PREFIX = enum.auto()
+    SUSPECTS = enum.auto()
+    """Requests that the worker may have been lost for run alone."""
+
+
+class Stop(NamedTuple):
+    """Why the last step that was planned admitted no further group, and which it stopped at, where there is one."""
+
+    why: Obstacle
+    key: RequestKey | None = None
 
 
 class Room:
@@ -46,11 +75,15 @@ class Room:
             for each in group.unfinished
         )
 
+    def lacks_rows(self, group: SequenceGroup) -> bool:
+        """Whether too few rows are free for the group."""
+        return len(group.unfinished) > self._batch.rows.num_free
+
     def fits(self, group: SequenceGroup, to_grow: int) -> bool:
         """Whether there are rows and blocks for the group beside those that run and take `to_grow` blocks in the next
         steps."""
         blocks = self._batch.blocks
-        if len(group.unfinished) > self._batch.rows.num_free:
+        if self.lacks_rows(group):
             return False
         alone = not len(self._running)
         while True:

@@ -173,6 +173,10 @@ class BlockPool:
         """`hash_of` of each."""
         return [self._hashes[block] for block in blocks]
 
+    def names(self) -> list[BlockHash | None]:
+        """`hash_of` of all blocks, a copy."""
+        return self._hashes.copy()
+
     def allocate(self, count: int) -> list[BlockId]:
         """Takes `count` free blocks, each with a reference count of 1. Raises OutOfBlocksError and changes nothing."""
         if count > len(self._free):

@@ -185,8 +185,13 @@ class BlockManager:
         return bool(self._retired)
 
     @property
+    def retired(self) -> tuple[Sequence, ...]:
+        """Finished sequences whose blocks will be free soon."""
+        return tuple(self._retired)
+
+    @property
     def retired_tables(self) -> list[list[BlockId]]:
-        """The blocks of retired sequences, which will be free soon."""
+        """The blocks of retired sequences."""
         return [sequence.block_table for sequence in self._retired]
 
     def hits(self, sequence: Sequence) -> list[BlockId]:

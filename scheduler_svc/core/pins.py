@@ -73,6 +73,10 @@ class Pins:
         """The blocks of each pin."""
         return [pin.blocks for pin in self._pins.values()]
 
+    def holders(self) -> dict[BlockId, int]:
+        """How many pins hold each block that one holds, a copy."""
+        return dict(self._holders)
+
     def of_key(self, key: RequestKey) -> Pin | None:
         return self._by_key.get(key)
 

@@ -5,6 +5,7 @@ planned; everything else about scheduling is the same under all policies.
 """
 
 import heapq
+import itertools
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator, KeysView
@@ -64,6 +65,10 @@ class GroupQueue:
     def next_few(self, count: int) -> list[SequenceGroup]:
         """The first so many that are not held."""
         return [self._by_order[order] for order in self._orders[:count]]
+
+    def held_few(self, count: int) -> list[SequenceGroup]:
+        """So many that are held, in no order."""
+        return [self._by_order[order] for order in itertools.islice(self._held, count)]
 
     @property
     def has_next(self) -> bool:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
-from scheduler_svc.core.admission import Room, TokenShares
+from scheduler_svc.core.admission import Obstacle, Room, Stop, TokenShares
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.cache_log import CacheLog
@@ -55,6 +55,7 @@ class Scheduler:
     Live groups are in exactly one of three queues: `running` ones have rows and GPU blocks, `swapped` ones host blocks,
     `waiting` ones neither. Steps and preemptions are counted since the start; `last_step_id` is the newest planned step
     since the worker was attached, 0 before the first; `num_swap_outs` of the preemptions moved blocks to host memory.
+    `stopped` is why the last step admitted no further group; None where none was left.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Scheduler:
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_swap_outs = 0
+        self.stopped: Stop | None = None
         self._num_arrivals = 0
         self._cache_log: CacheLog | None = None
         self._make_pools()
@@ -273,8 +275,7 @@ class Scheduler:
             self._swap_in(now)
         batch.add_decodes()
         self._shares.add_prefills()
-        if not has_preempted:
-            self._admit(now)
+        self.stopped = Stop(Obstacle.PREEMPTION) if has_preempted else self._admit(now)
         self._shares.add_set_aside()
         if not batch.draft.is_empty:
             return self._commit()
@@ -323,26 +324,35 @@ class Scheduler:
             group.timeline.run(now)
             self._return(group)
 
-    def _admit(self, now: float) -> None:
+    def _admit(self, now: float) -> Stop | None:
         """Admits groups that wait, as far as rows, blocks and the token budget go, until a swapped one is next: that
-        comes back before the next step."""
+        comes back before the next step. Returns what stopped it."""
         to_grow: int | None = None
         for _ in range(_MAX_ADMISSIONS):
             if self.batch.draft.budget <= 0:
-                return
+                return Stop(Obstacle.TOKENS)
             group = self._next()
-            if group is None or group.request.key not in self.waiting:
-                return
+            if group is None:
+                return self._stop_without_next()
+            key = group.request.key
+            if key not in self.waiting:
+                return Stop(Obstacle.SWAPPED_FIRST, key)
             if to_grow is None:
                 to_grow = self._room.to_grow()
             if not self._room.fits(group, to_grow):
-                return
+                return Stop(Obstacle.ROWS if self._room.lacks_rows(group) else Obstacle.BLOCKS, key)
             growth = self._room.growth_of(group)
-            self.running.add(self.waiting.remove(group.request.key))
+            self.running.add(self.waiting.remove(key))
             group.timeline.run(now)
             self._start(group)
             # The blocks that one sequence needs are known; several sequences may share blocks.
             to_grow = to_grow + growth if len(group.unfinished) == 1 else None
+        return Stop(Obstacle.NEXT_STEP)
+
+    def _stop_without_next(self) -> Stop | None:
+        if self.trials.are_on:
+            return Stop(Obstacle.SUSPECTS)
+        return Stop(Obstacle.NEXT_STEP) if self.waiting.has_next else None
 
     def _next(self) -> SequenceGroup | None:
         """The group that enters the batch next; None if none may. One that does not fit holds up all behind it, so

@@ -14,7 +14,7 @@ from quire.rpc.errors import InvalidArgument, QuireError, invalid_field
 from quire.scheduler.v1 import scheduler_pb2
 from quire.tracing import TraceContext
 from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
-from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
+from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
@@ -23,6 +23,7 @@ from scheduler_svc.core.step import RequestFailure, SequenceEnd, Usage
 from scheduler_svc.service.outbox import Outgoing
 from scheduler_svc.service.requests import GATEWAYS
 from scheduler_svc.service.step_loop import MODEL_CHANGED, StepLoop
+from scheduler_svc.service.watch_messages import pool_message
 from scheduler_svc.service.worker_messages import ReplicaInfo
 
 _MAX_HANDLE = 2**31 - 1
@@ -273,8 +274,8 @@ async def state_message(
     message.running_requests = len(scheduler.running)
     message.swapped_requests = len(scheduler.swapped)
     message.waiting_tokens = scheduler.waiting.num_tokens
-    message.gpu_pool.CopyFrom(_pool_message(scheduler.batch.blocks.pool, scheduler.pins.num_pinned))
-    message.host_pool.CopyFrom(_pool_message(scheduler.swap_space.pool))
+    message.gpu_pool.CopyFrom(pool_message(scheduler.batch.blocks.pool, scheduler.pins.num_pinned))
+    message.host_pool.CopyFrom(pool_message(scheduler.swap_space.pool))
     if is_of_gateway is not None:
         message.gateway.CopyFrom(_load_message(scheduler, is_of_gateway))
     if include_sequences:
@@ -301,8 +302,8 @@ async def blocks_message(loop: StepLoop, request_id: str | None) -> scheduler_pb
     if scheduler is None:
         return message
     pool = scheduler.batch.blocks.pool
-    message.gpu_pool.CopyFrom(_pool_message(pool, scheduler.pins.num_pinned))
-    message.host_pool.CopyFrom(_pool_message(scheduler.swap_space.pool))
+    message.gpu_pool.CopyFrom(pool_message(pool, scheduler.pins.num_pinned))
+    message.host_pool.CopyFrom(pool_message(scheduler.swap_space.pool))
     groups = [each for each in scheduler.groups() if request_id is None or each.request.request_id == request_id]
     snapshots = [_Snapshot.of(scheduler, sequence) for group in groups for sequence in group.unfinished]
     free = pool.free_blocks()
@@ -328,16 +329,6 @@ def _worker_messages(loop: StepLoop) -> list[scheduler_pb2.WorkerState]:
         )
         for address in loop.worker_addresses
     ]
-
-
-def _pool_message(pool: BlockPool, num_pinned: int = 0) -> scheduler_pb2.PoolState:
-    return scheduler_pb2.PoolState(
-        total_blocks=pool.num_blocks,
-        free_blocks=pool.num_free - pool.num_cached,
-        cached_blocks=pool.num_cached,
-        used_blocks=pool.num_used,
-        pinned_blocks=num_pinned,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 import grpc.aio
 
@@ -34,6 +35,7 @@ from scheduler_svc.service.gateway_messages import (
 from scheduler_svc.service.outbox import Held, Outgoing
 from scheduler_svc.service.requests import Connection, Reader, Requests
 from scheduler_svc.service.step_loop import PinFailedError, StepLoop
+from scheduler_svc.service.watch_messages import block_message
 
 _logger = logging.getLogger(__name__)
 _MAX_GRACE_PERIOD_MS = 600_000
@@ -152,6 +154,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.DrainResponse:
         timeout_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
         return scheduler_pb2.DrainResponse(remaining_requests=await self._loop.drain(timeout_s))
+
+    async def Watch(
+        self, request: scheduler_pb2.WatchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[scheduler_pb2.WatchResponse]:
+        async with aclosing(self._loop.watchers.frames(wants_memory=request.include_memory)) as frames:
+            async for frame in frames:
+                yield frame
+
+    async def ReadBlock(
+        self, request: scheduler_pb2.ReadBlockRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.ReadBlockResponse:
+        return block_message(self._loop.scheduler, request)
 
     async def _hello(self, messages: AsyncIterator[scheduler_pb2.ConnectRequest]) -> scheduler_pb2.Hello:
         # A refusal before the message is read could meet the gateway's write, which grpc then reports as INTERNAL.

@@ -39,6 +39,8 @@ from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.outbox import SequenceProgress
 from scheduler_svc.service.requests import GATEWAYS, Requests
 from scheduler_svc.service.tracing import RequestSpans, StepTrace
+from scheduler_svc.service.watch_messages import ReplicaNow
+from scheduler_svc.service.watchers import Watchers
 from scheduler_svc.service.worker_link import (
     InvalidAnswerError,
     WorkerFaultyError,
@@ -82,6 +84,7 @@ class StepLoop:
         trace: The parts of each step (`--trace-steps`).
         recorder: What writes all that the core is told (`--record`); None where nothing does.
         cache: Tells what changes in the prefix cache.
+        watchers: People who watch memory, queues and steps.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class StepLoop:
             )
         )
         self.cache = CacheFeed()
+        self.watchers = Watchers(self._now)
         self._settings = settings
         self._requests = requests
         self._metrics = metrics
@@ -349,6 +353,8 @@ class StepLoop:
                 self._sent_at[plan.step_id] = started
                 self._prompt_logprobs.planned(plan, scheduler.batch.rows)
                 self._metrics.planned(plan, planned - started)
+                if self.watchers.are_any:
+                    self.watchers.planned(scheduler, plan, started, planned)
                 await link.send(plan)
                 self.trace.planned(plan, started, planned)
                 self.trace.part("send", plan.step_id, planned, time.monotonic())
@@ -372,6 +378,8 @@ class StepLoop:
             self._answered_at = now
             result = answer.result
             self._metrics.stepped(now - self._sent_at.pop(result.step_id, now))
+            if self.watchers.are_any:
+                self.watchers.answered(result.step_id, now)
             try:
                 if scheduler.in_flight:
                     answer.check_rows(scheduler.in_flight[0])
@@ -412,6 +420,8 @@ class StepLoop:
             self._requests.deliver(step_id, batch)
             self._spans.delivered(batch)
             self._metrics.delivered(batch)
+            if self.watchers.are_any:
+                self.watchers.delivered(batch)
             if num_ended := len(batch.completed) + len(batch.failed):
                 self._note_ended(num_ended)
 
@@ -562,6 +572,16 @@ class StepLoop:
         if loading != self.loading:
             self.loading = loading
             self._requests.report_readiness(self.is_ready, loading)
+
+    def _now(self) -> ReplicaNow:
+        return ReplicaNow(
+            self.scheduler,
+            self.epoch,
+            is_ready=self.is_ready,
+            is_attached=self.is_attached,
+            is_draining=self.is_draining,
+            num_gateways=self._requests.num_connected,
+        )
 
     def _set_ready(self, *, is_attached: bool | None = None, is_draining: bool = False) -> None:
         was_ready = self.is_ready

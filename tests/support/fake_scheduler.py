@@ -144,6 +144,8 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         submits, aborted: What came, in order; for aborts the request ids.
         aborted_handles: Those of all aborts that came, whether the request still ran or not.
         live: Requests of the open stream by handle.
+        frames, blocks: What Watch and ReadBlock answer.
+        watches: The calls of Watch that came.
         is_heard: Whether the gateway of the open stream has said more than hello, as it does when it knows the welcome.
     """
 
@@ -169,6 +171,9 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     aborted: list[str] = field(default_factory=list)
     aborted_handles: list[int] = field(default_factory=list)
     live: dict[int, FakeRequest] = field(default_factory=dict)
+    frames: list[scheduler_pb2.WatchResponse] = field(default_factory=list)
+    watches: list[scheduler_pb2.WatchRequest] = field(default_factory=list)
+    blocks: dict[int, scheduler_pb2.ReadBlockResponse] = field(default_factory=dict)
     address: str = "127.0.0.1:0"
     connections: int = 0
     is_heard: bool = False
@@ -333,6 +338,20 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.CancelRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.CancelResponse:
         raise NotFound(f"{request.request_id} is not kept", reason="REQUEST_NOT_FOUND")
+
+    async def Watch(
+        self, request: scheduler_pb2.WatchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[scheduler_pb2.WatchResponse]:
+        """Shows `frames`, and then nothing more."""
+        self.watches.append(request)
+        for frame in self.frames:
+            yield frame
+        await asyncio.get_running_loop().create_future()
+
+    async def ReadBlock(
+        self, request: scheduler_pb2.ReadBlockRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.ReadBlockResponse:
+        return self.blocks[request.block_id]
 
     def _send_state(self, *, ready: bool) -> None:
         self._outgoing.append(scheduler_pb2.ConnectResponse(state=scheduler_pb2.ReplicaState(ready=ready)))

@@ -1,0 +1,1 @@
+"""The page for people who operate Quire: /ui."""

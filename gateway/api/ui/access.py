@@ -1,0 +1,126 @@
+"""Who may see the page: operators. Where keys are asked, everyone else gets a page that says so.
+
+A browser sends no key by itself when it opens a page. So the refusal page has a form for the key, and the key comes
+back in a cookie that only paths below /ui get, that no script reads, and that other sites' pages cannot make a browser
+send. The cookie holds the key itself, because any gateway of several that share the port must understand it.
+"""
+
+import base64
+import binascii
+import html
+from collections.abc import Mapping
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qs
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.types import Scope
+
+from gateway.auth.keys import Authenticator
+from quire.rpc.errors import PermissionDenied, QuireError, Unauthenticated
+
+ROOT = "/ui"
+KEY_PATH = f"{ROOT}/key"
+OPEN_PATHS = frozenset({KEY_PATH, f"{ROOT}/style.css", f"{ROOT}/icon.svg"})
+"""What the page of a refusal needs."""
+HEADERS: Mapping[str, str] = {
+    "content-security-policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+_COOKIE = "quire-operator"
+_MAX_FORM_BYTES = 4096
+# Of a page of ours, or typed by the user; "same-site" is another port or subdomain.
+_OWN_SITES = (b"same-origin", b"none")
+_REFUSAL = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Quire: for operators</title>
+<link rel="stylesheet" href="/ui/style.css">
+<link rel="icon" href="/ui/icon.svg">
+<body class="refusal">
+<main>
+<h1>This page is for operators</h1>
+<p>It shows the memory, the queues and the requests of all tenants, so this gateway shows it only to the holder of an
+operator's API key.</p>
+<p class="problem" role="alert">{problem}</p>
+<form method="post" action="/ui/key">
+<label for="key">API key of an operator</label>
+<input id="key" name="key" type="password" autocomplete="current-password" required autofocus>
+<button>Show the page</button>
+</form>
+<p class="hint"><code>quire keys add --tenant NAME --operator</code> makes such a key. It is kept in a cookie for
+paths below <code>/ui</code> until the browser closes.</p>
+</main>
+"""
+
+
+def is_below(path: str) -> bool:
+    """Whether a path belongs to the page."""
+    return path == ROOT or path.startswith(f"{ROOT}/")
+
+
+def shows_page(scope: Scope) -> bool:
+    """Whether a refusal is shown to a person: the caller opens the page itself, and not what it loads."""
+    return scope["path"] in (ROOT, f"{ROOT}/")
+
+
+def keys_shown(scope: Scope) -> list[bytes]:
+    """The key in the cookie, as an authorization header; none where there is none, or where another site's page makes
+    the browser send it."""
+    headers = dict(scope["headers"])
+    if headers.get(b"sec-fetch-site", b"none") not in _OWN_SITES:
+        return []
+    cookies = SimpleCookie()
+    try:
+        cookies.load(headers.get(b"cookie", b"").decode("latin-1"))
+        held = cookies[_COOKIE].value
+        return [b"Bearer " + base64.urlsafe_b64decode(held)]
+    except (CookieError, KeyError, binascii.Error, ValueError):
+        return []
+
+
+def check_operator(*, is_operator: bool) -> None:
+    """Raises PermissionDenied where the key is not an operator's."""
+    if not is_operator:
+        raise PermissionDenied("the page is for operators, and this API key is not one's", reason="OPERATORS_ONLY")
+
+
+def refusal(error: QuireError) -> Response:
+    """The page for who may not see it."""
+    status = 401 if isinstance(error, Unauthenticated) else 403
+    is_new = error.reason == "MISSING_API_KEY"
+    problem = "" if is_new else html.escape(f"{error.message[:1].upper()}{error.message[1:]}.")
+    return HTMLResponse(_REFUSAL.format(problem=problem), status, headers=dict(HEADERS))
+
+
+async def take_key(request: Request, authenticator: Authenticator) -> Response:
+    """Puts the key of the form into the cookie, if it is an operator's; an empty one ends the visit."""
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _MAX_FORM_BYTES:
+            return refusal(Unauthenticated("the API key is not valid", reason="INVALID_API_KEY"))
+    key = parse_qs(body.decode("latin-1")).get("key", [""])[0].strip()
+    answer = RedirectResponse(f"{ROOT}/", 303, headers=dict(HEADERS))
+    if not key:
+        answer.delete_cookie(_COOKIE, path=ROOT)
+        return answer
+    try:
+        caller = authenticator.authenticate([b"Bearer " + key.encode()])
+        check_operator(is_operator=caller.access.is_operator)
+    except QuireError as error:
+        return refusal(error)
+    answer.set_cookie(
+        _COOKIE,
+        base64.urlsafe_b64encode(key.encode()).decode(),
+        path=ROOT,
+        httponly=True,
+        samesite="strict",
+        secure=request.url.scheme == "https",
+    )
+    return answer

@@ -1,0 +1,83 @@
+"""Messages of the scheduler as objects of JSON, for the page."""
+
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.message import Message
+
+from quire.arrays import decode_int32
+from quire.scheduler.v1 import scheduler_pb2
+
+_NAME_BYTES = 8
+_MANY_BYTES = 8000
+_ARRAYS = ("gone", "progress", "lengths", "tables", "named", "pins", "events")
+
+
+def is_long(frame: scheduler_pb2.WatchResponse) -> bool:
+    """Whether writing the frame takes milliseconds."""
+    return len(frame.memory.tables) + 4 * len(frame.memory.names) > _MANY_BYTES
+
+
+def frame_object(address: str, frame: scheduler_pb2.WatchResponse) -> dict[str, Any]:
+    """A frame as an object of JSON."""
+    return {
+        "replica": address,
+        "is_whole": frame.is_whole,
+        "unix_seconds": frame.unix_seconds,
+        "numbers": _plain(frame.numbers),
+        "memory": _memory(frame.memory) if frame.HasField("memory") else None,
+        "steps": [_plain(each) for each in frame.steps],
+        "answers": [_plain(each) for each in frame.answers],
+        "waiting": [_plain(each) | {"reason": _reason(each.reason)} for each in frame.waiting],
+        "ended": [_plain(each) for each in frame.ended],
+    }
+
+
+def _memory(memory: scheduler_pb2.MemoryChanges) -> dict[str, Any]:
+    names = [memory.names[start : start + _NAME_BYTES] for start in range(0, len(memory.names), _NAME_BYTES)]
+    return {
+        "sequences": [_plain(each) for each in memory.sequences],
+        **{name: decode_int32(getattr(memory, name), name).tolist() for name in _ARRAYS},
+        "names": [name.hex() if any(name) else "" for name in names],
+        "lost_events": memory.lost_events,
+    }
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message without repeated fields as an object."""
+    values = ((field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields)
+    return {field.name: value if field.message_type is None else _plain(value) for field, value in values}
+
+
+def _reason(reason: scheduler_pb2.WaitReason) -> str:
+    """The reason's name, as "shared_prefix"; an empty text for one of a later version."""
+    if reason not in scheduler_pb2.WaitReason.values():
+        return ""
+    return scheduler_pb2.WaitReason.Name(reason).removeprefix("WAIT_REASON_").lower()
+
+
+def block_request(block: int, *, is_host: bool) -> scheduler_pb2.ReadBlockRequest:
+    """The request for one block."""
+    return scheduler_pb2.ReadBlockRequest(block_id=block, is_host=is_host)
+
+
+def block_object(answer: scheduler_pb2.ReadBlockResponse, tenant: str, text_of: Callable[[int], str]) -> dict[str, Any]:
+    """A block with its owners. `text_of` gives the text of a token; texts are shown of one tenant alone."""
+    owners: list[dict[str, Any]] = []
+    for owner in answer.owners:
+        token_ids = decode_int32(owner.token_ids, "token_ids", minimum=0).tolist()
+        owners.append(
+            {
+                "request_id": owner.request_id,
+                "tenant": owner.tenant,
+                "sequence_index": owner.sequence_index,
+                "logical_index": owner.logical_index,
+                "num_tokens": len(token_ids),
+                "tokens": [text_of(each) for each in token_ids] if owner.tenant == tenant else None,
+            }
+        )
+    return {
+        "block_hash": answer.block_hash.hex() if answer.HasField("block_hash") else None,
+        "ref_count": answer.ref_count,
+        "owners": owners,
+    }

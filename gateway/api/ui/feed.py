@@ -1,0 +1,97 @@
+"""What the page shows, as server-sent events: what this gateway knows of its replicas, and the frames of each replica's
+scheduler (quire.scheduler.v1, Watch) as JSON.
+
+    event: gateway   {"version", "model", "live_requests", "replicas": [{"address", "connected", "ready", "problem"}]}
+    event: frame     {"replica": address, "is_whole", "unix_seconds", "numbers", "memory", "steps", "answers",
+                      "waiting", "ended"}
+
+Names are those of the messages; arrays are flat lists of numbers, as there. A viewer that reads slowly slows down the
+stream from the scheduler, which then leaves frames out.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from gateway.api.ui.convert import frame_object, is_long
+from gateway.auth.caller import Caller
+from gateway.replicas.link import SchedulerLink
+from gateway.request.generator import Generator
+from quire.rpc.errors import QuireError
+from quire.version import VERSION
+
+_GATEWAY_INTERVAL_S = 1.0
+_RETRY_S = 1.0
+_MAX_QUEUED = 4
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
+
+
+async def feed(generator: Generator, caller: Caller, *, wants_memory: bool) -> AsyncGenerator[bytes, None]:
+    """The events, until the gateway drains or the caller's key is no longer valid."""
+    events: asyncio.Queue[bytes] = asyncio.Queue(_MAX_QUEUED)
+    links = generator.replicas.links.values()
+    tasks = [asyncio.create_task(_watch(link, events, wants_memory=wants_memory)) for link in links]
+    tasks.append(asyncio.create_task(_tell_of_gateway(generator, caller, events)))
+    try:
+        while not tasks[-1].done():
+            getting = asyncio.create_task(events.get())
+            try:
+                await asyncio.wait([getting, tasks[-1]], return_when=asyncio.FIRST_COMPLETED)
+                if getting.done():
+                    yield getting.result()
+            finally:
+                getting.cancel()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _tell_of_gateway(generator: Generator, caller: Caller, events: asyncio.Queue[bytes]) -> None:
+    while not (generator.is_draining or caller.account.is_closed):
+        await events.put(event("gateway", gateway_state(generator)))
+        await asyncio.sleep(_GATEWAY_INTERVAL_S)
+
+
+def gateway_state(generator: Generator) -> dict[str, Any]:
+    """What this gateway knows of itself and its replicas."""
+    return {
+        "version": VERSION,
+        "model": generator.model.name,
+        "live_requests": generator.num_live,
+        "replicas": [
+            {
+                "address": link.address,
+                "connected": link.is_connected,
+                "ready": link.is_ready,
+                "problem": link.problem,
+            }
+            for link in generator.replicas.links.values()
+        ],
+    }
+
+
+async def _watch(link: SchedulerLink, events: asyncio.Queue[bytes], *, wants_memory: bool) -> None:
+    """Frames of one replica, as long as the viewer stays; a stream that breaks is opened again."""
+    while True:
+        problem = None
+        try:
+            async with aclosing(link.watch(wants_memory=wants_memory)) as frames:
+                async for frame in frames:
+
+                    def write(frame: Any = frame) -> bytes:
+                        return event("frame", frame_object(link.address, frame))
+
+                    await events.put(await asyncio.to_thread(write) if is_long(frame) else write())
+        except QuireError as error:
+            problem = error.message
+        if problem is not None and link.is_connected:
+            await events.put(event("problem", {"replica": link.address, "problem": problem}))
+        await asyncio.sleep(_RETRY_S)
+
+
+def event(name: str, value: Mapping[str, Any]) -> bytes:
+    """A server-sent event."""
+    return f"event: {name}\ndata: {_dumps(value)}\n\n".encode()

@@ -1,0 +1,106 @@
+"""The paths below /ui: the page and its files, the feed, blocks, and OpenAI's paths that its chat uses.
+
+All files come from this gateway, and the page runs no script and loads nothing from elsewhere (see `access.HEADERS`).
+OpenAI's paths are served here once more because the cookie of an operator is sent to paths below /ui alone.
+"""
+
+import hashlib
+import mimetypes
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+
+from gateway.api.openai.schemas import ChatBody
+from gateway.api.ui import access, convert, feed
+from gateway.auth.caller import current_caller
+from gateway.auth.keys import Authenticator, NoAuthenticator
+from gateway.request.generator import Generator
+from quire.rpc.errors import NotFound, invalid_field
+
+_CHAT_PATHS = ("/v1/chat/completions", "/v1/models")
+_BLOCK_TIMEOUT_S = 5.0
+_MEDIA_TYPES = {".js": "text/javascript", ".svg": "image/svg+xml"}
+
+
+def ui_routes(generator: Generator, authenticator: Authenticator, routes: Sequence[Route]) -> list[BaseRoute]:
+    """`routes` has those of OpenAI's API."""
+    files = _Files()
+    has_keys = not isinstance(authenticator, NoAuthenticator)
+
+    async def root(request: Request) -> Response:
+        return RedirectResponse(f"{access.ROOT}/", 307, headers=dict(access.HEADERS))
+
+    async def page(request: Request) -> Response:
+        return files.answer("index.html", request)
+
+    async def file(request: Request) -> Response:
+        return files.answer(request.path_params["name"], request)
+
+    async def events(request: Request) -> Response:
+        wants_memory = request.query_params.get("memory", "1") != "0"
+        stream = feed.feed(generator, current_caller(), wants_memory=wants_memory)
+        headers = {**access.HEADERS, "x-accel-buffering": "no"}
+        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+
+    async def block(request: Request) -> Response:
+        return JSONResponse(await _read_block(generator, request), headers=dict(access.HEADERS))
+
+    async def about(request: Request) -> Response:
+        known = {"parameters": ChatBody.model_json_schema(), "has_keys": has_keys, **feed.gateway_state(generator)}
+        return JSONResponse(known, headers=dict(access.HEADERS))
+
+    async def key(request: Request) -> Response:
+        return await access.take_key(request, authenticator)
+
+    return [
+        Route(access.ROOT, root),
+        Route(f"{access.ROOT}/", page),
+        Route(f"{access.ROOT}/feed", events),
+        Route(f"{access.ROOT}/block", block),
+        Route(f"{access.ROOT}/about", about),
+        Route(access.KEY_PATH, key, methods=["POST"]),
+        *(
+            Route(access.ROOT + each.path, each.endpoint, methods=sorted(each.methods or ()))
+            for each in routes
+            if each.path in _CHAT_PATHS
+        ),
+        Route(f"{access.ROOT}/{{name}}", file),
+    ]
+
+
+class _Files:
+    """The page's own files, read once."""
+
+    def __init__(self) -> None:
+        folder = resources.files("gateway.api.ui") / "static"
+        self._files = {each.name: each.read_bytes() for each in folder.iterdir() if each.is_file()}
+        self._tags = {name: f'"{hashlib.sha256(data).hexdigest()[:16]}"' for name, data in self._files.items()}
+
+    def answer(self, name: str, request: Request) -> Response:
+        """A file, or that the browser has it already. Raises NotFound."""
+        if name not in self._files:
+            raise NotFound(f"{access.ROOT}/{name[:80]} is not known here", reason="PATH_NOT_FOUND")
+        headers = {**access.HEADERS, "etag": self._tags[name]}
+        if request.headers.get("if-none-match") == self._tags[name]:
+            return Response(status_code=304, headers=headers)
+        suffix = name[name.rfind(".") :]
+        media_type = _MEDIA_TYPES.get(suffix) or mimetypes.types_map.get(suffix, "application/octet-stream")
+        return Response(self._files[name], media_type=media_type, headers=headers)
+
+
+async def _read_block(generator: Generator, request: Request) -> dict[str, Any]:
+    """A block with its hash and its owners. Texts are shown of the caller's own tenant alone. Raises QuireError."""
+    query = request.query_params
+    link = generator.replicas.links.get(query.get("replica", ""))
+    if link is None:
+        raise NotFound(f'replica "{query.get("replica", "")[:128]}" is not known here', reason="REPLICA_NOT_FOUND")
+    text = query.get("block", "")
+    if not (text.isascii() and text.isdigit() and int(text) < 1 << 31):
+        raise invalid_field("block", f'is "{text[:40]}"; it must be the number of a block')
+    asked = convert.block_request(int(text), is_host=query.get("host") == "1")
+    answer = await link.ask("ReadBlock", asked, _BLOCK_TIMEOUT_S)
+    return convert.block_object(answer, current_caller().tenant, generator.model.tokenizer.token_texts.text_of)

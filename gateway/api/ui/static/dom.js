@@ -1,0 +1,43 @@
+// Elements of the page. Text is always set as text: nothing that a user or a model wrote is read as HTML.
+
+export const find = (selector) => document.querySelector(selector);
+
+// An element with properties, and children that are elements or texts. `dataset` and `style` take objects.
+export function make(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name === "dataset" || name === "style") Object.assign(element[name], value);
+    else if (name in element) element[name] = value;
+    else element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+const WHOLE = new Intl.NumberFormat("en");
+const SHORT = new Intl.NumberFormat("en", { maximumSignificantDigits: 3, notation: "compact" });
+
+export const whole = (value) => WHOLE.format(value);
+export const short = (value) => SHORT.format(value);
+
+export function duration(ms) {
+  if (ms === null || ms === undefined) return "–";
+  if (ms < 1000) return `${ms > 0 && ms < 10 ? ms.toFixed(1) : Math.round(ms)} ms`;
+  return `${(ms / 1000).toFixed(ms < 10_000 ? 1 : 0)} s`;
+}
+
+export const colourOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+export const isCalm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+
+// A canvas as large as it is shown, at the screen's resolution. Returns its context, in CSS pixels.
+export function fit(canvas, width, height) {
+  const scale = devicePixelRatio || 1;
+  canvas.width = Math.round(width * scale);
+  canvas.height = Math.round(height * scale);
+  canvas.style.width = `${width}px`;
+  canvas.style.height = `${height}px`;
+  const context = canvas.getContext("2d");
+  context.setTransform(scale, 0, 0, scale, 0, 0);
+  return context;
+}

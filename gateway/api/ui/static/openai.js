@@ -1,0 +1,93 @@
+// A streamed chat completion over the OpenAI API: reads its events, and puts the pieces of each choice together.
+// Nothing here touches the page.
+
+// The objects of a stream of server-sent events, up to [DONE].
+export async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        const data = part.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim());
+        if (!data.length) continue;
+        if (data[0] === "[DONE]") return;
+        yield JSON.parse(data.join("\n"));
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+// One choice of an answer, as far as it has come.
+export class Choice {
+  constructor(index) {
+    this.index = index;
+    this.text = "";
+    this.reasoning = "";
+    this.calls = [];
+    this.numTokens = 0;
+    this.firstAt = null;
+    this.lastAt = null;
+    this.finish = null;
+  }
+
+  // Takes a piece. Returns its tokens, each {text, entry}: the entry has the log probabilities, and is null for text
+  // whose tokens are not known one by one.
+  take({ delta = {}, logprobs = null, finish_reason: finish = null }, now) {
+    const text = delta.content ?? "", entries = logprobs?.content ?? [];
+    const reasoning = delta.reasoning_content ?? delta.reasoning ?? "";
+    this.text += text;
+    this.reasoning += reasoning;
+    for (const call of delta.tool_calls ?? []) this.addCall(call);
+    if (text || reasoning || entries.length || delta.tool_calls) {
+      this.firstAt ??= now;
+      this.lastAt = now;
+      this.numTokens += entries.length || 1;
+    }
+    if (finish !== null) this.finish = finish;
+    if (!text) return [];
+    const isExact = entries.length && entries.map((each) => each.token).join("") === text;
+    return isExact ? entries.map((entry) => ({ text: entry.token, entry })) : [{ text, entry: null }];
+  }
+
+  addCall({ index, id, function: called = {} }) {
+    this.calls[index] ??= { id: "", type: "function", function: { name: "", arguments: "" } };
+    const call = this.calls[index];
+    call.id ||= id ?? "";
+    call.function.name += called.name ?? "";
+    call.function.arguments += called.arguments ?? "";
+  }
+
+  // Between the first and the last piece, in seconds.
+  get tokensPerSecond() {
+    if (this.firstAt === null || this.lastAt <= this.firstAt || this.numTokens < 2) return null;
+    return (this.numTokens - 1) / ((this.lastAt - this.firstAt) / 1000);
+  }
+
+  // The message that the next request has for this answer.
+  get message() {
+    const message = { role: "assistant", content: this.text || null };
+    if (this.calls.length) message.tool_calls = this.calls;
+    return message;
+  }
+}
+
+// How a field of the request is edited: "boolean", "number", "text" or "json", from its JSON schema.
+export function kindOf(schema) {
+  const types = (schema.anyOf ?? [schema]).map((each) => each.type).filter((type) => type !== "null");
+  if (types.length !== 1) return "json";
+  return { boolean: "boolean", integer: "number", number: "number", string: "text" }[types[0]] ?? "json";
+}
+
+// The value of a field as a person typed it; undefined for nothing. Throws SyntaxError.
+export function valueOf(kind, typed) {
+  if (typed.trim() === "") return undefined;
+  if (kind === "boolean") return typed === "true";
+  if (kind === "number") return Number(typed);
+  return kind === "json" ? JSON.parse(typed) : typed;
+}

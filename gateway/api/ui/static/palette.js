@@ -1,0 +1,58 @@
+// Colours of sequences: six hues of Okabe and Ito, which people with any kind of colour vision tell apart, each in
+// three shades. Sequences of one request have one hue; requests that run at the same time have different colours as
+// long as there are any.
+
+const HUES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#b8a800"];
+const SHADES = [0, 0.32, -0.28];
+const REMEMBERED = 256;
+
+function shaded(hex, amount) {
+  const target = amount > 0 ? 255 : 0;
+  const parts = [1, 3, 5].map((start) => parseInt(hex.slice(start, start + 2), 16));
+  const mixed = parts.map((part) => Math.round(part + (target - part) * Math.abs(amount)));
+  return `rgb(${mixed.join(" ")})`;
+}
+
+const COLOURS = SHADES.map((amount) => HUES.map((hue) => shaded(hue, amount)));
+
+// Black or white, whichever can be read on a colour.
+function inkFor(colour) {
+  const [red, green, blue] = colour.match(/\d+/g).map(Number);
+  return 0.3 * red + 0.59 * green + 0.11 * blue > 140 ? "#16181b" : "#ffffff";
+}
+
+const INKS = new Map(COLOURS.flat().map((colour) => [colour, inkFor(colour)]));
+
+export class Palette {
+  constructor() {
+    this.slots = new Map();
+  }
+
+  // The slots of requests that are gone are free, but remembered as long as there are not too many: a request that
+  // was preempted comes back in its colour.
+  keep(requestIds) {
+    const taken = new Set();
+    for (const id of requestIds) if (this.slots.has(id)) taken.add(this.slots.get(id));
+    for (const id of requestIds) {
+      if (this.slots.has(id)) continue;
+      let slot = 0;
+      while (taken.has(slot)) slot += 1;
+      taken.add(slot);
+      this.slots.set(id, slot);
+    }
+    for (const id of this.slots.keys()) {
+      if (this.slots.size <= REMEMBERED) break;
+      if (!requestIds.has(id)) this.slots.delete(id);
+    }
+  }
+
+  inkOn(sequence) {
+    return INKS.get(this.of(sequence));
+  }
+
+  of(sequence) {
+    const slot = this.slots.get(sequence.request_id) ?? 0;
+    const shade = Math.floor(slot / HUES.length) + sequence.sequence_index;
+    return COLOURS[shade % SHADES.length][slot % HUES.length];
+  }
+}

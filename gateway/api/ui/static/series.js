@@ -1,0 +1,72 @@
+// Numbers over time: one sample a second for the last five minutes, the last steps, and the times of requests that
+// ended. Nothing here touches the page.
+
+const KEPT_SECONDS = 300;
+const KEPT_STEPS = 120;
+const RECENT_SECONDS = 60;
+const COUNTERS = [
+  "steps", "computed_tokens", "generated_tokens", "completed_requests", "failed_requests", "preemptions",
+];
+
+export function percentile(values, share) {
+  if (!values.length) return null;
+  const sorted = [...values].sort((a, b) => a - b);
+  return sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))];
+}
+
+export class Series {
+  constructor() {
+    this.samples = [];
+    this.steps = [];
+    this.ended = [];
+    this.before = null;
+  }
+
+  add(frame) {
+    const { numbers, unix_seconds: now } = frame;
+    this.addSteps(frame, now);
+    for (const each of frame.ended) this.ended.push({ ...each, at: now });
+    while (this.ended.length && this.ended[0].at < now - RECENT_SECONDS) this.ended.shift();
+    const before = this.before;
+    // Counters begin anew when all watchers had left, or with another scheduler.
+    const isRestart = before === null || COUNTERS.some((name) => numbers[name] < before.numbers[name]);
+    if (!isRestart && now - before.at < 1) return;
+    this.before = { at: now, numbers };
+    if (isRestart) return;
+    const rate = (name) => (numbers[name] - before.numbers[name]) / (now - before.at);
+    const firstTokens = this.ended.map((each) => each.queue_ms + each.prefill_ms);
+    const pool = numbers.gpu_pool;
+    this.samples.push({
+      at: now,
+      waiting: numbers.waiting_requests,
+      running: numbers.running_requests,
+      swapped: numbers.swapped_requests,
+      rows: numbers.running_sequences,
+      generated: rate("generated_tokens"),
+      computed: rate("computed_tokens"),
+      steps: rate("steps"),
+      preemptions: rate("preemptions"),
+      used: pool.total_blocks ? pool.used_blocks / pool.total_blocks : 0,
+      cached: pool.total_blocks ? pool.cached_blocks / pool.total_blocks : 0,
+      ttft50: percentile(firstTokens, 0.5),
+      ttft95: percentile(firstTokens, 0.95),
+    });
+    while (this.samples[0].at < now - KEPT_SECONDS) this.samples.shift();
+  }
+
+  addSteps(frame, now) {
+    if (frame.is_whole && this.steps.length && frame.steps.some((each) => each.step_id < this.steps[0].step_id)) {
+      this.steps = [];
+    }
+    for (const step of frame.steps) this.steps.push({ ...step, at: now - step.age_ms / 1000, total_us: null });
+    for (const { step_id: id, total_us: total } of frame.answers) {
+      const step = this.steps.findLast((each) => each.step_id === id);
+      if (step !== undefined) step.total_us = total;
+    }
+    this.steps.splice(0, this.steps.length - KEPT_STEPS);
+  }
+
+  get last() {
+    return this.samples.at(-1) ?? null;
+  }
+}

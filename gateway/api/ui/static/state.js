@@ -1,0 +1,204 @@
+// What a scheduler's memory looks like, from the frames of its feed; and the frames of the last minute, to go back to.
+// Nothing here touches the page, so that it runs outside of browsers, too.
+
+export const STATUS = { waiting: 1, running: 2, swapped: 3, finished: 4 };
+export const EVENT = { copy: 1, swapOut: 2, swapIn: 3, fork: 4, preempt: 5 };
+
+const KEPT_SECONDS = 60;
+const KEYFRAME_SECONDS = 5;
+const NAME_LENGTH = 14;
+
+// The rows of a flat array.
+export function* rows(flat, width) {
+  for (let start = 0; start + width <= flat.length; start += width) yield flat.slice(start, start + width);
+}
+
+// Sequences with their block tables, the names of blocks, and pins. `refs`, `owners` and `places` are derived: how many
+// tables and pins hold a block, the first sequence that does (0: none), and the block's place in its table.
+export class Memory {
+  constructor() {
+    this.shape = { numBlocks: 0, numHostBlocks: 0, blockSize: 16 };
+    this.sequences = new Map();
+    this.names = [];
+    this.pins = new Map();
+    this.derive();
+  }
+
+  apply(frame) {
+    const { numbers, memory } = frame;
+    if (memory === null) return;
+    if (frame.is_whole) {
+      this.sequences = new Map();
+      this.pins = new Map();
+      this.names = new Array(numbers.num_blocks).fill("");
+      this.shape = {
+        numBlocks: numbers.num_blocks, numHostBlocks: numbers.num_host_blocks, blockSize: numbers.block_size,
+      };
+    }
+    for (const number of memory.gone) this.sequences.delete(number);
+    for (const each of memory.sequences) {
+      this.sequences.set(each.number, { ...each, status: STATUS.waiting, tokens: 0, computed: 0, table: [] });
+    }
+    for (const [number, status, tokens, computed] of rows(memory.progress, 4)) {
+      // Another object, since copies of this memory share those that did not change.
+      this.sequences.set(number, { ...this.sequences.get(number), status, tokens, computed });
+    }
+    const changed = new Set();
+    const tableOf = (number) => {
+      if (!changed.has(number)) {
+        changed.add(number);
+        const sequence = this.sequences.get(number);
+        this.sequences.set(number, { ...sequence, table: sequence.table.slice() });
+      }
+      return this.sequences.get(number).table;
+    };
+    for (const [number, length] of rows(memory.lengths, 2)) tableOf(number).length = length;
+    for (const [number, index, block] of rows(memory.tables, 3)) tableOf(number)[index] = block;
+    if (memory.named.length && !frame.is_whole) this.names = this.names.slice();
+    memory.named.forEach((block, place) => { this.names[block] = memory.names[place]; });
+    if (memory.pins.length) this.pins = new Map(this.pins);
+    for (const [block, count] of rows(memory.pins, 2)) {
+      if (count) this.pins.set(block, count); else this.pins.delete(block);
+    }
+    this.derive();
+  }
+
+  derive() {
+    this.gpu = new Pool(this.shape.numBlocks);
+    this.host = new Pool(this.shape.numHostBlocks);
+    for (const sequence of this.sequences.values()) {
+      (sequence.status === STATUS.swapped ? this.host : this.gpu).hold(sequence);
+    }
+    for (const [block, count] of this.pins) this.gpu.refs[block] += count;
+  }
+
+  copy() {
+    const other = new Memory();
+    other.shape = this.shape;
+    other.sequences = new Map(this.sequences);
+    other.names = this.names;
+    other.pins = this.pins;
+    other.derive();
+    return other;
+  }
+
+  // How many slots of a block hold tokens.
+  filled(pool, block) {
+    const owner = this.sequences.get(pool.owners[block]);
+    const size = this.shape.blockSize;
+    if (owner === undefined) return this.isNamed(pool, block) ? size : 0;
+    return Math.min(Math.max(owner.computed - pool.places[block] * size, 0), size);
+  }
+
+  isNamed(pool, block) {
+    return pool === this.gpu && Boolean(this.names[block]);
+  }
+
+  // What a block is, in one word.
+  stateOf(pool, block) {
+    if (pool.owners[block]) {
+      const owner = this.sequences.get(pool.owners[block]);
+      if (owner.status === STATUS.swapped) return "swapped";
+      if (owner.status === STATUS.finished) return "freed soon";
+      return pool.refs[block] > 1 ? "shared" : "used";
+    }
+    if (pool.refs[block]) return "pinned";
+    return this.isNamed(pool, block) ? "cached" : "free";
+  }
+
+  holdersOf(pool, block) {
+    const isHost = pool === this.host;
+    return [...this.sequences.values()].filter(
+      (each) => (each.status === STATUS.swapped) === isHost && each.table.includes(block),
+    );
+  }
+}
+
+class Pool {
+  constructor(size) {
+    this.size = size;
+    this.refs = new Uint16Array(size);
+    this.owners = new Uint32Array(size);
+    this.places = new Uint32Array(size);
+  }
+
+  hold(sequence) {
+    const { table, number } = sequence;
+    for (let place = 0; place < table.length; place += 1) {
+      const block = table[place];
+      this.refs[block] += 1;
+      if (this.owners[block] === 0) {
+        this.owners[block] = number;
+        this.places[block] = place;
+      }
+    }
+  }
+}
+
+// The frames of the last minute. `live` is the memory as of the newest one.
+export class History {
+  constructor() {
+    this.live = new Memory();
+    this.frames = [];
+    this.keyframes = [];
+  }
+
+  add(frame) {
+    this.live.apply(frame);
+    if (frame.memory === null) return;
+    this.frames.push(frame);
+    const last = this.keyframes.at(-1);
+    if (frame.is_whole || last === undefined || frame.unix_seconds - last.frame.unix_seconds >= KEYFRAME_SECONDS) {
+      this.keyframes.push({ frame, memory: this.live.copy() });
+    }
+    this.forget(frame.unix_seconds - KEPT_SECONDS);
+  }
+
+  // Frames before a time, as far as no later one needs them: there must be a keyframe at the beginning.
+  forget(before) {
+    while (this.keyframes.length > 1 && this.keyframes[1].frame.unix_seconds <= before) this.keyframes.shift();
+    const first = this.frames.indexOf(this.keyframes[0]?.frame);
+    if (first > 0) this.frames.splice(0, first);
+  }
+
+  get length() {
+    return this.frames.length;
+  }
+
+  // The memory as of one of the frames.
+  at(index) {
+    if (index === this.frames.length - 1) return this.live;
+    const target = this.frames[index];
+    const isBefore = (each) => this.frames.indexOf(each.frame) <= index;
+    const start = this.keyframes.findLast(isBefore);
+    const memory = start.memory.copy();
+    for (let place = this.frames.indexOf(start.frame) + 1; place <= index; place += 1) memory.apply(this.frames[place]);
+    memory.frame = target;
+    return memory;
+  }
+}
+
+// Sentences about what happened to blocks in a frame.
+export function describe(memory, frame) {
+  const name = (number) => {
+    const sequence = memory.sequences.get(number);
+    return sequence === undefined ? `sequence ${number}` : title(sequence, NAME_LENGTH);
+  };
+  const say = {
+    [EVENT.copy]: (a, b) => `copy-on-write: block ${a} is copied to ${b}`,
+    [EVENT.swapOut]: (a, b) => `swap out: block ${a} to host block ${b}`,
+    [EVENT.swapIn]: (a, b) => `swap in: host block ${a} to block ${b}`,
+    [EVENT.fork]: (a, b) => `fork: ${name(b)} shares the blocks of ${name(a)}`,
+    [EVENT.preempt]: (a, b) => `preempted: ${name(a)} ${b ? "was swapped out" : "will be computed again"}`,
+  };
+  return [...rows(frame.memory?.events ?? [], 4)]
+    .filter(([kind]) => kind in say)
+    .map(([kind, step, first, second]) => ({ kind, step, first, second, text: say[kind](first, second) }));
+}
+
+// The name of a sequence: its request, shortened to `most` characters, and its number where there are several.
+export function title(sequence, most = Infinity) {
+  const { request_id: id, num_sequences: count, sequence_index: index } = sequence;
+  const shown = id.length > most ? `${id.slice(0, most)}…` : id;
+  return count > 1 ? `${shown} #${index}` : shown;
+}

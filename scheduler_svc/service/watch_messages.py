@@ -1,0 +1,278 @@
+"""What watchers are sent: the core's view as messages of quire.scheduler.v1."""
+
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.arrays import encode_int32
+from quire.rpc.errors import Unavailable, invalid_field
+from quire.scheduler.v1 import scheduler_pb2
+from scheduler_svc.core.admission import Obstacle
+from scheduler_svc.core.block_pool import BlockId, BlockPool
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence, SequenceStatus
+from scheduler_svc.core.step import StepPlan, Usage
+from scheduler_svc.core.view import Changes, Preempted, SequenceNumber, owners, waiting
+
+Frame = scheduler_pb2.WatchResponse
+StepNote = scheduler_pb2.StepNote
+StepAnswer = scheduler_pb2.StepAnswer
+
+_MAX_WAITING = 32
+_NAME_BYTES = 8
+_NO_NAME = bytes(_NAME_BYTES)
+_REASONS = {
+    Obstacle.NEXT_STEP: scheduler_pb2.WAIT_REASON_NEXT_STEP,
+    Obstacle.ROWS: scheduler_pb2.WAIT_REASON_ROWS,
+    Obstacle.BLOCKS: scheduler_pb2.WAIT_REASON_BLOCKS,
+    Obstacle.TOKENS: scheduler_pb2.WAIT_REASON_TOKENS,
+    Obstacle.BEHIND: scheduler_pb2.WAIT_REASON_BEHIND,
+    Obstacle.SWAPPED_FIRST: scheduler_pb2.WAIT_REASON_SWAPPED_FIRST,
+    Obstacle.PREEMPTION: scheduler_pb2.WAIT_REASON_PREEMPTION,
+    Obstacle.CONSTRAINT: scheduler_pb2.WAIT_REASON_CONSTRAINT,
+    Obstacle.SHARED_PREFIX: scheduler_pb2.WAIT_REASON_SHARED_PREFIX,
+    Obstacle.SUSPECTS: scheduler_pb2.WAIT_REASON_SUSPECTS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaNow:
+    """The replica as a frame shows it; `scheduler` is None before the first worker."""
+
+    scheduler: Scheduler | None
+    epoch: int
+    is_ready: bool
+    is_attached: bool
+    is_draining: bool
+    num_gateways: int
+
+
+@dataclass(slots=True)
+class Counts:
+    """Sums since the first of today's watchers came."""
+
+    steps: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class StepRecord(NamedTuple):
+    """A step that was planned: from when to when, in seconds, and how many preemptions there were then. A tuple, since
+    each step makes one."""
+
+    plan: StepPlan
+    started: float
+    planned: float
+    num_preemptions: int
+
+
+class Answer(NamedTuple):
+    """A step that was answered, and when."""
+
+    step_id: int
+    answered_at: float
+
+
+class Event(NamedTuple):
+    """A MemoryEvent with its operands."""
+
+    kind: int
+    step_id: int
+    first: int
+    second: int
+
+
+class Fork(NamedTuple):
+    """A sequence that shares the blocks of another from this step on."""
+
+    step_id: int
+    parent: Sequence
+    child: Sequence
+
+
+def events_of(plan: StepPlan) -> Iterator[Event]:
+    """What a step does with whole blocks."""
+    moves = (
+        (scheduler_pb2.MEMORY_EVENT_SWAP_OUT, plan.swap_out),
+        (scheduler_pb2.MEMORY_EVENT_SWAP_IN, plan.swap_in),
+        (scheduler_pb2.MEMORY_EVENT_COPY, plan.copies),
+    )
+    for kind, pairs in moves:
+        for source, destination in pairs.tolist() if len(pairs) else ():
+            yield Event(kind, plan.step_id, source, destination)
+
+
+def pool_message(pool: BlockPool, num_pinned: int = 0) -> scheduler_pb2.PoolState:
+    """The blocks of a pool by what they are."""
+    return scheduler_pb2.PoolState(
+        total_blocks=pool.num_blocks,
+        free_blocks=pool.num_free - pool.num_cached,
+        cached_blocks=pool.num_cached,
+        used_blocks=pool.num_used,
+        pinned_blocks=num_pinned,
+    )
+
+
+def fork_event(step_id: int, parent: int, child: int) -> Event:
+    """The numbers of two sequences."""
+    return Event(scheduler_pb2.MEMORY_EVENT_FORK, step_id, parent, child)
+
+
+def preempt_event(preempted: Preempted) -> Event:
+    """It happened between two steps, or while one was planned."""
+    return Event(scheduler_pb2.MEMORY_EVENT_PREEMPT, 0, preempted.number, int(preempted.is_swapped))
+
+
+def numbers(replica: ReplicaNow, counts: Counts, num_watchers: int) -> scheduler_pb2.ReplicaNumbers:
+    """Counters, queues and pools."""
+    message = scheduler_pb2.ReplicaNumbers(
+        ready=replica.is_ready,
+        draining=replica.is_draining,
+        scheduler_epoch=replica.epoch,
+        connected_gateways=replica.num_gateways,
+        watchers=num_watchers,
+        steps=counts.steps,
+        computed_tokens=counts.computed_tokens,
+        generated_tokens=counts.generated_tokens,
+        completed_requests=counts.completed,
+        failed_requests=counts.failed,
+    )
+    scheduler = replica.scheduler
+    if scheduler is None:
+        return message
+    config = scheduler.config
+    message.num_blocks, message.num_host_blocks = config.num_blocks, config.num_host_blocks
+    message.block_size, message.policy = config.block_size, config.policy.value
+    message.max_num_seqs, message.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    message.waiting_requests, message.swapped_requests = len(scheduler.waiting), len(scheduler.swapped)
+    message.running_requests = len(scheduler.running)
+    message.running_sequences = int(np.count_nonzero(scheduler.batch.rows.active))
+    message.waiting_tokens = scheduler.waiting.num_tokens
+    message.gpu_pool.CopyFrom(pool_message(scheduler.batch.blocks.pool, scheduler.pins.num_pinned))
+    message.host_pool.CopyFrom(pool_message(scheduler.swap_space.pool))
+    message.preemptions, message.swap_outs = scheduler.num_preemptions, scheduler.num_swap_outs
+    return message
+
+
+def frame(
+    replica: ReplicaNow,
+    its_numbers: scheduler_pb2.ReplicaNumbers,
+    notes: Iterable[StepNote],
+    answers: Iterable[StepAnswer],
+    ended: Iterable[Usage],
+    now: float,
+) -> scheduler_pb2.WatchResponse:
+    """All of a frame but memory. `now` is of the clock of the core's timelines."""
+    message = scheduler_pb2.WatchResponse(unix_seconds=time.time(), numbers=its_numbers)
+    message.steps.extend(notes)
+    message.answers.extend(answers)
+    message.ended.extend(
+        scheduler_pb2.EndedRequest(
+            prompt_tokens=each.prompt_tokens,
+            cached_tokens=each.cached_tokens,
+            generated_tokens=each.generated_tokens,
+            queue_ms=each.queue_s * 1e3,
+            prefill_ms=each.prefill_s * 1e3,
+            decode_ms=each.decode_s * 1e3,
+        )
+        for each in ended
+    )
+    if replica.scheduler is not None:
+        message.waiting.extend(_waiting_messages(replica.scheduler, now, is_attached=replica.is_attached))
+    return message
+
+
+def step_note(record: StepRecord, num_preempted: int, now: float) -> StepNote:
+    """What one step decided; `now` is of the clock of the record."""
+    plan = record.plan
+    chunk_tokens = plan.num_new_tokens[plan.num_new_tokens > 1]
+    return StepNote(
+        step_id=plan.step_id,
+        age_ms=max(0, round((now - record.started) * 1e3)),
+        num_tokens=plan.num_tokens,
+        num_decodes=len(plan.rows) - len(chunk_tokens),
+        num_chunks=len(chunk_tokens),
+        num_chunk_tokens=int(chunk_tokens.sum()),
+        num_entered=len(plan.assign),
+        num_preempted=num_preempted,
+        num_copied=len(plan.copies),
+        num_swapped_out=len(plan.swap_out),
+        num_swapped_in=len(plan.swap_in),
+        plan_us=round((record.planned - record.started) * 1e6),
+    )
+
+
+def step_answer(step_id: int, seconds: float) -> StepAnswer:
+    """How long a step took."""
+    return StepAnswer(step_id=step_id, total_us=round(seconds * 1e6))
+
+
+def _waiting_messages(scheduler: Scheduler, now: float, *, is_attached: bool) -> Iterator[scheduler_pb2.WaitingRequest]:
+    for group, obstacle in waiting(scheduler, _MAX_WAITING):
+        yield scheduler_pb2.WaitingRequest(
+            request_id=group.request.request_id,
+            tenant=group.request.tenant,
+            num_sequences=group.request.num_sequences,
+            tokens_to_compute=group.num_tokens_to_compute,
+            waited_ms=max(0, round((now - group.timeline.arrived) * 1e3)),
+            preemptions=group.preemptions,
+            is_swapped=any(each.status is SequenceStatus.SWAPPED for each in group.unfinished),
+            reason=_REASONS[obstacle] if is_attached else scheduler_pb2.WAIT_REASON_NO_WORKER,
+        )
+
+
+def memory(changes: Changes, events: Collection[Event], num_lost_events: int) -> scheduler_pb2.MemoryChanges:
+    """Changes of block tables and names, and what happened to blocks."""
+    return scheduler_pb2.MemoryChanges(
+        sequences=map(_sequence_message, changes.new),
+        gone=encode_int32(changes.gone),
+        progress=encode_int32(changes.progress),
+        lengths=encode_int32(changes.lengths),
+        tables=encode_int32(changes.tables),
+        named=encode_int32([block for block, _ in changes.names]),
+        names=b"".join(_NO_NAME if name is None else name[:_NAME_BYTES] for _, name in changes.names),
+        pins=encode_int32(changes.pins),
+        events=encode_int32([number for event in events for number in event]),
+        lost_events=num_lost_events,
+    )
+
+
+def _sequence_message(numbered: SequenceNumber) -> scheduler_pb2.WatchedSequence:
+    sequence, request = numbered.sequence, numbered.sequence.request
+    return scheduler_pb2.WatchedSequence(
+        number=numbered.number,
+        request_id=request.request_id,
+        tenant=request.tenant,
+        sequence_index=sequence.index,
+        num_sequences=request.num_sequences,
+        prompt_tokens=len(request.prompt),
+        max_tokens=request.max_len,
+        is_beam=request.beam is not None,
+    )
+
+
+def block_message(
+    scheduler: Scheduler | None, request: scheduler_pb2.ReadBlockRequest
+) -> scheduler_pb2.ReadBlockResponse:
+    """One block with the tokens that its owners have there. Raises QuireError."""
+    if scheduler is None:
+        raise Unavailable("no worker is attached yet", reason="NO_WORKER", retry_after_ms=100)
+    pool = scheduler.swap_space.pool if request.is_host else scheduler.batch.blocks.pool
+    if request.block_id >= pool.num_blocks:
+        raise invalid_field("block_id", f"is {request.block_id}; the pool has {pool.num_blocks} blocks")
+    block = BlockId(request.block_id)
+    message = scheduler_pb2.ReadBlockResponse(block_hash=pool.hash_of(block), ref_count=pool.ref_count(block))
+    for owner in owners(scheduler, block, is_host=request.is_host):
+        message.owners.add(
+            request_id=owner.sequence.request.request_id,
+            tenant=owner.sequence.request.tenant,
+            sequence_index=owner.sequence.index,
+            logical_index=owner.logical_index,
+            token_ids=encode_int32(owner.token_ids),
+        )
+    return message

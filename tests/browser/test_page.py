@@ -1,0 +1,223 @@
+"""The page in headless Chromium: its views with a live server, by mouse, by keyboard and on a phone. The pictures of
+README.md and docs/ui.md are made here."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.scheduler_process import until
+from tests.support.serving import Served
+
+MAX_IMAGE_BYTES = 200_000
+PICTURE = {"width": 1120, "height": 680}
+PHONE = {"viewport": {"width": 390, "height": 780}, "has_touch": True, "is_mobile": True}
+PROMPT = "Once upon a time there was a fox who lived in a wood with many friends and slept in a hollow tree. "
+
+
+@contextlib.asynccontextmanager
+async def busy(served: Served, count: int = 24) -> AsyncIterator[None]:
+    """Samples, beams and plain completions run while the block does."""
+    async with httpx.AsyncClient(base_url=f"http://{served.server.http_address}", timeout=120) as http:
+
+        async def run(index: int) -> None:
+            kinds: list[dict[str, Any]] = [
+                {"n": 4},
+                {},
+                {"use_beam_search": True, "n": 3, "temperature": 0},
+                {},
+            ]
+            body = {"prompt": PROMPT + f"Number {index % 5}.", "temperature": 1.0, "ignore_eos": True, "seed": index}
+            body |= {"max_tokens": 120 + 11 * (index % 9), "request_id": f"request-{index}"} | kinds[index % 4]
+            while True:
+                (await http.post("/v1/completions", json=body)).raise_for_status()
+
+        tasks = [asyncio.create_task(run(index)) for index in range(count)]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    await served.client.server_info()
+
+
+async def take(page: Any, path: Path) -> None:
+    """Takes a small picture for the documents."""
+    picture = await page.screenshot(path=path)
+    assert len(picture) < MAX_IMAGE_BYTES
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_memory_shows_who_holds_each_block(open_page, served, image, scheme):
+    page = await open_page("memory", color_scheme=scheme, viewport=PICTURE)
+    async with busy(served):
+        await page.locator("#sequences .sequence").nth(8).wait_for()
+        await page.locator("#events li").nth(3).wait_for()
+        await page.locator("#gpu-blocks").hover(position={"x": 130, "y": 90})
+        await page.locator("#block-title", has_text="Block").wait_for()
+        await page.locator("#block-owners .token").first.wait_for()
+        assert "of 16 hold tokens" in await page.locator("#block-facts").inner_text()
+        await take(page, image(f"ui-memory-{scheme}"))
+        await page.locator("#sequences .sequence").first.click()
+        await page.locator("#sequences .table li").first.wait_for()
+
+
+async def test_a_pause_keeps_the_picture_and_steps_go_back(open_page, served):
+    page = await open_page("memory")
+    async with busy(served, 8):
+        await page.locator("#sequences .sequence").nth(4).wait_for()
+        # By keyboard: the space bar pauses, the comma goes back.
+        await page.locator("body").press("Space")
+        await page.locator("#pause[aria-pressed='true']").wait_for()
+        await page.locator("body").press("Comma")
+        await page.locator("#age", has_text="s ago").wait_for()
+        await page.locator("#moment").fill("0")
+        await page.locator("#age", has_text="s ago").wait_for()
+        await page.get_by_role("button", name="Go on").click()
+        await page.locator("#age", has_text="live").wait_for()
+
+
+async def test_blocks_are_read_by_keyboard(open_page):
+    page = await open_page("memory")
+    await page.locator("#gpu-blocks").focus()
+    await page.locator("#gpu-blocks").press("ArrowRight")
+    await page.locator("#block-title", has_text="Block 1").wait_for()
+    await page.locator("body").press("3")
+    await page.locator("#load:not([hidden])").wait_for()
+    await page.locator("#tab-load").press("ArrowRight")
+    await page.locator("#chat:not([hidden])").wait_for()
+
+
+async def test_load_shows_numbers_steps_and_why_requests_wait(open_page, served, image):
+    page = await open_page("load", viewport=PICTURE)
+    async with busy(served, 40):
+        await page.locator("#waiting tbody tr").nth(2).wait_for()
+        await page.locator("#steps tbody td", has_text="ms").first.wait_for()
+        await page.locator("#replicas .good", has_text="ready").wait_for()
+        # Rates are known after a second, times to the first token when a request has ended.
+        await page.locator("#numbers dd", has_text="% below").wait_for()
+        reasons = await page.locator("#waiting tbody td:last-child").all_inner_texts()
+        assert any(each.startswith("it is next") for each in reasons)
+        await take(page, image("ui-load"))
+
+
+async def test_chat_streams_several_answers_with_probabilities(open_page, image):
+    page = await open_page("chat", viewport=PICTURE)
+    await page.locator("#field-n").fill("3")
+    await page.locator("#field-temperature").fill("0.9")
+    await page.locator("#field-seed").fill("7")
+    await page.locator("#prompt").fill("Tell me a story about a fox.")
+    await page.locator("#prompt").press("Enter")
+    await page.locator("#stop[disabled]").wait_for()
+    assert await page.locator(".answer").count() == 3
+    assert "tokens/s" in await page.locator(".note").inner_text()
+    await page.locator(".answer").nth(1).locator("button").click()
+    assert "The chat goes on from here" in await page.locator(".answer.chosen").inner_text()
+    await page.locator(".answer .token").nth(4).hover()
+    await page.locator("#token-card li.chosen").wait_for()
+    await take(page, image("ui-chat"))
+    # By keyboard, too.
+    await page.locator(".answer .token").first.focus()
+    await page.keyboard.press("ArrowRight")
+    await page.locator("#token-card:not([hidden])").wait_for()
+
+
+async def test_an_answer_can_be_stopped_and_a_refusal_is_told(open_page, served):
+    page = await open_page("chat")
+    await page.locator("#field-max_tokens").fill("900")
+    await page.locator("summary", has_text="Everything else").click()
+    await page.locator("#field-ignore_eos").select_option("true")
+    await page.locator("#prompt").fill("Count.")
+    await page.locator("#send").click()
+    await page.locator(".answer .token").nth(3).wait_for()
+    await page.locator("#stop").click()
+    await page.locator(".note", has_text="stopped").wait_for()
+
+    async def nothing_runs() -> bool:
+        return not (await served.state()).running_requests
+
+    await until(nothing_runs)
+    await page.locator("#field-stop").fill("no json")
+    await page.locator("#prompt").fill("Again.")
+    await page.locator("#send").click()
+    await page.locator(".note.problem", has_text="stop is not JSON").wait_for()
+
+
+async def test_text_of_users_and_models_is_never_read_as_html(open_page):
+    page = await open_page("chat")
+    evil = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+    await page.locator("#prompt").fill(evil)
+    await page.locator("#send").click()
+    await page.locator("#stop[disabled]").wait_for()
+    assert await page.locator("article.user p").inner_text() == evil
+    assert await page.locator("#conversation img, #conversation script").count() == 0
+
+
+async def test_a_tool_is_called_and_its_result_goes_back(open_page):
+    page = await open_page("chat")
+    await page.locator("summary", has_text="Tools").click()
+    await page.get_by_role("button", name="An example").click()
+    await page.locator("#field-tool_choice").fill('"required"')
+    await page.locator("#prompt").fill("What is the weather in Rome?")
+    await page.locator("#send").click()
+    await page.locator(".results textarea").first.wait_for()
+    assert "weather(" in await page.locator(".calls pre").first.inner_text()
+    await page.locator("#field-tool_choice").fill('"none"')
+    await page.locator(".results textarea").first.fill('{"sky": "sunny"}')
+    await page.get_by_role("button", name="Send results").click()
+    await page.locator("article.assistant").nth(1).locator(".note", has_text="tokens").wait_for()
+
+
+async def test_the_page_fits_a_phone(open_page, served, image):
+    page = await open_page("memory", **PHONE)
+    async with busy(served, 8):
+        await page.locator("#sequences .sequence").nth(2).wait_for()
+        await page.locator("#gpu-blocks").tap(position={"x": 60, "y": 40})
+        await page.locator("#block-title", has_text="Block").wait_for()
+        await take(page, image("ui-phone"))
+    for view in ("chat", "memory", "load"):
+        await page.locator(f"#tab-{view}").tap()
+        width = await page.evaluate("() => document.documentElement.scrollWidth")
+        assert width <= PHONE["viewport"]["width"], f"{view} is {width} pixels wide"
+
+
+async def test_16384_blocks_draw_within_a_frame_of_a_screen(open_page):
+    """256 sequences, and each picture drawn whole. The bound is far above what it takes (a few ms), for busy machines;
+    the figure is printed."""
+    page = await open_page("memory")
+    draw_ms = await page.evaluate(
+        """async () => {
+            const view = globalThis.quirePage.views.memory, { feed } = globalThis.quirePage;
+            const replica = feed.of("synthetic"), blocks = 16384, size = 16, count = 256, each = 60;
+            const numbers = { ...view.replica.frame.numbers, num_blocks: blocks, block_size: size, num_host_blocks: 0 };
+            const memory = { sequences: [], gone: [], progress: [], lengths: [], tables: [], named: [], names: [],
+                             pins: [], events: [], lost_events: 0 };
+            for (let number = 1; number <= count; number += 1) {
+                memory.sequences.push({ number, request_id: `r${number}`, tenant: "", sequence_index: 0,
+                                        num_sequences: 1, prompt_tokens: 9, max_tokens: 999, is_beam: false });
+                memory.progress.push(number, 2, each * size - 3, each * size - 4);
+                memory.lengths.push(number, each);
+                for (let i = 0; i < each; i += 1) memory.tables.push(number, i, (number - 1) * each + i);
+            }
+            const frame = { is_whole: true, unix_seconds: 1, numbers, memory, steps: [], answers: [], waiting: [],
+                            ended: [] };
+            replica.add(frame);
+            globalThis.quirePage.choose("synthetic");
+            const times = [];
+            for (let turn = 0; turn < 30; turn += 1) {
+                await new Promise((done) => requestAnimationFrame(done));
+                const started = performance.now();
+                view.isDirty = true;
+                view.draw();
+                times.push(performance.now() - started);
+            }
+            return times.sort((a, b) => a - b)[15];
+        }"""
+    )
+    print(f"16,384 blocks are drawn in {draw_ms:.1f} ms (median of 30)")
+    assert draw_ms < 100

@@ -1,0 +1,223 @@
+"""/ui: who gets the page, what its headers forbid, and what its feed says."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from importlib import resources
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from gateway.auth.caller import Access
+from quire.arrays import encode_int32
+from quire.scheduler.v1 import scheduler_pb2
+from tests.support.gateway_process import running_gateway
+from tests.support.keys import KeysFile
+
+FILES = sorted(each.name for each in (resources.files("gateway.api.ui") / "static").iterdir())
+OPERATOR = Access(is_operator=True)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def open_page(gateway) -> AsyncIterator[httpx.AsyncClient]:
+    """Of a gateway that asks for no keys."""
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=30) as http:
+        yield http
+
+
+@pytest.fixture
+def keys(tmp_path) -> KeysFile:
+    return KeysFile(tmp_path / "keys.json")
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def page(scheduler, keys) -> AsyncIterator[httpx.AsyncClient]:
+    """Of a gateway that asks for keys."""
+    keys.add("nobody")
+    async with (
+        running_gateway(scheduler, keys_files=(keys.path,)) as running,
+        httpx.AsyncClient(base_url=running.http_url, timeout=30) as http,
+    ):
+        # Keys that a test adds are known to the next call.
+        real = running.gateway.authenticator.authenticate
+
+        def authenticate(authorizations):
+            running.gateway.authenticator.refresh()
+            return real(authorizations)
+
+        running.gateway.authenticator.authenticate = authenticate
+        yield http
+
+
+async def events_of(http: httpx.AsyncClient, url: str, last: str) -> list[tuple[str, dict]]:
+    """The events of the feed up to the first one of the name `last`."""
+    found: list[tuple[str, dict]] = []
+    async with asyncio.timeout(30), http.stream("GET", url) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        name = ""
+        async for line in answer.aiter_lines():
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                found.append((name, json.loads(line.removeprefix("data: "))))
+                if name == last:
+                    return found
+    raise AssertionError("the feed ended")
+
+
+async def test_the_page_and_all_of_its_files_come_from_here_and_load_nothing_from_elsewhere(open_page):
+    assert (await open_page.get("/ui")).headers["location"] == "/ui/"
+    for path in ("", *FILES):
+        answer = await open_page.get(f"/ui/{path}")
+        assert answer.status_code == 200
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'self'; ")
+        assert "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        links = answer.text.replace("http://www.w3.org/2000/svg", "")
+        assert not any(each in links for each in ("http://", "https://", "innerHTML", "insertAdjacentHTML", "eval("))
+        again = await open_page.get(f"/ui/{path}", headers={"if-none-match": answer.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+    media_types = {(await open_page.get(f"/ui/{name}")).headers["content-type"] for name in ("app.js", "icon.svg")}
+    assert media_types == {"text/javascript; charset=utf-8", "image/svg+xml"}
+    assert (await open_page.get("/ui/other.js")).status_code == 404
+
+
+async def test_the_page_can_be_off(scheduler):
+    async with running_gateway(scheduler, ui=False) as running, httpx.AsyncClient(base_url=running.http_url) as http:
+        assert (await http.get("/ui/")).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/ui", "/ui/", "/ui/app.js", "/ui/feed", "/ui/about", "/ui/block"])
+async def test_only_operators_get_anything(page, keys, path):
+    tenant, operator = keys.add("acme"), keys.add("staff", access=OPERATOR)
+    shown = [{}, {"authorization": f"Bearer {tenant}"}, {"authorization": "Bearer wrong"}]
+    assert [(await page.get(path, headers=each)).status_code for each in shown] == [401, 403, 401]
+    async with page.stream("GET", path, headers={"authorization": f"Bearer {operator}"}) as answer:
+        assert answer.status_code in (200, 307, 404)
+
+
+async def test_a_refusal_is_a_clear_page_with_a_form_for_the_key(page, keys):
+    answer = await page.get("/ui/")
+    assert "This page is for operators" in answer.text
+    assert '<form method="post" action="/ui/key">' in answer.text
+    assert answer.headers["content-security-policy"].startswith("default-src 'self'; ")
+    assert (await page.get("/ui/style.css")).status_code == 200
+    tenant = keys.add("acme")
+    refused = await page.post("/ui/key", data={"key": tenant})
+    assert (refused.status_code, "not one&#x27;s" in refused.text) == (403, True)
+    assert "set-cookie" not in refused.headers
+    assert (await page.post("/ui/key", data={"key": "wrong"})).status_code == 401
+    assert (await page.post("/ui/key", data={"key": "x" * 8192})).status_code == 401
+
+
+async def test_the_key_of_the_form_opens_the_page_and_the_chat_until_it_is_given_back(page, keys):
+    operator = keys.add("staff", access=OPERATOR)
+    answer = await page.post("/ui/key", data={"key": operator})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/ui/")
+    cookie = answer.headers["set-cookie"].lower()
+    assert all(each in cookie for each in ("httponly", "samesite=strict", "path=/ui"))
+    assert (await page.get("/ui/")).status_code == 200
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+    assert (await page.post("/ui/v1/chat/completions", json=body)).status_code == 200
+    # The cookie is for paths below /ui alone, and for pages of this gateway.
+    assert (await page.post("/v1/chat/completions", json=body)).status_code == 401
+    assert (await page.get("/ui/", headers={"sec-fetch-site": "cross-site"})).status_code == 401
+    assert (await page.get("/ui/", headers={"cookie": "quire-operator=%%%"})).status_code == 401
+    await page.post("/ui/key", data={"key": ""})
+    assert (await page.get("/ui/")).status_code == 401
+
+
+async def test_the_feed_ends_when_the_key_is_revoked(page, keys):
+    operator = keys.add("staff", access=OPERATOR)
+    headers = {"authorization": f"Bearer {operator}"}
+    async with asyncio.timeout(30), page.stream("GET", "/ui/feed", headers=headers) as answer:
+        lines = answer.aiter_lines()
+        assert await anext(lines) == "event: gateway"
+        keys.revoke(operator)
+        await page.get("/ui/about")
+        async for _ in lines:
+            pass
+
+
+def make_frame() -> scheduler_pb2.WatchResponse:
+    memory = scheduler_pb2.MemoryChanges(
+        sequences=[scheduler_pb2.WatchedSequence(number=1, request_id="<b>", tenant="a", num_sequences=2)],
+        progress=encode_int32([1, 2, 20, 19]),
+        lengths=encode_int32([1, 2]),
+        tables=encode_int32([1, 0, 5, 1, 1, 7]),
+        named=encode_int32([5, 7]),
+        names=bytes(range(1, 9)) + bytes(8),
+        events=encode_int32([scheduler_pb2.MEMORY_EVENT_COPY, 3, 5, 7]),
+    )
+    frame = scheduler_pb2.WatchResponse(is_whole=True, unix_seconds=12.5, memory=memory)
+    frame.numbers.num_blocks = 9
+    frame.numbers.gpu_pool.used_blocks = 2
+    frame.waiting.add(request_id="r", reason=scheduler_pb2.WAIT_REASON_SHARED_PREFIX)
+    frame.steps.add(step_id=3, num_decodes=1)
+    return frame
+
+
+async def test_the_feed_has_the_frames_of_each_replica_as_json(open_page, scheduler):
+    scheduler.frames.append(make_frame())
+    (*_, (name, frame)) = await events_of(open_page, "/ui/feed", "frame")
+    assert (name, frame["replica"], frame["is_whole"], frame["unix_seconds"]) == (
+        "frame",
+        scheduler.address,
+        True,
+        12.5,
+    )
+    assert frame["numbers"]["num_blocks"] == 9
+    assert frame["numbers"]["gpu_pool"]["used_blocks"] == 2
+    assert frame["memory"]["tables"] == [1, 0, 5, 1, 1, 7]
+    assert frame["memory"]["names"] == ["0102030405060708", ""]
+    assert frame["memory"]["sequences"][0]["request_id"] == "<b>"
+    assert frame["waiting"][0]["reason"] == "shared_prefix"
+    assert scheduler.watches[-1].include_memory
+
+
+async def test_numbers_alone_can_be_asked_for(open_page, scheduler):
+    frame = make_frame()
+    frame.ClearField("memory")
+    scheduler.frames.append(frame)
+    (*_, (_, shown)) = await events_of(open_page, "/ui/feed?memory=0", "frame")
+    assert shown["memory"] is None
+    assert not scheduler.watches[-1].include_memory
+
+
+async def test_the_feed_knows_replicas_that_are_gone(open_page, scheduler, gateway):
+    ((_, state),) = await events_of(open_page, "/ui/feed", "gateway")
+    assert state["model"] == "quire-tiny"
+    assert [(each["connected"], each["ready"]) for each in state["replicas"]] == [(True, True)]
+    await scheduler.stop()
+    async with asyncio.timeout(30):
+        while state["replicas"][0]["connected"]:
+            ((_, state),) = await events_of(open_page, "/ui/feed", "gateway")
+    assert state["replicas"][0]["problem"]
+    await scheduler.start()
+
+
+async def test_a_block_has_the_text_of_the_callers_own_tenant_alone(open_page, scheduler):
+    ids = (await open_page.post("/tokenize", json={"prompt": "a fox"})).json()["tokens"]
+    answer = scheduler_pb2.ReadBlockResponse(block_hash=bytes(32), ref_count=2)
+    for tenant in ("default", "other"):
+        answer.owners.add(request_id="r", tenant=tenant, token_ids=encode_int32(ids))
+    scheduler.blocks[5] = answer
+    query = {"replica": scheduler.address, "block": "5"}
+    block = (await open_page.get("/ui/block", params=query)).json()
+    assert (block["block_hash"], block["ref_count"]) == ("00" * 32, 2)
+    own, other = block["owners"]
+    assert "fox" in "".join(own["tokens"])
+    assert (other["tokens"], other["num_tokens"]) == (None, len(ids))
+    for wrong in ({"block": "x"}, {"block": "-1"}, {"replica": "elsewhere:1"}):
+        assert (await open_page.get("/ui/block", params=query | wrong)).status_code in (400, 404)
+
+
+async def test_the_page_knows_all_parameters(open_page):
+    about = (await open_page.get("/ui/about")).json()
+    assert {"temperature", "n", "use_beam_search", "logprobs", "guided_json"} <= about["parameters"][
+        "properties"
+    ].keys()
+    assert about["has_keys"] is False

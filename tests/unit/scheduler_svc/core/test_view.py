@@ -1,0 +1,159 @@
+"""What a watcher is told adds up to what there is."""
+
+import random
+
+import pytest
+
+from scheduler_svc.core import view
+from scheduler_svc.core.admission import Obstacle
+from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
+from scheduler_svc.core.block_pool import BlockId
+from scheduler_svc.core.config import PreemptionMode
+from scheduler_svc.core.request import RefusedError
+from scheduler_svc.core.view import View
+from tests.support.core_driver import Driver, make_config, make_request
+from tests.support.view_mirror import ViewMirror
+
+
+def busy_driver(seed: int) -> Driver:
+    """More work than its pool has room for."""
+    mode = PreemptionMode.SWAP if seed % 2 else PreemptionMode.AUTO
+    config = make_config(num_blocks=14, num_host_blocks=16, max_pinned=0.4, pin_quota=0.4, preemption_mode=mode)
+    return Driver(config)
+
+
+def submit_some(driver: Driver, rng: random.Random, handle: int) -> None:
+    beam = BeamParameters(3, 1.0, EarlyStopping.FALSE) if handle % 3 == 0 else None
+    count = 3 if beam is not None else rng.choice([1, 1, 2])
+    prompt = [1] * rng.randrange(12) + [handle] * rng.randrange(1, 8)
+    returned = 1 if beam else count
+    request = make_request(
+        handle, prompt=prompt, max_tokens=rng.randrange(1, 14), num_sequences=count, num_returned=returned, beam=beam
+    )
+    try:
+        driver.submit(request)
+    except RefusedError:
+        return
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_changes_add_up_to_the_pool_under_any_load(seed):
+    rng, driver = random.Random(seed), busy_driver(seed)
+    seen, mirror = View(), ViewMirror()
+    for turn in range(160):
+        match rng.randrange(10):
+            case 0 | 1 if turn < 120:
+                submit_some(driver, rng, turn)
+            case 2 if turn == 60 + seed:
+                driver.crash()
+            case 3 if not len(driver.scheduler.pins):
+                driver.scheduler.pin("", [1] * 8, driver.clock, 20.0)
+            case 4:
+                driver.deliver()
+            case _:
+                driver.plan()
+        if rng.random() < 0.5:
+            mirror.apply(seen.look(driver.scheduler))
+            mirror.check(driver.scheduler)
+            late = ViewMirror()
+            late.apply(seen.whole())
+            late.check(driver.scheduler)
+            assert late.tables == mirror.tables
+            assert late.progress == mirror.progress
+    driver.run_until_idle()
+    mirror.apply(seen.look(driver.scheduler))
+    mirror.check(driver.scheduler)
+    assert not mirror.tables
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
+def test_a_preemption_is_seen_with_where_its_blocks_went(mode):
+    driver, seen = Driver(make_config(num_host_blocks=16, preemption_mode=mode)), View()
+    driver.submit(make_request(1))
+    driver.run_steps(2)
+    seen.look(driver.scheduler)
+    driver.preempt(make_request(1))
+    preempted = seen.look(driver.scheduler).preempted
+    assert preempted == [view.Preempted(1, is_swapped=mode is PreemptionMode.SWAP)]
+
+
+def test_nothing_changes_where_nothing_happens():
+    driver, seen = busy_driver(0), View()
+    driver.submit(make_request(1))
+    driver.plan()
+    assert seen.look(driver.scheduler).is_whole
+    assert seen.look(driver.scheduler).is_empty
+
+
+def test_a_decode_changes_progress_and_a_full_block_a_table():
+    driver, seen = busy_driver(0), View()
+    driver.submit(make_request(1, prompt_len=7, max_tokens=8))
+    driver.run_steps(1)
+    seen.look(driver.scheduler)
+    driver.run_steps(1)
+    changes = seen.look(driver.scheduler)
+    assert (changes.new, changes.gone, changes.tables) == ([], [], [])
+    assert changes.progress == [1, 2, 9, 8]
+    driver.run_steps(1)
+    changes = seen.look(driver.scheduler)
+    assert changes.lengths == [1, 3]
+    assert changes.tables == [1, 2, 2]
+
+
+def test_a_worker_that_was_lost_makes_the_next_look_whole():
+    driver, seen = busy_driver(0), View()
+    driver.submit(make_request(1))
+    driver.run_steps(2)
+    seen.look(driver.scheduler)
+    driver.crash()
+    changes = seen.look(driver.scheduler)
+    assert changes.is_whole
+    assert not changes.new
+
+
+def obstacles(driver: Driver) -> dict[str, Obstacle]:
+    return {each.group.request.request_id: each.obstacle for each in view.waiting(driver.scheduler, 8)}
+
+
+def test_who_waits_for_rows_and_who_is_behind():
+    driver = Driver(make_config(max_num_seqs=1))
+    for handle in (1, 2, 3):
+        driver.submit(make_request(handle))
+    driver.plan()
+    assert obstacles(driver) == {"request-2": Obstacle.ROWS, "request-3": Obstacle.BEHIND}
+
+
+def test_who_waits_for_blocks():
+    driver = Driver(make_config(num_blocks=5))
+    for handle in (1, 2):
+        driver.submit(make_request(handle, prompt_len=12))
+    driver.plan()
+    assert obstacles(driver) == {"request-2": Obstacle.BLOCKS}
+
+
+def test_who_waits_for_the_token_budget():
+    driver = Driver(make_config(max_num_batched_tokens=8))
+    for handle in (1, 2):
+        driver.submit(make_request(handle, prompt_len=12))
+    assert obstacles(driver) == {"request-1": Obstacle.NEXT_STEP, "request-2": Obstacle.BEHIND}
+    driver.plan()
+    assert obstacles(driver) == {"request-2": Obstacle.TOKENS}
+
+
+def test_who_waits_for_a_prefix_that_another_computes():
+    driver = Driver(make_config(max_num_batched_tokens=8))
+    for handle in (1, 2):
+        driver.submit(make_request(handle, prompt=[1] * 24))
+    driver.run_steps(2)
+    assert obstacles(driver) == {"request-2": Obstacle.SHARED_PREFIX}
+
+
+def test_owners_of_a_shared_block_have_its_computed_tokens():
+    driver = Driver(make_config())
+    driver.submit(make_request(1, prompt=[5, 6, 7, 8, 9, 10], num_sequences=2))
+    driver.plan()
+    first = view.owners(driver.scheduler, BlockId(0), is_host=False)
+    assert [(each.sequence.index, each.logical_index) for each in first] == [(0, 0), (1, 0)]
+    assert all(list(each.token_ids) == [5, 6, 7, 8] for each in first)
+    assert [list(each.token_ids) for each in view.owners(driver.scheduler, BlockId(1), is_host=False)] == [[9, 10]] * 2
+    assert not view.owners(driver.scheduler, BlockId(7), is_host=False)
