@@ -27,6 +27,7 @@ BENCHMARKS = (
     "compiling",
     "programs",
     "watch",
+    "routing",
 )
 
 

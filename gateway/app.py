@@ -21,6 +21,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.pool import Replicas
+from gateway.replicas.routing import RoutingPolicy
 from gateway.request.generator import Generator
 from gateway.request.prompts import TextService
 from gateway.server.connections import BodyMemory, HttpServer
@@ -288,6 +289,7 @@ def _make_generator(
         connect_timeout_s=settings.connect_timeout,
         failover_delay_s=settings.failover_delay,
         reconnect_grace_s=settings.reconnect_grace,
+        routing=RoutingPolicy(settings.routing),
         tls=tls.inner,
         on_tokens=metrics.count_tokens,
     )

@@ -193,6 +193,12 @@ class GatewaySettings(ModelFlags, GatewayFlags, DrainFlags, ProcessFlags):
     """Serves clients over gRPC and HTTP, and spreads their requests over schedulers."""
 
     schedulers: tuple[str, ...] = setting(("127.0.0.1:50052",), "addresses of the schedulers, one per replica")
+    routing: str = setting(
+        "cache",
+        "how to choose among replicas: the one that has most of the prompt cached; by the prompt's beginning; or one "
+        "after the other",
+        choices=("cache", "affinity", "round-robin"),
+    )
     reuse_port: bool = setting(False, "share both ports with other gateways of the same user on this machine")
     hand_over: bool = setting(
         False, "close both ports as soon as this gateway drains; other gateways that share them continue"

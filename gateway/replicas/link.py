@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError, Message
 
 from gateway.replicas.events import EventBatch, Welcome, event_batch_from, welcome_from
 from gateway.replicas.live import LiveRequest, SequenceStream, TokenGapError
+from gateway.replicas.routing import CachedBlocks
 from gateway.request.types import GenerationRequest, optional
 from gateway.text.formats.answer import PLAIN, AnswerFormat
 from gateway.text.formats.parser import OfferedTool
@@ -99,6 +100,7 @@ class SchedulerLink:
         welcome: The scheduler's last welcome; None before the first one.
         is_connected: Whether a stream is open.
         is_ready: Whether, in addition, the scheduler has its worker and runs steps.
+        cached: What the replica's prefix cache holds; None while that is unknown.
         problem: Why no stream is open; None before the first attempt, and while one is open.
         loading: How far the workers of the scheduler are with loading their model; None where it does not say.
     """
@@ -111,6 +113,7 @@ class SchedulerLink:
         grace_period_ms: int,
         model: ModelFingerprint,
         listener: LinkListener,
+        wants_cache_updates: bool = False,
         tls: TlsIdentity | None = None,
     ) -> None:
         self.address = address
@@ -118,6 +121,7 @@ class SchedulerLink:
         self.welcome: Welcome | None = None
         self.is_connected = False
         self.is_ready = False
+        self.cached: CachedBlocks | None = None
         self.problem: str | None = None
         self.loading: LoadProgress | None = None
         # The stub for unary calls, which end with the stream; None while no stream is open.
@@ -127,6 +131,7 @@ class SchedulerLink:
             grace_period_ms=grace_period_ms,
             protocol=compatibility.SCHEDULER_PROTOCOL.message(),
             model=model.message(),
+            wants_cache_updates=wants_cache_updates,
         )
         self._hello = scheduler_pb2.ConnectRequest(hello=hello)
         self._listener = listener
@@ -305,6 +310,7 @@ class SchedulerLink:
     def _disconnect(self) -> None:
         self.is_connected = False
         self.is_ready = False
+        self.cached = None
         self._outbox.clear()
         self._outbox_is_empty.set()
         self._listener.on_disconnected(self)
@@ -348,6 +354,10 @@ class SchedulerLink:
                     if state.ready != self.is_ready:
                         self.is_ready = state.ready
                         self._listener.on_readiness(self)
+                case "cache":
+                    if self.cached is None:
+                        self.cached = CachedBlocks()
+                    self.cached.update(message.cache)
                 case _:
                     """Added by a later version, or a second welcome."""
 

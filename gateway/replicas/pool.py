@@ -2,29 +2,21 @@
 
 import asyncio
 import logging
-import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from hashlib import blake2b
-
-import numpy as np
-from numpy.typing import NDArray
 
 from gateway.replicas.calls import SchedulerCalls
 from gateway.replicas.events import EventBatch, Welcome
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.link import SchedulerLink, SchedulerRefusedError
 from gateway.replicas.live import Arrivals, LiveRequest
+from gateway.replicas.routing import Candidate, Router, RoutingPolicy
 from quire import compatibility
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, check_model, check_protocol, differing_parts
 from quire.rpc.errors import FailedPrecondition, QuireError, ResourceExhausted, Unavailable
 from quire.rpc.tls import TlsIdentity
 
-# Prompts that agree on this many blocks go to the same replica. With more, requests that share less would be separated.
-_AFFINITY_BLOCKS = 4
-# A replica may have this many times its fair share of live requests (consistent hashing with bounded loads).
-_HEADROOM = 1.25
 _DEFAULT_RETRY_MS = 100
 _MAX_RETRY_S = 5.0
 # Each move makes a request wait four times as long before the next one, up to this many.
@@ -32,27 +24,6 @@ _MAX_COUNTED_MOVES = 3
 # The wait for the answer to an abort. Without the answer, the usage lacks the values that only the scheduler has.
 _USAGE_TIMEOUT_S = 1.0
 _logger = logging.getLogger(__name__)
-
-
-def affinity_key(prompt_token_ids: NDArray[np.int32], block_size: int) -> bytes:
-    """A key that prompts with the same first blocks share. A prompt of less than one block is its own key."""
-    num_tokens = len(prompt_token_ids)
-    whole_blocks = min(num_tokens // block_size, _AFFINITY_BLOCKS)
-    end = whole_blocks * block_size if whole_blocks else num_tokens
-    return blake2b(prompt_token_ids[:end].astype("<i4").tobytes(), digest_size=16).digest()
-
-
-def choose_replica(key: bytes, loads: Mapping[str, int]) -> str:
-    """The best replica by rendezvous hashing among those with room: it likely has the prefix cached, unless it is much
-    busier than others. When a replica joins or leaves, only the keys that it gains or loses move.
-
-    Args:
-        key: From `affinity_key`.
-        loads: The number of live requests of each replica that can take the request. Not empty.
-    """
-    capacity = math.ceil(_HEADROOM * (sum(loads.values()) + 1) / len(loads))
-    ordered = sorted(loads, key=lambda replica: blake2b(replica.encode(), key=key, digest_size=8).digest())
-    return next(replica for replica in ordered if loads[replica] < capacity)
 
 
 class Replicas:
@@ -83,6 +54,7 @@ class Replicas:
         connect_timeout_s: float,
         failover_delay_s: float,
         reconnect_grace_s: float,
+        routing: RoutingPolicy = RoutingPolicy.CACHE,
         tls: TlsIdentity | None = None,
         on_tokens: Callable[[str, Arrivals], object] = lambda address, arrivals: None,
     ) -> None:
@@ -93,10 +65,16 @@ class Replicas:
         self._model = model
         self._connect_timeout_s = connect_timeout_s
         self._failover_delay_s = failover_delay_s
-        grace_period_ms = round(reconnect_grace_s * 1000)
+        self._router = Router(routing)
         self.links = {
             address: SchedulerLink(
-                address, gateway_id=gateway_id, grace_period_ms=grace_period_ms, model=model, listener=self, tls=tls
+                address,
+                gateway_id=gateway_id,
+                grace_period_ms=round(reconnect_grace_s * 1000),
+                model=model,
+                listener=self,
+                wants_cache_updates=routing is RoutingPolicy.CACHE and len(addresses) > 1,
+                tls=tls,
             )
             for address in addresses
         }
@@ -175,9 +153,13 @@ class Replicas:
         if len(candidates) == 1:
             self._submit(live, *candidates.values())
             return
-        loads = {address: len(self._placed[address]) for address in candidates}
-        block_size = min(link.welcome.block_size for link in candidates.values() if link.welcome is not None)
-        self._submit(live, candidates[choose_replica(affinity_key(live.request.prompt_token_ids, block_size), loads)])
+        choices = {
+            address: Candidate(len(self._placed[address]), link.welcome.block_size, link.cached)
+            for address, link in candidates.items()
+            if link.welcome is not None
+        }
+        request = live.request
+        self._submit(live, candidates[self._router.choose(request.prompt_token_ids, request.tenant, choices)])
 
     def release(self, live: LiveRequest) -> None:
         """Ends a request at its scheduler; if its stream is broken, when it is back. Idempotent."""

@@ -163,6 +163,11 @@ def gateway_messages(outgoing: Outgoing) -> Iterator[scheduler_pb2.ConnectRespon
         loading = None if readiness.loading is None else readiness.loading.message()
         state = scheduler_pb2.ReplicaState(ready=readiness.is_ready, loading=loading)
         yield scheduler_pb2.ConnectResponse(state=state)
+    if (cache := outgoing.cache) is not None:
+        update = scheduler_pb2.CacheUpdate(
+            cleared=cache.is_cleared, removed=cache.removed, stored=cache.stored, sampling_bits=cache.sampling_bits
+        )
+        yield scheduler_pb2.ConnectResponse(cache=update)
     if outgoing.has_events:
         yield events_message(outgoing)
 

@@ -4,7 +4,7 @@
 import asyncio
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -282,11 +282,22 @@ class Readiness:
     loading: LoadProgress | None
 
 
+@dataclass(frozen=True, slots=True)
+class CacheUpdate:
+    """Changes of the prefix cache, to be applied in the order of the fields. Blocks are the ends of their hashes,
+    joined; those whose hash does not end in `sampling_bits` zero bits are never told."""
+
+    is_cleared: bool
+    removed: bytes
+    stored: bytes
+    sampling_bits: int
+
+
 @dataclass(slots=True)
 class Outgoing:
     """What goes out together: the events of one or more steps, oldest first, log probabilities of prompts, refused
-    submissions, what aborted requests have cost, and whether the replica is ready, where that has changed. `size` is
-    counted as in MAX_SIZE."""
+    submissions, what aborted requests have cost, and whether the replica is ready and what it has cached, where that
+    has changed. `size` is counted as in MAX_SIZE."""
 
     step_id: int = 0
     batches: list[ClientEvents] = field(default_factory=list)
@@ -294,6 +305,7 @@ class Outgoing:
     refusals: list[tuple[Handle, QuireError]] = field(default_factory=list)
     aborted: list[tuple[Handle, Usage | None]] = field(default_factory=list)
     readiness: Readiness | None = None
+    cache: CacheUpdate | None = None
     size: int = 0
 
     @property
@@ -325,6 +337,7 @@ class Outbox:
         self._sent: deque[Outgoing] = deque()
         self._num_taken = 0
         self._readiness: Readiness | None = None
+        self._cache: Callable[[], CacheUpdate] | None = None
         self._credit: int | None = None
         self._wake = asyncio.Event()
         self.is_closed = False
@@ -351,6 +364,12 @@ class Outbox:
     def put_readiness(self, is_ready: bool, loading: LoadProgress | None = None) -> None:
         """Says whether this replica is one to send requests to, and how far its workers are loaded."""
         self._readiness = Readiness(is_ready, loading)
+        self._wake.set()
+
+    def put_cache(self, update: CacheUpdate, snapshot: Callable[[], CacheUpdate]) -> None:
+        """Says what changed in the prefix cache. Where the update before has not gone out yet, `snapshot` makes one
+        with all that is cached, which stands for both."""
+        self._cache = (lambda: update) if self._cache is None else snapshot
         self._wake.set()
 
     def add_credit(self, num_messages: int) -> None:
@@ -396,9 +415,9 @@ class Outbox:
         return None
 
     def poll(self) -> Outgoing | None:
-        """The message that may be sent now, or None. Events need credit, readiness does not."""
+        """The message that may be sent now, or None. Events need credit, readiness and the cache do not."""
         may_send_events = bool(self._waiting) and self._credit != 0
-        if self.is_closed or not (may_send_events or self._readiness is not None):
+        if self.is_closed or not (may_send_events or self._readiness is not None or self._cache is not None):
             return None
         outgoing = Outgoing()
         if may_send_events:
@@ -407,6 +426,8 @@ class Outbox:
             if self._credit is not None:
                 self._credit -= 1
         outgoing.readiness, self._readiness = self._readiness, None
+        if self._cache is not None:
+            outgoing.cache, self._cache = self._cache(), None
         return outgoing
 
     def _make_room(self, size: int) -> Outgoing:

@@ -23,6 +23,7 @@ from quire.rpc.errors import (
 )
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc.core.request import Handle
+from scheduler_svc.service.cache_digest import CacheDigest
 from scheduler_svc.service.gateway_messages import (
     blocks_message,
     gateway_messages,
@@ -49,6 +50,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def __init__(self, loop: StepLoop, requests: Requests) -> None:
         self._loop = loop
         self._requests = requests
+        self._cache = CacheDigest(loop.cache)
         # The last log line about incompatible gateways.
         self._logged_refusals: deque[str] = deque(maxlen=_MAX_LOGGED_REFUSALS)
 
@@ -64,6 +66,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             yield self._welcome()
             if not self._loop.is_ready:
                 connection.outbox.put_readiness(False, self._loop.loading)
+            if hello.wants_cache_updates:
+                self._cache.add(connection.outbox)
             while (outgoing := await connection.outbox.take()) is not None:
                 started = time.monotonic()
                 for message in self._messages(outgoing, connection):
@@ -79,6 +83,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 await reader
         finally:
             reader.cancel()
+            self._cache.remove(connection.outbox)
             self._requests.close(connection)
 
     def _messages(self, outgoing: Outgoing, connection: Connection) -> list[scheduler_pb2.ConnectResponse]:

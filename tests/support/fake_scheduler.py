@@ -146,6 +146,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         live: Requests of the open stream by handle.
         frames, blocks: What Watch and ReadBlock answer.
         watches: The calls of Watch that came.
+        wants_cache_updates: Whether the gateway of the open stream does.
         is_heard: Whether the gateway of the open stream has said more than hello, as it does when it knows the welcome.
     """
 
@@ -177,6 +178,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     address: str = "127.0.0.1:0"
     connections: int = 0
     is_heard: bool = False
+    wants_cache_updates: bool = False
 
     def __post_init__(self) -> None:
         self._server: RpcServer | None = None
@@ -223,6 +225,11 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     def send(self, events: scheduler_pb2.TokenEvents) -> None:
         """Sends a message of the test's own making."""
         self._outgoing.append(scheduler_pb2.ConnectResponse(events=events))
+        self._changed.set()
+
+    def tell_cache(self, update: scheduler_pb2.CacheUpdate) -> None:
+        """Says what the prefix cache holds."""
+        self._outgoing.append(scheduler_pb2.ConnectResponse(cache=update))
         self._changed.set()
 
     def deliver(self, handle: int, hypotheses: Sequence[Hypothesis]) -> None:
@@ -288,6 +295,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         self._heard.set()
         self._check_hello(first)
         self.is_heard = False
+        self.wants_cache_updates = first.hello.wants_cache_updates
         self._broken_with = self._credit = None
         self._num_sent = 0
         self._outgoing.clear()

@@ -1,15 +1,11 @@
 """Which replica a request goes to: by prefix and load, and away from one without a worker or without room."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gateway.replicas.events import (
     EventBatch,
@@ -23,7 +19,7 @@ from gateway.replicas.events import (
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
-from gateway.replicas.pool import Replicas, affinity_key, choose_replica
+from gateway.replicas.pool import Replicas
 from quire.compatibility import UNKNOWN_MODEL
 from quire.rpc.errors import ResourceExhausted
 from tests.support.parameters import make_request
@@ -42,6 +38,7 @@ class Scheduler:
         self.is_connected = self.is_ready = True
         self.welcome = SimpleNamespace(block_size=4, scheduler_epoch=7, durable_grace_s=60.0)
         self.model = UNKNOWN_MODEL
+        self.cached = None
         self.num_deaths = 0
         self.submitted: list[int] = []
         self.has: dict[int, LiveRequest] = {}
@@ -227,59 +224,3 @@ async def test_a_durable_request_is_ended_at_its_scheduler_when_that_is_back(dur
     scheduler.regain_stream()
     assert aborted == [live.handle] * is_ended
     cluster.replicas.release(again)
-
-
-REPLICAS = ["a:1", "b:1", "c:1", "d:1"]
-
-
-def key_of(*token_ids):
-    return affinity_key(np.array(token_ids, np.int32), 16)
-
-
-def idle(replicas=REPLICAS):
-    return dict.fromkeys(replicas, 0)
-
-
-def test_prompts_that_share_their_first_blocks_share_a_key():
-    prefix = list(range(64))
-    assert key_of(*prefix, 1, 2, 3) == key_of(*prefix, 9, 9)
-    assert key_of(*prefix) != key_of(*prefix[:-1], 99)
-
-
-def test_a_tail_beyond_whole_blocks_does_not_count():
-    assert key_of(*range(16), 5) == key_of(*range(16), 6)
-    assert key_of(1, 2) != key_of(1, 3)
-
-
-def test_idle_replicas_are_used_evenly():
-    counts = Counter(choose_replica(key_of(number), idle()) for number in range(2000))
-    assert set(counts) == set(REPLICAS)
-    assert max(counts.values()) < 1.3 * min(counts.values())
-
-
-def test_only_keys_of_a_lost_replica_move():
-    for number in range(300):
-        before = choose_replica(key_of(number), idle())
-        after = choose_replica(key_of(number), idle(REPLICAS[:3]))
-        assert after == before or before == REPLICAS[3]
-
-
-def test_order_of_replicas_does_not_matter():
-    key = key_of(1, 2, 3)
-    assert choose_replica(key, idle()) == choose_replica(key, idle(REPLICAS[::-1]))
-
-
-@settings(deadline=None)
-@given(loads=st.lists(st.integers(0, 500), min_size=1, max_size=6), token=st.integers(0, 1000))
-def test_the_chosen_replica_is_never_much_busier_than_the_average(loads, token):
-    by_replica = {f"r{number}": load for number, load in enumerate(loads)}
-    chosen = choose_replica(key_of(token), by_replica)
-    assert by_replica[chosen] <= 1.25 * (sum(loads) + 1) / len(loads)
-
-
-def test_one_hot_prefix_spills_over():
-    loads = idle()
-    for _ in range(100):
-        loads[choose_replica(key_of(7), loads)] += 1
-    assert max(loads.values()) <= 33
-    assert sum(load > 0 for load in loads.values()) == 4

@@ -1,0 +1,164 @@
+"""Which replica takes a request: the one that has most of its prompt cached, unless it is much busier than others.
+
+Schedulers tell which blocks their prefix caches hold (`CachedBlocks`), and a prompt's blocks have the same names here
+(`quire.prefix_hashes`). What replicas have alike, or none of them has, is decided by affinity: prompts that go on alike
+go to the same replica, by rendezvous hashing. No replica may have much more than its fair share of requests.
+"""
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.prefix_hashes import SHORT_BYTES, BlockHash, hash_chain, root_hash, short
+from quire.rpc.errors import InvalidArgument
+from quire.scheduler.v1 import scheduler_pb2
+
+# Prompts that agree on this many blocks behind what is cached go to the same replica. With more, requests that share
+# less would be separated.
+_AFFINITY_BLOCKS = 4
+# A replica may have this many times its fair share of live requests (consistent hashing with bounded loads).
+_HEADROOM = 1.25
+# Of a hash's last byte.
+_MAX_SAMPLING_BITS = 8
+# More blocks of a prompt are not looked for; bounds the time of a call to a few milliseconds.
+_MAX_HASHED_BLOCKS = 4096
+
+Prompt = NDArray[np.int32]
+
+
+class RoutingPolicy(enum.Enum):
+    """How a gateway chooses among its replicas.
+
+    CACHE        the one with most of the prompt cached; of equals by affinity
+    AFFINITY     by the first blocks of the prompt, whatever is cached
+    ROUND_ROBIN  one after the other, whatever the prompt and the load
+    """
+
+    CACHE = "cache"
+    AFFINITY = "affinity"
+    ROUND_ROBIN = "round-robin"
+
+
+class CachedBlocks:
+    """What a replica's prefix cache holds, as its scheduler tells: the ends of the blocks' hashes. Of large pools it
+    tells a part, those whose hash ends in some zero bits, so that no more than some 65,536 are told."""
+
+    def __init__(self) -> None:
+        self._blocks: set[bytes] = set()
+        self._mask = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def update(self, message: scheduler_pb2.CacheUpdate) -> None:
+        """Takes in what changed. Raises InvalidArgument if the message is malformed."""
+        if message.sampling_bits > _MAX_SAMPLING_BITS:
+            raise InvalidArgument(f"cache.sampling_bits is {message.sampling_bits}; at most {_MAX_SAMPLING_BITS}")
+        removed, stored = _split(message.removed, "removed"), _split(message.stored, "stored")
+        if message.cleared:
+            self._blocks.clear()
+        self._mask = (1 << message.sampling_bits) - 1
+        self._blocks.difference_update(removed)
+        self._blocks.update(stored)
+
+    def num_cached(self, hashes: Sequence[BlockHash]) -> int:
+        """How many of a prompt's first blocks are there. Where a part is told, the last of these that is known."""
+        blocks, mask = self._blocks, self._mask
+        num_cached = 0
+        for index, content in enumerate(hashes, 1):
+            if content[-1] & mask:
+                continue
+            if short(content) not in blocks:
+                break
+            num_cached = index
+        return num_cached
+
+
+def _split(joined: bytes, name: str) -> list[bytes]:
+    if len(joined) % SHORT_BYTES:
+        raise InvalidArgument(f"cache.{name} has {len(joined)} bytes; it must have {SHORT_BYTES} for each block")
+    return [joined[start : start + SHORT_BYTES] for start in range(0, len(joined), SHORT_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A replica that can take the request: its live requests here, and what it has cached, None where it is unknown."""
+
+    load: int
+    block_size: int
+    cached: CachedBlocks | None = None
+
+
+class Router:
+    """Chooses replicas by one policy."""
+
+    def __init__(self, policy: RoutingPolicy) -> None:
+        self.policy = policy
+        self._turns = count()
+
+    def choose(self, prompt: Prompt, tenant: str, candidates: Mapping[str, Candidate]) -> str:
+        """The replica for a prompt of token ids. `candidates` has at least one, by address."""
+        match self.policy:
+            case RoutingPolicy.ROUND_ROBIN:
+                addresses = sorted(candidates)
+                return addresses[next(self._turns) % len(addresses)]
+            case RoutingPolicy.AFFINITY:
+                return _by_affinity(prompt, candidates)
+            case RoutingPolicy.CACHE:
+                return _by_cache(prompt, tenant, candidates)
+
+
+def _by_affinity(prompt: Prompt, candidates: Mapping[str, Candidate]) -> str:
+    block_size = min(each.block_size for each in candidates.values())
+    return choose_replica(affinity_key(prompt, block_size), {name: each.load for name, each in candidates.items()})
+
+
+def _by_cache(prompt: Prompt, tenant: str, candidates: Mapping[str, Candidate]) -> str:
+    if not any(each.cached for each in candidates.values()):
+        return _by_affinity(prompt, candidates)
+    chains = {size: prompt_hashes(prompt, tenant, size) for size in {each.block_size for each in candidates.values()}}
+    cached_tokens = {
+        address: each.block_size * (0 if each.cached is None else each.cached.num_cached(chains[each.block_size]))
+        for address, each in candidates.items()
+    }
+    block_size = min(chains)
+    key = affinity_key(prompt, block_size, max(cached_tokens.values()) // block_size)
+    return choose_replica(key, {address: each.load for address, each in candidates.items()}, cached_tokens)
+
+
+def prompt_hashes(prompt: Prompt, tenant: str, block_size: int) -> list[BlockHash]:
+    """The names of a prompt's full blocks, as its scheduler computes them."""
+    num_blocks = min(len(prompt) // block_size, _MAX_HASHED_BLOCKS)
+    packed = np.ascontiguousarray(prompt[: num_blocks * block_size], np.int32).tobytes()
+    return hash_chain(root_hash(tenant), packed, 4 * block_size)
+
+
+def affinity_key(prompt: Prompt, block_size: int, num_cached: int = 0) -> bytes:
+    """A key that prompts with the same first blocks share, `num_cached` and some more. A prompt of less than one block
+    is its own key."""
+    num_tokens = len(prompt)
+    whole_blocks = min(num_tokens // block_size, num_cached + _AFFINITY_BLOCKS)
+    end = whole_blocks * block_size if whole_blocks else num_tokens
+    return blake2b(prompt[:end].astype("<i4").tobytes(), digest_size=16).digest()
+
+
+def choose_replica(key: bytes, loads: Mapping[str, int], cached_tokens: Mapping[str, int] | None = None) -> str:
+    """Among the replicas with room the one that has most cached; of equals the best by rendezvous hashing. When a
+    replica joins or leaves, only the keys that it gains or loses move.
+
+    Args:
+        key: From `affinity_key`.
+        loads: The number of live requests of each replica that can take the request. Not empty.
+        cached_tokens: How many tokens of the prompt each has; none where it is unknown.
+    """
+    capacity = math.ceil(_HEADROOM * (sum(loads.values()) + 1) / len(loads))
+    with_room = [replica for replica, load in loads.items() if load < capacity]
+    most = max((cached_tokens[replica] for replica in with_room), default=0) if cached_tokens else 0
+    best = [replica for replica in with_room if not cached_tokens or cached_tokens[replica] == most]
+    return min(best, key=lambda replica: blake2b(replica.encode(), key=key, digest_size=8).digest())

@@ -1,0 +1,109 @@
+"""What gateways are told about the prefix cache, so that they send a prompt where most of it is cached.
+
+A block is told by the end of its hash. Changes of a tenth of a second go out together, to every gateway alike; one that
+has not read those before gets the whole digest instead. Of a pool with many blocks only a part is told, which the
+blocks' hashes decide, so that a digest is bounded and its parts are the same ones for all replicas and gateways.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from quire.prefix_hashes import BlockHash, short
+from scheduler_svc.core.cache_log import CacheChanges
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.service.cache_feed import CacheFeed
+from scheduler_svc.service.outbox import CacheUpdate, Outbox
+
+_MAX_TOLD = 1 << 16
+"""About how many blocks are told at most: half a mebibyte, and some 5 MB in a gateway."""
+
+_MAX_SAMPLING_BITS = 8
+_INTERVAL_S = 0.1
+
+
+CallLater = Callable[[float, Callable[[], None]], object]
+
+
+def _call_later(seconds: float, call: Callable[[], None]) -> object:
+    return asyncio.get_running_loop().call_later(seconds, call)
+
+
+def sampling_bits_for(num_blocks: int) -> int:
+    """How many bits of a hash must be zero for its block to be told, in a pool of this size."""
+    return min(((num_blocks - 1) // _MAX_TOLD).bit_length(), _MAX_SAMPLING_BITS)
+
+
+class CacheDigest:
+    """The blocks that gateways have been told, and what has changed since. While no gateway wants it, nothing is
+    noted."""
+
+    def __init__(
+        self, feed: CacheFeed, call_later: Callable[[float, Callable[[], None]], object] = _call_later
+    ) -> None:
+        """`call_later` is that of the event loop."""
+        self._feed = feed
+        self._call_later = call_later
+        self._gateways: set[Outbox] = set()
+        self._is_watching = False
+        self._sampling_bits = 0
+        self._told: set[bytes] = set()
+        self._is_cleared = False
+        self._removed: set[bytes] = set()
+        self._stored: set[bytes] = set()
+        self._is_due = False
+
+    def add(self, gateway: Outbox) -> None:
+        """Tells a gateway all that is cached, and from now on what changes."""
+        if not self._is_watching:
+            self._is_watching = True
+            self._feed.watch(self.note)
+            self._tell()
+        self._gateways.add(gateway)
+        gateway.put_cache(self._snapshot(), self._snapshot)
+
+    def remove(self, gateway: Outbox) -> None:
+        """The gateway's stream is over, or it wanted nothing."""
+        self._gateways.discard(gateway)
+
+    def _snapshot(self) -> CacheUpdate:
+        """All that was told so far, for a gateway that knows nothing, or not all of it."""
+        return CacheUpdate(True, b"", b"".join(self._told), self._sampling_bits)
+
+    def note(self, changes: CacheChanges, config: SchedulerConfig) -> None:
+        """Watches the cache."""
+        if changes.is_cleared:
+            self._is_cleared = True
+            self._removed.clear()
+            self._stored.clear()
+            self._sampling_bits = sampling_bits_for(config.num_blocks)
+        for content in self._sampled(changes.removed):
+            if content in self._stored:
+                self._stored.discard(content)
+            else:
+                self._removed.add(content)
+        for content in self._sampled(changes.stored):
+            if content in self._removed:
+                self._removed.discard(content)
+            elif self._is_cleared or content not in self._told:
+                self._stored.add(content)
+        if not self._is_due:
+            self._is_due = True
+            self._call_later(_INTERVAL_S, self._tell)
+
+    def _sampled(self, blocks: Iterable[BlockHash]) -> list[bytes]:
+        mask = (1 << self._sampling_bits) - 1
+        return [short(content) for content in blocks if not content[-1] & mask]
+
+    def _tell(self) -> None:
+        self._is_due = False
+        if self._is_cleared:
+            self._told.clear()
+        self._told -= self._removed
+        self._told |= self._stored
+        update = CacheUpdate(self._is_cleared, b"".join(self._removed), b"".join(self._stored), self._sampling_bits)
+        self._is_cleared = False
+        self._removed.clear()
+        self._stored.clear()
+        if update.is_cleared or update.removed or update.stored:
+            for gateway in self._gateways:
+                gateway.put_cache(update, self._snapshot)

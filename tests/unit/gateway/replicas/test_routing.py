@@ -1,0 +1,193 @@
+"""Which replica is chosen: by what is cached, by affinity, and never one that is much busier than others."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.replicas.routing import (
+    CachedBlocks,
+    Candidate,
+    Router,
+    RoutingPolicy,
+    affinity_key,
+    choose_replica,
+    prompt_hashes,
+)
+from quire.prefix_hashes import BlockHash, short
+from quire.rpc.errors import InvalidArgument
+from quire.scheduler.v1 import scheduler_pb2
+
+REPLICAS = ["a:1", "b:1", "c:1", "d:1"]
+
+
+def key_of(*token_ids):
+    return affinity_key(np.array(token_ids, np.int32), 16)
+
+
+def idle(replicas=REPLICAS):
+    return dict.fromkeys(replicas, 0)
+
+
+def test_prompts_that_share_their_first_blocks_share_a_key():
+    prefix = list(range(64))
+    assert key_of(*prefix, 1, 2, 3) == key_of(*prefix, 9, 9)
+    assert key_of(*prefix) != key_of(*prefix[:-1], 99)
+
+
+def test_a_tail_beyond_whole_blocks_does_not_count():
+    assert key_of(*range(16), 5) == key_of(*range(16), 6)
+    assert key_of(1, 2) != key_of(1, 3)
+
+
+def test_idle_replicas_are_used_evenly():
+    counts = Counter(choose_replica(key_of(number), idle()) for number in range(2000))
+    assert set(counts) == set(REPLICAS)
+    assert max(counts.values()) < 1.3 * min(counts.values())
+
+
+def test_only_keys_of_a_lost_replica_move():
+    for number in range(300):
+        before = choose_replica(key_of(number), idle())
+        after = choose_replica(key_of(number), idle(REPLICAS[:3]))
+        assert after == before or before == REPLICAS[3]
+
+
+def test_order_of_replicas_does_not_matter():
+    key = key_of(1, 2, 3)
+    assert choose_replica(key, idle()) == choose_replica(key, idle(REPLICAS[::-1]))
+
+
+@settings(deadline=None)
+@given(loads=st.lists(st.integers(0, 500), min_size=1, max_size=6), token=st.integers(0, 1000))
+def test_the_chosen_replica_is_never_much_busier_than_the_average(loads, token):
+    by_replica = {f"r{number}": load for number, load in enumerate(loads)}
+    chosen = choose_replica(key_of(token), by_replica)
+    assert by_replica[chosen] <= 1.25 * (sum(loads) + 1) / len(loads)
+
+
+def test_one_hot_prefix_spills_over():
+    loads = idle()
+    for _ in range(100):
+        loads[choose_replica(key_of(7), loads)] += 1
+    assert max(loads.values()) <= 33
+    assert sum(load > 0 for load in loads.values()) == 4
+
+
+SIZE = 4
+
+
+def make_prompt(*token_ids: int) -> np.ndarray:
+    return np.array(token_ids, np.int32)
+
+
+def make_cached(*prompts: np.ndarray, tenant: str = "") -> CachedBlocks:
+    cached = CachedBlocks()
+    hashes = [content for prompt in prompts for content in prompt_hashes(prompt, tenant, SIZE)]
+    cached.update(scheduler_pb2.CacheUpdate(cleared=True, stored=b"".join(map(short, hashes))))
+    return cached
+
+
+def choose(prompt: np.ndarray, tenant: str = "", **candidates: Candidate) -> str:
+    return Router(RoutingPolicy.CACHE).choose(prompt, tenant, candidates)
+
+
+STORY = make_prompt(*range(40))
+
+
+def test_a_prompt_goes_where_most_of_it_is_cached():
+    longer, shorter = Candidate(0, SIZE, make_cached(STORY[:20])), Candidate(0, SIZE, make_cached(STORY[:12]))
+    nothing = Candidate(0, SIZE, CachedBlocks())
+    assert choose(STORY, a=nothing, b=longer, c=shorter) == "b"
+    assert choose(STORY, a=longer, b=nothing, c=shorter) == "a"
+    # Of another tenant nothing is.
+    others = {choose(make_prompt(*range(n, n + 40)), "t", a=nothing, b=longer, c=shorter) for n in range(40)}
+    assert others == {"a", "b", "c"}
+
+
+def test_the_next_best_replica_takes_what_the_best_has_no_room_for():
+    best, next_best = make_cached(STORY), make_cached(STORY[:8])
+    others = Candidate(2, SIZE, CachedBlocks())
+    assert choose(STORY, a=Candidate(3, SIZE, best), b=Candidate(2, SIZE, next_best), c=others) == "a"
+    assert choose(STORY, a=Candidate(9, SIZE, best), b=Candidate(2, SIZE, next_best), c=others) == "b"
+
+
+def test_replicas_that_are_not_known_compete_by_affinity():
+    unknown = {name: Candidate(0, SIZE) for name in "abc"}
+    chosen = choose(STORY, **unknown)
+    assert chosen == Router(RoutingPolicy.AFFINITY).choose(STORY, "", unknown)
+    known = next(name for name in unknown if name != chosen)
+    assert choose(STORY, **(unknown | {known: Candidate(0, SIZE, make_cached(STORY[:4]))})) == known
+    # One that is known to have nothing is as good as one that is not known.
+    assert choose(STORY, **(unknown | {known: Candidate(0, SIZE, CachedBlocks())})) == chosen
+
+
+def test_what_all_have_does_not_hold_conversations_together():
+    """All begin with the same system prompt, which both replicas have: their own beginnings decide."""
+    system = make_prompt(*range(200))
+    both = {name: Candidate(0, SIZE, make_cached(system)) for name in "ab"}
+    talks = [np.concatenate((system, make_prompt(*([500 + n] * 24)))) for n in range(200)]
+    counts = Counter(choose(talk, **both) for talk in talks)
+    assert min(counts.values()) > 70
+    # And prompts that go on alike go to the same one, before it has anything of them.
+    tails = [make_prompt(*([n] * 4)) for n in range(20)]
+    assert len({choose(np.concatenate((talks[0], tail)), **both) for tail in tails}) == 1
+
+
+def test_replicas_may_have_blocks_of_different_sizes():
+    large = CachedBlocks()
+    hashes = prompt_hashes(STORY, "", 16)
+    large.update(scheduler_pb2.CacheUpdate(stored=b"".join(map(short, hashes))))
+    small = Candidate(0, SIZE, make_cached(STORY[:28]))
+    assert choose(STORY, a=small, b=Candidate(0, 16, large)) == "b"
+    assert choose(STORY, a=Candidate(0, SIZE, make_cached(STORY[:36])), b=Candidate(0, 16, large)) == "a"
+
+
+def test_round_robin_takes_turns_whatever_the_load():
+    router = Router(RoutingPolicy.ROUND_ROBIN)
+    candidates = {"a": Candidate(9, SIZE), "b": Candidate(0, SIZE)}
+    assert [router.choose(STORY, "", candidates) for _ in range(4)] == ["a", "b", "a", "b"]
+
+
+def test_updates_add_up_until_all_is_cleared():
+    hashes = prompt_hashes(STORY, "", SIZE)
+    names = list(map(short, hashes))
+    cached = CachedBlocks()
+    cached.update(scheduler_pb2.CacheUpdate(cleared=True, stored=b"".join(names[:6])))
+    assert (len(cached), cached.num_cached(hashes)) == (6, 6)
+    cached.update(scheduler_pb2.CacheUpdate(removed=names[3], stored=names[7] + names[0]))
+    assert (len(cached), cached.num_cached(hashes)) == (6, 3)
+    cached.update(scheduler_pb2.CacheUpdate(cleared=True))
+    assert (len(cached), cached.num_cached(hashes)) == (0, 0)
+
+
+def test_of_a_part_the_last_block_that_is_told_counts():
+    hashes = [BlockHash(bytes(31) + bytes([end])) for end in (1, 4, 3, 8, 1, 12, 2)]
+    cached = CachedBlocks()
+    cached.update(scheduler_pb2.CacheUpdate(stored=b"".join(short(hashes[index]) for index in (1, 3)), sampling_bits=2))
+    assert cached.num_cached(hashes) == 4
+    assert cached.num_cached(hashes[:1]) == 0
+
+
+@pytest.mark.parametrize("message", [{"stored": b"1234567"}, {"removed": b"123456789"}, {"sampling_bits": 9}])
+def test_a_malformed_update_is_refused_by_name(message):
+    cached = make_cached(STORY)
+    with pytest.raises(InvalidArgument, match=rf"^cache\.{next(iter(message))} "):
+        cached.update(scheduler_pb2.CacheUpdate(**message))
+    assert len(cached) == 10
+
+
+@settings(deadline=None)
+@given(
+    loads=st.lists(st.integers(0, 500), min_size=1, max_size=6),
+    cached=st.lists(st.integers(0, 10), min_size=6, max_size=6),
+)
+def test_no_replica_is_chosen_for_its_cache_that_is_much_busier_than_the_average(loads, cached):
+    candidates = {
+        f"r{number}": Candidate(load, SIZE, make_cached(STORY[: SIZE * blocks]))
+        for number, (load, blocks) in enumerate(zip(loads, cached, strict=False))
+    }
+    chosen = candidates[choose(STORY, **candidates)]
+    assert chosen.load <= 1.25 * (sum(loads) + 1) / len(loads)
