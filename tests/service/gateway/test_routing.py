@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
+from gateway.auth.caller import DEFAULT_TENANT
 from gateway.replicas.routing import prompt_hashes
 from quire.common.v1 import common_pb2
 from quire.prefix_hashes import short
@@ -25,7 +26,7 @@ async def other() -> AsyncIterator[FakeScheduler]:
 
 
 def update_for(scheduler: FakeScheduler, prompt: list[int], **fields) -> scheduler_pb2.CacheUpdate:
-    hashes = prompt_hashes(np.array(prompt, np.int32), "", scheduler.block_size)
+    hashes = prompt_hashes(np.array(prompt, np.int32), DEFAULT_TENANT, scheduler.block_size)
     return scheduler_pb2.CacheUpdate(stored=b"".join(map(short, hashes)), **fields)
 
 
