@@ -1,9 +1,9 @@
 """What routing finds in prefix caches: two replicas on this machine, a gateway for each policy, the same kind of load.
 
-Conversations of several turns, and prompts that share one of some prefixes, more of them than fit into the pool of one
-replica. The policies take turns, each time with other tokens, so that nothing is cached from before. In the last load
-replicas are killed (scheduler and worker by SIGKILL) and come back empty while conversations run. Reported are the part
-of all prompt tokens that came from caches, and the mean time to the first token.
+Conversations of several turns behind one system prompt; prompts that share one of some prefixes, which together are
+more than the pool of one replica holds; and conversations while replicas are killed (scheduler and worker by SIGKILL)
+and come back empty. The policies take turns, each time with other tokens, so that nothing is cached from before.
+Reported are the part of all prompt tokens that came from caches, and the mean time to the first token.
 """
 
 import argparse
@@ -13,8 +13,11 @@ import itertools
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from bench.report import Series, median_ratio, write_results
 from gateway.app import Gateway
@@ -23,7 +26,8 @@ from gateway.settings import GatewaySettings
 from quire.cli.bench.driver import Driver, Pacing
 from quire.cli.bench.grpc_client import GrpcServer
 from quire.client import AsyncClient, GenerationOptions
-from quire.load import Chat, Constant, Dataset, Report, make_report, shared_prefix, take
+from quire.load import Chat, Constant, Dataset, LoadRequest, Report, make_report, shared_prefix, take
+from quire.load.requests import FIRST_TOKEN_ID, frozen
 from quire.local import LocalServer, ServeSettings
 
 _TIMEOUT_S = 300
@@ -57,8 +61,16 @@ def main(arguments: argparse.Namespace) -> None:
         asyncio.run(_measure(arguments, model))
 
 
-def _conversations() -> Dataset:
-    return Chat(Constant(80), Constant(24), _MAX_LEN, _VOCAB_SIZE, 900, mean_turns=6.0, max_turns=8, delay_s=0.3)
+class _Conversations:
+    """Conversations that all begin with the same system prompt of 10 blocks."""
+
+    name = "conversations"
+
+    def requests(self, seed: int) -> Iterator[LoadRequest]:
+        chat = Chat(Constant(80), Constant(24), _MAX_LEN, _VOCAB_SIZE, 800, mean_turns=6.0, max_turns=7, delay_s=0.3)
+        system = np.random.default_rng(seed).integers(FIRST_TOKEN_ID, _VOCAB_SIZE, 160, dtype=np.int32)
+        for request in chat.requests(seed):
+            yield replace(request, prompt=frozen(np.concatenate((system, request.token_ids))))
 
 
 def _prefixes() -> Dataset:
@@ -66,10 +78,10 @@ def _prefixes() -> Dataset:
     return shared_prefix(512, Constant(40), Constant(16), _MAX_LEN, _VOCAB_SIZE, num_prefixes=13)
 
 
-_LOADS = {
-    "conversations": (_conversations, False),
+_LOADS: dict[str, tuple[Callable[[], Dataset], bool]] = {
+    "conversations": (_Conversations, False),
     "shared prefixes": (_prefixes, False),
-    "conversations, kills": (_conversations, True),
+    "conversations, kills": (_Conversations, True),
 }
 """What arrives, and whether replicas are killed meanwhile."""
 

@@ -128,7 +128,12 @@ def _by_cache(prompt: Prompt, tenant: str, candidates: Mapping[str, Candidate]) 
         for address, each in candidates.items()
     }
     block_size = min(chains)
-    key = affinity_key(prompt, block_size, max(cached_tokens.values()) // block_size)
+    num_cached = max(cached_tokens.values()) // block_size
+    num_left = len(prompt) // block_size - num_cached
+    # Of a prompt that is cached but for a little, that little is its own: what is cached decides, so that a prefix
+    # stays at one replica though another one has it, too.
+    num_keyed = num_cached + _AFFINITY_BLOCKS if num_left >= _AFFINITY_BLOCKS else num_cached or _AFFINITY_BLOCKS
+    key = affinity_key(prompt, block_size, num_keyed)
     return choose_replica(key, {address: each.load for address, each in candidates.items()}, cached_tokens)
 
 
@@ -139,11 +144,10 @@ def prompt_hashes(prompt: Prompt, tenant: str, block_size: int) -> list[BlockHas
     return hash_chain(root_hash(tenant), packed, 4 * block_size)
 
 
-def affinity_key(prompt: Prompt, block_size: int, num_cached: int = 0) -> bytes:
-    """A key that prompts with the same first blocks share, `num_cached` and some more. A prompt of less than one block
-    is its own key."""
+def affinity_key(prompt: Prompt, block_size: int, num_blocks: int = _AFFINITY_BLOCKS) -> bytes:
+    """A key that prompts with the same first blocks share. A prompt of less than one block is its own key."""
     num_tokens = len(prompt)
-    whole_blocks = min(num_tokens // block_size, num_cached + _AFFINITY_BLOCKS)
+    whole_blocks = min(num_tokens // block_size, num_blocks)
     end = whole_blocks * block_size if whole_blocks else num_tokens
     return blake2b(prompt[:end].astype("<i4").tobytes(), digest_size=16).digest()
 

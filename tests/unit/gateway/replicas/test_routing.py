@@ -136,6 +136,13 @@ def test_what_all_have_does_not_hold_conversations_together():
     assert len({choose(np.concatenate((talks[0], tail)), **both) for tail in tails}) == 1
 
 
+def test_a_prefix_that_several_have_stays_at_one():
+    """Else it would be kept at all of them, and others evicted."""
+    both = {name: Candidate(0, SIZE, make_cached(STORY)) for name in "ab"}
+    tails = [make_prompt(*([500 + n] * 15)) for n in range(50)]
+    assert len({choose(np.concatenate((STORY, tail)), **both) for tail in tails}) == 1
+
+
 def test_replicas_may_have_blocks_of_different_sizes():
     large = CachedBlocks()
     hashes = prompt_hashes(STORY, "", 16)
