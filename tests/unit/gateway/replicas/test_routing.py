@@ -90,8 +90,8 @@ def make_cached(*prompts: np.ndarray, tenant: str = "") -> CachedBlocks:
     return cached
 
 
-def choose(prompt: np.ndarray, tenant: str = "", **candidates: Candidate) -> str:
-    return Router(RoutingPolicy.CACHE).choose(prompt, tenant, candidates)
+def choose(prompt: np.ndarray, /, **candidates: Candidate) -> str:
+    return Router(RoutingPolicy.CACHE).choose(prompt, "", candidates)
 
 
 STORY = make_prompt(*range(40))
@@ -103,8 +103,9 @@ def test_a_prompt_goes_where_most_of_it_is_cached():
     assert choose(STORY, a=nothing, b=longer, c=shorter) == "b"
     assert choose(STORY, a=longer, b=nothing, c=shorter) == "a"
     # Of another tenant nothing is.
-    others = {choose(make_prompt(*range(n, n + 40)), "t", a=nothing, b=longer, c=shorter) for n in range(40)}
-    assert others == {"a", "b", "c"}
+    candidates = {"a": nothing, "b": longer, "c": shorter}
+    of_other = Router(RoutingPolicy.CACHE).choose(STORY, "t", candidates)
+    assert of_other == Router(RoutingPolicy.AFFINITY).choose(STORY, "t", candidates)
 
 
 def test_the_next_best_replica_takes_what_the_best_has_no_room_for():
