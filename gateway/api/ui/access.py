@@ -9,6 +9,7 @@ import base64
 import binascii
 import html
 from collections.abc import Mapping
+from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
 
@@ -66,7 +67,7 @@ def is_below(path: str) -> bool:
 
 def shows_page(scope: Scope) -> bool:
     """Whether a refusal is shown to a person: the caller opens the page itself, and not what it loads."""
-    return scope["path"] in (ROOT, f"{ROOT}/")
+    return scope["method"] == "GET" and scope["path"] in (ROOT, f"{ROOT}/")
 
 
 def keys_shown(scope: Scope) -> list[bytes]:
@@ -92,10 +93,11 @@ def check_operator(*, is_operator: bool) -> None:
 
 def refusal(error: QuireError) -> Response:
     """The page for who may not see it."""
-    status = 401 if isinstance(error, Unauthenticated) else 403
+    status = HTTPStatus.UNAUTHORIZED if isinstance(error, Unauthenticated) else HTTPStatus.FORBIDDEN
     is_new = error.reason == "MISSING_API_KEY"
     problem = "" if is_new else html.escape(f"{error.message[:1].upper()}{error.message[1:]}.")
-    return HTMLResponse(_REFUSAL.format(problem=problem), status, headers=dict(HEADERS))
+    extra = {"www-authenticate": "Bearer"} if status == HTTPStatus.UNAUTHORIZED else {}
+    return HTMLResponse(_REFUSAL.format(problem=problem), status, headers={**HEADERS, **extra})
 
 
 async def take_key(request: Request, authenticator: Authenticator) -> Response:

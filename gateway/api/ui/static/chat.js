@@ -42,6 +42,7 @@ export class ChatView {
       if (event.key === "Escape") this.running?.abort();
     });
     find("#show-parameters").addEventListener("click", () => this.toggleDrawer());
+    if (matchMedia("(max-width: 860px)").matches) this.toggleDrawer();
     find("#example-tool").addEventListener("click", () => {
       find("#tools").value = JSON.stringify(EXAMPLE_TOOL, null, 2);
     });

@@ -102,7 +102,9 @@ export class Grid {
     if (owner.status === STATUS.swapped && side >= 6) this.stripe(x, y, side);
     if (pool.refs[block] > 1) this.shared(pool.refs[block], x, y, side);
     if (this.pinned.size && pool.isGpu && this.pinned.has(block)) this.corner(x, y, side);
-    if (side >= 26) this.number(block, x, y, share > 0.7 ? this.palette.inkOn(owner) : colours.ink);
+    // Below the circle of a shared block there is room for a number in large cells alone.
+    if (side < (pool.refs[block] > 1 ? 40 : 26)) return;
+    this.number(block, x, y, share > 0.7 ? this.palette.inkOn(owner) : colours.ink);
   }
 
   // The blocks that pins hold.
