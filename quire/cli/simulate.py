@@ -145,6 +145,9 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags):
             raise ValueError("give the device by --hardware, for example a100-40gb, or by --cost-trace; one of both")
         if self.cost_trace and (self.model or self.model_config):
             raise ValueError("--model and --model-config are for --hardware; a trace is of the model that it ran")
+        for name, default in (("dtype", "auto"), ("efficiency", 1.0), ("gpu_memory_utilization", 0.9)):
+            if self.cost_trace and getattr(self, name) != default:
+                raise ValueError(f"--{name.replace('_', '-')} is for --hardware; a trace has the costs and the pool")
         if self.model is not None and self.model_config is not None:
             raise ValueError("--model and --model-config are both given; give one of them")
         if self.model is not None and self.model not in MODELS:
@@ -204,7 +207,10 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags):
         max_num_seqs = self.max_num_seqs or min(sizes["max_num_seqs"], max_num_batched_tokens)
         if self.max_num_seqs is not None and self.max_num_batched_tokens is None:
             max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
-        max_model_len = min(self.max_model_len or sizes["max_model_len"], sizes["max_model_len"])
+        longest = sizes["max_model_len"]
+        if (self.max_model_len or 0) > longest:
+            raise ConfigurationError(f"--max-model-len is {self.max_model_len:,}; the model takes at most {longest:,}")
+        max_model_len = self.max_model_len or longest
         try:
             config = SchedulerConfig(
                 num_blocks=self.num_gpu_blocks.of(sizes["num_blocks"]),

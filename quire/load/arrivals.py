@@ -16,7 +16,7 @@ class Arrivals(Protocol):
 
     @property
     def rate(self) -> float:
-        """Requests a second; infinite where all arrive at once."""
+        """Requests a second: one by the mean gap. Infinite where all arrive at once."""
         ...
 
     def times(self, count: int, seed: int) -> np.ndarray:
@@ -83,7 +83,7 @@ class Trace:
     @property
     def rate(self) -> float:
         length = self.recorded[-1] - self.recorded[0]
-        return len(self.recorded) / length if length else math.inf
+        return (len(self.recorded) - 1) / length if length else math.inf
 
     def times(self, count: int, seed: int) -> np.ndarray:
         """ValueError where the trace has fewer times."""
@@ -101,7 +101,7 @@ def make_arrivals(rate: float, burstiness: float = 1.0) -> Poisson | Gamma | AtO
 
 
 def first_until(arrivals: Arrivals, duration_s: float, seed: int) -> np.ndarray:
-    """The times before `duration_s`. ValueError where they have no end, or a trace ends before."""
+    """The times before `duration_s`; of a trace, what it has of them. ValueError where all arrive at once."""
     if isinstance(arrivals, Trace):
         times = arrivals.times(len(arrivals.recorded), seed)
         return times[times < duration_s]

@@ -4,10 +4,10 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from simulator.paper.curves import Runner
 from simulator.paper.figures import FIGURES
+from simulator.paper.page import write_figure, write_page
 
 _OUT = Path(__file__).parents[2] / "docs" / "paper"
 
@@ -15,18 +15,23 @@ _OUT = Path(__file__).parents[2] / "docs" / "paper"
 def main() -> None:
     arguments = _parser().parse_args()
     try:
-        from simulator.paper.page import write
+        import matplotlib as _  # noqa: F401, ICN001
     except ModuleNotFoundError as error:
         sys.exit(f"pictures need {error.name}: pip install 'quire[bench]'")
-    measured: dict[str, Any] = {}
+    begun = time.perf_counter()
     with Runner(arguments.jobs, arguments.scale) as runner:
         for name in arguments.figures or FIGURES:
-            started = time.perf_counter()
-            measured[name] = FIGURES[name].measure(runner)
-            print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
+            started, cpu_before = time.perf_counter(), runner.cpu_s
+            data = FIGURES[name].measure(runner)
             # After each, so that what is done is kept.
-            write(arguments.out, {name: measured[name]})
-    print(f"wrote {arguments.out}")
+            write_figure(FIGURES[name], arguments.out, data, arguments.scale)
+            write_page(arguments.out)
+            print(_line(name, time.perf_counter() - started, runner.cpu_s - cpu_before), flush=True)
+        print(_line(f"wrote {arguments.out}", time.perf_counter() - begun, runner.cpu_s))
+
+
+def _line(what: str, seconds: float, cpu_s: float) -> str:
+    return f"{what}: {seconds:.0f} s, {cpu_s:.0f} s of processor time"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -35,9 +40,27 @@ def _parser() -> argparse.ArgumentParser:
         "figures", nargs="*", metavar="FIGURE", choices=[*FIGURES, []], help=f"among {', '.join(FIGURES)}; default: all"
     )
     parser.add_argument("--out", type=Path, default=_OUT, help="directory of the page (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, help="processes (default: one for each processor)")
-    parser.add_argument("--scale", type=float, default=1.0, help="shorten all loads to this share (default: 1)")
+    parser.add_argument("--jobs", type=_count, metavar="N", help="processes (default: one for each processor)")
+    parser.add_argument(
+        "--scale", type=_share, default=1.0, help="shorten all loads to this share; the page says so (default: 1)"
+    )
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of processes; expected 1 or more")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share; expected a number above 0, at most 1")
+    return share
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import resource
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -25,6 +27,7 @@ class Runner:
     def __init__(self, num_processes: int | None = None, scale: float = 1.0) -> None:
         """With a `scale` below 1, loads are so much shorter."""
         self._scale = scale
+        self._jobs_cpu_s = 0.0
         self._executor = ProcessPoolExecutor(num_processes or len(os.sched_getaffinity(0)))
 
     def __enter__(self) -> Self:
@@ -37,11 +40,24 @@ class Runner:
 
     def run(self, jobs: Iterable[Job]) -> list[Point]:
         """The points of the jobs, in their order."""
-        return list(self._executor.map(run, [replace(job, load=job.load.scaled(self._scale)) for job in jobs]))
+        scaled = [replace(job, load=job.load.scaled(self._scale)) for job in jobs]
+        points: list[Point] = []
+        for point, cpu_s in self._executor.map(_timed_run, scaled):
+            self._jobs_cpu_s += cpu_s
+            points.append(point)
+        return points
 
-    def call(self, function: Callable[..., Any], arguments: Iterable[Any]) -> list[Any]:
-        """`function` of each of the arguments, in their order."""
-        return list(self._executor.map(function, arguments))
+    @property
+    def cpu_s(self) -> float:
+        """Processor time so far: of all jobs, of this process, and of those that it has waited for."""
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return self._jobs_cpu_s + time.process_time() + children.ru_utime + children.ru_stime
+
+
+def _timed_run(job: Job) -> tuple[Point, float]:
+    before = time.process_time()
+    point = run(job)
+    return point, time.process_time() - before
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,12 +43,18 @@ more than 25% is set in bold and explained.
 _WRAPPER = textwrap.TextWrapper(120, break_long_words=False, break_on_hyphens=False)
 
 
-def write(directory: Path, measured: Mapping[str, Mapping[str, Any]]) -> None:
-    """Writes the data and pictures of these figures, and the page of all that were made."""
+def write_figure(figure: Figure, directory: Path, data: Mapping[str, Any], scale: float) -> None:
+    """Writes what a figure measured with loads of this scale, and its picture."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name, data in measured.items():
-        (directory / f"{name}.json").write_text(json.dumps(_rounded(data), indent=1) + "\n")
-    sections = [_section(figure, directory) for figure in FIGURES.values()]
+    content = {"scale": scale, "data": _rounded(data)}
+    _path(figure, directory).write_text(json.dumps(content, indent=1) + "\n")
+    if figure.draw is not None:
+        save(figure.draw(content["data"]), directory / f"{figure.name}.svg")
+
+
+def write_page(directory: Path) -> None:
+    """Writes the page of all figures whose data are there."""
+    sections = [make_section(figure, directory) for figure in FIGURES.values()]
     (directory / "README.md").write_text("\n".join([_HEAD, _constants(), *sections]))
 
 
@@ -56,15 +62,17 @@ def _path(figure: Figure, directory: Path) -> Path:
     return directory / f"{figure.name}.json"
 
 
-def _section(figure: Figure, directory: Path) -> str:
+def make_section(figure: Figure, directory: Path) -> str:
+    """The text of a figure with its heading, from the data in this directory."""
     lines = [f"## {figure.title}", ""]
     if not _path(figure, directory).exists():
         return "\n".join([*lines, f"Not made yet; `make paper ARGS={figure.name}` makes it.", ""])
-    data = json.loads(_path(figure, directory).read_text())
+    content = json.loads(_path(figure, directory).read_text())
     if figure.draw is not None:
-        save(figure.draw(data), directory / f"{figure.name}.svg")
         lines += [f"![{figure.title}]({figure.name}.svg)", ""]
-    return "\n".join([*lines, wrapped(figure.section(data)), ""])
+    if content["scale"] != 1:
+        lines += [f"**Made with loads of {content['scale']:.0%} of their length (`--scale`); not to be quoted.**", ""]
+    return "\n".join([*lines, wrapped(figure.section(content["data"])), ""])
 
 
 def wrapped(text: str) -> str:

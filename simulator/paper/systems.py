@@ -133,9 +133,10 @@ class Point:
 
     Attributes:
         normalized_s: Mean over requests of end-to-end seconds by tokens of output.
-        served_rate: Requests that ended a second, after the first tenth of the time and before the last request came;
-            where all come at once, after the first third of it and before the last one left the queue.
-        batched: Requests that ran, mean over the same time; the shares likewise.
+        served_rate: Requests that ended a second, over a window: after the first tenth of the time and before the last
+            request came; where all come at once, after 35% of the time until the last one left the queue. Where none
+            ends in it, as with loads that are too short to fill the pool, over the whole run.
+        batched: Requests that ran, mean over that window; the shares likewise.
         preemptions: By request.
     """
 
@@ -171,7 +172,7 @@ def run(job: Job) -> Point:
     return Point(
         rate=job.rate,
         normalized_s=float(((ends - arrivals) / lengths).mean()),
-        served_rate=float(np.count_nonzero((ends > steps.start) & (ends <= steps.end)) / (steps.end - steps.start)),
+        served_rate=steps.rate(ends),
         batched=steps.mean("num_running"),
         shares=steps.shares(),
         preemptions=simulation.num_preemptions / len(requests),
@@ -228,12 +229,17 @@ class _Steps:
     def __init__(self, simulation: Simulation, *, saturated: bool) -> None:
         began, waiting = simulation.column("began"), simulation.column("num_waiting")
         last = float(began[waiting > 0][-1]) if saturated and waiting.any() else simulation.lives[-1].arrived
-        self.end = last or float(began[-1])
+        self._end = last or float(began[-1])
         # A pool that is filled at once holds young sequences first.
-        self.start = self.end * (0.35 if saturated else 0.1)
-        self._chosen = (began >= self.start) & (began <= self.end)
+        self._start = self._end * (0.35 if saturated else 0.1)
+        self._chosen = (began >= self._start) & (began <= self._end)
         self._seconds = simulation.column("device_seconds")[self._chosen]
         self._simulation = simulation
+
+    def rate(self, ends: NDArray[np.float64]) -> float:
+        """Of these times that are in the window, a second; of all where none is."""
+        count = np.count_nonzero((ends > self._start) & (ends <= self._end))
+        return float(count / (self._end - self._start)) if count else float(len(ends) / ends.max())
 
     def mean(self, name: str) -> float:
         """Of a column, by the time that the steps take."""

@@ -164,8 +164,8 @@ class Driver:
         history, has_failed = None, False
         for request in turns:
             if request.turn:
-                await asyncio.sleep(0 if has_failed else request.delay_s)
-                due_s = self._now()
+                due_s = self._now() + (0 if has_failed else request.delay_s)
+                await self._sleep_until(due_s)
                 if self._is_over():
                     return
             if has_failed:

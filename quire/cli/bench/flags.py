@@ -150,6 +150,8 @@ class ArrivalFlags:
             )
         if not self.burstiness > 0:
             raise ValueError(f"--burstiness is {self.burstiness:g}; it must be above 0")
+        if self.burstiness != 1 and not any(rate not in (math.inf, TRACE) for rate in self.request_rate):
+            raise ValueError("--burstiness shapes arrivals at a rate; give --request-rate a number")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,9 @@ _TEXT = (
 )
 _WORDS = _TEXT.split()
 
+_FIRST_ANSWER_S = 60.0
+"""A server that has just started may compile or load something first."""
+
 
 @dataclass(frozen=True, slots=True)
 class _History:
@@ -99,7 +102,12 @@ class OpenAiServer:
         """Whether the server accepts the fields by which outputs get their length."""
         request = LoadRequest(0, _WORDS[0], 1)
         path, body = self._body(request, None)
-        response = await self._http.post(path, json=body | {"stream": False, "stream_options": None}, timeout=60)
+        body |= {"stream": False, "stream_options": None}
+        try:
+            response = await self._http.post(path, json=body, timeout=_FIRST_ANSWER_S)
+        except httpx.HTTPError as error:
+            why = str(error) or type(error).__name__
+            raise CannotMeasureError(f"{self._base} does not answer the first request, of one token: {why}") from None
         return response.status_code not in (400, 422)
 
     async def send(self, request: LoadRequest, chunks: Chunks, history: Any) -> Answer:
@@ -112,6 +120,9 @@ class OpenAiServer:
                 usage = await self._whole(path, body, chunks, text)
         except httpx.HTTPError as error:
             raise RequestFailedError(type(error).__name__, str(error)) from None
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            why = f"the answer has not the form of OpenAI's API: {type(error).__name__} {error}"
+            raise RequestFailedError("MALFORMED_ANSWER", why) from None
         details = usage.get("prompt_tokens_details") or {}
         carried = None
         if request.group is not None and "messages" in body:

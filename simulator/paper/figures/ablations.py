@@ -103,8 +103,8 @@ def _cells(point: Data) -> tuple[str, str]:
 
 _REASON_18 = (
     "The CPU kernel looks a block up once for all of its tokens and heads, and waits for memory meanwhile, so "
-    "tables of blocks of 4 and more cost nothing that can be measured. The paper's overhead is that of its look- "
-    "ups, branches and variable lengths beside another kernel, which has none of these."
+    "tables of blocks of 4 and more cost nothing that can be measured. The paper's overhead is that of its "
+    "lookups, branches and variable lengths beside another kernel, which has none of these."
 )
 
 FIGURE_18 = Figure("fig18", "Figure 18: the attention kernel and block sizes", _measure_18, _section_18, _draw_18)

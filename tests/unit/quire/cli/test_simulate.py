@@ -111,6 +111,8 @@ REFUSALS = [
     (("--hardware", "h100", "--cost-trace", "x.json"), "one of both"),
     (("--cost-trace", "missing.json"), "cannot read missing.json: No such file or directory"),
     (("--cost-trace", "pyproject.toml"), "pyproject.toml is no trace of steps"),
+    (("--cost-trace", "x.json", "--efficiency", "0.5"), "--efficiency is for --hardware"),
+    (("--hardware", "a100-40gb", "--max-model-len", "4096"), "--max-model-len is 4,096; the model takes at most 2,048"),
     (("--hardware", "h100", "--model-config", "docs"), "model directory docs has no config.json"),
     (("--hardware", "h100", "--out", "docs"), "cannot write docs: it is a directory"),
     (("--hardware", "h100", "--plot", "a.gif"), "expected a file that ends in .svg or .png"),

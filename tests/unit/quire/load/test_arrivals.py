@@ -31,7 +31,7 @@ def test_an_infinite_rate_sends_everything_at_once() -> None:
 def test_a_trace_keeps_its_gaps_and_begins_at_once() -> None:
     trace = Trace((10.0, 10.5, 12.0))
     assert trace.times(3, seed=0).tolist() == [0.0, 0.5, 2.0]
-    assert trace.rate == 1.5
+    assert trace.rate == 1.0
     with pytest.raises(ValueError, match="the trace has 3 times of arrival; 4 requests need as many"):
         trace.times(4, seed=0)
 

@@ -1,15 +1,15 @@
 """The page docs/paper/README.md: what is compared, and that every difference is explained."""
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from simulator.paper.__main__ import main
+from simulator.paper.curves import Runner
 from simulator.paper.figure import Comparison, compared
 from simulator.paper.figures import FIGURES
-from simulator.paper.page import wrapped
+from simulator.paper.page import make_section, write_figure, write_page
 
 PAGE = Path(__file__).parents[4] / "docs" / "paper"
 
@@ -31,17 +31,36 @@ def test_a_reason_stands_below_what_is_off() -> None:
 
 @pytest.mark.parametrize("name", [name for name in FIGURES if (PAGE / f"{name}.json").exists()])
 def test_the_page_has_the_figure_and_explains_it(name: str) -> None:
-    data = json.loads((PAGE / f"{name}.json").read_text())
-    section = FIGURES[name].section(data)
-    page = (PAGE / "README.md").read_text()
-    assert wrapped(section) in page
+    section = make_section(FIGURES[name], PAGE)
+    assert section in (PAGE / "README.md").read_text()
     assert "not known yet" not in section
+    assert "--scale" not in section
     assert (PAGE / f"{name}.svg").exists() == (FIGURES[name].draw is not None)
 
 
-def test_an_unknown_figure_is_refused_in_one_line() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "simulator.paper", "fig99"], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert ended.returncode == 2
-    assert "invalid choice: 'fig99'" in ended.stderr.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("fig99", "invalid choice: 'fig99'"),
+        ("--scale=0", "0 is no share"),
+        ("--scale=2", "2 is no share"),
+        ("--jobs=0", "0 is no number of processes"),
+    ],
+)
+def test_wrong_flags_are_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: str, message: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["simulator.paper", argv])
+    with pytest.raises(SystemExit):
+        main()
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_figure_of_shortened_loads_says_so(tmp_path: Path) -> None:
+    figure = FIGURES["table1"]
+    with Runner(1) as runner:
+        write_figure(figure, tmp_path, figure.measure(runner), scale=0.5)
+    write_page(tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert "Made with loads of 50% of their length" in page
+    assert "`make paper ARGS=fig12` makes it" in page

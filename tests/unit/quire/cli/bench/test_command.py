@@ -125,6 +125,7 @@ def test_the_token_ids_of_a_file_are_sent_as_they_are(tmp_path: Path) -> None:
         (["--num-requests=5", "--duration=3"], "--num-requests and --duration are both given"),
         (["--duration=3"], "--duration with a rate of inf needs --max-concurrency"),
         (["--burstiness=0", "--request-rate=1"], "--burstiness is 0; it must be above 0"),
+        (["--burstiness=2", "--request-rate=inf"], "--burstiness shapes arrivals at a rate"),
         (["--prompt-len=3"], "--prompt-len is for fixed, shared-prefix; --dataset is sharegpt"),
         (["--output-len=3"], "--output-len is for fixed, shared-prefix and files; --dataset is sharegpt"),
         (["--mean-turns=3"], "--mean-turns is for chat"),

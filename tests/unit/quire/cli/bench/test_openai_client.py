@@ -138,6 +138,8 @@ async def test_a_server_that_does_not_know_ignore_eos_is_not_asked_for_it() -> N
         ((503, "down"), "HTTP 503", '"down"'),
         (events({"error": {"message": "broken", "type": "server_error"}}), "HTTP 200 (server_error)", "broken"),
         (b"data: {nonsense\n\n", "NO_JSON", "an event of the stream is no JSON"),
+        (b"data: []\n\n", "MALFORMED_ANSWER", "has not the form of OpenAI's API: AttributeError"),
+        (events({"choices": [None]}), "MALFORMED_ANSWER", "AttributeError"),
     ],
 )
 async def test_failures_have_a_reason_and_a_message(answer: Any, reason: str, message: str) -> None:
@@ -166,6 +168,21 @@ async def test_a_connection_that_breaks_is_a_failure() -> None:
 async def test_servers_that_cannot_be_measured(response: httpx.Response, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         await make_server(lambda _: response).connect()
+
+
+async def test_a_server_that_answers_nothing_but_its_models_cannot_be_measured() -> None:
+    def hang(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json=MODELS)
+        raise httpx.ReadTimeout("timed out")
+
+    with pytest.raises(CannotMeasureError, match=r"does not answer the first request, of one token: timed out"):
+        await make_server(hang).connect()
+
+
+async def test_beams_that_are_no_answer_of_openais_api_are_a_failure() -> None:
+    with pytest.raises(RequestFailedError, match="KeyError 'choices'"):
+        await send(make_server(Peer((200, {}))), make_request(beam_width=2))
 
 
 async def test_the_only_model_needs_no_name() -> None:
