@@ -3,9 +3,11 @@
 import functools
 import importlib.util
 import logging
+import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -173,6 +175,27 @@ def _why_triton_does_not_work() -> str | None:
 def reads_int8_pools(implementation: Implementation) -> bool:
     """Whether it reads and writes pools of int8 itself."""
     return isinstance(implementation, CpuKernels)
+
+
+def name_for(device: torch.device) -> str:
+    """A GPU by its name; a processor with the instruction set that the operations on it use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    implementation = fastest_for(device)
+    isa = implementation.isa if isinstance(implementation, CpuKernels) else "plain torch"
+    return f"{_processor_name()}, {isa}"
+
+
+def _processor_name() -> str:
+    """As Linux and Python know it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def largest_head_dim_for(device: torch.device) -> int | None:

@@ -19,6 +19,7 @@ from kernels.backends import (
     block_moves_for,
     implementation_for,
     largest_head_dim_for,
+    name_for,
     packed_products_for,
     reads_int8_pools,
 )
@@ -309,6 +310,11 @@ def product(
 def largest_head_dim(device: torch.device) -> int | None:
     """The largest head size that `paged_attention` takes on such a device; None if it takes any."""
     return largest_head_dim_for(device)
+
+
+def name_of(device: torch.device) -> str:
+    """For people: a GPU by its name; a processor with the instruction set that the operations on it use."""
+    return name_for(device)
 
 
 def _as_lines(

@@ -188,6 +188,7 @@ def model_geometry(model: CausalLM, max_model_len: int | None) -> ModelGeometry:
         vocab_size=model.vocab_size,
         max_model_len=max_model_len or model.max_model_len,
         device=str(model.device),
+        device_name=ops.name_of(model.device),
     )
 
 

@@ -56,6 +56,8 @@ class ModelGeometry:
     max_model_len: int
     """Largest number of positions of one sequence."""
     device: str
+    device_name: str = ""
+    """For people; see quire.worker.v1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,6 +179,7 @@ class Welcome:
     max_logprobs: int
     protocol: ProtocolVersions
     model: ModelFingerprint
+    device_name: str = ""
 
 
 @dataclass(slots=True)

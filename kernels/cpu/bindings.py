@@ -106,6 +106,11 @@ class CpuKernels:
         self._library = library
         self._empty = make_empty
 
+    @property
+    def isa(self) -> str:
+        """The instruction set of the library."""
+        return self._library.isa
+
     def paged_attention(
         self,
         query: torch.Tensor,

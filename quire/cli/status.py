@@ -117,4 +117,5 @@ def _replica_line(replica: Replica) -> str:
     return (
         f"replica {replica.scheduler_address}: {replica.num_gpu_blocks} blocks of {replica.block_size} tokens, "
         f"{replica.max_num_seqs} sequences and {replica.max_num_batched_tokens} tokens a step"
+        + (f", on {replica.device_name}" if replica.device_name else "")
     )

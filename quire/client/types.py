@@ -361,6 +361,8 @@ class Replica:
     max_num_batched_tokens: int
     loading: LoadProgress | None
     """How far a worker that was lost is with loading its model anew."""
+    device_name: str = ""
+    """What the model runs on, for people; empty where the server does not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,7 @@ def welcome_message(
             max_logprobs=info.max_logprobs,
             protocol=compatibility.SCHEDULER_PROTOCOL.message(),
             model=info.fingerprint.message(),
+            device_name=info.device_name,
         )
     )
 

@@ -118,6 +118,7 @@ class ReplicaInfo:
     max_logprobs: int
     fingerprint: ModelFingerprint = UNKNOWN_MODEL
     prepares_constraints: bool = False
+    device_name: str = ""
 
     def is_same_worker(self, other: "ReplicaInfo | None") -> bool:
         """Whether the other one is the same start of the same workers."""
@@ -191,6 +192,7 @@ def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
         max_logprobs=info.limits.max_logprobs,
         fingerprint=ModelFingerprint.of(info.fingerprint),
         prepares_constraints=theirs.newest >= PREPARES_CONSTRAINTS,
+        device_name=info.model.device_name,
     )
 
 

@@ -43,6 +43,7 @@ SYSTEMS: dict[str, MakeBlocks] = {
 ORCAS = (ORACLE, POW2, MAX)
 
 _MIN_REQUESTS = 40
+_MIN_SATURATING, _FILLS = 150, 10
 
 _MAX_NUM_SEQS, _MAX_BATCHED_TOKENS = 1024, 2560
 """Rows never limit. The token budget is that of the vLLM which the paper measured."""
@@ -76,7 +77,7 @@ class Load:
 
     Attributes:
         duration_s: For how long requests come, at a rate.
-        num_saturating: How many come at once where the rate is infinite.
+        num_saturating: How many sequences of Quire fill the pool several times; see `Job.num_saturating`.
         n: Parallel samples of each request.
         beam_width: Beams of each request instead; None samples.
         shares_prefixes: Whether a request may take blocks that another one computed.
@@ -90,9 +91,13 @@ class Load:
     shares_prefixes: bool = False
     seed: int = 0
 
-    def requests(self, rate: float) -> list[LoadRequest]:
+    @property
+    def width(self) -> int:
+        """Sequences of a request."""
+        return self.beam_width or self.n
+
+    def requests(self, count: int, rate: float) -> list[LoadRequest]:
         """With Poisson arrivals. Each turn of a conversation arrives by itself, as in the paper."""
-        count = self.num_saturating if math.isinf(rate) else max(_MIN_REQUESTS, round(rate * self.duration_s))
         load = with_decoding(take(self.dataset, count, self.seed), n=self.n, beam_width=self.beam_width)
         return arriving_at(load, make_arrivals(rate).times(count, self.seed))
 
@@ -112,6 +117,23 @@ class Job:
     rate: float
     block_size: int = 16
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
+
+    def requests(self) -> list[LoadRequest]:
+        """As many as come in the load's duration at a rate."""
+        if math.isinf(self.rate):
+            return self.load.requests(self.num_saturating, self.rate)
+        return self.load.requests(max(_MIN_REQUESTS, round(self.rate * self.load.duration_s)), self.rate)
+
+    @property
+    def num_saturating(self) -> int:
+        """How many requests come at once where the rate is infinite: so many that they fill the pool several times. Of
+        several sequences each, or with a reservation for the longest sequence, few fit, and the more would take long.
+        """
+        width, fills = self.load.width, self.load.num_saturating
+        limit = fills // width
+        if self.system in (MAX, FASTER_TRANSFORMER):
+            limit = min(limit, _FILLS * (self.setup.num_slots // (width * self.setup.shape.max_model_len)))
+        return min(fills, max(_MIN_SATURATING, limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +179,7 @@ def run(job: Job) -> Point:
         made.append(SYSTEMS[job.system](config))
         return made[-1]
 
-    requests = job.load.requests(job.rate)
+    requests = job.requests()
     simulation = simulate(
         LoadArrivals(requests, num_tenants=1 if job.load.shares_prefixes else len(requests)),
         _config(job),

@@ -84,7 +84,7 @@ async def test_rates_over_grpc_are_reported_drawn_and_written(served: Served, tm
         assert report.client_cpu_share > 0
     assert slow.request_rate == 20
     assert result.facts["model"] == "quire-tiny"
-    assert {"version", "commit", "machine", "flags", "load", "server", "command"} <= result.facts.keys()
+    assert {"version", "commit", "client_machine", "flags", "load", "server", "command"} <= result.facts.keys()
     assert "normalized latency" in picture.read_text()
 
 

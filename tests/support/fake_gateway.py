@@ -154,7 +154,12 @@ class FakeModels(model_pb2_grpc.ModelServiceServicer):
         self, request: model_pb2.GetServerInfoRequest, context: object
     ) -> model_pb2.GetServerInfoResponse:
         replica = model_pb2.Replica(
-            scheduler_address="unix:s", connected=True, block_size=16, num_gpu_blocks=64, max_num_seqs=8
+            scheduler_address="unix:s",
+            connected=True,
+            block_size=16,
+            num_gpu_blocks=64,
+            max_num_seqs=8,
+            device_name="a fake",
         )
         limits = model_pb2.Limits(max_message_bytes=4096, max_n=1)
         return model_pb2.GetServerInfoResponse(

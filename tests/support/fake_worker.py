@@ -58,7 +58,7 @@ class FakeWorkerConfig:
             dtype="float32",
             block_bytes=8 * self.block_size,
         )
-        model = ModelGeometry("FakeForCausalLM", "float32", self.vocab_size, self.max_model_len, "cpu")
+        model = ModelGeometry("FakeForCausalLM", "float32", self.vocab_size, self.max_model_len, "cpu", "a fake")
         limits = WorkerLimits(self.max_num_rows, self.max_num_batched_tokens, self.max_steps_in_flight, max_logprobs=20)
         return WorkerInfo(time.time_ns(), 0, 1, pool, model, limits, self.fingerprint)
 

@@ -186,7 +186,7 @@ def _facts(flags: BenchFlags, known: ServerFacts, load: Load, command: str) -> d
         "commit": find_commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
-        "machine": describe_machine(),
+        "client_machine": describe_machine(),
         "backend": flags.backend,
         "model": known.model,
         "server": known.details,

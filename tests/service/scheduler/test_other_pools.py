@@ -139,9 +139,9 @@ async def longest_answer(gateway: RunningGateway) -> int:
     return len(answer.sequences[0].token_ids)
 
 
-async def num_blocks_known_to(gateway: RunningGateway) -> int:
+async def replica_known_to(gateway: RunningGateway) -> model_pb2.Replica:
     info = await gateway.models.GetServerInfo(model_pb2.GetServerInfoRequest())
-    return info.replicas[0].num_gpu_blocks
+    return info.replicas[0]
 
 
 async def test_a_gateway_knows_the_limits_of_whatever_pool_the_worker_comes_back_with(tmp_path):
@@ -158,7 +158,8 @@ async def test_a_gateway_knows_the_limits_of_whatever_pool_the_worker_comes_back
                 await until_true(lambda: worker.num_steps > steps_before + 5)  # noqa: B023
                 worker = await replace_worker(worker, address, LlamaWorkerConfig(num_blocks, step_seconds=0.002))
                 assert len((await reading).token_ids) == 60
-                assert await num_blocks_known_to(gateway) == num_blocks
+                replica = await replica_known_to(gateway)
+                assert (replica.num_gpu_blocks, replica.device_name) == (num_blocks, "a fake")
                 assert await longest_answer(gateway) == num_blocks * 16 - 3
     await worker.stop()
 

@@ -45,6 +45,13 @@ def test_the_host_pool_has_the_size_that_swap_space_says() -> None:
         assert make_worker(TinyCausalLM(), load(*small, *flags), DeviceLoop()).info.pool.num_host_blocks == count
 
 
+def test_a_worker_says_what_it_runs_on() -> None:
+    device_name = make_worker(TinyCausalLM(), load("--num-gpu-blocks=12"), DeviceLoop()).info.model.device_name
+    processor, _, kernels = device_name.rpartition(", ")
+    assert processor
+    assert kernels
+
+
 @pytest.mark.parametrize(
     "flags",
     [

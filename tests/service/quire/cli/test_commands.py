@@ -185,7 +185,7 @@ def test_status_shows_health_models_and_replicas(run: Run, gateway: FakeGatewayT
     health, model, replica = stdout.splitlines()
     assert health.startswith(f"serving at {gateway.address}")
     assert model == "model fake: LlamaForCausalLM, float32, 128 tokens, chat template"
-    assert replica == "replica unix:s: 64 blocks of 16 tokens, 8 sequences and 0 tokens a step"
+    assert replica == "replica unix:s: 64 blocks of 16 tokens, 8 sequences and 0 tokens a step, on a fake"
 
 
 def test_status_as_json(run: Run) -> None:
