@@ -4,14 +4,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from bench.lengths import sharegpt
 from bench.rule_source import key_of
+from quire.load import sharegpt, take
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import Request, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan, StepResult
 
 _BLOCK_SIZE, _STEADY_PROMPT, _LONGEST = 16, 20, 1024
+_MEAN_TOKENS = 161 + 338
+"""Of a chat, prompt and output."""
 _QUEUE = 16
 """Requests that are kept waiting where the batch turns over."""
 
@@ -54,16 +56,15 @@ def steady_load(num_sequences: int, num_steps: int, *, logprobs: int | None = No
 
 def turning_load(num_sequences: int, num_requests: int) -> Load:
     """Chats come and go; there is always one that waits for a row, and blocks are enough for most of them."""
-    mix = sharegpt(_LONGEST)
-    lengths = mix.draw(num_requests)
+    load = take(sharegpt(_LONGEST, vocab_size=1000), num_requests, seed=0)
     config = SchedulerConfig(
-        num_blocks=num_sequences * int(mix.prompt_mean + mix.output_mean) // _BLOCK_SIZE,
+        num_blocks=num_sequences * _MEAN_TOKENS // _BLOCK_SIZE,
         block_size=_BLOCK_SIZE,
         max_num_seqs=num_sequences,
         max_num_batched_tokens=max(2048, 2 * num_sequences),
         max_model_len=_LONGEST,
     )
-    requests = (_request(index, [index] * prompt, output) for index, (prompt, output) in enumerate(lengths.tolist()))
+    requests = (_request(each.index, [each.index] * len(each.token_ids), each.output_len or 0) for each in load)
     return Load(Scheduler(config), requests)
 
 

@@ -1,10 +1,9 @@
-"""The blocks that sharing saves, for parallel sampling and beam search: the paper's figure 15.
+"""The blocks that sharing saves in beam search, for real beams: the lower half of the paper's figure 15.
 
-Saved is 1 - (distinct physical blocks held) / (sum over sequences of the blocks in their tables), mean over steps while
-requests wait. Requests share nothing with each other. The samples of a request are equally long, as in the paper's
-runs, which ignore the end of a text. Parallel sampling needs lengths alone, so a rule stands for the model; where beams
-part depends on what a model thinks of a text, so quire-tiny runs them, on prompts of real text. Beside what beams save
-stands the most that any table could: blocks that hold the same tokens after the same tokens, counted once.
+Saved is 1 - (distinct physical blocks held) / (sum over sequences of the blocks in their tables), mean over steps
+while requests wait. Requests share nothing with each other. Where beams part depends on what a model thinks of a text,
+so quire-tiny runs them, on prompts of real text; `make paper ARGS=fig15` has the rest of the figure. Beside what beams
+save stands the most that any table could: blocks that hold the same tokens after the same tokens, counted once.
 """
 
 import argparse
@@ -14,66 +13,63 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.lengths import LengthMix, alpaca, describe, sharegpt
 from bench.report import Series, write_results
 from bench.rule_source import Drive, Source, key_of
 from bench.texts import real_prompts
+from quire.load import Independent, alpaca, describe, sharegpt, take
 from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import Request, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence as RunningSequence
-from scheduler_svc.core.step import StepPlan, StepResult
 
 _BLOCK_SIZE = 16
-_PAPER = {
-    ("parallel", "Alpaca"): "6.1-9.8%",
-    ("parallel", "ShareGPT"): "16.2-30.5%",
-    ("beam", "Alpaca"): "37.6-55.2%",
-    ("beam", "ShareGPT"): "44.3-66.3%",
+_VOCAB_SIZE = 1000
+"""Of drawn prompts, of which only the lengths are used."""
+_DATASETS: dict[str, tuple[Callable[[int, int], Independent], str]] = {
+    "Alpaca": (alpaca, "37.6-55.2%"),
+    "ShareGPT": (sharegpt, "44.3-66.3%"),
 }
+"""With what the paper saves with 2 to 6 beams."""
 
 Share = Callable[[Scheduler], float]
 """A share of the blocks of all running sequences, between two steps."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--methods", nargs="+", choices=("parallel", "beam"), default=["parallel", "beam"])
-    parser.add_argument("--widths", type=int, nargs="+", default=[2, 4, 6], help="samples or beams of a request")
+    parser.add_argument("--widths", type=int, nargs="+", default=[2, 4, 6], help="beams of a request")
     parser.add_argument("--longest", type=int, default=1024, help="tokens of a sequence; quire-tiny takes 1024")
-    parser.add_argument("--requests", type=int, default=1000, help="requests of parallel sampling")
-    parser.add_argument("--beam-requests", type=int, default=128, help="requests of beam search")
+    parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--at-once", type=int, default=16, help="requests that run at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    series, drawn = [], {}
-    print(f"{'method':<9} {'lengths':<9} {'width':>5} {'saved':>8} {'at most':>8}   paper, 2 to 6")
-    for method in arguments.methods:
-        for mix in (alpaca(arguments.longest), sharegpt(arguments.longest)):
-            count = arguments.requests if method == "parallel" else arguments.beam_requests
-            lengths = mix.draw(count, arguments.seed)
-            drawn[f"{method}, {mix.name}"] = describe(lengths)
-            for width in arguments.widths:
-                shares = _measure(method, mix, lengths, width, arguments.at_once)
-                columns = "".join(f" {share:8.1%}" for share in shares).ljust(18)
-                print(f"{method:<9} {mix.name:<9} {width:>5}{columns}   {_PAPER[method, mix.name]}", flush=True)
-                names = (f"{method}, {mix.name}, {width}", f"{method}, {mix.name}, {width}, at most")
-                series += [Series(name, "share", (share,)) for name, share in zip(names, shares, strict=False)]
+    series: list[Series] = []
+    drawn: dict[str, dict[str, float]] = {}
+    print(f"{'lengths':<9} {'beams':>5} {'saved':>8} {'at most':>8}   paper, 2 to 6")
+    for name, (dataset, paper) in _DATASETS.items():
+        load = take(dataset(arguments.longest, _VOCAB_SIZE), arguments.requests, arguments.seed)
+        drawn[name] = describe(load)
+        lengths = [(len(request.token_ids), request.output_len or 0) for request in load]
+        for width in arguments.widths:
+            shares = _measure(arguments.longest, lengths, width, arguments.at_once)
+            columns = "".join(f" {share:8.1%}" for share in shares)
+            print(f"{name:<9} {width:>5}{columns}   {paper}", flush=True)
+            names = (f"{name}, {width}", f"{name}, {width}, at most")
+            series += [Series(each, "share", (share,)) for each, share in zip(names, shares, strict=True)]
     if arguments.out is not None:
-        write_results(arguments.out, "the share of blocks that sharing saves", series, lengths=drawn)
+        write_results(arguments.out, "the share of blocks that sharing saves in beam search", series, lengths=drawn)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts, how many tokens to generate for each, and how."""
+    """Prompts, how many tokens to generate for each, and how many beams; a width of 1 samples."""
 
     prompts: Sequence[Sequence[int]]
     num_output_tokens: Sequence[int]
     width: int
-    beam: BeamParameters | None
 
     def __iter__(self) -> Iterator[Request]:
         for index, (prompt, num_tokens) in enumerate(zip(self.prompts, self.num_output_tokens, strict=True)):
@@ -86,20 +82,16 @@ class Workload:
                 num_tokens,
                 tenant=str(index),
                 num_sequences=self.width,
-                num_returned=self.width if self.beam is None else 1,
-                beam=self.beam,
+                num_returned=1,
+                beam=BeamParameters(self.width) if self.width > 1 else None,
             )
 
 
-def _measure(method: str, mix: LengthMix, lengths: np.ndarray, width: int, at_once: int) -> list[float]:
-    prompts, outputs = lengths[:, 0].tolist(), lengths[:, 1].tolist()
-    config = _config(mix.longest, width, at_once)
-    scheduler = Scheduler(config)
-    if method == "parallel":
-        work = Workload([[7] * length for length in prompts], outputs, width, None)
-        return mean_shares(Drive(scheduler, _constant_tokens), work, at_once, (saved,))
-    work = Workload(real_prompts(prompts), outputs, width, BeamParameters(width))
-    return mean_shares(Drive(scheduler, _model_source(config)), work, at_once, (saved, shareable))
+def _measure(longest: int, lengths: Sequence[tuple[int, int]], width: int, at_once: int) -> list[float]:
+    config = _config(longest, width, at_once)
+    prompts = real_prompts([prompt for prompt, _ in lengths])
+    work = Workload(prompts, [output for _, output in lengths], width)
+    return mean_shares(Drive(Scheduler(config), _model_source(config)), work, at_once, (saved, shareable))
 
 
 def mean_shares(drive: Drive, work: Workload, at_once: int, shares: Sequence[Share]) -> list[float]:
@@ -155,10 +147,6 @@ def _config(longest: int, width: int, at_once: int) -> SchedulerConfig:
         max_num_batched_tokens=2048,
         max_model_len=longest,
     )
-
-
-def _constant_tokens(plan: StepPlan) -> StepResult:
-    return StepResult(plan.step_id, np.full(len(plan.samples), 7))
 
 
 def _model_source(config: SchedulerConfig) -> Source:

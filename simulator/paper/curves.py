@@ -4,7 +4,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -16,6 +16,9 @@ from simulator.paper.systems import QUIRE, Job, Load, Point, Setup, run
 
 _FRACTIONS = (0.5, 0.85, 1.0, 1.2, 1.6)
 """The rates of a curve by what the system serves where requests always wait."""
+
+_STEP_DOWN, _STEP_UP, _MAX_STEPS = 0.6, 1.35, 2
+"""A curve that does not span the levels goes on by these factors, so often at each end."""
 
 LEVELS = (1.5, 2.5, 4.0)
 """Where curves are compared: multiples of the lowest latency that Quire has in the same picture."""
@@ -77,6 +80,12 @@ class Curve:
                 return float(np.interp(math.log(normalized_s), logs, [low.rate, high.rate]))
         return None
 
+    def missing(self, lowest_s: float, highest_s: float) -> list[float]:
+        """The next rates to simulate, beyond the ends that do not reach these latencies."""
+        first, last = self.points[0], self.points[-1]
+        below = [first.rate * _STEP_DOWN] if first.normalized_s > lowest_s else []
+        return below + ([last.rate * _STEP_UP] if last.normalized_s < highest_s else [])
+
 
 @dataclass(frozen=True, slots=True)
 class Panel:
@@ -92,17 +101,35 @@ def sweep(runner: Runner, panels: Sequence[Panel]) -> list[dict[str, Curve]]:
     """The curves of each panel by system. All panels are simulated together, to keep all processors busy."""
     pairs = [(panel, system) for panel in panels for system in panel.systems]
     saturated = runner.run(Job(system, panel.setup, panel.load, math.inf) for panel, system in pairs)
-    jobs = [
-        Job(system, panel.setup, panel.load, probe.served_rate * fraction)
-        for (panel, system), probe in zip(pairs, saturated, strict=True)
-        for fraction in _FRACTIONS
-    ]
-    points = iter(runner.run(jobs))
     curves: list[dict[str, Curve]] = [{} for _ in panels]
     indices = [index for index, panel in enumerate(panels) for _ in panel.systems]
     for index, (_, system), probe in zip(indices, pairs, saturated, strict=True):
-        curves[index][system] = Curve(system, probe, [next(points) for _ in _FRACTIONS])
+        curves[index][system] = Curve(system, probe, [])
+    _extend(runner, panels, curves, lambda curve: [curve.saturated.served_rate * each for each in _FRACTIONS])
+    for _ in range(_MAX_STEPS):
+        lowest = [min(point.normalized_s for point in each[QUIRE].points) for each in curves]
+        levels = {
+            id(curve): (LEVELS[0] * low, LEVELS[-1] * low)
+            for each, low in zip(curves, lowest, strict=True)
+            for curve in each.values()
+        }
+        _extend(runner, panels, curves, lambda curve: curve.missing(*levels[id(curve)]))  # noqa: B023
     return curves
+
+
+def _extend(
+    runner: Runner,
+    panels: Sequence[Panel],
+    curves: Sequence[Mapping[str, Curve]],
+    rates_of: Callable[[Curve], list[float]],
+) -> None:
+    """Simulates each curve at further rates."""
+    pairs = [(panel, curve) for panel, each in zip(panels, curves, strict=True) for curve in each.values()]
+    chosen = [(panel, curve, rate) for panel, curve in pairs for rate in rates_of(curve)]
+    jobs = [Job(curve.system, panel.setup, panel.load, rate) for panel, curve, rate in chosen]
+    for (_, curve, _), point in zip(chosen, runner.run(jobs), strict=True):
+        curve.points.append(point)
+        curve.points.sort(key=lambda each: each.rate)
 
 
 @dataclass(frozen=True, slots=True)

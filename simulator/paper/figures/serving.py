@@ -41,8 +41,10 @@ def measure(runner: Runner, panels: Sequence[Panel]) -> dict[str, Any]:
 def draw(data: Data, num_columns: int) -> "Picture":
     """A panel for each load."""
     picture, axes = empty_panels(-(-len(data) // num_columns), num_columns)
-    for each, (title, panel) in zip(axes, data.items(), strict=True):
+    for each, (title, panel) in zip(axes, data.items(), strict=False):
         draw_curves(each, title, panel["curves"])
+    for each in axes[len(data) :]:
+        each.set_visible(False)
     return picture
 
 
@@ -110,6 +112,7 @@ FIGURE_12 = Figure(
 )
 
 _WIDTHS = (2, 4, 6)
+_SINGLE = "1 sequence"
 
 
 def _measure_14(runner: Runner) -> dict[str, Any]:
@@ -117,12 +120,17 @@ def _measure_14(runner: Runner) -> dict[str, Any]:
     beams = [
         Panel(f"{width} beams", OPT_13B, alpaca_load(OPT_13B, beam_width=width), [QUIRE, *ORCAS]) for width in _WIDTHS
     ]
-    return measure(runner, [*samples, *beams])
+    single = Panel(_SINGLE, OPT_13B, alpaca_load(OPT_13B), [QUIRE, *ORCAS])
+    return measure(runner, [single, *samples, *beams])
 
 
 def _section_14(data: Data) -> str:
+    single, beams = _middle(data, _SINGLE, ORACLE), _middle(data, "6 beams", ORACLE)
+    growth = None if single is None or beams is None else beams / single
     rows = [
-        Comparison("6 beams: rate by Orca (Oracle)'s", 2.3, _middle(data, "6 beams", ORACLE), "{:.2f}"),
+        Comparison(f"{_SINGLE}: rate by Orca (Oracle)'s", 1.3, single, "{:.2f}"),
+        Comparison("6 beams: rate by Orca (Oracle)'s", 2.3, beams, "{:.2f}"),
+        Comparison("6 beams: the ratio by that of 1 sequence", 2.3 / 1.3, growth, "{:.2f}"),
     ]
     return f"OPT-13B, Alpaca. {LEVEL_TEXT}\n\n{compared(rows, _REASON_14)}\n\n{ratio_table(data)}"
 
@@ -139,7 +147,7 @@ FIGURE_14 = Figure(
     "Figure 14: parallel sampling and beam search",
     _measure_14,
     _section_14,
-    lambda data: draw(data, num_columns=3),
+    lambda data: draw(data, num_columns=4),
 )
 
 _PREFIXES = {"1 example, prefix of 80 tokens": (80, 1.67), "5 examples, prefix of 341 tokens": (341, 3.58)}

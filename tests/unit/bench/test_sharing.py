@@ -41,12 +41,12 @@ def test_one_sequence_saves_nothing() -> None:
 
 
 def test_requests_with_equal_prompts_share_nothing_in_the_measurement() -> None:
-    work = Workload([[7] * 33] * 6, [4] * 6, width=1, beam=None)
+    work = Workload([[7] * 33] * 6, [4] * 6, width=1)
     assert mean_shares(Drive(make_scheduler(), RuleSource(4)), work, 2, (saved,)) == [0]
 
 
 def test_too_few_requests_are_refused() -> None:
-    work = Workload([[7] * 33] * 2, [4] * 2, width=1, beam=None)
+    work = Workload([[7] * 33] * 2, [4] * 2, width=1)
     with pytest.raises(ValueError, match="2 requests are too few for 4 at once"):
         mean_shares(Drive(make_scheduler(), RuleSource(4)), work, 4, (saved,))
 
