@@ -26,8 +26,9 @@ Kwon et al., *Efficient Memory Management for Large Language Model Serving with 
 JSON file of its name. [ADR 38](../adr/0038-the-evaluation-is-run-again.md) says why it is made in this way.
 
 Quire's scheduler, the one that serves, runs in virtual time. A cost model says how long each step takes on the
-paper's devices. The systems that the paper compares with are the same scheduler with the same cost model
-and another block manager (`simulator/baselines/`):
+paper's devices. A step is planned when the one before it is over, as in the paper's systems; the server has two in
+flight. The systems that the paper compares with are the same scheduler with the same cost model and another block
+manager (`simulator/baselines/`):
 
 - **Orca** batches by iteration and reserves a contiguous region for each sequence when its request is admitted, from a
   buddy allocator: for the longest sequence of the model (Max), for the next power of two of the output (Pow2), or for

@@ -193,7 +193,8 @@ class LoadFlags(DatasetFlags, ArrivalFlags):
 
 @dataclass(frozen=True)
 class BenchFlags(LoadFlags, CredentialFlags):
-    """Sends requests to a server and reports its latencies and throughput."""
+    """Sends requests to a server and reports its latencies and throughput. `quire bench plot` draws results of earlier
+    runs."""
 
     backend: str = setting("grpc", "what the server speaks", choices=("grpc", "openai"))
     address: str | None = setting(

@@ -114,7 +114,7 @@ class Load:
 
     def warm_up(self, count: int) -> list[LoadRequest]:
         """So many requests like the first ones, each by itself."""
-        first = [replace(request, turn=0, arrival_s=None) for request in self._take(count)]
+        first = [self._decoded(replace(request, turn=0, arrival_s=None)) for request in self._take(count)]
         return self._moved(first, self.vocab_size // 2)
 
     def describe(self) -> dict[str, object]:
@@ -189,7 +189,10 @@ class Load:
 
     def _prepared(self, request: LoadRequest, number: int) -> LoadRequest:
         (moved,) = self._moved([request], _SHIFT * (number - 1))
-        return replace(moved, n=self._flags.n, beam_width=self._flags.beam_width)
+        return self._decoded(moved)
+
+    def _decoded(self, request: LoadRequest) -> LoadRequest:
+        return replace(request, n=self._flags.n, beam_width=self._flags.beam_width)
 
     def _moved(self, requests: list[LoadRequest], shift: int) -> list[LoadRequest]:
         """With other tokens, except those of a file, which mean something."""

@@ -96,6 +96,10 @@ def test_the_warm_up_is_like_the_first_requests_with_tokens_of_its_own() -> None
     assert not (warm_up[0].token_ids == first[0].token_ids).any()
 
 
+def test_the_warm_up_is_decoded_as_the_runs_are() -> None:
+    assert {(each.n, each.beam_width) for each in make_load("--n=2", "--beam-width=4").warm_up(3)} == {(2, 4)}
+
+
 def test_a_file_with_times_is_a_trace_unless_a_rate_is_given(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps({"prompt": "a", "arrival_s": time}) + "\n" for time in (1, 2, 4)))
