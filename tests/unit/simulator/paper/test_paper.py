@@ -97,6 +97,19 @@ def test_both_ways_of_preemption_end_all_requests() -> None:
     assert swap.swap_outs > 0
 
 
+def test_a_load_that_fills_no_pool_is_served_at_a_rate_above_0() -> None:
+    load = replace(alpaca_load(OPT_13B), num_saturating=3)
+    point = run(Job(QUIRE, OPT_13B, load, math.inf))
+    assert point.served_rate == pytest.approx(3 / (point.normalized_s * 40), rel=0.9)
+
+
+def test_requests_of_many_sequences_fill_the_pool_with_fewer_of_them() -> None:
+    counts = {n: Job(QUIRE, OPT_13B, alpaca_load(OPT_13B, n=n), math.inf).num_saturating for n in (1, 2, 6)}
+    assert counts == {1: 1500, 2: 750, 6: 250}
+    assert Job(MAX, OPT_13B, alpaca_load(OPT_13B), math.inf).num_saturating == 150
+    assert Job(MAX, OPT_13B, FEW, math.inf).num_saturating == FEW.num_saturating
+
+
 def make_curve(*pairs: tuple[float, float], served: float = 1.0) -> Curve:
     shares = Shares(0, 0, 0, 0, 0)
     points = [Point(rate, seconds, rate, 1.0, shares, 0.0, 0) for rate, seconds in pairs]
@@ -109,6 +122,13 @@ def test_rates_are_interpolated_between_points() -> None:
     assert curve.rate_at(0.4) == pytest.approx(4)
     assert curve.rate_at(0.05) is None
     assert curve.rate_at(0.5) is None
+
+
+def test_a_curve_goes_on_at_the_ends_that_do_not_reach_the_levels() -> None:
+    curve = make_curve((1, 0.1), (4, 0.4))
+    assert curve.missing(0.1, 0.4) == []
+    assert curve.missing(0.05, 0.4) == [pytest.approx(0.6)]
+    assert curve.missing(0.1, 0.5) == [pytest.approx(5.4)]
 
 
 def test_ratios_are_of_rates_at_equal_latency() -> None:
