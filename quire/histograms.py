@@ -10,7 +10,9 @@ from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 SHORT_SECONDS = (
@@ -85,6 +87,28 @@ class Distribution:
         cumulative = np.cumsum(self._counts).tolist()
         bounds = [*map(floatToGoString, self.bounds), "+Inf"]
         family.add_metric(labels, list(zip(bounds, cumulative, strict=True)), self.sum)
+
+
+class Histograms(Collector):
+    """Histograms of one service, by name."""
+
+    def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
+        """`prefix` is that of all names."""
+        self._prefix = prefix
+        self._families: dict[str, tuple[str, Distribution]] = {}
+        registry.register(self)
+
+    def add(self, name: str, help_text: str, bounds: Sequence[float]) -> Distribution:
+        """A new histogram, to which observations are added."""
+        distribution = Distribution(bounds)
+        self._families[self._prefix + name] = help_text, distribution
+        return distribution
+
+    def collect(self) -> Iterable[Metric]:
+        for name, (help_text, distribution) in self._families.items():
+            family = HistogramMetricFamily(name, help_text)
+            distribution.put_into(family)
+            yield family
 
 
 class TenantLabels:

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from quire.rpc.address import parse_address
-from quire.service_flags import DrainFlags, ProcessFlags, ServiceFlags, StepFlags
+from quire.service_flags import DrainFlags, ProcessFlags, ServiceFlags, StepFlags, TenantFlags
 from quire.settings import ConfigurationError, parse_bytes, setting
 
 _LAST_PORT = 65535
@@ -53,7 +53,7 @@ class QueueFlags(ServiceFlags):
 
 
 @dataclass(frozen=True)
-class SchedulerFlags(QueueFlags, StepFlags):
+class SchedulerFlags(QueueFlags, StepFlags, TenantFlags):
     """Durable requests, recordings and steps of schedulers."""
 
     durable_grace: float = setting(

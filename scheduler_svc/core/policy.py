@@ -104,6 +104,10 @@ class GroupQueue:
         """The group with the highest order."""
         return self._by_order[self._orders[-1]]
 
+    def all(self) -> list[SequenceGroup]:
+        """All groups, in any order; safe in another thread than the one that changes the queue."""
+        return list(self._by_key.values())
+
     def tenants(self) -> KeysView[str]:
         """Tenants that have a group here."""
         return self._num_of_tenant.keys()

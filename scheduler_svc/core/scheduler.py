@@ -56,6 +56,7 @@ class Scheduler:
     `waiting` ones neither. Steps and preemptions are counted since the start; `last_step_id` is the newest planned step
     since the worker was attached, 0 before the first; `num_swap_outs` of the preemptions moved blocks to host memory.
     `stopped` is why the last step admitted no further group; None where none was left.
+    `num_prompt_tokens` are those of all requests that ran, `num_cached_tokens` those of them that were cached.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_swap_outs = 0
         self.stopped: Stop | None = None
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
         self._num_arrivals = 0
         self._cache_log: CacheLog | None = None
         self._make_pools()
@@ -422,6 +425,8 @@ class Scheduler:
             if group.cached_tokens is None:
                 # Output that an earlier scheduler produced may be cached, too.
                 group.cached_tokens = min(num_cached, len(group.request.prompt))
+                self.num_prompt_tokens += len(group.request.prompt)
+                self.num_cached_tokens += group.cached_tokens
             num_sealed = num_cached // self.config.block_size
             self._num_blocks_looked_up += num_sealed
             rows.append(batch.enter(sequence, group.order, num_cached, num_sealed))
@@ -610,6 +615,7 @@ class Scheduler:
         failures: list[RequestFailure] = []
         self.num_steps, self._num_arrivals = old.num_steps, old._num_arrivals
         self.num_preemptions, self.num_swap_outs = old.num_preemptions, old.num_swap_outs
+        self.num_prompt_tokens, self.num_cached_tokens = old.num_prompt_tokens, old.num_cached_tokens
         self.trials = old.trials
         for group in old.waiting:
             if group.request.key.client == PIN_CLIENT:

@@ -32,7 +32,7 @@ async def serve(settings: SchedulerSettings) -> None:
     """Runs until it is cancelled, then drains. Raises ConfigurationError when it cannot start."""
     configure_logging("scheduler", settings.log_level)
     identity = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.SCHEDULER)
-    metrics = SchedulerMetrics()
+    metrics = SchedulerMetrics(settings.tenant_metrics)
     spans = RequestSpans(open_tracer(settings.otlp_traces_endpoint, "scheduler"), time.monotonic)
     limits = DurableLimits(
         settings.max_durable_requests, settings.max_durable_tokens, settings.durable_grace, settings.tenant_overflow

@@ -1,16 +1,27 @@
-"""Prometheus metrics of the scheduler."""
+"""Prometheus metrics of the scheduler.
 
-from collections.abc import Callable, Iterable, Mapping
+All of them count since this process began. A request that a gateway submits again, since an earlier scheduler was lost,
+is a new one here: its time in the queue begins with its submission, and its tokens from before are not generated here.
+"""
 
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire.histograms import COUNTS, SECONDS, SMALL_COUNTS, Histograms, TenantLabels
+from scheduler_svc.core.request import Handle
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import ClientEvents, RequestFailure, StepPlan
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.step import ClientEvents, RequestEnd, RequestFailure, StepPlan
 from scheduler_svc.service.requests import Requests
 
 _PREFIX = "quire_scheduler_"
+# Each tenant has these series, so they are few.
+_TENANT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _FAST = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
 
@@ -18,7 +29,8 @@ _STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
 class SchedulerMetrics:
     """Counters that the step loop increases, in a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_tenants: int = 0) -> None:
+        """`max_tenants` is the number of tenants with metrics of their own."""
         self.registry = CollectorRegistry()
         make = {"registry": self.registry, "namespace": "quire", "subsystem": "scheduler"}
         self._steps = Counter("steps", "Steps planned.", **make)
@@ -29,10 +41,20 @@ class SchedulerMetrics:
         self._at_fault = Counter("requests_at_fault", "Requests that the worker was lost for.", ["reason"], **make)
         self._plan_time = Histogram("plan_seconds", "Time to plan a step.", buckets=_FAST, **make)
         self._step_time = Histogram("step_seconds", "From planning a step to its result.", buckets=_STEP, **make)
+        histograms = Histograms(_PREFIX, self.registry)
+        self._step_tokens = histograms.add("step_tokens", "Tokens that a step computes.", COUNTS)
+        self._step_rows = histograms.add("step_sequences", "Sequences that a step computes tokens of.", SMALL_COUNTS)
+        self._queue = histograms.add("queue_seconds", "From a request's arrival to the first step with it.", SECONDS)
+        self._prefill = histograms.add("prefill_seconds", "From there to its first token.", SECONDS)
+        self._decode = histograms.add("decode_seconds", "From there to its last token.", SECONDS)
+        self._tenants = _TenantMetrics(self.registry, max_tenants) if max_tenants else None
 
     def planned(self, plan: StepPlan, seconds: float) -> None:
+        num_tokens = plan.num_tokens
         self._steps.inc()
-        self._batched_tokens.inc(plan.num_tokens)
+        self._batched_tokens.inc(num_tokens)
+        self._step_tokens.add(num_tokens)
+        self._step_rows.add(len(plan.rows))
         self._plan_time.observe(seconds)
 
     def stepped(self, seconds: float) -> None:
@@ -42,10 +64,29 @@ class SchedulerMetrics:
         self._generated.inc(len(events.token_ids))
         self._ended.labels("completed").inc(len(events.completed))
         self._ended.labels("failed").inc(len(events.failed))
+        if events.completed:
+            # Together: all rows may end in one step.
+            phases = np.array(
+                [(end.usage.queue_s, end.usage.prefill_s, end.usage.decode_s) for end in events.completed]
+            )
+            for histogram, seconds in zip((self._queue, self._prefill, self._decode), phases.T, strict=True):
+                histogram.add_all(seconds)
+            if self._tenants is not None:
+                self._tenants.completed(events.completed)
 
-    def aborted(self, count: int) -> None:
-        """`count` requests were ended from outside: by their gateways, or by their ids."""
-        self._ended.labels("aborted").inc(count)
+    def aborted(self, group: SequenceGroup, now: float) -> None:
+        """A request was ended from outside: by its gateway, for a stop string too, or by its id."""
+        self._ended.labels("aborted").inc()
+        line = group.timeline
+        if line.started is None:
+            return
+        self._queue.add(line.started - line.arrived)
+        if line.first_token is not None:
+            self._prefill.add(line.first_token - line.started)
+            self._decode.add(now - line.first_token)
+        if self._tenants is not None:
+            num_prompt = len(group.request.prompt)
+            self._tenants.ended(group.request.tenant, line.started - line.arrived, num_prompt, group.cached_tokens or 0)
 
     def lost_worker(self) -> None:
         self._losses.inc()
@@ -56,6 +97,8 @@ class SchedulerMetrics:
     def watch(self, scheduler_of: Callable[[], Scheduler | None], requests: Requests) -> None:
         """Scrapes read the state of the core and of the table of requests, too."""
         self.registry.register(_State(scheduler_of, requests))
+        if self._tenants is not None:
+            self._tenants.watch(scheduler_of, requests.tenant_of)
 
 
 class _State(Collector):
@@ -85,11 +128,82 @@ class _State(Collector):
             "pinned": scheduler.pins.num_pinned,
         }
         yield _gauges("gpu_blocks", "Blocks of the GPU pool.", "state", blocks)
+        yield _gauge(
+            "kv_cache_usage", "Share of the GPU pool that is in use, 1 is all.", pool.num_used / pool.num_blocks
+        )
+        arrivals = [group.timeline.arrived for group in scheduler.waiting.all() if group.timeline.started is None]
+        oldest_s = time.monotonic() - min(arrivals) if arrivals else 0.0
+        yield _gauge("oldest_waiting_seconds", "How long the oldest request waits that no step had yet.", oldest_s)
         yield _gauges(
             "host_blocks", "Blocks of the host pool.", "state", {"free": host.num_free, "used": host.num_used}
         )
         yield CounterMetricFamily(f"{_PREFIX}preemptions", "Preemptions.", scheduler.num_preemptions)
         yield CounterMetricFamily(f"{_PREFIX}swap_outs", "Preemptions by swap.", scheduler.num_swap_outs)
+        help_text = "Prompt tokens that were looked up in the prefix cache, once for each request."
+        yield CounterMetricFamily(f"{_PREFIX}prefix_cache_queries", help_text, scheduler.num_prompt_tokens)
+        help_text = "Those of them that were found there."
+        yield CounterMetricFamily(f"{_PREFIX}prefix_cache_hits", help_text, scheduler.num_cached_tokens)
+
+
+class _TenantMetrics(Collector):
+    """Metrics of each tenant, of a bounded number of them."""
+
+    def __init__(self, registry: CollectorRegistry, max_tenants: int) -> None:
+        self._labels = TenantLabels(max_tenants)
+        self._scheduler_of: Callable[[], Scheduler | None] = lambda: None
+        self._tenant_of: Callable[[Handle], str | None] = lambda handle: None
+        make = {"registry": registry, "namespace": "quire", "subsystem": "scheduler_tenant"}
+        help_text = "From the arrival of a tenant's request to the first step with it."
+        self._queue = Histogram("queue_seconds", help_text, ["tenant"], buckets=_TENANT_SECONDS, **make)
+        help_text = "Prompt tokens of a tenant's requests that are over."
+        self._queries = Counter("prefix_cache_queries", help_text, ["tenant"], **make)
+        self._hits = Counter("prefix_cache_hits", "Those of them that were cached.", ["tenant"], **make)
+        registry.register(self)
+
+    def watch(self, scheduler_of: Callable[[], Scheduler | None], tenant_of: Callable[[Handle], str | None]) -> None:
+        """What scrapes read, and whose a request is."""
+        self._scheduler_of, self._tenant_of = scheduler_of, tenant_of
+
+    def completed(self, ends: Sequence[RequestEnd]) -> None:
+        for end in ends:
+            if (tenant := self._tenant_of(end.handle)) is not None:
+                self.ended(tenant, end.usage.queue_s, end.usage.prompt_tokens, end.usage.cached_tokens)
+
+    def ended(self, tenant: str, queue_s: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """A request is over that was in a step."""
+        label = self._labels.of(tenant)
+        self._queue.labels(label).observe(queue_s)
+        self._queries.labels(label).inc(num_prompt_tokens)
+        self._hits.labels(label).inc(num_cached_tokens)
+
+    def collect(self) -> Iterable[Metric]:
+        live = GaugeMetricFamily(f"{_PREFIX}tenant_live_requests", "Live requests.", labels=["tenant", "queue"])
+        blocks = GaugeMetricFamily(
+            f"{_PREFIX}tenant_blocks",
+            "Blocks in the tables of a tenant's running sequences; one that several share counts for each.",
+            labels=["tenant"],
+        )
+        scheduler = self._scheduler_of()
+        if scheduler is not None:
+            for name in ("waiting", "running", "swapped"):
+                queue = getattr(scheduler, name)
+                numbers = self._by_label((tenant, queue.num_of(tenant)) for tenant in list(queue.tenants()))
+                for label, number in numbers.items():
+                    live.add_metric([label, name], number)
+            rows = scheduler.batch.rows
+            active = np.flatnonzero(rows.active)
+            held = zip(rows.tenant[active], rows.num_slots[active] // scheduler.config.block_size, strict=True)
+            for label, number in self._by_label((tenant, int(number)) for tenant, number in held).items():
+                blocks.add_metric([label], number)
+        yield live
+        yield blocks
+
+    def _by_label(self, numbers: Iterable[tuple[str, int]]) -> dict[str, int]:
+        totals: dict[str, int] = {}
+        for tenant, number in numbers:
+            label = self._labels.of(tenant)
+            totals[label] = totals.get(label, 0) + number
+        return totals
 
 
 def _gauge(name: str, help_text: str, value: float) -> Metric:

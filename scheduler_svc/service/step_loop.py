@@ -187,22 +187,26 @@ class StepLoop:
 
     def abort(self, key: RequestKey) -> bool:
         """Ends a request; its blocks are free at once. Returns whether there was one."""
+        group = self._group(key)
         had_one = self.scheduler is not None and self.scheduler.abort(key)
         if had_one:
-            self._note_aborted(1)
+            self._note_aborted(group)
         self._spans.aborted(key)
         return had_one
 
     def abort_sequence(self, key: RequestKey, index: int) -> None:
         """Ends one sequence of a request, and the request with its last one."""
-        num_live = self.num_live
+        group = self._group(key)
         if self.scheduler is not None and self.scheduler.abort_sequence(key, index):
-            self._note_aborted(num_live - self.num_live)
+            self._note_aborted(group if self._group(key) is None else None)
         self._spans.sequence_aborted(key)
+
+    def _group(self, key: RequestKey) -> SequenceGroup | None:
+        return None if self.scheduler is None else self.scheduler.group(key)
 
     def progress(self, key: RequestKey) -> list[SequenceProgress] | None:
         """How much of each sequence of a live request its reader was sent; None where the request is over."""
-        group = None if self.scheduler is None else self.scheduler.group(key)
+        group = self._group(key)
         if group is None:
             return None
         if group.request.selects:
@@ -215,7 +219,7 @@ class StepLoop:
 
     def usage_so_far(self, key: RequestKey) -> Usage | None:
         """The usage of a live request, with its current phase counted up to now; None where the request is over."""
-        group = None if self.scheduler is None else self.scheduler.group(key)
+        group = self._group(key)
         if group is None:
             return None
         usage, line, now = usage_of(group), group.timeline, time.monotonic()
@@ -591,10 +595,11 @@ class StepLoop:
             self._requests.report_readiness(self.is_ready, self.loading)
             self._report_readiness(self.is_ready)
 
-    def _note_aborted(self, count: int) -> None:
-        """`count` requests were ended from outside, 0 where one still has other sequences. What they held is free."""
-        self._metrics.aborted(count)
-        self._note_ended(count)
+    def _note_aborted(self, group: SequenceGroup | None) -> None:
+        """A request was ended from outside; None where it still has other sequences. What it held is free."""
+        if group is not None:
+            self._metrics.aborted(group, time.monotonic())
+        self._note_ended(0 if group is None else 1)
         self._wake.set()
 
     def _note_ended(self, count: int) -> None:

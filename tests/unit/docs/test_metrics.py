@@ -28,7 +28,7 @@ def gateway_metrics() -> GatewayMetrics:
 
 
 def scheduler_registry() -> CollectorRegistry:
-    metrics, scheduler = SchedulerMetrics(), Scheduler(make_config())
+    metrics, scheduler = SchedulerMetrics(max_tenants=1), Scheduler(make_config())
     metrics.watch(lambda: scheduler, Requests(lambda _: False, lambda _: None, DurableLimits(1, 1, 1.0)))
     return metrics.registry
 

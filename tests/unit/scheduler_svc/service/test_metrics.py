@@ -1,0 +1,96 @@
+"""What the scheduler counts of requests, of the prefix cache and of tenants."""
+
+from typing import Any
+
+import pytest
+
+from quire.histograms import OTHER_TENANTS
+from scheduler_svc.service.durable import DurableLimits
+from scheduler_svc.service.metrics import SchedulerMetrics
+from scheduler_svc.service.requests import GATEWAYS, Requests
+from tests.support.core_driver import Driver, make_config, make_request
+
+PROMPT = list(range(8))
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver(make_config())
+
+
+@pytest.fixture
+def metrics(driver) -> SchedulerMetrics:
+    metrics = SchedulerMetrics(max_tenants=1)
+    requests = Requests(lambda key: False, lambda key: None, DurableLimits(1, 1, 1.0))
+    requests.tenant_of = lambda handle: "abc"[handle - 1]
+    metrics.watch(lambda: driver.scheduler, requests)
+    return metrics
+
+
+def value_of(metrics: SchedulerMetrics, name: str, **labels: str) -> Any:
+    return metrics.registry.get_sample_value(f"quire_scheduler_{name}", labels)
+
+
+def run(driver: Driver, metrics: SchedulerMetrics) -> None:
+    """Runs all requests to their ends, and counts what the step loop counts."""
+    for _ in range(200):
+        while (plan := driver.plan()) is not None:
+            metrics.planned(plan, 0.001)
+        for client, events in driver.deliver().items():
+            assert client == GATEWAYS
+            metrics.delivered(events)
+        if not driver.scheduler.num_live:
+            return
+    pytest.fail("the requests did not end")
+
+
+def test_a_request_counts_once_with_its_phases_and_what_of_its_prompt_was_cached(driver, metrics):
+    for handle in (1, 2):
+        driver.submit(make_request(handle, prompt=[*PROMPT, handle], max_tokens=3))
+        run(driver, metrics)
+    assert [value_of(metrics, f"{phase}_seconds_count") for phase in ("queue", "prefill", "decode")] == [2, 2, 2]
+    assert value_of(metrics, "prefix_cache_queries_total") == 18
+    assert value_of(metrics, "prefix_cache_hits_total") == 8
+    steps = value_of(metrics, "steps_total")
+    assert value_of(metrics, "step_tokens_count") == value_of(metrics, "step_sequences_count") == steps
+    assert value_of(metrics, "step_tokens_sum") == value_of(metrics, "batched_tokens_total")
+
+
+def test_an_aborted_request_counts_in_the_phases_that_it_reached(driver, metrics):
+    waits, runs = make_request(1, prompt=PROMPT), make_request(2, prompt=PROMPT, max_tokens=50)
+    driver.submit(runs)
+    driver.run_steps(3)
+    driver.submit(waits)
+    for request in (runs, waits):
+        group = driver.scheduler.group(request.key)
+        assert group is not None
+        metrics.aborted(group, group.timeline.arrived + 100)
+    assert [value_of(metrics, f"{phase}_seconds_count") for phase in ("queue", "prefill", "decode")] == [1, 1, 1]
+    assert value_of(metrics, "requests_total", outcome="aborted") == 2
+
+
+def test_the_age_of_the_oldest_request_is_that_of_one_that_no_step_had(driver, metrics):
+    assert value_of(metrics, "oldest_waiting_seconds") == 0
+    driver.submit(make_request(1, prompt=PROMPT))
+    assert value_of(metrics, "oldest_waiting_seconds") > 0
+    assert value_of(metrics, "kv_cache_usage") == 0
+    driver.run_steps(1)
+    assert value_of(metrics, "oldest_waiting_seconds") == 0
+    assert value_of(metrics, "kv_cache_usage") == pytest.approx(2 / 64, abs=1 / 64)
+
+
+def test_tenants_have_metrics_up_to_a_number_and_the_others_share_theirs(driver, metrics):
+    for handle, tenant in enumerate("abc", start=1):
+        driver.submit(make_request(handle, prompt=PROMPT, max_tokens=3, tenant=tenant))
+    first = value_of(metrics, "tenant_live_requests", tenant="a", queue="waiting")
+    assert [first, value_of(metrics, "tenant_live_requests", tenant=OTHER_TENANTS, queue="waiting")] == [1, 2]
+    driver.run_steps(1)
+    assert value_of(metrics, "tenant_blocks", tenant="a") >= 2
+    run(driver, metrics)
+    assert value_of(metrics, "tenant_queue_seconds_count", tenant="a") == 1
+    assert value_of(metrics, "tenant_prefix_cache_queries_total", tenant=OTHER_TENANTS) == 16
+    assert value_of(metrics, "tenant_live_requests", tenant="a", queue="waiting") is None
+
+
+def test_without_the_flag_there_are_no_tenants():
+    assert not [family.name for family in SchedulerMetrics().registry.collect() if "tenant" in family.name]
