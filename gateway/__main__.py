@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from gateway.app import serve
 from gateway.settings import GatewaySettings
-from quire.rpc.process import configure_logging, run_service
+from quire.logs import configure_logging
+from quire.rpc.process import run_service
 from quire.settings import load_settings
 
 _PROGRAM = "quire gateway"
@@ -18,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     async def start() -> None:
         settings = load_settings(GatewaySettings, arguments, os.environ, program=_PROGRAM)
-        configure_logging("gateway", settings.log_level)
+        configure_logging("gateway", settings.log_level, settings.log_format)
         # Delivering tokens can wait a moment; a step that is planned late leaves the device idle.
         os.nice(settings.niceness)
         await serve(settings)

@@ -31,7 +31,7 @@ from gateway.settings import GatewaySettings
 from gateway.vllm_metrics import VllmMetrics
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.inference import open_inference_pb2
-from quire.metrics import MetricsServer
+from quire.metrics import CertificateExpiry, MetricsServer
 from quire.model_directory import resolve_model
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import Unavailable
@@ -104,6 +104,8 @@ class Gateway:
         gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
         metrics = metrics or GatewayMetrics(settings.tenant_metrics)
         tls = _Tls.of(settings)
+        if tls.files:
+            metrics.registry.register(CertificateExpiry(tls.files))
         ledger = Ledger(max_chunk_tokens=settings.max_chunk_tokens)
         tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
         # In a thread, since a model of a hub may have to be downloaded, and a signal ends that, too.
@@ -261,6 +263,13 @@ class _Tls:
             inner,
             None if inner is None else ServerTls.for_operators(inner),
         )
+
+    @property
+    def files(self) -> list[Path]:
+        """The certificates in use."""
+        identities = [self.inner, None if self.public is None else self.public.identity]
+        files = [path for each in identities if each is not None for path in (each.certificate, each.authority)]
+        return [path for path in files if path is not None]
 
 
 def _make_generator(

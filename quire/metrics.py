@@ -1,21 +1,27 @@
-"""A registry of Prometheus metrics over HTTP, and HTTPS.
+"""A registry of Prometheus metrics over HTTP, and HTTPS; and when the certificates of a process expire.
 
 The application and the server's base class are prometheus_client's. Its own `start_http_server` does the TLS handshake
 in the thread that accepts connections, where one silent client blocks all others; it has no limit of connections, no
 check of the caller's role, and never reads changed certificates.
 """
 
+import datetime as dt
 import logging
+import re
 import socket
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Self
 from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import ThreadingWSGIServer, make_wsgi_app
+from prometheus_client.registry import Collector
 
 from quire.rpc.address import TcpAddress, check_bindable
 from quire.rpc.tls import HttpsFiles, Role, ServerTls, roles_of_certificate
@@ -23,6 +29,8 @@ from quire.rpc.tls import HttpsFiles, Role, ServerTls, roles_of_certificate
 MAX_CONNECTIONS = 32
 _TIMEOUT_S = 10.0
 _CERTIFICATE = "quire.peer_certificate"
+_PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+_SEQUENCE, _UTC_TIME, _GENERALIZED_TIME, _VERSION = 0x30, 0x17, 0x18, 0xA0
 _logger = logging.getLogger(__name__)
 _Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -137,3 +145,76 @@ def _only_for(roles: frozenset[Role], application: _Application) -> _Application
         return [f"metrics are for certificates of the role {' or '.join(sorted(roles))}\n".encode()]
 
     return guarded
+
+
+class CertificateExpiry(Collector):
+    """How long the certificates in files are valid, as the files are at each scrape.
+
+    Services have no library that reads certificates, and Python's `ssl` reads only those of authorities: here the one
+    field is found that is needed.
+    """
+
+    def __init__(self, files: Iterable[Path | None]) -> None:
+        """None is no file."""
+        self._files = tuple(dict.fromkeys(path for path in files if path is not None))
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(
+            "quire_certificate_seconds_left",
+            "Until the first certificate in a file expires; negative after that, absent where it cannot be read.",
+            labels=["file"],
+        )
+        for path in self._files:
+            try:
+                family.add_metric([str(path)], expires_at(path.read_text(encoding="ascii")) - time.time())
+            except (OSError, ValueError) as error:
+                _logger.warning("%s: the end of its validity cannot be read: %s", path, error)
+        yield family
+
+
+def expires_at(pem: str) -> float:
+    """When the first one of the certificates in a PEM file expires, in seconds since the Unix epoch.
+
+    Raises ValueError where there is none, or one cannot be read.
+    """
+    found = _PEM.findall(pem)
+    if not found:
+        raise ValueError("it has no certificate")
+    try:
+        return min(_not_after(ssl.PEM_cert_to_DER_cert(each)) for each in found)
+    except IndexError as error:
+        raise ValueError("a certificate ends early") from error
+
+
+def _not_after(der: bytes) -> float:
+    """RFC 5280, section 4.1: a sequence whose first element has, after an optional version, a serial number, an
+    algorithm and an issuer, the two times of the validity."""
+    certificate = _elements(der, 0, len(der))[0]
+    fields = _elements(der, *certificate[1:])[0]
+    parts = _elements(der, *fields[1:])
+    validity = parts[4 if parts[0][0] == _VERSION else 3]
+    if validity[0] != _SEQUENCE:
+        raise ValueError("a certificate is malformed")
+    kind, begin, end = _elements(der, *validity[1:])[1]
+    text = der[begin:end].decode("ascii")
+    if kind == _UTC_TIME:
+        # Years from 50 on are of the last century.
+        text = ("19" if int(text[:2]) >= 50 else "20") + text
+    elif kind != _GENERALIZED_TIME:
+        raise ValueError("a certificate has a time of an unknown type")
+    return dt.datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=dt.UTC).timestamp()
+
+
+def _elements(der: bytes, begin: int, end: int) -> Sequence[tuple[int, int, int]]:
+    """The elements of DER between two places: the type of each, and where its content begins and ends."""
+    found: list[tuple[int, int, int]] = []
+    while begin < end:
+        kind, length = der[begin], der[begin + 1]
+        begin += 2
+        if length & 0x80:
+            size = length & 0x7F
+            length = int.from_bytes(der[begin : begin + size])
+            begin += size
+        found.append((kind, begin, begin + length))
+        begin += length
+    return found

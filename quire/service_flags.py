@@ -8,7 +8,7 @@ decides for each process that it starts. The docstrings of these classes are the
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.rpc.process import LOG_LEVELS
+from quire.logs import LOG_FORMATS, LOG_LEVELS
 from quire.settings import setting
 from quire.tracing import parse_endpoint
 
@@ -16,7 +16,7 @@ from quire.tracing import parse_endpoint
 # Here and in all that inherits from it no slots: CPython lets a class have one base with slots, and these have several.
 @dataclass(frozen=True)
 class ServiceFlags:
-    """Configuration file, certificates, metrics and traces of every service."""
+    """Configuration file, certificates, logs, metrics and traces of every service."""
 
     config: Path | None = setting(
         None,
@@ -30,6 +30,7 @@ class ServiceFlags:
         metavar="DIR",
         common=True,
     )
+    log_format: str = setting("text", "form of log lines on stderr", choices=LOG_FORMATS)
     metrics_host: str = setting("127.0.0.1", "host of the ports for Prometheus metrics")
     otlp_traces_endpoint: str | None = setting(
         None,
@@ -103,4 +104,6 @@ class ProcessFlags(ServiceFlags):
     metrics_port: int | None = setting(
         None, "port of the Prometheus metrics; without it, metrics are off", minimum=0, maximum=65535
     )
-    log_level: str = setting("info", "lowest log level", choices=LOG_LEVELS)
+    log_level: str = setting(
+        "info", "lowest log level; SIGUSR1 lowers it to debug, SIGUSR2 sets it back", choices=LOG_LEVELS
+    )

@@ -4,8 +4,8 @@ import asyncio
 import logging
 import threading
 
-from quire.metrics import MetricsServer
-from quire.rpc.process import configure_logging
+from quire.logs import configure_logging
+from quire.metrics import CertificateExpiry, MetricsServer
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.tracing import open_tracer
@@ -28,13 +28,13 @@ async def serve(settings: WorkerSettings) -> None:
     Raises:
         ConfigurationError: an address is in use, or the model, the device or the memory is not available.
     """
-    configure_logging("worker", settings.log_level)
+    configure_logging("worker", settings.log_level, settings.log_format)
     metrics = WorkerMetrics()
     device_loop = DeviceLoop()
     stopping = threading.Event()
     tracer = open_tracer(settings.otlp_traces_endpoint, "worker")
     servicer = WorkerServicer(metrics, tracer)
-    server, operators = await _start_server(settings, servicer)
+    server, operators = await _start_server(settings, servicer, metrics)
     device_loop.start()
     metrics_server = None
     try:
@@ -59,12 +59,16 @@ async def serve(settings: WorkerSettings) -> None:
             await asyncio.to_thread(tracer.close)
 
 
-async def _start_server(settings: WorkerSettings, servicer: WorkerServicer) -> tuple[RpcServer, ServerTls | None]:
+async def _start_server(
+    settings: WorkerSettings, servicer: WorkerServicer, metrics: WorkerMetrics
+) -> tuple[RpcServer, ServerTls | None]:
     """The listening server, and the TLS of the other ports, which are for operators."""
     identity = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.WORKER)
     # Only a scheduler commands a worker.
     tls = None if identity is None else ServerTls(identity, roles=frozenset({Role.SCHEDULER}))
     operators = None if identity is None else ServerTls.for_operators(identity)
+    if identity is not None:
+        metrics.registry.register(CertificateExpiry([identity.certificate, identity.authority]))
     server = await start_server(
         servicer,
         settings.listen,

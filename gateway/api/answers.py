@@ -28,6 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.request.generator import REFUSAL_S
 from gateway.request.validation import renamed, shortened
+from quire.logs import REQUEST_ID
 from quire.rpc.errors import QuireError
 
 _logger = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ def error_answer(error: Exception, names: ParamNames, request_id: str | None = N
         case QuireError():
             return _of_quire_error(renamed(error, names))
     found = _client_request_id.get() or request_id or secrets.token_hex(16)
-    _logger.error("request %s failed unexpectedly", shortened(found), exc_info=error)
+    _logger.error("request %s failed unexpectedly", shortened(found), exc_info=error, extra={REQUEST_ID: found})
     message = f"an unexpected error; the server's log has the request id {shortened(found)} and tells more"
     return ErrorAnswer(500, message, "unexpected", headers={"x-request-id": found})
 

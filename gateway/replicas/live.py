@@ -29,6 +29,7 @@ from gateway.turns import Turns
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, differing_parts
 from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.logprob_columns import LogprobColumns, LogprobLog
+from quire.logs import REQUEST_ID
 from quire.rpc.errors import Internal, QuireError
 
 _logger = logging.getLogger(__name__)
@@ -514,7 +515,8 @@ class LiveRequest:
 
     def fail_unexpectedly(self, error: Exception) -> None:
         """Ends the request by an unforeseen error, and logs it. The reader learns only that it happened."""
-        _logger.error("request %s failed unexpectedly", self.request.request_id, exc_info=error)
+        request_id = self.request.request_id
+        _logger.error("request %s failed unexpectedly", request_id, exc_info=error, extra={REQUEST_ID: request_id})
         self.fail(Internal("an unexpected error; the server's log has more", reason="UNEXPECTED"))
 
     def catch_up(self, earlier: "LiveRequest", max_tokens: int) -> bool:

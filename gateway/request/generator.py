@@ -32,6 +32,7 @@ from gateway.request.types import ChatPrompt, GenerationRequest, RequestOptions
 from gateway.request.validation import check_call
 from gateway.settings import GatewaySettings
 from gateway.turns import Turns
+from quire.logs import set_request_id
 from quire.rpc.errors import Cancelled, QuireError, Unavailable
 from quire.tracing import TraceContext, Tracer
 
@@ -133,6 +134,7 @@ class Generator:
             with self.arriving():
                 caller.account.check()
                 request = await self._prepare(options, caller, span.context, call or CallParameters())
+                set_request_id(request.request_id)
                 memory.expect(request, options.asked("stopping.max_tokens"))
                 live = self._ledger.open(request, self.model.tokenizer)
                 memory.count(live)
@@ -159,6 +161,7 @@ class Generator:
             InvalidArgument: an offset is beyond the output of the request.
         """
         caller = current_caller()
+        set_request_id(request_id)
         with RequestSpan(self._tracer, self.model.name, "resume") as span, self.call_memory(STREAMED) as memory:
             with self.arriving():
                 self.durable_reads.check_resumption(caller.account, caller.tenant, request_id)

@@ -10,7 +10,9 @@ from contextlib import suppress
 
 from quire.cli.pull import fetch
 from quire.local import LocalServer, ServeSettings, ServiceRefused
+from quire.local.process import print_error
 from quire.local.server import report_on_stderr
+from quire.logs import json_line
 from quire.model_directory import hub_name
 from quire.progress import ProgressLine
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS
@@ -18,6 +20,8 @@ from quire.settings import load_settings
 
 PROGRAM = "quire serve"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# The services know what to do.
+_LOG_LEVEL_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,14 +44,19 @@ def main(argv: Sequence[str]) -> int:
 
 async def _serve(settings: ServeSettings) -> int:
     line = ProgressLine()
+    is_json = settings.log_format == "json"
 
     def report(text: str) -> None:
-        line.clear()
-        report_on_stderr(text)
+        if is_json:
+            print_error(json_line("serve", "info", "quire.local", text))
+        else:
+            line.clear()
+            report_on_stderr(text)
 
     # In a log, `report` says every few seconds how far the model is.
+    shows_progress = sys.stderr.isatty() and not is_json
     server = LocalServer(
-        settings, report=report, progress=(lambda text: line.show(f"quire: {text}")) if sys.stderr.isatty() else None
+        settings, report=report, progress=(lambda text: line.show(f"quire: {text}")) if shows_progress else None
     )
     serving = asyncio.current_task()
     signals: list[int] = []
@@ -62,6 +71,8 @@ async def _serve(settings: ServeSettings) -> int:
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
+    for number in _LOG_LEVEL_SIGNALS:
+        loop.add_signal_handler(number, server.signal, number)
     with suppress(asyncio.CancelledError):
         async with server:
             with suppress(asyncio.CancelledError):

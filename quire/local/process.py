@@ -129,7 +129,7 @@ class SupervisedProcess:
         self._stopping.set()
         if self._task is None:
             return
-        self._signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
         await asyncio.wait([self._task], timeout=grace_s)
         self.kill()
         await asyncio.wait([self._task])
@@ -144,7 +144,8 @@ class SupervisedProcess:
         if self._process is not None:
             _kill_group(self._process.pid)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def signal(self, number: signal.Signals) -> None:
+        """Sends the process a signal, if it runs."""
         # Not Process.send_signal, which reaps a process that has just ended and so takes its status from asyncio.
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
@@ -210,7 +211,7 @@ class SupervisedProcess:
                 pipe.close_write_end()
         self.starts += 1
         if self._stopping.is_set():
-            self._signal(signal.SIGTERM)
+            self.signal(signal.SIGTERM)
         return process
 
     def _read_error_line(self, line: str) -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from signal import Signals
 from types import TracebackType
 from typing import Self
 
@@ -167,6 +168,11 @@ class LocalServer:
                 port.release()
             if self._directory is not None:
                 self._directory.remove()
+
+    def signal(self, number: Signals) -> None:
+        """Sends a signal to all processes that run."""
+        for process in itertools.chain(*self._stages):
+            process.signal(number)
 
     def kill(self) -> None:
         """Kills all processes at once; `stop` returns soon after."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gateway.settings import GatewayFlags
-from quire.rpc.process import LOG_LEVELS
+from quire.logs import LOG_LEVELS
 from quire.service_flags import DrainFlags, ModelFlags
 from quire.settings import setting
 from scheduler_svc.settings import SchedulerFlags
@@ -46,7 +46,11 @@ class ServeSettings(ModelFlags, GatewayFlags, WorkerFlags, SchedulerFlags, Drain
     )
     scheduler_metrics_port: int | None = setting(None, "port of the scheduler's metrics", minimum=0, maximum=_LAST_PORT)
     worker_metrics_port: int | None = setting(None, "port of the worker's metrics", minimum=0, maximum=_LAST_PORT)
-    log_level: str = setting("warning", "lowest log level of the services", choices=LOG_LEVELS)
+    log_level: str = setting(
+        "warning",
+        "lowest log level of the services; SIGUSR1 lowers it to debug, SIGUSR2 sets it back",
+        choices=LOG_LEVELS,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""The life of a service process: event loop, signals, logs, exit status."""
+"""The life of a service process: event loop, signals, exit status."""
 
 import asyncio
 import logging
@@ -6,12 +6,12 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 
+from quire.logs import log_as_configured, log_everything
 from quire.settings import ConfigurationError
 
 CONFIGURATION_EXIT_STATUS = 2
 LOST_PEER_EXIT_STATUS = 75
 """The exit status of a process that lost a process which it cannot run without (EX_TEMPFAIL: try again)."""
-LOG_LEVELS = ("debug", "info", "warning", "error")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _OUR_PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels")
 # What only measuring needs, which quire[all] leaves out.
@@ -22,7 +22,8 @@ _logger = logging.getLogger(__name__)
 def run_service(main: Callable[[], Awaitable[None]], *, program: str) -> int:
     """Runs `main` in an event loop until it returns or a signal comes; returns the exit status.
 
-    SIGTERM or SIGINT cancels `main` once, which drains in its `finally`; a second one kills the process.
+    SIGTERM or SIGINT cancels `main` once, which drains in its `finally`; a second one kills the process. SIGUSR1 lowers
+    the log level to debug, SIGUSR2 sets it back.
     `main` may load the settings itself: a ConfigurationError from the call or from the awaitable is printed as
     "PROGRAM: error: LINE".
 
@@ -47,23 +48,6 @@ def run_service(main: Callable[[], Awaitable[None]], *, program: str) -> int:
         _logger.exception("%s failed", program)
         return 1
     return 0
-
-
-def configure_logging(service: str, level: str = "info") -> None:
-    """Sends the process's logs to stderr, one line a record: time, level, service, logger, message.
-
-    Libraries that log every request stay at warnings, unless `level` is "debug".
-    """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s.%(msecs)03d %(levelname)s {service} %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
-    )
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    if level != "debug":
-        for noisy in ("asyncio", "httpx", "httpx2", "httpcore", "httpcore2", "uvicorn.access"):
-            logging.getLogger(noisy).setLevel(logging.WARNING)
-        # It logs every failed attempt to reach a collector; quire.tracing logs the first one.
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
 
 
 def report_configuration_error(error: ConfigurationError, *, program: str) -> None:
@@ -91,6 +75,8 @@ async def _until_signalled(main: Callable[[], Awaitable[None]]) -> None:
             signal.signal(each, signal.SIG_DFL)
         task.cancel()
 
+    loop.add_signal_handler(signal.SIGUSR1, log_everything)
+    loop.add_signal_handler(signal.SIGUSR2, log_as_configured)
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop, number)
     try:

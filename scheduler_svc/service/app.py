@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import grpc.aio
 
-from quire.metrics import MetricsServer
-from quire.rpc.process import configure_logging
+from quire.logs import configure_logging
+from quire.metrics import CertificateExpiry, MetricsServer
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -30,7 +30,7 @@ _SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].fu
 
 async def serve(settings: SchedulerSettings) -> None:
     """Runs until it is cancelled, then drains. Raises ConfigurationError when it cannot start."""
-    configure_logging("scheduler", settings.log_level)
+    configure_logging("scheduler", settings.log_level, settings.log_format)
     identity = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.SCHEDULER)
     metrics = SchedulerMetrics(settings.tenant_metrics)
     spans = RequestSpans(open_tracer(settings.otlp_traces_endpoint, "scheduler"), time.monotonic)
@@ -42,6 +42,8 @@ async def serve(settings: SchedulerSettings) -> None:
     metrics.watch(lambda: loop.scheduler, requests)
 
     operators = None if identity is None else ServerTls.for_operators(identity)
+    if identity is not None:
+        metrics.registry.register(CertificateExpiry([identity.certificate, identity.authority]))
     async with _kv_events(settings, loop.cache):
         server = await _start_server(settings, SchedulerServicer(loop, requests), identity, operators)
         try:

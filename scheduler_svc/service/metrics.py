@@ -13,7 +13,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from quire.histograms import COUNTS, SECONDS, SMALL_COUNTS, Histograms, TenantLabels
-from scheduler_svc.core.request import Handle
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import ClientEvents, RequestEnd, RequestFailure, StepPlan
@@ -98,7 +97,7 @@ class SchedulerMetrics:
         """Scrapes read the state of the core and of the table of requests, too."""
         self.registry.register(_State(scheduler_of, requests))
         if self._tenants is not None:
-            self._tenants.watch(scheduler_of, requests.tenant_of)
+            self._tenants.watch(scheduler_of, requests)
 
 
 class _State(Collector):
@@ -151,7 +150,7 @@ class _TenantMetrics(Collector):
     def __init__(self, registry: CollectorRegistry, max_tenants: int) -> None:
         self._labels = TenantLabels(max_tenants)
         self._scheduler_of: Callable[[], Scheduler | None] = lambda: None
-        self._tenant_of: Callable[[Handle], str | None] = lambda handle: None
+        self._requests: Requests | None = None
         make = {"registry": registry, "namespace": "quire", "subsystem": "scheduler_tenant"}
         help_text = "From the arrival of a tenant's request to the first step with it."
         self._queue = Histogram("queue_seconds", help_text, ["tenant"], buckets=_TENANT_SECONDS, **make)
@@ -160,14 +159,15 @@ class _TenantMetrics(Collector):
         self._hits = Counter("prefix_cache_hits", "Those of them that were cached.", ["tenant"], **make)
         registry.register(self)
 
-    def watch(self, scheduler_of: Callable[[], Scheduler | None], tenant_of: Callable[[Handle], str | None]) -> None:
+    def watch(self, scheduler_of: Callable[[], Scheduler | None], requests: Requests) -> None:
         """What scrapes read, and whose a request is."""
-        self._scheduler_of, self._tenant_of = scheduler_of, tenant_of
+        self._scheduler_of, self._requests = scheduler_of, requests
 
     def completed(self, ends: Sequence[RequestEnd]) -> None:
+        assert self._requests is not None
         for end in ends:
-            if (tenant := self._tenant_of(end.handle)) is not None:
-                self.ended(tenant, end.usage.queue_s, end.usage.prompt_tokens, end.usage.cached_tokens)
+            if (owned := self._requests.of_handle(end.handle)) is not None:
+                self.ended(owned.tenant, end.usage.queue_s, end.usage.prompt_tokens, end.usage.cached_tokens)
 
     def ended(self, tenant: str, queue_s: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """A request is over that was in a step."""

@@ -180,10 +180,9 @@ class Requests:
         sums, and copies what may change meanwhile."""
         return sum(each.charge for each in list(self._durable.requests.values()))
 
-    def tenant_of(self, handle: Handle) -> str | None:
-        """Whose request the core knows by this handle; None where it is forgotten."""
-        owned = self._by_handle.get(handle)
-        return None if owned is None else owned.tenant
+    def of_handle(self, handle: Handle) -> OwnedRequest | None:
+        """The request that the core knows by this handle; None where it is forgotten."""
+        return self._by_handle.get(handle)
 
     def are_read_by(self, gateway_id: str) -> Callable[[RequestKey], bool]:
         """Whether the stream of this gateway gets the events of a request."""

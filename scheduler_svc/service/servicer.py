@@ -12,6 +12,7 @@ import grpc.aio
 from quire import compatibility
 from quire.arrays import decode_int32
 from quire.compatibility import ModelFingerprint, ProtocolVersions, check_model, check_protocol
+from quire.logs import REQUEST_ID
 from quire.rpc.errors import (
     FailedPrecondition,
     Internal,
@@ -265,7 +266,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             reader.connection.outbox.put_refusal(reader.handle, error)
         except Exception as error:
             # Raised here, it would end the stream. The gateway would submit the request again, and lose that one, too.
-            _logger.error("request %s could not be taken", submit.request_id, exc_info=error)
+            extra = {REQUEST_ID: submit.request_id}
+            _logger.error("request %s could not be taken", submit.request_id, exc_info=error, extra=extra)
             refusal = Internal("an unexpected error; the scheduler's log has more", reason="UNEXPECTED")
             reader.connection.outbox.put_refusal(reader.handle, refusal)
 

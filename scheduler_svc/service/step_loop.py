@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from quire.logs import REQUEST_ID
 from quire.progress import LoadProgress
 from quire.rpc.errors import AlreadyExists, InvalidArgument, ResourceExhausted
 from quire.rpc.tls import TlsIdentity
@@ -566,7 +567,9 @@ class StepLoop:
 
     def _fail_at_fault(self, events: dict[ClientId, ClientEvents]) -> None:
         for failure in itertools.chain.from_iterable(batch.failed for batch in events.values()):
-            _logger.warning("a request caused worker losses and fails: %s", failure.message)
+            owned = self._requests.of_handle(failure.key.handle)
+            extra = None if owned is None else {REQUEST_ID: owned.request_id}
+            _logger.warning("a request caused worker losses and fails: %s", failure.message, extra=extra)
             self._metrics.found_at_fault(failure)
         self._emit(0, events)
 

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from gateway.settings import GatewaySettings
 from quire.local.server import check_servable
 from quire.local.settings import ServeSettings
-from quire.rpc.process import configure_logging
+from quire.logs import configure_logging
 from quire.rpc.tls import Role
 from quire.settings import ConfigurationError, load_settings
 from quire.tracing import TraceContext, open_tracer, parse_endpoint

@@ -1,11 +1,12 @@
 """What the scheduler counts of requests, of the prefix cache and of tenants."""
 
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 
 from quire.histograms import OTHER_TENANTS
-from scheduler_svc.service.durable import DurableLimits
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.requests import GATEWAYS, Requests
 from tests.support.core_driver import Driver, make_config, make_request
@@ -21,8 +22,8 @@ def driver() -> Driver:
 @pytest.fixture
 def metrics(driver) -> SchedulerMetrics:
     metrics = SchedulerMetrics(max_tenants=1)
-    requests = Requests(lambda key: False, lambda key: None, DurableLimits(1, 1, 1.0))
-    requests.tenant_of = lambda handle: "abc"[handle - 1]
+    requests = create_autospec(Requests, instance=True)
+    requests.of_handle = lambda handle: SimpleNamespace(tenant="abc"[handle - 1])
     metrics.watch(lambda: driver.scheduler, requests)
     return metrics
 

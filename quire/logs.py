@@ -1,0 +1,101 @@
+"""The logs of a process: their form, the request that a record is about, and their level, which may change at run time.
+
+    configure_logging("worker", "info", "json")
+
+A record in JSON has the fields time, level, service, logger, message; request_id where it is about a request; and
+exception, a traceback, where there is one.
+"""
+
+import datetime as dt
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+REQUEST_ID = "request_id"
+"""Where a record is about another request than the current one: `logger.error(..., extra={REQUEST_ID: ...})`."""
+
+_NOISY = ("asyncio", "httpx", "httpx2", "httpcore", "httpcore2", "uvicorn.access")
+_request_id: ContextVar[str | None] = ContextVar("request id of log records", default=None)
+_logger = logging.getLogger(__name__)
+
+
+def configure_logging(service: str, level: str = "info", log_format: str = "text") -> None:
+    """Sends the process's logs to stderr, one line a record: time, level, service, logger, message.
+
+    Libraries that log every request stay at warnings, unless `level` is "debug".
+    """
+    logging.basicConfig(handlers=[ServiceHandler(service, level, log_format)], force=True)
+    _set_level(level)
+
+
+def set_request_id(request_id: str) -> None:
+    """From now on records of this task, and of tasks that it starts, are about this request."""
+    _request_id.set(request_id)
+
+
+def log_everything() -> None:
+    """Lowers the level to debug, until `log_as_configured`."""
+    _logger.warning("the log level is debug from now on")
+    _set_level("debug")
+
+
+def log_as_configured() -> None:
+    """Sets the level back to that of `configure_logging`."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, ServiceHandler):
+            _set_level(handler.configured_level)
+            _logger.warning("the log level is %s again", handler.configured_level)
+
+
+def _set_level(level: str) -> None:
+    logging.getLogger().setLevel(level.upper())
+    is_debug = level == "debug"
+    for noisy in _NOISY:
+        logging.getLogger(noisy).setLevel(logging.NOTSET if is_debug else logging.WARNING)
+    # It logs every failed attempt to reach a collector; quire.tracing logs the first one.
+    logging.getLogger("opentelemetry").setLevel(logging.NOTSET if is_debug else logging.CRITICAL)
+
+
+def json_line(service: str, level: str, logger: str, message: str, others: Mapping[str, str] | None = None) -> str:
+    """One record in JSON, without the end of the line."""
+    now = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    fields = {"time": now, "level": level, "service": service, "logger": logger, "message": message, **(others or {})}
+    return json.dumps(fields, ensure_ascii=False)
+
+
+class ServiceHandler(logging.StreamHandler[Any]):
+    """Writes the records of a service.
+
+    Attributes:
+        configured_level: The level at the start.
+    """
+
+    def __init__(self, service: str, level: str, log_format: str) -> None:
+        super().__init__(sys.stderr)
+        self.configured_level = level
+        if log_format == "json":
+            self.setFormatter(_JsonFormatter(service))
+        else:
+            line = f"%(asctime)s.%(msecs)03d %(levelname)s {service} %(name)s %(message)s"
+            self.setFormatter(logging.Formatter(line, "%Y-%m-%dT%H:%M:%S"))
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        others: dict[str, str] = {}
+        request_id = getattr(record, REQUEST_ID, None) or _request_id.get()
+        if request_id is not None:
+            others[REQUEST_ID] = str(request_id)
+        if record.exc_info:
+            others["exception"] = self.formatException(record.exc_info)
+        level = record.levelname.lower()
+        return json_line(self._service, level, record.name, record.getMessage(), others)

@@ -1,0 +1,60 @@
+"""How long certificates are valid, read without a library that reads certificates."""
+
+import datetime as dt
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from prometheus_client import CollectorRegistry
+
+from quire.metrics import CertificateExpiry, expires_at
+from quire.rpc.certificates import Authority
+from tests.support.certificates import make_certificates
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("certificates")
+    make_certificates(directory)
+    return directory
+
+
+def test_the_time_is_the_one_that_a_library_reads(directory: Path) -> None:
+    for path in directory.glob("*.pem"):
+        (certificate,) = x509.load_pem_x509_certificates(path.read_bytes())
+        assert expires_at(path.read_text()) == certificate.not_valid_after_utc.timestamp()
+
+
+@pytest.mark.parametrize("days", [1, 10 * 365, 40 * 365])
+def test_times_of_both_types_are_read(tmp_path: Path, days: int) -> None:
+    """From 2050 on certificates have the time in another form."""
+    now = dt.datetime.now(dt.UTC).replace(microsecond=0)
+    Authority.make(days, now).write(tmp_path)
+    assert expires_at((tmp_path / "ca.pem").read_text()) == (now + dt.timedelta(days=days)).timestamp()
+
+
+def test_of_several_certificates_the_first_one_to_expire_counts(tmp_path: Path) -> None:
+    now = dt.datetime.now(dt.UTC)
+    texts: list[str] = []
+    for days in (30, 3, 300):
+        Authority.make(days, now).write(tmp_path)
+        texts.append((tmp_path / "ca.pem").read_text())
+    assert expires_at("\n".join(texts)) == expires_at(texts[1])
+
+
+@pytest.mark.parametrize("text", ["", "nothing", "-----BEGIN CERTIFICATE-----\nMAA=\n-----END CERTIFICATE-----\n"])
+def test_what_has_no_certificate_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="certificate"):
+        expires_at(text)
+
+
+def test_the_metric_follows_the_file_and_is_absent_without_one(directory: Path, tmp_path: Path) -> None:
+    registry, path = CollectorRegistry(), tmp_path / "worker.pem"
+    registry.register(CertificateExpiry([path, None]))
+
+    def seconds_left() -> float | None:
+        return registry.get_sample_value("quire_certificate_seconds_left", {"file": str(path)})
+
+    assert seconds_left() is None
+    path.write_bytes((directory / "worker.pem").read_bytes())
+    assert seconds_left() == pytest.approx(expires_at(path.read_text()) - dt.datetime.now(dt.UTC).timestamp(), abs=60)

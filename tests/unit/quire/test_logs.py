@@ -1,0 +1,107 @@
+"""Logs: their two forms, the request that a record is about, and the level, which signals change."""
+
+import asyncio
+import json
+import logging
+import os
+import re
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from quire.logs import REQUEST_ID, configure_logging, json_line, log_as_configured, log_everything, set_request_id
+from quire.rpc.process import run_service
+
+LOGGER = logging.getLogger("some.module")
+
+
+@pytest.fixture(autouse=True)
+def root_logger() -> Iterator[logging.Logger]:
+    """The root logger, which gets its handlers and level back."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers[:] = []
+    yield root
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_a_record_is_one_line_with_service_and_logger(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("worker", "warning")
+    LOGGER.info("not shown")
+    LOGGER.warning("%d blocks", 3)
+    captured = capsys.readouterr()
+    pattern = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} WARNING worker some\.module 3 blocks\n"
+    assert re.fullmatch(pattern, captured.err)
+    assert captured.out == ""
+
+
+def records_of(capsys: pytest.CaptureFixture[str]) -> list[dict[str, str]]:
+    return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+
+def test_a_record_in_json_has_the_same_and_the_time_in_utc(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("worker", "warning", "json")
+    LOGGER.warning('%d "blocks"\nof two lines', 3)
+    (record,) = records_of(capsys)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", record.pop("time"))
+    message = '3 "blocks"\nof two lines'
+    assert record == {"level": "warning", "service": "worker", "logger": "some.module", "message": message}
+
+
+async def test_records_name_the_request_of_their_task_or_the_one_that_they_are_about(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure_logging("gateway", "info", "json")
+
+    async def call(request_id: str) -> None:
+        set_request_id(request_id)
+        await asyncio.sleep(0)
+        LOGGER.info("mine")
+
+    await asyncio.gather(call("a"), call("b"))
+    LOGGER.info("nobody's")
+    LOGGER.info("of another", extra={REQUEST_ID: "c"})
+    assert [record.get("request_id") for record in records_of(capsys)] == ["a", "b", None, "c"]
+
+
+def test_a_traceback_is_a_field_of_its_record(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("gateway", "info", "json")
+    try:
+        raise ValueError("what nobody thought of")
+    except ValueError:
+        LOGGER.exception("failed")
+    (record,) = records_of(capsys)
+    assert record["message"] == "failed"
+    assert record["exception"].endswith("ValueError: what nobody thought of")
+
+
+def test_the_level_is_lowered_and_set_back(root_logger: logging.Logger) -> None:
+    configure_logging("worker", "error")
+    assert not logging.getLogger("httpx").isEnabledFor(logging.INFO)
+    log_everything()
+    assert logging.getLogger("httpx").isEnabledFor(logging.DEBUG)
+    log_as_configured()
+    assert root_logger.level == logging.ERROR
+    assert not logging.getLogger("httpx").isEnabledFor(logging.INFO)
+
+
+def test_signals_change_the_level_of_a_service_that_runs(root_logger: logging.Logger) -> None:
+    levels: list[int] = []
+
+    async def main() -> None:
+        configure_logging("worker", "warning")
+        for number, level in ((signal.SIGUSR1, logging.DEBUG), (signal.SIGUSR2, logging.WARNING)):
+            os.kill(os.getpid(), number)
+            async with asyncio.timeout(30):
+                while root_logger.level != level:  # noqa: ASYNC110 (the signal arrives between two turns of the loop)
+                    await asyncio.sleep(0)
+            levels.append(root_logger.level)
+
+    assert run_service(main, program="quire worker") == 0
+    assert levels == [logging.DEBUG, logging.WARNING]
+
+
+def test_a_line_in_json_holds_any_text() -> None:
+    assert json.loads(json_line("serve", "info", "quire.local", "é\n\x00"))["message"] == "é\n\x00"
