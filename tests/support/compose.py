@@ -20,6 +20,11 @@ def services_of(*files: Path) -> dict[str, Any]:
     return services
 
 
+def quire_services_of(*files: Path) -> dict[str, Any]:
+    """Those of them that run Quire's own images."""
+    return {name: service for name, service in services_of(*files).items() if service["image"].startswith("quire-")}
+
+
 def default_of(value: str) -> str:
     """What is there where the environment says nothing."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value)

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from gateway.settings import GatewaySettings
 from quire.settings import load_settings
 from quire.version import VERSION
 from scheduler_svc.settings import SchedulerSettings
-from tests.support.compose import default_of
+from tests.support.compose import COMPOSE, default_of, quire_services_of
 from tools.kubernetes_manifests import known_variables
 from worker_svc.settings import WorkerSettings
 
@@ -23,7 +22,7 @@ SETTINGS = {"gateway": GatewaySettings, "scheduler": SchedulerSettings, "worker"
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
-    return yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    return quire_services_of(COMPOSE)
 
 
 def settings_of(services: dict[str, Any], name: str) -> Any:
