@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -114,7 +115,7 @@ class ReplicaRecord:
         """Tokens that came together."""
         self.num_generated_tokens += arrivals.num_tokens
         if arrivals.gaps:
-            self.inter_token.add_all(arrivals.gaps, arrivals.gap_tokens)
+            self.inter_token.add_all(np.divide(arrivals.gaps, arrivals.gap_tokens), arrivals.gap_tokens)
 
     def add_completed(self, live: LiveRequest, usage: Usage) -> None:
         """A request whose client has all of it."""

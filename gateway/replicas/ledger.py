@@ -32,6 +32,7 @@ class Outcome:
     """The actions for the caller after a batch of events.
 
     Attributes:
+        arrivals: The tokens that came with this batch.
         ended_here: Requests that the gateway ended (by a stop string) and the scheduler may still run. The scheduler
             has yet to report their cost.
         sequences_ended_here: Sequences, by index, that the gateway ended likewise in requests that run on.
@@ -41,16 +42,15 @@ class Outcome:
             them.
         unknown_handles: Handles of requests that the scheduler runs and nobody reads (any more), for example because a
             client left while the stream was broken.
-        arrivals: The tokens that came with this batch.
     """
 
+    arrivals: Arrivals
     ended_here: list[LiveRequest] = field(default_factory=list[LiveRequest])
     sequences_ended_here: list[tuple[LiveRequest, int]] = field(default_factory=list[tuple[LiveRequest, int]])
     failed: list[tuple[LiveRequest, QuireError]] = field(default_factory=list[tuple[LiveRequest, QuireError]])
     over: list[LiveRequest] = field(default_factory=list[LiveRequest])
     broken: list[LiveRequest] = field(default_factory=list[LiveRequest])
     unknown_handles: set[int] = field(default_factory=set[int])
-    arrivals: Arrivals = field(default_factory=Arrivals)
 
 
 class Ledger:
@@ -160,7 +160,7 @@ class Ledger:
         Raises:
             TokenGapError: events are missing. Nothing wrong was forwarded; a new connection repeats them.
         """
-        outcome = Outcome()
+        outcome = Outcome(Arrivals(self._clock()))
         touched: list[LiveRequest] = []
         self._apply_events(replica, (*batch.prompt_runs, *batch.runs, *batch.ended, *batch.completed), outcome, touched)
         # The scheduler reports a completion together with the last end. Without one, the request ended only here.

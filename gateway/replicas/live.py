@@ -278,12 +278,14 @@ class Arrivals:
     """The tokens of a batch of events that are new to this gateway.
 
     Attributes:
+        at: When they came, in seconds of the ledger's clock.
         num_tokens: Their number.
-        gaps: For consecutive tokens of one sequence that came together, the seconds since the token before them,
-            divided by their number; nothing for the first tokens of a sequence.
-        gap_tokens: How many tokens each gap stands for.
+        gaps: For consecutive tokens of one sequence that came together, the seconds since the token before them;
+            nothing for the first tokens of a sequence.
+        gap_tokens: How many tokens came after each of these gaps.
     """
 
+    at: float
     num_tokens: int = 0
     gaps: list[float] = field(default_factory=list[float])
     gap_tokens: list[int] = field(default_factory=list[int])
@@ -428,25 +430,25 @@ class LiveRequest:
             if self.request.durable and run.logprobs is not None:
                 first = num_before - run.offset
                 self._logprobs[stream.index].append(run.logprobs.part(first, first + num_new))
-            self._last_token_at = self._clock()
-            if arrivals is not None:
-                self._note_arrival(stream, num_new, arrivals)
+            if arrivals is None:
+                self._last_token_at = self._clock()
+            else:
+                # For each token of each step: in line, and with one look at the clock a batch.
+                self._last_token_at = now = arrivals.at
+                if self.num_repeated:
+                    num_repeated = min(self.num_repeated, num_new)
+                    self.num_repeated -= num_repeated
+                    arrivals.num_tokens -= num_repeated
+                elif (before := stream.last_token_at) is not None:
+                    arrivals.gaps.append(now - before)
+                    arrivals.gap_tokens.append(num_new)
+                arrivals.num_tokens += num_new
+                stream.last_token_at = now
             self.moves = 0
             if self._first_token_at is None:
                 self._first_token_at = self._last_token_at
             self._news.set()
         return was_running and stream.finished is not None
-
-    def _note_arrival(self, stream: SequenceStream, num_new: int, arrivals: Arrivals) -> None:
-        if self.num_repeated:
-            num_repeated = min(self.num_repeated, num_new)
-            self.num_repeated -= num_repeated
-            arrivals.num_tokens -= num_repeated
-        elif stream.last_token_at is not None:
-            arrivals.gaps.append((self._last_token_at - stream.last_token_at) / num_new)
-            arrivals.gap_tokens.append(num_new)
-        arrivals.num_tokens += num_new
-        stream.last_token_at = self._last_token_at
 
     @property
     def end_of_prompt_logprobs(self) -> int:

@@ -38,6 +38,9 @@ class SchedulerMetrics:
         self._ended = Counter("requests", "Requests that ended, by outcome.", ["outcome"], **make)
         self._losses = Counter("worker_losses", "Losses of a worker that was attached.", **make)
         self._at_fault = Counter("requests_at_fault", "Requests that the worker was lost for.", ["reason"], **make)
+        for reason in ("STEP_REFUSED", "WORKER_LOST"):
+            # There from the start: the first one is an increase, too.
+            self._at_fault.labels(reason)
         self._plan_time = Histogram("plan_seconds", "Time to plan a step.", buckets=_FAST, **make)
         self._step_time = Histogram("step_seconds", "From planning a step to its result.", buckets=_STEP, **make)
         histograms = Histograms(_PREFIX, self.registry)
