@@ -70,7 +70,7 @@ test-mutation: setup ## change the scheduler's core in 80 places, one at a time;
 
 # The browser is in no tier: 68 MB from npm, which may be unreachable where the tiers run.
 test-ui: setup ## look at the page /ui in headless Chromium, and draw the pictures of docs/images again
-	$(BIN)/python -m pip install $(PIP_FLAGS) --quiet playwright==1.65.2
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install $(PIP_FLAGS) --quiet playwright==1.65.2
 	QUIRE_CHROMIUM=$$($(BIN)/python -m tools.get_chromium $(VENV)/chromium) $(PYTEST) tests/browser $(ARGS)
 
 coverage: setup triton-client ## run the first tier and print the coverage of each package

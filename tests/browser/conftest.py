@@ -1,6 +1,7 @@
 """A server of the embedded model, and pages of a headless Chromium. `make test-ui` says which Chromium; where nobody
 does, nothing here is collected: the browser is no part of the tiers."""
 
+import importlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -26,9 +27,9 @@ async def served() -> AsyncIterator[Served]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def chromium() -> AsyncIterator[Any]:
-    from playwright.async_api import async_playwright
-
-    async with async_playwright() as playwright:
+    # Installed by `make test-ui` alone.
+    driver: Any = importlib.import_module("playwright.async_api")
+    async with driver.async_playwright() as playwright:
         # Without its sandbox, since tests run as root in containers. It opens no page but ours.
         arguments = ["--no-sandbox", "--disable-gpu", "--no-zygote", "--font-render-hinting=none"]
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
