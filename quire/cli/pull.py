@@ -1,12 +1,13 @@
 """`quire pull`: a model of a hub into the cache, before it is served or without a server."""
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.model_directory import HubName
-from quire.progress import ProgressLine
+from quire.progress import LoadProgress, ProgressLine
 from quire.settings import ConfigurationError, load_settings, setting
 
 PROGRAM = "quire pull"
@@ -42,8 +43,20 @@ def fetch(name: HubName, *, with_weights: bool = True) -> Path:
     from quire.hub import Parts, pull
 
     line = ProgressLine()
+    began: list[tuple[float, int]] = []
+
+    def show(progress: LoadProgress) -> None:
+        now = time.monotonic()
+        began_at, bytes_before = began[0] if began else (now, progress.done_bytes)
+        began[:] = [(began_at, bytes_before)]
+        rate = (progress.done_bytes - bytes_before) / (now - began_at) if now > began_at else 0.0
+        text = f"quire: {name}: {progress}"
+        if rate:
+            left_s = (progress.total_bytes - progress.done_bytes) / rate
+            text += f", {rate / 2**20:.1f} MiB/s, {left_s:.0f} s left"
+        line.show(text)
+
     try:
-        parts = Parts.ALL if with_weights else Parts.WITHOUT_WEIGHTS
-        return pull(name, parts, lambda progress: line.show(f"quire: {name}: {progress}"))
+        return pull(name, Parts.ALL if with_weights else Parts.WITHOUT_WEIGHTS, show)
     finally:
         line.clear()

@@ -1,0 +1,70 @@
+"""Models of a hub and GGUF files, served by whole servers as a user would."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import pytest
+import tokenizers
+
+from quire.client import Client, GenerationOptions
+from quire.model_directory import ModelDirectory, resolve_model
+from tests.support.gguf_files import write_gguf
+from tests.support.hub import LocalHub, commit_of
+from tests.support.serving import serving
+
+pytestmark = pytest.mark.extended
+QUESTION = "What is the capital of France?"
+GREEDY = GenerationOptions(max_tokens=12, temperature=0.0)
+
+
+def answer(client: Client) -> str:
+    return client.chat([{"role": "user", "content": QUESTION}], GREEDY).text
+
+
+def test_a_model_is_downloaded_once_for_all_processes_and_served_by_its_name(tmp_path: Path) -> None:
+    tiny = resolve_model(None)
+    files = {path.name: path.read_bytes() for path in tiny.iterdir() if path.is_file()}
+    with LocalHub({"org/tiny": files}) as hub:
+        command = [sys.executable, "-m", "quire.cli.main", "serve", "--model", "org/tiny", "--num-threads", "1"]
+        server = subprocess.Popen(
+            [*command, "--grpc-port", "0", "--http-port", "0"],
+            env={**os.environ, **hub.environ(tmp_path)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            assert line.startswith("quire: ready grpc="), line
+            with Client(line.split()[2].removeprefix("grpc=")) as client:
+                assert [model.name for model in client.list_models()] == ["org/tiny"]
+                assert "Paris" in answer(client)
+        finally:
+            server.terminate()
+            assert server.wait() == 0
+        assert sorted(name for name, _ in hub.sent) == sorted(set(files) - {"heldout.txt"})
+    assert list(tmp_path.glob(f"hub/models--org--tiny/snapshots/{commit_of(files)}/model.safetensors"))
+
+
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
+async def test_a_gguf_file_answers_as_the_directory_that_it_was_made_of(tmp_path: Path, kind: str) -> None:
+    tiny = resolve_model(None)
+    file = write_gguf(
+        tmp_path / "tiny.gguf",
+        tiny,
+        quantization=gguf.GGMLQuantizationType[kind],
+        pre="smollm",
+        template=ModelDirectory.open(tiny).chat_template,
+        further={"tokenizer.ggml.eot_token_id": ModelDirectory.open(tiny).eos_token_ids[1]},
+    )
+    async with serving(model=str(file), num_gpu_blocks=64) as served:
+        (model,) = await served.client.list_models()
+        assert (model.name, model.has_chat_template) == ("tiny", True)
+        answered = await served.client.chat([{"role": "user", "content": QUESTION}], GREEDY)
+        assert "Paris" in answered.text
+        prompt = "The old lighthouse, built in 1874, stood"
+        tokenizer = tokenizers.Tokenizer.from_buffer(ModelDirectory.open(tiny).tokenizer_json())
+        assert list((await served.client.tokenize(prompt)).token_ids) == tokenizer.encode(prompt).ids
