@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from quire.model_directory import ModelDirectory
+from quire.model_directory import ModelDirectory, weight_files
 from quire.settings import ConfigurationError
 from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.models.transformers.adapters import adapt, served_attention
@@ -250,6 +250,9 @@ def load_pretrained(
         ConfigurationError: a file that is missing or damaged, a tensor that is missing or misshapen.
     """
     Checkpoint.open(described.path, base_prefix="")
+    if progress is not None:
+        # Transformers says nothing before it has read everything.
+        progress(0, sum(file.stat().st_size for file in weight_files(described.path)))
     model_class = _model_class(config)
     assert model_class is not None, "checked by read_config"
     with refusals(described), _quiet():
