@@ -44,7 +44,8 @@ def test_a_model_is_downloaded_once_for_all_processes_and_served_by_its_name(tmp
                 assert "Paris" in answer(client)
         finally:
             server.terminate()
-            assert server.wait() == 0
+            server.communicate()
+        assert server.returncode == 0
         assert sorted(name for name, _ in hub.sent) == sorted(set(files) - {"heldout.txt"})
     assert list(tmp_path.glob(f"hub/models--org--tiny/snapshots/{commit_of(files)}/model.safetensors"))
 
@@ -58,7 +59,10 @@ async def test_a_gguf_file_answers_as_the_directory_that_it_was_made_of(tmp_path
         quantization=gguf.GGMLQuantizationType[kind],
         pre="smollm",
         template=ModelDirectory.open(tiny).chat_template,
-        further={"tokenizer.ggml.eot_token_id": ModelDirectory.open(tiny).eos_token_ids[1]},
+        further={
+            "tokenizer.ggml.eot_token_id": ModelDirectory.open(tiny).eos_token_ids[1],
+            "tokenizer.ggml.add_bos_token": True,
+        },
     )
     async with serving(model=str(file), num_gpu_blocks=64) as served:
         (model,) = await served.client.list_models()

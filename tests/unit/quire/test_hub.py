@@ -21,6 +21,7 @@ from quire.model_directory import HubName, ModelDirectory, hub_name, resolve_mod
 from quire.progress import DOWNLOADING, LoadProgress
 from quire.settings import ConfigurationError
 from tests.support.hub import LocalHub, commit_of
+from tests.support.processes import wait_true
 
 CONFIG = json.dumps({"architectures": ["LlamaForCausalLM"]}).encode()
 SMALL = {
@@ -200,6 +201,8 @@ def test_a_process_that_ends_leaves_what_it_has(hub: LocalHub, tmp_path: Path) -
         pulling = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE)
         try:
             assert hub.has_stalled.wait(60)
+            # It is written 10 MiB at a time.
+            wait_true(lambda: any(file.stat().st_size == 10 << 20 for file in tmp_path.rglob("*.quire.incomplete")))
         finally:
             pulling.send_signal(number)
             pulling.communicate()
@@ -207,7 +210,6 @@ def test_a_process_that_ends_leaves_what_it_has(hub: LocalHub, tmp_path: Path) -
         assert pulling.returncode == status
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     assert (Path(done.stdout.strip()) / "model.safetensors").read_bytes() == WEIGHTS * 10
-    # It is written 10 MiB at a time.
     assert hub.sent[-1] == ("model.safetensors", 10 << 20)
 
 
