@@ -156,13 +156,18 @@ def _config(fields: _Fields) -> dict[str, Any]:
     return make(fields) | shared
 
 
-def _llama_like(architecture: str, model_type: str, **further: Any) -> Callable[[_Fields], dict[str, Any]]:
+def _llama_like(architecture: str, model_type: str) -> Callable[[_Fields], dict[str, Any]]:
     def make(fields: _Fields) -> dict[str, Any]:
         heads, width = fields.own("attention.head_count"), fields.own("embedding_length")
         head_dim = fields.own("attention.key_length", default=width // max(heads, 1))
         rotated = fields.own("rope.dimension_count", default=head_dim)
         if rotated != head_dim or fields.own("attention.value_length", default=head_dim) != head_dim:
             raise fields.error(f"heads of {head_dim} with {rotated} rotated dimensions are not read")
+        window: dict[str, Any] = {}
+        if fields.has("attention.sliding_window"):
+            if model_type != "llama":
+                raise fields.error(f"sliding windows of {model_type} are not read")
+            window = {"architectures": ["MistralForCausalLM"], "sliding_window": fields.own("attention.sliding_window")}
         return {
             "architectures": [architecture],
             "model_type": model_type,
@@ -178,7 +183,7 @@ def _llama_like(architecture: str, model_type: str, **further: Any) -> Callable[
             "rope_theta": fields.number("rope.freq_base", 10_000.0),
             "rope_scaling": _rope_scaling(fields, head_dim),
             "attention_bias": "blk.0.attn_q.bias" in fields.header.tensors,
-            **further,
+            **window,
         }
 
     return make

@@ -100,6 +100,12 @@ def test_the_rotation_of_llama_3_is_found_in_its_factors(directory: Path, tmp_pa
         described([1.0, 2.0] * 8)
 
 
+def test_a_sliding_window_is_that_of_mistral(directory: Path, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf", directory, further={"llama.attention.sliding_window": 64})
+    model = ModelDirectory.open(file)
+    assert (model.architecture, model.config["sliding_window"]) == ("MistralForCausalLM", 64)
+
+
 @pytest.mark.parametrize(
     ("further", "problem"),
     [
