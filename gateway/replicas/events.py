@@ -15,6 +15,7 @@ from quire.common.v1 import common_pb2
 from quire.compatibility import ModelFingerprint, ProtocolVersions
 from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.logprob_columns import LogprobColumns
+from quire.prefix_hashes import SHORT_BYTES
 from quire.rpc.errors import InvalidArgument, QuireError, error_for_code
 from quire.scheduler.v1 import scheduler_pb2
 
@@ -282,6 +283,17 @@ class EventBatch:
         return [*batches, EventBatch(failed=self.failed)]
 
 
+@dataclass(frozen=True, slots=True)
+class CacheUpdate:
+    """What changed in the prefix cache of a replica, in the order of the fields. Blocks are the ends of their hashes;
+    of a large pool only those are told whose hash ends in `sampling_bits` zero bits."""
+
+    is_cleared: bool
+    removed: list[bytes]
+    stored: list[bytes]
+    sampling_bits: int
+
+
 # The same from the messages of quire.scheduler.v1.
 
 _REASONS = {
@@ -291,6 +303,8 @@ _REASONS = {
     common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
 }
 _USAGE = fields(Usage)
+# All in the last byte of a hash.
+_MAX_SAMPLING_BITS = 8
 # Fields of a welcome that the message has under the same name, as the same type.
 _WELCOME_FIELDS = tuple(
     field.name for field in fields(Welcome) if field.name not in ("durable_grace_s", "protocol", "model")
@@ -304,6 +318,20 @@ def welcome_from(message: scheduler_pb2.Welcome) -> Welcome:
         protocol=ProtocolVersions.of(message.protocol),
         model=ModelFingerprint.of(message.model),
     )
+
+
+def cache_update_from(message: scheduler_pb2.CacheUpdate) -> CacheUpdate:
+    """Raises InvalidArgument if the message is malformed."""
+    if message.sampling_bits > _MAX_SAMPLING_BITS:
+        raise InvalidArgument(f"cache.sampling_bits is {message.sampling_bits}; at most {_MAX_SAMPLING_BITS}")
+    removed, stored = _blocks(message.removed, "removed"), _blocks(message.stored, "stored")
+    return CacheUpdate(message.cleared, removed, stored, message.sampling_bits)
+
+
+def _blocks(joined: bytes, name: str) -> list[bytes]:
+    if len(joined) % SHORT_BYTES:
+        raise InvalidArgument(f"cache.{name} has {len(joined)} bytes; it must have {SHORT_BYTES} for each block")
+    return [joined[start : start + SHORT_BYTES] for start in range(0, len(joined), SHORT_BYTES)]
 
 
 def event_batch_from(message: scheduler_pb2.TokenEvents) -> EventBatch:

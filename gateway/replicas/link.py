@@ -13,7 +13,7 @@ import grpc.aio
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
-from gateway.replicas.events import EventBatch, Welcome, event_batch_from, welcome_from
+from gateway.replicas.events import EventBatch, Welcome, cache_update_from, event_batch_from, welcome_from
 from gateway.replicas.live import LiveRequest, SequenceStream, TokenGapError
 from gateway.replicas.routing import CachedBlocks
 from gateway.request.types import GenerationRequest, optional
@@ -357,7 +357,7 @@ class SchedulerLink:
                 case "cache":
                     if self.cached is None:
                         self.cached = CachedBlocks()
-                    self.cached.update(message.cache)
+                    self.cached.update(cache_update_from(message.cache))
                 case _:
                     """Added by a later version, or a second welcome."""
 

@@ -15,17 +15,14 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.prefix_hashes import SHORT_BYTES, BlockHash, hash_chain, root_hash, short
-from quire.rpc.errors import InvalidArgument
-from quire.scheduler.v1 import scheduler_pb2
+from gateway.replicas.events import CacheUpdate
+from quire.prefix_hashes import BlockHash, hash_chain, root_hash, short
 
 # Prompts that agree on this many blocks behind what is cached go to the same replica. With more, requests that share
 # less would be separated.
 _AFFINITY_BLOCKS = 4
 # A replica may have this many times its fair share of live requests (consistent hashing with bounded loads).
 _HEADROOM = 1.25
-# Of a hash's last byte.
-_MAX_SAMPLING_BITS = 8
 # More blocks of a prompt are not looked for; bounds the time of a call to a few milliseconds.
 _MAX_HASHED_BLOCKS = 4096
 
@@ -56,16 +53,13 @@ class CachedBlocks:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def update(self, message: scheduler_pb2.CacheUpdate) -> None:
-        """Takes in what changed. Raises InvalidArgument if the message is malformed."""
-        if message.sampling_bits > _MAX_SAMPLING_BITS:
-            raise InvalidArgument(f"cache.sampling_bits is {message.sampling_bits}; at most {_MAX_SAMPLING_BITS}")
-        removed, stored = _split(message.removed, "removed"), _split(message.stored, "stored")
-        if message.cleared:
+    def update(self, update: CacheUpdate) -> None:
+        """Takes in what changed."""
+        if update.is_cleared:
             self._blocks.clear()
-        self._mask = (1 << message.sampling_bits) - 1
-        self._blocks.difference_update(removed)
-        self._blocks.update(stored)
+        self._mask = (1 << update.sampling_bits) - 1
+        self._blocks.difference_update(update.removed)
+        self._blocks.update(update.stored)
 
     def num_cached(self, hashes: Sequence[BlockHash]) -> int:
         """How many of a prompt's first blocks are there. Where a part is told, the last of these that is known."""
@@ -78,12 +72,6 @@ class CachedBlocks:
                 break
             num_cached = index
         return num_cached
-
-
-def _split(joined: bytes, name: str) -> list[bytes]:
-    if len(joined) % SHORT_BYTES:
-        raise InvalidArgument(f"cache.{name} has {len(joined)} bytes; it must have {SHORT_BYTES} for each block")
-    return [joined[start : start + SHORT_BYTES] for start in range(0, len(joined), SHORT_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.replicas.events import cache_update_from
 from gateway.replicas.routing import CachedBlocks, prompt_hashes
 from scheduler_svc.core.block_pool import PrefixHashes
 from scheduler_svc.service import cache_digest
@@ -55,7 +56,7 @@ class Gateway:
     def read(self) -> None:
         while (outgoing := self.outbox.poll()) is not None:
             for message in gateway_messages(outgoing):
-                self.cached.update(message.cache)
+                self.cached.update(cache_update_from(message.cache))
 
 
 @settings(deadline=None)

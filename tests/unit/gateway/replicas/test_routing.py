@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.replicas.events import cache_update_from
 from gateway.replicas.routing import (
     CachedBlocks,
     Candidate,
@@ -86,7 +87,7 @@ def make_prompt(*token_ids: int) -> np.ndarray:
 def make_cached(*prompts: np.ndarray, tenant: str = "") -> CachedBlocks:
     cached = CachedBlocks()
     hashes = [content for prompt in prompts for content in prompt_hashes(prompt, tenant, SIZE)]
-    cached.update(scheduler_pb2.CacheUpdate(cleared=True, stored=b"".join(map(short, hashes))))
+    cached.update(cache_update_from(scheduler_pb2.CacheUpdate(cleared=True, stored=b"".join(map(short, hashes)))))
     return cached
 
 
@@ -147,7 +148,7 @@ def test_a_prefix_that_several_have_stays_at_one():
 def test_replicas_may_have_blocks_of_different_sizes():
     large = CachedBlocks()
     hashes = prompt_hashes(STORY, "", 16)
-    large.update(scheduler_pb2.CacheUpdate(stored=b"".join(map(short, hashes))))
+    large.update(cache_update_from(scheduler_pb2.CacheUpdate(stored=b"".join(map(short, hashes)))))
     small = Candidate(0, SIZE, make_cached(STORY[:28]))
     assert choose(STORY, a=small, b=Candidate(0, 16, large)) == "b"
     assert choose(STORY, a=Candidate(0, SIZE, make_cached(STORY[:36])), b=Candidate(0, 16, large)) == "a"
@@ -163,18 +164,22 @@ def test_updates_add_up_until_all_is_cleared():
     hashes = prompt_hashes(STORY, "", SIZE)
     names = list(map(short, hashes))
     cached = CachedBlocks()
-    cached.update(scheduler_pb2.CacheUpdate(cleared=True, stored=b"".join(names[:6])))
+    cached.update(cache_update_from(scheduler_pb2.CacheUpdate(cleared=True, stored=b"".join(names[:6]))))
     assert (len(cached), cached.num_cached(hashes)) == (6, 6)
-    cached.update(scheduler_pb2.CacheUpdate(removed=names[3], stored=names[7] + names[0]))
+    cached.update(cache_update_from(scheduler_pb2.CacheUpdate(removed=names[3], stored=names[7] + names[0])))
     assert (len(cached), cached.num_cached(hashes)) == (6, 3)
-    cached.update(scheduler_pb2.CacheUpdate(cleared=True))
+    cached.update(cache_update_from(scheduler_pb2.CacheUpdate(cleared=True)))
     assert (len(cached), cached.num_cached(hashes)) == (0, 0)
 
 
 def test_of_a_part_the_last_block_that_is_told_counts():
     hashes = [BlockHash(bytes(31) + bytes([end])) for end in (1, 4, 3, 8, 1, 12, 2)]
     cached = CachedBlocks()
-    cached.update(scheduler_pb2.CacheUpdate(stored=b"".join(short(hashes[index]) for index in (1, 3)), sampling_bits=2))
+    cached.update(
+        cache_update_from(
+            scheduler_pb2.CacheUpdate(stored=b"".join(short(hashes[index]) for index in (1, 3)), sampling_bits=2)
+        )
+    )
     assert cached.num_cached(hashes) == 4
     assert cached.num_cached(hashes[:1]) == 0
 
@@ -183,7 +188,7 @@ def test_of_a_part_the_last_block_that_is_told_counts():
 def test_a_malformed_update_is_refused_by_name(message):
     cached = make_cached(STORY)
     with pytest.raises(InvalidArgument, match=rf"^cache\.{next(iter(message))} "):
-        cached.update(scheduler_pb2.CacheUpdate(**message))
+        cached.update(cache_update_from(scheduler_pb2.CacheUpdate(**message)))
     assert len(cached) == 10
 
 
