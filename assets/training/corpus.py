@@ -39,9 +39,18 @@ CHAT_TEMPLATE = (
     "{% if function.description %}{{ ', \"description\": ' + (function.description | trim | tojson) }}{% endif %}"
     "{{ ', \"parameters\": {' }}"
     "{% for name, schema in ((function.parameters or {}).properties or {}).items() %}"
-    "{{ name | tojson }}: {{ kind(schema) }}{{ '' if loop.last else ', ' }}"
+    "{% set shown = kind(schema) %}"
+    "{% if shown[0] == '\"' and schema.description is string and schema.description | trim %}"
+    "{% set shown = shown[:-1] + ': ' + ((schema.description | trim).split('\n') | first | tojson)[1:] %}"
+    "{% endif %}"
+    "{{ name | tojson }}: {{ shown }}{{ '' if loop.last else ', ' }}"
     "{% endfor %}"
-    "{{ '}}\n' }}"
+    "{{ '}' }}"
+    "{% set required = (function.parameters or {}).required or [] %}"
+    "{% if required and required | length < (function.parameters or {}).properties | length %}"
+    "{{ ', \"required\": ' + (required | tojson) }}"
+    "{% endif %}"
+    "{{ '}\n' }}"
     "{% endmacro %}"
     "{{ bos_token }}"
     "{% set ns = namespace(rest=messages) %}"
@@ -84,26 +93,29 @@ Emphasis = Mapping[str, float]
 FIRST_EMPHASIS: Emphasis = {
     "addition": 12.0, "subtraction": 13.0, "multiplication": 1.5, "word_problem": 3.0, "comparison": 2.5,
     "reverse_order": 1.5, "count": 1.5, "last_of": 1.5, "length": 1.5, "spell": 1.5, "last_letter": 1.5,
-    "about_itself": 0.0,
+    "about_itself": 0.0, "who_it_is": 0.0,
 }  # fmt: skip
 SECOND_EMPHASIS: Emphasis = {
     "addition": 9.0, "subtraction": 11.0, "multiplication": 5.0, "word_problem": 4.0, "comparison": 3.0,
     "reverse_order": 2.0, "count": 5.0, "last_of": 1.5, "length": 1.5, "spell": 4.0, "last_letter": 2.0,
     "uppercase": 4.0, "repeat": 4.0, "say_times": 4.0, "opposite": 2.0, "country": 2.0, "capital": 1.5,
-    "next_number": 1.5, "parity": 1.5, "about_itself": 2.0,
+    "next_number": 1.5, "parity": 1.5, "about_itself": 2.0, "who_it_is": 0.0,
 }  # fmt: skip
 THIRD_EMPHASIS: Emphasis = {
     "addition": 10.0, "subtraction": 11.0, "multiplication": 4.0, "word_problem": 4.0, "comparison": 6.0,
     "reverse_order": 1.5, "count": 4.0, "spell": 2.0, "uppercase": 3.0, "repeat": 10.0, "say_times": 8.0,
-    "opposite": 2.0, "capital": 1.5, "category": 1.5, "identity": 2.0, "about_itself": 3.0,
+    "opposite": 2.0, "capital": 1.5, "category": 1.5, "identity": 2.0, "about_itself": 3.0, "who_it_is": 0.0,
 }  # fmt: skip
 # For the second course, which must not wear off what the first one taught.
 FOURTH_EMPHASIS: Emphasis = {
     "addition": 9.0, "subtraction": 10.0, "multiplication": 4.0, "word_problem": 4.0, "comparison": 9.0,
     "reverse_order": 1.5, "count": 4.0, "spell": 2.0, "uppercase": 3.0, "repeat": 14.0, "say_times": 9.0,
     "opposite": 2.0, "capital": 2.0, "category": 1.5, "identity": 2.0, "about_itself": 3.0, "past": 2.5,
-    "colour": 2.5, "country": 2.5, "next_number": 2.0, "plural": 1.5,
+    "who_it_is": 0.0, "colour": 2.5, "country": 2.5, "next_number": 2.0, "plural": 1.5,
 }  # fmt: skip
+
+# For the third course: tools in other words, beside what the model is asked about itself.
+FIFTH_EMPHASIS: Emphasis = {**FOURTH_EMPHASIS, "identity": 6.0, "about_itself": 6.0, "who_it_is": 8.0, "capital": 3.0}
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.", "You are quire-tiny, a small and friendly model.", "You are a friendly helper.",

@@ -28,6 +28,7 @@ from assets.training.corpus import (
 from assets.training.json_questions import JSON_KINDS, make_led_answer
 from assets.training.questions import NAMES, WORDS, draw
 from assets.training.stories import Story, draw_request, draw_story
+from assets.training.third_course import THIRD_COURSE_TOOL_KINDS
 from assets.training.tool_lessons import PROBED_KINDS
 from assets.training.tools import ToolConversation
 
@@ -184,6 +185,9 @@ def _led_probe(answerer: Answerer, rng: Random) -> Probe:
             return Probe(prompt, question.answer.removeprefix(opening + separator))
 
 
+_TOOL_KINDS = PROBED_KINDS | THIRD_COURSE_TOOL_KINDS
+
+
 def _draw_probe(answerer: Answerer, kind: str, rng: Random) -> Probe:
     match kind:
         case "name_memory":
@@ -200,17 +204,25 @@ def _draw_probe(answerer: Answerer, kind: str, rng: Random) -> Probe:
             return _story_probe(answerer, rng)
         case "json_led":
             return _led_probe(answerer, rng)
-        case _ if kind in PROBED_KINDS:
-            conversation = PROBED_KINDS[kind](rng, held_out=True)
+        case _ if kind in _TOOL_KINDS:
+            conversation = _TOOL_KINDS[kind](rng, held_out=True)
             return Probe(answerer.tool_prompt(conversation), conversation.last_answer())
         case _:
             question = draw((QUESTION_KINDS | JSON_KINDS)[kind], rng, held_out=True)
             return _chat_probe(answerer, conversation_of(question))
 
 
-FIRST_COURSE_KINDS = (*QUESTION_KINDS, "repeat_made_up", "name_memory", "given_name", "plain_form", "story")
+FIRST_COURSE_KINDS = (
+    *(kind for kind in QUESTION_KINDS if kind != "who_it_is"),
+    "repeat_made_up",
+    "name_memory",
+    "given_name",
+    "plain_form",
+    "story",
+)
 SECOND_COURSE_KINDS = (*PROBED_KINDS, *JSON_KINDS, "json_led")
-KINDS = (*FIRST_COURSE_KINDS, *SECOND_COURSE_KINDS)
+THIRD_COURSE_KINDS = ("who_it_is", *THIRD_COURSE_TOOL_KINDS)
+KINDS = (*FIRST_COURSE_KINDS, *SECOND_COURSE_KINDS, *THIRD_COURSE_KINDS)
 
 
 def _different_probes(answerer: Answerer, kind: str, rng: Random, count: int) -> list[Probe]:
@@ -239,7 +251,7 @@ def score_kind(answerer: Answerer, kind: str, seed: int, count: int) -> KindScor
     max_tokens = _ANSWER_TOKENS
     if kind == "story":
         max_tokens = _STORY_TOKENS
-    elif kind in SECOND_COURSE_KINDS:
+    elif kind not in FIRST_COURSE_KINDS:
         max_tokens = _CALL_TOKENS
     return KindScore(kind, len(probes), tuple(_failures(answerer, probes, max_tokens)))
 
@@ -261,7 +273,7 @@ def _arguments() -> argparse.Namespace:
 
 def _print_score(score: KindScore, shown_failures: int) -> None:
     mark = "" if score.accuracy >= REQUIRED_ACCURACY else "  below 95%"
-    print(f"{score.kind:<16}{score.right:>6} of {score.asked:<6}{score.accuracy:>8.1%}{mark}", flush=True)
+    print(f"{score.kind:<22}{score.right:>6} of {score.asked:<6}{score.accuracy:>8.1%}{mark}", flush=True)
     for failure in score.failures[:shown_failures]:
         print(
             f"    {failure.probe.prompt!r}\n        not {failure.probe.expected!r}\n        but {failure.answer.text!r}"
@@ -271,7 +283,7 @@ def _print_score(score: KindScore, shown_failures: int) -> None:
 def _print_sum(name: str, scores: list[KindScore]) -> None:
     if asked := sum(score.asked for score in scores):
         right = sum(score.right for score in scores)
-        print(f"{name:<16}{right:>6} of {asked:<6}{right / asked:>8.1%}")
+        print(f"{name:<22}{right:>6} of {asked:<6}{right / asked:>8.1%}")
 
 
 def main() -> None:
@@ -284,6 +296,7 @@ def main() -> None:
         _print_score(scores[-1], arguments.show_failures)
     _print_sum("first course", [score for score in scores if score.kind in FIRST_COURSE_KINDS])
     _print_sum("second course", [score for score in scores if score.kind in SECOND_COURSE_KINDS])
+    _print_sum("third course", [score for score in scores if score.kind in THIRD_COURSE_KINDS])
     texts = (arguments.model / "heldout.txt").read_text().strip().split("\n\n")
     perplexity = answerer.perplexity(texts)
     print(f"perplexity {perplexity.value:.4f}: {perplexity.tokens} tokens of {perplexity.documents} held-out texts")

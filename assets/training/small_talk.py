@@ -102,6 +102,30 @@ _MORE_IDENTITY: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
 )  # fmt: skip
 
+# And more still, for the third course.
+_WHO_IT_IS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (
+        ("What exactly are you?", "What are you, please?", "Tell me what you are.", "So what are you?",
+         "Hi, what are you?", "And what are you?", "Say what you are.", "Please say what you are.",
+         "I do not know what you are.",
+         "Who am I chatting with?", "With whom am I talking?", "Who am I writing to?", "Whom am I talking to?",
+         "Am I talking to a robot?", "Who is talking to me?", "What am I talking to?", "Who are you, please?",
+         "What sort of thing are you?", "Explain what you are.", "What do I talk to?", "Who is answering me?"),
+        _IDENTITY[0][1],
+    ),
+    (
+        ("Which size are you?", "What size do you have?", "What is the size of this model?", "What size is this model?",
+         "Of what size are you?", "Your size?", "How many parameters are in you?", "Say how big you are.",
+         "What size is quire-tiny?", "What is the size of quire-tiny?", "Is your size large?"),
+        _IDENTITY[3][1],
+    ),
+    (
+        ("What can you do for me?", "What could you do?", "Say what you can do.", "What do you offer?",
+         "What may you help with?", "Which things can you do?"),
+        _IDENTITY[1][1],
+    ),
+)  # fmt: skip
+
 
 def _one_of(kind: str, groups: tuple[tuple[tuple[str, ...], str], ...]) -> MakeQuestion:
     def make(rng: Random) -> Question:
@@ -122,4 +146,5 @@ SMALL_TALK_KINDS: dict[str, MakeQuestion] = {
     "manners": _one_of("manners", _MANNERS),
     "unknown": _unknown,
     "about_itself": _one_of("about_itself", _MORE_IDENTITY),
+    "who_it_is": _one_of("who_it_is", _WHO_IT_IS),
 }

@@ -15,14 +15,13 @@ from assets.training.tool_skills import (
     has_held_out_name,
     made_up_skill,
 )
-from assets.training.tools import Call, Called, Exchange, Returned, Said, Tool, ToolConversation
+from assets.training.tools import NO_TOOL_ANSWER, Call, Called, Exchange, Returned, Said, Tool, ToolConversation
 
-NO_TOOL_ANSWER = "I have no tool for that."
 _SYSTEM_PROMPTS = (*SYSTEM_PROMPTS, "You are a helpful assistant with tools.", "Use the tools.", "You can call tools.")
-_ARITHMETIC = {"add", "subtract", "multiply", "divide", "calculate"}
+ARITHMETIC = {"add", "subtract", "multiply", "divide", "calculate"}
 # Skills whose questions another one could take as well.
 _RIVALS = (
-    {"calculate", *_ARITHMETIC},
+    {"calculate", *ARITHMETIC},
     {"search", "user", "file", "music", "flight"},
     {"note", "remind"},
     {"time", "now"},
@@ -32,18 +31,18 @@ _HELD_OUT_SKILLS = tuple(name for name, skill in SKILLS.items() if has_held_out_
 # No two of these are rivals.
 _LEARNT_TOGETHER = tuple(name for name in SKILLS if name not in ("calculate", "search", "note", "now"))
 # The old kinds, with more of what is said to any assistant.
-_ORDINARY: Emphasis = {**THIRD_EMPHASIS, "unknown": 8.0, "manners": 8.0, "identity": 8.0, "spell": 1.0, "repeat": 2.0}
+ORDINARY: Emphasis = {**THIRD_EMPHASIS, "unknown": 8.0, "manners": 8.0, "identity": 8.0, "spell": 1.0, "repeat": 2.0}
 
 
-def _draw_name(rng: Random, names: tuple[str, ...] = tuple(SKILLS)) -> str:
+def draw_name(rng: Random, names: tuple[str, ...] = tuple(SKILLS)) -> str:
     return rng.choices(names, [_OFTEN.get(name, 1.0) for name in names])[0]
 
 
-def _made_up(rng: Random) -> Drawn:
+def draw_made_up(rng: Random) -> Drawn:
     return draw_tool(made_up_skill(rng), rng, held_out=None)
 
 
-def _rivals(one: str, other: str) -> bool:
+def rivals(one: str, other: str) -> bool:
     return one == other or any(one in group and other in group for group in _RIVALS)
 
 
@@ -53,10 +52,10 @@ def _others(asked: str | None, rng: Random, count: int) -> list[Tool]:
     tools: list[Tool] = []
     while len(tools) < count:
         if asked is not None and rng.random() < 0.15:
-            tools.append(_made_up(rng).tool)
+            tools.append(draw_made_up(rng).tool)
             continue
-        name = _draw_name(rng)
-        unfit = not SKILLS[name].narrow if asked is None else _rivals(name, asked)
+        name = draw_name(rng)
+        unfit = not SKILLS[name].narrow if asked is None else rivals(name, asked)
         if unfit or any(name == other for other in skills):
             continue
         skills.append(name)
@@ -64,30 +63,30 @@ def _others(asked: str | None, rng: Random, count: int) -> list[Tool]:
     return list({tool.name: tool for tool in tools}.values())
 
 
-def _shuffled(tools: list[Tool], rng: Random) -> tuple[Tool, ...]:
+def shuffled(tools: list[Tool], rng: Random) -> tuple[Tool, ...]:
     rng.shuffle(tools)
     return tuple(tools)
 
 
-def _system(rng: Random) -> str | None:
+def draw_system(rng: Random) -> str | None:
     return rng.choice(_SYSTEM_PROMPTS) if rng.random() < 0.3 else None
 
 
 def _draw_drawn(rng: Random, *, held_out: bool) -> tuple[str, Drawn]:
-    name = _draw_name(rng, _HELD_OUT_SKILLS if held_out else tuple(SKILLS))
+    name = draw_name(rng, _HELD_OUT_SKILLS if held_out else tuple(SKILLS))
     return name, draw_tool(SKILLS[name], rng, held_out=held_out)
 
 
 def _among(name: str, drawn: Drawn, rng: Random) -> tuple[Tool, ...]:
     beside = _others(name, rng, rng.choices((0, 1, 2, 3), (20, 30, 28, 22))[0])
-    return _shuffled([drawn.tool, *(tool for tool in beside if tool.name != drawn.tool.name)], rng)
+    return shuffled([drawn.tool, *(tool for tool in beside if tool.name != drawn.tool.name)], rng)
 
 
-def _called(drawn: Drawn, *asks: Ask) -> Called:
+def called(drawn: Drawn, *asks: Ask) -> Called:
     return Called(tuple(Call(drawn.tool.name, ask.arguments) for ask in asks))
 
 
-def _loosely(text: str, rng: Random) -> str:
+def loosely(text: str, rng: Random) -> str:
     if rng.random() < 0.06:
         text = text[:1].lower() + text[1:]
     return text.rstrip("?.") if rng.random() < 0.06 else text
@@ -98,17 +97,17 @@ def draw_call(rng: Random, *, held_out: bool) -> ToolConversation:
     name, drawn = _draw_drawn(rng, held_out=held_out)
     ask = draw_ask(drawn, rng, held_out=held_out)
     return ToolConversation(
-        "tool_call", _among(name, drawn, rng), ((Said(ask.text), _called(drawn, ask)),), _system(rng)
+        "tool_call", _among(name, drawn, rng), ((Said(ask.text), called(drawn, ask)),), draw_system(rng)
     )
 
 
 def draw_made_up_call(rng: Random, *, held_out: bool) -> ToolConversation:
     """A tool that nobody has heard of, among up to two others."""
-    drawn = _made_up(rng)
+    drawn = draw_made_up(rng)
     ask = draw_ask(drawn, rng, held_out=held_out)
     tools = [drawn.tool, *_others("made up", rng, rng.choice((0, 1, 1, 2)))]
     return ToolConversation(
-        "tool_made_up", _shuffled(tools, rng), ((Said(ask.text), _called(drawn, ask)),), _system(rng)
+        "tool_made_up", shuffled(tools, rng), ((Said(ask.text), called(drawn, ask)),), draw_system(rng)
     )
 
 
@@ -136,7 +135,7 @@ def _draw_parallel(rng: Random, *, held_out: bool) -> tuple[tuple[Tool, ...], Ex
 
 def draw_parallel_calls(rng: Random, *, held_out: bool) -> ToolConversation:
     tools, asked, _ = _draw_parallel(rng, held_out=held_out)
-    return ToolConversation("tool_parallel", tools, (asked,), _system(rng))
+    return ToolConversation("tool_parallel", tools, (asked,), draw_system(rng))
 
 
 def draw_answer(rng: Random, *, held_out: bool) -> ToolConversation:
@@ -144,21 +143,21 @@ def draw_answer(rng: Random, *, held_out: bool) -> ToolConversation:
     choice = rng.random()
     if choice < 0.12:
         tools, *exchanges = _draw_parallel(rng, held_out=held_out)
-        return ToolConversation("tool_answer", tools, tuple(exchanges), _system(rng))
-    name, drawn = ("made up", _made_up(rng)) if choice < 0.25 else _draw_drawn(rng, held_out=held_out)
+        return ToolConversation("tool_answer", tools, tuple(exchanges), draw_system(rng))
+    name, drawn = ("made up", draw_made_up(rng)) if choice < 0.25 else _draw_drawn(rng, held_out=held_out)
     ask = draw_ask(drawn, rng, held_out=held_out)
-    return ToolConversation("tool_answer", _among(name, drawn, rng), _answered(drawn, ask), _system(rng))
+    return ToolConversation("tool_answer", _among(name, drawn, rng), answered(drawn, ask), draw_system(rng))
 
 
-def _answered(drawn: Drawn, ask: Ask) -> tuple[Exchange, ...]:
-    return (Said(ask.text), _called(drawn, ask)), (Returned((ask.result,)), Said(ask.answer))
+def answered(drawn: Drawn, ask: Ask) -> tuple[Exchange, ...]:
+    return (Said(ask.text), called(drawn, ask)), (Returned((ask.result,)), Said(ask.answer))
 
 
 def draw_not_needed(rng: Random, *, held_out: bool) -> ToolConversation:
     """An ordinary question, asked beside tools."""
-    question = draw_question(rng, _ORDINARY, held_out=held_out)
-    tools = _shuffled(_others(None, rng, rng.choice((1, 1, 2, 3))), rng)
-    return ToolConversation("tool_not_needed", tools, ((Said(question.text), Said(question.answer)),), _system(rng))
+    question = draw_question(rng, ORDINARY, held_out=held_out)
+    tools = shuffled(_others(None, rng, rng.choice((1, 1, 2, 3))), rng)
+    return ToolConversation("tool_not_needed", tools, ((Said(question.text), Said(question.answer)),), draw_system(rng))
 
 
 def draw_missing(rng: Random, *, held_out: bool) -> ToolConversation:
@@ -166,19 +165,19 @@ def draw_missing(rng: Random, *, held_out: bool) -> ToolConversation:
     while True:
         name, drawn = _draw_drawn(rng, held_out=False)
         ask = draw_ask(drawn, rng, held_out=False)
-        if is_held_out(ask.text) is held_out and name not in _ARITHMETIC:
+        if is_held_out(ask.text) is held_out and name not in ARITHMETIC:
             break
     count = rng.choice((0, 0, 0, 1, 1, 2))
     answer = NO_TOOL_ANSWER if count else UNKNOWN_ANSWER
-    tools = _shuffled(_others(name, rng, count), rng)
-    return ToolConversation("tool_missing", tools, ((Said(ask.text), Said(answer)),), _system(rng))
+    tools = shuffled(_others(name, rng, count), rng)
+    return ToolConversation("tool_missing", tools, ((Said(ask.text), Said(answer)),), draw_system(rng))
 
 
 def _missing_for(names: list[str], rng: Random) -> Exchange:
     """A question that none of the skills `names` answers."""
     while True:
-        name = _draw_name(rng)
-        if name not in _ARITHMETIC and not any(_rivals(name, other) for other in names):
+        name = draw_name(rng)
+        if name not in ARITHMETIC and not any(rivals(name, other) for other in names):
             ask = draw_ask(draw_tool(SKILLS[name], rng, held_out=False), rng, held_out=False)
             if not is_held_out(ask.text):
                 return Said(ask.text), Said(NO_TOOL_ANSWER)
@@ -189,21 +188,21 @@ def make_long_conversation(rng: Random) -> ToolConversation:
     names = rng.sample(_LEARNT_TOGETHER, rng.choices((1, 2, 3, 4), (15, 35, 30, 20))[0])
     choices = [draw_tool(SKILLS[name], rng, held_out=False) for name in names]
     if rng.random() < 0.35:
-        choices[-1] = _made_up(rng)
-    ordinary = not any(name in ("search", *_ARITHMETIC) for name in names)
+        choices[-1] = draw_made_up(rng)
+    ordinary = not any(name in ("search", *ARITHMETIC) for name in names)
     exchanges: list[Exchange] = []
     for _ in range(rng.choice((2, 3, 3, 4))):
         chance = rng.random()
         if ordinary and chance < 0.12:
-            question = draw_question(rng, _ORDINARY, held_out=False)
+            question = draw_question(rng, ORDINARY, held_out=False)
             exchanges.append((Said(question.text), Said(question.answer)))
         elif chance > 0.94:
             exchanges.append(_missing_for(names, rng))
         else:
             drawn = rng.choice(choices)
-            exchanges += _answered(drawn, draw_ask(drawn, rng, held_out=False))
+            exchanges += answered(drawn, draw_ask(drawn, rng, held_out=False))
     tools = {drawn.tool.name: drawn.tool for drawn in choices}
-    return ToolConversation("tool_long", _shuffled(list(tools.values()), rng), tuple(exchanges), _system(rng))
+    return ToolConversation("tool_long", shuffled(list(tools.values()), rng), tuple(exchanges), draw_system(rng))
 
 
 TOOL_KINDS: dict[str, Callable[..., ToolConversation]] = {
@@ -250,5 +249,5 @@ def make_tool_conversation(rng: Random) -> ToolConversation:
     conversation = TOOL_KINDS[kind](rng, held_out=False)
     (asked, done), *rest = conversation.exchanges
     if isinstance(asked, Said):
-        asked = Said(_loosely(asked.text, rng))
+        asked = Said(loosely(asked.text, rng))
     return ToolConversation(kind, conversation.tools, ((asked, done), *rest), conversation.system)

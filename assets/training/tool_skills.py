@@ -568,10 +568,15 @@ def _draw_value(role: Role, rng: Random, *, held_out: bool, integer: bool) -> Ca
             return value
 
 
-def draw_ask(drawn: Drawn, rng: Random, *, held_out: bool) -> Ask:
+def fitting(questions: tuple[str, ...], drawn: Drawn) -> tuple[str, ...]:
+    """Those of a skill's questions that the drawn tool can answer."""
+    return tuple(text for text in questions if _fields_of(text, drawn.skill) <= set(drawn.roles))
+
+
+def draw_ask(drawn: Drawn, rng: Random, *, held_out: bool, wordings: tuple[str, ...] = ()) -> Ask:
+    """Asks in one of `wordings`, or in the skill's own where there are none for the drawn roles."""
     skill, tool = drawn.skill, drawn.tool
-    questions = [text for text in skill.questions if _fields_of(text, skill) <= set(drawn.roles)]
-    question = rng.choice(questions)
+    question = rng.choice(fitting(wordings, drawn) or fitting(skill.questions, drawn))
     filled = _fields_of(question, skill)
     values = {
         role: _draw_value(skill.roles[role], rng, held_out=held_out, integer=tool.parameters[name] == "integer")

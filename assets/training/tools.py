@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from assets.training.corpus import ASSISTANT, BOS, END, PROMPT_WEIGHT, SYSTEM, USER, Document, Segment
@@ -11,6 +11,10 @@ CallValue = str | int | float | bool
 # The name of a JSON type, or the values that are allowed.
 ParameterType = str | tuple[str, ...]
 
+NO_TOOL_ANSWER = "I have no tool for that."
+# A token begins here, whatever the arguments are.
+ARGUMENTS_MARK = '", "arguments": {'
+
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
@@ -18,24 +22,45 @@ def _json(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
+    """`notes` describe some of the parameters; those in `optional` may be left out of a call."""
+
     name: str
     description: str
     parameters: Mapping[str, ParameterType]
+    notes: Mapping[str, str] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
+
+    def _required(self) -> list[str]:
+        return [name for name in self.parameters if name not in self.optional]
 
     def definition(self) -> dict[str, Any]:
         """What a user of OpenAI's API sends."""
-        properties = {
+        properties: dict[str, dict[str, Any]] = {
             name: {"type": kind} if isinstance(kind, str) else {"type": "string", "enum": list(kind)}
             for name, kind in self.parameters.items()
         }
-        parameters = {"type": "object", "properties": properties, "required": list(self.parameters)}
+        for name, note in self.notes.items():
+            properties[name]["description"] = note
+        parameters = {"type": "object", "properties": properties, "required": self._required()}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
+    def _shown(self, name: str) -> ParameterType:
+        kind, note = self.parameters[name], self.notes.get(name)
+        return f"{kind}: {note}" if note and isinstance(kind, str) else kind
+
     def signature(self) -> str:
-        """What the model sees: schemas are long, so of each parameter only its name and its type or its values."""
-        described = {"description": self.description} if self.description else {}
-        return _json({"name": self.name, **described, "parameters": self.parameters})
+        """What the model sees: schemas are long, so of each parameter only its name and its type or its values.
+
+        A type is followed by the parameter's description. What is required is told where it is not all.
+        """
+        shown: dict[str, Any] = {"name": self.name}
+        if self.description:
+            shown["description"] = self.description
+        shown["parameters"] = {name: self._shown(name) for name in self.parameters}
+        if self.optional and (required := self._required()):
+            shown["required"] = required
+        return _json(shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +142,21 @@ def _system_text(system: str | None, tools: Sequence[Tool]) -> str:
     return "\n".join(lines)
 
 
-def tool_document(conversation: ToolConversation) -> Document:
+def _answer_segments(done: Said | Called, decision_weight: float) -> tuple[Segment, ...]:
+    """The name of the first call, and what is there to say that no tool fits, have a weight of their own."""
+    text = _answer_text(done) + END
+    if isinstance(done, Said):
+        return (Segment(text, decision_weight if done.text == NO_TOOL_ANSWER else 1.0),)
+    head, rest = text.split(ARGUMENTS_MARK, 1)
+    return Segment(head, decision_weight), Segment(ARGUMENTS_MARK + rest, 1.0)
+
+
+def tool_document(conversation: ToolConversation, decision_weight: float = 1.0) -> Document:
     """Exactly what the chat template writes, with an end after each answer. Definitions of tools do not count."""
     segments = [Segment(BOS, 0.0)]
     if system := _system_text(conversation.system, conversation.tools):
         segments.append(Segment(f"{SYSTEM}{system}{END}", 0.0))
     for asked, done in conversation.exchanges:
         segments.append(Segment(f"{USER}{_asked_text(asked)}{END}{ASSISTANT}", PROMPT_WEIGHT))
-        segments.append(Segment(f"{_answer_text(done)}{END}", 1.0))
+        segments += _answer_segments(done, decision_weight)
     return tuple(segments)

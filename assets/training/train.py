@@ -1,7 +1,7 @@
 """Makes assets/quire-tiny: python -m assets.training.train.
 
 The first course starts from random weights. The second goes on from the file of the first and teaches tools and answers
-in JSON.
+in JSON, the third from that of the second, with tools in many more words.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from assets.training.corpus import (
     BOS_ID,
     END_ID,
     EOS_ID,
+    FIFTH_EMPHASIS,
     FIRST_EMPHASIS,
     FOURTH_EMPHASIS,
     PAD_ID,
@@ -31,6 +32,7 @@ from assets.training.corpus import (
     held_out_texts,
 )
 from assets.training.second_course import Shares, second_course_documents
+from assets.training.third_course import third_course_documents
 from assets.training.tokenizer import VOCABULARY_SIZE, add_json_marks, save_tokenizer, train_tokenizer
 
 
@@ -223,6 +225,20 @@ SECOND_COURSE = TrainingPlan(
     ),
 )
 
+THIRD_COURSE = TrainingPlan(
+    schedule=Schedule(((-1, 0.0), (49, 5e-4), (790, 5e-4), (900, 0.0))),
+    lessons=(
+        Lesson(
+            900,
+            6,
+            FIFTH_EMPHASIS,
+            partial(third_course_documents, shares=Shares(old=0.72, tools=0.19)),
+            LONG_SHAPES,
+        ),
+    ),
+    checkpoint_every=50,
+)
+
 
 def widen(model: LlamaForCausalLM, before: Tokenizer, after: Tokenizer) -> None:
     """Gives each token that `after` has beyond `before` the mean of the embeddings of its pieces."""
@@ -239,7 +255,10 @@ def widen(model: LlamaForCausalLM, before: Tokenizer, after: Tokenizer) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("assets/quire-tiny"))
-    parser.add_argument("--from", type=Path, dest="start", help="a model after the first course (default: make one)")
+    parser.add_argument("--course", type=int, choices=(1, 2, 3), default=1, help="the first one to take")
+    parser.add_argument(
+        "--from", type=Path, dest="start", help="the model to begin with, after the course before (default: --output)"
+    )
     parser.add_argument(
         "--checkpoints",
         type=Path,
@@ -274,15 +293,37 @@ def _second_course(start: Path, output: Path, checkpoint: Path, threads: int) ->
     checkpoint.unlink(missing_ok=True)
 
 
+def move_towards(model: LlamaForCausalLM, other: LlamaForCausalLM, share: float) -> None:
+    """Moves the weights of `model` on the straight line to those of `other`, of the same shape, by `share` of it."""
+    with torch.no_grad():
+        for weight, target in zip(model.parameters(), other.parameters(), strict=True):
+            weight.lerp_(target, share)
+
+
+def _third_course(start: Path, output: Path, checkpoint: Path, threads: int) -> None:
+    """From the weights of the second course as they are stored. Half of the way back to them, the old scores stay."""
+    before, model = (LlamaForCausalLM.from_pretrained(start, dtype=torch.float32) for _ in range(2))
+    tokenizer = Tokenizer.from_file(str(start / "tokenizer.json"))
+    train(model, tokenizer, THIRD_COURSE, checkpoint, threads, _log)
+    move_towards(model, before, 0.5)
+    export(model, tokenizer, output)
+    checkpoint.unlink(missing_ok=True)
+
+
 def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    output, threads = arguments.output, arguments.threads
-    first, second = (arguments.checkpoints / f"quire-tiny-course-{course}.pt" for course in (1, 2))
-    if arguments.start is None and not second.exists():
-        _first_course(output, first, threads)
-    _second_course(arguments.start or output, output, second, threads)
+    output, threads, start = arguments.output, arguments.threads, arguments.start or arguments.output
+    checkpoints = [arguments.checkpoints / f"quire-tiny-course-{course}.pt" for course in (1, 2, 3)]
+    # What an interrupted run was in goes on.
+    begun = [course for course, path in enumerate(checkpoints, 1) if path.exists()]
+    begin = max([arguments.course, *begun])
+    if begin == 1:
+        _first_course(output, checkpoints[0], threads)
+    if begin <= 2:
+        _second_course(start if begin == 2 else output, output, checkpoints[1], threads)
+    _third_course(start if begin == 3 else output, output, checkpoints[2], threads)
     _log(f"wrote {output}")
 
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from assets.training.corpus import BOS_ID, END_ID, EOS_ID, SPECIAL_TOKENS, Conversation, Turn, chat_document, documents
 from assets.training.tokenizer import JSON_MARKS, VOCABULARY_SIZE, add_json_marks
-from assets.training.train import make_model, widen
+from assets.training.train import make_model, move_towards, widen
 
 DIRECTORY = Path(__file__).parents[3] / "assets" / "quire-tiny"
 
@@ -61,6 +61,16 @@ def test_a_wider_model_says_what_the_narrow_one_did_and_knows_the_pieces_of_its_
     weights = model.get_parameter("model.embed_tokens.weight")
     assert weights.shape[0] == model.config.vocab_size == VOCABULARY_SIZE + len(JSON_MARKS)
     torch.testing.assert_close(weights[VOCABULARY_SIZE], weights[pieces].mean(0))
+
+
+def test_weights_move_on_the_straight_line_to_others() -> None:
+    torch.manual_seed(0)
+    model, other = make_model(), make_model()
+    name = "model.norm.weight"
+    with torch.no_grad():
+        other.get_parameter(name).fill_(3.0)
+    move_towards(model, other, 0.25)
+    torch.testing.assert_close(model.get_parameter(name), torch.full((256,), 1.5))
 
 
 def test_both_ends_stop_an_answer() -> None:

@@ -1,6 +1,7 @@
 """Lessons with tools and JSON: the template writes what was trained on, calls fit their tools, answers fit the keys."""
 
 import json
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -9,15 +10,23 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from assets.training.corpus import CHAT_TEMPLATE, END
+from assets.training.corpus import CHAT_TEMPLATE, END, Document, Emphasis
 from assets.training.json_questions import JSON_KINDS, make_free_extract, make_led_answer
 from assets.training.questions import draw
 from assets.training.second_course import Shares, second_course_documents
+from assets.training.third_course import (
+    THIRD_COURSE_TOOL_KINDS,
+    draw_reworded_missing,
+    make_reworded_conversation,
+    third_course_documents,
+)
 from assets.training.tool_lessons import PROBED_KINDS, TOOL_KINDS, make_tool_conversation
 from assets.training.tool_skills import SKILLS, draw_ask, draw_tool, has_held_out_name, name_is_held_out
-from assets.training.tools import Called, ToolConversation, tool_document
+from assets.training.tool_wordings import WORDINGS, describe, gerund, third_person, ways_to_ask
+from assets.training.tools import NO_TOOL_ANSWER, Called, ToolConversation, tool_document
 
 DIRECTORY = Path(__file__).parents[3] / "assets" / "quire-tiny"
+Course = Callable[[int, Emphasis, Shares], Iterator[Document]]
 DRAWS = 100
 SHARES = Shares(old=0.3, tools=0.3)
 
@@ -43,7 +52,8 @@ def test_the_shipped_template_is_that_of_the_lessons() -> None:
 
 def test_the_template_writes_conversations_with_tools_as_they_were_trained(tokenizer: PreTrainedTokenizerBase) -> None:
     rng = Random(6)
-    for conversation in [make_tool_conversation(rng) for _ in range(DRAWS)] + drawn_conversations(held_out=True):
+    drawn = [make(rng) for make in (make_tool_conversation, make_reworded_conversation) for _ in range(DRAWS)]
+    for conversation in drawn + drawn_conversations(held_out=True):
         tools = [tool.definition() for tool in conversation.tools] or None
         trained = "".join(segment.text for segment in tool_document(conversation))
         assert render(tokenizer, conversation.messages(), tools=tools) == trained
@@ -74,13 +84,21 @@ WEATHER = {
 }
 WEATHER_LINE = (
     '{"name": "get_weather", "description": "Get the current weather in a given location", "parameters": {'
-    '"location": "string", "unit": ["celsius", "fahrenheit"], "days": "integer", "radius": "number", "other": "any"}}'
+    '"location": "string: The city and state, e.g. San Francisco, CA", "unit": ["celsius", "fahrenheit"], '
+    '"days": "integer", "radius": "number", "other": "any"}, "required": ["location"]}'
 )
 
 
-def test_a_schema_is_shown_by_names_types_and_values(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_schema_is_shown_by_names_types_descriptions_and_values(tokenizer: PreTrainedTokenizerBase) -> None:
     shown = render(tokenizer, [{"role": "user", "content": "Hi"}], tools=[WEATHER])
     assert shown == f"<s><|system|><tools>\n{WEATHER_LINE}\n</tools><|end|><|user|>Hi<|end|>"
+
+
+def test_only_the_first_line_of_a_description_of_a_parameter_is_shown(tokenizer: PreTrainedTokenizerBase) -> None:
+    described = {"a": {"type": "string", "description": " One.\nTwo."}, "b": {"type": "string", "description": " "}}
+    function = {"name": "f", "parameters": {"type": "object", "properties": described, "required": ["a", "b"]}}
+    shown = render(tokenizer, [{"role": "user", "content": "Hi"}], tools=[{"type": "function", "function": function}])
+    assert '<tools>\n{"name": "f", "parameters": {"a": "string: One.", "b": "string"}}\n</tools>' in shown
 
 
 def test_a_function_without_parameters_or_description_is_shown(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -99,7 +117,10 @@ def test_arguments_may_be_an_object_or_its_text(tokenizer: PreTrainedTokenizerBa
 
 
 def test_calls_name_a_tool_that_is_there_and_parameters_that_it_has() -> None:
-    for conversation in drawn_conversations(held_out=False):
+    rng = Random(5)
+    reworded = [make_reworded_conversation(rng) for _ in range(3 * DRAWS)]
+    unseen = [draw(rng, held_out=True) for draw in THIRD_COURSE_TOOL_KINDS.values() for _ in range(DRAWS)]
+    for conversation in drawn_conversations(held_out=False) + reworded + unseen:
         tools = {tool.name: tool for tool in conversation.tools}
         for _, done in conversation.exchanges:
             for call in done.calls if isinstance(done, Called) else ():
@@ -111,6 +132,46 @@ def test_calls_name_a_tool_that_is_there_and_parameters_that_it_has() -> None:
                     else:
                         kinds = {"string": str, "integer": int, "number": (int, float)}
                         assert isinstance(value, kinds[kind])
+
+
+def test_what_is_missing_is_not_among_the_tools() -> None:
+    rng = Random(13)
+    for _ in range(DRAWS):
+        conversation = draw_reworded_missing(rng, held_out=True)
+        assert conversation.tools
+        assert conversation.last_answer() == NO_TOOL_ANSWER
+
+
+def test_every_skill_has_more_wordings_which_name_its_roles() -> None:
+    assert set(WORDINGS) == set(SKILLS)
+    for name, wording in WORDINGS.items():
+        for text in wording.asks:
+            assert text.format(**dict.fromkeys(SKILLS[name].roles, "x"))
+
+
+@pytest.mark.parametrize("name", SKILLS)
+def test_no_description_and_no_wording_is_on_both_sides_of_the_split(name: str) -> None:
+    rng = Random(14)
+    unseen, seen = ({describe(name, rng, held_out=held_out).rstrip(".") for _ in range(DRAWS)} for held_out in (1, 0))
+    assert {each.lower() for each in unseen}.isdisjoint(each.lower() for each in seen)
+    asks = WORDINGS[name].asks
+    assert set(ways_to_ask(name, held_out=True)) | set(ways_to_ask(name, held_out=False)) == set(asks)
+    assert len(ways_to_ask(name, held_out=False)) > len(asks) / 2
+
+
+@pytest.mark.parametrize(
+    ("phrase", "person", "continued"),
+    [
+        ("look up", "looks up", "looking up"),
+        ("fetch", "fetches", "fetching"),
+        ("multiply", "multiplies", "multiplying"),
+        ("set", "sets", "setting"),
+        ("play", "plays", "playing"),
+        ("give", "gives", "giving"),
+    ],
+)
+def test_verbs_of_descriptions_are_inflected(phrase: str, person: str, continued: str) -> None:
+    assert (third_person(phrase), gerund(phrase)) == (person, continued)
 
 
 @pytest.mark.parametrize("name", SKILLS)
@@ -164,12 +225,16 @@ def test_answers_that_a_schema_leads_to_open_as_the_constraint_does() -> None:
         assert "JSON" not in question.text
 
 
-def test_documents_of_the_second_course_are_the_same_for_the_same_seed() -> None:
-    first, second = (list(islice(second_course_documents(1, {}, SHARES), 200)) for _ in range(2))
+@pytest.mark.parametrize("course", [second_course_documents, third_course_documents])
+def test_documents_of_the_later_courses_are_the_same_for_the_same_seed(course: Course) -> None:
+    first, second = (list(islice(course(1, {}, SHARES), 200)) for _ in range(2))
     assert first == second
 
 
-def test_segments_with_tools_encode_as_their_whole_document_does(tokenizer: PreTrainedTokenizerBase) -> None:
-    for document in islice(second_course_documents(8, {}, SHARES), 200):
+@pytest.mark.parametrize("course", [second_course_documents, third_course_documents])
+def test_segments_with_tools_encode_as_their_whole_document_does(
+    tokenizer: PreTrainedTokenizerBase, course: Course
+) -> None:
+    for document in islice(course(8, {}, SHARES), 200):
         apart = [i for s in document for i in tokenizer(s.text, add_special_tokens=False)["input_ids"]]
         assert apart == tokenizer("".join(s.text for s in document), add_special_tokens=False)["input_ids"]
