@@ -152,7 +152,9 @@ def test_every_skill_has_more_wordings_which_name_its_roles() -> None:
 @pytest.mark.parametrize("name", SKILLS)
 def test_no_description_and_no_wording_is_on_both_sides_of_the_split(name: str) -> None:
     rng = Random(14)
-    unseen, seen = ({describe(name, rng, held_out=held_out).rstrip(".") for _ in range(DRAWS)} for held_out in (1, 0))
+    unseen, seen = (
+        {describe(name, rng, held_out=held_out).rstrip(".") for _ in range(DRAWS)} for held_out in (True, False)
+    )
     assert {each.lower() for each in unseen}.isdisjoint(each.lower() for each in seen)
     asks = WORDINGS[name].asks
     assert set(ways_to_ask(name, held_out=True)) | set(ways_to_ask(name, held_out=False)) == set(asks)
