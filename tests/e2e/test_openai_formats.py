@@ -56,7 +56,7 @@ def is_object(text: str) -> bool:
 async def test_a_completion_has_the_format_that_it_should(client: AsyncOpenAI, fields, fits):
     # At random, so that the format is not what the model would write anyway; with seeds of which any object comes to
     # an end.
-    for seed in (0, 3):
+    for seed in (1, 3):
         answer = await client.completions.create(
             model=MODEL, prompt=STORY, max_tokens=400, temperature=0.8, seed=seed, extra_body=fields
         )
