@@ -62,7 +62,7 @@ class CachedBlocks:
         self._blocks.update(update.stored)
 
     def num_cached(self, hashes: Sequence[BlockHash]) -> int:
-        """How many of a prompt's first blocks are there. Where a part is told, the last of these that is known."""
+        """How many of a prompt's first blocks are there. If only a part is told, the last of these that is known."""
         blocks, mask = self._blocks, self._mask
         num_cached = 0
         for index, content in enumerate(hashes, 1):
@@ -76,7 +76,7 @@ class CachedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica that can take the request: its live requests here, and what it has cached, None where it is unknown."""
+    """A replica that can take the request: its live requests here, and what it has cached, None if that is unknown."""
 
     load: int
     block_size: int
@@ -147,7 +147,7 @@ def choose_replica(key: bytes, loads: Mapping[str, int], cached_tokens: Mapping[
     Args:
         key: From `affinity_key`.
         loads: The number of live requests of each replica that can take the request. Not empty.
-        cached_tokens: How many tokens of the prompt each has; none where it is unknown.
+        cached_tokens: How many tokens of the prompt each has; None if that is unknown.
     """
     capacity = math.ceil(_HEADROOM * (sum(loads.values()) + 1) / len(loads))
     with_room = [replica for replica, load in loads.items() if load < capacity]

@@ -39,7 +39,7 @@ _MAX_LOGGED_REQUESTS = 10
 
 
 class BlockStored(msgspec.Struct, tag=True, gc=False):
-    """Blocks that follow each other came into the cache. `token_ids` is empty where they are not known."""
+    """Blocks that follow each other came into the cache. `token_ids` is empty if they are not known."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -123,7 +123,7 @@ class KvEventPublisher:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, settings: SchedulerSettings) -> AsyncIterator["KvEventPublisher"]:
-        """Publishes until the block ends. Raises ConfigurationError where an address cannot be used."""
+        """Publishes until the block ends. Raises ConfigurationError if an address cannot be used."""
         assert settings.kv_events is not None
         with zmq.asyncio.Context() as context, contextlib.ExitStack() as sockets:
             # XPUB is PUB that says who subscribes.

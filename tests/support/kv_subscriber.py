@@ -35,7 +35,7 @@ class KvSubscriber:
     sub: zmq.asyncio.Socket
     replay: zmq.asyncio.Socket
     blocks: dict[int, tuple[int | None, tuple[int, ...]]] = field(default_factory=dict)
-    """What is cached: hash -> the parent's hash and the tokens, which are empty where they are not known."""
+    """What is cached: hash -> the parent's hash and the tokens, which are empty if they are not known."""
     next_number: int = 0
     num_replays: int = 0
     num_clears: int = 0
