@@ -61,9 +61,8 @@ async def test_compose_with_tls_serves(tmp_path: Path) -> None:
 async def test_the_kubernetes_manifests_serve(tmp_path: Path) -> None:
     certificates = certificates_of(ROOT / "docs" / "deploying.md", tmp_path / "certs")
     api_key = KeysFile(tmp_path / "keys.json").add("acme")
-    folders = dict.fromkeys(("/run/quire", "/tmp", "/keys", "/cache"), tmp_path)
     machine = Machine(
-        containers_of_pods(DEFAULT, folders, certificates), ("50051", "50052", "8000", "9400", "9401", "9410")
+        containers_of_pods(DEFAULT, tmp_path, certificates), ("50051", "50052", "8000", "9400", "9401", "9410")
     )
     async with asyncio.timeout(TIMEOUT_S), machine.running():
         address = f"127.0.0.1:{machine.port('50051')}"

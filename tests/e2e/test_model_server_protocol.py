@@ -29,9 +29,8 @@ LONG = "A quire is a set of pages, and a page has lines. " * 8
 
 @pytest.fixture
 async def machine(tmp_path: Path) -> AsyncIterator[Machine]:
-    folders = dict.fromkeys(("/run/quire", "/tmp", "/cache"), tmp_path)
     # One request runs, and others wait.
-    containers = containers_of_pods(POOL, folders, tmp_path, {"QUIRE_MAX_NUM_SEQS": "1"})
+    containers = containers_of_pods(POOL, tmp_path, tmp_path, {"QUIRE_MAX_NUM_SEQS": "1"})
     machine = Machine(containers, ("50051", "8000", "9400", "9401", "9410", "5557", "5558"))
     async with asyncio.timeout(TIMEOUT_S), machine.running():
         yield machine

@@ -37,18 +37,19 @@ class Container:
 
 
 def containers_of_pods(
-    file: Path, folders: Mapping[str, Path], certificates: Path, environment: Mapping[str, str] | None = None
+    file: Path, folder: Path, certificates: Path, environment: Mapping[str, str] | None = None
 ) -> Mapping[str, Container]:
     """All containers of all pods of rendered manifests, in the order in which they start.
 
-    `folders` has what they mount, `certificates` a directory for each role, `environment` further variables of all.
+    `folder` is mounted in the place of all volumes but `certificates`, which has a directory for each role;
+    `environment` has further variables of all.
     """
     return {
         container.name: Container(
             container.arguments,
             {**container.variables, **(environment or {})},
             container.spec["readinessProbe"]["exec"]["command"],
-            {**folders, "/certs": certificates / container.service},
+            dict.fromkeys(container.mounts, folder) | {"/certs": certificates / container.service},
         )
         for pod in reversed(Manifests.read(file).pods())
         for container in pod.containers
