@@ -14,6 +14,7 @@ import yaml
 from quire.cli.main import main
 from quire.rpc.tls import Role
 from tests.support.compose import ROOT
+from tests.unit.docs.test_metrics import scheduler_registry
 from tests.unit.quire.cli.test_certs import names_of
 from tools.check_kubernetes import (
     CHART,
@@ -27,6 +28,7 @@ from tools.check_kubernetes import (
     schemas_of,
 )
 from tools.kubernetes_manifests import Manifests
+from tools.kubernetes_rules import QUEUE_METRIC
 
 FILES = sorted(RENDERED.iterdir())
 RANKS, POOL, GPU = (RENDERED / name for name in ("ranks.yaml", "inference-pool.yaml", "gpu.yaml"))
@@ -102,6 +104,11 @@ def test_gateways_name_the_schedulers_of_all_replicas_that_there_may_be() -> Non
     (gateway,) = (pod.container("gateway") for pod in Manifests.read(GPU).pods() if pod.name == "gateway")
     assert len(gateway.settings.schedulers) == replicas
     assert gateway.settings.schedulers[-1] == f"quire-replica-{replicas - 1}.quire-replica.quire.svc:50052"
+
+
+def test_replicas_are_scaled_by_a_metric_that_schedulers_have() -> None:
+    (metric,) = (family for family in scheduler_registry().collect() if family.name == QUEUE_METRIC)
+    assert {"waiting", "running"} <= {sample.labels["queue"] for sample in metric.samples}
 
 
 POD = ("spec", "template", "spec")
