@@ -111,6 +111,13 @@ def test_replicas_are_scaled_by_a_metric_that_schedulers_have() -> None:
     assert {"waiting", "running"} <= {sample.labels["queue"] for sample in metric.samples}
 
 
+def test_a_pod_monitor_names_jobs_as_the_scrape_configuration_of_compose_does() -> None:
+    (monitor,) = Manifests.read(RANKS).of_kind("PodMonitor")
+    jobs = {each["relabelings"][0]["replacement"] for each in monitor["spec"]["podMetricsEndpoints"]}
+    config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yaml").read_text(encoding="utf-8"))
+    assert jobs == {each["job_name"] for each in config["scrape_configs"]}
+
+
 POD = ("spec", "template", "spec")
 LEADER = ("spec", "leaderWorkerTemplate", "leaderTemplate", "spec")
 GATEWAY, REPLICA = (DEFAULT, "Deployment", "quire-gateway"), (DEFAULT, "StatefulSet", "quire-replica")
