@@ -41,7 +41,7 @@ class LinearSteps:
 REPLICA = Replica(CONFIG, LinearSteps(), vocab_size=1000)
 
 
-def chats(rate: float, count: int = 40) -> list[LoadRequest]:
+def chats(rate: float, count: int = 16) -> list[LoadRequest]:
     load = take(sharegpt(CONFIG.max_model_len, REPLICA.vocab_size), count, seed=5)
     return with_arrivals(load, Poisson(rate), seed=5)
 
@@ -89,7 +89,7 @@ def test_sequences_of_one_request_are_records_of_their_own(n: int, beam_width: i
 
 
 def test_latency_rises_with_the_rate_and_throughput_does_not_fall() -> None:
-    reports = [REPLICA.run(chats(rate)).report(rate) for rate in (0.5, 2.0, 8.0, 32.0)]
+    reports = [REPLICA.run(chats(rate, 40)).report(rate) for rate in (0.5, 2.0, 8.0, 32.0)]
     latencies = [report.normalized.mean for report in reports if report.normalized is not None]
     assert latencies == sorted(latencies)
     assert latencies[-1] > 1.5 * latencies[0]
@@ -102,7 +102,7 @@ def test_more_blocks_never_make_it_slower() -> None:
         config = SchedulerConfig(
             num_blocks=num_blocks, block_size=16, max_num_seqs=64, max_num_batched_tokens=256, max_model_len=512
         )
-        report = Replica(config, LinearSteps(), 1000).run(chats(16.0)).report(16.0)
+        report = Replica(config, LinearSteps(), 1000).run(chats(16.0, 40)).report(16.0)
         return report.normalized.mean if report.normalized is not None else math.inf
 
     assert latency(48) > latency(96) > latency(512)
