@@ -27,6 +27,8 @@ OWN = {
     "metrics_port",
     "reuse_port",
     "hand_over",
+    # With one replica there is nothing to choose.
+    "routing",
     "local_socket",
     "log_level",
     "tensor_parallel_rank",
