@@ -10,6 +10,7 @@ import pytest
 from scheduler_svc.core import block_pool, kv_cache
 from scheduler_svc.core import scheduler as scheduler_module
 from scheduler_svc.core.batch import Batch
+from scheduler_svc.core.block_pool import BlockHash
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.kv_cache import BlockManager, VictimTables
 from scheduler_svc.core.policy import FairPolicy
@@ -236,6 +237,25 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[None]]
     return count
 
 
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[BlockHash]]:
+    """The hashes of blocks that are computed from now on."""
+
+    def begin() -> list[BlockHash]:
+        found: list[BlockHash] = []
+        original = block_pool.hash_chain
+
+        def chain(parent: BlockHash, packed: bytes, block_bytes: int) -> list[BlockHash]:
+            hashes = original(parent, packed, block_bytes)
+            found.extend(hashes)
+            return hashes
+
+        monkeypatch.setattr(block_pool, "hash_chain", chain)
+        return found
+
+    return begin
+
+
 def make_full_driver(*priorities: int) -> Driver:
     """Requests of these priorities fill all of the pool but two blocks, with three blocks each in which they end."""
     config = make_config(
@@ -441,19 +461,19 @@ def run_steps(scheduler: Scheduler, count: int) -> None:
         scheduler.apply(StepResult(plan.step_id, np.zeros(len(plan.samples), np.int64)), 0.0)
 
 
-def test_a_prompt_is_hashed_no_further_than_it_may_be_cached_before_it_is_computed(counted):
+def test_a_prompt_is_hashed_no_further_than_it_may_be_cached_before_it_is_computed(hashed):
     scheduler = make_scheduler()
-    hashes = counted(block_pool, "_chained")
+    hashes = hashed()
     scheduler.submit(make_request(0, prompt_len=1600, max_tokens=2), 0.0)
     assert scheduler.schedule(0.0) is not None
     assert len(hashes) <= 16
 
 
-def test_a_cached_prompt_is_hashed_when_it_comes_and_not_in_the_step_that_admits_it(counted):
+def test_a_cached_prompt_is_hashed_when_it_comes_and_not_in_the_step_that_admits_it(hashed):
     scheduler = make_scheduler()
     scheduler.submit(make_request(0, prompt=[5] * 1600, max_tokens=2), 0.0)
     run_steps(scheduler, 2)
-    hashes = counted(block_pool, "_chained")
+    hashes = hashed()
     scheduler.submit(make_request(1, prompt=[5] * 1600, max_tokens=2), 0.0)
     assert len(hashes) == 399
     plan = scheduler.schedule(0.0)
@@ -461,12 +481,12 @@ def test_a_cached_prompt_is_hashed_when_it_comes_and_not_in_the_step_that_admits
     assert (len(hashes), plan.num_tokens) == (399, 4)
 
 
-def test_a_long_cached_prompt_is_hashed_in_part_when_it_comes_and_in_part_when_it_is_admitted(counted, monkeypatch):
+def test_a_long_cached_prompt_is_hashed_in_part_when_it_comes_and_in_part_when_it_is_admitted(hashed, monkeypatch):
     monkeypatch.setattr(kv_cache, "_MAX_HASHES_AT_ARRIVAL", 100)
     scheduler = make_scheduler()
     scheduler.submit(make_request(0, prompt=[5] * 1600, max_tokens=2), 0.0)
     run_steps(scheduler, 2)
-    hashes = counted(block_pool, "_chained")
+    hashes = hashed()
     scheduler.submit(make_request(1, prompt=[5] * 1600, max_tokens=2), 0.0)
     assert len(hashes) == 100
     plan = scheduler.schedule(0.0)
