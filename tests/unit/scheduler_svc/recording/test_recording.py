@@ -39,8 +39,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prepare(driver: Driver) -> None:
     """The worker compiles what it is told."""
-    for each in driver.scheduler.take_preparations():
-        driver.scheduler.prepared(each.number)
+    driver.tell()
+    while driver.compile_next():
+        pass
 
 
 def record(
