@@ -5,6 +5,8 @@ import pickle
 import random
 import struct
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,14 +29,17 @@ SECRET = 48_879
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recording waits for its snapshot, which takes long on a busy machine, where it would end else."""
-    go_on = _Writer._go_on
 
-    def wait_and_go_on(writer: _Writer) -> None:
-        if writer._compacting is not None:
-            writer._compacting.wait(60)
-        go_on(writer)
+    def after_waiting(act: Callable[[_Writer], None]) -> Callable[[_Writer], None]:
+        def wait_and_act(writer: _Writer) -> None:
+            if writer._compacting is not None:
+                writer._compacting.wait(60)
+            act(writer)
 
-    monkeypatch.setattr(_Writer, "_go_on", wait_and_go_on)
+        return wait_and_act
+
+    for act in (_Writer._go_on, _Writer.close):
+        monkeypatch.setattr(_Writer, act.__name__, after_waiting(act))
 
 
 def prepare(driver: Driver) -> None:
@@ -72,6 +77,9 @@ def record(
         driver.run_steps(rng.randint(1, 3))
         if handle % 5 == 0 and len(driver.scheduler.running):
             driver.scheduler.preempt(driver.scheduler.running.last().request.key, driver.clock)
+        # The writer keeps up with a server's steps; these come faster, and it would write them in one piece.
+        while not recorder._pending.empty():
+            time.sleep(0)
         if handle in driver.finished:
             histories[chat] = [*tokens, *driver.outputs[handle], 7][:24]
     while driver.scheduler.num_live:
