@@ -151,7 +151,7 @@ def test_a_large_recording_goes_on_in_other_files_and_its_start_becomes_a_snapsh
 ) -> None:
     path = tmp_path / "recording"
     max_bytes = 4 * 8192
-    driver = record(path, monkeypatch, num_requests=400, max_bytes=max_bytes)
+    driver = record(path, monkeypatch, num_requests=160, max_bytes=max_bytes)
     names = {each.name for each in tmp_path.iterdir()}
     assert {"recording", "recording.snapshot"} <= names
     assert "recording.0" not in names
@@ -169,7 +169,7 @@ def test_a_snapshot_that_names_other_code_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "recording"
-    record(path, monkeypatch, num_requests=400, max_bytes=4 * 8192)
+    record(path, monkeypatch, num_requests=160, max_bytes=4 * 8192)
     header = files.read_header(path.with_name("recording.snapshot"))
     for code in (print, Scheduler.schedule, files.create):
         with files.create(path.with_name("recording.snapshot"), header) as file:
@@ -223,7 +223,7 @@ def test_an_earlier_recording_is_set_aside_and_another_file_is_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "recording"
-    record(path, monkeypatch, num_requests=400, max_bytes=4 * 8192)
+    record(path, monkeypatch, num_requests=160, max_bytes=4 * 8192)
     steps = replay(path).num_steps
     record(path, monkeypatch, num_requests=3)
     assert replay(path).num_requests == 3
