@@ -101,7 +101,7 @@ check-api-docs: setup ## docs/api.md is what the protos say
 	$(BIN)/python -m tools.generate_api_docs --check
 
 check-site: setup ## the documentation's site builds; links and headings are there
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/check-site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/check-site
 
 check-compose: setup ## the compose files are what a compose parser takes
 	$(BIN)/python -m tools.check_compose
@@ -119,7 +119,7 @@ tiny: setup ## train the embedded model again
 	$(BIN)/python -m assets.training.train $(ARGS)
 
 site: setup ## build the documentation's site into build/site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 api-docs: setup ## write docs/api.md from the protos
 	$(BIN)/python -m tools.generate_api_docs
