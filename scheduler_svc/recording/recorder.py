@@ -119,12 +119,21 @@ class _Writer:
 
     def write(self, operations: Iterable[bytes]) -> None:
         """Raises OSError, or RecordingError where too much of the recording is still to be replaced by a snapshot."""
-        content = memoryview(b"".join(files.frame(each) for each in operations))
+        pending = bytearray()
+        for operation in operations:
+            pending += files.frame(operation)
+            # However many came at once, a file ends where it is full.
+            if self._num_bytes + len(pending) >= self._max_segment:
+                self._append(pending)
+                pending = bytearray()
+                self._go_on()
+        self._append(pending)
+
+    def _append(self, frames: bytearray) -> None:
+        content = memoryview(frames)
         self._num_bytes += len(content)
         while content:
             content = content[self._file.write(content) :]
-        if self._num_bytes >= self._max_segment:
-            self._go_on()
 
     def close(self) -> None:
         self._file.close()
