@@ -30,6 +30,7 @@ class FakeCuda:
                 stream.name, f"record graph {graph.number} in {pool}, {capture_error_mode},"
             ),
             "device": self._on_device,
+            "get_device_name": lambda device: "a GPU",
             "mem_get_info": lambda device: (FREE_BYTES, TOTAL_BYTES),
             "memory_allocated": lambda device: 0,
             "max_memory_allocated": lambda device: STEP_BYTES,
