@@ -137,7 +137,8 @@ def starts_of(served: Served) -> list[int]:
 
 def endless(methods: list[MethodDescriptor]) -> set[str]:
     """Methods that do not end by themselves however the call goes."""
-    return {method.full_name for method in methods if method.full_name == "grpc.health.v1.Health.Watch"}
+    names = {"grpc.health.v1.Health.Watch", "quire.scheduler.v1.SchedulerService.Watch"}
+    return {method.full_name for method in methods if method.full_name in names}
 
 
 async def fuzz_services(served: Served, address: str, *, without: Iterator[str] | tuple[str, ...] = ()) -> list[str]:

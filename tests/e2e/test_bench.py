@@ -130,7 +130,7 @@ async def test_a_file_of_texts_and_messages_over_both(served: Served, tmp_path: 
         flags = (f"--dataset={path}", "--output-len=5", "--warm-up-requests=0", *where)
         report = (await measured(tmp_path / f"{name}.json", *flags)).runs[0].report
         assert (report.completed, report.output_tokens) == (2, 10)
-        assert report.request_rate == 20
+        assert report.request_rate == 10
 
 
 async def test_requests_that_fail_are_counted_by_reason(served: Served, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ async def check_answers(address: str, tls: ClientTls | None = None, api_key: str
 
 async def test_compose_with_tls_serves(tmp_path: Path) -> None:
     certificates = certificates_of(WITH_TLS, tmp_path / "certs")
-    machine = Machine(compose_containers(certificates, tmp_path), ("50051", "50052", "50053", "8000"))
+    machine = Machine(compose_containers(certificates, tmp_path), ("50051", "50052", "50053", "8000"), ("9400",))
     async with asyncio.timeout(TIMEOUT_S), machine.running():
         await check_answers(f"127.0.0.1:{machine.port('50051')}", ClientTls(certificates / "ca.pem"))
 

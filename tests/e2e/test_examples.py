@@ -17,7 +17,7 @@ from tests.support.triton_client import TRITON_PYTHON
 pytestmark = pytest.mark.extended
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-GREEDY = ", in a quiet meadow"
+GREEDY = ", there was a little"
 # Of what grpcurl can do, the stand-in for it knows calls of methods, and `list`.
 NOT_HERE = re.compile(r" (describe|-max-time|-H|-cacert) ")
 
