@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import AsyncIterator, Generator
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest_asyncio
 from hypothesis import settings
 
 from tests.support.tiers import may_select
+
+# A shell starts its background jobs with SIGINT ignored, and programs inherit that; tests send it to programs.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Set before torch is imported anywhere: test machines are small, and kernels of tiny models gain nothing from threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
