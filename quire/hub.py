@@ -291,6 +291,10 @@ class _Partial(FileIO):
                     continue
                 # Another process may have completed or removed it between the opening and the lock.
                 if partial._is_current():
+                    if blob.exists():
+                        # Completed between the look and the opening, which has made a new and empty file.
+                        path.unlink()
+                        continue
                     count(partial.size)
                     yield partial
                     return

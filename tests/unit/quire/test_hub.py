@@ -180,15 +180,16 @@ def test_a_hub_without_ranges_sends_the_file_anew(hub: LocalHub, cache: Path) ->
     assert hub.bytes_sent("model.safetensors") == len(WEIGHTS)
 
 
-def test_two_processes_download_a_file_once(hub: LocalHub, cache: Path) -> None:
+def test_several_at_once_download_a_large_file_once(hub: LocalHub, cache: Path) -> None:
     paths: list[Path] = []
-    threads = [threading.Thread(target=lambda: paths.append(pull(MODEL))) for _ in range(3)]
+    model = HubName("org/large")
+    threads = [threading.Thread(target=lambda: paths.append(pull(model))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(set(paths)) == 1
-    assert hub.bytes_sent("model.safetensors") == len(WEIGHTS)
+    assert hub.bytes_sent("model.safetensors") == len(WEIGHTS * 10)
 
 
 @pytest.mark.extended
