@@ -46,7 +46,7 @@ def read_feed(flags: CredentialFlags, url: str) -> Generator[tuple[str, dict[str
             yield from _events(answer)
         except (OSError, http.client.HTTPException) as error:
             reason = "nothing came for 10 s" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
-            raise Unavailable(f"no gateway answers at {url} ({reason}); is --url right?") from error
+            raise Unavailable(f"{url}: {reason}") from error
 
 
 def _connection(flags: CredentialFlags, url: str) -> http.client.HTTPConnection:
