@@ -137,7 +137,7 @@ def _check_encodable(arguments: Sequence[str]) -> None:
 def explain(error: QuireError) -> str:
     """A failed call in one line for people."""
     if isinstance(error, Unavailable) and error.reason == Unavailable.default_reason:
-        return f"no gateway answers ({' '.join(error.message.split())}); is `quire serve` running, is the address right?"
+        return f"no gateway answers ({' '.join(error.message.split())}); is `quire serve` running, the address right?"
     if error.reason == "MISSING_API_KEY":
         return "the gateway requires an API key; set QUIRE_API_KEY"
     wait = "" if error.retry_after_ms is None else f" (retry in {error.retry_after_ms / 1000:.1f} s)"
