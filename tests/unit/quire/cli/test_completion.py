@@ -1,6 +1,5 @@
 """`quire completion`: what the shell completes."""
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -28,7 +27,6 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
