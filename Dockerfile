@@ -77,21 +77,23 @@ COPY --from=gateway-packages /install /usr/local
 COPY --from=quire /install /usr/local
 # gRPC and HTTP.
 EXPOSE 50051 8000
-HEALTHCHECK --interval=5s --timeout=5s CMD ["python", "/opt/quire/healthcheck.py", "127.0.0.1:50051"]
+HEALTHCHECK --interval=15s --timeout=5s --start-period=600s \
+    CMD ["python", "/opt/quire/healthcheck.py", "127.0.0.1:50051"]
 CMD ["gateway"]
 
 FROM base AS scheduler
 COPY --from=scheduler-packages /install /usr/local
 COPY --from=quire /install /usr/local
 EXPOSE 50052
-HEALTHCHECK --interval=5s --timeout=5s CMD ["python", "/opt/quire/healthcheck.py", "127.0.0.1:50052"]
+HEALTHCHECK --interval=15s --timeout=5s --start-period=600s \
+    CMD ["python", "/opt/quire/healthcheck.py", "127.0.0.1:50052"]
 CMD ["scheduler"]
 
 FROM base AS worker-cpu
 COPY --from=worker-cpu-packages /install /usr/local
 COPY --from=quire /install /usr/local
 EXPOSE 50053
-HEALTHCHECK --interval=5s --timeout=5s --start-period=600s \
+HEALTHCHECK --interval=15s --timeout=5s --start-period=600s \
     CMD ["python", "/opt/quire/healthcheck.py", "127.0.0.1:50053"]
 CMD ["worker", "--device", "cpu"]
 
@@ -109,6 +111,6 @@ COPY --from=quire /install /usr/local
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 EXPOSE 50053
-HEALTHCHECK --interval=5s --timeout=5s --start-period=600s \
+HEALTHCHECK --interval=15s --timeout=5s --start-period=600s \
     CMD ["python", "/opt/quire/healthcheck.py", "127.0.0.1:50053"]
 CMD ["worker", "--device", "cuda"]

@@ -22,12 +22,14 @@ BENCHMARKS = (
     "stages",
     "ranks",
     "load_cost",
+    "servers",
     "grammar",
     "recording",
     "compiling",
     "programs",
     "watch",
     "routing",
+    "routing_model",
 )
 
 

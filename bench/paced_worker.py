@@ -19,8 +19,8 @@ import numpy as np
 from quire.model_directory import resolve_model
 from quire.rpc.process import run_service
 from quire.settings import load_settings
-from worker_svc.device.block_moves import SealInventory
 from worker_svc.device.device_loop import DeviceLoop
+from worker_svc.device.seals import SealInventory
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.stream import Worker, WorkerServicer, start_server
 from worker_svc.settings import WorkerSettings

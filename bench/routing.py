@@ -1,9 +1,11 @@
-"""What routing finds in prefix caches: two replicas on this machine, a gateway for each policy, the same kind of load.
+"""What routing finds in prefix caches: two replicas on this machine, a gateway for each policy, the same load.
 
 Conversations of several turns behind one system prompt; prompts that share one of some prefixes, which together are
-more than the pool of one replica holds; and conversations while replicas are killed (scheduler and worker by SIGKILL)
-and come back empty. The policies take turns, each time with other tokens, so that nothing is cached from before.
-Reported are the part of all prompt tokens that came from caches, and the mean time to the first token.
+more than the pool of one replica holds; conversations while replicas are killed (scheduler and worker by SIGKILL) and
+come back empty; and conversations while a third, new replica is added to the name that the gateways follow. In each run
+the policies take turns with the same load, each with other tokens, so that nothing is cached from before. Reported are
+the part of all prompt tokens that came from caches, and the mean and the median time to the first token. Few requests
+wait for their first token when a replica is killed, and one of them can double the mean of a short run.
 """
 
 import argparse
@@ -14,13 +16,15 @@ import os
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
 
 from bench.report import Series, median_ratio, write_results
 from gateway.app import Gateway
+from gateway.replicas.members import Resolver
 from gateway.replicas.routing import RoutingPolicy
 from gateway.settings import GatewaySettings
 from quire.cli.bench.driver import Driver, Pacing
@@ -29,8 +33,10 @@ from quire.client import AsyncClient, GenerationOptions
 from quire.load import Chat, Constant, Dataset, LoadRequest, Report, make_report, shared_prefix, take
 from quire.load.requests import FIRST_TOKEN_ID, frozen
 from quire.local import LocalServer, ServeSettings
+from quire.rpc.address import DnsName
 
 _TIMEOUT_S = 300
+_NAME = "dns:///replicas.test:50052"
 _MAX_LEN = 1000
 _VOCAB_SIZE = 2000
 _POLICIES = (RoutingPolicy.ROUND_ROBIN, RoutingPolicy.AFFINITY, RoutingPolicy.CACHE)
@@ -44,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=60, help="of one run")
     parser.add_argument("--concurrency", type=int, default=6, help="requests, or conversations, at once")
     parser.add_argument("--blocks", type=int, default=320, help="of each replica's pool, of 16 tokens")
-    parser.add_argument("--kills", type=float, default=8.0, help="seconds from one kill to the next")
+    parser.add_argument(
+        "--kills", type=float, default=4.0, help="seconds from one kill to the next, and to the addition"
+    )
     parser.add_argument("--loads", nargs="+", choices=_LOADS, default=list(_LOADS))
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
@@ -61,7 +69,7 @@ def main(arguments: argparse.Namespace) -> None:
         asyncio.run(_measure(arguments, model))
 
 
-class _Conversations:
+class Conversations:
     """Conversations that all begin with the same system prompt of 10 blocks."""
 
     name = "conversations"
@@ -73,35 +81,85 @@ class _Conversations:
             yield replace(request, prompt=frozen(np.concatenate((system, request.token_ids))))
 
 
+@dataclass(frozen=True)
+class _Renamed:
+    """A load whose tokens are others, so that nothing of it was cached before: all else is the same."""
+
+    load: Dataset
+    by: int
+
+    @property
+    def name(self) -> str:
+        return self.load.name
+
+    def requests(self, seed: int) -> Iterator[LoadRequest]:
+        for request in self.load.requests(seed):
+            drawn = (request.token_ids - FIRST_TOKEN_ID + self.by) % (_VOCAB_SIZE - FIRST_TOKEN_ID)
+            yield replace(request, prompt=frozen((drawn + FIRST_TOKEN_ID).astype(np.int32)))
+
+
 def _prefixes() -> Dataset:
     # An odd number: they come in turn, and an even one would suit two replicas in turn.
     return shared_prefix(512, Constant(40), Constant(16), _MAX_LEN, _VOCAB_SIZE, num_prefixes=13)
 
 
-_LOADS: dict[str, tuple[Callable[[], Dataset], bool]] = {
-    "conversations": (_Conversations, False),
-    "shared prefixes": (_prefixes, False),
-    "conversations, kills": (_Conversations, True),
+class _Change(Enum):
+    """What happens to replicas meanwhile."""
+
+    NONE = "none"
+    KILLED = "killed"
+    ADDED = "added"
+
+
+_LOADS: dict[str, tuple[Callable[[], Dataset], _Change]] = {
+    "conversations": (Conversations, _Change.NONE),
+    "shared prefixes": (_prefixes, _Change.NONE),
+    "conversations, kills": (Conversations, _Change.KILLED),
+    "conversations, one added": (Conversations, _Change.ADDED),
 }
-"""What arrives, and whether replicas are killed meanwhile."""
+
+
+class _Replicas:
+    """Servers of one thread each, whose schedulers have one DNS name; their own gateways have nothing to do."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self._settings = settings
+        self.servers: list[LocalServer] = []
+
+    async def resolve(self, name: DnsName) -> list[str]:
+        """The addresses of the name, for the gateways."""
+        return [server.scheduler_address for server in self.servers]
+
+    @contextlib.asynccontextmanager
+    async def started(self) -> AsyncIterator[LocalServer]:
+        """Another server, which the name does not have yet."""
+        async with LocalServer(self._settings, report=lambda _: None) as server:
+            await server.wait_ready()
+            yield server
 
 
 async def _measure(arguments: argparse.Namespace, model: str | None) -> None:
-    seeds = itertools.count(1)
+    numbers = itertools.count(1)
     series: list[Series] = []
     table: dict[str, dict[str, float]] = {}
-    async with _replicas(model, arguments.blocks) as replicas, contextlib.AsyncExitStack() as stack:
-        addresses = tuple(replica.scheduler_address for replica in replicas)
-        gateways = {policy: await stack.enter_async_context(_gateway(addresses, policy, model)) for policy in _POLICIES}
+    settings = ServeSettings(
+        model=model, grpc_port=0, http_port=0, log_level="error", num_gpu_blocks=arguments.blocks, num_threads=1
+    )
+    replicas = _Replicas(settings)
+    async with contextlib.AsyncExitStack() as stack:
+        replicas.servers = [await stack.enter_async_context(replicas.started()) for _ in range(2)]
+        gateways = {policy: await stack.enter_async_context(_gateway(replicas, policy, model)) for policy in _POLICIES}
         for name in arguments.loads:
-            make_load, has_kills = _LOADS[name]
+            make_load, change = _LOADS[name]
             runs: dict[RoutingPolicy, list[Report]] = {policy: [] for policy in _POLICIES}
-            for _ in range(arguments.runs):
-                for policy, address in gateways.items():
-                    async with _killing(replicas, arguments.kills if has_kills else None):
-                        runs[policy].append(await _run(address, make_load(), next(seeds), arguments))
-                    for replica in replicas:
-                        await replica.wait_ready()
+            for run in range(arguments.runs):
+                turn = run % len(_POLICIES)
+                for policy in _POLICIES[turn:] + _POLICIES[:turn]:
+                    load = _Renamed(make_load(), 97 * next(numbers))
+                    async with _changing(replicas, change, arguments.kills, first=run):
+                        runs[policy].append(await _run(gateways[policy], load, run, arguments))
+                    for server in replicas.servers:
+                        await server.wait_ready()
             series += _summarize(name, runs, table)
     if arguments.out is not None:
         facts = {name: getattr(arguments, name) for name in ("shape", "requests", "concurrency", "blocks", "kills")}
@@ -114,14 +172,19 @@ def _summarize(name: str, runs: dict[RoutingPolicy, list[Report]], table: dict[s
         policy: Series(f"{name}, {policy.value}", "% hit", tuple(map(_hit_rate, reports)))
         for policy, reports in runs.items()
     }
-    ttft = {
-        policy: Series(f"{name}, {policy.value}", "ms TTFT", tuple(map(_mean_ttft_ms, reports)))
-        for policy, reports in runs.items()
-    }
-    best = ttft[RoutingPolicy.CACHE]
-    table[name] = {f"TTFT against {policy.value}": median_ratio(best, ttft[policy]) for policy in _POLICIES[:-1]}
-    print(*hits.values(), *ttft.values(), table[name], sep="\n", flush=True)
-    return [*hits.values(), *ttft.values()]
+    table[name] = {}
+    made = [*hits.values()]
+    for kind, value_of in {"mean": _mean_ttft_ms, "median": _median_ttft_ms}.items():
+        ttft = {
+            policy: Series(f"{name}, {policy.value}", f"ms {kind} TTFT", tuple(map(value_of, reports)))
+            for policy, reports in runs.items()
+        }
+        made += ttft.values()
+        for policy in _POLICIES[:-1]:
+            ratio = median_ratio(ttft[RoutingPolicy.CACHE], ttft[policy])
+            table[name][f"{kind} TTFT against {policy.value}"] = ratio
+    print(*made, table[name], sep="\n", flush=True)
+    return made
 
 
 def _hit_rate(report: Report) -> float:
@@ -133,11 +196,16 @@ def _mean_ttft_ms(report: Report) -> float:
     return 1e3 * report.ttft.mean
 
 
+def _median_ttft_ms(report: Report) -> float:
+    assert report.ttft is not None
+    return 1e3 * report.ttft.p50
+
+
 async def _run(address: str, load: Dataset, seed: int, arguments: argparse.Namespace) -> Report:
     """One run. RuntimeError where a request fails."""
     server = GrpcServer(address, model=None, api_key=None, tls=None, temperature=0.0, ignore_eos=True)
     pacing = Pacing(max_concurrency=arguments.concurrency, is_closed=True, duration_s=None, timeout_s=_TIMEOUT_S)
-    driver = Driver(server, pacing, lambda _: None)
+    driver = Driver(server, pacing, lambda *_: None)
     try:
         await server.connect()
         await driver.run(take(load, arguments.requests, seed))
@@ -150,27 +218,12 @@ async def _run(address: str, load: Dataset, seed: int, arguments: argparse.Names
 
 
 @contextlib.asynccontextmanager
-async def _replicas(model: str | None, num_blocks: int) -> AsyncIterator[list[LocalServer]]:
-    """Two servers of one thread each; their own gateways have nothing to do."""
-    settings = ServeSettings(
-        model=model, grpc_port=0, http_port=0, log_level="error", num_gpu_blocks=num_blocks, num_threads=1
-    )
-    async with contextlib.AsyncExitStack() as stack:
-        servers = [LocalServer(settings, report=lambda _: None) for _ in range(2)]
-        for server in servers:
-            await stack.enter_async_context(server)
-        for server in servers:
-            await server.wait_ready()
-        yield servers
-
-
-@contextlib.asynccontextmanager
-async def _gateway(addresses: tuple[str, ...], policy: RoutingPolicy, model: str | None) -> AsyncIterator[str]:
+async def _gateway(replicas: _Replicas, policy: RoutingPolicy, model: str | None) -> AsyncIterator[str]:
     """A gateway in this process; yields its address."""
     settings = GatewaySettings(
-        model=model, schedulers=addresses, routing=policy.value, grpc_port=0, http_port=0, failover_delay=0.5
+        model=model, schedulers=(_NAME,), routing=policy.value, grpc_port=0, http_port=0, failover_delay=0.5
     )
-    gateway = await Gateway.start(settings)
+    gateway = await Gateway.start(settings, resolver=Resolver(replicas.resolve, 0.1))
     running = asyncio.create_task(gateway.run())
     try:
         async with AsyncClient(gateway.grpc_address) as client:
@@ -183,24 +236,37 @@ async def _gateway(addresses: tuple[str, ...], policy: RoutingPolicy, model: str
 
 
 @contextlib.asynccontextmanager
-async def _killing(replicas: Sequence[LocalServer], interval_s: float | None) -> AsyncIterator[None]:
-    """Kills one replica after the other while the block runs."""
-    if interval_s is None:
+async def _changing(replicas: _Replicas, change: _Change, interval_s: float, *, first: int) -> AsyncIterator[None]:
+    """Kills one replica after the other while the block runs, or adds another one, which goes when the block ends."""
+    if change is _Change.NONE:
         yield
         return
+    async with contextlib.AsyncExitStack() as stack:
+        if change is _Change.KILLED:
+            changing = _kill(replicas.servers, interval_s, first)
+        else:
+            changing = _add(replicas, await stack.enter_async_context(replicas.started()), interval_s)
+        task = asyncio.create_task(changing)
+        two = list(replicas.servers)
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            replicas.servers[:] = two
 
-    async def kill() -> None:
-        for replica in itertools.cycle(replicas):
-            await asyncio.sleep(interval_s)
-            for name in ("scheduler", "worker"):
-                # It may be between its end and its next start.
-                with contextlib.suppress(RuntimeError, ProcessLookupError):
-                    os.kill(replica.process(name).pid, signal.SIGKILL)
-            await replica.wait_ready()
 
-    task = asyncio.create_task(kill())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
+async def _kill(servers: Sequence[LocalServer], interval_s: float, first: int) -> None:
+    for number in itertools.count(first):
+        server = servers[number % len(servers)]
+        await asyncio.sleep(interval_s)
+        for name in ("scheduler", "worker"):
+            # It may be between its end and its next start.
+            with contextlib.suppress(RuntimeError, ProcessLookupError):
+                os.kill(server.process(name).pid, signal.SIGKILL)
+        await server.wait_ready()
+
+
+async def _add(replicas: _Replicas, server: LocalServer, after_s: float) -> None:
+    await asyncio.sleep(after_s)
+    replicas.servers.append(server)

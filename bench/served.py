@@ -19,7 +19,7 @@ async def send_at_once(address: str, requests: Sequence[LoadRequest]) -> Report:
     """Streams all requests over gRPC, greedily. RuntimeError where a request fails or a token is missing."""
     server = GrpcServer(address, model=None, api_key=None, tls=None, temperature=0.0, ignore_eos=True)
     pacing = Pacing(max_concurrency=None, is_closed=False, duration_s=None, timeout_s=_TIMEOUT_S)
-    driver = Driver(server, pacing, lambda _: None)
+    driver = Driver(server, pacing, lambda *_: None)
     try:
         await server.connect()
         await driver.run(replace(request, arrival_s=0.0) for request in requests)

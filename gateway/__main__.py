@@ -4,10 +4,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from gateway.app import serve
 from gateway.settings import GatewaySettings
 from quire.logs import configure_logging
-from quire.rpc.process import run_service
+from quire.rpc.process import imports_that_stay, run_service
 from quire.settings import load_settings
 
 _PROGRAM = "quire gateway"
@@ -19,6 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     async def start() -> None:
         settings = load_settings(GatewaySettings, arguments, os.environ, program=_PROGRAM)
+        with imports_that_stay():
+            from gateway.app import serve
         configure_logging("gateway", settings.log_level, settings.log_format)
         # Delivering tokens can wait a moment; a step that is planned late leaves the device idle.
         os.nice(settings.niceness)

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -20,6 +21,7 @@ from gateway.auth.keys import Authenticator, KeyRing, NoAuthenticator
 from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
 from gateway.replicas.ledger import Ledger
+from gateway.replicas.members import Resolver
 from gateway.replicas.pool import Replicas
 from gateway.replicas.routing import RoutingPolicy
 from gateway.request.generator import Generator
@@ -31,10 +33,11 @@ from gateway.settings import GatewaySettings
 from gateway.vllm_metrics import VllmMetrics
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.inference import open_inference_pb2
-from quire.metrics import CertificateExpiry, MetricsServer
+from quire.metrics import MetricsServer, register_process
 from quire.model_directory import resolve_model
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import Unavailable
+from quire.rpc.process import in_daemon_thread
 from quire.rpc.server import ConnectionLimits, RpcServer
 from quire.rpc.tls import AUTHORITY_FILE, Role, ServerTls, TlsIdentity
 from quire.tracing import Tracer, open_tracer
@@ -46,8 +49,11 @@ _KSERVE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 _SERVICE_NAMES = [service.full_name for service in (_GENERATION, _MODEL, _PREFIX, _KSERVE)]
 # The time for calls that have ended to send their last message.
 _STOP_GRACE_S = 1.0
-# The time for clients to learn from the headers of an answer that they must open another connection.
+# The time for HTTP clients to learn from the headers of an answer that they must open another connection, and the time
+# without gRPC calls after which all clients of gRPC have done so, or are idle.
 _HAND_OVER_S = 1.0
+# A gateway that hands its ports over waits at most so long for clients that call all the time to leave.
+_SHARED_CONNECTION_AGE_S = 10.0
 # A scrape takes the numbers of schedulers that have answered by then.
 _SCRAPE_TIMEOUT_S = 2.0
 _logger = logging.getLogger(__name__)
@@ -88,15 +94,16 @@ class Gateway:
         self._is_stopping = False
         self._http_task = asyncio.create_task(http.run_until_stopped(), name="http")
         self._background = [
-            asyncio.create_task(link.run(), name=f"scheduler {address}")
-            for address, link in generator.replicas.links.items()
+            asyncio.create_task(generator.replicas.run(), name="schedulers"),
+            asyncio.create_task(self._report_readiness(), name="readiness"),
+            asyncio.create_task(authenticator.watch(), name="API keys"),
         ]
-        self._background.append(asyncio.create_task(self._report_readiness(), name="readiness"))
-        self._background.append(asyncio.create_task(authenticator.watch(), name="API keys"))
 
     @classmethod
-    async def start(cls, settings: GatewaySettings, metrics: GatewayMetrics | None = None) -> Self:
-        """Listens on both ports, and connects to schedulers in the background.
+    async def start(
+        cls, settings: GatewaySettings, metrics: GatewayMetrics | None = None, resolver: Resolver | None = None
+    ) -> Self:
+        """Listens on both ports, and connects to schedulers in the background. `resolver` gives addresses of names.
 
         Raises:
             ConfigurationError: the model directory, a file or an address cannot be used, in one line.
@@ -104,13 +111,13 @@ class Gateway:
         gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
         metrics = metrics or GatewayMetrics(settings.tenant_metrics)
         tls = _Tls.of(settings)
-        if tls.files:
-            metrics.registry.register(CertificateExpiry(tls.files))
+        register_process(metrics.registry, tls.files)
         ledger = Ledger(max_chunk_tokens=settings.max_chunk_tokens)
         tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
         # In a thread, since a model of a hub may have to be downloaded, and a signal ends that, too.
-        path = await asyncio.to_thread(resolve_model, settings.model, with_weights=False)
-        generator = _make_generator(settings, path, gateway_id, ledger, metrics, tls, tracer)
+        resolving = in_daemon_thread(partial(resolve_model, settings.model, with_weights=False), "download")
+        path = await asyncio.wrap_future(resolving)
+        generator = _make_generator(settings, path, gateway_id, ledger, metrics, tls, tracer, resolver)
         authenticator = _make_authenticator(settings, metrics)
         kserve = KServeServicer(generator)
         app = make_http_app(generator, kserve, metrics, authenticator, settings, started_at_s=int(time.time()))
@@ -127,7 +134,7 @@ class Gateway:
             *([] if tracer is None else [TraceInterceptor()]),
         ]
         try:
-            rpc = await _start_rpc(settings, generator, kserve, gateway_id, interceptors, tls)
+            rpc = await _start_rpc(settings, generator, kserve, gateway_id, interceptors, metrics, tls)
         except BaseException:
             http.close()
             raise
@@ -156,7 +163,9 @@ class Gateway:
         try:
             async with asyncio.timeout(drain_timeout_s):
                 if self._hands_over:
-                    await self._hand_over(drain_timeout_s)
+                    # Closes both ports, and serves the last requests of open connections.
+                    self._http.hand_over()
+                    await self._rpc.hand_over(_HAND_OVER_S)
                 await self._ledger.wait_until_empty()
         except TimeoutError:
             _logger.warning("aborting %d requests that did not finish in time", len(self._ledger))
@@ -175,12 +184,6 @@ class Gateway:
         self._generator.model.executor.shutdown(wait=False)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
-
-    async def _hand_over(self, drain_timeout_s: float) -> None:
-        """Closes both ports, and serves the last requests of open connections."""
-        self._http.hand_over()
-        self._background.append(asyncio.create_task(self._rpc.hand_over(drain_timeout_s), name="hand over"))
-        await asyncio.sleep(_HAND_OVER_S)
 
     async def _report_readiness(self) -> None:
         """Reports in gRPC health whether a replica is ready."""
@@ -280,6 +283,7 @@ def _make_generator(
     metrics: GatewayMetrics,
     tls: _Tls,
     tracer: Tracer | None,
+    resolver: Resolver | None,
 ) -> Generator:
     executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="text")
     model = ServedModel.open(
@@ -301,10 +305,12 @@ def _make_generator(
         routing=RoutingPolicy(settings.routing),
         tls=tls.inner,
         on_tokens=metrics.count_tokens,
+        on_members=metrics.records.keep,
+        resolver=resolver,
     )
-    metrics.watch_schedulers(settings.schedulers, lambda: replicas.num_connected)
+    metrics.watch_schedulers(replicas.links, lambda: replicas.num_connected)
     if settings.vllm_metric_names:
-        vllm = VllmMetrics(model.name, metrics.records, replicas, gateway_id)
+        vllm = VllmMetrics(model.name, metrics, replicas, gateway_id)
         metrics.show(vllm, vllm.refresh)
     return Generator(model, replicas, ledger, settings, metrics, tracer)
 
@@ -338,6 +344,7 @@ async def _start_rpc(
     kserve: KServeServicer,
     gateway_id: str,
     interceptors: Sequence[grpc.aio.ServerInterceptor],
+    metrics: GatewayMetrics,
     tls: _Tls,
 ) -> RpcServer:
     def register(server: grpc.aio.Server) -> None:
@@ -358,7 +365,11 @@ async def _start_rpc(
         admin_tls=tls.operators,
         tls=tls.public,
         limits=ConnectionLimits(
-            settings.max_connections, settings.max_streams_per_connection, settings.handshake_timeout
+            settings.max_connections,
+            settings.max_streams_per_connection,
+            settings.handshake_timeout,
+            settings.max_connection_age or (_SHARED_CONNECTION_AGE_S if settings.hand_over else None),
         ),
         interceptors=interceptors,
+        on_call_end=metrics.grpc_calls.add,
     )

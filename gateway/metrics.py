@@ -7,10 +7,12 @@ its own in `requests`, and neither its prompt nor tokens that came before count 
 
 import time
 from collections import Counter as Tally
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -20,11 +22,18 @@ from prometheus_client.registry import Collector
 from gateway.replicas.events import FinishReason, Usage
 from gateway.replicas.live import Arrivals, LiveRequest
 from quire.histograms import COUNTS, SECONDS, SHORT_SECONDS, SMALL_COUNTS, Distribution, TenantLabels
+from quire.metrics import CallCounts
 from quire.rpc.errors import QuireError
 
 _PREFIX = "quire_gateway_"
-# Each tenant has these series, so they are few.
+# Each tenant has these series, so they are few; likewise each route of HTTP.
 _TENANT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_ANSWER_SECONDS = (0.005, 0.025, 0.1, 0.5, 1, 5, 30, 120, 600)
+# There from the start: rules read them, and the first request of an outcome is an increase, too.
+_WATCHED_OUTCOMES = (
+    *("completed", "abandoned", "resource_exhausted"),
+    *("internal", "unavailable", "unknown", "data_loss", "deadline_exceeded"),
+)
 _seconds = partial(Distribution, SECONDS)
 _short_seconds = partial(Distribution, SHORT_SECONDS)
 _counts = partial(Distribution, COUNTS)
@@ -86,6 +95,7 @@ class ReplicaRecord:
         prompt_tokens, computed_prompt_tokens: Tokens of a prompt; those that were not cached.
         output_tokens, longest_output: Tokens of a sequence; of the longest one of a request.
         sequences, max_tokens: Parameters of a request.
+        preemptions: Of a request.
         finished: Sequences that ended, by reason.
         num_prompt_tokens, num_cached_tokens, num_preemptions: Sums over the requests.
         num_generated_tokens: All tokens that came, those of requests that did not complete included.
@@ -105,6 +115,7 @@ class ReplicaRecord:
     longest_output: Distribution = field(default_factory=_counts)
     sequences: Distribution = field(default_factory=partial(Distribution, SMALL_COUNTS))
     max_tokens: Distribution = field(default_factory=_counts)
+    preemptions: Distribution = field(default_factory=partial(Distribution, (0, 1, 2, 5, 10, 20, 50, 100)))
     finished: Tally[FinishReason] = field(default_factory=Tally[FinishReason])
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -133,6 +144,7 @@ class ReplicaRecord:
         self.longest_output.add(longest)
         self.sequences.add(live.request.sampling.n)
         self.max_tokens.add(live.request.stopping.max_tokens)
+        self.preemptions.add(usage.preemptions)
         self.finished.update(stream.finished.reason for stream in live.sequences if stream.finished is not None)
         self.num_prompt_tokens += usage.prompt_tokens
         self.num_cached_tokens += usage.cached_tokens
@@ -143,26 +155,139 @@ class ReplicaRecord:
         self.finished.update(reason if stream.finished is None else stream.finished.reason for stream in live.sequences)
 
 
+class HttpAnswer(NamedTuple):
+    """One kind of answer over HTTP; `route` is the path as routes name it, and "other" where no route has it."""
+
+    route: str
+    method: str
+    status: int
+
+
+class HttpAnswers(Collector):
+    """Answers over HTTP: how many began, and how long those took that are over, streams included."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._counts: Tally[HttpAnswer] = Tally()
+        self._durations: dict[tuple[str, str], Distribution] = {}
+        registry.register(self)
+
+    def begin(self, answer: HttpAnswer) -> None:
+        """An answer begins."""
+        self._counts[answer] += 1
+
+    def end(self, answer: HttpAnswer, seconds: float) -> None:
+        """An answer is over, `seconds` after its request came."""
+        place = answer.route, answer.method
+        if place not in self._durations:
+            self._durations[place] = Distribution(_ANSWER_SECONDS)
+        self._durations[place].add(seconds)
+
+    def counts(self) -> list[tuple[HttpAnswer, int]]:
+        """How many began of each kind. May be called in any thread."""
+        return list(self._counts.items())
+
+    def durations(self) -> list[tuple[tuple[str, str], Distribution]]:
+        """How long they took, by route and method. May be called in any thread."""
+        return list(self._durations.items())
+
+    def collect(self) -> Iterable[Metric]:
+        help_text = "Answers over HTTP, refusals included."
+        counts = CounterMetricFamily(f"{_PREFIX}http_answers", help_text, labels=HttpAnswer._fields)
+        for (route, method, status), count in self.counts():
+            counts.add_metric([route, method, str(status)], count)
+        yield counts
+        help_text = "From a request over HTTP to the end of its answer."
+        seconds = HistogramMetricFamily(f"{_PREFIX}http_answer_seconds", help_text, labels=("route", "method"))
+        for place, distribution in self.durations():
+            distribution.put_into(seconds, place)
+        yield seconds
+
+
+class ReplicaRecords:
+    """The records of all replicas, each in a place with a number from 0.
+
+    The place of a replica that is gone, and its counters, go to the next one that comes: so there are never more places
+    than there were replicas at once, and no counter ever falls.
+    """
+
+    def __init__(self) -> None:
+        self._records: list[ReplicaRecord] = []
+        self._places: dict[str, int] = {}
+        self._present: frozenset[str] = frozenset()
+
+    def keep(self, addresses: Collection[str]) -> None:
+        """From now on these are the replicas."""
+        self._present = frozenset(addresses)
+        for address in addresses:
+            self.of(address)
+
+    def of(self, address: str) -> ReplicaRecord:
+        """The record of a replica, which may be gone by now."""
+        place = self._places.get(address)
+        if place is None:
+            place = self._places[address] = self._free_place()
+        return self._records[place]
+
+    def _free_place(self) -> int:
+        gone = {place: address for address, place in self._places.items() if address not in self._present}
+        if gone:
+            place = min(gone)
+            del self._places[gone[place]]
+            return place
+        self._records.append(ReplicaRecord())
+        return len(self._records) - 1
+
+    def __iter__(self) -> Iterator[ReplicaRecord]:
+        """All records, by their places."""
+        return iter(self._records)
+
+    def places(self) -> dict[str, int]:
+        """The numbers of the replicas that are there. May be called in any thread."""
+        return {address: place for address, place in list(self._places.items()) if address in self._present}
+
+
+_HISTOGRAMS: Sequence[tuple[str, str, Callable[[ReplicaRecord], Distribution]]] = (
+    ("time_to_first_token_seconds", "From the arrival of a request to its first token.", attrgetter("first_token")),
+    (
+        "inter_token_seconds",
+        "Between two tokens of a sequence, for each token after the first.",
+        attrgetter("inter_token"),
+    ),
+    ("request_seconds", "From the arrival of a completed request to the end of its call.", attrgetter("whole")),
+    ("request_prompt_tokens", "Prompt tokens of a completed request.", attrgetter("prompt_tokens")),
+    ("sequence_tokens", "Generated tokens of a sequence of a completed request.", attrgetter("output_tokens")),
+)
+"""The histograms over all replicas: name, help, and which one of a record."""
+
+
 class GatewayMetrics:
     """The gateway's metrics, in a registry of their own.
 
     Attributes:
+        http_answers: Answers over HTTP, those excepted that probes and Prometheus ask for.
+        grpc_calls: gRPC calls that are over, those of health excepted.
         statistics: Sums over the requests that are over, for those who ask for them otherwise.
-        records: What is known of the requests of each replica, by its address.
+        records: What is known of the requests of each replica.
     """
 
     def __init__(self, max_tenants: int = 0) -> None:
         """`max_tenants` is the number of tenants with metrics of their own."""
         self.statistics = RequestStatistics()
-        self.records: dict[str, ReplicaRecord] = {}
+        self.records = ReplicaRecords()
         self.registry = CollectorRegistry()
         self._refresh: Callable[[], Awaitable[None]] | None = None
         self._requests = self._counter(
             "requests", "Requests that were accepted, by how they ended.", labels=["outcome"]
         )
+        for outcome in _WATCHED_OUTCOMES:
+            self._requests.labels(outcome)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests.")
-        self._live = Gauge("quire_gateway_live_requests", "Requests that run now.", registry=self.registry)
+        self._live = Gauge(
+            "quire_gateway_live_requests", "Requests that are read here, waiting ones included.", registry=self.registry
+        )
         self._resubmissions = self._counter("resubmissions", "Requests sent again after a scheduler was lost.")
+        self.grpc_calls = CallCounts("gateway", self.registry)
+        self.http_answers = HttpAnswers(self.registry)
         self.registry.register(_Records(self.records))
         self._tenants = _TenantMetrics(self.registry, max_tenants) if max_tenants else None
 
@@ -193,9 +318,9 @@ class GatewayMetrics:
         """Counts a change of the files of keys that was not taken over."""
         self._keys_reload_failures.inc()
 
-    def watch_schedulers(self, addresses: Iterable[str], count_connected: Callable[[], int]) -> None:
+    def watch_schedulers(self, addresses: Collection[str], count_connected: Callable[[], int]) -> None:
         """Reports the number of connected schedulers, which `count_connected` tells when it is asked."""
-        self.records.update({address: ReplicaRecord() for address in addresses})
+        self.records.keep(addresses)
         gauge = Gauge("quire_gateway_connected_schedulers", "Schedulers with an open stream.", registry=self.registry)
         gauge.set_function(count_connected)
 
@@ -211,7 +336,7 @@ class GatewayMetrics:
 
     def count_tokens(self, address: str, arrivals: Arrivals) -> None:
         """Counts the tokens that a batch of events of a replica brought."""
-        self._record(address).add_tokens(arrivals)
+        self.records.of(address).add_tokens(arrivals)
 
     @contextmanager
     def track(self, live: LiveRequest) -> Iterator[None]:
@@ -222,7 +347,7 @@ class GatewayMetrics:
                 yield
         finally:
             if live.seconds_to_first_token is not None and live.last_replica is not None:
-                self._record(live.last_replica).first_token.add(live.seconds_to_first_token)
+                self.records.of(live.last_replica).first_token.add(live.seconds_to_first_token)
 
     @contextmanager
     def track_resumed(self, live: LiveRequest, num_known_tokens: int) -> Iterator[None]:
@@ -249,7 +374,7 @@ class GatewayMetrics:
             self._resubmissions.inc(max(live.submissions - 1, 0))
             num_new = live.num_generated_tokens - num_known_tokens
             if live.last_replica is not None and (num_new or not is_resumed):
-                self._over(self._record(live.last_replica), live, usage, outcome, None if is_resumed else seconds)
+                self._over(self.records.of(live.last_replica), live, usage, outcome, None if is_resumed else seconds)
             if self._tenants is not None:
                 self._tenants.add(live, outcome, num_new, None if is_resumed else seconds)
 
@@ -267,21 +392,15 @@ class GatewayMetrics:
         if seconds is not None:
             record.whole.add(seconds)
 
-    def _record(self, address: str) -> ReplicaRecord:
-        record = self.records.get(address)
-        if record is None:
-            record = self.records[address] = ReplicaRecord()
-        return record
-
 
 class _Records(Collector):
     """The records of all replicas together."""
 
-    def __init__(self, records: dict[str, ReplicaRecord]) -> None:
+    def __init__(self, records: ReplicaRecords) -> None:
         self._records = records
 
     def collect(self) -> Iterable[Metric]:
-        records = list(self._records.values())
+        records = list(self._records)
         generated = sum(record.num_generated_tokens for record in records)
         yield CounterMetricFamily(f"{_PREFIX}generated_tokens", "Tokens that came from schedulers.", generated)
         finished = CounterMetricFamily(
@@ -290,35 +409,10 @@ class _Records(Collector):
         for reason in FinishReason:
             finished.add_metric([reason.value], sum(record.finished[reason] for record in records))
         yield finished
-        for name, help_text, parts in (
-            (
-                "time_to_first_token_seconds",
-                "From the arrival of a request to its first token.",
-                [record.first_token for record in records],
-            ),
-            (
-                "inter_token_seconds",
-                "Between two tokens of a sequence, for each token after the first.",
-                [record.inter_token for record in records],
-            ),
-            (
-                "request_seconds",
-                "From the arrival of a completed request to the end of its call.",
-                [record.whole for record in records],
-            ),
-            (
-                "request_prompt_tokens",
-                "Prompt tokens of a completed request.",
-                [record.prompt_tokens for record in records],
-            ),
-            (
-                "sequence_tokens",
-                "Generated tokens of a sequence of a completed request.",
-                [record.output_tokens for record in records],
-            ),
-        ):
+        for name, help_text, of in _HISTOGRAMS:
             family = HistogramMetricFamily(_PREFIX + name, help_text)
-            if parts:
+            if records:
+                parts = [of(record) for record in records]
                 Distribution.total(parts[0].bounds, parts).put_into(family)
             yield family
 

@@ -8,7 +8,8 @@ from typing import Any, Self
 
 from gateway.request.constraints import ConstraintChecker
 from gateway.request.types import RequestOptions, write
-from gateway.request.validation import Violations, check_numbers
+from gateway.request.validation import check_numbers
+from gateway.request.violations import Violations
 from gateway.text.chat import Chat, ChatTemplate, special_token_texts
 from gateway.text.tokenizer import Tokenizer
 from quire.common.v1.common_pb2 import SamplingParameters
@@ -86,7 +87,8 @@ def _sampling_defaults(directory: ModelDirectory) -> SamplingParameters:
     Raises:
         ConfigurationError: a value is not a number, or out of the range of the request field.
     """
-    given, file = directory.generation_defaults, directory.path / "generation_config.json"
+    given, file = directory.generation_defaults, directory.path
+    file = file / "generation_config.json" if file.is_dir() else file
     for name in _DEFAULTS:
         value = given.get(name, 1)
         kind, expected = (int, "an integer") if name == "top_k" else (int | float, "a number")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gateway.text.formats.answer import REASONING_FORMATS, TOOL_FORMATS
-from quire.rpc.address import parse_address
+from quire.rpc.address import parse_target
 from quire.service_flags import DrainFlags, ModelFlags, ProcessFlags, ServiceFlags, TenantFlags
 from quire.settings import parse_bytes, setting
 
@@ -149,6 +149,13 @@ class ConnectionLimits(ServiceFlags):
     handshake_timeout: float = setting(
         10.0, "maximum seconds for a client to set up a connection", minimum=0.1, maximum=3600, metavar="SECONDS"
     )
+    max_connection_age: float | None = setting(
+        None,
+        "seconds after which a gRPC client is told to open a new connection for its next calls, which spreads clients "
+        "over gateways (default: 10 where several gateways share a port, else never)",
+        minimum=0.1,
+        metavar="SECONDS",
+    )
     slow_reader_timeout: float = setting(
         60.0, "maximum seconds in which a client reads nothing while output is waiting", minimum=0.1, metavar="SECONDS"
     )
@@ -192,7 +199,12 @@ class GatewayFlags(ListenFlags, FormatFlags, RequestLimits, ConnectionLimits, Te
 class GatewaySettings(ModelFlags, GatewayFlags, DrainFlags, ProcessFlags):
     """Serves clients over gRPC and HTTP, and spreads their requests over schedulers."""
 
-    schedulers: tuple[str, ...] = setting(("127.0.0.1:50052",), "addresses of the schedulers, one per replica")
+    schedulers: tuple[str, ...] = setting(
+        ("127.0.0.1:50052",),
+        "addresses of the schedulers, one per replica; dns:///NAME:PORT stands for all addresses that a name has, and "
+        "follows it while they change",
+        metavar="ADDRESS",
+    )
     routing: str = setting(
         "cache",
         "how to choose among replicas: the one that has most of the prompt cached; by the prompt's beginning; or one "
@@ -221,6 +233,6 @@ class GatewaySettings(ModelFlags, GatewayFlags, DrainFlags, ProcessFlags):
         if not self.schedulers:
             raise ValueError("--schedulers is empty; give the address of at least one scheduler")
         for address in self.schedulers:
-            parse_address(address)
+            parse_target(address)
         if len(set(self.schedulers)) < len(self.schedulers):
             raise ValueError(f"--schedulers names an address twice: {', '.join(self.schedulers)}")

@@ -1,19 +1,20 @@
 """The gateway's metrics under vLLM's names, for dashboards and autoscalers made for vLLM (`--vllm-metric-names`).
 
-An engine is a replica; its label is the position in `--schedulers`. The gauges of the queues are of this gateway's own
-requests, so that sums over several gateways are right; the use of the KV cache is the whole replica's. docs/metrics.md
-has the table of names.
+An engine is a replica; its label is the position in `--schedulers`, or for replicas of a DNS name the first number that
+was free when they were found. The gauges of the queues are of this gateway's own requests, so that sums over several
+gateways are right; the use of the KV cache is the whole replica's. docs/metrics.md has the table of names.
 """
 
 import asyncio
 import time
+from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.metrics import ReplicaRecord
+from gateway.metrics import GatewayMetrics, ReplicaRecord
 from gateway.replicas.calls import ReplicaLoad
 from gateway.replicas.events import FinishReason
 from gateway.replicas.pool import Replicas
@@ -22,6 +23,7 @@ from quire.histograms import Distribution
 _LABELS = ("model_name", "engine")
 # Requests that no replica has are of no engine.
 _NO_ENGINE = "none"
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 _REASONS = {
     "stop": (FinishReason.STOP, FinishReason.TOOL_CALLS),
     "length": (FinishReason.LENGTH,),
@@ -71,6 +73,7 @@ HISTOGRAMS = (
     ),
     _HistogramName("request_params_n", "The parameter n.", lambda record: record.sequences),
     _HistogramName("request_params_max_tokens", "The parameter max_tokens.", lambda record: record.max_tokens),
+    _HistogramName("request_num_preemptions", "Preemptions of a request.", lambda record: record.preemptions),
 )
 COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaRecord], int]]] = {
     "prompt_tokens": ("Prompt tokens of completed requests.", lambda record: record.num_prompt_tokens),
@@ -85,11 +88,10 @@ COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaRecord], int]]] = {
 class VllmMetrics(Collector):
     """Makes series under vLLM's names from records and from what the schedulers said at the last `refresh`."""
 
-    def __init__(
-        self, model_name: str, records: Mapping[str, ReplicaRecord], replicas: Replicas, gateway_id: str
-    ) -> None:
+    def __init__(self, model_name: str, metrics: GatewayMetrics, replicas: Replicas, gateway_id: str) -> None:
         self._model_name = model_name
-        self._records = records
+        self._metrics = metrics
+        self._records = metrics.records
         self._replicas = replicas
         self._gateway_id = gateway_id
         self._loads: Mapping[str, ReplicaLoad] = {}
@@ -108,25 +110,59 @@ class VllmMetrics(Collector):
             self._refreshing = None
 
     def collect(self) -> Iterable[Metric]:
-        engines = {address: str(index) for index, address in enumerate(self._records)}
-        yield from self._queues(engines)
+        # Of the replicas that are there. Records outlive them.
+        engines = {address: str(place) for address, place in self._records.places().items()}
+        records = {str(place): record for place, record in enumerate(self._records)}
+        loads = {engines[address]: load for address, load in self._loads.items() if address in engines}
+        yield from self._queues(loads)
         yield self._family(
             "gauge",
             "kv_cache_usage_perc",
             "Share of the KV cache in use, 1 is all.",
-            {(engines[address],): load.kv_cache_usage for address, load in self._loads.items()},
+            {(engine,): load.kv_cache_usage for engine, load in loads.items()},
         )
-        yield from self._counters(engines)
+        yield from self._counters(records)
         for histogram in HISTOGRAMS:
             family = HistogramMetricFamily(f"vllm:{histogram.name}", histogram.help, labels=_LABELS)
-            for address, record in self._records.items():
-                histogram.of(record).put_into(family, [self._model_name, engines[address]])
+            for engine, record in records.items():
+                histogram.of(record).put_into(family, [self._model_name, engine])
             yield family
+        yield self._step_tokens(loads)
         yield self._cache_config(engines)
         yield self._adapters()
+        yield self._sleep(loads)
+        yield from self._http()
 
-    def _queues(self, engines: Mapping[str, str]) -> Iterable[Metric]:
-        loads = {engines[address]: load for address, load in self._loads.items()}
+    def _step_tokens(self, loads: Mapping[str, ReplicaLoad]) -> Metric:
+        """Of the whole replica: a step mixes the requests of all gateways."""
+        family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens that a step computes.", labels=_LABELS)
+        for engine, load in loads.items():
+            if load.step_tokens is not None:
+                load.step_tokens.put_into(family, [self._model_name, engine])
+        return family
+
+    def _sleep(self, engines: Iterable[str]) -> Metric:
+        """Replicas do not sleep. vLLM's dashboards show a model without this series as down."""
+        states = {(engine, state): int(state == "awake") for engine in engines for state in _SLEEP_STATES}
+        return self._family("gauge", "engine_sleep_state", "Whether a replica is in a state.", states, ["sleep_state"])
+
+    def _http(self) -> Iterable[Metric]:
+        """What the middleware of vLLM's HTTP server counts, under its names."""
+        name, labels = "http_requests", ("handler", "method", "status")
+        family = CounterMetricFamily(name, "Answers over HTTP, by the first digit of the status.", labels=labels)
+        by_class: Tally[tuple[str, str, str]] = Tally()
+        for answer, count in self._metrics.http_answers.counts():
+            by_class[answer.route, answer.method, f"{answer.status // 100}xx"] += count
+        for key, count in by_class.items():
+            family.add_metric(key, count)
+        yield family
+        name, help_text = "http_request_duration_seconds", "From a request over HTTP to the end of its answer."
+        family = HistogramMetricFamily(name, help_text, labels=("handler", "method"))
+        for place, seconds in self._metrics.http_answers.durations():
+            seconds.put_into(family, place)
+        yield family
+
+    def _queues(self, loads: Mapping[str, ReplicaLoad]) -> Iterable[Metric]:
         running = {(engine,): load.num_running for engine, load in loads.items()}
         yield self._family("gauge", "num_requests_running", "Requests that run.", running)
         waiting = {(engine,): load.num_waiting + load.num_held for engine, load in loads.items()}
@@ -138,8 +174,7 @@ class VllmMetrics(Collector):
         help_text = "Requests that wait: for room, or for what another request or a worker prepares."
         yield self._family("gauge", "num_requests_waiting_by_reason", help_text, by_reason, ["reason"])
 
-    def _counters(self, engines: Mapping[str, str]) -> Iterable[Metric]:
-        records = {engines[address]: record for address, record in self._records.items()}
+    def _counters(self, records: Mapping[str, ReplicaRecord]) -> Iterable[Metric]:
         for name, (help_text, value_of) in COUNTERS.items():
             values = {(engine,): value_of(record) for engine, record in records.items()}
             yield self._family("counter", name, help_text, values)
@@ -149,6 +184,9 @@ class VllmMetrics(Collector):
             by_source[engine, "local_cache_hit"] = record.num_cached_tokens
             by_source[engine, "external_kv_transfer"] = 0
         yield self._family("counter", "prompt_tokens_by_source", "Prompt tokens by source.", by_source, ["source"])
+        of_device = {(engine, "device"): record.num_cached_tokens for engine, record in records.items()}
+        help_text = "Prompt tokens that were cached, by where."
+        yield self._family("counter", "prompt_tokens_cached_by_source", help_text, of_device, ["source"])
         finished = {
             (engine, name): sum(record.finished[reason] for reason in reasons)
             for engine, record in records.items()

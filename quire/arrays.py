@@ -63,15 +63,15 @@ def encode_float32(values: NDArray[np.floating] | Sequence[float]) -> bytes:
     return np.asarray(values, dtype=_FLOAT32).tobytes()
 
 
-def decode_float32(data: bytes, field: str, *, columns: int = 1) -> NDArray[np.float32]:
-    """The float32 array of shape [n], or [n, columns], in `data`; a read-only view of it.
+def decode_float32(data: bytes, field: str) -> NDArray[np.float32]:
+    """The float32 array of shape [n] in `data`; a read-only view of it.
 
     NaN and infinities pass: log probabilities may be -inf.
 
     Raises:
-        InvalidArgument: the length is not that of whole rows.
+        InvalidArgument: the length is not that of whole numbers.
     """
-    return _decode(data, field, _FLOAT32, columns)
+    return _decode(data, field, _FLOAT32, columns=1)
 
 
 class LogprobMessage(Protocol):

@@ -129,10 +129,10 @@ def _tokenizer_digest(directory: ModelDirectory) -> str:
 def _weights_digest(path: Path) -> str:
     """Independent of how the tensors are spread over files."""
     try:
-        tensors = sorted(tensor for file in weight_files(path) for tensor in _tensors_of(file))
+        tensors = sorted(_tensors_of(path))
         step = max(len(tensors) // _NUM_SAMPLED_TENSORS, 1)
         samples = [_sample(tensor) for tensor in tensors[::step]]
-    except (ConfigurationError, OSError, ValueError, KeyError, TypeError):
+    except (ConfigurationError, OSError, ValueError, KeyError, TypeError, RecursionError):
         # A file is missing or damaged, which the loader reports.
         return ""
     return _digest([*(f"{tensor.name} {tensor.dtype} {tensor.shape}".encode() for tensor in tensors), *samples])
@@ -150,12 +150,18 @@ class _StoredTensor:
     end: int
 
 
-def _tensors_of(file: Path) -> Iterator[_StoredTensor]:
-    """From the header of a GGUF file, or of a safetensors file: its length in 8 bytes, then JSON."""
-    if file.suffix == GGUF_SUFFIX:
-        for tensor, end in GgufHeader.read(file).sized():
-            yield _StoredTensor(tensor.name, str(tensor.ggml_type), str(list(tensor.shape)), file, tensor.start, end)
+def _tensors_of(path: Path) -> Iterator[_StoredTensor]:
+    if path.suffix == GGUF_SUFFIX:
+        for tensor in GgufHeader.read(path).tensors.values():
+            shape = str(list(tensor.shape))
+            yield _StoredTensor(tensor.name, str(tensor.ggml_type), shape, tensor.file, tensor.start, tensor.end)
         return
+    for file in weight_files(path):
+        yield from _safetensors_of(file)
+
+
+def _safetensors_of(file: Path) -> Iterator[_StoredTensor]:
+    """From the header of a file: its length in 8 bytes, then JSON."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length)) if length <= _MAX_HEADER_BYTES else None
@@ -164,6 +170,8 @@ def _tensors_of(file: Path) -> Iterator[_StoredTensor]:
     for name, entry in header.items():
         if name != "__metadata__":
             start, end = (8 + length + offset for offset in entry["data_offsets"])
+            if end < start:
+                raise ValueError(f"{file}: tensor {name} ends before it begins")
             yield _StoredTensor(name, str(entry["dtype"]), str(entry["shape"]), file, start, end)
 
 

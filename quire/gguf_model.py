@@ -6,44 +6,34 @@ read by the worker (`worker_svc.gguf_weights`).
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.gguf_header import GgufHeader
+from quire.gguf_header import GgufFields, GgufHeader, GgufTensor
+from quire.gguf_tokenizer import ENDS_OF_TURNS, tokenizer_of
 from quire.settings import ConfigurationError
 
 _OUTPUT = "output.weight"
 _ROPE_FACTORS = "rope_freqs.weight"
 _EMBEDDING = "token_embd.weight"
 _F32, _F16 = 0, 1
-# Types of tokens.
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-_SPACE = "\u2581"
 _NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _END_TOKENS = ("eos", "eot", "eom")
-
-_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA_3 = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"
-_QWEN_2 = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_REST}"
-_DIGITS = r"\p{N}"
-_SPLITS: dict[str, str | None] = {
-    "gpt-2": None,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "llama-bpe": _LLAMA_3,
-    "llama3": _LLAMA_3,
-    "llama-v3": _LLAMA_3,
-    "qwen2": _QWEN_2,
-    "deepseek-r1-qwen": _QWEN_2,
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
 }
-"""How byte-level vocabularies split text, by tokenizer.ggml.pre; None, and what is between digits, as GPT-2 does."""
-_NORMALIZED = ("qwen2", "deepseek-r1-qwen")
-_WITH_BOS = ("llama-bpe", "llama3", "llama-v3")
-"""Those that put the first token before a text, unless the file says otherwise; and all of SentencePiece."""
+"""Fields of general.sampling, which converters take from generation_config.json, by the names that they have there."""
+_NOT_MODELS = {
+    "mmproj": "the part of a model that reads images or sound, which Quire does not; name that of the language model",
+    "adapter": "an adapter (LoRA), not a model; Quire serves models alone",
+    "imatrix": "an importance matrix, from which quantized files are made, not a model",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +41,7 @@ class GgufDescription:
     """The contents of the files that a model directory would have."""
 
     config: dict[str, Any]
+    generation_config: dict[str, Any]
     tokenizer_config: dict[str, Any]
     tokenizer: bytes
     """Of tokenizer.json."""
@@ -62,352 +53,356 @@ class GgufDescription:
 def describe(path: Path) -> GgufDescription:
     """Raises ConfigurationError, one line, for a damaged file and for what is not read."""
     header = GgufHeader.read(path)
-    fields = _Fields(header)
-    eos = tuple(dict.fromkeys(token_id for name in _END_TOKENS if (token_id := fields.token_id(name)) is not None))
+    kind = header.metadata.get("general.type")
+    if kind in _NOT_MODELS:
+        raise ConfigurationError(f"{path} is {_NOT_MODELS[kind]}")
+    fields = GgufFields(header)
+    config = _config(fields)
     tokens = fields.texts("tokenizer.ggml.tokens")
+    tokenizer = tokenizer_of(fields, tokens)
+    eos = _ends_of_text(fields, tokens, tokenizer["added_tokens"])
     tokenizer_config: dict[str, Any] = {
         key: tokens[token_id] for key, name in _NAMED_TOKENS.items() if (token_id := fields.token_id(name)) is not None
     }
     templates = {"default": header.metadata.get("tokenizer.chat_template")}
     templates["tool_use"] = header.metadata.get("tokenizer.chat_template.tool_use")
     return GgufDescription(
-        config=_config(fields) | {"eos_token_id": list(eos), "bos_token_id": fields.token_id("bos")},
+        config=config | {"eos_token_id": list(eos), "bos_token_id": fields.token_id("bos")},
+        generation_config=_generation_config(fields),
         tokenizer_config=tokenizer_config,
-        tokenizer=json.dumps(_tokenizer(fields, tokens), ensure_ascii=False).encode(),
+        tokenizer=json.dumps(tokenizer, ensure_ascii=False).encode(),
         eos_token_ids=eos,
         chat_templates={name: text for name, text in templates.items() if isinstance(text, str)},
     )
 
 
-class _Fields:
-    """The metadata of a file, checked as it is read; errors name the file."""
+def _ends_of_text(
+    fields: GgufFields, tokens: Sequence[str], added_tokens: Sequence[Mapping[str, Any]]
+) -> tuple[int, ...]:
+    named = [token_id for name in _END_TOKENS if (token_id := fields.token_id(name)) is not None]
+    turns = [token["id"] for token in added_tokens if token["content"] in ENDS_OF_TURNS]
+    return tuple(dict.fromkeys([*named, *turns]))
 
-    def __init__(self, header: GgufHeader) -> None:
-        self.header = header
-        self.architecture = self.text("general.architecture")
 
-    def error(self, problem: str) -> ConfigurationError:
-        return ConfigurationError(f"{self.header.path}: {problem}")
-
-    def text(self, key: str) -> str:
-        return self._typed(key, str, "a text")
-
-    def texts(self, key: str) -> list[str]:
-        values = self._typed(key, list, "a list of texts")
-        if not all(isinstance(value, str) for value in values):
-            raise self.error(f"{key} is not a list of texts")
-        return values
-
-    def own(self, name: str, kind: type | tuple[type, ...] = int, default: Any = None) -> Any:
-        """A field of the architecture: "block_count" is llama.block_count."""
-        key = f"{self.architecture}.{name}"
-        return self._typed(key, kind, "a number") if key in self.header.metadata or default is None else default
-
-    def number(self, name: str, default: float | None = None) -> float:
-        return self.own(name, (int, float), default)
-
-    def has(self, name: str) -> bool:
-        return f"{self.architecture}.{name}" in self.header.metadata
-
-    def token_id(self, name: str) -> int | None:
-        key = f"tokenizer.ggml.{name}_token_id"
-        value = self.header.metadata.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, int) or not 0 <= value < len(self.texts("tokenizer.ggml.tokens")):
-            raise self.error(f"{key} is {value!r:.80}, which is no token of the vocabulary")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        return self._typed(key, bool, "true or false") if key in self.header.metadata else default
-
-    def _typed(self, key: str, kind: type | tuple[type, ...], expected: str) -> Any:
-        value = self.header.metadata.get(key)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            said = "missing" if value is None else f"{value!r:.80}, not {expected}"
-            raise self.error(f"{key} is {said}")
-        return value
+def _generation_config(fields: GgufFields) -> dict[str, Any]:
+    given = {name: fields.shared(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 # config.json
 
 
-def _config(fields: _Fields) -> dict[str, Any]:
+def _config(fields: GgufFields) -> dict[str, Any]:
     make = _CONFIGS.get(fields.architecture)
     if make is None:
         raise fields.error(
-            f"architecture {fields.architecture} of GGUF files is not read; read are {', '.join(_CONFIGS)}; "
+            f"architecture {fields.architecture!r:.80} of GGUF files is not read; read are {', '.join(_CONFIGS)}; "
             "others are served from a directory as transformers saves it"
         )
-    if fields.own("expert_count", default=0):
-        raise fields.error("models with experts are not read from GGUF files, only from a directory of transformers'")
-    tensors = fields.header.tensors
-    if _EMBEDDING not in tensors:
-        raise fields.error(f"tensor {_EMBEDDING} is missing")
-    matrices = {tensor.ggml_type for tensor in tensors.values() if len(tensor.shape) > 1}
-    dtype = (
-        {_F32: "float32", _F16: "float16"}.get(next(iter(matrices)), "bfloat16") if len(matrices) == 1 else "bfloat16"
-    )
+    if not fields.header.tensors:
+        raise fields.error("it has no tensors, a vocabulary alone")
+    embedding = fields.header.tensors.get(_EMBEDDING)
+    if embedding is None or len(embedding.shape) != 2:
+        raise fields.error(f"tensor {_EMBEDDING} is missing, or no matrix")
+    _check_sizes(fields, embedding)
     shared = {
-        "vocab_size": tensors[_EMBEDDING].shape[0],
-        "tie_word_embeddings": _OUTPUT not in tensors,
-        "dtype": dtype,
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": _OUTPUT not in fields.header.tensors,
+        "dtype": _dtype(fields),
     }
     return make(fields) | shared
 
 
-def _llama_like(architecture: str, model_type: str) -> Callable[[_Fields], dict[str, Any]]:
-    def make(fields: _Fields) -> dict[str, Any]:
-        heads, width = fields.own("attention.head_count"), fields.own("embedding_length")
-        head_dim = fields.own("attention.key_length", default=width // max(heads, 1))
-        rotated = fields.own("rope.dimension_count", default=head_dim)
-        if rotated != head_dim or fields.own("attention.value_length", default=head_dim) != head_dim:
-            raise fields.error(f"heads of {head_dim} with {rotated} rotated dimensions are not read")
-        window: dict[str, Any] = {}
-        if fields.has("attention.sliding_window"):
-            if model_type != "llama":
-                raise fields.error(f"sliding windows of {model_type} are not read")
-            window = {"architectures": ["MistralForCausalLM"], "sliding_window": fields.own("attention.sliding_window")}
-        return {
-            "architectures": [architecture],
-            "model_type": model_type,
-            "hidden_size": width,
-            "intermediate_size": fields.own("feed_forward_length"),
-            "num_hidden_layers": fields.own("block_count"),
-            "num_attention_heads": heads,
-            "num_key_value_heads": fields.own("attention.head_count_kv", default=heads),
-            "head_dim": head_dim,
-            "max_position_embeddings": fields.own("context_length"),
-            "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
-            "hidden_act": "silu",
-            "rope_theta": fields.number("rope.freq_base", 10_000.0),
-            "rope_scaling": _rope_scaling(fields, head_dim),
-            "attention_bias": "blk.0.attn_q.bias" in fields.header.tensors,
-            **window,
+def _check_sizes(fields: GgufFields, embedding: GgufTensor) -> None:
+    """What others multiply by and count to is what the tensors say, so a damaged number takes no memory."""
+    width, num_layers = fields.size("embedding_length"), fields.size("block_count")
+    if width != embedding.shape[1]:
+        raise fields.error(f"embedding_length is {width}, and {_EMBEDDING} has {embedding.shape[1]} columns")
+    numbers = {name.split(".")[1] for name in fields.header.tensors if name.startswith("blk.")}
+    if len(numbers) != num_layers or str(num_layers - 1) not in numbers:
+        raise fields.error(f"block_count is {num_layers}, and it has the tensors of {len(numbers)} layers")
+    heads = fields.size("attention.head_count")
+    query = fields.header.tensors.get("blk.0.attn_q.weight") or fields.header.tensors.get("blk.0.attn_qkv.weight")
+    if query is None or heads * fields.size("attention.key_length", max(width // heads, 1)) > query.shape[0]:
+        raise fields.error("tensor blk.0.attn_q.weight is missing, or has not as many rows as all heads together")
+    if not fields.flag(f"{fields.architecture}.attention.causal", True):
+        raise fields.error("its tokens attend to later ones, as in a model of embeddings; such models are not served")
+
+
+def _dtype(fields: GgufFields) -> str:
+    """That of the matrices: those of experts' gates and all vectors are float32 in any file."""
+    kinds = {tensor.ggml_type for tensor in fields.header.tensors.values() if len(tensor.shape) > 1}
+    if kinds == {_F32}:
+        return "float32"
+    return "float16" if kinds <= {_F32, _F16} else "bfloat16"
+
+
+def _sizes(fields: GgufFields, width_of_experts: int | None = None) -> dict[str, Any]:
+    """What all families but GPT-2 have. Where each layer has experts, a file may omit the width of other layers."""
+    heads, width = fields.size("attention.head_count"), fields.size("embedding_length")
+    head_dim = fields.size("attention.key_length", max(width // heads, 1))
+    rotated = fields.size("rope.dimension_count", head_dim)
+    if rotated != head_dim or fields.size("attention.value_length", head_dim) != head_dim:
+        raise fields.error(f"heads of {head_dim} with {rotated} rotated dimensions are not read")
+    return {
+        "hidden_size": width,
+        "intermediate_size": fields.size("feed_forward_length", width_of_experts),
+        "num_hidden_layers": fields.size("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.size("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": fields.size("context_length"),
+        "rms_norm_eps": fields.positive("attention.layer_norm_rms_epsilon"),
+    }
+
+
+def _rope(fields: GgufFields, head_dim: int) -> dict[str, Any]:
+    return {
+        "rope_theta": fields.positive("rope.freq_base", 10_000.0),
+        "rope_scaling": _rope_scaling(fields, head_dim),
+    }
+
+
+def _llama(fields: GgufFields) -> dict[str, Any]:
+    """Llama, Mistral, and Mixtral, which is a Llama with experts here."""
+    if fields.has("expert_count") and fields.own("expert_count", int, "a whole number"):
+        return _llama_like(fields, "MixtralForCausalLM", "mixtral") | {
+            "sliding_window": None,
+            "num_local_experts": fields.size("expert_count"),
+            "num_experts_per_tok": _num_chosen_experts(fields),
         }
+    config = _llama_like(fields, "LlamaForCausalLM", "llama")
+    config["mlp_bias"] = "blk.0.ffn_gate.bias" in fields.header.tensors
+    if fields.has("attention.sliding_window"):
+        window = fields.size("attention.sliding_window")
+        return config | {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    return config
 
-    return make
+
+def _num_chosen_experts(fields: GgufFields) -> int:
+    chosen, count = fields.size("expert_used_count"), fields.size("expert_count")
+    if chosen > count:
+        raise fields.error(f"expert_used_count is {chosen}, more than the {count} experts")
+    if fields.own("expert_gating_func", int, "a whole number", _SOFTMAX) != _SOFTMAX:
+        raise fields.error("its experts are not chosen by softmax (expert_gating_func); that is not read")
+    return chosen
 
 
-def _gpt2(fields: _Fields) -> dict[str, Any]:
+_SOFTMAX = 1
+
+
+def _qwen(
+    fields: GgufFields, architecture: str, model_type: str, width_of_experts: int | None = None
+) -> dict[str, Any]:
+    if fields.has("attention.sliding_window"):
+        raise fields.error(f"sliding windows of {model_type} are not read")
+    return _llama_like(fields, architecture, model_type, width_of_experts)
+
+
+def _qwen_with_experts(fields: GgufFields, architecture: str, model_type: str) -> dict[str, Any]:
+    """Only Qwen 3 divides the weights of the chosen experts by their sum, as in llama.cpp; no field says so."""
+    tensors = fields.header.tensors
+    experts = tensors.get("blk.0.ffn_down_exps.weight")
+    if experts is None or len(experts.shape) != 3:
+        raise fields.error("tensor blk.0.ffn_down_exps.weight is missing, or has no three dimensions")
+    width = experts.shape[2]
+    config = _qwen(fields, architecture, model_type, width) | {
+        "num_experts": fields.size("expert_count"),
+        "num_experts_per_tok": _num_chosen_experts(fields),
+        "moe_intermediate_size": width,
+        "norm_topk_prob": model_type == "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    shared = tensors.get("blk.0.ffn_gate_shexp.weight")
+    return config if shared is None else config | {"shared_expert_intermediate_size": shared.shape[0]}
+
+
+def _llama_like(
+    fields: GgufFields, architecture: str, model_type: str, width_of_experts: int | None = None
+) -> dict[str, Any]:
+    sizes = _sizes(fields, width_of_experts)
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        **sizes,
+        "hidden_act": "silu",
+        **_rope(fields, sizes["head_dim"]),
+        "attention_bias": any(f"blk.0.{name}.bias" in fields.header.tensors for name in ("attn_q", "attn_qkv")),
+    }
+
+
+_GELU = "gelu_pytorch_tanh"
+
+
+def _gemma(fields: GgufFields) -> dict[str, Any]:
+    sizes = _sizes(fields)
+    return {
+        "architectures": ["GemmaForCausalLM"],
+        "model_type": "gemma",
+        **sizes,
+        "hidden_act": _GELU,
+        **_rope(fields, sizes["head_dim"]),
+    }
+
+
+def _gemma_2(fields: GgufFields) -> dict[str, Any]:
+    sizes = _sizes(fields)
+    return {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        **sizes,
+        "hidden_activation": _GELU,
+        "query_pre_attn_scalar": _query_scale(sizes, layers_of_largest=46),
+        "sliding_window": fields.size("attention.sliding_window", 4096),
+        "attn_logit_softcapping": fields.positive("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": fields.positive("final_logit_softcapping", 30.0),
+        **_rope(fields, sizes["head_dim"]),
+    }
+
+
+def _gemma_3(fields: GgufFields) -> dict[str, Any]:
+    sizes = _sizes(fields)
+    num_layers = sizes["num_hidden_layers"]
+    # Without a window, all layers attend to all tokens.
+    slides = [False] * num_layers
+    if fields.has("attention.sliding_window"):
+        pattern = fields.own("attention.sliding_window_pattern", (int, list), "a whole number or a list", 6)
+        if isinstance(pattern, list):
+            slides = [bool(each) for each in pattern]
+        elif pattern > 0:
+            slides = [(index + 1) % pattern > 0 for index in range(num_layers)]
+    if len(slides) != num_layers:
+        raise fields.error(f"attention.sliding_window_pattern has {len(slides)} entries for {num_layers} layers")
+    scaling = _rope_scaling(fields, sizes["head_dim"]) or {"rope_type": "default"}
+    theta_of_windows = fields.positive("rope.freq_base_swa", 10_000.0)
+    config = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        **sizes,
+        "hidden_activation": _GELU,
+        "query_pre_attn_scalar": _query_scale(sizes, layers_of_largest=62),
+        "sliding_window": fields.size("attention.sliding_window", 4096),
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": theta_of_windows},
+            "full_attention": scaling | {"rope_theta": fields.positive("rope.freq_base", 1_000_000.0)},
+        },
+    }
+    if fields.has("final_logit_softcapping"):
+        config["final_logit_softcapping"] = fields.positive("final_logit_softcapping")
+    return config
+
+
+def _query_scale(sizes: Mapping[str, Any], *, layers_of_largest: int) -> int:
+    """No field has it; the models of 27B differ from the others, and llama.cpp knows them by their layers."""
+    if sizes["num_hidden_layers"] == layers_of_largest:
+        return sizes["hidden_size"] // sizes["num_attention_heads"]
+    return sizes["head_dim"]
+
+
+def _gpt2(fields: GgufFields) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "n_embd": fields.own("embedding_length"),
-        "n_inner": fields.own("feed_forward_length"),
-        "n_layer": fields.own("block_count"),
-        "n_head": fields.own("attention.head_count"),
-        "n_positions": fields.own("context_length"),
-        "layer_norm_epsilon": fields.number("attention.layer_norm_epsilon"),
+        "n_embd": fields.size("embedding_length"),
+        "n_inner": fields.size("feed_forward_length"),
+        "n_layer": fields.size("block_count"),
+        "n_head": fields.size("attention.head_count"),
+        "n_positions": fields.size("context_length"),
+        "layer_norm_epsilon": fields.positive("attention.layer_norm_epsilon"),
         "activation_function": "gelu_new",
     }
 
 
-_CONFIGS: dict[str, Callable[[_Fields], dict[str, Any]]] = {
-    "llama": _llama_like("LlamaForCausalLM", "llama"),
-    "mistral": _llama_like("LlamaForCausalLM", "llama"),
-    "qwen2": _llama_like("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": _llama_like("Qwen3ForCausalLM", "qwen3"),
+_CONFIGS: dict[str, Callable[[GgufFields], dict[str, Any]]] = {
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": lambda fields: _qwen(fields, "Qwen2ForCausalLM", "qwen2"),
+    "qwen3": lambda fields: _qwen(fields, "Qwen3ForCausalLM", "qwen3"),
+    "qwen2moe": lambda fields: _qwen_with_experts(fields, "Qwen2MoeForCausalLM", "qwen2_moe"),
+    "qwen3moe": lambda fields: _qwen_with_experts(fields, "Qwen3MoeForCausalLM", "qwen3_moe"),
+    "gemma": _gemma,
+    "gemma2": _gemma_2,
+    "gemma3": _gemma_3,
     "gpt2": _gpt2,
 }
 
 
-def _rope_scaling(fields: _Fields, head_dim: int) -> dict[str, Any] | None:
-    kind = fields.own("rope.scaling.type", str, "none")
+def _rope_scaling(fields: GgufFields, head_dim: int) -> dict[str, Any] | None:
     if _ROPE_FACTORS in fields.header.tensors:
-        return _llama3_scaling(fields, head_dim)
+        return _factors_of_rotation(fields, head_dim)
+    # Files of before 2024 have another name for the factor. A factor without a type is linear.
+    factor = "rope.scaling.factor" if fields.has("rope.scaling.factor") else "rope.scale_linear"
+    kind = fields.own("rope.scaling.type", str, "a text", "linear" if fields.has(factor) else "none")
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
-        raise fields.error(f"rope.scaling.type is {kind}; read are none, linear and yarn")
-    scaling = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
-    if kind == "yarn":
-        scaling["original_max_position_embeddings"] = fields.own("rope.scaling.original_context_length")
-    return scaling
+        raise fields.error(f"rope.scaling.type is {kind!r:.80}; read are none, linear and yarn")
+    scaling = {"rope_type": kind, "factor": fields.positive(factor)}
+    return scaling if kind == "linear" else scaling | _yarn_parameters(fields)
+
+
+def _yarn_parameters(fields: GgufFields) -> dict[str, Any]:
+    for name in ("yarn_ext_factor", "attn_factor"):
+        if fields.number(f"rope.scaling.{name}", 1.0) != 1:
+            raise fields.error(f"rope.scaling.{name} is not 1; that is not read")
+    names = {"yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+    given = {name: f"rope.scaling.{key}" for key, name in names.items() if fields.has(f"rope.scaling.{key}")}
+    return {
+        "original_max_position_embeddings": fields.size("rope.scaling.original_context_length"),
+        **{name: fields.positive(key) for name, key in given.items()},
+    }
 
 
 _LLAMA_3_LOW, _LLAMA_3_HIGH, _LLAMA_3_LENGTH = 1.0, 4.0, 8192
 
 
-def _llama3_scaling(fields: _Fields, head_dim: int) -> dict[str, Any]:
-    """The parameters behind the factors of Llama 3.1 and later, which a file has in place of them.
+def _factors_of_rotation(fields: GgufFields, head_dim: int) -> dict[str, Any]:
+    """The scaling that divides each frequency by a factor of its own.
 
-    Their greatest one is the factor; the other parameters are the same in all of these models, which is checked.
+    Llama 3.1 and later have such factors in place of their parameters, of which only `factor`, the greatest one,
+    differs between the models. Others are a longrope that has the same factors at all lengths.
     """
-    stored = _read_floats(fields, _ROPE_FACTORS)
-    factor, theta = max(stored, default=1.0), fields.number("rope.freq_base", 10_000.0)
-    expected = []
+    stored = _read_floats(fields, _ROPE_FACTORS, head_dim // 2)
+    if not all(math.isfinite(each) and each > 0 for each in stored):
+        raise fields.error(f"{_ROPE_FACTORS} has factors that are not above 0")
+    factor, theta = max(stored, default=1.0), fields.positive("rope.freq_base", 10_000.0)
+    if all(
+        math.isclose(found, expected, rel_tol=1e-3)
+        for found, expected in zip(stored, _llama_3_factors(factor, theta, head_dim), strict=True)
+    ):
+        return {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": _LLAMA_3_LOW,
+            "high_freq_factor": _LLAMA_3_HIGH,
+            "original_max_position_embeddings": _LLAMA_3_LENGTH,
+        }
+    return {
+        "rope_type": "longrope",
+        "short_factor": list(stored),
+        "long_factor": list(stored),
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": fields.size("context_length"),
+    }
+
+
+def _llama_3_factors(factor: float, theta: float, head_dim: int) -> Iterator[float]:
     for index in range(head_dim // 2):
         wavelength = 2 * math.pi * theta ** (2 * index / head_dim)
         smooth = (_LLAMA_3_LENGTH / wavelength - _LLAMA_3_LOW) / (_LLAMA_3_HIGH - _LLAMA_3_LOW)
         smooth = min(max(smooth, 0.0), 1.0)
-        expected.append(1 / ((1 - smooth) / factor + smooth))
-    if len(stored) != len(expected) or any(abs(a - b) > 1e-3 * b for a, b in zip(stored, expected, strict=True)):
-        raise fields.error(f"{_ROPE_FACTORS} has other factors than Llama 3.1 and later have; they are not read")
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": _LLAMA_3_LOW,
-        "high_freq_factor": _LLAMA_3_HIGH,
-        "original_max_position_embeddings": _LLAMA_3_LENGTH,
-    }
+        yield 1 / ((1 - smooth) / factor + smooth)
 
 
-def _read_floats(fields: _Fields, name: str) -> Sequence[float]:
+def _read_floats(fields: GgufFields, name: str, count: int) -> Sequence[float]:
     tensor = fields.header.tensors[name]
-    if tensor.ggml_type != _F32:
-        raise fields.error(f"{name} is not in float32")
-    count = math.prod(tensor.shape)
-    with fields.header.path.open("rb") as file:
+    if tensor.ggml_type != _F32 or tensor.shape != (count,):
+        raise fields.error(f"{name} is not {count} numbers in float32")
+    with tensor.file.open("rb") as file:
         file.seek(tensor.start)
-        return memoryview(file.read(4 * count)).cast("f").tolist()
-
-
-# tokenizer.json
-
-
-def _tokenizer(fields: _Fields, tokens: Sequence[str]) -> dict[str, Any]:
-    kind = fields.text("tokenizer.ggml.model")
-    kinds = fields.header.metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    if not isinstance(kinds, list) or len(kinds) != len(tokens):
-        raise fields.error("tokenizer.ggml.token_type does not have an entry for each token")
-    if kind == "gpt2":
-        parts = _byte_level(fields, tokens)
-        with_bos = fields.text("tokenizer.ggml.pre") in _WITH_BOS
-    elif kind == "llama":
-        parts = _sentence_piece(fields, tokens, kinds)
-        with_bos = True
-    else:
-        raise fields.error(f"tokenizer.ggml.model is {kind}; read are gpt2 (byte-level BPE) and llama (SentencePiece)")
-    bos, eos = fields.token_id("bos"), fields.token_id("eos")
-    before = bos if fields.flag("tokenizer.ggml.add_bos_token", with_bos) else None
-    after = eos if fields.flag("tokenizer.ggml.add_eos_token", False) else None
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": _added_tokens(tokens, kinds),
-        **parts,
-        "post_processor": _post_processor(tokens, before, after),
-    }
-
-
-def _added_tokens(tokens: Sequence[str], kinds: Sequence[int]) -> list[dict[str, Any]]:
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return [
-        {"id": token_id, "content": token, **plain, "special": kind != _USER_DEFINED}
-        for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if token and kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
-    ]
-
-
-def _post_processor(tokens: Sequence[str], before: int | None, after: int | None) -> dict[str, Any] | None:
-    if before is None and after is None:
-        return None
-    around = {tokens[token_id]: token_id for token_id in (before, after) if token_id is not None}
-
-    def template(*sequences: str) -> list[dict[str, Any]]:
-        parts: list[dict[str, Any]] = []
-        for type_id, name in enumerate(sequences):
-            inner = [{"Sequence": {"id": name, "type_id": type_id}}]
-            for token_id, place in ((before, 0), (after, 2)):
-                if token_id is not None:
-                    inner.insert(place, {"SpecialToken": {"id": tokens[token_id], "type_id": type_id}})
-            parts += inner
-        return parts
-
-    return {
-        "type": "TemplateProcessing",
-        "single": template("A"),
-        "pair": template("A", "B"),
-        "special_tokens": {
-            token: {"id": token, "ids": [token_id], "tokens": [token]} for token, token_id in around.items()
-        },
-    }
-
-
-def _byte_level(fields: _Fields, tokens: Sequence[str]) -> dict[str, Any]:
-    pre = fields.text("tokenizer.ggml.pre")
-    if pre not in _SPLITS:
-        raise fields.error(f"tokenizer.ggml.pre is {pre}; read are {', '.join(_SPLITS)}")
-    split = _SPLITS[pre]
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": split in (None, _DIGITS),
-    }
-    steps: list[dict[str, Any]] = [byte_level]
-    if split is not None:
-        steps.insert(0, {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False})
-    merges = [merge.split(" ") for merge in fields.texts("tokenizer.ggml.merges")]
-    return {
-        "normalizer": {"type": "NFC"} if pre in _NORMALIZED else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "decoder": byte_level,
-        "model": _bpe(tokens, merges, ignore_merges=pre in _WITH_BOS),
-    }
-
-
-def _sentence_piece(fields: _Fields, tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, Any]:
-    scores = fields.header.metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
-        raise fields.error("tokenizer.ggml.scores does not have an entry for each token")
-    with_prefix = fields.flag("tokenizer.ggml.add_space_prefix", True)
-    unknown = fields.token_id("unknown")
-    decoders: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
-    if with_prefix:
-        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    normalizers: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
-    if with_prefix:
-        # Before a text that begins with a space, too: as SentencePiece and llama.cpp do.
-        normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
-    return {
-        "normalizer": {"type": "Sequence", "normalizers": normalizers},
-        "pre_tokenizer": None,
-        "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _bpe(
-            tokens,
-            _merges_of(tokens, scores, kinds),
-            unk_token=None if unknown is None else tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        ),
-    }
-
-
-def _merges_of(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
-    """The merges of a SentencePiece vocabulary, which has a score for each token instead: a pair is merged before
-    another one if the token that it makes has the higher score."""
-    is_text = {token for token, kind in zip(tokens, kinds, strict=True) if kind not in (_UNKNOWN, _CONTROL)}
-    places = {token: place for place, token in enumerate(tokens)}
-    found: list[tuple[float, int, int, int, str, str]] = []
-    for token, score in zip(tokens, scores, strict=True):
-        if token not in is_text:
-            continue
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in is_text and right in is_text:
-                found.append((-score, -len(left), -len(right), places[left], left, right))
-    found.sort(key=lambda merge: merge[:4])
-    return [(left, right) for *_, left, right in found]
-
-
-def _bpe(tokens: Sequence[str], merges: Sequence[Sequence[str]], **further: Any) -> Mapping[str, Any]:
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        "vocab": {token: token_id for token_id, token in enumerate(tokens)},
-        "merges": merges,
-        **further,
-    }
+        content = file.read(4 * count)
+    if len(content) < 4 * count:
+        raise fields.error(f"tensor {name} ends after the file; it is cut short")
+    return memoryview(content).cast("f").tolist()

@@ -16,14 +16,15 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 SHORT_SECONDS = (
-    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3),
-    *(0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2),
+    *(0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
-"""Bounds for the time between two tokens."""
+"""Bounds for the time between two tokens. Dashboards made for vLLM let one choose a goal between 0.025 and 0.5, and
+read the bucket with that bound; likewise between 0.1 and 10 in SECONDS."""
 
 SECONDS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0),
-    *(60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0),
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0),
+    *(7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0),
 )
 """Bounds for the times of a request."""
 
@@ -72,6 +73,21 @@ class Distribution:
     def count(self) -> int:
         """The number of observations."""
         return int(self._counts.sum())
+
+    @property
+    def counts(self) -> list[int]:
+        """The observations in each bucket, one more than `bounds`."""
+        return self._counts.tolist()
+
+    @classmethod
+    def of(cls, bounds: Sequence[float], counts: Sequence[int], sum_: float) -> Self:
+        """What another process has counted. Raises ValueError unless there is one count more than bounds."""
+        if len(counts) != len(bounds) + 1:
+            raise ValueError(f"{len(bounds)} bounds have {len(counts)} counts")
+        distribution = cls(bounds)
+        distribution._counts[:] = counts
+        distribution.sum = sum_
+        return distribution
 
     @classmethod
     def total(cls, bounds: Sequence[float], parts: Iterable[Self]) -> Self:

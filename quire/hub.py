@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from io import SEEK_END, FileIO
 from pathlib import Path
@@ -29,6 +30,7 @@ from huggingface_hub import (
     ModelInfo,
     constants,
     get_hf_file_metadata,
+    get_session,
     get_token,
     hf_hub_download,
     hf_hub_url,
@@ -40,7 +42,6 @@ from huggingface_hub.errors import (
     HFValidationError,
     HTTPError,  # pyright: ignore[reportPrivateImportUsage]  # of httpx, or of httpx2
     LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
     RemoteEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -49,6 +50,8 @@ from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers, disable_progress_bars
 from huggingface_hub.utils.logging import set_verbosity_error
 
+from quire.gguf_header import SUFFIX as GGUF_SUFFIX
+from quire.gguf_header import part_names
 from quire.model_directory import HubName, ModelDirectory, shard_names, weight_files
 from quire.progress import DOWNLOADING, LoadProgress, Report, no_report, of_bytes
 from quire.settings import ConfigurationError
@@ -75,10 +78,18 @@ _MAX_HTTP_BYTES = 50_000_000_000
 _SUFFIX = ".quire.incomplete"
 _FIRST_SERVER_ERROR = 500
 _NUM_THREADS = 4
-# A file that does not grow is given up after as many attempts, each of which `huggingface_hub` repeats.
+# To connect to the hub; and, once connected, for what it says of a model.
+_CONNECT_S = 5.0
+_LISTING_S = 60.0
+# What `http_get` repeats itself before it raises it; anything else is tried once more where the file has not grown.
+_REPEATED = ("ConnectError", "ConnectTimeout", "ReadTimeout", "WriteTimeout", "PoolTimeout", "RemoteProtocolError")
 _MAX_FRUITLESS_ATTEMPTS = 2
+_FORBIDDEN = 403
 _LOCK_POLL_S = 0.5
+_BROKEN = "the hub stopped answering"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+# An ETag becomes the name of a file.
+_PLAIN_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _NUM_SHOWN_FILES = 8
 _T = TypeVar("_T")
 
@@ -89,6 +100,28 @@ class Parts(Enum):
     ALL = "all"
     WITHOUT_WEIGHTS = "without weights"
     """What a gateway reads: configuration, tokenizer, chat templates."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A file of a repository.
+
+    Attributes:
+        size: In bytes.
+        etag: The name of its blob in the cache, where the hub says it in the listing: of large files.
+    """
+
+    size: int
+    etag: str | None
+
+    def missing_bytes(self, blobs: Path) -> int:
+        """What is not in the cache, as this or as a revision with the same content has left it."""
+        if self.etag is None:
+            return self.size
+        if (blobs / self.etag).exists():
+            return 0
+        partial = blobs / f"{self.etag}{_SUFFIX}"
+        return max(self.size - (partial.stat().st_size if partial.exists() else 0), 0)
 
 
 def pull(model: HubName, parts: Parts = Parts.ALL, report: Report = no_report) -> Path:
@@ -113,13 +146,16 @@ class _Pull:
         self._model = model
         self._report = report
         self._api = HfApi(library_name="quire", library_version=VERSION)
+        # Why the hub is not asked, once that is known.
+        self._offline: str | None = None
         self._done: dict[str, int] = {}
         self._total = 0
         self._counting = threading.Lock()
 
     def run(self, parts: Parts) -> Path:
+        self._offline = self._look_for_hub()
         if self._model.file is not None:
-            return self._single_file(self._model.file)
+            return self._gguf_model(self._model.file)
         # The one look-up of the revision: all other files are those of the commit that has this one.
         try:
             snapshot = self._fetch(_CONFIG, self._model.revision).parent
@@ -128,7 +164,7 @@ class _Pull:
         info = self._info(snapshot.name)
         if info is None:
             return self._cached(snapshot, parts)
-        listing = _sizes(info)
+        listing = _files(info)
         if _TOKENIZER not in listing:
             raise ConfigurationError(
                 f"{self._model} has no {_TOKENIZER}, the one form of tokenizer that is read; transformers writes it: "
@@ -143,26 +179,51 @@ class _Pull:
         _in_threads(lambda name: self._fetch(name, snapshot.name), weights)
         return snapshot
 
-    def _single_file(self, name: str) -> Path:
+    def _look_for_hub(self) -> str | None:
+        """Why the hub cannot be asked; None where it answers, whatever it says. One attempt: `huggingface_hub` makes
+        several with pauses between them, up to minutes, for each file that is not in the cache."""
+        if constants.HF_HUB_OFFLINE:
+            return "HF_HUB_OFFLINE is set"
+        self._report(LoadProgress(DOWNLOADING))
+        url = hf_hub_url(self._model.repository, self._model.file or _CONFIG, revision=self._model.revision)
+        answer_s = constants.HF_HUB_ETAG_TIMEOUT
+        # The times to connect, to read, to write, and to get a connection of the pool.
+        timeout: Any = (_CONNECT_S, answer_s, answer_s, _CONNECT_S)
+        try:
+            get_session().head(url, follow_redirects=False, timeout=timeout)
+        except HTTPError as error:
+            reason = f"{type(error).__name__}: {_one_line(error)}"
+            # The name is the same in httpx and in httpx2.
+            if reason.startswith("ReadTimeout"):
+                reason = f"no answer within {answer_s} s; HF_HUB_ETAG_TIMEOUT sets another time"
+            return f"{constants.ENDPOINT} cannot be reached ({reason})"
+        return None
+
+    def _gguf_model(self, file: str) -> Path:
+        """The file; with the other parts of the model, where it is one of several."""
+        names = part_names(file)
         info = self._info(self._model.revision)
         if info is not None and info.sha is not None:
-            listing = _sizes(info)
-            if name not in listing:
-                raise ConfigurationError(
-                    f"{self._model.repository} has no {name}; its GGUF files: {_shown(_gguf_files(listing)) or 'none'}"
-                )
-            self._fetch_large({name: listing[name]}, info.sha)
+            listing = _files(info)
+            for name in names:
+                if name not in listing:
+                    raise ConfigurationError(
+                        f"{self._model.repository} has no {name}; its GGUF files: "
+                        f"{_shown(_gguf_files(listing)) or 'none'}"
+                    )
+            self._fetch_large({name: listing[name] for name in names}, info.sha)
         # By the name of the revision, which offline mode then knows.
-        return self._fetch(name, self._model.revision)
+        first, *_ = [self._fetch(name, self._model.revision) for name in names]
+        return first
 
     def _without_config(self) -> ConfigurationError:
         info = self._info(self._model.revision)
-        found = [] if info is None else _gguf_files(_sizes(info))
+        found = [] if info is None else _gguf_files(_files(info))
         if found:
             return self._name_one_of(found)
         return ConfigurationError(f"{self._model} has no {_CONFIG}; it is no model as transformers saves it")
 
-    def _weights(self, listing: Mapping[str, int], commit: str) -> Sequence[str]:
+    def _weights(self, listing: Mapping[str, _Listed], commit: str) -> Sequence[str]:
         """The names of the weight files. Raises ConfigurationError where none can be read."""
         if _SINGLE_FILE in listing:
             return [_SINGLE_FILE]
@@ -196,36 +257,50 @@ class _Pull:
                 weight_files(snapshot)
         except ConfigurationError as error:
             raise ConfigurationError(
-                f"{self._model} is not whole in the cache, and {_reason_offline()}: {error}; "
+                f"{self._model} is not whole in the cache, and {self._offline or _BROKEN}: {error}; "
                 f"`quire pull {self._model}` fetches the rest once there is a connection"
             ) from error
         return snapshot
 
     def _info(self, revision: str | None) -> ModelInfo | None:
-        """What the hub says of a revision; None where it cannot be reached. Raises HfHubHTTPError."""
+        """What the hub says of a revision; None where it cannot be asked, or fails. Raises HfHubHTTPError."""
+        if self._offline is not None:
+            return None
         try:
-            return self._api.model_info(self._model.repository, revision=revision, files_metadata=True)
-        except (HTTPError, OfflineModeIsEnabled) as error:
+            return self._api.model_info(
+                self._model.repository, revision=revision, files_metadata=True, timeout=_LISTING_S
+            )
+        except HTTPError as error:
             if isinstance(error, HfHubHTTPError) and error.response.status_code < _FIRST_SERVER_ERROR:
                 raise
             return None
 
     def _fetch(self, name: str, revision: str | None) -> Path:
         """A file's path in the cache, where it is put if it is not there."""
-        return Path(
-            hf_hub_download(
-                self._model.repository, name, revision=revision, library_name="quire", library_version=VERSION
+        try:
+            return Path(
+                hf_hub_download(
+                    self._model.repository,
+                    name,
+                    revision=revision,
+                    library_name="quire",
+                    library_version=VERSION,
+                    local_files_only=self._offline is not None,
+                )
             )
-        )
+        except LocalEntryNotFoundError:
+            if self._offline is None:
+                raise
+            raise _not_cached(self._model, self._offline) from None
 
-    def _fetch_large(self, sizes: Mapping[str, int], commit: str) -> None:
+    def _fetch_large(self, files: Mapping[str, _Listed], commit: str) -> None:
         """Fetches those of the files that are large into the cache's blobs, where `_fetch` finds them."""
         folder = Path(constants.HF_HUB_CACHE) / f"models--{self._model.repository.replace('/', '--')}"
         snapshot, blobs = folder / "snapshots" / commit, folder / "blobs"
         blobs.mkdir(parents=True, exist_ok=True)
-        missing = {name: size for name, size in sizes.items() if not (snapshot / name).exists()}
-        _check_space(self._model, sum(missing.values()) - _kept_bytes(blobs), blobs)
-        large = {name: size for name, size in missing.items() if _LARGE_BYTES <= size < _MAX_HTTP_BYTES}
+        missing = {name: file for name, file in files.items() if not (snapshot / name).exists()}
+        _check_space(self._model, sum(file.missing_bytes(blobs) for file in missing.values()), blobs)
+        large = {name: file.size for name, file in missing.items() if _LARGE_BYTES <= file.size < _MAX_HTTP_BYTES}
         self._total = sum(large.values())
         _in_threads(lambda name: self._fetch_blob(name, commit, blobs), large)
 
@@ -237,7 +312,7 @@ class _Pull:
             headers = build_hf_headers(library_name="quire", library_version=VERSION)
             # Asked anew at each attempt: addresses of files are signed and expire.
             found = get_hf_file_metadata(url, headers=headers)
-            if found.etag is None or found.size is None:
+            if found.etag is None or found.size is None or not _PLAIN_NAME.fullmatch(found.etag):
                 return
             if urlsplit(found.location).netloc != urlsplit(url).netloc:
                 headers.pop("authorization", None)
@@ -249,11 +324,15 @@ class _Pull:
                     http_get(found.location, partial, resume_size=started_at, headers=headers, expected_size=found.size)
                     partial.finish(is_resumed=started_at > 0)
                     return
-                except HfHubHTTPError:
-                    raise
-                except HTTPError:
-                    num_fruitless = 0 if partial.size > started_at else num_fruitless + 1
-                    if num_fruitless == _MAX_FRUITLESS_ATTEMPTS:
+                except HTTPError as error:
+                    has_grown = partial.size > started_at
+                    if isinstance(error, HfHubHTTPError):
+                        # The address may have expired meanwhile.
+                        is_final = not has_grown or error.response.status_code != _FORBIDDEN
+                    else:
+                        num_fruitless = 0 if has_grown else num_fruitless + 1
+                        is_final = type(error).__name__ in _REPEATED or num_fruitless == _MAX_FRUITLESS_ATTEMPTS
+                    if is_final:
                         raise
 
     def _count(self, name: str, size: int) -> None:
@@ -358,16 +437,17 @@ def _explained(model: HubName) -> Iterator[None]:
             raise ConfigurationError(
                 f"{constants.ENDPOINT} does not answer as a hub does; check HF_ENDPOINT and the proxy"
             ) from error
-        raise ConfigurationError(
-            f"{model} is not in the cache {constants.HF_HUB_CACHE}, and {_reason_offline()}; "
-            f"`quire pull {model}` fetches it once there is a connection"
-        ) from error
+        raise _not_cached(model, _BROKEN) from error
     except HFValidationError as error:
         raise ConfigurationError(f"{model.repository} is no name of a model: {_one_line(error)}") from error
     except HTTPError as error:
+        reason = f"{type(error).__name__}: {_one_line(error)}"
+        if reason.startswith("ReadTimeout"):
+            seconds = constants.HF_HUB_DOWNLOAD_TIMEOUT
+            reason = f"several attempts brought nothing within {seconds} s; HF_HUB_DOWNLOAD_TIMEOUT sets another time"
         raise ConfigurationError(
-            f"the connection to {constants.ENDPOINT} broke ({type(error).__name__}: {_one_line(error)}); what has "
-            f"arrived is kept, `quire pull {model}` goes on from there"
+            f"the connection to {constants.ENDPOINT} broke ({reason}); what has arrived is kept, "
+            f"`quire pull {model}` goes on from there"
         ) from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -395,8 +475,11 @@ def _token_state() -> str:
     return "no token is set" if get_token() is None else "a token is set"
 
 
-def _reason_offline() -> str:
-    return "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{constants.ENDPOINT} cannot be reached"
+def _not_cached(model: HubName, reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{model} is not in the cache {constants.HF_HUB_CACHE}, and {reason}; `quire pull {model}` fetches it once "
+        "there is a connection"
+    )
 
 
 def _check_space(model: HubName, needed: int, folder: Path) -> None:
@@ -413,17 +496,18 @@ def _disk_full(model: HubName, folder: Path, sizes: str) -> ConfigurationError:
     )
 
 
-def _kept_bytes(blobs: Path) -> int:
-    return sum(path.stat().st_size for path in blobs.glob(f"*{_SUFFIX}"))
-
-
-def _sizes(info: ModelInfo) -> dict[str, int]:
-    """The files of a repository with their sizes in bytes."""
-    return {each.rfilename: each.size or 0 for each in info.siblings or ()}
+def _files(info: ModelInfo) -> dict[str, _Listed]:
+    """The files of a repository by their names."""
+    found: dict[str, _Listed] = {}
+    for each in info.siblings or ():
+        etag = None if each.lfs is None else each.lfs.sha256
+        found[each.rfilename] = _Listed(each.size or 0, etag if etag and _PLAIN_NAME.fullmatch(etag) else None)
+    return found
 
 
 def _gguf_files(names: Iterable[str]) -> list[str]:
-    return sorted(name for name in names if name.endswith(".gguf"))
+    """Of models in several parts, the first ones."""
+    return sorted({part_names(name)[0] for name in names if name.endswith(GGUF_SUFFIX)})
 
 
 def _shown(names: Sequence[str]) -> str:

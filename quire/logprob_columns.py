@@ -172,12 +172,10 @@ class LogprobLog:
         if num_positions >= len(self):
             taken, self._buffers = self.columns(), ()
             return taken
-        num_bytes = num_positions * _INT32.itemsize
-        num_top_bytes = int(np.frombuffer(self._buffers[2][:num_bytes], _INT32).sum()) * _INT32.itemsize
-        sizes = (num_bytes, num_bytes, num_bytes, num_top_bytes, num_top_bytes)
-        taken = _columns_of(bytes(buffer[:size]) for buffer, size in zip(self._buffers, sizes, strict=True))
-        for buffer, size in zip(self._buffers, sizes, strict=True):
-            del buffer[:size]
+        taken = self.part(0, num_positions)
+        lengths = (num_positions,) * 3 + (len(taken.top_logprobs),) * 2
+        for buffer, length in zip(self._buffers, lengths, strict=True):
+            del buffer[: length * _INT32.itemsize]
         return taken
 
     def _add(self, columns: Iterable[bytes | bytearray]) -> None:

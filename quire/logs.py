@@ -38,18 +38,18 @@ def set_request_id(request_id: str) -> None:
     _request_id.set(request_id)
 
 
-def log_everything() -> None:
-    """Lowers the level to debug, until `log_as_configured`."""
-    _logger.warning("the log level is debug from now on")
-    _set_level("debug")
+def change_level(level: str | None) -> str:
+    """Sets the level, None that of `configure_logging`; returns it. The log says so, except at error."""
+    changed = configured_level() if level is None else level
+    _set_level(changed)
+    _logger.warning("the log level is %s from now on", changed)
+    return changed
 
 
-def log_as_configured() -> None:
-    """Sets the level back to that of `configure_logging`."""
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, ServiceHandler):
-            _set_level(handler.configured_level)
-            _logger.warning("the log level is %s again", handler.configured_level)
+def configured_level() -> str:
+    """That of `configure_logging`; without it that of Python's own configuration."""
+    ours = [each.configured_level for each in logging.getLogger().handlers if isinstance(each, ServiceHandler)]
+    return ours[0] if ours else "warning"
 
 
 def _set_level(level: str) -> None:

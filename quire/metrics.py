@@ -1,4 +1,4 @@
-"""A registry of Prometheus metrics over HTTP, and HTTPS; and when the certificates of a process expire.
+"""A registry of Prometheus metrics over HTTP, and HTTPS; and the metrics that every service has.
 
 The application and the server's base class are prometheus_client's. Its own `start_http_server` does the TLS handshake
 in the thread that accepts connections, where one silent client blocks all others; it has no limit of connections, no
@@ -13,21 +13,25 @@ import ssl
 import sys
 import threading
 import time
+from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 from wsgiref.simple_server import WSGIRequestHandler
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily, Metric
+import grpc
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import ThreadingWSGIServer, make_wsgi_app
 from prometheus_client.registry import Collector
 
 from quire.rpc.address import TcpAddress, check_bindable
 from quire.rpc.tls import HttpsFiles, Role, ServerTls, roles_of_certificate
+from quire.version import VERSION
 
 MAX_CONNECTIONS = 32
 _TIMEOUT_S = 10.0
+_TEXT = "text/plain; version=0.0.4"
 _CERTIFICATE = "quire.peer_certificate"
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _SEQUENCE, _UTC_TIME, _GENERALIZED_TIME, _VERSION = 0x30, 0x17, 0x18, 0xA0
@@ -128,9 +132,15 @@ class _Handler(WSGIRequestHandler):
 
 
 def _refreshed(before_scrape: Callable[[], object], application: _Application) -> _Application:
+    """The application, which answers text whatever the scraper would rather have.
+
+    prometheus_client's OpenMetrics has an underscore for each colon in a name, unless the scraper asks for names in
+    UTF-8, which Prometheus does from version 3 on: earlier ones would find none of vLLM's names.
+    """
+
     def refreshed(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         before_scrape()
-        return application(environ, start_response)
+        return application({**environ, "HTTP_ACCEPT": _TEXT}, start_response)
 
     return refreshed
 
@@ -147,6 +157,44 @@ def _only_for(roles: frozenset[Role], application: _Application) -> _Application
     return guarded
 
 
+def register_process(registry: CollectorRegistry, certificates: Iterable[Path | None] = ()) -> None:
+    """Adds what every service has: its version, its process (memory, processor time, open files, start), and how long
+    the certificates in files are valid; None is no file."""
+    # Else each counter and histogram of the library has one more series, which says when it was made.
+    disable_created_metrics()
+    registry.register(_BuildInfo())
+    ProcessCollector(registry=registry)
+    if files := [path for path in certificates if path is not None]:
+        registry.register(CertificateExpiry(files))
+
+
+class _BuildInfo(Collector):
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily("quire_build_info", "The version; the value is 1.", labels=["version"])
+        family.add_metric([VERSION], 1)
+        yield family
+
+
+class CallCounts(Collector):
+    """How many gRPC calls to a service are over, by method and status."""
+
+    def __init__(self, service: str, registry: CollectorRegistry) -> None:
+        self._name = f"quire_{service}_grpc_calls"
+        self._counts: Tally[tuple[str, str]] = Tally()
+        registry.register(self)
+
+    def add(self, method: str, code: grpc.StatusCode) -> None:
+        """Counts a call that is over."""
+        self._counts[method, code.name] += 1
+
+    def collect(self) -> Iterable[Metric]:
+        help_text = "gRPC calls that are over, refused ones included."
+        family = CounterMetricFamily(self._name, help_text, labels=["method", "code"])
+        for labels, count in list(self._counts.items()):
+            family.add_metric(labels, count)
+        yield family
+
+
 class CertificateExpiry(Collector):
     """How long the certificates in files are valid, as the files are at each scrape.
 
@@ -154,9 +202,8 @@ class CertificateExpiry(Collector):
     field is found that is needed.
     """
 
-    def __init__(self, files: Iterable[Path | None]) -> None:
-        """None is no file."""
-        self._files = tuple(dict.fromkeys(path for path in files if path is not None))
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files = tuple(dict.fromkeys(files))
 
     def collect(self) -> Iterable[Metric]:
         family = GaugeMetricFamily(

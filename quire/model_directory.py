@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from quire.gguf_header import LFS_POINTER, name_of_model, parts_of
 from quire.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.gguf_model import describe
 from quire.progress import Report, no_report
@@ -52,9 +53,9 @@ class ModelDirectory:
     """The contents of the JSON files of a model directory, or what a GGUF file has in their place.
 
     Attributes:
-        path: The directory, or the GGUF file.
+        path: The directory, or the GGUF file, of several parts any.
         config: config.json.
-        generation_config: generation_config.json, empty where there is none.
+        generation_config: generation_config.json, or what a GGUF file has in its place; empty where there is none.
         tokenizer_config: tokenizer_config.json, empty where there is none, with what special_tokens_map.json and
             added_tokens.json say where transformers takes that from there.
         chat_template: The Jinja source that turns messages into a prompt, where the model has one.
@@ -105,7 +106,7 @@ class ModelDirectory:
             path=path,
             architecture=_architecture(path, described.config),
             config=described.config,
-            generation_config={},
+            generation_config=described.generation_config,
             tokenizer_config=described.tokenizer_config,
             chat_template=described.chat_templates.get("default"),
             tool_chat_template=described.chat_templates.get("tool_use"),
@@ -119,7 +120,7 @@ class ModelDirectory:
         snapshot in the cache of the hub, models--ORG--NAME/snapshots/COMMIT."""
         path = self.path.absolute()
         if self._own_tokenizer is not None:
-            return path.stem
+            return name_of_model(path)
         if path.parent.name == "snapshots" and path.parent.parent.name.startswith(_CACHED):
             return path.parent.parent.name.removeprefix(_CACHED).replace("--", "/", 1)
         return path.resolve().name
@@ -135,7 +136,9 @@ class ModelDirectory:
             return self._own_tokenizer
         file = self.path / "tokenizer.json"
         try:
-            return file.read_bytes()
+            content = file.read_bytes()
+            check_no_pointer(file)
+            return content
         except FileNotFoundError:
             raise ConfigurationError(f"model directory {self.path} has no {file.name}") from None
         except OSError as error:
@@ -191,14 +194,31 @@ def resolve_model(name_or_path: str | Path | None, *, with_weights: bool = True,
     if name_or_path is None or (str(name_or_path) == EMBEDDED_MODEL and not Path(name_or_path).is_dir()):
         return _embedded_model()
     if isinstance(name_or_path, str) and (name := hub_name(name_or_path)) is not None:
-        # Imported here because it takes a while, and only models of a hub need it.
-        from quire.hub import Parts, pull
-
-        return pull(name, Parts.ALL if with_weights else Parts.WITHOUT_WEIGHTS, report)
+        return download(name, with_weights=with_weights, report=report)
     path = Path(name_or_path).expanduser()
     if not (path.is_dir() or _is_gguf(path)):
         raise _not_a_directory(path)
     return path
+
+
+def check_local_model(name_or_path: str | None) -> None:
+    """Raises ConfigurationError where `--model` names a directory that is not there, or has no model that is supported.
+    Of a GGUF file only that it is there, as to read it takes long; a hub is not asked."""
+    if hub_name(name_or_path) is None:
+        path = resolve_model(name_or_path)
+        if not _is_gguf(path):
+            ModelDirectory.open(path)
+
+
+def download(name: HubName, *, with_weights: bool = True, report: Report = no_report) -> Path:
+    """A model of the hub as `quire.hub.pull` gives it. Raises ConfigurationError."""
+    try:
+        # Imported here because it takes a while, and only models of a hub need it.
+        from quire.hub import Parts, pull
+    except ValueError as error:
+        # It reads the address of the hub when it is imported.
+        raise ConfigurationError(f"huggingface_hub does not take its variables, HF_ENDPOINT first: {error}") from error
+    return pull(name, Parts.ALL if with_weights else Parts.WITHOUT_WEIGHTS, report)
 
 
 def _is_gguf(path: Path) -> bool:
@@ -211,19 +231,21 @@ def _not_a_directory(path: Path) -> ConfigurationError:
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """The files with the weights of a model: the GGUF file that it is, the single safetensors file where it is there,
-    else those of the index, sorted by name.
+    """The files with the weights of a model: the GGUF file that it is, or its parts; the single safetensors file where
+    it is there, else those of the index, sorted by name.
 
     Raises:
-        ConfigurationError: there is neither, the index is malformed, or names a file that is missing or elsewhere.
+        ConfigurationError: there is neither, the index is malformed, or names a file that is missing or elsewhere; a
+            part is missing; a file is a pointer of Git LFS.
     """
     if _is_gguf(directory):
-        return (directory,)
+        return parts_of(directory)
     single, index = directory / _SINGLE_FILE, directory / _INDEX_FILE
-    if single.is_file():
-        return (single,)
-    if index.is_file():
-        return _files_of_index(index)
+    if single.is_file() or index.is_file():
+        files = (single,) if single.is_file() else _files_of_index(index)
+        for file in files:
+            check_no_pointer(file)
+        return files
     pickled = sorted(directory.glob("pytorch_model*.bin"))
     if pickled:
         raise ConfigurationError(
@@ -231,6 +253,17 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
             f"AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained(NEW_DIRECTORY)"
         )
     raise ConfigurationError(f"{directory}: neither {_SINGLE_FILE} nor {_INDEX_FILE} is there")
+
+
+def check_no_pointer(file: Path) -> None:
+    """Raises ConfigurationError where Git LFS has left a pointer in place of a file."""
+    try:
+        with file.open("rb") as opened:
+            is_pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {file}: {error.strerror}") from error
+    if is_pointer:
+        raise ConfigurationError(f"{file} is a pointer of Git LFS; `git lfs pull` fetches the file")
 
 
 def shard_names(index: Path) -> list[str]:
@@ -268,7 +301,10 @@ def _read_json(file: Path) -> dict[str, Any] | None:
         return None
     except OSError as error:
         raise ConfigurationError(f"cannot read {file}: {error.strerror}") from error
+    except RecursionError as error:
+        raise ConfigurationError(f"{file} is nested too deep") from error
     except ValueError as error:
+        check_no_pointer(file)
         raise ConfigurationError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigurationError(f"{file} is not a JSON object")

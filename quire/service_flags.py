@@ -97,7 +97,7 @@ class ProcessFlags(ServiceFlags):
 
     admin_port: int | None = setting(
         None,
-        "port of channelz on 127.0.0.1, which shows connections and calls; without it, channelz is off",
+        "port on 127.0.0.1 that changes the log level (`quire log-level`) and shows connections and calls (channelz)",
         minimum=0,
         maximum=65535,
     )
@@ -105,5 +105,5 @@ class ProcessFlags(ServiceFlags):
         None, "port of the Prometheus metrics; without it, metrics are off", minimum=0, maximum=65535
     )
     log_level: str = setting(
-        "info", "lowest log level; SIGUSR1 lowers it to debug, SIGUSR2 sets it back", choices=LOG_LEVELS
+        "info", "lowest log level; `quire log-level` and SIGUSR1 change it while the service runs", choices=LOG_LEVELS
     )

@@ -24,6 +24,7 @@ of each base under the first line of the base's docstring.
 import argparse
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
 import math
@@ -51,6 +52,9 @@ T = TypeVar("T")
 
 _METADATA_KEY = "quire.setting"
 _CONFIG_FIELD = "config"
+# Of argparse's messages.
+_UNRECOGNIZED = re.compile(r"unrecognized arguments: (?P<flag>--[\w-]+)")
+_VALUE_OF_BOOL = re.compile(r"argument (?P<flag>--\S+)/(?P<negated>--no-\S+): ignored explicit argument (?P<value>.+)")
 _TRUE = frozenset({"true", "1", "yes", "on"})
 _FALSE = frozenset({"false", "0", "no", "off"})
 _BYTES_PATTERN = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]iB|[KMGT]B|B|)")
@@ -177,7 +181,8 @@ def flags_of(cls: type) -> list[tuple[str, list["Option"]]]:
         (common if option.setting.common else rest).append(option)
     groups = [("The flags that most users need", common)] if common else []
     for declared_by, options in itertools.groupby(rest, attrgetter("declared_by")):
-        heading = "" if declared_by is cls and not common else _heading(declared_by)
+        own_heading = "Flags of this command alone" if common else ""
+        heading = own_heading if declared_by is cls else _heading(declared_by)
         groups.append((heading, list(options)))
     return groups
 
@@ -253,15 +258,16 @@ class Option:
             raise ValueError(f"the greatest value is {maximum}")
 
 
-def _options_of(cls: type) -> list[Option]:
+@functools.cache
+def _options_of(cls: type) -> tuple[Option, ...]:
     """The options that the class declares, then those of each base class, without options that were redeclared."""
     hints, fields = get_type_hints(cls), {field.name: field for field in dataclasses.fields(cls)}
-    return [
+    return tuple(
         _option(base, fields.pop(name), hints[name])
         for base in cls.__mro__
         for name in inspect.get_annotations(base)
         if name in fields
-    ]
+    )
 
 
 def _option(declared_by: type, field: dataclasses.Field, hint: Any) -> Option:
@@ -286,10 +292,30 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are ConfigurationErrors."""
 
     def error(self, message: str) -> NoReturn:
+        if (unknown := _UNRECOGNIZED.match(message)) is not None:
+            near = difflib.get_close_matches(unknown["flag"], self._option_string_actions, n=1)
+            message += f"; did you mean {near[0]}?" if near else ""
+        elif (given := _VALUE_OF_BOOL.match(message)) is not None:
+            message = f"{given['flag']} takes no value, and {given['value']} is given; {given['negated']} turns it off"
         raise ConfigurationError(f"{message} (--help lists all flags)")
+
+    def print_help(self, file: Any = None) -> None:
+        # argparse ignores that it cannot write.
+        print(self.format_help(), end="", file=file)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Values are checked later, where their source is known; the choices are for shells."""
+
+
+class _AppendBool(argparse.Action):
+    """Appends the text "true", or "false" for the negated flag."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **further: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **further)
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: object, flag: str | None = None) -> None:
+        given = [*getattr(namespace, self.dest, []), "true" if flag == self.option_strings[0] else "false"]
+        setattr(namespace, self.dest, given)
 
 
 def _heading(cls: type) -> str:
@@ -305,8 +331,9 @@ def _add_option(section: argparse._ActionsContainer, option: Option, reads_envir
             option.name, nargs=nargs, action=action, default=absent, metavar=option.metavar, help=help_text
         )
     elif option.is_bool:
-        for flag, const, text in ((option.flag, "true", help_text), (option.negated_flag, "false", absent)):
-            section.add_argument(flag, dest=option.name, action="append_const", const=const, default=absent, help=text)
+        section.add_argument(
+            option.flag, option.negated_flag, dest=option.name, action=_AppendBool, default=absent, help=help_text
+        )
     else:
         added = section.add_argument(
             option.flag, dest=option.name, action="append", default=absent, metavar=option.metavar, help=help_text
@@ -339,9 +366,7 @@ def _read_config(path: Path, options: Sequence[Option], program: str) -> dict[st
     for written, value in content.items():
         key = written.replace("_", "-")
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f'; did you mean "{near[0]}"?' if near else ""
-            raise ConfigurationError(f'{path}: "{written}" is not a flag of {program}{hint}')
+            raise ConfigurationError(f'{path}: "{written}" is not a flag of {program}{_hint(key, value, known)}')
         option = known[key]
         if option.name in values:
             raise ConfigurationError(f'{path}: "{key}" is there twice, with "-" and with "_"')
@@ -349,6 +374,17 @@ def _read_config(path: Path, options: Sequence[Option], program: str) -> dict[st
         items = value if isinstance(value, list) and option.is_tuple else [value]
         values[option.name] = option.value([_as_text(item, source) for item in items], source)
     return values
+
+
+def _hint(key: str, value: object, known: Mapping[str, Option]) -> str:
+    """What the writer of an unknown key may have meant."""
+    positive = key.removeprefix("no-")
+    if positive != key and positive in known and known[positive].is_bool:
+        return f"; write {positive} = false"
+    if isinstance(value, dict):
+        return "; a file has no tables, all keys are at its top"
+    near = difflib.get_close_matches(key, known, n=1)
+    return f'; did you mean "{near[0]}"?' if near else ""
 
 
 def _as_text(value: object, source: str) -> str:
@@ -417,10 +453,17 @@ def _parse_bool(text: str) -> bool:
     return lowered in _TRUE
 
 
+def _parse_path(text: str) -> Path:
+    """A path. Raises ValueError."""
+    if not text or "\0" in text:
+        raise ValueError("expected a path")
+    return Path(text)
+
+
 _PARSERS: dict[Any, Callable[[str], Any]] = {
     int: _parse_int,
     float: _parse_float,
     bool: _parse_bool,
     str: str,
-    Path: Path,
+    Path: _parse_path,
 }

@@ -4,9 +4,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quire.rpc.process import run_service
+from quire.rpc.process import imports_that_stay, leave_out_of_collections, run_service
 from quire.settings import load_settings
-from scheduler_svc.service.app import serve
 from scheduler_svc.settings import SchedulerSettings
 
 PROGRAM = "quire scheduler"
@@ -17,7 +16,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
 
     async def run() -> None:
-        await serve(load_settings(SchedulerSettings, arguments, os.environ, program=PROGRAM))
+        settings = load_settings(SchedulerSettings, arguments, os.environ, program=PROGRAM)
+        with imports_that_stay():
+            from scheduler_svc.service.app import serve
+        await serve(settings, on_attached=leave_out_of_collections)
 
     return run_service(run, program=PROGRAM)
 

@@ -104,7 +104,10 @@ class SchedulerFlags(QueueFlags, StepFlags, TenantFlags):
     )
     kv_events_topic: str | None = setting(None, "topic of the events; llm-d reads kv@POD@MODEL", metavar="TOPIC")
     kv_events_buffer: int = setting(
-        10_000, "max steps whose events are kept, for replays and while nobody subscribes", minimum=1, metavar="STEPS"
+        10_000,
+        "max steps whose events are kept, for replays and while nobody subscribes, at most 256 MiB of them",
+        minimum=1,
+        metavar="STEPS",
     )
     kv_events_format: str = setting(
         "array",
@@ -117,8 +120,9 @@ class SchedulerFlags(QueueFlags, StepFlags, TenantFlags):
         super().__post_init__()
         if self.record_tokens and self.record is None:
             raise ValueError("--record-tokens needs --record FILE")
-        if self.kv_events_replay is not None and self.kv_events is None:
-            raise ValueError("--kv-events-replay needs --kv-events ADDRESS")
+        for flag, value in (("replay", self.kv_events_replay), ("topic", self.kv_events_topic)):
+            if value is not None and self.kv_events is None:
+                raise ValueError(f"--kv-events-{flag} needs --kv-events ADDRESS")
 
 
 @dataclass(frozen=True)

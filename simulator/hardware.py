@@ -36,10 +36,10 @@ class Hardware:
     @classmethod
     def named(cls, name: str) -> "Hardware":
         """A device of the table, or several: `a100-80gb-x8`. Raises ConfigurationError."""
-        match = re.fullmatch(r"(?P<device>.+?)(?:-x(?P<count>[1-9]\d*))?", name)
+        match = re.fullmatch(r"(?P<device>.+?)(?:-x(?P<count>[1-9]\d{0,2}))?", name)
         device = DEVICES.get(match["device"]) if match else None
         if match is None or device is None:
-            expected = f"{', '.join(DEVICES)}, each also as NAME-xN for N devices"
+            expected = f"{', '.join(DEVICES)}, each also as NAME-xN for N devices, up to 999"
             raise ConfigurationError(f'--hardware: "{name}" is not known; there are {expected}')
         count = int(match["count"] or 1)
         return replace(device, name=name, num_devices=count, default_model=_DEFAULT_MODELS.get((device.name, count)))

@@ -3,7 +3,7 @@
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -32,12 +32,14 @@ class LoadArrivals:
         is_closed: bool = False,
         duration_s: float | None = None,
         num_tenants: int = 1,
+        on_end: Callable[[int, int], None] | None = None,
     ) -> None:
         """Args:
         max_concurrency: Conversations that live at once; None is no limit.
         is_closed: A conversation arrives when there is room for it, whatever its time of arrival.
         duration_s: Nothing is sent after it.
         num_tenants: Requests belong to so many tenants, in turn.
+        on_end: Gets the numbers of requests that have ended and that have failed, whenever one ends.
         """
         self.sent: list[LoadRequest] = []
         """By the numbers that the engine knows them by."""
@@ -54,6 +56,8 @@ class LoadArrivals:
         self._is_closed = is_closed
         self._duration_s = math.inf if duration_s is None else duration_s
         self._num_tenants = num_tenants
+        self._on_end = on_end
+        self._num_ended = self._num_failed = 0
 
     def next_at(self) -> float | None:
         """Raises ValueError where the next request has no length in tokens."""
@@ -75,6 +79,10 @@ class LoadArrivals:
         return _core_request(number, request, tenant=str(request.index % self._num_tenants))
 
     def ended(self, index: int, now: float, *, failed: bool) -> None:
+        self._num_ended += 1
+        self._num_failed += failed
+        if self._on_end is not None:
+            self._on_end(self._num_ended, self._num_failed)
         turns, request = self._left.pop(index), self.sent[index]
         if failed:
             self.unsent += [RequestRecord(turn.index, now, None, now, error=_UNSENT) for turn in turns]
@@ -109,18 +117,26 @@ def _conversations(load: Iterable[LoadRequest]) -> Iterator[deque[LoadRequest]]:
         yield turns
 
 
-def _core_request(number: int, request: LoadRequest, tenant: str) -> Request:
+def check_simulated(request: LoadRequest) -> int:
+    """The length of the output. Raises ValueError where a length is not known in tokens."""
+    _ = request.token_ids
     if request.output_len is None:
         raise ValueError(
-            f"request {request.index} leaves its end to the model; a simulation needs the length of the output"
+            f"request {request.index + 1} leaves its end to the model; a simulation needs the length of the output "
+            "(output_len, or --output-len)"
         )
+    return request.output_len
+
+
+def _core_request(number: int, request: LoadRequest, tenant: str) -> Request:
+    output_len = check_simulated(request)
     width = request.beam_width or request.n
     return Request(
         key_of(number),
         str(request.index),
         request.token_ids.tolist(),
         RowSampling(seed=request.index),
-        request.output_len,
+        output_len,
         tenant=tenant,
         num_sequences=width,
         num_returned=request.n,

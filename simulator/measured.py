@@ -8,6 +8,7 @@ send it and to hear of its end: its mean is `latency`.
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -36,6 +37,8 @@ _NAMES = (
     "swapped blocks",
 )
 _MIN_STEPS = 2 * len(_NAMES)
+
+_SIZES = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "vocab_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +81,23 @@ def _attachments(path: Path) -> Iterator[tuple[list[TracedStep], Mapping[str, in
         name, step = str(event.get("name")), event["args"].get("step")
         if name == "replica":
             if replica is not None:
-                yield _answered(steps), replica
-            replica, steps = event["args"], {}
-        elif step is not None:
+                yield _answered(path, steps), replica
+            replica, steps = _sizes(path, event["args"]), {}
+        elif isinstance(step, int):
             steps.setdefault(step, {})[name] = event
     if replica is None:
-        raise ValueError(f"{path} does not say what replica it is of; an earlier version of quire scheduler wrote it")
-    yield _answered(steps), replica
+        raise ValueError(f"{path} does not say what replica it is of; it is cut, or of an earlier version of Quire")
+    yield _answered(path, steps), replica
+
+
+def _sizes(path: Path, given: Mapping[str, Any]) -> Mapping[str, int]:
+    for name in (*_SIZES, "num_host_blocks"):
+        value, least = given.get(name), 1 if name in _SIZES else 0
+        if not isinstance(value, int) or value < least:
+            raise ValueError(
+                f"{path}: the replica's {name} is {value!r:.40}; it must be a whole number from {least} on"
+            )
+    return given
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
@@ -102,7 +115,7 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
         try:
             event = json.loads(text)
             known = isinstance(event["args"], dict)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             if number == len(lines):
                 return
             raise ValueError(f"{path}, line {number}, is no event of a trace") from None
@@ -110,15 +123,21 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def _answered(steps: Mapping[int, Mapping[str, Any]]) -> list[TracedStep]:
+def _answered(path: Path, steps: Mapping[int, Mapping[str, Any]]) -> list[TracedStep]:
     answered: list[TracedStep] = []
     for step_id in sorted(steps):
         parts = steps[step_id]
         if {"plan", "send", "apply"} <= parts.keys():
             plan, send, apply = parts["plan"], parts["send"], parts["apply"]
-            work = StepWork(**{name: plan["args"].get(name, 0) for name in _WORK})
-            sent = send["ts"] + send["dur"]
-            answered.append(TracedStep(plan["ts"] / 1e6, sent / 1e6, apply["ts"] / 1e6, work))
+            try:
+                work = StepWork(**{name: int(plan["args"].get(name, 0)) for name in _WORK})
+                times = (float(plan["ts"]), float(send["ts"]) + float(send["dur"]), float(apply["ts"]))
+            except (KeyError, OverflowError, TypeError, ValueError) as error:
+                raise ValueError(f"{path}: step {step_id} is no step of a trace: {error}") from None
+            if not all(map(math.isfinite, times)):
+                raise ValueError(f"{path}: step {step_id} has no finite times")
+            planned, sent, received = (time / 1e6 for time in times)
+            answered.append(TracedStep(planned, sent, received, work))
     return answered
 
 

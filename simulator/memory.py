@@ -3,6 +3,8 @@
 import enum
 from dataclasses import dataclass
 
+import numpy as np
+
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan
 
@@ -38,7 +40,7 @@ def paged_memory(scheduler: Scheduler) -> MemoryUse:
     physical = (pool.num_used - sum(map(len, scheduler.batch.blocks.retired_tables))) * size
     empty = num_slots - num_computed
     # The last token of a sequence is never computed and takes no slot.
-    reserved = int((rows.max_len[active] - 1 - num_computed).clip(0, empty).sum())
+    reserved = int(np.minimum(np.maximum(rows.max_len[active] - 1 - num_computed, 0), empty).sum())
     num_empty = min(int(empty.sum()), physical)
     reserved = min(reserved, num_empty)
     return MemoryUse(

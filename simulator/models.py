@@ -98,6 +98,17 @@ class ModelShape:
         """The same with weights and KV pool of another type, a key of DTYPE_BYTES."""
         return replace(self, dtype_bytes=DTYPE_BYTES[dtype])
 
+    def split(self, num_devices: int) -> Self:
+        """The same over so many devices, which hold copies of a head of keys and values where there are more of them
+        than heads. Raises ConfigurationError where a worker would refuse to split it so."""
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        if heads % num_devices or (kv_heads % num_devices and num_devices % kv_heads):
+            raise ConfigurationError(
+                f"{num_devices} devices cannot share {self.name}: they must divide its {heads} attention heads, and "
+                f"divide its {kv_heads} heads of key and value or be a multiple of them"
+            )
+        return replace(self, num_kv_heads=max(kv_heads, num_devices))
+
     @property
     def layer_parameters(self) -> int:
         """Of all layers and the last norm: what every token is multiplied with."""

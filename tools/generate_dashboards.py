@@ -16,6 +16,18 @@ DIRECTORY = Path(__file__).resolve().parents[1] / "deploy" / "grafana" / "dashbo
 _COLUMNS = 24
 _WIDTH, _HEIGHT = 8, 8
 _PROMETHEUS = {"type": "prometheus", "uid": "${datasource}"}
+_LINKS = {
+    "type": "dashboards",
+    "title": "Quire",
+    "tags": ["quire"],
+    "asDropdown": True,
+    "keepTime": True,
+    "includeVars": False,
+    "targetBlank": False,
+    "icon": "external link",
+    "tooltip": "",
+}
+_IN_NAMESPACE = 'namespace=~"$namespace"'
 _SECONDS, _SHARE, _TOKENS_PER_S, _PER_S = "s", "percentunit", "cps", "ops"
 
 
@@ -42,24 +54,26 @@ class Dashboard:
 
 def rate(metric: str, by: str = "") -> str:
     """How fast a counter grows, over all chosen instances."""
-    return f"sum{f' by ({by})' if by else ''} (rate({metric}{_and_instance(metric)}[$__rate_interval]))"
+    return f"sum{f' by ({by})' if by else ''} (rate({_chosen(metric)}[$__rate_interval]))"
 
 
 def quantile(share: float, histogram: str, by: str = "") -> str:
     """A quantile of a histogram, over all chosen instances."""
     labels = ", ".join(filter(None, ["le", by]))
-    buckets = f"{histogram}_bucket"
-    grown = f"rate({buckets}{_and_instance(buckets)}[$__rate_interval])"
+    grown = f"rate({_chosen(f'{histogram}_bucket')}[$__rate_interval])"
     return f"histogram_quantile({share}, sum by ({labels}) ({grown}))"
 
 
 def gauge(metric: str, by: str = "", how: str = "sum") -> str:
     """A gauge of all chosen instances."""
-    return f"{how}{f' by ({by})' if by else ''} ({metric}{_and_instance(metric)})"
+    return f"{how}{f' by ({by})' if by else ''} ({_chosen(metric)})"
 
 
-def _and_instance(metric: str) -> str:
-    return "" if "{" in metric else '{instance=~"$instance"}'
+def _chosen(metric: str) -> str:
+    """The series of a metric, which may have label matchers, of the chosen namespaces and instances."""
+    name, _, labels = metric.partition("{")
+    matchers = [labels.removesuffix("}"), _IN_NAMESPACE, 'instance=~"$instance"']
+    return f"{name}{{{', '.join(filter(None, matchers))}}}"
 
 
 def quantiles(histogram: str) -> tuple[tuple[str, str], ...]:
@@ -69,7 +83,7 @@ def quantiles(histogram: str) -> tuple[tuple[str, str], ...]:
 
 def everywhere(expression: str) -> str:
     """Over all instances: those that are chosen are of another service."""
-    return expression.replace("$instance", ".*")
+    return expression.replace(', instance=~"$instance"', "")
 
 
 GATEWAY = (
@@ -188,6 +202,26 @@ TENANTS = (
         ((rate("quire_gateway_resubmissions_total", "instance"), "{{instance}}"),),
     ),
     Panel(
+        "gRPC calls by status",
+        "Calls that are over, those of health excepted. CANCELLED: the client left.",
+        _PER_S,
+        ((rate("quire_gateway_grpc_calls_total", "code"), "{{code}}"),),
+        stacked=True,
+    ),
+    Panel(
+        "Answers over HTTP by status",
+        "A stream counts when it begins.",
+        _PER_S,
+        ((rate("quire_gateway_http_answers_total", "status"), "{{status}}"),),
+        stacked=True,
+    ),
+    Panel(
+        "p95 of the time of an answer over HTTP",
+        "By route, to the end of the answer, streams included.",
+        _SECONDS,
+        ((quantile(0.95, "quire_gateway_http_answer_seconds", "route"), "{{route}}"),),
+    ),
+    Panel(
         "Refused connections and unusable keys",
         "HTTP connections beyond --max-connections; changes of key files that could not be used.",
         _PER_S,
@@ -208,7 +242,7 @@ MEMORY = (
         "Blocks by state",
         "cached blocks are free, and hold what a later request may use again. Pinned ones are among the others.",
         "short",
-        ((gauge('quire_scheduler_gpu_blocks{state!="pinned", instance=~"$instance"}', "state"), "{{state}}"),),
+        ((gauge('quire_scheduler_gpu_blocks{state!="pinned"}', "state"), "{{state}}"),),
         stacked=True,
     ),
     Panel(
@@ -217,7 +251,7 @@ MEMORY = (
         "short",
         (
             (gauge("quire_scheduler_host_blocks", "state"), "host {{state}}"),
-            (gauge('quire_scheduler_gpu_blocks{state="pinned", instance=~"$instance"}'), "pinned"),
+            (gauge('quire_scheduler_gpu_blocks{state="pinned"}'), "pinned"),
         ),
     ),
     Panel(
@@ -267,7 +301,7 @@ MEMORY = (
         "short",
         (
             (
-                gauge('quire_scheduler_tenant_live_requests{queue="waiting", instance=~"$instance"}', "tenant"),
+                gauge('quire_scheduler_tenant_live_requests{queue="waiting"}', "tenant"),
                 "{{tenant}}",
             ),
         ),
@@ -365,7 +399,7 @@ WORKER = (
         _SHARE,
         (
             (
-                rate('quire_worker_step_seconds_sum{stage!="queue", instance=~"$instance"}', "instance"),
+                rate('quire_worker_step_seconds_sum{stage!="queue"}', "instance"),
                 "{{instance}}",
             ),
         ),
@@ -426,19 +460,24 @@ OVERVIEW = (
         "Processes that Prometheus reaches",
         "1 where it does.",
         "short",
-        (('min by (job, instance) (up{job=~"quire-.*"})', "{{job}} {{instance}}"),),
+        ((f'min by (job, instance) (up{{job=~"quire-.*", {_IN_NAMESPACE}}})', "{{job}} {{instance}}"),),
     ),
     Panel(
         "Days until a certificate expires",
         "The first one of each file.",
         "d",
-        (("min by (file) (quire_certificate_seconds_left) / 86400", "{{file}}"),),
+        ((f"min by (file) (quire_certificate_seconds_left{{{_IN_NAMESPACE}}}) / 86400", "{{file}}"),),
     ),
     Panel(
         "Alerts",
         "That fire now.",
         "short",
-        (('sum by (alertname) (ALERTS{alertname=~"Quire.*", alertstate="firing"})', "{{alertname}}"),),
+        (
+            (
+                f'sum by (alertname) (ALERTS{{alertname=~"Quire.*", alertstate="firing", {_IN_NAMESPACE}}})',
+                "{{alertname}}",
+            ),
+        ),
     ),
 )
 DASHBOARDS = (
@@ -460,7 +499,7 @@ def json_of(dashboard: Dashboard) -> dict[str, Any]:
         "graphTooltip": 1,
         "refresh": "10s",
         "time": {"from": "now-30m", "to": "now"},
-        "links": [{"type": "dashboards", "title": "Quire", "tags": ["quire"], "asDropdown": True, "keepTime": True}],
+        "links": [_LINKS],
         "templating": {"list": list(_variables(dashboard.metric))},
         "panels": list(_panels(dashboard.panels)),
     }
@@ -468,14 +507,18 @@ def json_of(dashboard: Dashboard) -> dict[str, Any]:
 
 def _variables(metric: str) -> Iterator[dict[str, Any]]:
     yield {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
-    query = f"label_values({metric}, instance)"
-    yield {
-        "name": "instance",
-        "label": "Instance",
+    # All matches series without the label, too: those of no Kubernetes.
+    yield _variable("namespace", f"label_values({metric}, namespace)")
+    yield _variable("instance", f"label_values({metric}{{{_IN_NAMESPACE}}}, instance)")
+
+
+def _variable(label: str, query: str) -> dict[str, Any]:
+    return {
+        "name": label,
+        "label": label.capitalize(),
         "type": "query",
         "datasource": _PROMETHEUS,
-        "definition": query,
-        "query": {"query": query, "refId": "instances"},
+        "query": {"query": query, "refId": f"{label}s"},
         "refresh": 2,
         "includeAll": True,
         "multi": True,
@@ -506,7 +549,7 @@ def _panels(panels: Sequence[Panel]) -> Iterator[dict[str, Any]]:
                 "overrides": [],
             },
             "options": {
-                "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
+                "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
                 "tooltip": {"mode": "multi", "sort": "desc"},
             },
             "targets": [

@@ -1,11 +1,12 @@
 """The manifests that the Helm chart makes, as far as they speak of Quire: pods and what runs in them."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -18,7 +19,22 @@ from worker_svc.settings import WorkerSettings
 SETTINGS: Mapping[str, type] = {"worker": WorkerSettings, "scheduler": SchedulerSettings, "gateway": GatewaySettings}
 NAMESPACE = RELEASE = "quire"
 """Where the chart is rendered to, and the name of its release."""
+_UNITS: Mapping[str, float] = {
+    "": 1,
+    "m": 1e-3,
+    **{name: 1000.0**power for power, name in enumerate("kMGTPE", 1)},
+    **{f"{name}i": 1024.0**power for power, name in enumerate("KMGTPE", 1)},
+}
 _RANK = re.compile(r"QUIRE_TENSOR_PARALLEL_RANK=\$\(\(LWS_WORKER_INDEX \* (\d+) \+ (\d+)\)\) exec quire ")
+
+
+# That of libyaml, which wheels of PyYAML have, takes a tenth of the time.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def documents_of(text: str) -> Iterator[Any]:
+    """The documents of a YAML file."""
+    return yaml.load_all(text, _LOADER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +142,7 @@ class Manifests:
     @classmethod
     def read(cls, file: Path) -> "Manifests":
         """OSError or yaml.YAMLError where they cannot be read."""
-        return cls(tuple(yaml.safe_load_all(file.read_text(encoding="utf-8"))))
+        return cls(tuple(documents_of(file.read_text(encoding="utf-8"))))
 
     def of_kind(self, *kinds: str) -> Iterator[Mapping[str, Any]]:
         return (document for document in self.documents if document["kind"] in kinds)
@@ -162,12 +178,22 @@ class Manifests:
     def _variables(self, container: Mapping[str, Any], hostname: str) -> Iterator[tuple[str, str]]:
         configs = {each["metadata"]["name"]: each["data"] for each in self.of_kind("ConfigMap")}
         for source in container.get("envFrom", ()):
-            yield from configs[source["configMapRef"]["name"]].items()
+            if "configMapRef" in source:  # What a Secret has is not known here.
+                yield from configs[source["configMapRef"]["name"]].items()
         for variable in container.get("env", ()):
             if "value" in variable:
                 yield variable["name"], variable["value"]
             elif "fieldRef" in variable["valueFrom"]:
                 yield variable["name"], hostname
+            elif "resourceFieldRef" in variable["valueFrom"]:
+                kind, _, resource = variable["valueFrom"]["resourceFieldRef"]["resource"].partition(".")
+                yield variable["name"], str(math.ceil(quantity(container["resources"][kind][resource])))
+
+
+def quantity(value: Any) -> float:
+    """A quantity of Kubernetes ("500m", "8Gi", 1) in processors, bytes or pieces."""
+    number, suffix = cast(re.Match[str], re.fullmatch(r"([\d.]+)([a-zA-Z]*)", str(value))).groups()
+    return float(number) * _UNITS[suffix]
 
 
 def known_variables(settings: type) -> set[str]:

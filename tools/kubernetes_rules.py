@@ -6,9 +6,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gateway.settings import GatewaySettings
-from quire.rpc.address import UnixAddress, parse_address
+from quire.rpc.address import DnsName, UnixAddress, parse_target
 from quire.rpc.tls import AUTHORITY_FILE
-from tools.kubernetes_manifests import NAMESPACE, SETTINGS, Container, Manifests, Pod, known_variables
+from tools.kubernetes_manifests import NAMESPACE, SETTINGS, Container, Manifests, Pod, known_variables, quantity
 from worker_svc.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,14 +60,23 @@ def probes_ask_the_service_itself(manifests: Manifests, pods: list[Pod]) -> Iter
         asked = {container.address.replace("0.0.0.0", "127.0.0.1")}
         if isinstance(container.settings, GatewaySettings):
             asked = {f"unix:{container.settings.local_socket}"}
-        for probe in ("readinessProbe", "livenessProbe"):
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             program, script, *flags, address = container.spec[probe]["exec"]["command"]
             if (program, script, has_script) != ("python", _HEALTHCHECK, True):
                 yield f"{container.name}: {probe} runs {program} {script}, which the image does not have"
             if address not in asked:
                 yield f"{container.name}: {probe} asks {address}; the service answers at {', '.join(asked)}"
-            if probe == "livenessProbe" and flags != ["--alive"]:
+            if probe != "readinessProbe" and flags != ["--alive"]:
                 yield f"{container.name}: {probe} restarts a service that only waits for another one; it needs --alive"
+
+
+def requests_are_within_limits(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
+    """The API server refuses a pod that requests more than its limit, which no schema says."""
+    for _, container in _containers(pods):
+        limits = container.spec["resources"].get("limits", {})
+        for name, requested in container.spec["resources"].get("requests", {}).items():
+            if name in limits and quantity(requested) > quantity(limits[name]):
+                yield f"{container.name}: it requests {requested} of {name}; its limit is {limits[name]}"
 
 
 def services_lead_to_ports_of_pods(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
@@ -88,16 +97,19 @@ def services_lead_to_ports_of_pods(manifests: Manifests, pods: list[Pod]) -> Ite
 
 
 def services_find_each_other(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
-    """By sockets in a pod, else by the names that a headless Service gives pods, past NetworkPolicies."""
+    """By sockets in a pod, else by names of headless Services or those that they give pods, past NetworkPolicies."""
     for pod, container in _containers(pods):
         for text in (*getattr(container.settings, "workers", ()), *getattr(container.settings, "schedulers", ())):
-            address = parse_address(text)
+            address = parse_target(text)
             if isinstance(address, UnixAddress):
                 yield from _socket_breaches(pod, container, text)
                 continue
-            # Of several replicas the first one stands for all.
-            first = re.sub(r"-replica-\d+(?=[-.])", "-replica-0", str(address))
-            called = [each for each in pods if _host_of(manifests, each) == first.rpartition(":")[0]]
+            if isinstance(address, DnsName):
+                called = _behind(manifests, pods, address.host)
+            else:
+                # Of several replicas the first one stands for all.
+                first = re.sub(r"-replica-\d+(?=[-.])", "-replica-0", address.host)
+                called = [each for each in pods if _host_of(manifests, each) == first]
             if not called:
                 there = ", ".join(sorted(filter(None, (_host_of(manifests, each) for each in pods))))
                 yield f"{container.name}: no pod is at {address}; there are {there}"
@@ -188,6 +200,7 @@ RULES: tuple[Rule, ...] = (
     variables_are_known,
     ports_are_those_that_services_listen_on,
     probes_ask_the_service_itself,
+    requests_are_within_limits,
     services_lead_to_ports_of_pods,
     services_find_each_other,
     ranks_are_complete,
@@ -208,6 +221,16 @@ def _gateway_is_inside(pod: Pod) -> bool:
 
 def _selected(selector: Mapping[str, str], pods: list[Pod]) -> list[Pod]:
     return [pod for pod in pods if selector.items() <= pod.labels.items()]
+
+
+def _behind(manifests: Manifests, pods: list[Pod], host: str) -> list[Pod]:
+    """The pods whose addresses a headless Service of this name has."""
+    return [
+        pod
+        for service in manifests.of_kind("Service")
+        if service["spec"].get("clusterIP") == "None" and f"{service['metadata']['name']}.{NAMESPACE}.svc" == host
+        for pod in _selected(service["spec"]["selector"], pods)
+    ]
 
 
 def _host_of(manifests: Manifests, pod: Pod) -> str | None:

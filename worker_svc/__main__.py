@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quire.rpc.process import run_service
+from quire.rpc.process import imports_that_stay, run_service
 from quire.settings import load_settings
 from worker_svc.settings import WorkerSettings
 
@@ -19,8 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # OpenMP reads it when torch is imported. Threads that spin at the end of each operation wait for a partner that
         # has lost its core to another process, which costs a time slice, again and again (ADR 0005).
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        # torch takes seconds to import: --help and errors in the flags must not wait for it.
-        from worker_svc.app import serve
+        # What serves takes a while to import: --help and errors in the flags must not wait for it.
+        with imports_that_stay():
+            from worker_svc.app import serve
 
         await serve(settings)
 

@@ -5,15 +5,16 @@ import logging
 import threading
 
 from quire.logs import configure_logging
-from quire.metrics import CertificateExpiry, MetricsServer
+from quire.metrics import MetricsServer, register_process
+from quire.model_directory import check_local_model
+from quire.rpc.process import imports_that_stay
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.tracing import open_tracer
 from worker_svc.device.device_loop import DeviceLoop, end_when_hung
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.protocol.stream import WorkerServicer, start_server
+from worker_svc.protocol.stream import Worker, WorkerServicer, start_server
 from worker_svc.settings import WorkerSettings
-from worker_svc.startup import build_worker
 
 # The scheduler owns all requests, so only the steps in flight have to finish.
 _GRACE_S = 1.0
@@ -29,6 +30,7 @@ async def serve(settings: WorkerSettings) -> None:
         ConfigurationError: an address is in use, or the model, the device or the memory is not available.
     """
     configure_logging("worker", settings.log_level, settings.log_format)
+    check_local_model(settings.model)
     metrics = WorkerMetrics()
     device_loop = DeviceLoop()
     stopping = threading.Event()
@@ -42,8 +44,16 @@ async def serve(settings: WorkerSettings) -> None:
             metrics_server = MetricsServer.start(
                 settings.metrics_host, settings.metrics_port, metrics.registry, operators
             )
-        loading = device_loop.call(lambda: build_worker(settings, device_loop, stopping, servicer.report_loading))
-        worker = await asyncio.wrap_future(loading)
+
+        def load() -> Worker:
+            # torch takes seconds to import. What does not need it is refused before, and the event loop answers health
+            # checks meanwhile.
+            with imports_that_stay():
+                from worker_svc.startup import build_worker
+
+            return build_worker(settings, device_loop, stopping, servicer.report_loading)
+
+        worker = await asyncio.wrap_future(device_loop.call(load))
         metrics.describe(worker.info, worker.busy_ms)
         servicer.open(worker)
         server.set_serving(True)
@@ -67,14 +77,14 @@ async def _start_server(
     # Only a scheduler commands a worker.
     tls = None if identity is None else ServerTls(identity, roles=frozenset({Role.SCHEDULER}))
     operators = None if identity is None else ServerTls.for_operators(identity)
-    if identity is not None:
-        metrics.registry.register(CertificateExpiry([identity.certificate, identity.authority]))
+    register_process(metrics.registry, () if identity is None else (identity.certificate, identity.authority))
     server = await start_server(
         servicer,
         settings.listen,
         tls=tls,
         admin_port=settings.admin_port,
         admin_tls=operators,
+        on_call_end=metrics.grpc_calls.add,
     )
     warn_if_open(server.address, tls)
     return server, operators

@@ -20,7 +20,9 @@ def examine_device() -> Iterator[Finding]:
     yield _torch()
     yield _cpu_kernels()
     yield from _gpus()
+    yield _compiler()
     yield _package("transformers", "for models that Quire has no own code for")
+    yield _package("gguf", "for models in GGUF files")
 
 
 def _torch() -> Finding:
@@ -62,6 +64,14 @@ def _triton() -> Finding:
         advice = "the operations run in plain torch, many times slower; see the warning above"
         return Finding("Triton", Verdict.WRONG, "missing, or does not work", advice)
     return Finding("Triton", Verdict.OK, importlib.metadata.version("triton"))
+
+
+def _compiler() -> Finding:
+    found = next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
+    if found is None:
+        advice = "Triton, on GPUs, compiles with one when it runs, and an installation from source needs g++"
+        return Finding("C compiler", Verdict.NOTE, "none", advice)
+    return Finding("C compiler", Verdict.OK, found)
 
 
 def _package(name: str, purpose: str) -> Finding:

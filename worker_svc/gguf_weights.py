@@ -4,11 +4,12 @@ A quantized tensor is brought to float32 by the package `gguf` when it is read, 
 the layers then round it to the dtype that is served.
 """
 
+import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from quire.processors import num_processors
 from quire.settings import ConfigurationError
 
 _CHUNK_ELEMENTS = 1 << 22
+_MAX_EXPERTS = 1 << 14
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 _BLOCK = re.compile(r"blk\.(?P<number>\d+)\.(?P<rest>.+)")
+_EXPERT = re.compile(r"(?P<base>ffn_\w+)\.(?P<number>\d+)")
 _OF_LLAMA = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -39,6 +42,30 @@ _OF_LLAMA = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Converters may merge tensors into one (--fuse-qkv, --fuse-gate-up-exps), whose rows are those of these in turn.
+_FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
+# "*" is the number of an expert; all are one tensor in the file.
+_OF_MIXTRAL = _OF_LLAMA | {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
+    "ffn_down_exps": "block_sparse_moe.experts.*.w2",
+    "ffn_up_exps": "block_sparse_moe.experts.*.w3",
+}
+_OF_QWEN_WITH_EXPERTS = _OF_LLAMA | {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_OF_GEMMA_2 = _OF_LLAMA | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _OF_GPT2 = {
     "token_embd": "transformer.wte",
     "position_embd": "transformer.wpe",
@@ -51,9 +78,23 @@ _OF_GPT2 = {
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
 }
+_NAMES = {
+    "llama": _OF_MIXTRAL,
+    "mistral": _OF_MIXTRAL,
+    "qwen2": _OF_LLAMA,
+    "qwen3": _OF_LLAMA,
+    "qwen2moe": _OF_QWEN_WITH_EXPERTS,
+    "qwen3moe": _OF_QWEN_WITH_EXPERTS,
+    "gemma": _OF_LLAMA,
+    "gemma2": _OF_GEMMA_2,
+    "gemma3": _OF_GEMMA_2,
+    "gpt2": _OF_GPT2,
+}
 _LAYERS = {"gpt2": "transformer.h"}
 _TRANSPOSED = re.compile(r"(attn|mlp)\.c_\w+\.weight")
 _ROTATED = {"attn_q": "head_count", "attn_k": "head_count_kv"}
+# Of these, a file has the factors of norms, and transformers what they differ from 1 by.
+_GEMMA = ("gemma", "gemma2", "gemma3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +102,23 @@ class GgufWeight:
     """A tensor of the file, as the checkpoint of a model directory has it.
 
     Attributes:
-        file: The file.
         name: The tensor's name there.
         dtype: The name of its type, "Q4_K" for example.
         shape: As transformers has it.
         num_bytes: In the file.
     """
 
-    file: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
     _stored: GgufTensor
     _arrange: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def file(self) -> Path:
+        """The file."""
+        return self._stored.file
 
     def read(self) -> torch.Tensor:
         """The tensor on the CPU, in its own dtype where it is not quantized, else in float32. Its memory is its own, or
@@ -104,26 +148,49 @@ class GgufWeight:
 
 
 def gguf_weights(file: Path) -> Mapping[str, GgufWeight]:
-    """The tensors of a file by the names of transformers.
+    """The tensors of a file, or of all parts of the model, by the names of transformers.
 
     Raises:
         ConfigurationError: the file is damaged, a tensor has a type that is not read, or a name that is not known.
     """
-    header, gguf = GgufHeader.read(file), _gguf()
-    architecture = header.metadata["general.architecture"]
+    header = GgufHeader.read(file)
+    layout, scales = _Layout(header), _scales(header)
     found: dict[str, GgufWeight] = {}
     for tensor in header.tensors.values():
-        if tensor.name == "rope_freqs.weight":
-            # Part of the configuration.
+        if tensor.name == "rope_freqs.weight" or tensor.name.endswith((".scale", ".input_scale")):
+            # The first is part of the configuration, the others belong to weights in NVFP4.
             continue
-        name, arrange = _translated(header, architecture, tensor)
-        kind = _kind_of(header, tensor)
-        elements_per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        num_bytes = math.prod(tensor.shape) // elements_per_block * block_bytes
-        if tensor.start + num_bytes > file.stat().st_size or tensor.shape[-1] % elements_per_block:
-            raise ConfigurationError(f"{file}: tensor {tensor.name} ends after the file; it is cut short")
-        shape = tensor.shape[::-1] if _TRANSPOSED.search(name) else tensor.shape
-        found[name] = GgufWeight(file, tensor.name, kind.name, shape, num_bytes, tensor, arrange)
+        kind, num_bytes = _kind_of(tensor), _num_bytes(tensor)
+        scale = scales.get(tensor.name.removesuffix(".weight") + ".scale", (1.0,))
+        for part in layout.parts(tensor):
+            part_bytes = num_bytes * part.num_rows // part.of_rows
+            stored = replace(tensor, shape=part.shape, start=tensor.start + num_bytes * part.first_row // part.of_rows)
+            arrange = _scaled(part.arrange, scale[part.expert if len(scale) > 1 else 0])
+            shape = part.shape[::-1] if part.is_transposed else part.shape
+            if part.name.endswith("shared_expert_gate.weight"):
+                # A matrix of one row, which converters may have made a vector.
+                shape = (1, part.shape[-1])
+            found[part.name] = GgufWeight(tensor.name, kind.name, shape, part_bytes, stored, arrange)
+    return found
+
+
+def _num_bytes(tensor: GgufTensor) -> int:
+    """Of the tensor in its file. Raises ConfigurationError where the file ends before."""
+    elements_per_block, block_bytes = _gguf().GGML_QUANT_SIZES[_kind_of(tensor)]
+    num_bytes = math.prod(tensor.shape) // elements_per_block * block_bytes
+    if tensor.start + num_bytes > tensor.file.stat().st_size or tensor.shape[-1] % elements_per_block:
+        raise ConfigurationError(f"{tensor.file}: tensor {tensor.name} ends after the file; it is cut short")
+    return num_bytes
+
+
+def _scales(header: GgufHeader) -> Mapping[str, Sequence[float]]:
+    """What weights in NVFP4 are multiplied by: one number, or one for each expert."""
+    found: dict[str, Sequence[float]] = {}
+    for name, tensor in header.tensors.items():
+        if name.endswith(".scale"):
+            if _kind_of(tensor).name != "F32" or len(tensor.shape) != 1:
+                raise ConfigurationError(f"{tensor.file}: tensor {name} is not a list of numbers in F32")
+            found[name] = np.fromfile(tensor.file, "<f4", _num_bytes(tensor) // 4, offset=tensor.start).tolist()
     return found
 
 
@@ -136,43 +203,125 @@ def _gguf() -> Any:
     return gguf
 
 
-def _kind_of(header: GgufHeader, tensor: GgufTensor) -> Any:
+def _kind_of(tensor: GgufTensor) -> Any:
     gguf = _gguf()
     try:
         kind = gguf.GGMLQuantizationType(tensor.ggml_type)
     except ValueError:
         raise ConfigurationError(
-            f"{header.path}: tensor {tensor.name} has type {tensor.ggml_type}, which this release of gguf does not know"
+            f"{tensor.file}: tensor {tensor.name} has type {tensor.ggml_type}, which this release of gguf does not know"
         ) from None
+    if not _is_read(kind):
+        raise ConfigurationError(f"{tensor.file}: tensor {tensor.name} is {kind.name}, which is not read")
+    return kind
+
+
+@functools.cache
+def _is_read(kind: Any) -> bool:
     if kind.name in _PLAIN:
-        return kind
+        return True
+    gguf = _gguf()
     try:
         # A single block of zeros: types that are not implemented raise an error.
         gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except NotImplementedError:
-        raise ConfigurationError(f"{header.path}: tensor {tensor.name} is {kind.name}, which is not read") from None
-    return kind
+        return False
+    return True
 
 
-def _translated(
-    header: GgufHeader, architecture: str, tensor: GgufTensor
-) -> tuple[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """The name in transformers, and how the layout becomes the one there."""
-    block = _BLOCK.fullmatch(tensor.name)
-    base, _, kind = (tensor.name if block is None else block["rest"]).rpartition(".")
-    known = (_OF_GPT2 if architecture == "gpt2" else _OF_LLAMA).get(base)
-    if known is None or kind not in ("weight", "bias"):
-        raise ConfigurationError(f"{header.path}: tensor {tensor.name} is not known in models of {architecture}")
-    name = f"{known}.{kind}"
-    if block is not None:
-        name = f"{_LAYERS.get(architecture, 'model.layers')}.{block['number']}.{name}"
-    if _TRANSPOSED.search(name):
-        return name, lambda stored: stored.T
-    if architecture in ("llama", "mistral") and base in _ROTATED:
-        heads = header.metadata.get(f"{architecture}.attention.{_ROTATED[base]}")
-        heads = heads or header.metadata[f"{architecture}.attention.head_count"]
-        return name, lambda stored: _split_halves(stored, heads)
-    return name, lambda stored: stored
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The rows of a tensor that are a tensor of their own in transformers.
+
+    Attributes:
+        name: In transformers.
+        shape: In the file.
+        first_row: Of the tensor, as if all its dimensions but the last were one.
+        expert: Its number, 0 where there are none.
+        arrange: How the layout becomes that of transformers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    first_row: int
+    num_rows: int
+    of_rows: int
+    expert: int
+    arrange: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def is_transposed(self) -> bool:
+        return _TRANSPOSED.search(self.name) is not None
+
+
+class _Layout:
+    """How the tensors of a model are named and laid out, by its architecture."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self._header = header
+        self._architecture = header.metadata.get("general.architecture", "")
+        self._names = _NAMES.get(self._architecture, {})
+
+    def parts(self, tensor: GgufTensor) -> Iterator[_Part]:
+        """One; several of a tensor of all experts, and of what a converter has merged. ConfigurationError where its
+        name is not known."""
+        block = _BLOCK.fullmatch(tensor.name)
+        base, _, kind = (tensor.name if block is None else block["rest"]).rpartition(".")
+        prefix = "" if block is None else f"{_LAYERS.get(self._architecture, 'model.layers')}.{block['number']}."
+        bases = _FUSED[base] if base in _FUSED and base not in self._names else (base,)
+        names = [self._name(each) for each in bases]
+        if kind not in ("weight", "bias") or None in names:
+            raise self._error(tensor, f"is not known in models of {self._architecture}")
+        shares, experts, shape = self._shares(bases), 1, tensor.shape
+        if "*" in str(names[0]):
+            if len(shape) != 3 or shape[0] > _MAX_EXPERTS:
+                raise self._error(tensor, f"has shape {list(shape)}, which is not that of experts")
+            experts, shape = shape[0], shape[1:]
+        if shape[0] % sum(shares):
+            raise self._error(tensor, f"has {shape[0]} rows, which cannot be those of {', '.join(bases)}")
+        for expert in range(experts):
+            first = expert * shape[0]
+            for each, name, share in zip(bases, names, shares, strict=True):
+                num_rows = shape[0] * share // sum(shares)
+                full_name = prefix + f"{name}.{kind}".replace("*", str(expert))
+                arrange = self._arrangement(each, full_name)
+                yield _Part(full_name, (num_rows, *shape[1:]), first, num_rows, experts * shape[0], expert, arrange)
+                first += num_rows
+
+    def _name(self, base: str) -> str | None:
+        if (expert := _EXPERT.fullmatch(base)) is not None and f"{expert['base']}_exps" in self._names:
+            # Files of before 2024 have a tensor for each expert.
+            return self._names[f"{expert['base']}_exps"].replace("*", expert["number"])
+        return self._names.get(base)
+
+    def _shares(self, bases: Sequence[str]) -> Sequence[int]:
+        if len(bases) == 3:
+            heads, kv_heads = self._heads("head_count"), self._heads("head_count_kv")
+            return (heads, kv_heads, kv_heads)
+        return (1,) * len(bases)
+
+    def _heads(self, name: str) -> int:
+        metadata, section = self._header.metadata, f"{self._architecture}.attention"
+        return metadata.get(f"{section}.{name}") or metadata[f"{section}.head_count"]
+
+    def _arrangement(self, base: str, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        if _TRANSPOSED.search(name):
+            return lambda stored: stored.T
+        if self._architecture in ("llama", "mistral") and base in _ROTATED:
+            heads = self._heads(_ROTATED[base])
+            return lambda stored: _split_halves(stored, heads)
+        if self._architecture in _GEMMA and base.endswith("_norm"):
+            return lambda stored: stored - 1
+        if base == "ffn_gate_inp_shexp":
+            return lambda stored: stored.view(1, -1)
+        return lambda stored: stored
+
+    def _error(self, tensor: GgufTensor, problem: str) -> ConfigurationError:
+        return ConfigurationError(f"{tensor.file}: tensor {tensor.name} {problem}")
+
+
+def _scaled(arrange: Callable[[torch.Tensor], torch.Tensor], scale: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return arrange if scale == 1 else lambda stored: arrange(stored * scale)
 
 
 def _split_halves(stored: torch.Tensor, num_heads: int) -> torch.Tensor:

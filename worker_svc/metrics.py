@@ -4,26 +4,44 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from quire.metrics import CallCounts
 from worker_svc.step import StepOutput, WorkerInfo
 
-_STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
 
 class WorkerMetrics:
-    """Metrics of one worker process, in a registry of its own."""
+    """Metrics of one worker process, in a registry of its own.
+
+    Attributes:
+        grpc_calls: gRPC calls that are over, those of health excepted.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._steps = Counter("quire_worker_steps", "Steps that finished", registry=self.registry)
-        self._tokens = Counter("quire_worker_tokens", "Tokens that were computed", registry=self.registry)
-        self._sampled = Counter("quire_worker_sampled_tokens", "Tokens that were sampled", registry=self.registry)
-        self._row_failures = Counter("quire_worker_row_failures", "Rows that failed to sample", registry=self.registry)
-        self._step_failures = Counter("quire_worker_step_failures", "Steps that failed", registry=self.registry)
-        self._sessions = Counter("quire_worker_sessions", "Schedulers that attached", registry=self.registry)
-        self._blocks = Gauge("quire_worker_kv_blocks", "Blocks of the KV pool", ("where",), registry=self.registry)
-        self._busy = Gauge("quire_worker_device_busy_seconds", "Seconds in the current step", registry=self.registry)
+        self.grpc_calls = CallCounts("worker", self.registry)
+        self._steps = Counter("quire_worker_steps", "Steps that finished.", registry=self.registry)
+        self._tokens = Counter("quire_worker_tokens", "Tokens that steps computed.", registry=self.registry)
+        self._sampled = Counter("quire_worker_sampled_tokens", "Tokens that were sampled.", registry=self.registry)
+        self._row_failures = Counter(
+            "quire_worker_row_failures", "Rows whose logits are not finite.", registry=self.registry
+        )
+        self._step_failures = Counter(
+            "quire_worker_step_failures", "Steps that failed on the device.", registry=self.registry
+        )
+        self._sessions = Counter("quire_worker_sessions", "Schedulers that attached.", registry=self.registry)
+        self._blocks = Gauge(
+            "quire_worker_kv_blocks", "Blocks of the KV pool, by where they are.", ("where",), registry=self.registry
+        )
+        self._busy = Gauge(
+            "quire_worker_device_busy_seconds", "How long the device is in its current step.", registry=self.registry
+        )
         stages = Histogram(
-            "quire_worker_step_seconds", "Time of a step", ("stage",), buckets=_STEP_SECONDS, registry=self.registry
+            "quire_worker_step_seconds",
+            "Time of a step, by stage.",
+            ("stage",),
+            buckets=_STEP_SECONDS,
+            registry=self.registry,
         )
         self._queue, self._cache_operations = stages.labels("queue"), stages.labels("cache_operations")
         self._model, self._sample = stages.labels("model"), stages.labels("sample")
@@ -44,7 +62,8 @@ class WorkerMetrics:
         self._steps.inc()
         self._tokens.inc(output.num_computed_tokens)
         self._sampled.inc(len(output.rows) - len(output.failed_rows))
-        self._row_failures.inc(len(output.failed_rows))
+        # Rows that a matcher refused to sample have finite logits.
+        self._row_failures.inc(len(output.failed_rows) - len(output.refusals) + len(output.non_finite_chunks))
         self._queue.observe(timings.queue_us / 1e6)
         self._cache_operations.observe(timings.cache_operations_us / 1e6)
         self._model.observe(timings.model_us / 1e6)

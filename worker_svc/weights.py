@@ -7,10 +7,10 @@ refused at once and with one clear line.
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -62,14 +62,16 @@ class _SafeTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
+    _content: Any = field(repr=False)
+    """A slice of the open file, of safetensors."""
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+        # Of other dtypes there are few, and they are only counted.
+        return math.prod(self.shape) * DTYPE_BYTES.get(self.dtype, 1)
 
     def read(self) -> torch.Tensor:
-        with safe_open(self.file, framework="pt") as file:
-            return file.get_tensor(self.name)
+        return self._content[...]
 
 
 class Checkpoint:
@@ -92,10 +94,17 @@ class Checkpoint:
         Raises:
             ConfigurationError: no safetensors here, a shard that the index names is missing, a damaged file.
         """
+        if directory.suffix == GGUF_SUFFIX and directory.is_file():
+            return cls(directory, gguf_weights(directory), base_prefix)
         tensors: dict[str, StoredTensor] = {}
         for file in weight_files(directory):
-            tensors.update(gguf_weights(file) if file.suffix == GGUF_SUFFIX else _read_header(file))
+            tensors.update(_read_header(file))
         return cls(directory, tensors, base_prefix)
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """All, by the name in the file, or by that of transformers for a GGUF file."""
+        return self._tensors
 
     def has(self, name: str) -> bool:
         return self._stored(name) is not None
@@ -121,6 +130,18 @@ class Checkpoint:
                     f"supported are {', '.join(DTYPE_BYTES)}"
                 )
 
+    def check_all_used(self, specs: Iterable[TensorSpec]) -> None:
+        """Raises ConfigurationError for a tensor of a GGUF file that is not one of the specs, all of which are given.
+
+        Not each part that a model may have has a field in the file. Directories may have buffers that no model reads.
+        """
+        if self._directory.is_dir():
+            return
+        names = {spec.name for spec in specs}
+        for name in self._tensors:
+            if name not in names:
+                raise self.unused(name)
+
     def num_bytes(self, spec: TensorSpec) -> int:
         """Size in the file; `check` has passed."""
         return self._find(spec.name).num_bytes
@@ -136,9 +157,20 @@ class Checkpoint:
     def _find(self, name: str) -> StoredTensor:
         stored = self._stored(name)
         if stored is None:
-            place = " from the safetensors files" if self._directory.is_dir() else ""
-            raise ConfigurationError(f"{self._directory}: tensor {name} is missing{place}")
+            raise self.missing(name)
         return stored
+
+    def unused(self, name: str) -> ConfigurationError:
+        """The error for a tensor of a GGUF file that the model does not have."""
+        stored = self._find(name)
+        return ConfigurationError(
+            f"{stored.file}: tensor {stored.name} is not one that this model has; such models are not read"
+        )
+
+    def missing(self, name: str) -> ConfigurationError:
+        """The error for a tensor that is not there."""
+        place = " from the safetensors files" if self._directory.is_dir() else ""
+        return ConfigurationError(f"{self._directory}: tensor {name} is missing{place}")
 
 
 def _read_header(file: Path) -> dict[str, _SafeTensor]:
@@ -148,7 +180,7 @@ def _read_header(file: Path) -> dict[str, _SafeTensor]:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 entry = opened.get_slice(name)
-                tensors[name] = _SafeTensor(file, name, entry.get_dtype(), tuple(entry.get_shape()))
+                tensors[name] = _SafeTensor(file, name, entry.get_dtype(), tuple(entry.get_shape()), entry)
     except (SafetensorError, OSError) as error:
         raise ConfigurationError(f"{file}: damaged or truncated safetensors file: {error}") from error
     return tensors

@@ -70,6 +70,7 @@ class Engine:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     engine = None
 
     def do_GET(self):
@@ -111,10 +112,15 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    # All requests of a burst connect at once; the default of 5 resets the rest.
+    request_queue_size = 1024
+
+
 def main():
     model, port = sys.argv[1:]
     Handler.engine = Engine(model)
-    server = ThreadingHTTPServer(("127.0.0.1", int(port)), Handler)
+    server = Server(("127.0.0.1", int(port)), Handler)
     print(f"ready http://127.0.0.1:{server.server_address[1]}", flush=True)
     server.serve_forever()
 

@@ -27,7 +27,7 @@ from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from gateway.request.generator import REFUSAL_S
-from gateway.request.validation import renamed, shortened
+from gateway.request.violations import renamed, shortened
 from quire.logs import REQUEST_ID
 from quire.rpc.errors import QuireError
 

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import Request
 
 from gateway.api.answers import ErrorAnswer, HttpError
-from gateway.request.validation import shortened
+from gateway.request.violations import shortened
 from gateway.turns import Turns
 from quire.rpc.errors import InvalidArgument, invalid_field
 

@@ -8,15 +8,15 @@ values, and a null field is absent. All other fields are refused, and the error 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 from pydantic_core import PydanticCustomError, to_json
 
-from gateway.api.body import BodyLimits, load_json, validated, validated_by_turns
-from gateway.request.limits import MAX_TOOLS
+from gateway.api.body import BodyLimits, Model, load_json, validated, validated_by_turns
+from gateway.request.limits import MAX_PROMPTS, MAX_TOOLS
 from gateway.request.types import ChatMessage
-from gateway.request.validation import Violations
+from gateway.request.violations import Violations
 from gateway.turns import Turns
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoiceMode
 from quire.rpc.errors import InvalidArgument
@@ -25,6 +25,7 @@ _MESSAGE = re.compile(r"messages\[(\d+)\].*")
 _MAX_FIELDS = 1024
 # The maximum number of parts of all entries of a conversation.
 _MAX_PARTS = 8192
+_GROUP = re.compile(r"^(sampling|stopping|output)\.")
 _ASSISTANT, _SYSTEM = "assistant", "system"
 TOOL_CHOICES = {
     "none": ToolChoiceMode.TOOL_CHOICE_MODE_NONE,
@@ -34,18 +35,20 @@ TOOL_CHOICES = {
 """OpenAI's names of the modes of `tool_choice`."""
 
 
-class Part(BaseModel):
-    """An object in a body, strict about types: no text is taken for a number, and no number is NaN or infinite."""
+class Strict(BaseModel):
+    """An object in a body, strict about types: no text is taken for a number, and no number is NaN or infinite. Fields
+    that it does not declare are in `model_extra`."""
 
     model_config = ConfigDict(
         strict=True, frozen=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True, protected_namespaces=()
     )
 
+
+class Part(Strict):
+    """An object whose fields `check_fields` checks."""
+
     hints: ClassVar[frozenset[str]] = frozenset()
     harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-
-
-PartType = TypeVar("PartType", bound=Part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +67,18 @@ class LongList:
 
 
 async def parse(
-    kind: type[PartType],
+    kind: type[Model],
     data: bytes,
     limits: BodyLimits,
     long_list: LongList,
-    check_values: Callable[[Violations, PartType], None],
+    check: Callable[[Violations, Model], None],
     union_types: Mapping[str, str] | None = None,
-) -> PartType:
+) -> Model:
     """The body in `data`: first the JSON, then its types, a few entries at a time, so that other calls run between.
 
     Raises:
-        InvalidArgument: it is not JSON, a field has the wrong type or is not supported, `check_values` found something,
-            or there are too many entries.
+        InvalidArgument: it is not JSON, a field has the wrong type, `check` found something, or there are too many
+            entries.
     """
     turns, types = Turns(), union_types or {}
     fields = await load_json(data, limits.max_values)
@@ -85,28 +88,30 @@ async def parse(
             raise InvalidArgument(f"the body has {len(fields):,} fields; the max is {_MAX_FIELDS:,}")
         _check_counts(fields, long_list, limits.max_messages)
         name = long_list.name
-        if isinstance(fields.get(name), list):
+        if name in kind.model_fields and isinstance(fields.get(name), list):
             fields[name] = await validated_by_turns(kind, fields, name, long_list.entries, types, turns)
     body = validated(kind, fields, types)
     await turns.pause()
     violations = Violations()
-    check_fields(violations, body)
-    check_values(violations, body)
+    check(violations, body)
     violations.raise_if_any()
     return body
 
 
 def _check_counts(fields: Mapping[str, Any], long_list: LongList, max_entries: int) -> None:
-    """Raises InvalidArgument where there are too many entries, parts or tools to validate them."""
+    """Raises InvalidArgument where there are too many entries, parts, tools or prompts to validate them."""
     violations = Violations()
-    entries, tools = fields.get(long_list.name), fields.get("tools")
+    entries = fields.get(long_list.name)
     if isinstance(entries, list) and violations.check_count(long_list.name, entries, max_entries):
         lists = [entry.get(name) for entry in entries if isinstance(entry, dict) for name in long_list.parts]
         num_parts = sum(len(each) for each in lists if isinstance(each, list))
         if num_parts > _MAX_PARTS:
             violations.add(long_list.name, f"has {num_parts:,} parts in its entries; the max is {_MAX_PARTS:,}")
-    if isinstance(tools, list):
-        violations.check_count("tools", tools, MAX_TOOLS)
+    for name, limit in (("tools", MAX_TOOLS), ("prompt", MAX_PROMPTS)):
+        several = fields.get(name)
+        # A list of numbers is one prompt.
+        if isinstance(several, list) and several and not isinstance(several[0], int):
+            violations.check_count(name, several, limit)
     violations.raise_if_any()
 
 
@@ -138,6 +143,11 @@ def _check_entries(violations: Violations, entries: list[Any], path: str) -> Non
             return
         if isinstance(entry, Part):
             check_fields(violations, entry, f"{path}[{position}]")
+
+
+def without_group(field: str) -> str:
+    """The name of a field of the validator without the message that has it: "top_p" for "sampling.top_p"."""
+    return _GROUP.sub("", field)
 
 
 def schema_text(schema: Mapping[str, Any] | None) -> str | None:

@@ -40,6 +40,7 @@ class ApiRoute(Route):
         answer: The type of a successful answer in JSON; None where it has none.
         media_type: That of a successful answer that is not a stream.
         events: The type of the data of each event of a stream; None where the answer is none.
+        names_events: Whether the events of a stream have names. Otherwise [DONE] is the data of the last one.
         is_open: Whether it needs no API key.
         statuses: Of its answers, errors included.
     """
@@ -53,6 +54,7 @@ class ApiRoute(Route):
         body: type[BaseModel] | None = None,
         answer: Any = None,
         events: Any = None,
+        names_events: bool = False,
         refuses: bool = False,
         media_type: str = "application/json",
         statuses: Sequence[int] = (),
@@ -62,6 +64,7 @@ class ApiRoute(Route):
 
         Args:
             events: The type of the data of each event, if a successful answer may be a stream of server-sent events.
+            names_events: Those events have names; otherwise [DONE] is the data of the last one.
             refuses: The path is known, and never answered with success.
             statuses: With the same answer as 200, besides that and besides those of any path with or without a body.
             error: The type of the body of errors.
@@ -72,6 +75,7 @@ class ApiRoute(Route):
         self.answer = answer
         self.answer_statuses = frozenset({HTTPStatus.OK, *statuses})
         self.events = events
+        self.names_events = names_events
         self.media_type = media_type
         self.is_open = path in OPEN_PATHS
         self.error = error
@@ -153,13 +157,23 @@ def _response(route: ApiRoute, status: int, schemas: Mapping[Any, Any]) -> dict[
     if status in route.answer_statuses:
         content = {route.media_type: {} if route.answer is None else {"schema": schemas[repr(route.answer)]}}
         if route.events is not None:
-            description += "; in a stream, the data of each event has the schema"
-            content[_EVENT_STREAM] = {"schema": schemas[repr(route.events)]}
+            description += "; in a stream, each event has the schema"
+            content[_EVENT_STREAM] = {"schema": _event(schemas[repr(route.events)], is_named=route.names_events)}
         return {"description": description, "content": content}
     # Before a route is found, and without a key, errors have the shape that most paths have.
     shapes = [schemas[repr(each)] for each in dict.fromkeys((route.error, ErrorBody))]
     schema = shapes[0] if len(shapes) == 1 else {"anyOf": shapes}
     return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def _event(schema: Mapping[str, Any], *, is_named: bool) -> dict[str, Any]:
+    """The schema of one server-sent event, which is what the schema of a stream is for those who read OpenAPI 3.1."""
+    data = {"contentMediaType": "application/json", "contentSchema": schema}
+    if is_named:
+        properties = {"event": {"type": "string"}, "data": {"type": "string", **data}}
+    else:
+        properties = {"data": {"type": "string", "anyOf": [{"const": "[DONE]"}, data]}}
+    return {"type": "object", "properties": properties, "required": [*properties]}
 
 
 def openapi_page(document: Mapping[str, Any]) -> str:

@@ -8,9 +8,11 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from gateway.replicas.link import SchedulerLink, request_from_submit
+from gateway.replicas.link import SchedulerLink
+from gateway.replicas.request_messages import request_from_submit
 from gateway.request.types import GenerationRequest
 from quire.arrays import encode_int32
+from quire.histograms import Distribution
 from quire.rpc.errors import FieldViolation, NotFound, QuireError, Unavailable
 from quire.scheduler.v1 import scheduler_pb2
 
@@ -56,12 +58,14 @@ class ReplicaLoad:
         num_waiting: In the queue, or swapped out.
         num_held: In the queue, until another request or a worker has prepared what they need.
         kv_cache_usage: Share of the blocks that are in use, of all gateways.
+        step_tokens: Tokens that its steps computed, of all gateways; None where it does not say.
     """
 
     num_running: int
     num_waiting: int
     num_held: int
     kv_cache_usage: float
+    step_tokens: Distribution | None = None
 
 
 class SchedulerCalls:
@@ -169,7 +173,9 @@ class SchedulerCalls:
 def _load_from(state: scheduler_pb2.GetStateResponse) -> ReplicaLoad:
     load, pool = state.gateway, state.gpu_pool
     usage = pool.used_blocks / pool.total_blocks if pool.total_blocks else 0.0
-    return ReplicaLoad(load.running_requests, load.waiting_requests, load.held_requests, usage)
+    steps = state.step_tokens
+    step_tokens = Distribution.of(steps.bounds, steps.steps, steps.tokens) if state.HasField("step_tokens") else None
+    return ReplicaLoad(load.running_requests, load.waiting_requests, load.held_requests, usage, step_tokens)
 
 
 def no_such_request(request_id: str) -> NotFound:

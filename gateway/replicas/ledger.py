@@ -17,7 +17,8 @@ from gateway.replicas.events import (
     SequenceEnded,
     TokenRun,
 )
-from gateway.replicas.live import Arrivals, LiveRequest, SequenceStream, TokenGapError
+from gateway.replicas.live import Arrivals, LiveRequest
+from gateway.replicas.sequence import SequenceStream, TokenGapError
 from gateway.request.types import GenerationRequest
 from gateway.text.stop import StopStrings
 from gateway.text.tokenizer import Tokenizer

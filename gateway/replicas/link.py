@@ -1,39 +1,32 @@
-"""The multiplexed stream to one scheduler, and the messages that the gateway sends over it."""
+"""The multiplexed stream to one scheduler: opened, read and written, and opened again when it breaks."""
 
 import asyncio
 import contextlib
 import logging
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from typing import Any, Protocol, cast
 
 import grpc
 import grpc.aio
-import numpy as np
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from gateway.replicas.events import EventBatch, Welcome, cache_update_from, event_batch_from, welcome_from
-from gateway.replicas.live import LiveRequest, SequenceStream, TokenGapError
+from gateway.replicas.live import LiveRequest
+from gateway.replicas.request_messages import submit_message
 from gateway.replicas.routing import CachedBlocks
-from gateway.request.types import GenerationRequest, optional
-from gateway.text.formats.answer import PLAIN, AnswerFormat
-from gateway.text.formats.parser import OfferedTool
-from gateway.text.formats.thinking import Thinking
+from gateway.replicas.sequence import TokenGapError
 from gateway.turns import Turns
 from quire import compatibility
-from quire.arrays import decode_int32, encode_int32
-from quire.common.v1 import common_pb2
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.progress import LoadProgress
 from quire.rpc.channel import open_channel
-from quire.rpc.errors import FailedPrecondition, QuireError, Unavailable, from_rpc_error, invalid_field
+from quire.rpc.errors import FailedPrecondition, QuireError, Unavailable, from_rpc_error
 from quire.rpc.tls import TlsIdentity
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.settings import ConfigurationError
-from quire.tracing import TraceContext
 
-_WATCH = "Watch"
 _CONNECT = "/quire.scheduler.v1.SchedulerService/Connect"
 _WELCOME_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 1.0
@@ -115,8 +108,11 @@ class SchedulerLink:
         listener: LinkListener,
         wants_cache_updates: bool = False,
         tls: TlsIdentity | None = None,
+        host_name: str | None = None,
     ) -> None:
+        """`host_name` is what the scheduler's certificate must name, where it is not the host of `address`."""
         self.address = address
+        self._host_name = host_name
         self._tls = tls
         self.welcome: Welcome | None = None
         self.is_connected = False
@@ -173,11 +169,31 @@ class SchedulerLink:
         Raises:
             QuireError: the scheduler's error, or Unavailable if it is not connected (any more).
         """
+        with self._calling() as stub:
+            return await getattr(stub, method)(request, timeout=timeout_s)
+
+    async def watch(self, *, wants_memory: bool) -> AsyncGenerator[scheduler_pb2.WatchResponse, None]:
+        """Frames of the scheduler, with block tables and names of blocks or without, until its stream breaks.
+
+        Raises:
+            QuireError: the scheduler's error, or Unavailable if it is not connected (any more).
+        """
+        with self._calling() as stub:
+            call: Any = stub.Watch(scheduler_pb2.WatchRequest(include_memory=wants_memory))
+            try:
+                async for frame in call:
+                    yield frame
+            finally:
+                call.cancel()
+
+    @contextlib.contextmanager
+    def _calling(self) -> Generator[Any]:
+        """The stub for a call; what goes wrong in the call is raised as QuireError."""
         unconnected = Unavailable(f"scheduler {self.address} is not connected", reason="NO_SCHEDULER")
         if self._stub is None:
             raise unconnected
         try:
-            return await getattr(self._stub, method)(request, timeout=timeout_s)
+            yield self._stub
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         except asyncio.CancelledError:
@@ -186,29 +202,6 @@ class SchedulerLink:
             if task is not None and task.cancelling():
                 raise
             raise unconnected from None
-
-    async def watch(self, *, wants_memory: bool) -> AsyncGenerator[scheduler_pb2.WatchResponse, None]:
-        """Frames of the scheduler, with block tables and names of blocks or without, until its stream breaks.
-
-        Raises:
-            QuireError: the scheduler's error, or Unavailable if it is not connected (any more).
-        """
-        unconnected = Unavailable(f"scheduler {self.address} is not connected", reason="NO_SCHEDULER")
-        if self._stub is None:
-            raise unconnected
-        call: Any = getattr(self._stub, _WATCH)(scheduler_pb2.WatchRequest(include_memory=wants_memory))
-        try:
-            async for frame in call:
-                yield frame
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise unconnected from None
-        finally:
-            call.cancel()
 
     async def flush(self) -> None:
         """Waits until everything that was queued before is written, the stream is broken, or a second has passed."""
@@ -258,7 +251,7 @@ class SchedulerLink:
 
     async def _run_stream(self) -> None:
         """One stream from Hello to its end. Raises QuireError when it breaks."""
-        async with open_channel(self.address, tls=self._tls) as channel:
+        async with open_channel(self.address, tls=self._tls, host_name=self._host_name) as channel:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
             # Messages are serialized here: with one that cannot be serialized, gRPC would send nothing and wait.
             call = cast(Any, channel).stream_stream(
@@ -414,101 +407,3 @@ async def _exchange_hello(
     if answer is None or answer.WhichOneof("message") != "welcome":
         raise SchedulerRefusedError("the first message is not a welcome")
     return welcome_from(answer.welcome)
-
-
-def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
-    """The request with all defaults, and the tokens that the gateway has of it already."""
-    request, asked, trace = live.request, live.request.sampling, live.request.trace
-    submit = scheduler_pb2.Submit(
-        handle=live.handle,
-        request_id=request.request_id,
-        # Part of the prefix cache's keys, as it is for pins.
-        tenant=request.tenant,
-        priority=request.priority,
-        prompt_token_ids=encode_int32(request.prompt_token_ids),
-        # Only the fields that the scheduler reads; the rest is in `row_sampling`.
-        sampling=common_pb2.SamplingParameters(
-            seed=request.seed,
-            n=asked.n,
-            best_of=asked.best_of,
-            beam_search=asked.beam_search if asked.HasField("beam_search") else None,
-        ),
-        stopping=request.stopping,
-        output=request.output,
-        eos_token_ids=request.eos_token_ids,
-        row_sampling=request.row_sampling,
-        durable=request.durable,
-        trace_context=trace and scheduler_pb2.TraceContext(traceparent=trace.traceparent, tracestate=trace.tracestate),
-        emitted=[_emitted_message(stream) for stream in live.sequences if stream.token_ids],
-        nonce=request.nonce,
-        resubmitted=live.submissions > 1,
-        num_prompt_logprobs=len(live.prompt_logprobs),
-        has_constraint=asked.HasField("constraint"),
-    )
-    if not request.durable:
-        # The scheduler sees no text, unless it keeps the request for another gateway.
-        submit.stopping.ClearField("stop")
-    elif request.answer_format != PLAIN:
-        submit.answer_format.CopyFrom(_format_message(request.answer_format))
-    return scheduler_pb2.ConnectRequest(submit=submit)
-
-
-def request_from_submit(submit: scheduler_pb2.Submit) -> GenerationRequest:
-    """A durable request that any gateway can go on with; the inverse of `submit_message`.
-
-    Raises InvalidArgument if it is malformed.
-    """
-    try:
-        sampling = common_pb2.RowSampling.FromString(submit.row_sampling).sampling
-    except DecodeError as error:
-        raise invalid_field("row_sampling", f"is no RowSampling: {error}") from error
-    sampling.MergeFrom(submit.sampling)
-    sampling.ClearField("seed")
-    trace: scheduler_pb2.TraceContext | None = optional(submit, "trace_context")
-    return GenerationRequest(
-        request_id=submit.request_id,
-        tenant=submit.tenant,
-        prompt_token_ids=np.asarray(decode_int32(submit.prompt_token_ids, "prompt_token_ids", minimum=0), np.int32),
-        sampling=sampling,
-        stopping=submit.stopping,
-        output=submit.output,
-        seed=submit.sampling.seed,
-        eos_token_ids=tuple(submit.eos_token_ids),
-        row_sampling=submit.row_sampling,
-        priority=submit.priority,
-        durable=True,
-        nonce=submit.nonce,
-        answer_format=_format_from(submit.answer_format) if submit.HasField("answer_format") else PLAIN,
-        trace=TraceContext(trace.traceparent, optional(trace, "tracestate")) if trace is not None else None,
-    )
-
-
-def _format_message(answer_format: AnswerFormat) -> scheduler_pb2.AnswerFormat:
-    return scheduler_pb2.AnswerFormat(
-        tool_format=answer_format.tool_format,
-        reasoning_format=answer_format.reasoning_format,
-        thinking=answer_format.thinking.value,
-        tools=[
-            scheduler_pb2.OfferedTool(name=tool.name, text_parameters=sorted(tool.text_parameters))
-            for tool in answer_format.tools
-        ],
-    )
-
-
-def _format_from(message: scheduler_pb2.AnswerFormat) -> AnswerFormat:
-    """Raises InvalidArgument if this gateway does not know the format."""
-    try:
-        return AnswerFormat(
-            optional(message, "tool_format"),
-            optional(message, "reasoning_format"),
-            Thinking(message.thinking),
-            tuple(OfferedTool(tool.name, frozenset(tool.text_parameters)) for tool in message.tools),
-        )
-    except ValueError as error:
-        raise invalid_field("answer_format", f"is not known to this gateway: {error}") from error
-
-
-def _emitted_message(stream: SequenceStream) -> scheduler_pb2.EmittedSequence:
-    return scheduler_pb2.EmittedSequence(
-        sequence_index=stream.index, token_ids=encode_int32(stream.token_ids), finished=stream.finished is not None
-    )

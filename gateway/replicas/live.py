@@ -1,4 +1,4 @@
-"""A live request from its arrival to its end: its sequences, and what its client has not got yet."""
+"""A live request from its arrival to its end: what schedulers bring, and what its client has not got yet."""
 
 import asyncio
 import dataclasses
@@ -10,8 +10,6 @@ from gateway.replicas.events import (
     Chunk,
     Completed,
     Event,
-    Finished,
-    FinishReason,
     GeneratedSequence,
     PromptRun,
     RequestEnded,
@@ -20,257 +18,16 @@ from gateway.replicas.events import (
     TokenRun,
     Usage,
 )
+from gateway.replicas.sequence import SequenceStream, TokenGapError
 from gateway.request.types import GenerationRequest
-from gateway.text.detokenizer import TextPieces
-from gateway.text.formats.output import NOTHING, Output, joined
-from gateway.text.formats.parser import OutputParser
-from gateway.text.stop import StopMatcher, StopStrings
 from gateway.turns import Turns
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, differing_parts
 from quire.gateway.v1.generation_pb2 import ToolCall
-from quire.logprob_columns import LogprobColumns, LogprobLog
+from quire.logprob_columns import LogprobLog
 from quire.logs import REQUEST_ID
 from quire.rpc.errors import Internal, QuireError
 
 _logger = logging.getLogger(__name__)
-
-
-class TokenGapError(Exception):
-    """Tokens are missing between those that came before and those that come now."""
-
-
-class SequenceStream:
-    """One sequence of a live request: takes each token exactly once, in order, and returns text, coalesced while the
-    client is busy.
-
-    Invariants: `token_ids` are all tokens of the sequence, so their number is the offset of the next event; the pending
-    columns are those of the tokens that were not taken yet; once `finished` is set, no token is accepted.
-    `last_token_at` is when a scheduler last brought a token of it, None before the first one.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        detokenizer: TextPieces,
-        stop_strings: StopStrings | None,
-        ending_token_ids: frozenset[int],
-        *,
-        min_tokens: int = 0,
-        include_stop_string: bool = False,
-        parser: OutputParser | None = None,
-    ) -> None:
-        """Neither a stop string nor a token ends the sequence before token `min_tokens` + 1.
-
-        `parser` separates reasoning and tool calls from the content, in which alone stop strings are looked for. None:
-        all text is content.
-        """
-        self.index = index
-        self.token_ids: list[int] = []
-        self.num_reasoning_tokens = 0
-        self.finished: Finished | None = None
-        self.last_token_at: float | None = None
-        self._detokenizer = detokenizer
-        self._parser = parser
-        self._calls_tools = False
-        self._matcher = None if stop_strings is None else StopMatcher(stop_strings)
-        self._ending_token_ids = ending_token_ids
-        self._min_tokens = min_tokens
-        self._includes_stop_string = include_stop_string
-        # A token that ends the sequence has no text, but only the scheduler knows whether it did end it.
-        self._withheld_token: int | None = None
-        self._taken = 0
-        # The part that the client has already: tokens, and characters of their text if it counts them.
-        self._known_tokens = 0
-        self._known_characters: int | None = None
-        # Output that the client lacks, of tokens that it has.
-        self._left_over = NOTHING
-        self._finish_taken = False
-        # One a token.
-        self._pending: list[Output] = []
-        self._pending_logprobs = LogprobLog()
-        # Output that became certain after the last token.
-        self._last = NOTHING
-        self._cumulative_logprob: float | None = None
-
-    def accept(self, offset: int, token_ids: Sequence[int], logprobs: LogprobColumns | None = None) -> int:
-        """Takes the new ones among these tokens; returns their number.
-
-        Tokens that came before are dropped, and so are tokens after the end: the scheduler generates them until it
-        learns that a stop string ended the sequence here.
-
-        `offset` is the position of the first one in the output; `logprobs` has one position a token.
-
-        Raises:
-            TokenGapError: tokens before `offset` never came.
-        """
-        if self.finished is not None:
-            return 0
-        before = len(self.token_ids)
-        seen = before - offset
-        if seen < 0:
-            raise TokenGapError(f"sequence {self.index} has {before} tokens, an event starts at {offset}")
-        chosen = None if logprobs is None else logprobs.chosen_logprobs.tolist()
-        for position in range(seen, len(token_ids)):
-            if self.finished is not None:
-                break
-            if chosen is not None:
-                self._cumulative_logprob = (self._cumulative_logprob or 0.0) + chosen[position]
-            self._accept_token(token_ids[position])
-        count = len(self.token_ids) - before
-        if logprobs is not None and count:
-            self._pending_logprobs.append(logprobs.part(seen, seen + count))
-        return count
-
-    def end(
-        self, num_tokens: int, reason: FinishReason, stop_token_id: int | None, cumulative_logprob: float | None
-    ) -> None:
-        """The scheduler ended the sequence. No effect if it is finished already.
-
-        Raises:
-            TokenGapError: another number of tokens came.
-        """
-        if self.finished is not None:
-            return
-        if num_tokens != len(self.token_ids):
-            raise TokenGapError(f"sequence {self.index} ended with {num_tokens} tokens, {len(self.token_ids)} came")
-        text = self._detokenizer.push(self._withheld_token) if self._withheld_token not in (None, stop_token_id) else ""
-        stop_string = self._release_rest(text + self._detokenizer.flush())
-        if stop_string is not None:
-            reason, stop_token_id = FinishReason.STOP, None
-        elif reason is FinishReason.STOP and self._calls_tools:
-            reason = FinishReason.TOOL_CALLS
-        # The sum of the log probabilities that came; without them, that of a scheduler which chose among sequences.
-        if self._cumulative_logprob is not None:
-            cumulative_logprob = self._cumulative_logprob
-        self.finished = Finished(self.index, num_tokens, reason, stop_string, stop_token_id, cumulative_logprob)
-
-    def end_if_complete(self, max_tokens: int) -> None:
-        """Ends the sequence, as the scheduler would, if its last token or its length ends it."""
-        if self._withheld_token is not None:
-            self.end(len(self.token_ids), FinishReason.STOP, self._withheld_token, self._cumulative_logprob)
-        elif len(self.token_ids) >= max_tokens:
-            self.end(len(self.token_ids), FinishReason.LENGTH, None, self._cumulative_logprob)
-
-    def skip(
-        self, num_tokens: int, num_characters: int | None = None, *, cumulative_logprob: float | None = None
-    ) -> None:
-        """The client has this many tokens, and this many characters of output or the output of those tokens.
-
-        Call it before anything is taken. Tokens that come from the client itself bring the sum of their log
-        probabilities, if it has that; call `drop_skipped` when they are accepted.
-        """
-        self._known_tokens = num_tokens
-        self._known_characters = num_characters
-        if cumulative_logprob is not None:
-            self._cumulative_logprob = cumulative_logprob
-
-    def drop_skipped(self) -> None:
-        """Drops the output and the log probabilities of skipped tokens that came."""
-        count = min(self._known_tokens, len(self.token_ids)) - self._taken
-        if count <= 0:
-            return
-        if self._known_characters is not None:
-            self._left_over = joined([self._left_over, self._unknown(joined(self._pending[:count]))])
-        self._taken += count
-        del self._pending[:count]
-        self._take_logprobs(count)
-
-    @property
-    def num_pending(self) -> int:
-        """The tokens that were not taken yet."""
-        return len(self.token_ids) - self._taken
-
-    def take_chunk(self, max_tokens: int) -> Chunk | None:
-        """The next tokens, at most `max_tokens`, or None."""
-        self.drop_skipped()
-        offset, end = self._taken, min(self._taken + max_tokens, len(self.token_ids))
-        count = end - offset
-        output = self._unknown(joined(self._pending[:count]))
-        if end == len(self.token_ids):
-            output, self._last = joined([output, self._unknown(self._last)]), NOTHING
-        output, self._left_over = joined([self._left_over, output]), NOTHING
-        if not count and not output:
-            return None
-        token_ids = self.token_ids[offset:end]
-        logprobs = TokenLogprobs(token_ids, self._take_logprobs(count))
-        self._taken = end
-        del self._pending[:count]
-        return Chunk(self.index, offset, token_ids, output.text, logprobs, output.reasoning, output.tool_calls)
-
-    def take_finished(self) -> Finished | None:
-        """The end of the sequence, once, after all chunks."""
-        if self._finish_taken or self.num_pending:
-            return None
-        self._finish_taken = self.finished is not None
-        return self.finished
-
-    def _unknown(self, output: Output) -> Output:
-        """The next piece of output, without the characters that the client has."""
-        known = self._known_characters
-        if not known:
-            return output
-        self._known_characters = max(known - output.num_characters, 0)
-        return output.without(known)
-
-    def _accept_token(self, token_id: int) -> None:
-        text = ""
-        if self._withheld_token is not None:
-            text = self._detokenizer.push(self._withheld_token)
-            self._withheld_token = None
-        if token_id in self._ending_token_ids:
-            self._withheld_token = token_id
-        else:
-            text += self._detokenizer.push(token_id)
-        self.token_ids.append(token_id)
-        was_reasoning = self._is_reasoning
-        output, stop_string = self._read(text)
-        # The token that opens the reasoning belongs to it, and so does the one that closes it.
-        self.num_reasoning_tokens += was_reasoning or self._is_reasoning
-        self._pending.append(output)
-        if stop_string is not None:
-            self.finished = Finished(
-                self.index,
-                len(self.token_ids),
-                FinishReason.STOP,
-                stop_string=stop_string,
-                cumulative_logprob=self._cumulative_logprob,
-            )
-
-    @property
-    def _is_reasoning(self) -> bool:
-        return self._parser is not None and self._parser.is_reasoning
-
-    def _take_logprobs(self, count: int) -> LogprobColumns | None:
-        return self._pending_logprobs.take(count) if self._pending_logprobs else None
-
-    def _read(self, text: str) -> tuple[Output, str | None]:
-        """The output that is certain with the newest token, and the stop string that ends the sequence, if any."""
-        output = Output(text) if self._parser is None else self._parser.push(text)
-        self._calls_tools = self._calls_tools or bool(output.tool_calls)
-        if self._matcher is None:
-            return output, None
-        certain, stop_string = self._match(self._matcher, output.text)
-        return output._replace(text=certain), stop_string
-
-    def _release_rest(self, text: str) -> str | None:
-        """Adds the output after the last token; returns the stop string that it completed, if any."""
-        output = Output(text) if self._parser is None else joined([self._parser.push(text), self._parser.finish()])
-        self._calls_tools = self._calls_tools or bool(output.tool_calls)
-        stop_string = None
-        if self._matcher is not None:
-            text, stop_string = self._match(self._matcher, output.text)
-            if stop_string is None:
-                text += self._matcher.flush()
-            output = output._replace(text=text)
-        self._last = joined([self._last, output])
-        return stop_string
-
-    def _match(self, matcher: StopMatcher, text: str) -> tuple[str, str | None]:
-        """The text that is certain with the newest token, and the stop string that ends the sequence, if any."""
-        if len(self.token_ids) <= self._min_tokens:
-            return matcher.pass_over(text), None
-        certain, stop_string = matcher.push(text)
-        return (certain + stop_string if stop_string and self._includes_stop_string else certain), stop_string
 
 
 @dataclass(slots=True)

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from gateway.replicas.calls import SchedulerCalls
@@ -11,10 +12,12 @@ from gateway.replicas.events import EventBatch, Welcome
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.link import SchedulerLink, SchedulerRefusedError
 from gateway.replicas.live import Arrivals, LiveRequest
+from gateway.replicas.members import Members, Resolver, may_be_several
 from gateway.replicas.routing import Candidate, Router, RoutingPolicy
 from quire import compatibility
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, check_model, check_protocol, differing_parts
 from quire.rpc.errors import FailedPrecondition, QuireError, ResourceExhausted, Unavailable
+from quire.rpc.patience import LAST_LOOK_S
 from quire.rpc.tls import TlsIdentity
 
 _DEFAULT_RETRY_MS = 100
@@ -37,15 +40,16 @@ class Replicas:
       tokens come. It waits longer before each further move without a token in between: the request may be what kills
       the workers, and one scheduler must see that often enough to find out.
     - A request that a scheduler refuses because it drains is placed anew.
+    - A replica that a DNS name has no longer is left (see `members`).
 
     Attributes:
-        links: The stream to each scheduler, by address.
+        links: The stream to each scheduler, by address. They come and go where a DNS name stands for them.
         calls: Unary calls to the schedulers.
     """
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        targets: Sequence[str],
         ledger: Ledger,
         *,
         gateway_id: str,
@@ -57,8 +61,16 @@ class Replicas:
         routing: RoutingPolicy = RoutingPolicy.CACHE,
         tls: TlsIdentity | None = None,
         on_tokens: Callable[[str, Arrivals], object] = lambda address, arrivals: None,
+        on_members: Callable[[Collection[str]], object] = lambda addresses: None,
+        resolver: Resolver | None = None,
     ) -> None:
-        """`on_tokens` is called with the address of a replica and the tokens that a batch of its events brought."""
+        """
+        Args:
+            targets: Addresses of schedulers, and names that stand for several, as `--schedulers` has them.
+            on_tokens: Is called with the address of a replica and the tokens that a batch of its events brought.
+            on_members: Is called with the addresses of all replicas when there are others than before.
+            resolver: Gives the addresses of names; by default the system does.
+        """
         self._ledger = ledger
         self._on_tokens = on_tokens
         self._architecture = architecture
@@ -66,18 +78,18 @@ class Replicas:
         self._connect_timeout_s = connect_timeout_s
         self._failover_delay_s = failover_delay_s
         self._router = Router(routing)
-        self.links = {
-            address: SchedulerLink(
-                address,
-                gateway_id=gateway_id,
-                grace_period_ms=round(reconnect_grace_s * 1000),
-                model=model,
-                listener=self,
-                wants_cache_updates=routing is RoutingPolicy.CACHE and len(addresses) > 1,
-                tls=tls,
-            )
-            for address in addresses
-        }
+        self._on_members = on_members
+        open_link = partial(
+            SchedulerLink,
+            gateway_id=gateway_id,
+            grace_period_ms=round(reconnect_grace_s * 1000),
+            model=model,
+            listener=self,
+            wants_cache_updates=routing is RoutingPolicy.CACHE and may_be_several(targets),
+            tls=tls,
+        )
+        self._members = Members(targets, open_link, self, resolver or Resolver())
+        self.links = self._members.links
         self.calls = SchedulerCalls(self.links)
         # Set while at least one scheduler is connected.
         self._some_connected = asyncio.Event()
@@ -88,9 +100,9 @@ class Replicas:
         # At most one timer a request, by handle.
         self._timers: dict[int, asyncio.TimerHandle] = {}
         # The handles of the requests on each replica.
-        self._placed: dict[str, set[int]] = {address: set() for address in self.links}
+        self._placed = defaultdict[str, set[int]](set)
         # Durable requests that were released while their scheduler was away, by handle, with that scheduler's epoch.
-        self._unended: dict[str, dict[int, tuple[LiveRequest, int]]] = {address: {} for address in self.links}
+        self._unended = defaultdict[str, dict[int, tuple[LiveRequest, int]]](dict)
         # Addresses of schedulers that refuse new requests until they end.
         self._draining: set[str] = set()
 
@@ -101,7 +113,7 @@ class Replicas:
 
     @property
     def num_connected(self) -> int:
-        return sum(link.is_connected for link in self.links.values())
+        return sum(link.is_connected for link in list(self.links.values()))
 
     @property
     def num_unplaced(self) -> int:
@@ -164,9 +176,9 @@ class Replicas:
     def release(self, live: LiveRequest) -> None:
         """Ends a request at its scheduler; if its stream is broken, when it is back. Idempotent."""
         self._cancel_timer(live)
-        if live.replica is None:
+        link = self._link_of(live)
+        if link is None:
             return
-        link = self.links[live.replica]
         if link.is_connected:
             link.abort(live.handle)
         elif live.request.durable and link.welcome is not None:
@@ -178,17 +190,18 @@ class Replicas:
 
     def detach(self, live: LiveRequest) -> None:
         """Its client is gone: a durable request that is not completed runs on for a while, another ends. Idempotent."""
-        if not live.request.durable or live.is_completed or live.replica is None:
+        link = self._link_of(live)
+        if not live.request.durable or live.is_completed or link is None:
             self.release(live)
             return
         self._cancel_timer(live)
-        self.links[live.replica].detach(live.handle)
+        link.detach(live.handle)
         self._assign(live, None)
 
     def resume(self, live: LiveRequest, address: str) -> None:
         """Takes over a durable request from a replica. Raises Unavailable if its stream is broken by now."""
-        link = self.links[address]
-        if not link.is_connected:
+        link = self.links.get(address)
+        if link is None or not link.is_connected:
             raise Unavailable(f"scheduler {address} is not connected", reason="NO_SCHEDULER")
         self._assign(live, address)
         self._note_model(live, link)
@@ -199,23 +212,51 @@ class Replicas:
 
     def hand_over(self, earlier: LiveRequest, live: LiveRequest) -> None:
         """Continues a request by another entry of it, which has all that the earlier one has."""
-        replica = earlier.replica
+        link = self._link_of(earlier)
         self._forget(earlier)
         if live.is_over:
             return
-        if replica is None:
+        if link is None:
             self.place(live)
-        elif self.links[replica].is_connected:
-            self._submit(live, self.links[replica])
-            if not self.links[replica].is_ready:
+        elif link.is_connected:
+            self._submit(live, link)
+            if not link.is_ready:
                 self._wait_for_worker(live)
         else:
-            self._assign(live, replica)
+            self._assign(live, link.address)
             self._set_timer(live, self._failover_delay_s, self._fail_over)
 
     async def flush(self) -> None:
         """Waits until aborts are on their way."""
         await asyncio.gather(*(link.flush() for link in self.links.values()))
+
+    async def run(self) -> None:
+        """Keeps the streams open; ends only by cancellation."""
+        await self._members.run()
+
+    @property
+    def problems(self) -> list[str]:
+        """Why streams are not open, or names of schedulers cannot be resolved."""
+        return self._members.problems
+
+    # Callbacks of the members.
+
+    def is_idle(self, address: str) -> bool:
+        return not self._placed[address] and not self._unended[address]
+
+    def on_found(self, address: str) -> None:
+        self._on_members(self.links.keys())
+
+    def on_gone(self, address: str) -> None:
+        """Its requests need not wait for it."""
+        self._unended.pop(address, None)
+        self._draining.discard(address)
+        left = [live for live in self._ledger if live.replica == address]
+        self._for_each(left, self._forget)
+        self._for_each((live for live in left if not live.is_over), self.place)
+        self._placed.pop(address, None)
+        self._update_readiness()
+        self._on_members(self.links.keys())
 
     # Callbacks of the links.
 
@@ -250,6 +291,7 @@ class Replicas:
         self._update_readiness()
         self._for_each((live for live in self._ledger if live.replica == link.address), self._outlive_scheduler)
         self._for_each(self._waiting(), self._wait_for_scheduler)
+        self._members.lost(link.address)
 
     def on_readiness(self, link: SchedulerLink) -> None:
         state = "runs again" if link.is_ready else "lost its worker, or drains"
@@ -289,7 +331,8 @@ class Replicas:
 
     def _taking(self) -> list[SchedulerLink]:
         """The replicas that take new requests."""
-        return [link for link in self.links.values() if link.is_connected and link.address not in self._draining]
+        taking = [link for link in self.links.values() if link.is_connected and link.address not in self._draining]
+        return [link for link in taking if self._members.is_listed(link.address)] or taking
 
     def _candidates(self, live: LiveRequest) -> dict[str, SchedulerLink]:
         """The replicas that may get a request: those that run steps, else those that let it wait."""
@@ -313,12 +356,16 @@ class Replicas:
             live.model = link.model
 
     def _assign(self, live: LiveRequest, replica: str | None) -> None:
-        if live.replica is not None:
+        if live.replica in self._placed:
             self._placed[live.replica].discard(live.handle)
         if replica is not None:
             self._placed[replica].add(live.handle)
             live.last_replica = replica
         live.replica = replica
+
+    def _link_of(self, live: LiveRequest) -> SchedulerLink | None:
+        """The link to the replica that has the request; None where none has it, or it is gone for good."""
+        return None if live.replica is None else self.links.get(live.replica)
 
     def _forget(self, live: LiveRequest) -> None:
         """No scheduler runs the request any more, though its client may still read it."""
@@ -392,11 +439,18 @@ class Replicas:
 
     def _move_from_unready(self, live: LiveRequest) -> None:
         """Moves a request to a replica that runs steps, if there is one, unless tokens come from where it is."""
-        if live.is_over or not any(link.is_ready for link in self._candidates(live).values()):
-            return
         left_s = self._failover_delay_s - live.seconds_since_news
         if left_s > 0:
             self._set_timer(live, left_s, self._move_from_unready)
+        else:
+            # A second look: tokens may wait to be read where this process stood still.
+            self._set_timer(live, LAST_LOOK_S, self._leave_unready)
+
+    def _leave_unready(self, live: LiveRequest) -> None:
+        if live.is_over or not any(link.is_ready for link in self._candidates(live).values()):
+            return
+        if live.seconds_since_news < self._failover_delay_s:
+            self._move_from_unready(live)
         else:
             live.moves += 1
             # A durable one, too: a copy that ran on there might draw other tokens than the one that is read.

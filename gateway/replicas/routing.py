@@ -108,6 +108,7 @@ def _by_affinity(prompt: Prompt, candidates: Mapping[str, Candidate]) -> str:
 
 
 def _by_cache(prompt: Prompt, tenant: str, candidates: Mapping[str, Candidate]) -> str:
+    # None, or nothing: no replica is known to have anything.
     if not any(each.cached for each in candidates.values()):
         return _by_affinity(prompt, candidates)
     chains = {size: prompt_hashes(prompt, tenant, size) for size in {each.block_size for each in candidates.values()}}

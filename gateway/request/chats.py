@@ -1,8 +1,9 @@
 """Prepares chats: the prompt, the format of the answer, and the constraint from tools and response format."""
 
 import asyncio
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway.request.types import ChatPrompt
 from gateway.text.chat import Chat
@@ -68,9 +69,7 @@ async def prepare_chat(prompt: ChatPrompt, chat: Chat, tokenizer: Tokenizer, *, 
         if opening:
             # The prompt fixes whether the model reasons: reasoning is unconstrained, and the text after it must match.
             text += opening
-            answer_format = AnswerFormat(
-                answer_format.tool_format, answer_format.reasoning_format, Thinking.BEGUN, answer_format.tools
-            )
+            answer_format = replace(answer_format, thinking=Thinking.BEGUN)
     return PreparedChat(await chat.encode_text(text), answer_format, constraint)
 
 
@@ -135,7 +134,7 @@ def _tool_format(chat: Chat, offered: _Offered | None) -> str | None:
 def _constraint(prompt: ChatPrompt, offered: _Offered | None, chat: Chat, tokenizer: Tokenizer) -> Constraint | None:
     answer = prompt.response_format
     if offered is None:
-        return _copied(answer)
+        return copy.deepcopy(answer)
     model = ModelText("" if chat.tool_template is None else chat.tool_template.source, tokenizer.special_tokens)
     grammars = offered.grammars(chat.tool_format)
     calls = constrained_calls(
@@ -164,25 +163,15 @@ def _constraint(prompt: ChatPrompt, offered: _Offered | None, chat: Chat, tokeni
     return both
 
 
-def _copied(answer: Constraint | None) -> Constraint | None:
-    if answer is None:
-        return None
-    constraint = Constraint()
-    constraint.CopyFrom(answer)
-    return constraint
-
-
 def _set_beginning(constraint: Constraint, answer_format: AnswerFormat, *, must_match: bool) -> str:
     """Sets where a constraint begins; returns the text that the prompt must end with.
 
     If the model were free to reason or not, either the constraint or the reasoning would be lost.
     """
     if answer_format.reasoning_format == HARMONY_REASONING:
-        is_answer = constraint.WhichOneof("kind") != "structural_tags"
-        if is_answer:
+        if constraint.WhichOneof("kind") != "structural_tags":
             constraint.begins_after = FINAL
-            return ""
-        if constraint.structural_tags.no_free_text:
+        elif constraint.structural_tags.no_free_text:
             constraint.begins_after = AFTER_ANALYSIS
             return ANALYSIS
         return ""

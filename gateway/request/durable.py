@@ -17,7 +17,7 @@ from gateway.replicas.live import LiveRequest
 from gateway.replicas.pool import Replicas
 from gateway.request.answer_memory import CallMemory
 from gateway.request.types import GenerationRequest
-from gateway.request.validation import Violations
+from gateway.request.violations import Violations
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import TOKENS_PER_TURN, Turns
 from quire.rpc.errors import Aborted

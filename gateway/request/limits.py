@@ -17,11 +17,11 @@ MAX_BEAM_CANDIDATES = 2048
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_BYTES = 128
-# The maximum number of prompts of a call. Each becomes a request, and a body within the size limit could hold millions.
 MAX_TOOLS = 128
 """The maximum number of tools of a chat."""
 MAX_TOOL_SCHEMA_BYTES = 256 * 1024
 """The maximum size of the parameters of one tool."""
+# The maximum number of prompts of a call. Each becomes a request, and a body within the size limit could hold millions.
 MAX_PROMPTS = 1024
 # The limit for all sequences of a call together, since each of them is searched for all stop strings.
 MAX_CALL_STOP_BYTES = 4 * 1024 * 1024

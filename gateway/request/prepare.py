@@ -1,6 +1,7 @@
 """Prepares a request for submission: tokenizes the prompt and bad words, sets every default, and adds the tokens that
 the caller already has."""
 
+import copy
 import math
 import secrets
 from collections.abc import MutableSequence, Sequence
@@ -24,7 +25,8 @@ from gateway.request.types import (
     TextPrompt,
     TokenPrompt,
 )
-from gateway.request.validation import Violations, check_another, check_request, renamed, resolve_max_tokens
+from gateway.request.validation import check_another, check_request, resolve_max_tokens
+from gateway.request.violations import Violations, renamed
 from gateway.text.formats.answer import PLAIN
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import TOKENS_PER_TURN, Turns
@@ -171,8 +173,7 @@ async def prepare(
 
 
 def _with_constraint(options: RequestOptions, constraint: Constraint) -> RequestOptions:
-    sampling = SamplingParameters()
-    sampling.CopyFrom(options.sampling)
+    sampling = copy.deepcopy(options.sampling)
     sampling.constraint.CopyFrom(constraint)
     return replace(options, sampling=sampling)
 

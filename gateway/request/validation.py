@@ -1,7 +1,7 @@
 """The validator of requests, the same for every front end.
 
-It checks all fields before it raises, and allocates nothing of the size of a request. `Violations` collects what is
-wrong; each violation names the field, its value and the limit.
+It checks all fields before it raises, and allocates nothing of the size of a request. Each violation names the field,
+its value and the limit.
 """
 
 import re
@@ -32,12 +32,7 @@ from gateway.request.types import (
     TextPrompt,
     TokenPrompt,
 )
-from gateway.request.violations import Violations as Violations
-from gateway.request.violations import renamed as renamed
-from gateway.request.violations import shortened as shortened
-from gateway.request.violations import shown as shown
-from gateway.request.violations import summary as summary
-from gateway.request.violations import utf8_size as utf8_size
+from gateway.request.violations import Violations, shortened, shown, utf8_size
 from quire.common.v1.common_pb2 import EarlyStopping
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
 

@@ -78,7 +78,7 @@ def _single(value: float) -> float:
     """The value rounded to single precision; unchanged if it is too large for that."""
     try:
         return struct.unpack("<f", struct.pack("<f", value))[0]
-    except OverflowError:
+    except (OverflowError, struct.error):
         return value
 
 

@@ -24,7 +24,8 @@ from gateway.request.spans import set_incoming_context
 from gateway.server.connections import BodyMemory
 from quire.rpc.errors import DeadlineExceeded, InvalidArgument, PermissionDenied, QuireError, Unavailable
 from quire.rpc.health import REFLECTION_SERVICES
-from quire.rpc.interceptors import Behavior, Continuation, decoder, is_generator, remake
+from quire.rpc.interceptors import Behavior, Continuation, around, decoder, remake
+from quire.rpc.patience import PatientTimer
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 OPEN_METHODS = frozenset(f"/{_HEALTH.full_name}/{method.name}" for method in _HEALTH.methods)
@@ -117,22 +118,11 @@ class IdleCalls(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not handler.request_streaming:
             return handler
-        return remake(handler, self._watched, request_deserializer=handler.request_deserializer)
+        watch = functools.partial(around, prepare=self._watched)
+        return remake(handler, watch, request_deserializer=handler.request_deserializer)
 
-    def _watched(self, behavior: Behavior) -> Behavior:
-        if is_generator(behavior):
-
-            async def generator(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-                async with aclosing(behavior(self._read(requests), context)) as responses:
-                    async for response in responses:
-                        yield response
-
-            return generator
-
-        async def coroutine(requests: Any, context: grpc.aio.ServicerContext) -> Any:
-            return await behavior(self._read(requests), context)
-
-        return coroutine
+    async def _watched(self, requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        return self._read(requests)
 
     async def _read(self, requests: Any) -> AsyncIterator[Any]:
         """The requests. Raises Unavailable once waiting calls are ended."""
@@ -201,8 +191,12 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
 
         async def handle(requests: Any, context: grpc.aio.ServicerContext) -> Any:
             try:
-                async with asyncio.timeout(self._sender_timeout_s):
-                    data: bytes | None = await anext(aiter(requests), None)
+                async with asyncio.timeout(None) as limit:
+                    timer = PatientTimer(self._sender_timeout_s, _expire, limit)
+                    try:
+                        data: bytes | None = await anext(aiter(requests), None)
+                    finally:
+                        timer.cancel()
             except TimeoutError:
                 message = f"the request did not come within {self._sender_timeout_s:g} s"
                 raise DeadlineExceeded(message, reason="SLOW_SENDER") from None
@@ -247,6 +241,10 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
         return handle
 
 
+def _expire(limit: asyncio.Timeout) -> None:
+    limit.reschedule(asyncio.get_running_loop().time())
+
+
 class _WriteWatch:
     """Cancels the task that made it once one write takes too long. It has one timer, which checks when the current
     write began; a timer for each write would cost far more.
@@ -265,7 +263,7 @@ class _WriteWatch:
         self._task = task
         self._loop = asyncio.get_running_loop()
         self._began_at: float | None = None
-        self._timer = self._loop.call_later(timeout_s, self._check)
+        self._timer = PatientTimer(timeout_s, self._check)
 
     def begin(self) -> None:
         self._began_at = self._loop.time()
@@ -284,7 +282,7 @@ class _WriteWatch:
         now = self._loop.time()
         due_at = (now if self._began_at is None else self._began_at) + self._timeout_s
         if now < due_at:
-            self._timer = self._loop.call_at(due_at, self._check)
+            self._timer = PatientTimer(due_at - now, self._check)
         else:
             self.has_expired = True
             self._task.cancel()

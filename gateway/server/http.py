@@ -3,6 +3,7 @@ Prometheus."""
 
 import dataclasses
 import ipaddress
+import time
 from collections.abc import Callable, Collection, Sequence
 from http import HTTPStatus
 
@@ -27,10 +28,10 @@ from gateway.api.ui import access
 from gateway.api.ui.routes import ui_routes
 from gateway.auth.caller import Caller, set_caller
 from gateway.auth.keys import Authenticator
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import GatewayMetrics, HttpAnswer, HttpAnswers
 from gateway.request.generator import Generator
 from gateway.request.spans import set_incoming_context
-from gateway.request.validation import shortened
+from gateway.request.violations import shortened
 from gateway.settings import GatewaySettings
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import PermissionDenied, QuireError, Unauthenticated
@@ -38,6 +39,8 @@ from quire.version import VERSION
 
 _ANY_HOST = "*"
 _REQUEST_ID = b"x-request-id"
+_METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
+_UNCOUNTED_PATHS = OPEN_PATHS | {METRICS_PATH}
 
 
 def make_http_app(
@@ -67,13 +70,14 @@ def make_http_app(
         routes=[
             *routes,
             *description_routes(routes),
-            *(ui_routes(generator, authenticator, routes) if settings.ui else ()),
+            *(ui_routes(generator, authenticator, routes, metrics.count_refused_caller) if settings.ui else ()),
         ],
         # The first one is the first to see a request.
         middleware=[
             *_cross_origin(settings.allowed_origins),
             Middleware(
                 EnvelopeMiddleware,
+                answers=metrics.http_answers,
                 is_draining=lambda: generator.is_draining,
                 reads_traces=settings.otlp_traces_endpoint is not None,
             ),
@@ -119,12 +123,16 @@ class EnvelopeMiddleware:
     - The X-Request-Id of the client comes back with the answer, in place of the gateway's own.
     - While the gateway drains, the connection closes behind the answer, whose headers say so. A client that keeps
       connections then opens a new one before the old one closes under a request.
+    - Answers are counted, but those that load balancers and Prometheus ask for all the time.
     - Where the application fails, the answer is 500. Starlette's own handler of such errors stands before all
       middleware, so its answer would lack these headers, and it logs the error without the request's id.
     """
 
-    def __init__(self, app: ASGIApp, *, is_draining: Callable[[], bool], reads_traces: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, *, answers: HttpAnswers, is_draining: Callable[[], bool], reads_traces: bool
+    ) -> None:
         self._app = app
+        self._answers = answers
         self._is_draining = is_draining
         self._reads_traces = reads_traces
 
@@ -137,11 +145,16 @@ class EnvelopeMiddleware:
         if request_id is not None:
             set_client_request_id(request_id.decode("latin-1"))
         has_started = False
+        kind: HttpAnswer | None = None
+        came_at = time.monotonic()
 
         async def send_with_headers(message: Message) -> None:
-            nonlocal has_started
+            nonlocal has_started, kind
             has_started = True
             if message["type"] == "http.response.start":
+                kind = _kind_of(scope, message["status"])
+                if kind is not None:
+                    self._answers.begin(kind)
                 own = {} if request_id is None else {_REQUEST_ID: request_id}
                 if self._is_draining():
                     own[b"connection"] = b"close"
@@ -155,6 +168,19 @@ class EnvelopeMiddleware:
             answer = error_answer(error, str)
             if not has_started:
                 await send_answer(send_with_headers, answer, dialect=dialect_of(scope["path"]))
+        finally:
+            if kind is not None:
+                self._answers.end(kind, time.monotonic() - came_at)
+
+
+def _kind_of(scope: Scope, status: int) -> HttpAnswer | None:
+    """What an answer counts as; None for what load balancers and Prometheus ask for all the time."""
+    if scope["path"] in _UNCOUNTED_PATHS:
+        return None
+    # Starlette names the route once it is found. What clients make up is one series.
+    route = scope.get("route")
+    method = scope["method"] if scope["method"] in _METHODS else "other"
+    return HttpAnswer("other" if route is None else route.path_format, method, status)
 
 
 class HostMiddleware:
@@ -290,7 +316,4 @@ def _reason_not_ready(generator: Generator) -> str:
             if link.loading is not None
         ]
         return "; ".join(["no scheduler has its worker", *loading])
-    problems = [
-        f"{address}: {link.problem}" for address, link in generator.replicas.links.items() if link.problem is not None
-    ]
-    return "; ".join(["no scheduler is connected", *problems])
+    return "; ".join(["no scheduler is connected", *generator.replicas.problems])

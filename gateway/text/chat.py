@@ -1,6 +1,7 @@
 """Renders conversations as prompts with the chat template of the model directory."""
 
 import asyncio
+import copy
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -63,8 +64,9 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             tree = environment.parse(source)
-        except jinja2.TemplateError as error:
-            raise ConfigurationError(f"the model's chat template is invalid: {error}") from error
+        except (jinja2.TemplateError, RecursionError) as error:
+            problem = " ".join(str(error).split())
+            raise ConfigurationError(f"the model's chat template is invalid: {problem:.300}") from error
         self.variables = frozenset(name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx == "load")
         undeclared = jinja2.meta.find_undeclared_variables(tree)
         self.arguments = undeclared - _OWN_NAMES - environment.globals.keys() - self._special_tokens.keys()
@@ -224,8 +226,7 @@ class Chat:
                 await self.encode(replace(prompt, messages=messages)) for messages in _continuations(prompt.messages)
             ]
         except InvalidArgument:
-            options = TemplateOptions()
-            options.CopyFrom(prompt.template_options or _NO_OPTIONS)
+            options = copy.deepcopy(prompt.template_options or _NO_OPTIONS)
             options.add_generation_prompt = False
             return await self.encode(replace(prompt, template_options=options))
         return functools.reduce(common_prefix, prompts)

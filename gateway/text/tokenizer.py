@@ -18,6 +18,8 @@ from quire.settings import ConfigurationError
 
 # Up to this many characters or tokens (about a millisecond of work) run on the event loop; more run in a thread.
 _INLINE_LENGTH = 4096
+# Several times the vocabulary of any model. It bounds the memory that a damaged file makes us take.
+_MAX_SIZE = 1 << 22
 _NO_CONFIG: Mapping[str, Any] = MappingProxyType({})
 # The special tokens that every model may name, in the order in which transformers adds them.
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -44,7 +46,8 @@ class Tokenizer:
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, executor: Executor, config: Mapping[str, Any] = _NO_CONFIG
     ) -> None:
-        """`config` is the content of tokenizer_config.json. Raises ConfigurationError for a malformed token in it."""
+        """`config` is the content of tokenizer_config.json. Raises ConfigurationError for a malformed token in it, and
+        for an id beyond that of any model."""
         _add_tokens(tokenizer, config)
         tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
         # As in transformers, BPE tokenizers are excepted: their spaces are those of the text.
@@ -56,13 +59,16 @@ class Tokenizer:
         self._executor = executor
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.size = max(vocabulary.values(), default=-1) + 1
+        if self.size > _MAX_SIZE:
+            raise ConfigurationError(
+                f"the tokenizer has the token id {self.size - 1}; at most {_MAX_SIZE - 1} are possible"
+            )
         self.longest_token_bytes = max((len(token.encode()) for token in vocabulary), default=1)
-        special = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         unknown = frozenset(range(self.size)).difference(vocabulary.values())
         self.special_tokens = {
             token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
-        self._not_plain_text = _SilentIds(unknown | special, self.size)
+        self._not_plain_text = _SilentIds(unknown.union(self.special_tokens.values()), self.size)
         self._never_text = _SilentIds(unknown, self.size)
         self._silent: dict[frozenset[str], _SilentIds] = {frozenset(): self._not_plain_text}
 

@@ -46,6 +46,9 @@ def main(argv: Sequence[str]) -> int:
             certificate = authority.issue(target, role, (*LOCAL_HOSTS, *flags.host), flags.days, now)
             print(f"{target / f'{role}.pem'}: valid until {certificate.not_valid_after_utc:%Y-%m-%d}")
     except OSError as error:
+        if error.filename is None:
+            # Of stdout.
+            raise
         raise ConfigurationError(f"{directory} cannot be used: {error}") from error
     return 0
 

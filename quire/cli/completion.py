@@ -14,7 +14,7 @@ from quire.settings import ConfigurationError, load_settings, make_parser, setti
 PROGRAM = "quire completion"
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _SHELLS = ("bash", "zsh", "tcsh")
-_FILES = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY}
+_FILES = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "DIR|ORG/NAME": shtab.FILE}
 
 
 @dataclass(frozen=True, slots=True)

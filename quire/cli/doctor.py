@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import resource
+import shutil
 import socket
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from quire.cli.bench.machine import cpu_field
 from quire.finding import Finding, Verdict
-from quire.model_directory import ModelDirectory, hub_name, resolve_model, weight_files
+from quire.model_directory import HubName, ModelDirectory, hub_name, resolve_model, weight_files
 from quire.processors import available_memory, num_processors
 from quire.rpc.process import missing_package
 from quire.settings import ConfigurationError, load_settings, setting
@@ -27,6 +28,7 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # Connections of clients, and those of services among each other.
 _FEW_OPEN_FILES = 4096
 _GIB = 1 << 30
+_FEW_FREE_BYTES = 10 * _GIB
 _COLOURS = {"ok": "32", "note": "33", "wrong": "31"}
 
 
@@ -59,6 +61,7 @@ def examine(flags: DoctorFlags) -> Iterator[Finding]:
     yield from (_port("gRPC port", "--grpc-port", flags.grpc_port), _port("HTTP port", "--http-port", flags.http_port))
     yield from (_service("gateway", "gateway.app"), _service("scheduler", "scheduler_svc.service.app"))
     yield from _worker()
+    yield _model_cache()
     yield _model(flags.model)
 
 
@@ -135,7 +138,7 @@ def _service(name: str, module: str) -> Finding:
 
 
 def _worker() -> Iterator[Finding]:
-    service = _service("worker", "worker_svc.app")
+    service = _service("worker", "worker_svc.startup")
     yield service
     if service.verdict is not Verdict.OK:
         return
@@ -145,9 +148,30 @@ def _worker() -> Iterator[Finding]:
     yield from examine_device()
 
 
+def _model_cache() -> Finding:
+    """The cache of the hub's models, which may not be there yet."""
+    try:
+        from huggingface_hub import constants
+    except ModuleNotFoundError as error:
+        return Finding("model cache", Verdict.NOTE, str(missing_package(error)), "needed for models of a hub")
+    cache = Path(constants.HF_HUB_CACHE)
+    existing = next(path for path in (cache, *cache.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    found = f"{cache}, {free / _GIB:.1f} GiB free"
+    if not os.access(existing, os.W_OK):
+        return Finding("model cache", Verdict.NOTE, f"{cache} cannot be written", "HF_HOME names another place")
+    if free < _FEW_FREE_BYTES:
+        return Finding("model cache", Verdict.NOTE, found, "models have gigabytes; HF_HOME names another disk")
+    return Finding("model cache", Verdict.OK, found)
+
+
 def _model(name: str | None) -> Finding:
     if (of_hub := hub_name(name)) is not None:
-        return Finding("model", Verdict.NOTE, f"{of_hub}, a model of the hub", f"`quire pull {of_hub}` downloads it")
+        cached = _cached(of_hub)
+        if cached is None:
+            found = f"{of_hub}, a model of the hub that is not in the cache"
+            return Finding("model", Verdict.NOTE, found, f"`quire pull {of_hub}` downloads it")
+        name = str(cached)
     try:
         directory = ModelDirectory.open(resolve_model(name))
         size = sum(file.stat().st_size for file in weight_files(directory.path))
@@ -161,6 +185,18 @@ def _model(name: str | None) -> Finding:
     return Finding("model", Verdict.OK, found)
 
 
+def _cached(name: HubName) -> Path | None:
+    """The snapshot in the cache, or the file; None where it is not there, or what reads the cache is not."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ModuleNotFoundError:
+        return None
+    found = try_to_load_from_cache(name.repository, name.file or "config.json", revision=name.revision)
+    if not isinstance(found, str):
+        return None
+    return Path(found) if name.file else Path(found).parent
+
+
 def _print(finding: Finding) -> None:
     paint = _painter()
     print(f"{paint(f'{finding.verdict:<5}')}  {finding.part:<12}  {finding.found}", flush=True)
@@ -169,7 +205,7 @@ def _print(finding: Finding) -> None:
 
 
 def _painter() -> Callable[[str], str]:
-    """Colours on a terminal only, and where NO_COLOR is not set (no-color.org)."""
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+    """Colours on a terminal that has them only, and where NO_COLOR is not set (no-color.org)."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return lambda text: text
     return lambda text: f"\033[{_COLOURS[text.strip()]}m{text}\033[0m"

@@ -43,6 +43,8 @@ def read_feed(flags: CredentialFlags, url: str) -> Generator[tuple[str, dict[str
             answer = connection.getresponse()
             if answer.status != http.HTTPStatus.OK:
                 _refuse(answer, url)
+            if not (answer.getheader("content-type") or "").startswith("text/event-stream"):
+                raise NotFound(f"{url} answers, but not as a gateway of Quire does")
             yield from _events(answer)
         except (OSError, http.client.HTTPException) as error:
             reason = "nothing came for 10 s" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
@@ -50,18 +52,24 @@ def read_feed(flags: CredentialFlags, url: str) -> Generator[tuple[str, dict[str
 
 
 def _connection(flags: CredentialFlags, url: str) -> http.client.HTTPConnection:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigurationError(f'--url: "{url}" is not valid: {error}') from error
+    if parts.scheme not in ("http", "https") or not host or parts.path.strip("/"):
         raise ConfigurationError(f'--url: "{url}" is not valid: expected http://HOST:PORT or https://HOST:PORT')
     if parts.scheme == "http":
-        return http.client.HTTPConnection(parts.hostname, parts.port, timeout=_SILENCE_S)
+        return http.client.HTTPConnection(host, port, timeout=_SILENCE_S)
+    used = flags.tls_ca_file
     try:
-        context = ssl.create_default_context(cafile=flags.tls_ca_file)
+        context = ssl.create_default_context(cafile=used)
         if flags.tls_cert_file is not None:
-            context.load_cert_chain(flags.tls_cert_file, flags.tls_key_file)
+            used = flags.tls_cert_file
+            context.load_cert_chain(used, flags.tls_key_file)
     except OSError as error:
-        raise ConfigurationError(f"the files of TLS cannot be used: {error}") from error
-    return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=_SILENCE_S, context=context)
+        raise ConfigurationError(f"{used} cannot be used for TLS: {error.strerror or error}") from error
+    return http.client.HTTPSConnection(host, port, timeout=_SILENCE_S, context=context)
 
 
 def _refuse(answer: http.client.HTTPResponse, url: str) -> None:
@@ -145,6 +153,9 @@ class Deployment:
         match name:
             case "gateway":
                 self.gateway = value
+                listed = {each["address"] for each in value["replicas"]}
+                for address in self.replicas.keys() - listed:
+                    del self.replicas[address]
                 for each in value["replicas"]:
                     replica = self.of(each["address"])
                     if not each["connected"]:
@@ -176,6 +187,17 @@ class Deployment:
         if state["ready"]:
             return "ready"
         return "drains" if replica.numbers and replica.numbers["draining"] else "no worker"
+
+
+def object_of(deployment: Deployment, replica: ReplicaNumbers) -> dict[str, Any]:
+    """What is known of a replica, for JSON: its numbers as the feed has them, and rates a second."""
+    return {
+        "replica": replica.address,
+        "health": deployment.health_of(replica),
+        "rates": replica.rates,
+        "first_token_ms": replica.time_to_first_token_ms(0.5),
+        "numbers": replica.numbers,
+    }
 
 
 def milliseconds(value: float | None) -> str:

@@ -1,6 +1,7 @@
 """`quire keys`: adds, lists and revokes the API keys in a file that gateways read."""
 
 import dataclasses
+import difflib
 import json
 import os
 import secrets
@@ -98,7 +99,9 @@ def main(argv: Sequence[str]) -> int:
         print(_USAGE)
         return 0 if argv else 2
     if argv[0] not in commands:
-        raise ConfigurationError(f'there is no command "{argv[0]}"; there are {", ".join(commands)}')
+        near = difflib.get_close_matches(argv[0], commands, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(commands)}"
+        raise ConfigurationError(f'"{argv[0]}" is not a command; {hint}')
     return commands[argv[0]](argv[1:])
 
 
@@ -154,6 +157,8 @@ def _revoke(argv: Sequence[str]) -> int:
         write_keys(path, [entry for entry in entries if entry not in revoked])
     for entry in revoked:
         print(f'revoked "{entry.id}" of tenant "{entry.tenant}"')
+    if not revoked:
+        print(f'{PROGRAM} revoke: error: {path} has no key of tenant "{flags.tenant}"', file=sys.stderr)
     return 0 if revoked else 1
 
 

@@ -1,16 +1,26 @@
 """`quire pull`: a model of a hub into the cache, before it is served or without a server."""
 
 import os
+import signal
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from quire.model_directory import HubName
+from quire.model_directory import HubName, download
 from quire.progress import LoadProgress, ProgressLine
+from quire.rpc.process import in_daemon_thread
 from quire.settings import ConfigurationError, load_settings, setting
 
 PROGRAM = "quire pull"
+_LOOK_EVERY_S = 1.0
+# Bytes are counted 10 MiB at a time, which a slow line takes seconds for.
+_SILENT_S = 15.0
+_PATIENCE = "a hub that sends nothing is given up after a minute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +44,83 @@ def main(argv: Sequence[str]) -> int:
     name = HubName.parse(flags.model)
     if name is None:
         raise ConfigurationError(f'"{flags.model}" is not valid: expected ORG/NAME, ORG/NAME@REVISION or a file of it')
-    print(fetch(name, with_weights=flags.weights), flush=True)
+    try:
+        print(fetch(name, with_weights=flags.weights), flush=True)
+    except Stopped as stopped:
+        print(f"{PROGRAM}: {stopped}", file=sys.stderr, flush=True)
+        return 128 + stopped.signal
     return 0
 
 
+class Stopped(Exception):  # noqa: N818 - no error
+    """A signal has ended a download; `signal` is its number."""
+
+    def __init__(self, name: HubName, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}; what has arrived of {name} is kept")
+        self.signal = number
+
+
 def fetch(name: HubName, *, with_weights: bool = True) -> Path:
-    """The model in the cache, with the progress of a download on stderr. ConfigurationError as of `quire.hub.pull`."""
-    from quire.hub import Parts, pull
+    """The model in the cache, with the progress of a download on stderr. To be called in the main thread.
 
-    line = ProgressLine()
-    began: list[tuple[float, int]] = []
+    Raises:
+        ConfigurationError: as of `quire.hub.pull`.
+        Stopped: SIGINT or SIGTERM came.
+    """
+    shown = DownloadLine(name)
+    try:
+        with _signals_stop(name):
+            # In another thread, since this one does not take signals while the system looks up the hub's address.
+            work = partial(download, name, with_weights=with_weights, report=shown.report)
+            downloading = in_daemon_thread(work, "download")
+            while not wait([downloading], timeout=_LOOK_EVERY_S).done:
+                shown.look()
+            return downloading.result()
+    finally:
+        shown.clear()
 
-    def show(progress: LoadProgress) -> None:
-        now = time.monotonic()
-        began_at, bytes_before = began[0] if began else (now, progress.done_bytes)
-        began[:] = [(began_at, bytes_before)]
+
+class DownloadLine:
+    """The line that shows how far a download is, how fast, and whether it stands still."""
+
+    def __init__(self, name: HubName, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name = name
+        self._clock = clock
+        self._line = ProgressLine(clock=clock)
+        self._began: tuple[float, int] | None = None
+        self._last: tuple[float, LoadProgress] | None = None
+
+    def report(self, progress: LoadProgress) -> None:
+        now = self._clock()
+        began_at, bytes_before = self._began = self._began or (now, progress.done_bytes)
+        self._last = (now, progress)
         rate = (progress.done_bytes - bytes_before) / (now - began_at) if now > began_at else 0.0
-        text = f"quire: {name}: {progress}"
+        text = f"quire: {self._name}: {progress}"
         if rate:
             left_s = (progress.total_bytes - progress.done_bytes) / rate
             text += f", {rate / 2**20:.1f} MiB/s, {left_s:.0f} s left"
-        line.show(text)
+        self._line.show(text)
 
+    def look(self) -> None:
+        """To be called now and then; says so where nothing has arrived for a while."""
+        if self._last is None:
+            return
+        at, progress = self._last
+        if (silent_s := self._clock() - at) >= _SILENT_S:
+            self._line.show(f"quire: {self._name}: {progress}, no progress for {silent_s:.0f} s ({_PATIENCE})")
+
+    def clear(self) -> None:
+        self._line.clear()
+
+
+@contextmanager
+def _signals_stop(name: HubName) -> Iterator[None]:
+    def stop(number: int, _: object) -> None:
+        raise Stopped(name, number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return pull(name, Parts.ALL if with_weights else Parts.WITHOUT_WEIGHTS, show)
+        yield
     finally:
-        line.clear()
+        for number, handler in before.items():
+            signal.signal(number, handler)

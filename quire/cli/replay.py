@@ -11,6 +11,7 @@ from scheduler_svc.recording.files import RecordingError
 from scheduler_svc.recording.replay import Report, replay
 
 PROGRAM = "quire replay"
+_INTERRUPTED_EXIT_STATUS = 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,9 @@ def main(argv: Sequence[str]) -> int:
     except RecordingError as error:
         raise ConfigurationError(str(error)) from error
     _print(report)
+    if report.is_interrupted:
+        print(f"{PROGRAM}: interrupted: the rest of the recording was not replayed", file=sys.stderr)
+        return _INTERRUPTED_EXIT_STATUS
     return 0 if report.is_equal else 1
 
 

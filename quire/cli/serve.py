@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from quire.cli.pull import fetch
+from quire.cli.pull import Stopped, fetch
 from quire.local import LocalServer, ServeSettings, ServiceRefused
 from quire.local.process import print_error
 from quire.local.server import report_on_stderr
@@ -33,7 +33,11 @@ def main(argv: Sequence[str]) -> int:
     settings = load_settings(ServeSettings, argv, os.environ, program=PROGRAM)
     if (name := hub_name(settings.model)) is not None:
         # Once for all processes, before any starts: they have the same commit, now and when they start again.
-        settings = dataclasses.replace(settings, model=str(fetch(name)))
+        try:
+            settings = dataclasses.replace(settings, model=str(fetch(name)))
+        except Stopped as stopped:
+            report_on_stderr(str(stopped))
+            return 0
     try:
         return asyncio.run(_serve(settings))
     except ServiceRefused as refusal:

@@ -1,14 +1,17 @@
 """`quire simulate`: the scheduler's core against a modelled device, in virtual time."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
-from quire.cli.bench.flags import LoadFlags
+from quire.cli.bench.flags import MAX_REQUESTS, MAX_SECONDS, LoadFlags
 from quire.cli.bench.plan import Load, PlannedRun, read_file
+from quire.cli.bench.progress import Progress
 from quire.cli.bench.table import make_errors, make_table
 from quire.load import LoadRequest, LoadResult, Report, Run
 from quire.load.plots import plot
@@ -17,15 +20,21 @@ from quire.version import VERSION
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
 from simulator.costs import CostModel
 from simulator.hardware import Hardware
+from simulator.load import check_simulated
 from simulator.measured import Measured, Trace
 from simulator.models import DTYPE_BYTES, MODELS, ModelShape
 from simulator.replica import Outcome, Replica
 from simulator.roofline import Roofline
-from simulator.sweep import Found, combinations, draw, highest_rate, parse_sweep
+from simulator.sweep import GREATEST_RATE, Found, combinations, draw, highest_rate, parse_sweep
 
 PROGRAM = "quire simulate"
 _SWAP_SPACE = 4 << 30
 """Bytes of host memory for swapped blocks, as a worker on a GPU takes."""
+_MAX_BLOCKS = 1 << 24
+"""Of a pool, as a scheduler takes it from its workers."""
+_LOW_EXPLAINED = 0.5
+"""Of the variance: below it other things than their work decided how long the traced steps took."""
+_INTERRUPTED_EXIT_STATUS = 130
 _MIN_REQUESTS = 10
 """At the lowest rate that a sweep tries."""
 
@@ -98,7 +107,9 @@ class CoreFlags:
         parse=BlockCount.parse,
         metavar="BLOCKS",
     )
-    num_host_blocks: int | None = setting(None, "blocks of host memory for swapping (4GiB of them)", minimum=0)
+    num_host_blocks: int | None = setting(
+        None, "blocks of host memory for swapping (4GiB of them)", minimum=0, maximum=_MAX_BLOCKS
+    )
     block_size: int | None = setting(None, "tokens of a block (16, or the trace's)", minimum=1, maximum=1024)
     gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use", minimum=0.05, maximum=1.0)
     max_num_seqs: int | None = setting(
@@ -136,7 +147,9 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags):
     )
     slo_share: float = setting(0.9, "sweep: share of the requests that must keep --slo", minimum=0.01, maximum=1)
     # Long beside one request, so that a queue that grows is seen.
-    sweep_duration: float = setting(120.0, "sweep: how long requests come at each rate", minimum=1, metavar="SECONDS")
+    sweep_duration: float = setting(
+        120.0, "sweep: how long requests come at each rate", minimum=1, maximum=MAX_SECONDS, metavar="SECONDS"
+    )
 
     def __post_init__(self) -> None:
         """Raises ValueError where values do not go together."""
@@ -164,7 +177,7 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags):
         return self._traced() if self.cost_trace else self._modelled(Hardware.named(self.hardware or ""))
 
     def _modelled(self, hardware: Hardware) -> Replica:
-        model, block_size = self._model(hardware), self.block_size or 16
+        model, block_size = self._model(hardware).split(hardware.num_devices), self.block_size or 16
         fits = hardware.num_blocks(model, block_size, self.gpu_memory_utilization)
         costs = Roofline(model, hardware, block_size, self.efficiency)
         sizes = {
@@ -173,7 +186,7 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags):
             "max_num_seqs": 256,
             "max_num_batched_tokens": 2048,
             "max_model_len": model.max_model_len,
-            "num_host_blocks": _SWAP_SPACE // (model.slot_bytes * block_size),
+            "num_host_blocks": min(_SWAP_SPACE // (model.slot_bytes * block_size), _MAX_BLOCKS),
             "vocab_size": model.vocab_size,
         }
         facts = {"cost_model": "roofline", "hardware": asdict(hardware), "model": asdict(model)}
@@ -181,6 +194,10 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags):
 
     def _model(self, hardware: Hardware) -> ModelShape:
         if self.model_config is not None:
+            if not (self.model_config / "config.json").is_file():
+                raise ConfigurationError(
+                    f"--model-config: {self.model_config} has no config.json; expected a directory that has one"
+                )
             model = ModelShape.read(self.model_config)
         elif name := self.model or hardware.default_model:
             model = MODELS[name]
@@ -211,9 +228,15 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags):
         if (self.max_model_len or 0) > longest:
             raise ConfigurationError(f"--max-model-len is {self.max_model_len:,}; the model takes at most {longest:,}")
         max_model_len = self.max_model_len or longest
+        num_blocks = self.num_gpu_blocks.of(sizes["num_blocks"])
+        if num_blocks > _MAX_BLOCKS:
+            raise ConfigurationError(
+                f"the KV pool has {num_blocks:,} blocks; a scheduler takes at most {_MAX_BLOCKS:,}: set a smaller "
+                "--num-gpu-blocks or a larger --block-size"
+            )
         try:
             config = SchedulerConfig(
-                num_blocks=self.num_gpu_blocks.of(sizes["num_blocks"]),
+                num_blocks=num_blocks,
                 block_size=self.block_size or sizes["block_size"],
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
@@ -251,7 +274,17 @@ def main(argv: Sequence[str]) -> int:
     """Prints the report; 1 where no request ended well, or nothing keeps the SLO."""
     flags = load_settings(SimulateFlags, argv, os.environ, program=PROGRAM)
     flags.check_output()
+    _warn(flags.replica().costs)
     return _sweep(flags, argv) if flags.sweep is not None else _simulate(flags)
+
+
+def _warn(costs: CostModel) -> None:
+    if isinstance(costs, Measured) and costs.residual.explained < _LOW_EXPLAINED:
+        print(
+            f"{PROGRAM}: warning: the fit explains {costs.residual.explained:.0%} of what the traced steps differ in "
+            "time, so do not rely on what follows: trace the worker again, while nothing else runs beside it",
+            file=sys.stderr,
+        )
 
 
 # Runs at given rates
@@ -259,13 +292,16 @@ def main(argv: Sequence[str]) -> int:
 
 def _simulate(flags: SimulateFlags) -> int:
     replica = flags.replica()
-    load = Load(flags, read_file(flags), replica.vocab_size, replica.config.max_len)
+    load = Load(flags, _read_file(flags), replica.vocab_size, replica.config.max_len)
     labels: list[str] = []
     outcomes: list[tuple[Report, Outcome]] = []
-    for planned in load.runs():
-        outcome = _run(replica, planned, flags)
-        outcomes.append((outcome.report(planned.rate, flags.slo), outcome))
-        labels.append(planned.label)
+    with _interruptible() as interruption:
+        for planned in load.runs():
+            outcome = _run(replica, planned)
+            outcomes.append((outcome.report(planned.rate, flags.slo), outcome))
+            labels.append(planned.label)
+    if interruption and not outcomes:
+        return _interrupted("no run has ended")
     print(_head(replica))
     reports = [report for report, _ in outcomes]
     print(make_table(labels, reports, _counters([outcome for _, outcome in outcomes])))
@@ -275,24 +311,49 @@ def _simulate(flags: SimulateFlags) -> int:
     )
     print(*make_errors(reports, {}), sep="\n", end="\n" if any(report.errors for report in reports) else "")
     runs = tuple(Run.of(report, outcome.records) for report, outcome in outcomes)
-    result = LoadResult("simulate", flags.shown_name, _facts(flags, replica) | {"load": load.describe()}, runs)
-    if flags.out is not None:
-        result.write(flags.out)
-    if flags.plot is not None:
-        plot([result], flags.plot)
-    return 0 if any(run.report.completed for run in runs) else 1
+    facts = _facts(flags, replica) | {"load": load.describe()} | ({"interrupted": True} if interruption else {})
+    result = LoadResult("simulate", flags.shown_name, facts, runs)
+    is_written = flags.write(result, lambda path: plot([result], path), PROGRAM)
+    if interruption:
+        return _interrupted(f"the report has the runs that had ended, {', '.join(labels)}")
+    return 0 if is_written and any(run.report.completed for run in runs) else 1
 
 
-def _run(replica: Replica, planned: PlannedRun, flags: SimulateFlags) -> Outcome:
+@contextmanager
+def _interruptible() -> Iterator[list[None]]:
+    """Ends what is below it at Ctrl-C; what it gives is not empty then."""
+    interruption: list[None] = []
     try:
+        yield interruption
+    except KeyboardInterrupt:
+        interruption.append(None)
+
+
+def _interrupted(what: str) -> int:
+    print(f"{PROGRAM}: interrupted: {what}", file=sys.stderr)
+    return _INTERRUPTED_EXIT_STATUS
+
+
+def _read_file(flags: SimulateFlags) -> list[LoadRequest] | None:
+    """The requests of a file, all of which a simulation can take. Raises ConfigurationError."""
+    requests = read_file(flags)
+    for request in requests or ():
+        try:
+            check_simulated(request)
+        except ValueError as error:
+            raise ConfigurationError(f"--dataset {flags.dataset}: {error}") from None
+    return requests
+
+
+def _run(replica: Replica, planned: PlannedRun, settings: str = "") -> Outcome:
+    with Progress(f"{settings} {planned.label}".strip(), planned.num_requests, stays=False) as progress:
         return replica.run(
             planned.requests,
             max_concurrency=planned.max_concurrency,
             is_closed=planned.is_closed,
             duration_s=planned.duration_s,
+            on_end=progress.update,
         )
-    except ValueError as error:
-        raise ConfigurationError(f"--dataset {flags.dataset}: {error}") from error
 
 
 def _head(replica: Replica) -> str:
@@ -332,7 +393,7 @@ def _limits(outcome: Outcome) -> str:
 def _sweep(flags: SimulateFlags, argv: Sequence[str]) -> int:
     assert flags.sweep is not None
     assert flags.slo is not None
-    file = read_file(flags)
+    file = _read_file(flags)
     settings = combinations(flags.sweep)
     # All are checked before the first one runs.
     flags_of = [
@@ -340,31 +401,38 @@ def _sweep(flags: SimulateFlags, argv: Sequence[str]) -> int:
         for each in settings
     ]
     replicas = [each.replica() for each in flags_of]
-    print(f"the highest rate at which {flags.slo_share:.0%} of the requests keep {flags.slo}")
+    print(f"the highest rate at which {flags.slo_share:.0%} of the requests keep {flags.slo}", flush=True)
     found: dict[str, Found] = {}
     width = max(len(_label(each)) for each in settings)
-    for each, its_flags, replica in zip(settings, flags_of, replicas, strict=True):
-        found[_label(each)] = highest_rate(
-            _at_rate(its_flags, file, replica), flags.slo, flags.slo_share, _MIN_REQUESTS / flags.sweep_duration
-        )
-        print(f"{_label(each):<{width}}  {_found_line(found[_label(each)])}", flush=True)
+    with _interruptible() as interruption:
+        for each, its_flags, replica in zip(settings, flags_of, replicas, strict=True):
+            label = _label(each)
+            run, lowest_rate = _at_rate(its_flags, file, replica, label), _MIN_REQUESTS / flags.sweep_duration
+            greatest_rate = min(GREATEST_RATE, MAX_REQUESTS / flags.sweep_duration)
+            found[label] = highest_rate(run, flags.slo, flags.slo_share, lowest_rate, greatest_rate)
+            print(f"{label:<{width}}  {_found_line(found[label])}", flush=True)
+    if interruption and not found:
+        return _interrupted("no setting is done")
     points = [
         {"settings": each, "request_rate": found[_label(each)].rate, "limited_by": found[_label(each)].limited_by}
-        for each in settings
+        for each in settings[: len(found)]
     ]
-    if flags.out is not None:
-        runs = tuple(Run.of(each.report, each.outcome.records) for each in found.values())
-        LoadResult("simulate", flags.shown_name, _facts(flags, replicas[0]) | {"sweep": points}, runs).write(flags.out)
-    if flags.plot is not None:
-        draw(found, flags.plot, f"{flags.shown_name}: {flags.dataset}, {flags.slo}")
-    return 0 if any(each.rate is not None for each in found.values()) else 1
+    runs = tuple(Run.of(each.report, each.outcome.records) for each in found.values())
+    result = LoadResult("simulate", flags.shown_name, _facts(flags, replicas[0]) | {"sweep": points}, runs)
+    title = f"{flags.shown_name}: {flags.dataset}, {flags.slo}"
+    is_written = flags.write(result, lambda path: draw(found, path, title), PROGRAM)
+    if interruption:
+        return _interrupted(f"{len(found)} of {len(settings)} settings are done")
+    return 0 if is_written and any(each.rate is not None for each in found.values()) else 1
 
 
-def _at_rate(flags: SimulateFlags, file: list[LoadRequest] | None, replica: Replica) -> Callable[[float], Outcome]:
+def _at_rate(
+    flags: SimulateFlags, file: list[LoadRequest] | None, replica: Replica, settings: str
+) -> Callable[[float], Outcome]:
     def run(rate: float) -> Outcome:
         chosen = replace(flags, request_rate=(rate,), sweep=None, duration=flags.sweep_duration)
         load = Load(chosen, file, replica.vocab_size, replica.config.max_len)
-        return _run(replica, next(load.runs()), flags)
+        return _run(replica, next(load.runs()), settings)
 
     return run
 

@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quire.cli.feed import DEFAULT_URL, Deployment, line_of, read_feed
+from quire.cli.feed import DEFAULT_URL, Deployment, ReplicaNumbers, line_of, object_of, read_feed
 from quire.cli.flags import ConnectionFlags
 from quire.cli.main import explain
 from quire.client import Client, Model, QuireError, Replica
 from quire.client.connection import open_channel, split_addresses
-from quire.rpc.errors import from_rpc_error
+from quire.rpc.errors import Unavailable, from_rpc_error
 from quire.settings import load_settings, setting
 
 PROGRAM = "quire status"
@@ -29,8 +29,8 @@ class StatusFlags(ConnectionFlags):
     """Shows health, models and replicas of gateways; the exit status is 0 when all serve."""
 
     format: str = setting("text", "how to print", choices=("text", "json"))
-    watch: bool = setting(False, "print a line of numbers for each replica every second, until Ctrl-C")
-    url: str = setting(DEFAULT_URL, "HTTP address of the gateway, for --watch", metavar="URL")
+    watch: bool = setting(False, "print a line of numbers for each replica of --url every second, until Ctrl-C")
+    url: str = setting(DEFAULT_URL, "HTTP address of the gateway for --watch, which does not use --address")
     timeout: float = setting(5.0, "seconds to wait for an answer", minimum=0.1, metavar="SECONDS")
 
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _watch(flags: StatusFlags) -> int:
-    """Prints the numbers of all replicas every second. Returns 1 where the gateway ends the feed."""
+    """Prints the numbers of all replicas every second, until Ctrl-C. Raises Unavailable where the gateway ends."""
     deployment = Deployment()
     try:
         with closing(read_feed(flags, flags.url)) as events:
@@ -56,10 +56,16 @@ def _watch(flags: StatusFlags) -> int:
                 # The gateway's own event comes once a second.
                 if name == "gateway" and deployment.is_known:
                     for replica in deployment.replicas.values():
-                        print(f"{time.strftime('%H:%M:%S')} {line_of(deployment, replica)}", flush=True)
+                        print(_numbers_line(flags.format, deployment, replica), flush=True)
     except KeyboardInterrupt:
         return 0
-    return 1
+    raise Unavailable(f"{flags.url}: it ended the feed")
+
+
+def _numbers_line(form: str, deployment: Deployment, replica: ReplicaNumbers) -> str:
+    if form == "json":
+        return json.dumps({"unix_seconds": time.time(), **object_of(deployment, replica)})
+    return f"{time.strftime('%H:%M:%S')} {line_of(deployment, replica)}"
 
 
 def _show_or_explain(address: str, flags: StatusFlags) -> bool:

@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -54,9 +55,9 @@ class ClientTls:
             gateways on several hosts.
     """
 
-    authority: Path | None = None
-    certificate: Path | None = None
-    key: Path | None = None
+    authority: str | PathLike[str] | None = None
+    certificate: str | PathLike[str] | None = None
+    key: str | PathLike[str] | None = None
     server_name: str | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
@@ -257,11 +258,11 @@ def _uri(addresses: Sequence[TcpAddress]) -> str:
     return "ipv6:" + ",".join(quote(str(address), safe="[]:") for address in mapped)
 
 
-def _read(path: Path | None) -> bytes | None:
+def _read(path: str | PathLike[str] | None) -> bytes | None:
     if path is None:
         return None
     try:
-        return path.read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
         raise ConfigurationError(f"TLS: {path} cannot be read: {error.strerror}") from error
 

@@ -88,23 +88,9 @@ _TOOL_CHOICES = {
     "none": generation_pb2.TOOL_CHOICE_MODE_NONE,
     "required": generation_pb2.TOOL_CHOICE_MODE_REQUIRED,
 }
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "n",
-    "best_of",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-)
-_STOPPING_FIELDS = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_string")
-_OUTPUT_FIELDS = ("logprobs", "prompt_logprobs", "prompt_logprobs_start", "include_special_tokens")
+# Options that are messages themselves.
+_OPTIONS_WITH_FIELDS = ("beam_search", "constraint")
+_OPTIONS = [each.name for each in dataclasses.fields(GenerationOptions) if each.name not in _OPTIONS_WITH_FIELDS]
 
 
 def to_generate_request(
@@ -295,9 +281,9 @@ def _fill_options(message: Any, options: GenerationOptions | None) -> None:
         return
     if not isinstance(options, GenerationOptions):
         raise TypeError(f"options is {options!r:.80}; it must be a GenerationOptions")
-    _fill(message.sampling, **{name: getattr(options, name) for name in _SAMPLING_FIELDS})
-    _fill(message.stopping, **{name: getattr(options, name) for name in _STOPPING_FIELDS})
-    _fill(message.output, **{name: getattr(options, name) for name in _OUTPUT_FIELDS})
+    for group in (message.sampling, message.stopping, message.output):
+        names = [name for name in _OPTIONS if name in group.DESCRIPTOR.fields_by_name]
+        _fill(group, **{name: getattr(options, name) for name in names})
     if options.beam_search is not None:
         _fill_beam_search(message.sampling.beam_search, options.beam_search)
     if options.constraint is not None:

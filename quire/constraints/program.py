@@ -6,7 +6,7 @@ grammar, and grammars are independent of the text around them.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -119,7 +119,7 @@ def _choice(texts: Any) -> dict[str, Any]:
         if not text:
             raise ConstraintError(f"choice.texts[{position}]", "is empty; it needs at least 1 character")
     # One terminal, because each alternative of a rule would cost the parser an item.
-    alternatives = " | ".join(_quoted(text) for text in dict.fromkeys(texts))
+    alternatives = " | ".join(quoted(text) for text in dict.fromkeys(texts))
     return {"lark_grammar": f"start: TEXT\nTEXT: {alternatives}"}
 
 
@@ -159,7 +159,7 @@ def _dumps(grammars: list[dict[str, Any]]) -> str:
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """A text as a literal of Lark."""
     return json.dumps(text, ensure_ascii=False)
 
@@ -192,7 +192,7 @@ def _tag_states(
             f"tag_{position}": _content(tags.tags[position], position, no_white_space=no_white_space)
             for position in positions
         }
-        bodies = [_sequence(f"@tag_{each}", _literal(tags.tags[each].end, special_tokens)) for each in positions]
+        bodies = [_sequence(f"@tag_{each}", literals(tags.tags[each].end, special_tokens)) for each in positions]
         states.append(Part(f"{field}[{positions[0]}]", _dumps(_joined(f"start: {' | '.join(bodies)}", named)), then))
     if then is not None:
         states.append(Free(markers, may_end=True))
@@ -205,7 +205,7 @@ def _tags_alone(tags: StructuralTags, special_tokens: dict[str, int], *, no_whit
         for position, tag in enumerate(tags.tags)
     }
     bodies = [
-        _sequence(_literal(tag.begin, special_tokens), f"@tag_{position}", _literal(tag.end, special_tokens))
+        _sequence(literals(tag.begin, special_tokens), f"@tag_{position}", literals(tag.end, special_tokens))
         for position, tag in enumerate(tags.tags)
     ]
     repeated = "" if tags.single else ("+" if tags.required else "*")
@@ -225,17 +225,17 @@ def _sequence(*items: str) -> str:
     return " ".join(item for item in items if item)
 
 
-def _literal(text: str, special_tokens: dict[str, int]) -> str:
-    """A text in Lark: quoted literals, and the ids of special tokens that occur in it. Empty for an empty text."""
+def literals(text: str, special_tokens: Mapping[str, int]) -> str:
+    """A text in Lark: special tokens by their ids, all else quoted. Empty for an empty text."""
     items: list[str] = []
     while text:
         found = [(place, -len(token), token) for token in special_tokens if (place := text.find(token)) >= 0]
         if not found:
-            items.append(_quoted(text))
+            items.append(quoted(text))
             break
         place, _, token = min(found)
         if place:
-            items.append(_quoted(text[:place]))
+            items.append(quoted(text[:place]))
         items.append(f"<[{special_tokens[token]}]>")
         text = text[place + len(token) :]
     return " ".join(items)

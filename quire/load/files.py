@@ -13,6 +13,8 @@ from quire.load.requests import LoadRequest, Message, Prompt, frozen
 
 _FIELDS = ("prompt", "messages", "output_len", "arrival_s")
 _MAX_TOKEN_ID = 2**31 - 1
+_MAX_OUTPUT_LEN = 1 << 24
+_MAX_TRACE_S = 7 * 86_400
 
 
 def read_requests(path: Path, default_output_len: int | None = None) -> list[LoadRequest]:
@@ -36,6 +38,8 @@ def read_requests(path: Path, default_output_len: int | None = None) -> list[Loa
                 requests.append(_request(len(requests), json.loads(line), default_output_len))
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}, is no JSON: {error.msg} at column {error.colno}") from None
+            except RecursionError:
+                raise ValueError(f"{path}, line {number}: it is nested too deeply") from None
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
     if not requests:
@@ -58,8 +62,8 @@ def _request(index: int, line: Any, default_output_len: int | None) -> LoadReque
     if ("prompt" in line) == ("messages" in line):
         raise ValueError("has both prompt and messages" if "prompt" in line else "has neither prompt nor messages")
     output_len = line.get("output_len", default_output_len)
-    if output_len is not None and (not _is_int(output_len) or output_len < 1):
-        raise ValueError(f"output_len is {output_len!r:.40}, must be a whole number of at least 1")
+    if output_len is not None and not (_is_int(output_len) and 1 <= output_len <= _MAX_OUTPUT_LEN):
+        raise ValueError(f"output_len is {output_len!r:.40}, must be a whole number in [1, {_MAX_OUTPUT_LEN:,}]")
     arrival_s = line.get("arrival_s")
     if arrival_s is not None and (not _is_number(arrival_s) or not math.isfinite(arrival_s) or arrival_s < 0):
         raise ValueError(f"arrival_s is {arrival_s!r:.40}, must be a number of seconds of at least 0")
@@ -68,7 +72,7 @@ def _request(index: int, line: Any, default_output_len: int | None) -> LoadReque
 
 
 def _prompt(value: Any) -> Prompt:
-    if isinstance(value, str) and value:
+    if value and _is_text(value):
         return value
     if isinstance(value, list) and value and all(_is_int(each) and 0 <= each <= _MAX_TOKEN_ID for each in value):
         return frozen(np.array(value, np.int32))
@@ -80,7 +84,7 @@ def _messages(value: Any) -> Prompt:
         raise ValueError(f"messages is {value!r:.40}, must be a list of objects with role and content, not empty")
     for each in value:
         is_message = isinstance(each, dict) and set(each) == {"role", "content"}
-        if not is_message or not all(isinstance(part, str) for part in each.values()):
+        if not is_message or not all(_is_text(part) for part in each.values()):
             raise ValueError(f"a message is {each!r:.60}, must be an object with the texts role and content")
     return tuple(Message(each["role"], each["content"]) for each in value)
 
@@ -90,9 +94,22 @@ def _check_times(path: Path, requests: Sequence[LoadRequest]) -> None:
     if without and len(without) < len(requests):
         raise ValueError(f"{path}: request {without[0] + 1} has no arrival_s and others have; all need one, or none")
     try:
-        recorded_times(requests)
+        trace = recorded_times(requests)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    if trace is not None and (length := trace.recorded[-1] - trace.recorded[0]) > _MAX_TRACE_S:
+        raise ValueError(f"{path}: the last request comes {length:g} s after the first; a trace has at most 7 days")
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it can be sent: JSON has escapes of characters that UTF-8 does not have."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_int(value: Any) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.load.report import Report, Statistics
-from quire.load.results import LoadResult, Run
+from quire.load.results import LoadResult, Run, replace_file
 
 SUFFIXES = (".svg", ".png")
 
@@ -65,7 +65,7 @@ def plot(results: Sequence[LoadResult], path: Path) -> None:
     from matplotlib.figure import Figure
 
     is_closed = all(math.isinf(run.report.request_rate) for result in results for run in result.runs)
-    # Names of parts in an SVG are random otherwise, and its date is that of the drawing.
+    # Names of parts in an SVG are random otherwise.
     with mpl.rc_context({"svg.hashsalt": "quire", "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(9, 6), layout="constrained")
         for axes, panel in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
@@ -77,8 +77,20 @@ def plot(results: Sequence[LoadResult], path: Path) -> None:
             axes.grid(visible=True, alpha=0.3)
             if axes.lines:
                 axes.legend(fontsize=8)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        save_picture(figure, path)
+
+
+def as_text(name: str) -> str:
+    """A name as matplotlib shows it letter by letter: it takes `$` for formulas, and leaves `_x` out of a legend."""
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """The same figure gives the same file. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The date of an SVG is that of the drawing.
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    replace_file(path, lambda made: figure.savefig(made, metadata=metadata))
 
 
 def _draw_lines(axes: Any, panel: _Panel, result: LoadResult, color: str, is_closed: bool) -> None:
@@ -91,7 +103,8 @@ def _draw_lines(axes: Any, panel: _Panel, result: LoadResult, color: str, is_clo
         if not points:
             continue
         places, values, _ = zip(*points, strict=True)
-        name = result.name if len(panel.lines) == 1 else f"{result.name}, {label}"
+        shown = as_text(result.name)
+        name = shown if len(panel.lines) == 1 else f"{shown}, {label}"
         axes.plot(places, values, style, color=color, label=name)
         for place, value, is_infinite in points:
             is_hollow = is_infinite and not is_closed

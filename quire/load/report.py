@@ -1,5 +1,6 @@
 """Latencies and throughput of a run, from its records."""
 
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -12,6 +13,7 @@ import numpy as np
 from quire.load.records import RequestRecord
 
 _LATENCIES = ("ttft", "tpot", "itl", "e2e", "normalized")
+_NUMBERS = ("request_rate", "duration_s", "requests", "completed", "requests_per_s", "output_tokens_per_s")
 _LIMIT = re.compile(r"(?P<name>\w+)=(?P<number>\d+(?:\.\d+)?)(?P<unit>ms|s)")
 
 
@@ -82,6 +84,12 @@ class Statistics:
         p50, p90, p99 = (float(value) for value in np.percentile(known, (50, 90, 99)))
         return cls(len(known), float(known.mean()), p50, p90, p99, float(known.max()))
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """KeyError, TypeError or ValueError where they are something else."""
+        count, *latencies = (fields[each.name] for each in dataclasses.fields(cls))
+        return cls(int(count), *map(float, latencies))
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -132,8 +140,13 @@ class Report:
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """What `as_json` made. KeyError, TypeError or ValueError where it is something else."""
         values = {**fields, "request_rate": float(fields["request_rate"])}
+        for name in _NUMBERS:
+            if not isinstance(values[name], int | float):
+                raise TypeError(f"{name} is {values[name]!r:.40}")
+        if not isinstance(values["max_concurrency"], int | None):
+            raise TypeError(f"max_concurrency is {values['max_concurrency']!r:.40}")
         for name in (*_LATENCIES, "send_delay"):
-            values[name] = None if fields[name] is None else Statistics(**fields[name])
+            values[name] = None if fields[name] is None else Statistics.from_json(fields[name])
         values["slo"] = None if fields["slo"] is None else Slo(**fields["slo"])
         return cls(**values)
 

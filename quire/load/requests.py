@@ -62,7 +62,7 @@ class LoadRequest:
         """ValueError where the prompt is text."""
         if isinstance(self.prompt, np.ndarray):
             return self.prompt
-        raise ValueError(f"request {self.index} has a text as its prompt; token ids are needed here")
+        raise ValueError(f"request {self.index + 1} has a text as its prompt; token ids are needed here")
 
     def carrying(self, prompt: TokenIds, answer: Sequence[int]) -> Self:
         """This turn with the history as it was served: the prompt of the turn before, and the answer to it.

@@ -1,7 +1,7 @@
 """Files of results: the same JSON for a run against a server and for a simulated one."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -10,6 +10,10 @@ from quire.load.records import RequestRecord
 from quire.load.report import Report
 
 _FORMAT = "quire.load/1"
+_COLUMNS = (
+    *("index", "arrival_s", "sent_s", "end_s", "ttft_s", "tpot_s"),
+    *("prompt_tokens", "cached_tokens", "output_tokens", "preemptions", "error"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,23 +25,9 @@ class Run:
 
     @classmethod
     def of(cls, report: Report, records: Iterable[RequestRecord]) -> Self:
-        rows = [
-            {
-                "index": record.index,
-                "arrival_s": _rounded(record.arrival_s),
-                "sent_s": _rounded(record.sent_s),
-                "end_s": _rounded(record.end_s),
-                "ttft_s": _rounded(record.ttft_s),
-                "tpot_s": _rounded(record.tpot_s),
-                "prompt_tokens": record.prompt_tokens,
-                "cached_tokens": record.cached_tokens,
-                "output_tokens": record.output_tokens,
-                "preemptions": record.preemptions,
-                "error": record.error,
-            }
-            for record in records
-        ]
-        return cls(report, {name: [row[name] for row in rows] for name in rows[0]} if rows else {})
+        known = list(records)
+        columns = {name: [_rounded(getattr(record, name)) for record in known] for name in _COLUMNS}
+        return cls(report, columns if known else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +47,50 @@ class LoadResult:
     runs: tuple[Run, ...]
 
     def write(self, path: Path) -> None:
-        """The same result gives the same file, to the byte. Raises OSError."""
+        """The same result gives the same file, to the byte. A file that was there stays whole until then. Raises
+        OSError."""
         runs = [{"report": run.report.as_json(), "requests": run.requests} for run in self.runs]
         head = {"format": _FORMAT, "source": self.source, "name": self.name, "facts": self.facts}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(head | {"runs": runs}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        text = json.dumps(head | {"runs": runs}, indent=1, allow_nan=False) + "\n"
+        replace_file(path, lambda made: made.write_text(text, encoding="utf-8"))
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Raises OSError, and ValueError with one line where the file is no result."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError(f"{path} is no JSON, so no result of quire bench or quire simulate") from None
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError(f'{path} is no result of quire bench or quire simulate: its format is not "{_FORMAT}"')
         try:
             runs = tuple(Run(Report.from_json(run["report"]), run["requests"]) for run in content["runs"])
-            return cls(content["source"], content["name"], content["facts"], runs)
-        except (KeyError, TypeError, ValueError) as error:
+            result = cls(str(content["source"]), str(content["name"]), content["facts"], runs)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is a damaged result: {type(error).__name__} {error}") from None
+        if not runs:
+            raise ValueError(f"{path} is a result without a run")
+        return result
 
 
-def _rounded(seconds: float | None) -> float | None:
-    """To the microsecond."""
-    return None if seconds is None else round(seconds, 6)
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file beside `path` and puts it in its place, so that a write that fails leaves what was there. What is
+    no regular file, such as /dev/stdout, is written as it is. Raises OSError."""
+    if path.exists() and not path.is_file():
+        write(path)
+        return
+    # A link stays one.
+    path = path.resolve()
+    made = path.with_name(f".{path.stem}.partial{path.suffix}")
+    try:
+        write(made)
+        made.replace(path)
+    except BaseException:
+        made.unlink(missing_ok=True)
+        raise
+
+
+def _rounded(value: Any) -> Any:
+    """Times to the microsecond; other values as they are."""
+    return round(value, 6) if isinstance(value, float) else value

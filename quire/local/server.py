@@ -22,7 +22,7 @@ from quire.local.process import HangLimits, RestartBackoff, ServiceSpec, Supervi
 from quire.local.settings import ServeSettings
 from quire.model_directory import ModelDirectory, resolve_model, weight_files
 from quire.progress import STARTING, LoadProgress
-from quire.rpc.address import ReservedPort, free_port
+from quire.rpc.address import ReservedPort
 from quire.rpc.errors import QuireError, ResourceExhausted, Unavailable
 from quire.rpc.tls import Role, TlsIdentity
 from quire.settings import ConfigurationError
@@ -209,7 +209,7 @@ class LocalServer:
     def _listening(self) -> tuple[str, str]:
         if not self._all_listen.is_set():
             raise RuntimeError("the gateway does not listen yet")
-        grpc, http = self._ports
+        grpc, http, *_ = self._ports
         return str(grpc.address), str(http.address)
 
     def _describe_gateways(self) -> str:
@@ -227,12 +227,13 @@ class LocalServer:
             # A key by which this process finds out whether requests succeed, of a tenant of its own.
             self._probe_key, probe_keys = make_key(), self._directory.path / "probe-keys.json"
             write_keys(probe_keys, [KeyEntry(id=_PROBE, sha256=hash_of(self._probe_key).hex(), tenant=_PROBE)])
+        rendezvous_port = 0
+        if settings.tensor_parallel_size > 1:
+            # Kept, since rank 0 listens only some seconds later, and again after each restart.
+            self._ports.append(ReservedPort.lend())
+            rendezvous_port = self._ports[-1].address.port
         return Commands(
-            settings,
-            self._programs,
-            self._directory.path,
-            rendezvous_port=free_port() if settings.tensor_parallel_size > 1 else 0,
-            probe_keys=probe_keys,
+            settings, self._programs, self._directory.path, rendezvous_port=rendezvous_port, probe_keys=probe_keys
         )
 
     def _read_gateway_line(self, name: str, line: str) -> None:
@@ -258,7 +259,7 @@ class LocalServer:
     def _make_processes(self, commands: Commands) -> list[list[SupervisedProcess]]:
         """In the order in which they stop: each drains while those behind it still serve, gateways all at once."""
         environ = child_environ(os.environ)
-        grpc_port, http_port = (port.address.port for port in self._ports)
+        grpc_port, http_port = (port.address.port for port in self._ports[:2])
         gateways = [
             ServiceSpec(
                 gateway_name(number),
@@ -271,11 +272,9 @@ class LocalServer:
             for number in commands.gateways
         ]
         scheduler = ServiceSpec("scheduler", commands.scheduler, environ)
-        # The rendezvous of the ranks is at the first one, so it ends last.
-        workers = [
-            ServiceSpec(worker_name(rank), partial(commands.worker, rank), environ) for rank in reversed(commands.ranks)
-        ]
-        stages = [gateways, [scheduler], *([worker] for worker in workers)]
+        # All ranks at once: one that is not being stopped leaves when another one ends, and would be started again.
+        workers = [ServiceSpec(worker_name(rank), partial(commands.worker, rank), environ) for rank in commands.ranks]
+        stages = [gateways, [scheduler], workers]
         return [
             [SupervisedProcess(spec, report=self._report, backoff=RestartBackoff()) for spec in stage]
             for stage in stages

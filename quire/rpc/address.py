@@ -1,4 +1,5 @@
-"""Addresses of services: "HOST:PORT", "[IPV6]:PORT" or "unix:PATH"; and reserved ports that processes share."""
+"""Addresses of services: "HOST:PORT", "[IPV6]:PORT" or "unix:PATH", and "dns:///NAME:PORT" for all that a name has; and
+reserved ports that processes share."""
 
 import errno
 import ipaddress
@@ -14,6 +15,8 @@ from typing import Self
 from quire.settings import ConfigurationError
 
 _UNIX_PREFIX = "unix:"
+_DNS_PREFIX = "dns:///"
+_LOOPBACK = "127.0.0.1"
 _MAX_UNIX_PATH_BYTES = 107
 # A port that is free at one address of a host may be taken at another one.
 _MAX_PICKS = 20
@@ -44,6 +47,28 @@ class UnixAddress:
         return f"{_UNIX_PREFIX}{self.path}"
 
 
+@dataclass(frozen=True, slots=True)
+class DnsName:
+    """A host name, each of whose addresses is a service of its own at this port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{_DNS_PREFIX}{TcpAddress(self.host, self.port)}"
+
+
+def parse_target(text: str) -> TcpAddress | UnixAddress | DnsName:
+    """Reads an address, or a name that stands for several. ConfigurationError when it is malformed."""
+    if not text.startswith("dns:"):
+        return parse_address(text)
+    host, separator, port = text.removeprefix(_DNS_PREFIX).rpartition(":")
+    is_port = port.isascii() and port.isdigit() and 0 < int(port) <= 65535
+    if not (text.startswith(_DNS_PREFIX) and separator and is_port) or not host or "/" in host or ":" in host:
+        raise ConfigurationError(f'address "{text}" is not dns:///NAME:PORT (port 1 to 65535)')
+    return DnsName(host, int(port))
+
+
 def parse_address(text: str) -> TcpAddress | UnixAddress:
     """Reads an address. ConfigurationError when it is malformed."""
     if text.startswith(_UNIX_PREFIX):
@@ -69,13 +94,6 @@ def is_local(text: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port on which no process listens at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
 
 
 def check_bindable(address: TcpAddress | UnixAddress, *, reuse_port: bool = False) -> None:
@@ -106,9 +124,9 @@ def check_bindable(address: TcpAddress | UnixAddress, *, reuse_port: bool = Fals
 class ReservedPort:
     """A TCP port that is kept for the processes that share it, also while none of them runs.
 
-    It holds sockets that are bound with SO_REUSEPORT and never listen, so that no connection comes to them. Every
-    process of this user that sets SO_REUSEPORT too can listen at the port. All others are refused, and so is a second
-    server of ours, which first checks that the port is free.
+    It holds sockets that are bound and never listen, so that no connection comes to them. Those of `reserve` are bound
+    with SO_REUSEPORT: every process of this user that sets SO_REUSEPORT too can listen at the port. All others are
+    refused, and so is a second server of ours, which first checks that the port is free.
     """
 
     def __init__(self, address: TcpAddress, sockets: ExitStack) -> None:
@@ -127,6 +145,15 @@ class ReservedPort:
             with suppress(AddressInUse):
                 return cls._reserve(TcpAddress(host, port))
         return cls._reserve(TcpAddress(host, port))
+
+    @classmethod
+    def lend(cls) -> Self:
+        """Reserves a free port of 127.0.0.1 for one process that sets SO_REUSEADDR and shares it with nobody, as most
+        servers do. The system gives it to no other process that asks for any port."""
+        with ExitStack() as sockets:
+            # A process that does set SO_REUSEPORT can listen there, too.
+            bound = sockets.enter_context(_bind(socket.AF_INET, (_LOOPBACK, 0), reuse_port=True))
+            return cls(TcpAddress(_LOOPBACK, bound.getsockname()[1]), sockets.pop_all())
 
     @classmethod
     def _reserve(cls, wanted: TcpAddress) -> Self:

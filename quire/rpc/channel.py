@@ -8,17 +8,24 @@ from quire.rpc.tls import TlsIdentity
 
 
 def open_channel(
-    address: str, *, tls: TlsIdentity | None = None, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    address: str,
+    *,
+    tls: TlsIdentity | None = None,
+    host_name: str | None = None,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Channel:
     """A channel to "HOST:PORT" or "unix:PATH" that connects on first use and notices a dead peer within 20 s.
 
     Args:
         tls: The identity to show at a TCP address; its files are read now.
+        host_name: The host that the service's certificate must name; None for the one of `address`.
 
     Raises:
         ConfigurationError: the files of `tls` cannot be used.
     """
-    options = channel_options(address, max_message_bytes=max_message_bytes)
+    options: list[tuple[str, int | str]] = [*channel_options(address, max_message_bytes=max_message_bytes)]
+    if host_name is not None:
+        options.append(("grpc.default_authority", host_name))
     if tls is None or not isinstance(parse_address(address), TcpAddress):
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, tls.read().channel_credentials(), options=options)

@@ -4,7 +4,8 @@ import asyncio
 import functools
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -12,6 +13,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from quire.rpc.errors import FieldViolation, Internal, InvalidArgument, QuireError, to_rpc_status
+from quire.rpc.health import HEALTH_SERVICE
 
 _logger = logging.getLogger(__name__)
 
@@ -20,8 +22,10 @@ Behavior = Callable[[Any, grpc.aio.ServicerContext], Any]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 _DAMAGED = "cannot be parsed: the bytes are damaged, cut off or of another message, or a text is not UTF-8"
-_PAUSE_CHECK_S = 0.001
-_NUM_PAUSE_CHECKS = 3
+_NUM_SILENCE_CHECKS = 20
+_HEALTH = f"{HEALTH_SERVICE}/"
+OTHER_METHODS = "other"
+"""What the calls of methods that a server does not have are reported as."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -45,11 +49,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 class Arrivals(grpc.aio.ServerInterceptor):
-    """Counts the calls of a server, so that the server can be stopped while none is on its way in.
-
-    gRPC hands calls to asyncio one after the other. When it shuts down it ends the calls that it still holds with
-    CANCELLED, after which no client retries.
-    """
+    """Counts the calls of a server, so that the server can be stopped when no more of them come."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -58,20 +58,74 @@ class Arrivals(grpc.aio.ServerInterceptor):
         self._count += 1
         return await continuation(handler_call_details)
 
-    async def wait_for_a_pause(self, timeout_s: float) -> bool:
-        """Returns True once no call has come for a few milliseconds, when gRPC has none left to hand over; False after
-        `timeout_s`."""
+    async def wait_for_silence(self, silence_s: float) -> None:
+        """Returns once no call has come for `silence_s` seconds."""
         # Several turns of the event loop: a single late turn may find its time over before it looks for calls.
-        quiet = 0
+        num_silent = 0
+        while num_silent < _NUM_SILENCE_CHECKS:
+            before = self._count
+            await asyncio.sleep(silence_s / _NUM_SILENCE_CHECKS)
+            num_silent = num_silent + 1 if self._count == before else 0
+
+
+class CallEnds(grpc.aio.ServerInterceptor):
+    """Reports each call that is over: its method and its status.
+
+    To be the first interceptor of a server: refusals of those behind it are reported, too. A call that its client
+    cancelled is CANCELLED, one whose deadline passed DEADLINE_EXCEEDED; where requests are a stream, a handler may take
+    either for the end of them, and the call is OK. Calls of health are not reported: supervisors ask all the time.
+    """
+
+    def __init__(self, methods: Collection[str], report: Callable[[str, grpc.StatusCode], None]) -> None:
+        """`methods`, "package.Service/Method" each, are reported by their names, all others as OTHER_METHODS."""
+        self._methods = frozenset(methods)
+        self._report = report
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method.removeprefix("/")
+        if method.startswith(_HEALTH):
+            return handler
+        # What clients make up is one name: reports become series of metrics.
+        name = method if method in self._methods else OTHER_METHODS
+        if handler is None:
+            self._report(name, grpc.StatusCode.UNIMPLEMENTED)
+            return None
+        wrap = functools.partial(self._watched, name=name)
+        return remake(handler, wrap, request_deserializer=handler.request_deserializer)
+
+    def _watched(self, behavior: Behavior, *, name: str) -> Behavior:
+        if is_generator(behavior):
+
+            async def generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+                with self._reported(name, context):
+                    async with aclosing(behavior(request, context)) as responses:
+                        async for response in responses:
+                            yield response
+
+            return generator
+
+        async def coroutine(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            with self._reported(name, context):
+                return await behavior(request, context)
+
+        return coroutine
+
+    @contextmanager
+    def _reported(self, name: str, context: grpc.aio.ServicerContext) -> Iterator[None]:
+        code = grpc.StatusCode.OK
         try:
-            async with asyncio.timeout(timeout_s):
-                while quiet < _NUM_PAUSE_CHECKS:
-                    before = self._count
-                    await asyncio.sleep(_PAUSE_CHECK_S)
-                    quiet = quiet + 1 if self._count == before else 0
-        except TimeoutError:
-            return False
-        return True
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            has_expired = context.time_remaining() == 0
+            code = grpc.StatusCode.DEADLINE_EXCEEDED if has_expired else grpc.StatusCode.CANCELLED
+            raise
+        except BaseException:
+            # gRPC makes UNKNOWN of what ends without `context.abort`.
+            code = context.code() or grpc.StatusCode.UNKNOWN
+            raise
+        finally:
+            self._report(name, code)
 
 
 def remake(
@@ -91,6 +145,23 @@ def remake(
 def is_generator(behavior: Behavior) -> bool:
     """Whether a handler answers a stream. A wrapper must keep the kind: grpc.aio tells handlers apart by it."""
     return inspect.isasyncgenfunction(behavior)
+
+
+def around(behavior: Behavior, prepare: Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]) -> Behavior:
+    """A handler of the same kind, which passes on what `prepare` makes of its request, or of its requests."""
+    if is_generator(behavior):
+
+        async def generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            async with aclosing(behavior(await prepare(request, context), context)) as responses:
+                async for response in responses:
+                    yield response
+
+        return generator
+
+    async def coroutine(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        return await behavior(await prepare(request, context), context)
+
+    return coroutine
 
 
 async def abort_with(error: Exception, context: grpc.aio.ServicerContext, method: str) -> NoReturn:

@@ -1,12 +1,20 @@
 """The life of a service process: event loop, signals, exit status."""
 
 import asyncio
+import gc
+import importlib.metadata
 import logging
+import os
+import re
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import NoReturn, TypeVar
 
-from quire.logs import log_as_configured, log_everything
+from quire.logs import change_level
 from quire.settings import ConfigurationError
 
 CONFIGURATION_EXIT_STATUS = 2
@@ -14,9 +22,13 @@ LOST_PEER_EXIT_STATUS = 75
 """The exit status of a process that lost a process which it cannot run without (EX_TEMPFAIL: try again)."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _OUR_PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels")
-# What only measuring needs, which quire[all] leaves out.
-_OF_BENCH = ("httpx", "matplotlib")
+# Distributions that are not named as their modules are.
+_DISTRIBUTIONS = {"zmq": "pyzmq"}
+_REQUIREMENT_OF_EXTRA = re.compile(r"(?P<name>[\w.-]+).*extra == ['\"](?P<extra>\w+)['\"]")
+# Extras that are made of others, or for developers.
+_COLLECTIONS = ("all", "dev")
 _logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 def run_service(main: Callable[[], Awaitable[None]], *, program: str) -> int:
@@ -59,8 +71,64 @@ def missing_package(error: ModuleNotFoundError) -> ConfigurationError:
     """The error for a user who installed too little; raises `error` again where the missing module is ours."""
     if error.name is None or error.name.partition(".")[0] in _OUR_PACKAGES:
         raise error
-    extra = "quire[bench]" if error.name in _OF_BENCH else "quire[all], or the extra of this service"
-    return ConfigurationError(f"{error.name} is not installed; install {extra}")
+    extras = [f"quire[{extra}]" for extra in _extras_with(error.name)]
+    return ConfigurationError(f"{error.name} is not installed; install {' or '.join(extras) or 'quire again'}")
+
+
+def _extras_with(module: str) -> list[str]:
+    """The extras that bring a module, as this installation's metadata has them."""
+    top = module.partition(".")[0]
+    name = _DISTRIBUTIONS.get(top, top.replace("_", "-"))
+    try:
+        requirements = importlib.metadata.requires("quire") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ["all"]
+    matches = filter(None, map(_REQUIREMENT_OF_EXTRA.match, requirements))
+    return [each["extra"] for each in matches if each["name"] == name and each["extra"] not in _COLLECTIONS]
+
+
+def leave_process(why: str, status: int = 1) -> NoReturn:
+    """Ends this process at once, for its supervisor to start another. An orderly exit could wait for a thread whose
+    operation never returns."""
+    _logger.critical("%s; this process exits", why)
+    logging.shutdown()
+    os._exit(status)
+
+
+@contextmanager
+def imports_that_stay() -> Iterator[None]:
+    """For a block that imports: no garbage collection looks for garbage among the modules, which takes a tenth of the
+    time of their import, or visits them later."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def leave_out_of_collections() -> None:
+    """Garbage collections do not visit the objects that there are now. For those that stay, such as modules and the
+    arrays of a pool: to visit all of them holds up a process for tens of milliseconds."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+def in_daemon_thread(work: Callable[[], _T], name: str) -> Future[_T]:
+    """The outcome of `work` in a thread that does not keep the process from ending, as those of an executor do."""
+    outcome: Future[_T] = Future()
+    # From now on it cannot be cancelled, so that there is always somewhere to put the result.
+    outcome.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome
 
 
 async def _until_signalled(main: Callable[[], Awaitable[None]]) -> None:
@@ -75,8 +143,8 @@ async def _until_signalled(main: Callable[[], Awaitable[None]]) -> None:
             signal.signal(each, signal.SIG_DFL)
         task.cancel()
 
-    loop.add_signal_handler(signal.SIGUSR1, log_everything)
-    loop.add_signal_handler(signal.SIGUSR2, log_as_configured)
+    loop.add_signal_handler(signal.SIGUSR1, change_level, "debug")
+    loop.add_signal_handler(signal.SIGUSR2, change_level, None)
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop, number)
     try:

@@ -5,26 +5,27 @@ import contextlib
 import os
 import socket
 import stat
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import grpc
 import grpc.aio
+from google.protobuf import descriptor_pool
 from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health_pb2_grpc
 
 from quire.rpc.address import AddressInUse, TcpAddress, UnixAddress, check_bindable, parse_address
-from quire.rpc.health import HEALTH_SERVICE, HealthServicer, add_reflection
-from quire.rpc.interceptors import Arrivals, ErrorInterceptor
+from quire.rpc.admin_servicer import ADMIN_SERVICE, AdminServicer
+from quire.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthServicer, add_reflection
+from quire.rpc.interceptors import Arrivals, CallEnds, ErrorInterceptor
 from quire.rpc.tls import ServerTls, role_interceptors
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 UNLIMITED_MESSAGE_BYTES = -1
 """Up to what protobuf can hold, 2 GiB."""
 _MAX_METADATA_BYTES = 64 * 1024
-_MAX_PAUSE_WAIT_S = 0.5
 _ADMIN_HOST = "127.0.0.1"
 _CHANNELZ_SERVICE = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
@@ -37,17 +38,21 @@ class ConnectionLimits:
         max_connections: Connections at once; further ones are closed.
         max_streams: Calls at once in one connection; a client keeps further ones back until one ends.
         handshake_timeout_s: A connection that is not set up by then is closed.
+        max_age_s: A client is told to open a new connection for its next calls when its connection is that old, 10%
+            more or less. Calls that run in the old one continue, and none is lost.
     """
 
     max_connections: int | None = None
     max_streams: int | None = None
     handshake_timeout_s: float = 10.0
+    max_age_s: float | None = None
 
     def options(self) -> list[tuple[str, int]]:
         """The same for a gRPC server, and the maximum metadata of a call."""
         limits = {
             "grpc.max_allowed_incoming_connections": self.max_connections,
             "grpc.max_concurrent_streams": self.max_streams,
+            "grpc.max_connection_age_ms": None if self.max_age_s is None else int(self.max_age_s * 1000),
         }
         return [
             *((name, limit) for name, limit in limits.items() if limit is not None),
@@ -61,14 +66,16 @@ _NO_LIMITS = ConnectionLimits()
 
 
 class AdminServer:
-    """gRPC's channelz on loopback: servers, channels and sockets of this process and what they have done.
+    """What operators ask of this process, on loopback: its log level, and gRPC's channelz, which shows servers,
+    channels and sockets and what they have done.
 
-    Without TLS there is no authentication: everyone who can log in on the machine can look.
+    Without TLS there is no authentication: everyone who can log in on the machine can call it.
     """
 
-    def __init__(self, server: grpc.aio.Server, address: str) -> None:
+    def __init__(self, server: grpc.aio.Server, address: str, servicer: AdminServicer) -> None:
         self.address = address
         self._server = server
+        self._servicer = servicer
 
     @classmethod
     async def start(cls, port: int, tls: ServerTls | None = None) -> Self:
@@ -80,14 +87,18 @@ class AdminServer:
         """
         wanted = TcpAddress(_ADMIN_HOST, port)
         check_bindable(wanted)
-        server = grpc.aio.server(interceptors=role_interceptors(wanted, tls), options=[("grpc.so_reuseport", 0)])
+        guards = (*role_interceptors(wanted, tls), ErrorInterceptor())
+        server = grpc.aio.server(interceptors=guards, options=[("grpc.so_reuseport", 0)])
         channelz.add_channelz_servicer(server)
-        add_reflection((_CHANNELZ_SERVICE,), server)
+        servicer = AdminServicer()
+        servicer.add_to(server)
+        add_reflection((_CHANNELZ_SERVICE, ADMIN_SERVICE), server)
         bound = _bind(server, wanted, tls)
         await _start_all(server)
-        return cls(server, str(bound))
+        return cls(server, str(bound), servicer)
 
     async def stop(self) -> None:
+        self._servicer.cancel()
         await self._server.stop(0)
 
 
@@ -128,6 +139,7 @@ class RpcServer:
         limits: ConnectionLimits = _NO_LIMITS,
         admin_port: int | None = None,
         admin_tls: ServerTls | None = None,
+        on_call_end: Callable[[str, grpc.StatusCode], None] | None = None,
     ) -> Self:
         """Listens and serves, at all addresses or at none.
 
@@ -141,7 +153,8 @@ class RpcServer:
             interceptors: See calls of all services before their handlers do, health included; the first one first.
             tls: How to encrypt a TCP address, and who may call; a unix socket is never encrypted.
             limits: How much connections may take, those to `local_socket` counted apart.
-            admin_port, admin_tls: Where to show channelz, on loopback, and to whom; port 0 picks a free one.
+            admin_port, admin_tls: Where operators call it, on loopback, and who may; port 0 picks a free one.
+            on_call_end: Called with the method and the status of each call that is over, as `CallEnds` says.
 
         Raises:
             AddressInUse: another process listens at an address.
@@ -153,9 +166,12 @@ class RpcServer:
             wanted.append(UnixAddress(local_socket))
             check_bindable(wanted[1])
         arrivals, health = Arrivals(), HealthServicer(service_names)
-        guards = (arrivals, *role_interceptors(wanted[0], tls), ErrorInterceptor(), *interceptors)
+        ends = () if on_call_end is None else (CallEnds(frozenset(_methods_of(service_names)), on_call_end),)
+        guards = (*ends, *role_interceptors(wanted[0], tls), ErrorInterceptor(), *interceptors)
         options = _options(max_message_bytes, limits, reuse_port=reuse_port, is_watched=admin_port is not None)
-        servers = [grpc.aio.server(interceptors=guards, options=options) for _ in wanted]
+        # Calls to the local socket do not count: it serves on when the port is handed over.
+        counted = [(arrivals, *guards), guards][: len(wanted)]
+        servers = [grpc.aio.server(interceptors=each, options=options) for each in counted]
         for server in servers:
             register(server)
             health_pb2_grpc.add_HealthServicer_to_server(health, server)
@@ -171,13 +187,14 @@ class RpcServer:
         """Sets the health of the server as a whole and of each service."""
         self._health.set_serving(serving)
 
-    async def hand_over(self, grace_s: float) -> None:
-        """Leaves the port to those who share it: closes it between two calls, and makes clients connect anew for their
-        next ones. Returns once the calls that came by it are over; after `grace_s` seconds it cancels them."""
-        # The port closes before clients are told to connect anew: they must not reach this process again.
+    async def hand_over(self, silence_s: float) -> None:
+        """Leaves the port to those who share it: closes it, and serves the connections that came by it until no call
+        has begun for `silence_s` seconds. Clients that go on calling open new connections at `max_age_s`, so it
+        returns soon after that; without a maximum age it returns when they stop calling."""
+        # Not by gRPC's shutdown: that ends calls which it holds, or which are on their way in, with CANCELLED, after
+        # which no client retries.
         _stop_listening(self._listeners, parse_address(self.address))
-        await self._arrivals.wait_for_a_pause(_MAX_PAUSE_WAIT_S)
-        await self._servers[0].stop(grace_s)
+        await self._arrivals.wait_for_silence(silence_s)
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, gives running ones `grace_s` seconds, cancels the rest. Idempotent."""
@@ -185,6 +202,15 @@ class RpcServer:
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
         if self.admin is not None:
             await self.admin.stop()
+
+
+def _methods_of(service_names: Sequence[str]) -> Iterator[str]:
+    """The methods of services whose generated code is loaded, and of reflection."""
+    for name in service_names:
+        for method in descriptor_pool.Default().FindServiceByName(name).methods:
+            yield f"{name}/{method.name}"
+    for name in REFLECTION_SERVICES:
+        yield f"{name}/ServerReflectionInfo"
 
 
 @contextlib.asynccontextmanager

@@ -9,7 +9,7 @@ import functools
 import logging
 import ssl
 import threading
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -20,7 +20,7 @@ import grpc.aio
 
 from quire.rpc.address import TcpAddress, UnixAddress, is_local
 from quire.rpc.errors import PermissionDenied
-from quire.rpc.interceptors import Behavior, Continuation, abort_with, is_generator, remake
+from quire.rpc.interceptors import Continuation, abort_with, around, remake
 from quire.settings import ConfigurationError
 
 AUTHORITY_FILE = "ca.pem"
@@ -213,35 +213,18 @@ class RoleInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(_HEALTH):
             return handler
-        guard = functools.partial(self._guarded, method=handler_call_details.method)
+        check = functools.partial(self._checked, handler_call_details.method)
+        guard = functools.partial(around, prepare=check)
         return remake(handler, guard, request_deserializer=handler.request_deserializer)
 
-    def _guarded(self, behavior: Behavior, *, method: str) -> Behavior:
-        if is_generator(behavior):
-
-            async def generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-                await self._check(context, method)
-                responses = behavior(request, context)
-                try:
-                    async for response in responses:
-                        yield response
-                finally:
-                    await responses.aclose()
-
-            return generator
-
-        async def coroutine(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            await self._check(context, method)
-            return await behavior(request, context)
-
-        return coroutine
-
-    async def _check(self, context: grpc.aio.ServicerContext, method: str) -> None:
+    async def _checked(self, method: str, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """The request, as it is, of a caller that may make it."""
         shown = _roles_of_caller(context.auth_context())
         if not self._roles & shown:
             wanted, had = " or ".join(sorted(self._roles)), ", ".join(sorted(shown)) or "no role"
             message = f"this is for {wanted}; the caller's certificate names {had}"
             await abort_with(PermissionDenied(message, reason="WRONG_ROLE"), context, method)
+        return request
 
 
 def role_interceptors(address: TcpAddress | UnixAddress, tls: ServerTls | None) -> list[RoleInterceptor]:

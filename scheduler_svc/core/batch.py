@@ -39,6 +39,8 @@ class RowTable:
     shares_tail   bool: the block that the next token goes to may be shared with a sequence that forked
     dependent     bool: the worker reports candidates, and the scheduler chooses the next token from its result
     incarnation   int64: rises whenever the row is released, so that results for its earlier sequences are dropped
+
+    `num_dependent` counts the rows that are occupied and `dependent`.
     """
 
     def __init__(self, max_num_rows: int) -> None:
@@ -50,6 +52,7 @@ class RowTable:
         self.prefills, self.shares_tail, self.dependent = flags[4:]
         self.incarnation = np.zeros(max_num_rows, dtype=np.int64)
         self.tenant = np.full(max_num_rows, "", dtype=object)
+        self.num_dependent = 0
         self._free = list(range(max_num_rows))
 
     @property
@@ -71,6 +74,7 @@ class RowTable:
         self.num_logprobs[row] = request.sampling.logprobs or 0
         self.shares_tail[row] = False
         self.dependent[row] = request.beam is not None
+        self.num_dependent += request.beam is not None
         sequence.row = row
         return row
 
@@ -101,6 +105,7 @@ class RowTable:
             assert sequence is not None, f"row {row} is free"
             sequence.row = None
             self.sequences[row] = None
+            self.num_dependent -= sequence.request.beam is not None
             heapq.heappush(self._free, row)
         if rows:
             self.active[rows] = False
@@ -120,17 +125,17 @@ class RowTable:
         # A sequence that reaches its end with what is in flight needs no further step.
         num_tokens = self.num_tokens
         can_compute = (num_tokens < self.max_len) & (self.num_computed < num_tokens)
-        return np.flatnonzero(self.active & ~self.prefills & can_compute)
+        return (self.active & ~self.prefills & can_compute).nonzero()[0]
 
     def prefilling(self) -> Array:
         """Rows that compute what they came with, int64[n], in queue order; those of one group in order of their rows,
         so that who computes a shared block comes before who reads it."""
-        rows = self._that_can_compute(np.flatnonzero(self.active & self.prefills))
+        rows = self._that_can_compute((self.active & self.prefills).nonzero()[0])
         return rows[np.argsort(self.order[rows], kind="stable")] if len(rows) > 1 else rows
 
     def sharing_tail(self) -> Array:
         """Decoding rows whose next token may go to a shared block, int64[n], rising."""
-        return self._that_can_compute(np.flatnonzero(self.active & ~self.prefills & self.shares_tail))
+        return self._that_can_compute((self.active & ~self.prefills & self.shares_tail).nonzero()[0])
 
     def without_slot(self, rows: Array) -> Array:
         """The rows whose next token has no slot in a block yet."""
@@ -183,6 +188,11 @@ class StepDraft:
         """Whether there is nothing to compute."""
         return not (len(self._rows) or self._chunks)
 
+    @property
+    def has_chunks(self) -> bool:
+        """Whether rows compute more than their newest token."""
+        return bool(self._chunks)
+
     def release(self, rows: SequenceOf[int]) -> None:
         """The rows hold nothing any more. Earlier changes of them are void."""
         for changes in (self.assign, self.parents, self.seeds, self.tokens):
@@ -228,7 +238,7 @@ class StepDraft:
     def finish(self, step_id: int) -> StepPlan:
         """The step as a value. The draft must not be empty."""
         rows, num_computed = self._rows, self._num_computed
-        num_new_tokens, samples = np.ones_like(rows), np.stack((rows, rows), axis=1)
+        num_new_tokens, samples = np.ones_like(rows), rows.repeat(2).reshape(-1, 2)
         if self._chunks:
             chunks = _array(self._chunks, 3)
             rows = np.concatenate((rows, chunks[:, 0]))
@@ -254,8 +264,12 @@ class StepDraft:
         )
 
 
+_NOTHING = {width: np.zeros((0, width), dtype=np.int64) for width in (2, 3)}
+
+
 def _array(entries: SequenceOf[tuple[int, ...]], width: int) -> Array:
-    return np.array(entries, dtype=np.int64).reshape(-1, width)
+    # Most parts of most steps are empty.
+    return np.array(entries, dtype=np.int64) if entries else _NOTHING[width]
 
 
 class Batch:
@@ -340,7 +354,7 @@ class Batch:
 
     def blocks_to_grow(self, num_steps: int) -> int:
         """Free blocks that all sequences in the batch take in so many steps after this one, if they share none."""
-        rows, size = np.flatnonzero(self.rows.active), self._block_size
+        rows, size = self.rows.active.nonzero()[0], self._block_size
         # The last token of a sequence is never computed and takes no slot.
         slots = np.minimum(self.rows.num_tokens[rows] + num_steps, self.rows.max_len[rows] - 1)
         return int(np.maximum(-(-slots // size) - self.rows.num_slots[rows] // size, 0).sum())

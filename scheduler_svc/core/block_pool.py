@@ -173,9 +173,9 @@ class BlockPool:
         """`hash_of` of each."""
         return [self._hashes[block] for block in blocks]
 
-    def names(self) -> list[BlockHash | None]:
-        """`hash_of` of all blocks, a copy."""
-        return self._hashes.copy()
+    def names(self, first: int, end: int) -> list[BlockHash | None]:
+        """`hash_of` of the blocks from `first` to before `end`, or the last one."""
+        return self._hashes[first:end]
 
     def allocate(self, count: int) -> list[BlockId]:
         """Takes `count` free blocks, each with a reference count of 1. Raises OutOfBlocksError and changes nothing."""

@@ -1,7 +1,6 @@
 """What entered a prefix cache and what left it since somebody last asked. Nobody has to ask: without a log nothing is
 noted, and a log holds changes of the content, not a history, so it is bounded by twice the blocks of the pool."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quire.prefix_hashes import BlockHash
@@ -31,15 +30,15 @@ class CacheChanges:
 class CacheLog:
     """Changes of one prefix cache. What came and left between two calls of `take` is in neither of them.
 
-    A new log says that all was cleared, and then has what the cache holds already.
+    A new log says that all was cleared; it does not have what the cache holds already.
     """
 
-    def __init__(self, content: Iterable[BlockHash] = ()) -> None:
+    def __init__(self) -> None:
         self._is_cleared = True
         self._removed: dict[BlockHash, None] = {}
-        self._stored: dict[BlockHash, CachedTokens | None] = dict.fromkeys(content)
+        self._stored: dict[BlockHash, CachedTokens | None] = {}
         # Blocks whose tokens are not known, and blocks that `take` has handed out and will again, with tokens.
-        self._unread = set(self._stored)
+        self._unread: set[BlockHash] = set()
         self._retold: dict[BlockHash, CachedTokens] = {}
 
     def stored(self, content: BlockHash, tokens: CachedTokens) -> None:

@@ -1,10 +1,12 @@
-"""Invariants that hold between any two operations of the scheduler. Tests call `check` after each."""
+"""Invariants that hold between any two operations of the scheduler. Tests call `check` after each, and so does a replay
+of a recording: a message is made only of what does not hold."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from itertools import chain
 
-from quire.prefix_hashes import block_hash, root_hash
+from quire.prefix_hashes import BlockHash, hash_chain, pack, root_hash
 from scheduler_svc.core.block_pool import BlockId, BlockPool
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
@@ -19,141 +21,168 @@ def check(scheduler: Scheduler) -> None:
     # Sequences that ended hold their blocks until these are reclaimed, though others of their group go on.
     running = [sequence for group in scheduler.running for sequence in group.unfinished]
     swapped = [sequence for group in scheduler.swapped for sequence in group.unfinished]
-    waiting = [sequence for group in scheduler.waiting for sequence in group.unfinished]
     blocks = scheduler.batch.blocks
     tables = [each.block_table for each in running]
     _check_pool(blocks.pool, [*tables, *scheduler.pins.held_tables(), *blocks.retired_tables])
     _check_pool(scheduler.swap_space.pool, [each.block_table for each in swapped])
     _check_seals(scheduler, running)
     _check_pins(scheduler)
-    _check_waiting(waiting)
+    _check_waiting(scheduler)
     _check_swapped(scheduler, swapped)
     _check_occupancy(scheduler, running)
     _check_rows(scheduler, [sequence for sequence in running if sequence.status is SequenceStatus.RUNNING])
     _check_underway(scheduler)
+    _check_held(scheduler)
     _check_order(scheduler)
-    running_keys = [group.request.key for group in scheduler.running]
-    _require(scheduler.trials.are_together(running_keys), "a suspect runs beside others than its cohort")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise InvariantViolationError(message)
+    if not scheduler.trials.are_together(group.request.key for group in scheduler.running):
+        raise InvariantViolationError("a suspect runs beside others than its cohort")
 
 
 def _check_pool(pool: BlockPool, tables: Iterable[SequenceOf[BlockId]]) -> None:
     free = pool.free_blocks()
-    held = Counter(block for table in tables for block in table)
-    _require(len(set(free)) == len(free), "a block is free twice")
-    _require(not held.keys() & set(free), f"blocks {sorted(held.keys() & set(free))} are both free and held")
-    _require(
-        len(free) + len(held) == pool.num_blocks, f"{len(free)} free + {len(held)} held != {pool.num_blocks} blocks"
-    )
-    cached = [block for block in free if pool.hash_of(block) is not None]
-    _require(len(cached) == pool.num_cached, f"{len(cached)} free blocks are sealed, {pool.num_cached} are counted")
-    for block, holders in held.items():
-        _require(
-            pool.ref_count(block) == holders, f"block {block}: ref count {pool.ref_count(block)}, holders {holders}"
-        )
+    held = Counter(chain.from_iterable(tables))
+    distinct = set(free)
+    if len(distinct) != len(free):
+        raise InvariantViolationError("a block is free twice")
+    if not distinct.isdisjoint(held):
+        raise InvariantViolationError(f"blocks {sorted(distinct & held.keys())} are both free and held")
+    if len(free) + len(held) != pool.num_blocks:
+        raise InvariantViolationError(f"{len(free)} free + {len(held)} held != {pool.num_blocks} blocks")
+    num_cached = len(free) - pool.hashes_of(free).count(None)
+    if num_cached != pool.num_cached:
+        raise InvariantViolationError(f"{num_cached} free blocks are sealed, {pool.num_cached} are counted")
+    if pool.ref_counts_of(list(held)) != list(held.values()):
+        block, count = next((block, count) for block, count in held.items() if pool.ref_count(block) != count)
+        raise InvariantViolationError(f"block {block}: ref count {pool.ref_count(block)}, holders {count}")
 
 
 def _check_seals(scheduler: Scheduler, running: list[Sequence]) -> None:
+    size, pool = scheduler.config.block_size, scheduler.batch.blocks.pool
     for sequence in running:
-        parent = root_hash(sequence.request.tenant)
-        size = scheduler.config.block_size
-        for index, block in enumerate(sequence.block_table[: sequence.num_tokens // size]):
-            parent = block_hash(parent, sequence.token_ids[index * size : (index + 1) * size])
-            sealed = scheduler.batch.blocks.pool.hash_of(block)
-            _require(sealed in (None, parent), f"block {block}: sealed under the hash of other tokens")
-
-
-def _check_waiting(waiting: list[Sequence]) -> None:
-    for sequence in waiting:
-        name = sequence.request.request_id
-        _require(not sequence.block_table and sequence.row is None, f"{name} waits and holds blocks or a row")
+        # Computed here anew: those that the sequence keeps are what is checked.
+        table = sequence.block_table[: sequence.num_tokens // size]
+        packed = pack(sequence.token_ids[: len(table) * size])
+        true = hash_chain(root_hash(sequence.request.tenant), packed, 4 * size)
+        for block, sealed, content in zip(table, pool.hashes_of(table), true, strict=True):
+            if sealed is not None and sealed != content:
+                raise InvariantViolationError(f"block {block}: sealed under the hash of other tokens")
 
 
 def _check_pins(scheduler: Scheduler) -> None:
     pool, pins = scheduler.batch.blocks.pool, scheduler.pins
     for pin in pins:
-        _require(not pin.is_held or pool.hits(pin.hashes) == pin.blocks, f"pin {pin.pin_id}: its blocks are not cached")
+        if pin.is_held and pool.hits(pin.hashes) != pin.blocks:
+            raise InvariantViolationError(f"pin {pin.pin_id}: its blocks are not cached")
         is_live = any(group.request.key == pin.key for group in scheduler.groups())
-        _require(pin.is_held != is_live, f"pin {pin.pin_id}: held {pin.is_held}, being computed {is_live}")
-    held = {block for table in pins.held_tables() for block in table}
-    _require(len(held) == pins.num_pinned, f"{len(held)} blocks are pinned, {pins.num_pinned} are counted")
+        if pin.is_held == is_live:
+            raise InvariantViolationError(f"pin {pin.pin_id}: held {pin.is_held}, being computed {is_live}")
+    num_held = len(set(chain.from_iterable(pins.held_tables())))
+    if num_held != pins.num_pinned:
+        raise InvariantViolationError(f"{num_held} blocks are pinned, {pins.num_pinned} are counted")
+
+
+def _check_waiting(scheduler: Scheduler) -> None:
+    for group in scheduler.waiting:
+        for sequence in group.sequences:
+            holds = sequence.block_table or sequence.row is not None
+            if holds and sequence.status is not SequenceStatus.FINISHED:
+                raise InvariantViolationError(f"{group.request.request_id} waits and holds blocks or a row")
 
 
 def _check_swapped(scheduler: Scheduler, swapped: list[Sequence]) -> None:
     for sequence in swapped:
         name = sequence.request.request_id
-        _require(sequence.row is None, f"{name}: is swapped and has a row")
+        if sequence.row is not None:
+            raise InvariantViolationError(f"{name}: is swapped and has a row")
         if sequence.status is not SequenceStatus.SWAPPED:
-            _require(not sequence.block_table, f"{name}: holds blocks and is not swapped")
+            if sequence.block_table:
+                raise InvariantViolationError(f"{name}: holds blocks and is not swapped")
             continue
         slots = len(sequence.block_table) * scheduler.config.block_size
         kept = sequence.num_swapped_tokens
-        _require(0 < kept < sequence.num_tokens, f"{name}: {kept} of {sequence.num_tokens} tokens are swapped")
-        _require(0 <= slots - kept < scheduler.config.block_size, f"{name}: {kept} swapped tokens in {slots} slots")
+        if not 0 < kept < sequence.num_tokens:
+            raise InvariantViolationError(f"{name}: {kept} of {sequence.num_tokens} tokens are swapped")
+        if not 0 <= slots - kept < scheduler.config.block_size:
+            raise InvariantViolationError(f"{name}: {kept} swapped tokens in {slots} slots")
 
 
 def _check_occupancy(scheduler: Scheduler, sequences: list[Sequence]) -> None:
     rows = scheduler.batch.rows
     occupied = [row for row, sequence in enumerate(rows.sequences) if sequence is not None]
     held = sorted(sequence.row for sequence in sequences if sequence.row is not None)
-    _require(held == occupied, f"rows {occupied} are occupied, sequences hold {held}")
-    _require(len(occupied) + rows.num_free == len(rows.sequences), "free and occupied rows do not add up")
+    if held != occupied:
+        raise InvariantViolationError(f"rows {occupied} are occupied, sequences hold {held}")
+    if len(occupied) + rows.num_free != len(rows.sequences):
+        raise InvariantViolationError("free and occupied rows do not add up")
     for sequence in sequences:
-        if sequence.status is not SequenceStatus.RUNNING:
-            _require(not sequence.block_table, f"{sequence.request.request_id}: holds blocks and does not run")
+        if sequence.status is not SequenceStatus.RUNNING and sequence.block_table:
+            raise InvariantViolationError(f"{sequence.request.request_id}: holds blocks and does not run")
 
 
 def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
-    rows = scheduler.batch.rows
+    rows, size = scheduler.batch.rows, scheduler.config.block_size
     in_flight = Counter(
         row
         for step in scheduler.in_flight
         for row, incarnation in zip(step.rows.tolist(), step.incarnations.tolist(), strict=True)
         if rows.incarnation[row] == incarnation
     )
+    columns = (rows.num_tokens, rows.num_computed, rows.num_slots, rows.active, rows.dependent)
+    table = list(zip(*(column.tolist() for column in columns), strict=True))
     for sequence in running:
         row, name = sequence.row, sequence.request.request_id
         assert row is not None
-        planned, computed = int(rows.num_tokens[row]), int(rows.num_computed[row])
-        _require(rows.sequences[row] is sequence, f"{name}: row {row} holds another sequence")
-        _require(bool(rows.active[row]), f"{name}: row {row} is not active")
-        to_come = 0 if rows.dependent[row] else in_flight[row]
-        _require(planned == sequence.num_tokens + to_come, f"{name}: {planned} planned tokens do not add up")
-        _require(computed <= planned, f"{name}: {computed} computed of {planned} tokens")
-        slots = len(sequence.block_table) * scheduler.config.block_size
-        _require(rows.num_slots[row] == slots, f"{name}: {rows.num_slots[row]} slots recorded, the table has {slots}")
-        _require(computed <= slots, f"{name}: {computed} computed tokens in {slots} slots")
+        planned, computed, num_slots, is_active, is_dependent = table[row]
+        if rows.sequences[row] is not sequence:
+            raise InvariantViolationError(f"{name}: row {row} holds another sequence")
+        if not is_active:
+            raise InvariantViolationError(f"{name}: row {row} is not active")
+        if planned != sequence.num_tokens + (0 if is_dependent else in_flight[row]):
+            raise InvariantViolationError(f"{name}: {planned} planned tokens do not add up")
+        if computed > planned:
+            raise InvariantViolationError(f"{name}: {computed} computed of {planned} tokens")
+        slots = len(sequence.block_table) * size
+        if num_slots != slots:
+            raise InvariantViolationError(f"{name}: {num_slots} slots recorded, the table has {slots}")
+        if computed > slots:
+            raise InvariantViolationError(f"{name}: {computed} computed tokens in {slots} slots")
         unused = slots - max(computed, sequence.num_tokens)
-        _require(unused < scheduler.config.block_size, f"{name}: {unused} slots are reserved ahead of need")
+        if unused >= size:
+            raise InvariantViolationError(f"{name}: {unused} slots are reserved ahead of need")
 
 
 def _check_underway(scheduler: Scheduler) -> None:
     rows, underway = scheduler.batch.rows, scheduler.batch.underway
+    of_rows: defaultdict[int, set[BlockHash]] = defaultdict(set)
     for content, row in underway.items():
+        of_rows[row].add(content)
+    for row, contents in of_rows.items():
         sequence = rows.sequences[row]
-        _require(sequence is not None and bool(rows.active[row]), f"row {row} computes a block and is not active")
-        assert sequence is not None
+        if sequence is None or not rows.active[row]:
+            raise InvariantViolationError(f"row {row} computes a block and is not active")
         num_full = sequence.num_tokens // scheduler.config.block_size
-        hashes = sequence.prefix_hashes.first(num_full, sequence.token_ids)
-        _require(content in hashes[rows.num_sealed[row] :], f"row {row} does not compute what it is said to")
-    _require(
-        set(underway.awaited()) <= {content for content, _ in underway.items()}, "a block that is awaited never comes"
-    )
-    for group in scheduler.waiting:
+        if not contents.issubset(
+            sequence.prefix_hashes.between(int(rows.num_sealed[row]), num_full, sequence.token_ids)
+        ):
+            raise InvariantViolationError(f"row {row} does not compute what it is said to")
+    if not set().union(*of_rows.values()).issuperset(underway.awaited()):
+        raise InvariantViolationError("a block that is awaited never comes")
+
+
+def _check_held(scheduler: Scheduler) -> None:
+    """Nobody is held who would never be released."""
+    waiting, swapped, preparations = scheduler.waiting, scheduler.swapped, scheduler.preparations
+    for group in waiting.held_few(len(waiting)):
         key = group.request.key
-        is_known = underway.is_known(key) or scheduler.preparations.is_held(key)
-        _require(not scheduler.waiting.is_held(key) or is_known, f"{key} is held for nothing")
-    for group in scheduler.swapped:
-        key = group.request.key
-        is_held = scheduler.swapped.is_held(key)
-        _require(not is_held or scheduler.preparations.is_held(key), f"{key} is swapped and held for nothing")
+        if not (scheduler.batch.underway.is_known(key) or preparations.is_held(key)):
+            raise InvariantViolationError(f"{key} is held for nothing")
+    for group in swapped.held_few(len(swapped)):
+        if not preparations.is_held(group.request.key):
+            raise InvariantViolationError(f"{group.request.key} is swapped and held for nothing")
 
 
 def _check_order(scheduler: Scheduler) -> None:
     for queue in (scheduler.running, scheduler.swapped, scheduler.waiting):
         orders = [group.order for group in queue]
-        _require(orders == sorted(set(orders)), f"groups are out of order: {orders}")
+        if orders != sorted(set(orders)):
+            raise InvariantViolationError(f"groups are out of order: {orders}")

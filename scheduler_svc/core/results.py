@@ -49,11 +49,13 @@ def check_result(step: StepInFlight, result: StepResult, table: RowTable) -> Non
     rows = step.rows[current]
     for row in rows[table.dependent[rows]].tolist():
         _check_candidates(row, step.step_id, result.candidates.get(row))
+    wants_logprobs = table.wants_logprobs[step.rows]
+    if result.logprobs is None and not wants_logprobs.any():
+        return
     has_logprobs = np.zeros(len(step.rows), dtype=bool)
     if result.logprobs is not None:
         _check_logprobs(step, current, result.logprobs, table)
         has_logprobs[result.logprobs.samples] = True
-    wants_logprobs = table.wants_logprobs[step.rows]
     if (current & wants_logprobs & ~has_logprobs).any():
         missing = step.rows[current & wants_logprobs & ~has_logprobs].tolist()
         raise ValueError(f"the result of step {step.step_id} has no log probabilities of rows {missing}")
@@ -70,7 +72,7 @@ def _check_tokens(step: StepInFlight, result: StepResult) -> None:
         raise ValueError(f"step {step.step_id} sampled {len(step.rows)} rows, its result has {token_ids.size} tokens")
     if not len(token_ids):
         return
-    if not np.issubdtype(token_ids.dtype, np.integer):
+    if token_ids.dtype.kind not in "iu":
         raise ValueError(f"the tokens of step {step.step_id} are {token_ids.dtype}, not integers")
     lowest, highest = int(token_ids.min()), int(token_ids.max())
     if lowest < 0 or highest > _MAX_TOKEN_ID:
@@ -133,8 +135,8 @@ class Results:
         if result.failures:
             plain &= ~np.isin(step.rows, [*result.failures])
         if plain.any():
-            self._append_plain(step, np.flatnonzero(plain), result)
-        for sample in np.flatnonzero(current & ~plain).tolist():
+            self._append_plain(step, plain.nonzero()[0], result)
+        for sample in (current & ~plain).nonzero()[0].tolist():
             self._apply_sample(sample, int(step.rows[sample]), result)
 
     def _append_plain(self, step: StepInFlight, samples: Array, result: StepResult) -> None:
@@ -191,7 +193,7 @@ class Results:
         """
         batch = self._batch
         num_full = (step.num_computed - batch.rows.dependent[step.rows]) // batch.blocks.block_size
-        for index in np.flatnonzero(current & (num_full > batch.rows.num_sealed[step.rows])).tolist():
+        for index in (current & (num_full > batch.rows.num_sealed[step.rows])).nonzero()[0].tolist():
             row = int(step.rows[index])
             if row in result.failures:
                 batch.underway.stop(row)
@@ -202,6 +204,8 @@ class Results:
         """The same for chunks of prefills before the last. A row with one that is not finite seals nothing more until
         it samples: its logits show then whether its context is finite."""
         batch, rows = self._batch, step.chunk_rows
+        if not len(rows):
+            return
         current = batch.rows.incarnation[rows] == step.chunk_incarnations
         if result.non_finite_chunks:
             invalid = rows[current & np.isin(rows, list(result.non_finite_chunks))]
@@ -353,7 +357,7 @@ class EventLog:
         logprobs: SampleLogprobs | None,
     ) -> None:
         """Tokens of requests that get each at once. int64[n] each; `samples` are their indices among the step's."""
-        for client in np.unique(clients).tolist():
+        for client in sorted(set(clients.tolist())):
             own = clients == client
             events = self._of(ClientId(client))
             if logprobs is not None:

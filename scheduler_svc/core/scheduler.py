@@ -5,9 +5,10 @@ Several steps may be in flight: planning counts on tokens that are still to come
 ended costs one wasted row-step. Only rows whose next token the scheduler chooses itself (beam search) wait for their
 result.
 
-`policy` says which group is next, `admission` whether there is room for it and how prompts share a step, `batch` keeps
-rows and puts the step together, `kv_cache` keeps blocks, `results` reads what came back, `preparation` knows which
-constraints are compiled, and `fault_isolation` finds requests that steps fail for.
+`policy` says which group is next, `admission` whether there is room for it and how prompts share a step, `placement`
+moves it into the batch and out of it, `batch` keeps rows and puts the step together, `kv_cache` keeps blocks, `results`
+reads what came back, `pace` says when beam searches wait for each other, `preparation` knows which constraints are
+compiled, and `fault_isolation` finds requests that steps fail for.
 """
 
 import itertools
@@ -19,10 +20,12 @@ from scheduler_svc.core.admission import Obstacle, Room, Stop, TokenShares
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.cache_log import CacheLog
-from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.kv_cache import BlockManager, SwapSpace
+from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.pins import PIN_CLIENT, Pin, Pins
+from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import GroupQueue, check_queue, make_policy
 from scheduler_svc.core.preparation import Preparation, Preparations
 from scheduler_svc.core.request import (
@@ -95,6 +98,16 @@ class Scheduler:
         self.swap_space = SwapSpace(config.num_host_blocks, self.batch.blocks)
         self._room = Room(self.batch, self.swap_space, self.running, self.swapped, self.pins)
         self._shares = TokenShares(self.batch, self.running, self.waiting, config.max_prefill_share)
+        self._placement = Placement(
+            self.batch,
+            self.swap_space,
+            self._shares,
+            self.waiting,
+            self.running,
+            self.swapped,
+            config,
+        )
+        self._pace = Pace()
         self.last_step_id = 0
 
     def groups(self) -> Iterator[SequenceGroup]:
@@ -123,9 +136,13 @@ class Scheduler:
                 return 0
 
     def log_cache(self) -> CacheLog:
-        """Notes changes of the prefix cache from now on. The log begins with what the cache holds."""
-        self._cache_log = self.batch.blocks.pool.log = CacheLog(self.batch.blocks.pool.sealed_hashes())
+        """Notes changes of the prefix cache from now on."""
+        self._cache_log = self.batch.blocks.pool.log = CacheLog()
         return self._cache_log
+
+    def stop_cache_log(self) -> None:
+        """Notes no changes of the prefix cache any more."""
+        self._cache_log = self.batch.blocks.pool.log = None
 
     # Requests
 
@@ -160,7 +177,7 @@ class Scheduler:
             return self.abort(key)
         if any(sequence.row is not None and self.batch.rows.is_prefilling(sequence.row) for sequence in ending):
             # The others may count on blocks that it has yet to compute: their start, or all of a prompt.
-            self._requeue(group)
+            self._placement.requeue(group)
         self._end(ending)
         return True
 
@@ -272,6 +289,9 @@ class Scheduler:
                 return None
             self._requeue_passed(now)
         self._num_blocks_looked_up = 0
+        self._pace.planning(now)
+        if self.in_flight and self._pace.joins_beams(batch.rows) and not self._can_admit():
+            return None
         self._displace(now)
         has_preempted = self._preempt_for_decodes(now)
         if not has_preempted:
@@ -281,7 +301,7 @@ class Scheduler:
         self.stopped = Stop(Obstacle.PREEMPTION) if has_preempted else self._admit(now)
         self._shares.add_set_aside()
         if not batch.draft.is_empty:
-            return self._commit()
+            return self._commit(now)
         if not self.in_flight:
             # No call is delayed by it, and none may come for long.
             while batch.blocks.reclaim():
@@ -323,9 +343,7 @@ class Scheduler:
                 return
             if not self._room.fits(group, self._room.to_grow()):
                 return
-            self.running.add(self.swapped.remove(group.request.key))
-            group.timeline.run(now)
-            self._return(group)
+            self._placement.swap_in(group, now)
 
     def _admit(self, now: float) -> Stop | None:
         """Admits groups that wait, as far as rows, blocks and the token budget go, until a swapped one is next: that
@@ -345,12 +363,22 @@ class Scheduler:
             if not self._room.fits(group, to_grow):
                 return Stop(Obstacle.ROWS if self._room.lacks_rows(group) else Obstacle.BLOCKS, key)
             growth = self._room.growth_of(group)
-            self.running.add(self.waiting.remove(key))
-            group.timeline.run(now)
-            self._start(group)
+            self._start(group, now)
             # The blocks that one sequence needs are known; several sequences may share blocks.
             to_grow = to_grow + growth if len(group.unfinished) == 1 else None
         return Stop(Obstacle.NEXT_STEP)
+
+    def _start(self, group: SequenceGroup, now: float) -> None:
+        is_new = group.cached_tokens is None
+        self._num_blocks_looked_up += self._placement.start(group, now)
+        if is_new:
+            self.num_prompt_tokens += len(group.request.prompt)
+            self.num_cached_tokens += group.cached_tokens or 0
+
+    def _can_admit(self) -> bool:
+        """Whether there is a group that would enter the batch now."""
+        group = self._next()
+        return group is not None and self._room.fits(group, self._room.to_grow())
 
     def _stop_without_next(self) -> Stop | None:
         if self.trials.are_on:
@@ -402,51 +430,12 @@ class Scheduler:
         self.waiting.hold(group.request.key)
         return True
 
-    def _return(self, group: SequenceGroup) -> None:
-        """Gives a swapped group GPU blocks and rows."""
-        batch, computing = self.batch, group.computing
-        swapped_in = self.swap_space.swap_in(computing)
-        batch.draft.swap_in += swapped_in.pairs
-        for sequence, num_computed, num_sealed in zip(
-            computing, swapped_in.num_computed, swapped_in.num_sealed, strict=True
-        ):
-            row = batch.enter(sequence, group.order, num_computed, num_sealed)
-            batch.rows.shares_tail[row] = len(computing) > 1
-            # A sequence that has only its newest token to compute, and forks none, continues as a decode.
-            is_decode = sequence.num_output_tokens > 0 and num_computed == sequence.num_tokens - 1
-            batch.rows.prefills[row] = not is_decode
-        self._park_others(group)
-
-    def _start(self, group: SequenceGroup) -> None:
-        """Gives a group that waited blocks and rows, and adds its first chunks to the step."""
-        batch, computing = self.batch, group.computing
-        rows: list[int] = []
-        for sequence, num_cached in zip(computing, batch.blocks.allocate(computing), strict=True):
-            if group.cached_tokens is None:
-                # Output that an earlier scheduler produced may be cached, too.
-                group.cached_tokens = min(num_cached, len(group.request.prompt))
-                self.num_prompt_tokens += len(group.request.prompt)
-                self.num_cached_tokens += group.cached_tokens
-            num_sealed = num_cached // self.config.block_size
-            self._num_blocks_looked_up += num_sealed
-            rows.append(batch.enter(sequence, group.order, num_cached, num_sealed))
-        self._park_others(group)
-        for row in rows:
-            if batch.draft.budget:
-                self._shares.add_chunk(row)
-
-    def _park_others(self, group: SequenceGroup) -> None:
-        """Sequences that fork from the first keep a row until then."""
-        for sequence in group.unfinished:
-            if sequence.row is None:
-                self.batch.rows.occupy(sequence, group.order)
-
-    def _commit(self) -> StepPlan:
+    def _commit(self, now: float) -> StepPlan:
         """Finishes the step that was put together. It is in flight from now on."""
         self.last_step_id += 1
         self.num_steps += 1
         rows = self.batch.rows
-        prefills = rows.prefills.copy()
+        prefills, has_chunks = rows.prefills.copy(), self.batch.draft.has_chunks
         plan = self.batch.commit(self.last_step_id)
         self.policy.charge(plan, prefills, rows.tenant)
         sampling, chunks = plan.samples[:, 0], plan.rows[rows.prefills[plan.rows]]
@@ -458,62 +447,20 @@ class Scheduler:
             chunks,
             rows.incarnation[chunks],
             rows.num_computed[chunks],
+            now,
+            has_chunks,
         )
         self.in_flight.append(step)
         return plan
 
-    # Preemption (the paper's section 4.5)
-
     def _preempt(self, group: SequenceGroup, now: float) -> None:
-        """Takes a running group out of the batch, all or nothing, by swap or by recompute."""
-        mode = self.config.preemption_mode
-        swaps = mode is PreemptionMode.SWAP or (mode is PreemptionMode.AUTO and len(group.unfinished) > 1)
-        if swaps and self._swap_out(group):
-            self.num_swap_outs += 1
-            group.timeline.note(Milestone.SWAPPED_OUT, now)
-        else:
-            self._requeue(group)
-            group.timeline.note(Milestone.RECOMPUTED, now)
-        group.preemptions += 1
+        self.num_swap_outs += self._placement.preempt(group, now)
         self.num_preemptions += 1
-
-    def _requeue(self, group: SequenceGroup) -> None:
-        """Recompute: a running group waits again; prompt and output so far are its prompt."""
-        self.running.remove(group.request.key)
-        self.batch.release(group.unfinished)
-        group.restart()
-        self.waiting.add(group)
-
-    def _swap_out(self, group: SequenceGroup) -> bool:
-        """Moves a running group's blocks to host memory. Returns whether it could.
-
-        The newest token is computed again, to sample after it: what steps in flight sample for a row that was released
-        is dropped. Sequences that are prefilled together read blocks that one of them has yet to compute: those do not
-        move.
-        """
-        computing, num_computed = group.computing, self.batch.rows.num_computed
-        for sequence in computing:
-            assert sequence.row is not None
-            sequence.num_swapped_tokens = min(int(num_computed[sequence.row]), sequence.num_tokens - 1)
-        are_computed = all(sequence.num_swapped_tokens == sequence.num_tokens - 1 for sequence in computing)
-        if not (are_computed or len(computing) == 1) or computing[0].num_swapped_tokens <= 0:
-            return False
-        if not self.swap_space.can_swap_out(computing):
-            return False
-        self.running.remove(group.request.key)
-        self.batch.release_rows(group.unfinished)
-        self.batch.blocks.free(*(sequence for sequence in group.unfinished if sequence not in computing))
-        self.batch.draft.swap_out(self.swap_space.swap_out(computing))
-        group.restart()
-        for sequence in computing:
-            sequence.status = SequenceStatus.SWAPPED
-        self.swapped.add(group)
-        return True
 
     def _requeue_passed(self, now: float) -> None:
         for group in self.trials.take_passed(self.running, self._is_live):
             group.timeline.note(Milestone.RECOMPUTED, now)
-            self._requeue(group)
+            self._placement.requeue(group)
 
     # Results
 
@@ -529,6 +476,7 @@ class Scheduler:
         step = self.in_flight[0]
         check_result(step, result, self.batch.rows)
         self.in_flight.popleft()
+        self._pace.answered(step, now)
         self.preparations.refused(result.refused)
         sequences = self.batch.rows.sequences_in(step.rows) if self.trials.are_on else []
         self.trials.answered(each.request.key for each in sequences if each is not None)

@@ -93,15 +93,16 @@ class StepWork:
     @classmethod
     def of(cls, plan: StepPlan) -> Self:
         """The work of one step."""
-        new, computed = plan.num_new_tokens, plan.num_computed_tokens
+        new, computed, num_tokens = plan.num_new_tokens, plan.num_computed_tokens, plan.num_tokens
         is_chunk = new > 1
+        num_chunks = int(np.count_nonzero(is_chunk))
         return cls(
-            num_tokens=int(new.sum()),
+            num_tokens=num_tokens,
             num_samples=len(plan.samples),
-            num_chunk_tokens=int(new[is_chunk].sum()),
-            num_chunks=int(np.count_nonzero(is_chunk)),
-            context_tokens=int(new.sum() + computed.sum()),
-            attended_pairs=int((new * computed + new * (new + 1) // 2).sum()),
+            num_chunk_tokens=int(new[is_chunk].sum()) if num_chunks else 0,
+            num_chunks=num_chunks,
+            context_tokens=num_tokens + int(computed.sum()),
+            attended_pairs=int(new @ (2 * computed + new + 1)) // 2,
             copied_blocks=len(plan.copies),
             swapped_blocks=len(plan.swap_in) + len(plan.swap_out),
         )
@@ -110,7 +111,8 @@ class StepWork:
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
     """A planned step whose result is still to come: its sampling rows, which sequences sat in them, and how many of
-    their tokens are computed then; and the same for the rows that compute a chunk and sample nothing."""
+    their tokens are computed then; the same for the rows that compute a chunk and sample nothing; when it was
+    planned, in seconds; and whether any row computes a chunk."""
 
     step_id: int
     rows: Array
@@ -119,6 +121,8 @@ class StepInFlight:
     chunk_rows: Array
     chunk_incarnations: Array
     chunk_num_computed: Array
+    planned: float
+    has_chunks: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,12 @@
 
 A watcher wants to know what changed since it last looked. `View.look` compares block tables and names of blocks with
 those that it saw last, instead of having every operation of the core report to it: so nothing of the core knows whether
-anybody watches, and a frame cannot disagree with what is there.
+anybody watches, and a frame cannot disagree with what is there. One who knows nothing yet gets a `Picture` instead, in
+parts, so that a large pool takes many short turns of the event loop and not a long one.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,6 +23,11 @@ from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
 _NAMES_AT_ONCE = 256
 """Names that are compared together: most of these groups are equal from look to look, which takes no Python."""
+
+_MAX_ENTRIES = 8_192
+"""Of block tables, names and pins in one `Changes`: a few milliseconds to collect and to write."""
+
+_Names = list[BlockHash | None]
 
 
 class SequenceNumber(NamedTuple):
@@ -40,16 +46,15 @@ class Preempted(NamedTuple):
 
 @dataclass(slots=True)
 class Changes:
-    """What changed since the last look; everything where it `is_whole`.
+    """What changed. `is_whole` if nothing that was said before holds any more.
 
-    new        sequences that were not known
-    gone       numbers of sequences that hold nothing any more
-    progress   number, status, tokens, computed tokens: of sequences where one of them changed, flat
-    lengths    number, length of the block table, where that changed, flat
-    tables     number, logical index, block id, for each entry that changed, flat; host blocks of swapped sequences
-    names      blocks with another name now, and that name
-    pins       block, number of pins that hold it now, flat
-    preempted  sequences that left the batch
+    new       sequences that were not known
+    gone      numbers of sequences that hold nothing any more
+    progress  number, status, tokens, computed tokens: of sequences where one of them changed, flat
+    lengths   number, length of the block table, where that changed, flat
+    tables    number, logical index, block id, for each entry that changed, flat; host blocks of swapped sequences
+    names     blocks with another name now, and that name
+    pins      block, number of pins that hold it now, flat
     """
 
     is_whole: bool = False
@@ -60,24 +65,82 @@ class Changes:
     tables: list[int] = field(default_factory=list[int])
     names: list[tuple[BlockId, BlockHash | None]] = field(default_factory=list[tuple[BlockId, BlockHash | None]])
     pins: list[int] = field(default_factory=list[int])
-    preempted: list[Preempted] = field(default_factory=list[Preempted])
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing changed."""
-        lists = (self.new, self.gone, self.progress, self.lengths, self.tables, self.names, self.pins, self.preempted)
+        lists = (self.new, self.gone, self.progress, self.lengths, self.tables, self.names, self.pins)
         return not (self.is_whole or any(lists))
 
+    @property
+    def is_full(self) -> bool:
+        """Whether it has as many entries of tables, names and pins as it may."""
+        return len(self.tables) // 3 + len(self.names) + len(self.pins) // 2 >= _MAX_ENTRIES
 
-@dataclass(slots=True)
-class _Seen:
-    """A sequence as it was at the last look."""
+    def extend_table(self, number: int, first: int, blocks: SequenceOf[BlockId]) -> None:
+        """Entries of a table from the logical index `first` on."""
+        rows = zip(itertools.repeat(number), itertools.count(first), blocks, strict=False)
+        self.tables += itertools.chain.from_iterable(rows)
+
+
+class Look(NamedTuple):
+    """What one look saw: sequences that left the batch, and what changed. `changes` is None if a picture is to be told
+    instead: this is the first look, the pool is another one, or too much changed."""
+
+    preempted: list[Preempted]
+    changes: Changes | None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing changed."""
+        return not self.preempted and self.changes is not None and self.changes.is_empty
+
+
+class _Seen(NamedTuple):
+    """A sequence as it was at the last look. The table is a copy."""
 
     number: int
     status: SequenceStatus
-    table: list[BlockId]
     num_tokens: int
     num_computed: int
+    table: list[BlockId]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """All that one look saw. It stays as it is: later looks make other lists."""
+
+    _sequences: list[tuple[Sequence, _Seen]]
+    _names: list[_Names]
+    _pins: dict[BlockId, int]
+
+    def parts(self) -> Iterator[Changes]:
+        """The picture as changes, of which the first is whole. Each has a bounded number of entries."""
+        part = Changes(is_whole=True)
+        for sequence, seen in self._sequences:
+            part.new.append(SequenceNumber(seen.number, sequence))
+            part.progress += (seen.number, seen.status.value, seen.num_tokens, seen.num_computed)
+            for start in range(0, len(seen.table), _NAMES_AT_ONCE):
+                blocks = seen.table[start : start + _NAMES_AT_ONCE]
+                part.extend_table(seen.number, start, blocks)
+                part.lengths += (seen.number, start + len(blocks))
+                if part.is_full:
+                    yield part
+                    part = Changes()
+        first = 0
+        for names in self._names:
+            part.names += [(BlockId(block), name) for block, name in enumerate(names, first) if name is not None]
+            first += len(names)
+            if part.is_full:
+                yield part
+                part = Changes()
+        for pin in self._pins.items():
+            part.pins += pin
+            if part.is_full:
+                yield part
+                part = Changes()
+        if not part.is_empty:
+            yield part
 
 
 class View:
@@ -87,7 +150,8 @@ class View:
         # The batch whose pool was seen: when a worker was lost, there is another one, and nothing seen holds any more.
         self._batch: Batch | None = None
         self._seen: dict[Sequence, _Seen] = {}
-        self._names: list[BlockHash | None] = []
+        # Each list has _NAMES_AT_ONCE names, and is replaced when one of them changed.
+        self._names: list[_Names] = []
         self._pins: dict[BlockId, int] = {}
         self._num_numbered = 0
 
@@ -96,78 +160,86 @@ class View:
         seen = self._seen.get(sequence)
         return None if seen is None else seen.number
 
-    def look(self, scheduler: Scheduler) -> Changes:
-        """What changed since the last look; everything at the first one, and where the pool is another one."""
-        changes = Changes(is_whole=self._batch is not scheduler.batch)
-        if changes.is_whole:
+    def look(self, scheduler: Scheduler) -> Look:
+        """What changed since the last look. It takes no more than about 20 ms for a pool of 500,000 blocks."""
+        changes: Changes | None = Changes()
+        if self._batch is not scheduler.batch:
             self._batch = scheduler.batch
-            self._seen.clear()
-            self._pins.clear()
-            self._names = [None] * scheduler.batch.blocks.pool.num_blocks
-        self._look_at_sequences(scheduler, changes)
-        self._look_at_names(scheduler, changes)
+            self._seen, self._names, self._pins = {}, [], {}
+            changes = None
+        preempted: list[Preempted] = []
+        changes = self._look_at_sequences(scheduler, changes, preempted)
+        changes = self._look_at_names(scheduler, changes)
         self._look_at_pins(scheduler, changes)
-        return changes
+        return Look(preempted, changes)
 
-    def whole(self) -> Changes:
+    def picture(self) -> Picture:
         """Everything as of the last look, for one who did not see what was before."""
-        changes = Changes(is_whole=True)
-        for sequence, seen in self._seen.items():
-            changes.new.append(SequenceNumber(seen.number, sequence))
-            changes.progress += (seen.number, seen.status.value, seen.num_tokens, seen.num_computed)
-            changes.lengths += (seen.number, len(seen.table))
-            for index, block in enumerate(seen.table):
-                changes.tables += (seen.number, index, block)
-        changes.names = [(BlockId(block), name) for block, name in enumerate(self._names) if name is not None]
-        changes.pins = [*itertools.chain.from_iterable(self._pins.items())]
-        return changes
+        return Picture(list(self._seen.items()), self._names.copy(), self._pins)
 
-    def _look_at_sequences(self, scheduler: Scheduler, changes: Changes) -> None:
+    def _look_at_sequences(
+        self, scheduler: Scheduler, changes: Changes | None, preempted: list[Preempted]
+    ) -> Changes | None:
+        """Returns the changes; None if there were none before, or are too many now."""
         before, self._seen = self._seen, {}
         rows = scheduler.batch.rows
         computed = np.where(rows.active, rows.num_computed, 0).tolist()
         for sequence in _holders(scheduler):
             seen = before.pop(sequence, None)
+            status, num_tokens = sequence.status, len(sequence.token_ids)
             if seen is None:
                 self._num_numbered += 1
-                seen = _Seen(self._num_numbered, SequenceStatus.WAITING, [], 0, 0)
-                changes.new.append(SequenceNumber(seen.number, sequence))
-            self._seen[sequence] = seen
-            status, num_tokens = sequence.status, len(sequence.token_ids)
+                seen = _Seen(self._num_numbered, SequenceStatus.WAITING, 0, 0, [])
+                if changes is not None:
+                    changes.new.append(SequenceNumber(seen.number, sequence))
+            elif status is SequenceStatus.SWAPPED is not seen.status:
+                preempted.append(Preempted(seen.number, is_swapped=True))
             if status is SequenceStatus.SWAPPED:
                 num_computed = sequence.num_swapped_tokens
             else:
                 num_computed = seen.num_computed if sequence.row is None else computed[sequence.row]
-            if (num_computed, num_tokens, status) != (seen.num_computed, seen.num_tokens, seen.status):
-                if status is SequenceStatus.SWAPPED is not seen.status:
-                    changes.preempted.append(Preempted(seen.number, is_swapped=True))
-                seen.num_computed, seen.num_tokens, seen.status = num_computed, num_tokens, status
-                changes.progress += (seen.number, status.value, num_tokens, num_computed)
-            if sequence.block_table != seen.table:
-                _compare_tables(sequence.block_table, seen, changes)
+            table = seen.table if sequence.block_table == seen.table else sequence.block_table.copy()
+            now = _Seen(seen.number, status, num_tokens, num_computed, table)
+            self._seen[sequence] = now
+            if changes is not None:
+                _compare(seen, now, changes)
+                changes = None if changes.is_full else changes
         for sequence, seen in before.items():
-            changes.gone.append(seen.number)
+            if changes is not None:
+                changes.gone.append(seen.number)
             if sequence.status is SequenceStatus.WAITING:
-                changes.preempted.append(Preempted(seen.number, is_swapped=False))
+                preempted.append(Preempted(seen.number, is_swapped=False))
+        return changes
 
-    def _look_at_names(self, scheduler: Scheduler, changes: Changes) -> None:
-        names, before = scheduler.batch.blocks.pool.names(), self._names
-        for start in range(0, len(names), _NAMES_AT_ONCE):
-            end = start + _NAMES_AT_ONCE
-            if names[start:end] != before[start:end]:
+    def _look_at_names(self, scheduler: Scheduler, changes: Changes | None) -> Changes | None:
+        """Likewise."""
+        pool = scheduler.batch.blocks.pool
+        if not self._names:
+            # Names of a pool that was never seen: of none.
+            self._names = [[] for _ in range(0, pool.num_blocks, _NAMES_AT_ONCE)]
+        for place, before in enumerate(self._names):
+            first = place * _NAMES_AT_ONCE
+            names = pool.names(first, first + _NAMES_AT_ONCE)
+            if names == before:
+                continue
+            self._names[place] = names
+            if changes is not None:
                 changes.names += [
-                    (BlockId(block), names[block])
-                    for block in range(start, min(end, len(names)))
-                    if names[block] is not before[block]
+                    (BlockId(block), name)
+                    for block, (name, old) in enumerate(zip(names, before, strict=True), first)
+                    if name is not old
                 ]
-        self._names = names
+                changes = None if changes.is_full else changes
+        return changes
 
-    def _look_at_pins(self, scheduler: Scheduler, changes: Changes) -> None:
-        pins = scheduler.pins.holders()
-        if pins != self._pins:
-            blocks = [block for block in {**self._pins, **pins} if pins.get(block, 0) != self._pins.get(block, 0)]
+    def _look_at_pins(self, scheduler: Scheduler, changes: Changes | None) -> None:
+        pins, before = scheduler.pins.holders(), self._pins
+        if pins == before:
+            return
+        self._pins = pins
+        if changes is not None:
+            blocks = [block for block in {**before, **pins} if pins.get(block, 0) != before.get(block, 0)]
             changes.pins = [each for block in blocks for each in (block, pins.get(block, 0))]
-            self._pins = pins
 
 
 def _holders(scheduler: Scheduler) -> Iterator[Sequence]:
@@ -177,18 +249,22 @@ def _holders(scheduler: Scheduler) -> Iterator[Sequence]:
     yield from scheduler.batch.blocks.retired
 
 
-def _compare_tables(table: list[BlockId], seen: _Seen, changes: Changes) -> None:
-    if len(table) != len(seen.table):
-        changes.lengths += (seen.number, len(table))
-    num_known = len(seen.table)
-    changed: Iterable[int] = range(num_known, len(table))
+def _compare(before: _Seen, now: _Seen, changes: Changes) -> None:
+    """Notes what is different of one sequence."""
+    if (now.num_computed, now.num_tokens, now.status) != (before.num_computed, before.num_tokens, before.status):
+        changes.progress += (now.number, now.status.value, now.num_tokens, now.num_computed)
+    table, known = now.table, before.table
+    if table is known:
+        return
+    num_known = len(known)
+    if len(table) != num_known:
+        changes.lengths += (now.number, len(table))
     # Most tables only grow, and this comparison takes no Python.
-    if table[:num_known] != seen.table:
-        replaced = (index for index, pair in enumerate(zip(table, seen.table, strict=False)) if pair[0] != pair[1])
-        changed = itertools.chain(replaced, changed)
-    for index in changed:
-        changes.tables += (seen.number, index, table[index])
-    seen.table = table.copy()
+    if table[:num_known] != known:
+        for index, (block, old) in enumerate(zip(table, known, strict=False)):
+            if block != old:
+                changes.tables += (now.number, index, block)
+    changes.extend_table(now.number, num_known, table[num_known:])
 
 
 # Queues

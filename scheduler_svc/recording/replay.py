@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from scheduler_svc.core import invariants
 from scheduler_svc.core.block_pool import BlockHash
 from scheduler_svc.core.kv_cache import BlockManager
@@ -58,6 +60,7 @@ class Report:
     ended_early: str | None = None
     """Why the rest cannot be replayed: what the core was told does not fit its state any more."""
     damage: str | None = None
+    is_interrupted: bool = False
 
     @property
     def is_equal(self) -> bool:
@@ -249,10 +252,14 @@ def replay(path: Path, *, checks: bool = True, show: Callable[[str], None] | Non
     first = 0
     if header.segment and snapshot_path(path).exists():
         first = _load_snapshot(path, header, replayer)
-    for segment in range(first, header.segment + 1):
-        if replayer.report.damage is None and replayer.report.ended_early is None:
-            _replay_segment(path, header, segment, replayer)
-    return replayer.report
+    report = replayer.report
+    try:
+        for segment in range(first, header.segment + 1):
+            if report.damage is None and report.ended_early is None:
+                _replay_segment(path, header, segment, replayer)
+    except KeyboardInterrupt:
+        report.is_interrupted = True
+    return report
 
 
 def _replay_segment(path: Path, newest: Header, segment: int, replayer: Replayer) -> None:
@@ -264,7 +271,15 @@ def _replay_segment(path: Path, newest: Header, segment: int, replayer: Replayer
         _check_same(part, header, newest)
         if header.segment != segment:
             raise RecordingError(f"{part} is file {header.segment} of the recording; file {segment} is missing")
-        replayer.run(Operation.FromString(each) for each in frames)
+        replayer.run(_operations(part, frames))
+
+
+def _operations(part: Path, frames: Iterator[bytes]) -> Iterator[Operation]:
+    for number, content in enumerate(frames, start=1):
+        try:
+            yield Operation.FromString(content)
+        except DecodeError:
+            raise DamagedError(f"{part} is damaged: its frame {number} is no operation") from None
 
 
 def _check_same(part: Path, header: Header, newest: Header) -> None:

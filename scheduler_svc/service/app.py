@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import grpc.aio
 
 from quire.logs import configure_logging
-from quire.metrics import CertificateExpiry, MetricsServer
+from quire.metrics import MetricsServer, register_process
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -28,8 +28,9 @@ _logger = logging.getLogger(__name__)
 _SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 
 
-async def serve(settings: SchedulerSettings) -> None:
-    """Runs until it is cancelled, then drains. Raises ConfigurationError when it cannot start."""
+async def serve(settings: SchedulerSettings, on_attached: Callable[[], object] = lambda: None) -> None:
+    """Runs until it is cancelled, then drains. `on_attached` is called whenever workers were attached and before they
+    compute anything. Raises ConfigurationError when it cannot start."""
     configure_logging("scheduler", settings.log_level, settings.log_format)
     identity = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.SCHEDULER)
     metrics = SchedulerMetrics(settings.tenant_metrics)
@@ -38,14 +39,19 @@ async def serve(settings: SchedulerSettings) -> None:
         settings.max_durable_requests, settings.max_durable_tokens, settings.durable_grace, settings.tenant_overflow
     )
     requests = Requests(lambda key: loop.abort(key), lambda key: loop.progress(key), limits)
-    loop = StepLoop(settings, requests, metrics, spans, lambda is_ready: server.set_serving(is_ready), identity)
+
+    def report_readiness(is_ready: bool) -> None:
+        server.set_serving(is_ready)
+        if is_ready:
+            on_attached()
+
+    loop = StepLoop(settings, requests, metrics, spans, report_readiness, identity)
     metrics.watch(lambda: loop.scheduler, requests)
 
     operators = None if identity is None else ServerTls.for_operators(identity)
-    if identity is not None:
-        metrics.registry.register(CertificateExpiry([identity.certificate, identity.authority]))
+    register_process(metrics.registry, () if identity is None else (identity.certificate, identity.authority))
     async with _kv_events(settings, loop.cache):
-        server = await _start_server(settings, SchedulerServicer(loop, requests), identity, operators)
+        server = await _start_server(settings, SchedulerServicer(loop, requests), metrics, identity, operators)
         try:
             with _metrics_server(settings, metrics, operators):
                 _logger.info("listening on %s, workers at %s", server.address, ", ".join(loop.worker_addresses))
@@ -76,7 +82,11 @@ async def _kv_events(settings: SchedulerSettings, cache: CacheFeed) -> AsyncIter
 
 
 async def _start_server(
-    settings: SchedulerSettings, servicer: SchedulerServicer, identity: TlsIdentity | None, operators: ServerTls | None
+    settings: SchedulerSettings,
+    servicer: SchedulerServicer,
+    metrics: SchedulerMetrics,
+    identity: TlsIdentity | None,
+    operators: ServerTls | None,
 ) -> RpcServer:
     """Gateways submit requests; operators read the state, and drain."""
 
@@ -85,7 +95,13 @@ async def _start_server(
 
     tls = None if identity is None else ServerTls(identity, roles=frozenset({Role.GATEWAY, Role.OPERATOR}))
     server = await RpcServer.start(
-        settings.listen, register, [_SERVICE_NAME], tls=tls, admin_port=settings.admin_port, admin_tls=operators
+        settings.listen,
+        register,
+        [_SERVICE_NAME],
+        tls=tls,
+        admin_port=settings.admin_port,
+        admin_tls=operators,
+        on_call_end=metrics.grpc_calls.add,
     )
     warn_if_open(server.address, tls)
     return server

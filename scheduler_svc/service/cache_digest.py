@@ -3,6 +3,9 @@
 A block is told by the end of its hash. Changes of a tenth of a second go out together, to every gateway alike; one that
 has not read those before gets the whole digest instead. Of a pool with many blocks only a part is told, which the
 blocks' hashes decide, so that a digest is bounded and its parts are the same ones for all replicas and gateways.
+
+What is cached already when the first gateway comes is read in parts, each in a turn of the event loop of its own: a
+pool of half a million blocks takes some tenths of a second until all of it is told, and no turn takes long.
 """
 
 import asyncio
@@ -19,7 +22,10 @@ _MAX_TOLD = 1 << 16
 
 _MAX_SAMPLING_BITS = 8
 _INTERVAL_S = 0.1
+_READ_AT_ONCE = 8_192
+"""Blocks that are read in one turn: about a millisecond."""
 
+_READ_INTERVAL_S = 0.005
 
 CallLater = Callable[[float, Callable[[], None]], object]
 
@@ -51,12 +57,17 @@ class CacheDigest:
         self._removed: set[bytes] = set()
         self._stored: set[bytes] = set()
         self._is_due = False
+        # The first block that is not read yet; None where there is none, or where changes will tell of all blocks.
+        self._unread: int | None = None
+        self._is_read_due = False
 
     def add(self, gateway: Outbox) -> None:
-        """Tells a gateway all that is cached, and from now on what changes."""
+        """Tells a gateway what is cached, and from now on what changes."""
         if not self._is_watching:
             self._is_watching = True
             self._feed.watch(self.note)
+            self._unread = 0
+            self._read()
             self._tell()
         self._gateways.add(gateway)
         gateway.put_cache(self._snapshot(), self._snapshot)
@@ -64,6 +75,12 @@ class CacheDigest:
     def remove(self, gateway: Outbox) -> None:
         """The gateway's stream is over, or it wanted nothing."""
         self._gateways.discard(gateway)
+        if self._is_watching and not self._gateways:
+            self._is_watching = False
+            self._feed.unwatch(self.note)
+            self._is_cleared, self._unread = False, None
+            for each in (self._told, self._removed, self._stored):
+                each.clear()
 
     def _snapshot(self) -> CacheUpdate:
         """All that was told so far, for a gateway that knows nothing, or not all of it."""
@@ -76,19 +93,37 @@ class CacheDigest:
             self._removed.clear()
             self._stored.clear()
             self._sampling_bits = sampling_bits_for(config.num_blocks)
+            self._unread = None
         for content in self._sampled(changes.removed):
-            if content in self._stored:
-                self._stored.discard(content)
-            else:
+            self._stored.discard(content)
+            if content in self._told and not self._is_cleared:
                 self._removed.add(content)
-        for content in self._sampled(changes.stored):
-            if content in self._removed:
-                self._removed.discard(content)
-            elif self._is_cleared or content not in self._told:
+        self._store(changes.stored)
+
+    def _store(self, blocks: Iterable[BlockHash]) -> None:
+        for content in self._sampled(blocks):
+            self._removed.discard(content)
+            if self._is_cleared or content not in self._told:
                 self._stored.add(content)
         if not self._is_due:
             self._is_due = True
             self._call_later(_INTERVAL_S, self._tell)
+
+    def _read(self) -> None:
+        """Takes in some of the blocks that were cached before anything was noted."""
+        self._is_read_due = False
+        if self._unread is None:
+            return
+        first = self._unread
+        names = self._feed.names(first, first + _READ_AT_ONCE)
+        # `names` may have told that the pool is another one, whose blocks are all told as changes.
+        if self._unread is None:
+            return
+        self._unread = first + len(names) if names else None
+        self._store(name for name in names if name is not None)
+        if not self._is_read_due:
+            self._is_read_due = True
+            self._call_later(_READ_INTERVAL_S, self._read)
 
     def _sampled(self, blocks: Iterable[BlockHash]) -> list[bytes]:
         mask = (1 << self._sampling_bits) - 1

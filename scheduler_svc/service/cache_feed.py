@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from quire.prefix_hashes import BlockHash
 from scheduler_svc.core.cache_log import CacheChanges, CacheLog
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler
@@ -27,7 +28,8 @@ class CacheFeed:
         self._log = scheduler.log_cache() if self._watchers else None
 
     def watch(self, watcher: CacheWatcher) -> None:
-        """`watcher` is told at once what the cache holds, and from then on how it changes."""
+        """`watcher` is told at once that all was cleared, and from then on how the cache changes. What it holds
+        already is in `names`."""
         self.tell()
         self._watchers.append(watcher)
         if self._scheduler is None:
@@ -36,8 +38,20 @@ class CacheFeed:
             self._log = self._scheduler.log_cache()
             self.tell()
         else:
-            content = self._scheduler.batch.blocks.pool.sealed_hashes()
-            watcher(CacheChanges(True, [], dict.fromkeys(content)), self._scheduler.config)
+            watcher(CacheChanges(True, [], {}), self._scheduler.config)
+
+    def names(self, first: int, end: int) -> list[BlockHash | None]:
+        """The names of the cached blocks among those from `first` to before `end`, or the last one. All changes up to
+        now are told before. None for blocks that are not cached, nothing behind the last block."""
+        self.tell()
+        return [] if self._scheduler is None else self._scheduler.batch.blocks.pool.names(first, end)
+
+    def unwatch(self, watcher: CacheWatcher) -> None:
+        """`watcher` is told nothing more. After the last one the core notes nothing more."""
+        self._watchers.remove(watcher)
+        if not self._watchers and self._scheduler is not None:
+            self._scheduler.stop_cache_log()
+            self._log = None
 
     def tell(self) -> None:
         """Tells all what changed since the last call. To be called after each step, and when a pool was lost or

@@ -284,6 +284,10 @@ async def state_message(
     message.host_pool.CopyFrom(pool_message(scheduler.swap_space.pool))
     if is_of_gateway is not None:
         message.gateway.CopyFrom(_load_message(scheduler, is_of_gateway))
+        tokens = loop.step_tokens
+        message.step_tokens.CopyFrom(
+            scheduler_pb2.StepTokens(bounds=map(int, tokens.bounds), steps=tokens.counts, tokens=int(tokens.sum))
+        )
     if include_sequences:
         sequences = (sequence for group in scheduler.groups() for sequence in group.unfinished)
         await _add_sequences(message, [_Snapshot.of(scheduler, sequence) for sequence in sequences])

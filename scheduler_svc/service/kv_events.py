@@ -37,6 +37,9 @@ _BATCHES_AT_ONCE = 100
 
 _MAX_LOGGED_REQUESTS = 10
 
+_MAX_BUFFER_BYTES = 256 << 20
+"""Of kept batches: a step of prompts has some 2 bytes a token, so this is more than the default number of steps."""
+
 
 class BlockStored(msgspec.Struct, tag=True, gc=False):
     """Blocks that follow each other came into the cache. `token_ids` is empty if they are not known."""
@@ -114,10 +117,13 @@ class KvEventPublisher:
         self._pub = pub
         self._topic = (settings.kv_events_topic or "").encode()
         self._as_maps = settings.kv_events_format == "map"
-        self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=settings.kv_events_buffer)
+        self._buffer: deque[tuple[bytes, bytes]] = deque()
+        self._max_batches = settings.kv_events_buffer
+        self._num_bytes = 0
         # How many of the newest batches were not sent yet.
         self._num_waiting = 0
         self._next_number = 0
+        # Those that match the topic.
         self._subscriptions: set[bytes] = set()
 
     @classmethod
@@ -140,6 +146,8 @@ class KvEventPublisher:
             tasks = [asyncio.create_task(publisher._follow_subscriptions())]
             if replay is not None:
                 tasks.append(asyncio.create_task(publisher._answer_replays(replay)))
+            for task in tasks:
+                task.add_done_callback(_log_failure)
             try:
                 yield publisher
             finally:
@@ -151,6 +159,9 @@ class KvEventPublisher:
         """Sends the changes of a step, or keeps them for the next subscriber."""
         payload = payload_of(events_of(changes, config.block_size), at=time.time(), as_maps=self._as_maps)
         self._buffer.append((self._next_number.to_bytes(_NUMBER_BYTES, "big"), payload))
+        self._num_bytes += len(payload)
+        while len(self._buffer) > self._max_batches or (self._num_bytes > _MAX_BUFFER_BYTES and len(self._buffer) > 1):
+            self._num_bytes -= len(self._buffer.popleft()[1])
         self._next_number += 1
         self._num_waiting = min(self._num_waiting + 1, len(self._buffer))
         if self._num_waiting == 1 and self._is_heard:
@@ -158,7 +169,7 @@ class KvEventPublisher:
 
     @property
     def _is_heard(self) -> bool:
-        return any(self._topic.startswith(prefix) for prefix in self._subscriptions)
+        return bool(self._subscriptions)
 
     def _send_next(self) -> None:
         number, payload = self._buffer[-self._num_waiting]
@@ -170,7 +181,8 @@ class KvEventPublisher:
         """Notes who subscribes. The first one gets what waits."""
         while True:
             message = await self._pub.recv()
-            if message.startswith(_SUBSCRIBED):
+            # Others can never matter, and there is no end to them.
+            if message.startswith(_SUBSCRIBED) and self._topic.startswith(message[1:]):
                 self._subscriptions.add(message[1:])
             elif message.startswith(_UNSUBSCRIBED):
                 self._subscriptions.discard(message[1:])
@@ -201,10 +213,16 @@ class KvEventPublisher:
             socket.send_multipart([identity, b"", _END_OF_REPLAY, b""])
 
 
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """Requests go on, but subscribers hear nothing new or get no replays: a defect that must not be silent."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _logger.error("KV events are no longer complete: restart the scheduler", exc_info=error)
+
+
 def _is_local(address: str) -> bool:
     """Whether an address is one to listen on, by vLLM's rule: all interfaces, or a path. Others are those of a
-    subscriber that listens."""
-    return "*" in address or "::" in address or address.startswith("ipc://")
+    subscriber that listens. 0.0.0.0, to which vLLM would connect, can only mean all interfaces."""
+    return any(each in address for each in ("*", "::", "//0.0.0.0:")) or address.startswith("ipc://")
 
 
 def _attach(socket: zmq.asyncio.Socket, flag: str, address: str, *, binds: bool) -> None:

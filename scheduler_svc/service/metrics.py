@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from quire.histograms import COUNTS, SECONDS, SMALL_COUNTS, Histograms, TenantLabels
+from quire.metrics import CallCounts
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import ClientEvents, RequestEnd, RequestFailure, StepPlan
@@ -26,11 +27,17 @@ _STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
 
 
 class SchedulerMetrics:
-    """Counters that the step loop increases, in a registry of their own."""
+    """Counters that the step loop increases, in a registry of their own.
+
+    Attributes:
+        grpc_calls: gRPC calls that are over, those of health excepted.
+        step_tokens: Tokens that a step computes.
+    """
 
     def __init__(self, max_tenants: int = 0) -> None:
         """`max_tenants` is the number of tenants with metrics of their own."""
         self.registry = CollectorRegistry()
+        self.grpc_calls = CallCounts("scheduler", self.registry)
         make = {"registry": self.registry, "namespace": "quire", "subsystem": "scheduler"}
         self._steps = Counter("steps", "Steps planned.", **make)
         self._batched_tokens = Counter("batched_tokens", "Tokens that were computed, prefill and decode.", **make)
@@ -38,13 +45,15 @@ class SchedulerMetrics:
         self._ended = Counter("requests", "Requests that ended, by outcome.", ["outcome"], **make)
         self._losses = Counter("worker_losses", "Losses of a worker that was attached.", **make)
         self._at_fault = Counter("requests_at_fault", "Requests that the worker was lost for.", ["reason"], **make)
+        # There from the start: the first one is an increase, too.
+        for outcome in ("completed", "failed", "aborted"):
+            self._ended.labels(outcome)
         for reason in ("STEP_REFUSED", "WORKER_LOST"):
-            # There from the start: the first one is an increase, too.
             self._at_fault.labels(reason)
         self._plan_time = Histogram("plan_seconds", "Time to plan a step.", buckets=_FAST, **make)
         self._step_time = Histogram("step_seconds", "From planning a step to its result.", buckets=_STEP, **make)
         histograms = Histograms(_PREFIX, self.registry)
-        self._step_tokens = histograms.add("step_tokens", "Tokens that a step computes.", COUNTS)
+        self.step_tokens = histograms.add("step_tokens", "Tokens that a step computes.", COUNTS)
         self._step_rows = histograms.add("step_sequences", "Sequences that a step computes tokens of.", SMALL_COUNTS)
         self._queue = histograms.add("queue_seconds", "From a request's arrival to the first step with it.", SECONDS)
         self._prefill = histograms.add("prefill_seconds", "From there to its first token.", SECONDS)
@@ -55,7 +64,7 @@ class SchedulerMetrics:
         num_tokens = plan.num_tokens
         self._steps.inc()
         self._batched_tokens.inc(num_tokens)
-        self._step_tokens.add(num_tokens)
+        self.step_tokens.add(num_tokens)
         self._step_rows.add(len(plan.rows))
         self._plan_time.observe(seconds)
 

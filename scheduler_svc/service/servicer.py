@@ -35,8 +35,9 @@ from scheduler_svc.service.gateway_messages import (
     welcome_message,
 )
 from scheduler_svc.service.outbox import Held, Outgoing
+from scheduler_svc.service.pin_calls import PinFailedError
 from scheduler_svc.service.requests import Connection, Reader, Requests
-from scheduler_svc.service.step_loop import PinFailedError, StepLoop
+from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.service.watch_messages import block_message
 
 _logger = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             )
         token_ids = decode_int32(request.token_ids, "token_ids", minimum=0, below=replica.vocab_size).tolist()
         try:
-            pin = await self._loop.pin(request.tenant, token_ids, request.time_to_live_ms / 1e3)
+            pin = await self._loop.pins.pin(request.tenant, token_ids, request.time_to_live_ms / 1e3)
         except PinFailedError as error:
             raise Unavailable(str(error), reason="PIN_LOST") from error
         return scheduler_pb2.PinPrefixResponse(
@@ -133,7 +134,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def UnpinPrefix(
         self, request: scheduler_pb2.UnpinPrefixRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.UnpinPrefixResponse:
-        if not self._loop.unpin(request.tenant, request.pin_id):
+        if not self._loop.pins.unpin(request.tenant, request.pin_id):
             raise NotFound(f'pin_id "{request.pin_id}" names no pin', reason="PIN_NOT_FOUND")
         return scheduler_pb2.UnpinPrefixResponse()
 

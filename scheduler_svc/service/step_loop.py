@@ -9,27 +9,17 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
+from quire.histograms import Distribution
 from quire.logs import REQUEST_ID
 from quire.progress import LoadProgress
-from quire.rpc.errors import AlreadyExists, InvalidArgument, ResourceExhausted
+from quire.rpc.patience import LAST_LOOK_S
 from quire.rpc.tls import TlsIdentity
 from quire.tracing import TraceContext
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
-from scheduler_svc.core.pins import PIN_CLIENT, Pin, Pins
-from scheduler_svc.core.request import (
-    ClientId,
-    DuplicateKeyError,
-    NeverFitsError,
-    PinQuotaError,
-    QueueFullError,
-    RefusedError,
-    Request,
-    RequestKey,
-)
+from scheduler_svc.core.pins import PIN_CLIENT
+from scheduler_svc.core.request import ClientId, Request, RequestKey
 from scheduler_svc.core.results import usage_of
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
@@ -38,6 +28,8 @@ from scheduler_svc.recording.recorder import Recorder
 from scheduler_svc.service.cache_feed import CacheFeed
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.outbox import SequenceProgress
+from scheduler_svc.service.pin_calls import PinCalls
+from scheduler_svc.service.refusals import RetryAdvisor, refusals_as_errors
 from scheduler_svc.service.requests import GATEWAYS, Requests
 from scheduler_svc.service.tracing import RequestSpans, StepTrace
 from scheduler_svc.service.watch_messages import ReplicaNow
@@ -63,12 +55,7 @@ _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.05, 1.0
 # Only this scheduler waits for a worker that starts, so it tries often.
 _LAST_ATTACH_BACKOFF_S = 0.2
 _ATTACH_TIMEOUT_S = 5.0
-_MIN_TIMER_S = 0.001
 _LAST_READ_S = 0.1
-
-
-class PinFailedError(Exception):
-    """The pin is gone before its blocks were computed."""
 
 
 class StepLoop:
@@ -82,6 +69,7 @@ class StepLoop:
         epoch: Rises with every attachment.
         version: Rises where other workers are attached than before, by their pool, model or limits.
         retry: When a request that is refused for a full queue may come back.
+        pins: Pins prefixes for callers.
         trace: The parts of each step (`--trace-steps`).
         recorder: What writes all that the core is told (`--record`); None where nothing does.
         cache: Tells what changes in the prefix cache.
@@ -106,6 +94,7 @@ class StepLoop:
         self.epoch = int(time.time() * 1e3)
         self.version = 0
         self.retry = RetryAdvisor()
+        self.pins = PinCalls(lambda: self.scheduler, self.retry, self._note_pins)
         self.trace = StepTrace.open(settings.trace_steps)
         self.recorder = (
             None
@@ -123,8 +112,6 @@ class StepLoop:
         self._report_readiness = report_readiness
         self._tls = tls
         self._prompt_logprobs = PromptLogprobsRouter()
-        self._pin_waiters: dict[Pin, asyncio.Future[None]] = {}
-        self._pin_timer: asyncio.TimerHandle | None = None
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -132,6 +119,8 @@ class StepLoop:
         self._sent_at: dict[int, float] = {}
         # When the attached workers answered last, or were attached.
         self._answered_at = time.monotonic()
+        # Since when the oldest step in flight takes too long, as far as heartbeats have shown it.
+        self._overdue_at: float | None = None
         # Whether the attached workers have answered a step or sent a heartbeat.
         self._has_heard = False
         # Whether the workers that were lost last were alive, and hung or answered nonsense.
@@ -146,6 +135,11 @@ class StepLoop:
     def is_ready(self) -> bool:
         """Whether this replica is one to send requests to."""
         return self.is_attached and not self.is_draining
+
+    @property
+    def step_tokens(self) -> Distribution:
+        """How many tokens the steps computed."""
+        return self._metrics.step_tokens
 
     @property
     def num_live(self) -> int:
@@ -165,26 +159,9 @@ class StepLoop:
 
     def _submit(self, request: Request) -> SequenceGroup:
         assert self.scheduler is not None, "no worker was attached yet"
-        with self._refusals():
+        with refusals_as_errors(self.retry):
             self.scheduler.submit(request, time.monotonic())
         return self.scheduler.waiting.get(request.key)
-
-    @contextmanager
-    def _refusals(self) -> Iterator[None]:
-        """Turns the core's refusals into errors of the RPC."""
-        try:
-            yield
-        except DuplicateKeyError as error:
-            raise AlreadyExists(str(error)) from error
-        except QueueFullError as error:
-            retry_after_ms = self.retry.retry_after_ms(time.monotonic())
-            raise ResourceExhausted(str(error), reason="QUEUE_FULL", retry_after_ms=retry_after_ms) from error
-        except PinQuotaError as error:
-            raise ResourceExhausted(str(error), reason="PIN_QUOTA") from error
-        except NeverFitsError as error:
-            raise InvalidArgument(str(error), reason="NEVER_FITS") from error
-        except RefusedError as error:
-            raise InvalidArgument(str(error)) from error
 
     def abort(self, key: RequestKey) -> bool:
         """Ends a request; its blocks are free at once. Returns whether there was one."""
@@ -242,60 +219,6 @@ class StepLoop:
         except TimeoutError:
             _logger.warning("%d requests still live after draining for %s s", self.num_live, timeout_s)
         return self.num_live
-
-    # Pins
-
-    async def pin(self, tenant: str, token_ids: list[int], time_to_live_s: float) -> Pin:
-        """Pins a prefix and returns once its blocks are computed. Raises QuireError where the core refuses it, or
-        PinFailedError."""
-        assert self.scheduler is not None, "no worker was attached yet"
-        with self._refusals():
-            pin = self.scheduler.pin(tenant, token_ids, time.monotonic(), time_to_live_s)
-        self._idle.clear()
-        self._pins_changed()
-        if not pin.is_held:
-            waiter = self._pin_waiters.setdefault(pin, asyncio.get_running_loop().create_future())
-            # Several callers may wait for one pin, and one of them may leave.
-            await asyncio.shield(waiter)
-        return pin
-
-    def unpin(self, tenant: str, pin_id: str) -> bool:
-        """Ends a pin. Returns whether the tenant had it."""
-        if self.scheduler is None or not self.scheduler.unpin(tenant, pin_id):
-            return False
-        self._pins_changed()
-        return True
-
-    def _expire_pins(self) -> None:
-        assert self.scheduler is not None
-        self.scheduler.expire_pins(time.monotonic())
-        self._pins_changed()
-
-    def _pins_changed(self) -> None:
-        """Sets the timer for the next pin that ends, since an idle scheduler plans no steps that would end it. A timer
-        may fire a little early, so it is set again for as long as there are pins."""
-        assert self.scheduler is not None
-        self._wake_pin_waiters(self.scheduler.pins)
-        if self._pin_timer is not None:
-            self._pin_timer.cancel()
-            self._pin_timer = None
-        if (ends_at := self.scheduler.pins.next_end) is not None:
-            delay_s = max(ends_at - time.monotonic(), _MIN_TIMER_S)
-            self._pin_timer = asyncio.get_running_loop().call_later(delay_s, self._expire_pins)
-        self._wake.set()
-        self._note_idle()
-
-    def _wake_pin_waiters(self, pins: Pins) -> None:
-        """Wakes the callers whose pins hold their blocks now, or are gone."""
-        waiters = self._pin_waiters
-        for pin in [pin for pin in waiters if pin.is_held or pins.of_tenant(pin.tenant, pin.pin_id) is not pin]:
-            waiter = waiters.pop(pin)
-            if pin.is_held:
-                waiter.set_result(None)
-            else:
-                waiter.set_exception(PinFailedError(f"pin {pin.pin_id} ended before its blocks were computed"))
-                # All callers may have left, and an exception that nobody retrieves is logged.
-                waiter.exception()
 
     # Steps
 
@@ -381,10 +304,12 @@ class StepLoop:
                 self._take_prepared(scheduler, answer.number, link)
                 continue
             self._answered_at = now
+            self._overdue_at = None
             result = answer.result
-            self._metrics.stepped(now - self._sent_at.pop(result.step_id, now))
+            step_s = now - self._sent_at.pop(result.step_id, now)
+            self._metrics.stepped(step_s)
             if self.watchers.are_any:
-                self.watchers.answered(result.step_id, now)
+                self.watchers.answered(result.step_id, step_s)
             try:
                 if scheduler.in_flight:
                     answer.check_rows(scheduler.in_flight[0])
@@ -407,19 +332,26 @@ class StepLoop:
         self._wake.set()
 
     def _check_progress(self, now: float, link: WorkerLink | WorkerGroup) -> None:
-        """A heartbeat came: the process is alive, but its device may hang. Raises WorkerHangsError."""
+        """A heartbeat came: the process is alive, but its device may hang. Raises WorkerHangsError.
+
+        A step is given up by a second look, since an answer may wait to be read where this process stood still.
+        """
         if not self._sent_at:
             return
         # A step that was sent before the last answer came has waited for it.
         seconds = now - max(min(self._sent_at.values()), self._answered_at)
-        if seconds > self._settings.step_timeout:
+        if seconds <= self._settings.step_timeout:
+            return
+        if self._overdue_at is None:
+            self._overdue_at = now
+        elif now - self._overdue_at > LAST_LOOK_S:
             raise WorkerHangsError(f"worker {link.address} has not answered a step for {seconds:.1f} s")
 
     def _emit(self, step_id: int, events: dict[ClientId, ClientEvents]) -> None:
         """Hands out what happened to requests and pins."""
         assert self.scheduler is not None
         if PIN_CLIENT in events:
-            self._wake_pin_waiters(self.scheduler.pins)
+            self.pins.wake_waiters()
             self._note_idle()
         if (batch := events.get(GATEWAYS)) is not None:
             self._requests.deliver(step_id, batch)
@@ -473,6 +405,7 @@ class StepLoop:
         self.version += not info.is_like(before)
         self._sent_at.clear()
         self._answered_at = time.monotonic()
+        self._overdue_at = None
         self._prompt_logprobs.clear()
         self.trace.attached(config, info.vocab_size)
         self.loading = None
@@ -526,7 +459,7 @@ class StepLoop:
         )
         for pin in list(scheduler.pins):
             scheduler.unpin(pin.tenant, pin.pin_id)
-        self._wake_pin_waiters(scheduler.pins)
+        self.pins.wake_waiters()
         _logger.warning(
             "the worker came back with another model (before and now: %s); %d live requests fail",
             changes,
@@ -543,7 +476,7 @@ class StepLoop:
         _logger.warning("the worker came back with another geometry: %s", config)
         self.scheduler = self._make_core(config)
         failures = self.scheduler.take_over(old, time.monotonic())
-        self._wake_pin_waiters(self.scheduler.pins)
+        self.pins.wake_waiters()
         self._emit(0, {GATEWAYS: ClientEvents(failed=failures)})
 
     def _take_loss(self, error: WorkerLostError) -> None:
@@ -605,6 +538,12 @@ class StepLoop:
         self._note_ended(0 if group is None else 1)
         self._wake.set()
 
+    def _note_pins(self) -> None:
+        if self.num_live:
+            self._idle.clear()
+        self._note_idle()
+        self._wake.set()
+
     def _note_ended(self, count: int) -> None:
         self.retry.ended(count, time.monotonic())
         self._note_idle()
@@ -612,28 +551,3 @@ class StepLoop:
     def _note_idle(self) -> None:
         if not self.num_live:
             self._idle.set()
-
-
-class RetryAdvisor:
-    """Says when a refused caller should come back: when about one place in the queue comes free, by the pace at which
-    requests ended in the last seconds."""
-
-    _MIN_MS, _UNKNOWN_MS = 50, 1_000
-    _MAX_ENDS = 64
-    # Older ends do not count, because the scheduler may have been idle since.
-    _WINDOW_S = 10.0
-
-    def __init__(self) -> None:
-        self._ends: deque[float] = deque(maxlen=self._MAX_ENDS)
-
-    def ended(self, count: int, now: float) -> None:
-        """`count` requests ended at `now`, in seconds, for whatever reason."""
-        self._ends.extend([now] * count)
-
-    def retry_after_ms(self, now: float) -> int:
-        """Milliseconds to wait, from 50 to 5,000; 1,000 where the pace is not known."""
-        while self._ends and now - self._ends[0] > self._WINDOW_S:
-            self._ends.popleft()
-        if len(self._ends) < 2:
-            return self._UNKNOWN_MS
-        return max(int((now - self._ends[0]) / len(self._ends) * 1e3), self._MIN_MS)

@@ -1,7 +1,8 @@
 """What watchers are sent: the core's view as messages of quire.scheduler.v1."""
 
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,7 +53,7 @@ class ReplicaNow:
 
 @dataclass(slots=True)
 class Counts:
-    """Sums since the first of today's watchers came."""
+    """Sums since somebody began to watch while nobody else did."""
 
     steps: int = 0
     computed_tokens: int = 0
@@ -72,10 +73,10 @@ class StepRecord(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A step that was answered, and when."""
+    """A step that was answered, and the seconds from its plan to its result."""
 
     step_id: int
-    answered_at: float
+    seconds: float
 
 
 class Event(NamedTuple):
@@ -87,6 +88,16 @@ class Event(NamedTuple):
     second: int
 
 
+class Events(NamedTuple):
+    """What happened to blocks, and how much more did that was left out, the oldest of it."""
+
+    kept: SequenceOf[Event]
+    num_lost: int
+
+
+NO_EVENTS = Events((), 0)
+
+
 class Fork(NamedTuple):
     """A sequence that shares the blocks of another from this step on."""
 
@@ -95,15 +106,20 @@ class Fork(NamedTuple):
     child: Sequence
 
 
-def events_of(plan: StepPlan) -> Iterator[Event]:
-    """What a step does with whole blocks."""
+def num_moves(plan: StepPlan) -> int:
+    """How many blocks a step copies or moves."""
+    return len(plan.swap_out) + len(plan.swap_in) + len(plan.copies)
+
+
+def moves_of(plan: StepPlan, count: int) -> Iterator[Event]:
+    """The blocks that a step copies or moves; of each kind the last `count`."""
     moves = (
         (scheduler_pb2.MEMORY_EVENT_SWAP_OUT, plan.swap_out),
         (scheduler_pb2.MEMORY_EVENT_SWAP_IN, plan.swap_in),
         (scheduler_pb2.MEMORY_EVENT_COPY, plan.copies),
     )
     for kind, pairs in moves:
-        for source, destination in pairs.tolist() if len(pairs) else ():
+        for source, destination in pairs[-count:].tolist() if len(pairs) else ():
             yield Event(kind, plan.step_id, source, destination)
 
 
@@ -163,14 +179,14 @@ def frame(
     replica: ReplicaNow,
     its_numbers: scheduler_pb2.ReplicaNumbers,
     notes: Iterable[StepNote],
-    answers: Iterable[StepAnswer],
+    answers: Iterable[Answer],
     ended: Iterable[Usage],
     now: float,
 ) -> scheduler_pb2.WatchResponse:
     """All of a frame but memory. `now` is of the clock of the core's timelines."""
     message = scheduler_pb2.WatchResponse(unix_seconds=time.time(), numbers=its_numbers)
     message.steps.extend(notes)
-    message.answers.extend(answers)
+    message.answers.extend(StepAnswer(step_id=each.step_id, total_us=round(each.seconds * 1e6)) for each in answers)
     message.ended.extend(
         scheduler_pb2.EndedRequest(
             prompt_tokens=each.prompt_tokens,
@@ -207,11 +223,6 @@ def step_note(record: StepRecord, num_preempted: int, now: float) -> StepNote:
     )
 
 
-def step_answer(step_id: int, seconds: float) -> StepAnswer:
-    """How long a step took."""
-    return StepAnswer(step_id=step_id, total_us=round(seconds * 1e6))
-
-
 def _waiting_messages(scheduler: Scheduler, now: float, *, is_attached: bool) -> Iterator[scheduler_pb2.WaitingRequest]:
     for group, obstacle in waiting(scheduler, _MAX_WAITING):
         yield scheduler_pb2.WaitingRequest(
@@ -226,7 +237,12 @@ def _waiting_messages(scheduler: Scheduler, now: float, *, is_attached: bool) ->
         )
 
 
-def memory(changes: Changes, events: Collection[Event], num_lost_events: int) -> scheduler_pb2.MemoryChanges:
+def present_of(frame: Frame) -> Frame:
+    """What a frame says of the present: not the steps and requests of the time before it."""
+    return Frame(unix_seconds=frame.unix_seconds, numbers=frame.numbers, waiting=frame.waiting)
+
+
+def memory(changes: Changes, events: Events) -> scheduler_pb2.MemoryChanges:
     """Changes of block tables and names, and what happened to blocks."""
     return scheduler_pb2.MemoryChanges(
         sequences=map(_sequence_message, changes.new),
@@ -237,8 +253,8 @@ def memory(changes: Changes, events: Collection[Event], num_lost_events: int) ->
         named=encode_int32([block for block, _ in changes.names]),
         names=b"".join(_NO_NAME if name is None else name[:_NAME_BYTES] for _, name in changes.names),
         pins=encode_int32(changes.pins),
-        events=encode_int32([number for event in events for number in event]),
-        lost_events=num_lost_events,
+        events=encode_int32([number for event in events.kept for number in event]),
+        lost_events=events.num_lost,
     )
 
 
@@ -267,7 +283,8 @@ def block_message(
         raise invalid_field("block_id", f"is {request.block_id}; the pool has {pool.num_blocks} blocks")
     block = BlockId(request.block_id)
     message = scheduler_pb2.ReadBlockResponse(block_hash=pool.hash_of(block), ref_count=pool.ref_count(block))
-    for owner in owners(scheduler, block, is_host=request.is_host):
+    # Most blocks of a pool have no owner, and to look for them takes a look at all tables.
+    for owner in owners(scheduler, block, is_host=request.is_host) if message.ref_count else ():
         message.owners.add(
             request_id=owner.sequence.request.request_id,
             tenant=owner.sequence.request.tenant,

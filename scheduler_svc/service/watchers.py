@@ -5,31 +5,32 @@ a second: it compares what the core looks like with the frame before (`scheduler
 long makes the next one wait, so that all frames together take at most `_MAX_SHARE` of the time. A step only notes its
 plan, which is looked at with the next frame.
 
-Each watcher has an outbox of a few frames. One that does not read them misses frames and then gets a whole one; neither
-the steps nor other watchers wait for it.
+Each watcher has an outbox of a few frames. One that does not read them misses frames and then gets everything again;
+neither the steps nor other watchers wait for it. Everything that a large pool holds takes several frames, each of which
+is made when the watcher has read the one before.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from quire.rpc.errors import ResourceExhausted
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import ClientEvents, StepPlan, Usage
-from scheduler_svc.core.view import Changes, View
+from scheduler_svc.core.view import Changes, Look, Picture, View
 from scheduler_svc.service import watch_messages
 from scheduler_svc.service.watch_messages import (
+    NO_EVENTS,
     Answer,
     Counts,
     Event,
+    Events,
     Fork,
     Frame,
     ReplicaNow,
-    StepAnswer,
     StepNote,
     StepRecord,
 )
@@ -51,17 +52,18 @@ _MAX_STEPS, _MAX_EVENTS, _MAX_FORKS, _MAX_ENDED = 1024, 512, 256, 1024
 @dataclass(slots=True, eq=False)
 class _Watcher:
     wants_memory: bool
-    needs_whole: bool = True
-    outbox: deque[Frame] = field(default_factory=deque)
+    needs_all: bool = True
+    # Each entry is one frame, or everything in several, of which each is made when it is read.
+    outbox: deque[Iterable[Frame]] = field(default_factory=deque)
     has_mail: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def put(self, frame: Frame) -> None:
-        """Adds a frame; one too many drops all of them, and the next one is whole."""
+    def put(self, frames: Iterable[Frame]) -> None:
+        """Adds an entry; one too many drops all of them, and the next one is everything."""
         if len(self.outbox) >= _MAX_OUTBOX:
             self.outbox.clear()
-            self.needs_whole = True
+            self.needs_all = True
             return
-        self.outbox.append(frame)
+        self.outbox.append(frames)
         self.has_mail.set()
 
 
@@ -85,16 +87,14 @@ class Watchers:
         self._view = View()
         self._counts = Counts()
         self._plans: deque[StepRecord] = deque(maxlen=_MAX_STEPS)
-        self._answered: deque[Answer] = deque(maxlen=_MAX_STEPS)
-        # When the steps of the last frame that are not answered yet began.
-        self._started: dict[int, float] = {}
-        self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
-        self._num_lost_events = 0
+        self._answers: deque[Answer] = deque(maxlen=_MAX_STEPS)
         self._forks: deque[Fork] = deque(maxlen=_MAX_FORKS)
         self._ended: deque[Usage] = deque(maxlen=_MAX_ENDED)
         self._num_preempted: int | None = None
         self._sent_at = 0.0
         self._last_state: bytes = b""
+        # Processor time that parts of pictures took since the last frame.
+        self._parts_s = 0.0
 
     @property
     def are_any(self) -> bool:
@@ -106,6 +106,8 @@ class Watchers:
     def planned(self, scheduler: Scheduler, plan: StepPlan, started: float, planned: float) -> None:
         """A step was planned, between these times."""
         # Looked at with the next frame: a step may take less than a millisecond.
+        if len(self._plans) == _MAX_STEPS:
+            self._counts.computed_tokens += self._plans[0].plan.num_tokens
         self._plans.append(StepRecord(plan, started, planned, scheduler.num_preemptions))
         self._counts.steps += 1
         if len(plan.forks):
@@ -113,9 +115,9 @@ class Watchers:
             for parent, child in plan.forks.tolist():
                 self._forks.append(Fork(plan.step_id, batch.sequence(parent), batch.sequence(child)))
 
-    def answered(self, step_id: int, now: float) -> None:
-        """The workers answered a step."""
-        self._answered.append(Answer(step_id, now))
+    def answered(self, step_id: int, seconds: float) -> None:
+        """The workers answered a step, so many seconds after it was planned."""
+        self._answers.append(Answer(step_id, seconds))
 
     def delivered(self, events: ClientEvents) -> None:
         """Events of requests were handed to gateways."""
@@ -130,7 +132,9 @@ class Watchers:
         """Frames for one watcher, until it stops reading. Raises ResourceExhausted where too many watch."""
         if len(self._watchers) >= _MAX_WATCHERS:
             raise ResourceExhausted(
-                f"{len(self._watchers)} watch this scheduler already, and no more may", reason="WATCHERS"
+                f"{_MAX_WATCHERS} clients watch this scheduler already, which is the maximum; close a page of /ui or a "
+                "`quire top`",
+                reason="WATCHERS",
             )
         watcher = _Watcher(wants_memory)
         self._watchers.append(watcher)
@@ -141,60 +145,89 @@ class Watchers:
                 await watcher.has_mail.wait()
                 watcher.has_mail.clear()
                 while watcher.outbox:
-                    yield watcher.outbox.popleft()
+                    for frame in watcher.outbox.popleft():
+                        yield frame
         finally:
             self._watchers.remove(watcher)
             if not self._watchers:
+                # Nothing is awaited here: another watcher may come at once, and needs a task that lives.
                 self._task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await self._task
                 self._task = None
                 self._forget()
 
     async def _make_frames(self) -> None:
+        has_failed = False
         while True:
             started = time.thread_time()
             try:
                 self.look()
+                has_failed = False
             except Exception:
                 # A defect of the view must not end all views; what it saw may be half of a look.
-                _logger.exception("a frame could not be made; the next one is whole")
+                if not has_failed:
+                    _logger.exception("a frame could not be made; the next one that can be has everything")
+                has_failed = True
                 self._view = View()
                 self._clear()
                 for watcher in self._watchers:
-                    watcher.needs_whole = True
-            await asyncio.sleep(interval_after(time.thread_time() - started))
+                    watcher.needs_all = True
+            cost_s, self._parts_s = time.thread_time() - started + self._parts_s, 0.0
+            await asyncio.sleep(interval_after(cost_s))
 
     def look(self) -> None:
         """Makes a frame, and puts it into the outboxes; none where nothing happened, unless the last one was long ago
         or somebody waits for the first one."""
         now, replica = self._clock(), self._now()
-        wants_memory = any(each.wants_memory for each in self._watchers) and replica.scheduler is not None
-        changes = self._view.look(replica.scheduler) if wants_memory and replica.scheduler is not None else None
+        wants_memory = any(each.wants_memory for each in self._watchers)
+        seen: Look | None = None
+        if wants_memory and replica.scheduler is not None:
+            seen = self._view.look(replica.scheduler)
+        else:
+            self._view = View()
         self._counts.computed_tokens += sum(record.plan.num_tokens for record in self._plans)
         numbers = watch_messages.numbers(replica, self._counts, len(self._watchers))
         state = numbers.SerializeToString(deterministic=True)
-        is_quiet = state == self._last_state and (changes is None or changes.is_empty)
-        is_new = any(each.needs_whole for each in self._watchers)
+        is_quiet = state == self._last_state and (seen is None or seen.is_empty)
+        is_new = any(each.needs_all for each in self._watchers)
         if is_quiet and not is_new and now - self._sent_at < _MAX_SILENCE_S:
             return
         self._sent_at, self._last_state = now, state
-        frame = watch_messages.frame(replica, numbers, self._notes(now), self._answers(), self._ended, now)
-        self._note_events(changes)
-        for watcher in self._watchers:
-            watcher.put(self._frame_for(watcher, frame, changes))
+        frame = watch_messages.frame(replica, numbers, self._notes(now), self._answers, self._ended, now)
+        self._put(frame, seen)
         self._clear()
 
-    def _frame_for(self, watcher: _Watcher, frame: Frame, changes: Changes | None) -> Frame:
-        """The frame with what this watcher wants of memory."""
-        is_whole, watcher.needs_whole = watcher.needs_whole, False
-        own = Frame(is_whole=is_whole)
-        own.MergeFrom(frame)
-        if watcher.wants_memory and changes is not None:
-            seen = self._view.whole() if is_whole else changes
-            own.is_whole = seen.is_whole
-            own.memory.CopyFrom(watch_messages.memory(seen, self._events, self._num_lost_events))
-        return own
+    def _put(self, frame: Frame, seen: Look | None) -> None:
+        """Puts the frame into the outboxes, with what each watcher wants of memory. Watchers share what is made."""
+        whole = Frame(is_whole=True)
+        whole.MergeFrom(frame)
+        changed: Frame | None = None
+        events = NO_EVENTS if seen is None else self._events(seen)
+        picture = self._view.picture()
+        for watcher in self._watchers:
+            needs_all, watcher.needs_all = watcher.needs_all, False
+            if not watcher.wants_memory or seen is None:
+                watcher.put((whole if needs_all else frame,))
+            elif needs_all or seen.changes is None:
+                watcher.put(self._parts(picture, frame, events))
+            else:
+                changed = changed or _with_memory(frame, seen.changes, events)
+                watcher.put((changed,))
+
+    def _parts(self, picture: Picture, frame: Frame, events: Events) -> Iterator[Frame]:
+        """Everything, as frames that are made one by one. What happened is in the first one."""
+        started = time.thread_time()
+        parts = picture.parts()
+        part = next(parts)
+        while True:
+            following = next(parts, None)
+            made = _with_memory(frame, part, events)
+            made.is_whole, made.more_follows = part.is_whole, following is not None
+            self._parts_s += time.thread_time() - started
+            yield made
+            if following is None:
+                return
+            started = time.thread_time()
+            frame, part, events = watch_messages.present_of(frame), following, NO_EVENTS
 
     def _notes(self, now: float) -> list[StepNote]:
         """What the new plans decided."""
@@ -206,35 +239,29 @@ class Watchers:
             self._num_preempted = record.num_preemptions
         return notes
 
-    def _answers(self) -> Iterator[StepAnswer]:
-        """How long the steps took that were answered."""
-        self._started.update((record.plan.step_id, record.started) for record in self._plans)
-        for step_id, answered_at in self._answered:
-            started = self._started.pop(step_id, None)
-            if started is not None:
-                yield watch_messages.step_answer(step_id, answered_at - started)
-        # Steps that were lost with their worker are never answered.
-        for step_id in list(self._started)[:-_MAX_STEPS]:
-            del self._started[step_id]
-
-    def _note_events(self, changes: Changes | None) -> None:
-        """Takes what happened to blocks in the new steps and since the last frame."""
+    def _events(self, seen: Look) -> Events:
+        """What happened to blocks in the new steps and since the last frame."""
+        kept: deque[Event] = deque(maxlen=_MAX_EVENTS)
+        count = len(self._forks) + len(seen.preempted)
         for record in self._plans:
-            for event in watch_messages.events_of(record.plan):
-                self._put_event(event)
+            count += watch_messages.num_moves(record.plan)
+            kept.extend(watch_messages.moves_of(record.plan, _MAX_EVENTS))
         for fork in self._forks:
             parent, child = self._view.number_of(fork.parent), self._view.number_of(fork.child)
-            # A child that is gone already held nothing that was seen.
-            if parent is not None and child is not None:
-                self._put_event(watch_messages.fork_event(fork.step_id, parent, child))
-        for each in () if changes is None else changes.preempted:
-            self._put_event(watch_messages.preempt_event(each))
-
-    def _put_event(self, event: Event) -> None:
-        self._num_lost_events += len(self._events) == self._events.maxlen
-        self._events.append(event)
+            if parent is None or child is None:
+                # A child that is gone already held nothing that was seen.
+                count -= 1
+            else:
+                kept.append(watch_messages.fork_event(fork.step_id, parent, child))
+        kept.extend(map(watch_messages.preempt_event, seen.preempted))
+        return Events(list(kept), count - len(kept))
 
     def _clear(self) -> None:
-        for each in (self._plans, self._answered, self._events, self._forks, self._ended):
+        for each in (self._plans, self._answers, self._forks, self._ended):
             each.clear()
-        self._num_lost_events = 0
+
+
+def _with_memory(frame: Frame, changes: Changes, events: Events) -> Frame:
+    made = Frame(memory=watch_messages.memory(changes, events))
+    made.MergeFrom(frame)
+    return made

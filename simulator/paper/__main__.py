@@ -3,6 +3,8 @@
 import argparse
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from simulator.paper.curves import Runner
@@ -13,19 +15,42 @@ _OUT = Path(__file__).parents[2] / "docs" / "paper"
 
 
 def main() -> None:
-    arguments = _parser().parse_args()
+    parser = _parser()
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.figures if name not in FIGURES]:
+        parser.error(f"{unknown[0]} is no figure; there are {', '.join(FIGURES)}")
     try:
         import matplotlib as _  # noqa: F401, ICN001
     except ModuleNotFoundError as error:
         sys.exit(f"pictures need {error.name}: pip install 'quire[bench]'")
+    try:
+        # Before the measurements, which take minutes.
+        with _writing_to(arguments.out):
+            arguments.out.mkdir(parents=True, exist_ok=True)
+        _make(arguments)
+    except KeyboardInterrupt:
+        print("interrupted; figures that were done are written", file=sys.stderr)
+        sys.exit(130)
+
+
+@contextmanager
+def _writing_to(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        sys.exit(f"cannot write to {directory}: {error.strerror or error}")
+
+
+def _make(arguments: argparse.Namespace) -> None:
     begun = time.perf_counter()
     with Runner(arguments.jobs, arguments.scale) as runner:
         for name in arguments.figures or FIGURES:
             started, cpu_before = time.perf_counter(), runner.cpu_s
             data = FIGURES[name].measure(runner)
             # After each, so that what is done is kept.
-            write_figure(FIGURES[name], arguments.out, data, arguments.scale)
-            write_page(arguments.out)
+            with _writing_to(arguments.out):
+                write_figure(FIGURES[name], arguments.out, data, arguments.scale)
+                write_page(arguments.out)
             print(_line(name, time.perf_counter() - started, runner.cpu_s - cpu_before), flush=True)
         print(_line(f"wrote {arguments.out}", time.perf_counter() - begun, runner.cpu_s))
 
@@ -36,9 +61,7 @@ def _line(what: str, seconds: float, cpu_s: float) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m simulator.paper", description=__doc__)
-    parser.add_argument(
-        "figures", nargs="*", metavar="FIGURE", choices=[*FIGURES, []], help=f"among {', '.join(FIGURES)}; default: all"
-    )
+    parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"among {', '.join(FIGURES)}; default: all")
     parser.add_argument("--out", type=Path, default=_OUT, help="directory of the page (default: %(default)s)")
     parser.add_argument("--jobs", type=_count, metavar="N", help="processes (default: one for each processor)")
     parser.add_argument(

@@ -63,6 +63,8 @@ class Comparison:
     @property
     def row(self) -> str:
         difference = "not reached" if self.difference is None else f"{self.difference:+.0%}"
+        if difference in ("+0%", "-0%"):
+            difference = "0%"
         ours = "-" if self.ours is None else self._text(self.ours)
         cells = (self.what, self._text(self.paper), ours, f"**{difference}**" if self.is_off else difference)
         return f"| {' | '.join(cells)} |"

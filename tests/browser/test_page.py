@@ -82,6 +82,55 @@ async def test_a_pause_keeps_the_picture_and_steps_go_back(open_page, served):
         await page.locator("#age", has_text="live").wait_for()
 
 
+async def test_an_example_runs_and_copies_and_forks_stay_marked_while_paused(open_page, served):
+    page = await open_page("memory")
+    await page.get_by_role("button", name="Run an example").click()
+    await page.locator("#events li", has_text="copy-on-write").first.wait_for()
+    await page.locator("#events li", has_text="fork").first.wait_for()
+    await page.locator("#pause").click()
+    # To a frame where a block was copied: the arrow stays, and so does the list.
+    copied = """() => {
+        const view = globalThis.quirePage.views.memory, { frames } = view.replica.history;
+        view.goTo(frames.findLastIndex(({ happened }) => happened.some(({ text }) => text.startsWith("copy"))));
+        return view.held.frame.happened.at(-1).text;
+    }"""
+    text = await page.evaluate(copied)
+    assert text in await page.locator("#events li").first.inner_text()
+    assert await page.evaluate("() => globalThis.quirePage.views.memory.grids.gpu.marks.length") > 0
+    # The picture is kept for longer than frames are.
+    await page.evaluate("() => globalThis.quirePage.views.memory.replica.history.forget(Infinity)")
+    assert text in await page.locator("#events li").first.inner_text()
+    await page.get_by_role("button", name="Go on").click()
+    assert await page.evaluate("() => globalThis.quirePage.views.memory.held") is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (
+            {"status": 429, "headers": {"retry-after": "2"}, "json": {"error": {"message": "too many"}}},
+            "(try again in 2 s)",
+        ),
+        ({"status": 503, "body": "<html>a proxy</html>"}, "the gateway answers 503"),
+        ({"body": 'data: {"choices": [{"index": 0, "delta": {"role": "assistant"}}]}\n\n'}, "the connection broke"),
+    ],
+)
+async def test_a_chat_that_fails_says_so_and_can_be_asked_again(chromium, served, answer, said):
+    page = await (await chromium.new_context()).new_page()
+    await page.goto(f"http://{served.server.http_address}/ui/#chat")
+    await page.route("**/v1/chat/completions", lambda route: route.fulfill(**answer))
+    await page.locator("#prompt").fill("Tell me a story.")
+    await page.locator("#send").click()
+    await page.locator(".note.problem", has_text=said).wait_for()
+    # The question is back where it was typed, and the conversation has nothing of it.
+    assert await page.locator("#prompt").input_value() == "Tell me a story."
+    assert await page.evaluate("() => globalThis.quirePage.views.chat.messages.length") == 0
+    await page.unroute("**/v1/chat/completions")
+    await page.locator("#send").click()
+    await page.locator(".answer").first.wait_for()
+    await page.context.close()
+
+
 async def test_blocks_are_read_by_keyboard(open_page):
     page = await open_page("memory")
     await page.locator("#gpu-blocks").focus()
@@ -103,13 +152,14 @@ async def test_load_shows_numbers_steps_and_why_requests_wait(open_page, served,
         await page.locator("#numbers dd", has_text="% below").wait_for()
         reasons = await page.locator("#waiting tbody td:last-child").all_inner_texts()
         assert any(each.startswith("it is next") for each in reasons)
+        await page.wait_for_function("() => globalThis.quirePage.replica.series.samples.length >= 25")
         await take(page, image("ui-load"))
 
 
 async def test_chat_streams_several_answers_with_probabilities(open_page, image):
     page = await open_page("chat", viewport=PICTURE)
     await page.locator("#field-n").fill("3")
-    await page.locator("#field-temperature").fill("0.9")
+    await page.locator("#field-temperature").fill("0.7")
     await page.locator("#field-seed").fill("7")
     await page.locator("#prompt").fill("Tell me a story about a fox.")
     await page.locator("#prompt").press("Enter")
@@ -179,6 +229,10 @@ async def test_the_page_fits_a_phone(open_page, served, image):
         await page.locator("#sequences .sequence").nth(2).wait_for()
         await page.locator("#gpu-blocks").tap(position={"x": 60, "y": 40})
         await page.locator("#block-title", has_text="Block").wait_for()
+        # Another tap lets the sequence go, so that all are seen in their colours.
+        selected = "() => globalThis.quirePage.views.memory.selected"
+        if await page.evaluate(selected) is not None:
+            await page.locator("#gpu-blocks").tap(position={"x": 60, "y": 40})
         await take(page, image("ui-phone"))
     for view in ("chat", "memory", "load"):
         await page.locator(f"#tab-{view}").tap()
@@ -193,6 +247,8 @@ async def test_16384_blocks_draw_within_a_frame_of_a_screen(open_page):
     draw_ms = await page.evaluate(
         """async () => {
             const view = globalThis.quirePage.views.memory, { feed } = globalThis.quirePage;
+            // It knows of no such replica.
+            feed.close();
             const replica = feed.of("synthetic"), blocks = 16384, size = 16, count = 256, each = 60;
             const numbers = { ...view.replica.frame.numbers, num_blocks: blocks, block_size: size, num_host_blocks: 0 };
             const memory = { sequences: [], gone: [], progress: [], lengths: [], tables: [], named: [], names: [],

@@ -1,7 +1,6 @@
 """A request that the worker dies or hangs of each time: it fails, and all that run beside it get every token."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -13,6 +12,7 @@ from quire.local.commands import Programs
 from quire.rpc.errors import Internal
 from tests.support.deadly_worker import DEADLY_SEED, HANGING_SEED
 from tests.support.processes import until_true
+from tests.support.serving import forked, forked_worker
 
 pytestmark = pytest.mark.extended
 
@@ -20,18 +20,19 @@ NUM_STREAMS = 6
 DEATHS = range(2, 5)
 """Of the token before the deadly one the worker may have died, too, as long as its answer was not sent."""
 PROGRAMS = Programs(
-    worker=(sys.executable, "-P", "-m", "tests.support.deadly_worker"),
-    scheduler=(sys.executable, "-P", "-m", "tests.support.impatient_scheduler"),
+    worker=forked_worker("tests.support.deadly_worker"),
+    scheduler=forked("tests.support.impatient_scheduler", "scheduler_svc.service.app", "gateway.app"),
 )
 SETTINGS = ServeSettings(
     grpc_port=0,
     http_port=0,
-    num_threads=2,
+    num_threads=1,
     num_gpu_blocks=512,
     dtype="float32",
     log_level="warning",
     drain_timeout=5.0,
-    step_timeout=2.0,
+    # A step that takes longer is one of a device that hangs, on however busy a machine.
+    step_timeout=8.0,
 )
 
 
@@ -76,9 +77,9 @@ async def test_a_request_that_the_worker_dies_of_fails_and_all_others_end_with_t
     starts = worker.starts
     disturbed = asyncio.create_task(read_all(client))
     with pytest.raises(Internal, match="lost 2 times in a row") as caught:
-        await asyncio.wait_for(client.generate("What is 2+2?", deadly), timeout=120)
+        await client.generate("What is 2+2?", deadly)
     assert caught.value.reason == "WORKER_LOST"
-    assert await asyncio.wait_for(disturbed, timeout=30) == undisturbed
+    assert await disturbed == undisturbed
     assert worker.starts - starts in DEATHS
     assert await read_all(client) == undisturbed
 
@@ -91,7 +92,7 @@ async def test_a_worker_whose_device_hangs_ends_by_itself_and_its_successor_serv
     starts = worker.starts
     waiting = asyncio.create_task(client.generate("What is 2+2?", hanging))
     disturbed = asyncio.create_task(read_all(client))
-    await until_true(lambda: worker.starts == starts + 1, timeout_s=60.0)
+    await until_true(lambda: worker.starts > starts, timeout_s=100)
     assert not waiting.done()
     waiting.cancel()
-    assert await asyncio.wait_for(disturbed, timeout=60) == undisturbed
+    assert await disturbed == undisturbed

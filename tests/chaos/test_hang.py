@@ -15,11 +15,11 @@ NAMES = ("worker", "scheduler", "gateway")
 
 
 async def test_processes_that_stop_right_after_ready_are_started_again_and_serve() -> None:
-    async with serving(num_gpu_blocks=64, hang_timeout=4.0) as served:
+    async with serving(num_gpu_blocks=64, hang_timeout=9.0) as served:
         processes = [served.server.process(name) for name in NAMES]
         for process in processes:
-            os.kill(process.pid, signal.SIGSTOP)
-        await until_true(lambda: all(process.starts > 1 for process in processes), timeout_s=60)
+            os.killpg(process.pid, signal.SIGSTOP)
+        await until_true(lambda: all(process.starts > 1 for process in processes), timeout_s=100)
         await served.server.wait_ready()
         generated = await served.client.generate("Once upon a time", GenerationOptions(max_tokens=8))
         assert generated.text

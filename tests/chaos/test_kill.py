@@ -7,8 +7,7 @@ import pytest_asyncio
 
 from quire.client import GenerationOptions
 from quire.rpc.errors import Unavailable
-from tests.support.killing import Streams
-from tests.support.scheduler_process import aborting
+from tests.support.killing import Streams, TooLateError, until_hit
 from tests.support.serving import Served, serving
 
 
@@ -31,23 +30,34 @@ async def undisturbed(survivor: Served) -> list[tuple[list[int], str]]:
 async def test_streams_survive_the_loss_of(
     rounds: list[list[str]], durable: bool, served: Served, undisturbed: list[tuple[list[int], str]]
 ) -> None:
-    streams = Streams(durable=durable)
-    disturbed = asyncio.create_task(streams.read(served.client))
-    for victims in rounds:
-        await streams.advance()
-        await streams.kill(served, *victims)
-    assert await asyncio.wait_for(disturbed, timeout=90) == undisturbed
+    async def disturbed() -> list[tuple[list[int], str]]:
+        streams = Streams(durable=durable)
+        async with streams.reading(served) as reading:
+            for victims in rounds:
+                await streams.advance()
+                await streams.kill(served, *victims)
+            return await reading
+
+    assert await until_hit(disturbed) == undisturbed
 
 
 async def test_a_lost_gateway_fails_its_streams_clearly_and_frees_their_blocks() -> None:
     async with serving(num_gpu_blocks=512, reconnect_grace=0.0) as served:
-        streams = Streams()
-        async with aborting(served.scheduler, 250):
+
+        async def outcomes() -> list[BaseException | None]:
+            streams = Streams()
+            await served.server.wait_ready()
             reading = [asyncio.create_task(stream.read(served.client)) for stream in streams]
-            await streams.advance()
-            await streams.kill(served, "gateway")
-        outcomes = await asyncio.gather(*reading, return_exceptions=True)
-        assert all(isinstance(outcome, Unavailable) for outcome in outcomes)
+            try:
+                await streams.advance()
+                async with served.aborting():
+                    await streams.kill(served, "gateway")
+                    return await asyncio.gather(*reading, return_exceptions=True)
+            except TooLateError:
+                await asyncio.gather(*reading)
+                raise
+
+        assert all(isinstance(outcome, Unavailable) for outcome in await until_hit(outcomes))
         await served.server.wait_ready()
         answer = await served.client.generate("Once upon a time", GenerationOptions(max_tokens=5))
         assert len(answer.sequences[0].token_ids) == 5

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quire.client import AsyncClient, ChatMessage, GenerationOptions, RetryPolicy, SequenceFinished, TokenChunk
-from quire.rpc.address import free_port
+from tests.support.ports import free_port
 from tests.support.processes import is_alive, until_true
 
 pytestmark = pytest.mark.extended
@@ -41,7 +41,7 @@ class Server:
         for pid in pids:
             kill(pid, signal.SIGKILL)
         await self._process.wait()
-        await until_true(lambda: not any(map(is_alive, pids)), timeout_s=30)
+        await until_true(lambda: not any(map(is_alive, pids)), timeout_s=60)
 
     async def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -116,7 +116,7 @@ async def test_durable_streams_outlive_every_process_twice() -> None:
         streams = asyncio.gather(*(read(client, index, progress) for index in range(NUM_STREAMS)))
         for number in (1, 2):
             await until_true(
-                lambda least=25 * number: len(progress) == NUM_STREAMS and min(progress.values()) > least, timeout_s=120
+                lambda least=25 * number: len(progress) == NUM_STREAMS and min(progress.values()) > least, timeout_s=200
             )
             assert not streams.done()
             await server.kill()

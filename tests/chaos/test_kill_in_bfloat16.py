@@ -4,7 +4,6 @@ A stream may then go on otherwise than it would have, undisturbed. What its clie
 is lost or comes twice: not for the client, and not for whoever reads the stream again.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -12,7 +11,7 @@ import pytest_asyncio
 
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.rpc.channel import open_channel
-from tests.support.killing import MAX_TOKENS, Stream, Streams
+from tests.support.killing import MAX_TOKENS, Stream, Streams, until_hit
 from tests.support.serving import Served, serving
 
 pytestmark = pytest.mark.extended
@@ -47,12 +46,16 @@ async def read_again(stub: generation_pb2_grpc.GenerationServiceStub, stream: St
 async def test_what_clients_have_stays_and_nothing_is_lost_or_comes_twice(
     victim: str, served: Served, undisturbed: Streams
 ) -> None:
-    disturbed = Streams(durable=True)
-    reading = asyncio.create_task(disturbed.read(served.client))
-    await disturbed.advance()
-    before = [list(stream.token_ids) for stream in disturbed]
-    await disturbed.kill(served, victim)
-    await asyncio.wait_for(reading, timeout=90)
+    async def kill_one() -> tuple[Streams, list[list[int]]]:
+        streams = Streams(durable=True)
+        async with streams.reading(served) as reading:
+            await streams.advance()
+            before = [list(stream.token_ids) for stream in streams]
+            await streams.kill(served, victim)
+            await reading
+        return streams, before
+
+    disturbed, before = await until_hit(kill_one)
     for stream, token_ids, other in zip(disturbed, before, undisturbed, strict=True):
         assert len(stream.token_ids) == MAX_TOKENS
         assert stream.token_ids[: len(token_ids)] == token_ids == other.token_ids[: len(token_ids)]

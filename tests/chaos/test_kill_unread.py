@@ -80,13 +80,13 @@ async def test_durable_streams_survive_the_loss_of_the_scheduler_while_their_cli
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         undisturbed = [Client(stub, index) for index in range(NUM_STREAMS)]
         clients = [Client(stub, index) for index in range(NUM_STREAMS)]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(100):
             await asyncio.gather(*(client.begin(1_000) for client in undisturbed))
             await asyncio.gather(*(client.begin(20) for client in clients))
         await kill(served, "scheduler")
         if clients_are_back == "once the server is ready again":
             await served.server.wait_ready()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(100):
             await asyncio.gather(*(client.resume() for client in clients))
     for client, expected in zip(clients, undisturbed, strict=True):
         assert (client.token_ids, client.text) == (expected.token_ids, expected.text)

@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 
 from quire.client import BeamSearch, EarlyStopping, Generation, GenerationOptions
-from tests.support.killing import kill
+from tests.support.killing import TooLateError, kill, until_hit
 from tests.support.scheduler_process import until
 from tests.support.serving import Served, serving
 
@@ -34,15 +34,19 @@ async def ask(served: Served, index: int) -> Generation:
 
 
 async def ask_all(served: Served) -> list[Generation]:
-    return await asyncio.gather(*(ask(served, index) for index in range(NUM_REQUESTS)))
+    return await served.together(ask(served, index) for index in range(NUM_REQUESTS))
 
 
-async def until_some_are_swapped(served: Served) -> None:
+async def until_some_are_swapped(served: Served, asked: asyncio.Task[list[Generation]]) -> None:
+    """TooLateError where all have ended."""
+
     async def some_are() -> bool:
         state = await served.state()
-        return state.swapped_requests > 0 and state.running_requests > 0
+        return asked.done() or (state.swapped_requests > 0 and state.running_requests > 0)
 
-    await until(some_are, timeout_s=30)
+    await until(some_are)
+    if asked.done():
+        raise TooLateError
 
 
 def assert_same(got: list[Generation], expected: list[Generation]) -> None:
@@ -71,8 +75,12 @@ async def undisturbed(survivor: Served) -> list[Generation]:
 async def test_searches_and_swapped_groups_survive_the_loss_of(
     victims: list[str], served: Served, undisturbed: list[Generation]
 ) -> None:
-    disturbed = asyncio.create_task(ask_all(served))
-    for victim in victims:
-        await until_some_are_swapped(served)
-        await kill(served, victim)
-    assert_same(await asyncio.wait_for(disturbed, timeout=90), undisturbed)
+    async def disturbed() -> list[Generation]:
+        await served.server.wait_ready()
+        asked = asyncio.create_task(ask_all(served))
+        for victim in victims:
+            await until_some_are_swapped(served, asked)
+            await kill(served, victim)
+        return await asked
+
+    assert_same(await until_hit(disturbed), undisturbed)

@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from quire.client import BeamSearch, Constraint, GenerationOptions, StructuralTag, StructuralTags
 from quire.model_directory import ModelDirectory, resolve_model
-from tests.support.killing import MAX_TOKENS, Streams, kill
+from tests.support.killing import MAX_TOKENS, Streams, kill, until_hit
 from tests.support.serving import Served, serving
 
 PERSON = {
@@ -56,11 +56,18 @@ async def undisturbed(survivor: Served) -> list[tuple[list[int], str]]:
 async def test_constrained_streams_survive_the_loss_of(
     names: list[str], durable: bool, served: Served, undisturbed: list[tuple[list[int], str]]
 ) -> None:
-    streams = Streams(options_of=constrained, durable=durable)
-    reading = asyncio.create_task(streams.read(served.client))
-    await streams.advance()
-    await streams.kill(served, *names)
-    assert await asyncio.wait_for(reading, timeout=90) == undisturbed
+    async def disturbed() -> list[tuple[list[int], str]]:
+        # A worker that was just started compiles them first: else streams without any may end before the others begin.
+        await asyncio.gather(
+            *(served.client.generate("", GenerationOptions(max_tokens=1, constraint=each)) for each in CONSTRAINTS)
+        )
+        streams = Streams(options_of=constrained, durable=durable)
+        async with streams.reading(served) as reading:
+            await streams.advance()
+            await streams.kill(served, *names)
+            return await reading
+
+    assert await until_hit(disturbed) == undisturbed
 
 
 @pytest.mark.extended
@@ -78,7 +85,7 @@ async def test_preempted_rows_with_constraints_give_what_they_give_undisturbed(p
 
     async def texts(served, *, at_once: bool) -> list[list[str]]:
         calls = [served.client.generate("Once upon a time", each) for each in options]
-        answers = await asyncio.gather(*calls) if at_once else [await call for call in calls]
+        answers = await served.together(calls) if at_once else [await call for call in calls]
         return [[each.text for each in answer.sequences] for answer in answers]
 
     async with serving(
@@ -95,6 +102,7 @@ async def test_preempted_rows_with_constraints_give_what_they_give_undisturbed(p
             assert len(answer[0]) > 30, "ended by its length"
 
 
+@pytest.mark.extended
 async def test_a_worker_that_returns_compiles_constraints_anew(served: Served) -> None:
     options = GenerationOptions(temperature=1.0, seed=1, constraint=Constraint(json_schema=PERSON), max_tokens=120)
     first = await served.client.generate("Name:", options)

@@ -6,7 +6,7 @@ import pytest
 
 from quire.client import GenerationOptions
 from quire.scheduler.v1 import scheduler_pb2
-from tests.support.killing import Streams
+from tests.support.killing import Streams, until_hit
 from tests.support.kv_subscriber import KvSubscriber, until_equal
 from tests.support.serving import Served, serving
 
@@ -32,11 +32,16 @@ async def test_the_mirror_is_the_cache_after_every_kill(tmp_path):
         with KvSubscriber.open(events, replay) as subscriber:
             following = asyncio.create_task(subscriber.follow())
             for victims in (["scheduler"], ["worker"], ["scheduler", "worker"]):
-                num_clears, streams = subscriber.num_clears, Streams()
-                reading = asyncio.create_task(streams.read(served.client))
-                await streams.advance()
-                await streams.kill(served, *victims)
-                await asyncio.wait_for(reading, timeout=120)
+                num_clears = subscriber.num_clears
+
+                async def disturb(victims: list[str] = victims) -> None:
+                    streams = Streams()
+                    async with streams.reading(served) as reading:
+                        await streams.advance()
+                        await streams.kill(served, *victims)
+                        await reading
+
+                await until_hit(disturb)
                 # An event of the new scheduler, in case all before it came while nobody was connected.
                 await served.client.generate("So", GenerationOptions(max_tokens=40, ignore_eos=True))
                 await until_equal(subscriber, lambda: content_of(served))

@@ -26,7 +26,7 @@ async def keep_busy(client: AsyncClient) -> None:
 
 async def test_ordered_stops_under_load_log_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
     settings = ServeSettings(
-        grpc_port=0, http_port=0, num_gpu_blocks=64, num_threads=2, drain_timeout=0.5, log_level="info"
+        grpc_port=0, http_port=0, num_gpu_blocks=64, num_threads=1, drain_timeout=0.5, log_level="info"
     )
     async with LocalServer(settings) as server, AsyncClient(server.grpc_address) as client:
         await server.wait_ready()

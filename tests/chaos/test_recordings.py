@@ -7,7 +7,7 @@ import pytest
 
 from quire.client import BeamSearch, GenerationOptions
 from scheduler_svc.recording.replay import replay
-from tests.support.killing import kill
+from tests.support.killing import TooLateError, kill, until_hit
 from tests.support.scheduler_process import until
 from tests.support.serving import Served, serving
 
@@ -28,14 +28,20 @@ async def test_a_replay_plans_each_step_of_schedulers_whose_processes_were_kille
     pool = {"num_gpu_blocks": 80, "max_num_seqs": 32, "preemption_mode": "swap"}
     async with serving(record=str(path), **pool) as served:
 
-        async def has_swapped() -> bool:
-            return (await served.state()).swapped_requests > 0
+        async def has_swapped(asked: asyncio.Task) -> bool:
+            return asked.done() or (await served.state()).swapped_requests > 0
 
-        asked = asyncio.create_task(asyncio.wait_for(asyncio.gather(*(ask(served, each) for each in range(12))), 120))
-        for victim in ("worker", "scheduler"):
-            await until(has_swapped, timeout_s=60)
-            await kill(served, victim)
-        await asked
+        async def disturb() -> None:
+            await served.server.wait_ready()
+            asked = asyncio.create_task(served.together(ask(served, each) for each in range(12)))
+            for victim in ("worker", "scheduler"):
+                await until(lambda: has_swapped(asked))
+                if asked.done():
+                    raise TooLateError
+                await kill(served, victim)
+            await asked
+
+        await until_hit(disturb)
     for name in ("recording.old", "recording"):
         report = replay(tmp_path / name)
         assert report.is_equal, (name, report.differences, report.ended_early)

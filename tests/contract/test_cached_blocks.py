@@ -45,6 +45,11 @@ class Timer:
         for call in due:
             call()
 
+    def fire_all(self) -> None:
+        """Until nothing is due."""
+        while self._due:
+            self.fire()
+
 
 class Gateway:
     """A gateway's end of a stream that it reads when the test says so."""
@@ -63,6 +68,8 @@ class Gateway:
 @given(data=st.data(), is_sampled=st.booleans())
 def test_gateways_know_the_cache_whenever_they_read(data, is_sampled):
     with pytest.MonkeyPatch.context() as patch:
+        # The pool is read in several turns.
+        patch.setattr(cache_digest, "_READ_AT_ONCE", 5)
         if is_sampled:
             # About every fourth block of the pool is told.
             patch.setattr(cache_digest, "_MAX_TOLD", 8)
@@ -72,12 +79,14 @@ def test_gateways_know_the_cache_whenever_they_read(data, is_sampled):
         digest = CacheDigest(feed, timer.call_later)
         gateways: list[Gateway] = []
         for handle in range(data.draw(st.integers(1, 25), label="operations")):
-            match data.draw(st.sampled_from(["run", "run", "run", "fire", "read", "connect", "crash"])):
+            match data.draw(
+                st.sampled_from(["run", "run", "run", "fire", "read", "connect", "leave", "crash", "rebuild"])
+            ):
                 case "run":
                     prompt = [data.draw(st.sampled_from([1, 2]))] * data.draw(st.integers(1, 30))
                     tenant = data.draw(st.sampled_from(TENANTS))
                     driver.submit(make_request(handle, prompt=prompt, tenant=tenant, max_tokens=4))
-                    for _ in range(40):
+                    while driver.scheduler.num_live:
                         driver.run_steps(1)
                         feed.tell()
                 case "fire":
@@ -88,12 +97,26 @@ def test_gateways_know_the_cache_whenever_they_read(data, is_sampled):
                 case "connect":
                     gateways.append(Gateway())
                     digest.add(gateways[-1].outbox)
+                case "rebuild":
+                    # Another core, as when workers with another pool come.
+                    driver = Driver(make_config(num_blocks=24, max_waiting_requests=100))
+                    feed.follow(driver.scheduler)
+                    feed.tell()
+                case "leave":
+                    for gateway in gateways[1:]:
+                        digest.remove(gateway.outbox)
+                    del gateways[1:]
+                    if data.draw(st.booleans(), label="all of them"):
+                        for gateway in gateways:
+                            digest.remove(gateway.outbox)
+                        gateways.clear()
+                        assert driver.scheduler.batch.blocks.pool.log is None
                 case "crash":
                     driver.crash()
                     feed.tell()
         gateways.append(Gateway())
         digest.add(gateways[-1].outbox)
-        timer.fire()
+        timer.fire_all()
         pool = driver.scheduler.batch.blocks.pool
         mask = (1 << sampling_bits_for(24)) - 1 if is_sampled else 0
         told = [content for content in pool.sealed_hashes() if not content[-1] & mask]
@@ -103,11 +126,50 @@ def test_gateways_know_the_cache_whenever_they_read(data, is_sampled):
             assert all(gateway.cached.num_cached([content]) == 1 for content in told)
 
 
+def test_a_large_pool_is_told_in_parts_each_of_which_is_small(monkeypatch):
+    monkeypatch.setattr(cache_digest, "_READ_AT_ONCE", 4)
+    driver, feed, timer = Driver(make_config(num_blocks=16)), CacheFeed(), Timer()
+    driver.submit(make_request(1, prompt_len=50))
+    driver.run_until_idle()
+    feed.follow(driver.scheduler)
+    read: list[int] = []
+    names = feed.names
+    monkeypatch.setattr(feed, "names", lambda first, end: read.append(end - first) or names(first, end))
+    digest, gateway = CacheDigest(feed, timer.call_later), Gateway()
+    digest.add(gateway.outbox)
+    # What was read in the first turn is told at once.
+    gateway.read()
+    assert 0 < len(gateway.cached) <= 4
+    timer.fire_all()
+    gateway.read()
+    assert len(gateway.cached) == len(driver.scheduler.batch.blocks.pool.sealed_hashes()) > 4
+    assert read == [4] * 5
+
+
 def test_while_no_gateway_wants_updates_the_core_notes_nothing():
     driver, feed = Driver(make_config()), CacheFeed()
     feed.follow(driver.scheduler)
-    CacheDigest(feed)
+    digest, gateway = CacheDigest(feed, Timer().call_later), Outbox()
     assert driver.scheduler.batch.blocks.pool.log is None
+    digest.remove(gateway)
+    digest.add(gateway)
+    assert driver.scheduler.batch.blocks.pool.log is not None
+    digest.remove(gateway)
+    assert driver.scheduler.batch.blocks.pool.log is None
+
+
+def test_events_go_on_when_the_last_gateway_leaves():
+    driver, feed, told = Driver(make_config()), CacheFeed(), []
+    feed.follow(driver.scheduler)
+    feed.watch(lambda changes, config: told.append(changes))
+    digest, gateway = CacheDigest(feed, Timer().call_later), Outbox()
+    digest.add(gateway)
+    digest.remove(gateway)
+    told.clear()
+    driver.submit(make_request(1, prompt_len=9))
+    driver.run_until_idle()
+    feed.tell()
+    assert sum(len(changes.stored) for changes in told) == 3
 
 
 def test_an_update_has_a_bounded_part_of_a_large_pool():

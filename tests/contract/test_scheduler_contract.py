@@ -13,12 +13,13 @@ import grpc.aio
 import pytest
 from google.rpc import code_pb2
 
-from quire.arrays import encode_int32
+from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
 from quire.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions
 from quire.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, Unavailable, from_rpc_error
 from quire.scheduler.v1 import scheduler_pb2
 from quire.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
+from scheduler_svc.service import watchers
 from tests.support.fake_scheduler import running_fake_scheduler
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.grpc_types import EOF
@@ -51,7 +52,13 @@ SCHEDULERS: dict[str, Callable[[Path], AbstractAsyncContextManager[SchedulerServ
 
 
 @pytest.fixture(params=SCHEDULERS)
-async def stub(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[SchedulerServiceStub]:
+async def stub(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[SchedulerServiceStub]:
+    # Frames for watchers come as often on a slow machine.
+    monkeypatch.setattr(watchers, "_MAX_SHARE", 1.0)
+    # And sooner where nothing happens.
+    monkeypatch.setattr(watchers, "_MAX_SILENCE_S", 0.2)
     async with SCHEDULERS[request.param](tmp_path) as stub:
         yield stub
 
@@ -301,7 +308,7 @@ async def test_a_scheduler_that_drains_says_so_refuses_what_is_new_and_finishes_
 ) -> None:
     await stream.submit(make_submit(1, max_tokens=100))
     await stream.read()
-    draining = stub.Drain(scheduler_pb2.DrainRequest(timeout_ms=20_000))
+    draining = stub.Drain(scheduler_pb2.DrainRequest(timeout_ms=60_000))
     while not stream.readiness:
         await stream.read()
     assert stream.readiness == [False]
@@ -348,3 +355,146 @@ async def test_a_prefix_of_less_than_a_block_is_refused(stub: SchedulerServiceSt
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.PinPrefix(pin)
     assert isinstance(from_rpc_error(caught.value), InvalidArgument)
+
+
+# Watching
+
+
+class Mirror:
+    """What a watcher knows from its frames."""
+
+    def __init__(self, stub: SchedulerServiceStub, *, include_memory: bool = True) -> None:
+        self.call = stub.Watch(scheduler_pb2.WatchRequest(include_memory=include_memory))
+        self.numbers = scheduler_pb2.ReplicaNumbers()
+        self.sequences: dict[int, scheduler_pb2.WatchedSequence] = {}
+        self.tables: dict[int, list[int | None]] = {}
+        self.progress: dict[int, tuple[int, int, int]] = {}
+        self.ended: list[scheduler_pb2.EndedRequest] = []
+        self.most_tokens: dict[str, int] = {}
+
+    async def read(self) -> scheduler_pb2.WatchResponse:
+        """Applies the next frame, and checks that it fits what is known."""
+        async with asyncio.timeout(30):
+            frame = await self.call.read()
+        if frame.is_whole:
+            self.sequences, self.tables, self.progress = {}, {}, {}
+        memory = frame.memory
+        self.numbers = frame.numbers
+        self.ended += frame.ended
+        for number in decode_int32(memory.gone, "gone").tolist():
+            del self.sequences[number], self.tables[number], self.progress[number]
+        for each in memory.sequences:
+            assert each.number not in self.sequences
+            self.sequences[each.number], self.tables[each.number] = each, []
+        for number, *progress in decode_int32(memory.progress, "progress", columns=4).tolist():
+            self.progress[number] = tuple(progress)
+        for number, length in decode_int32(memory.lengths, "lengths", columns=2).tolist():
+            self.tables[number] = [*self.tables[number][:length], *[None] * (length - len(self.tables[number]))]
+        for number, index, block in decode_int32(memory.tables, "tables", columns=3).tolist():
+            self.tables[number][index] = block
+        assert len(memory.names) == 8 * len(decode_int32(memory.named, "named"))
+        if not frame.more_follows:
+            self._check()
+        return frame
+
+    async def read_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self.read()
+
+    def _check(self) -> None:
+        """That every sequence has blocks of the pool for all that is computed."""
+        assert self.progress.keys() == self.sequences.keys() == self.tables.keys()
+        for number, (_, num_tokens, num_computed) in self.progress.items():
+            table, its = self.tables[number], self.sequences[number]
+            assert len(table) * self.numbers.block_size >= num_computed
+            assert all(block is not None and 0 <= block < self.numbers.num_blocks for block in table)
+            assert num_tokens <= its.max_tokens
+            self.most_tokens[its.request_id] = max(num_tokens, self.most_tokens.get(its.request_id, 0))
+
+
+async def test_the_first_frame_is_whole_and_others_come_though_nothing_happens(stub: SchedulerServiceStub) -> None:
+    mirror = Mirror(stub)
+    first = await mirror.read()
+    assert first.is_whole
+    assert first.HasField("memory")
+    assert first.numbers.ready
+    assert min(first.numbers.num_blocks, first.numbers.block_size, first.numbers.max_num_seqs) > 0
+    second = await mirror.read()
+    assert not second.is_whole
+    assert not mirror.sequences
+
+
+async def test_numbers_alone_have_no_memory(stub: SchedulerServiceStub) -> None:
+    mirror = Mirror(stub, include_memory=False)
+    first = await mirror.read()
+    assert first.is_whole
+    assert first.numbers.num_blocks > 0
+    assert not first.HasField("memory")
+    assert not (await mirror.read()).HasField("memory")
+
+
+async def test_a_request_is_watched_from_its_blocks_to_its_end(
+    stub: SchedulerServiceStub, stream: GatewayStream
+) -> None:
+    mirror = Mirror(stub)
+    await mirror.read()
+    await stream.submit(make_submit(1, prompt_len=20, max_tokens=300, tenant="a"))
+    await mirror.read_until(lambda: bool(mirror.sequences))
+    (watched,) = mirror.sequences.values()
+    assert watched.request_id == make_submit(1).request_id
+    assert (watched.tenant, watched.prompt_tokens, watched.max_tokens) == ("a", 20, 320)
+    assert mirror.numbers.running_requests == 1
+    await stream.read_until_over(1)
+    await mirror.read_until(lambda: not mirror.sequences and bool(mirror.ended))
+    assert [(each.prompt_tokens, each.generated_tokens) for each in mirror.ended] == [(20, 300)]
+    assert (mirror.numbers.completed_requests, mirror.numbers.generated_tokens) == (1, 300)
+    assert mirror.most_tokens[watched.request_id] > 20
+
+
+async def test_each_watcher_sees_all_and_one_that_leaves_takes_nothing_along(
+    stub: SchedulerServiceStub, stream: GatewayStream
+) -> None:
+    stays, leaves = Mirror(stub), Mirror(stub)
+    await stays.read()
+    await leaves.read()
+    await stream.submit(make_submit(1, max_tokens=MANY))
+    await stays.read_until(lambda: bool(stays.sequences))
+    await leaves.read_until(lambda: bool(leaves.sequences))
+    leaves.call.cancel()
+    late = Mirror(stub)
+    assert (await late.read()).is_whole
+    assert late.sequences.keys() <= stays.sequences.keys()
+    await stream.submit(make_submit(2, max_tokens=MANY))
+    await stays.read_until(lambda: len(stays.sequences) == 2 or len(stays.ended) == 2)
+
+
+async def test_a_drain_is_watched(stub: SchedulerServiceStub) -> None:
+    mirror = Mirror(stub)
+    await mirror.read()
+    await stub.Drain(scheduler_pb2.DrainRequest(timeout_ms=1))
+    await mirror.read_until(lambda: mirror.numbers.draining)
+    assert not mirror.numbers.ready
+
+
+async def test_a_block_is_read_with_the_tokens_of_its_owner(stub: SchedulerServiceStub, stream: GatewayStream) -> None:
+    mirror = Mirror(stub)
+    await mirror.read()
+    submit = make_submit(1, prompt_len=20, max_tokens=MANY)
+    await stream.submit(submit)
+    await mirror.read_until(lambda: any(mirror.tables.values()))
+    ((first, *_),) = mirror.tables.values()
+    block = await stub.ReadBlock(scheduler_pb2.ReadBlockRequest(block_id=first))
+    assert block.ref_count == len(block.owners) == 1
+    (owner,) = block.owners
+    assert (owner.request_id, owner.logical_index) == (submit.request_id, 0)
+    token_ids = decode_int32(owner.token_ids, "token_ids").tolist()
+    prompt = decode_int32(submit.prompt_token_ids, "prompt_token_ids").tolist()
+    assert token_ids == prompt[: mirror.numbers.block_size]
+
+
+async def test_a_block_beyond_the_pool_is_refused(stub: SchedulerServiceStub) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.ReadBlock(scheduler_pb2.ReadBlockRequest(block_id=1 << 30))
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, InvalidArgument)
+    assert "block_id" in error.message

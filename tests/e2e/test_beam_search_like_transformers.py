@@ -4,7 +4,6 @@ Once with the core driving the worker's real parts in one process, so that group
 once through all services.
 """
 
-import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from transformers import PreTrainedModel
 
 from quire.client import BeamSearch, FinishReason, GeneratedSequence, GenerationOptions
 from quire.client import EarlyStopping as ClientEarlyStopping
-from quire.rpc.address import free_port
 from scheduler_svc.core import sequence as core
 from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
@@ -27,6 +25,7 @@ from tests.support.greedy import generate_greedily
 from tests.support.in_process import InProcessReplica, config_of, load_worker
 from tests.support.metrics import read_metric
 from tests.support.models import VOCAB_SIZE, make_shape
+from tests.support.ports import free_port
 from tests.support.sampling import make_row_sampling
 from tests.support.serving import serving
 from worker_svc.protocol.stream import Worker
@@ -201,23 +200,23 @@ def assert_served(case: BeamCase, sequences: Sequence[GeneratedSequence]) -> Non
         assert sequence.finish_reason == (FinishReason.STOP if ends_by_token else FinishReason.LENGTH)
 
 
-@pytest.mark.parametrize("lengths", [(1, 17, 40), pytest.param(LENGTHS, marks=pytest.mark.extended)])
 async def test_searches_through_all_services_equal_transformers_while_blocks_run_out(
-    lengths: tuple[int, ...], reference_of: Callable[..., Reference]
+    reference_of: Callable[..., Reference],
 ) -> None:
-    reference = reference_of("llama-gqa-untied-32", lengths)
-    # 60 blocks hold 960 tokens; the host has room for more than all searches at once.
-    limits = {"num_gpu_blocks": 60, "swap_space": 1 << 24, "max_num_seqs": 128, "preemption_mode": "swap"}
+    reference = reference_of("llama-gqa-untied-32", lengths=(1, 17, 40))
+    # 28 blocks hold 448 tokens; the host has room for more than all searches at once. How many leave depends on which
+    # searches arrive together: about 30 do.
+    limits = {"num_gpu_blocks": 28, "swap_space": 1 << 24, "max_num_seqs": 128, "preemption_mode": "swap"}
     port = free_port()
     async with serving(
         model=str(reference.directory), dtype="float32", scheduler_metrics_port=port, **limits
     ) as served:
-        answers = await asyncio.gather(
-            *(served.client.generate(case.prompt, client_options(case.options)) for case in reference.cases)
+        answers = await served.together(
+            served.client.generate(case.prompt, client_options(case.options)) for case in reference.cases
         )
         num_swap_outs = await read_metric(port, "quire_scheduler_swap_outs_total")
     for case, answer in zip(reference.cases, answers, strict=True):
         assert_served(case, answer.sequences)
     ends = [each.finish_reason == FinishReason.STOP for answer in answers for each in answer.sequences]
     assert_both_kinds_of_end(ends)
-    assert num_swap_outs > 20
+    assert num_swap_outs > 10

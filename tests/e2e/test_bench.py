@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 
 from quire.load import LoadResult
-from tests.support.serving import Served
+from tests.support.serving import Served, forked
 
+COMMAND = (sys.executable, "-m", "quire.cli.main")
 SHORT = ("--dataset=fixed", "--prompt-len=12", "--output-len=6", "--warm-up-requests=1")
 
 
 @contextlib.asynccontextmanager
-async def bench_process(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def bench_process(
+    *flags: str, command: tuple[str, ...] | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    command = command or forked("quire.cli.main", "quire.cli.bench.command", "httpx")
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "quire.cli.main",
+        *command,
         "bench",
         *flags,
         stdout=asyncio.subprocess.PIPE,
@@ -36,9 +38,9 @@ async def bench_process(*flags: str) -> AsyncIterator[asyncio.subprocess.Process
             await process.wait()
 
 
-async def bench(*flags: str) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr."""
-    async with bench_process(*flags) as process:
+async def bench(*flags: str, command: tuple[str, ...] | None = None) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr; of a fork, unless a command is given."""
+    async with bench_process(*flags, command=command) as process:
         stdout, stderr = await process.communicate()
     assert process.returncode is not None
     return process.returncode, stdout.decode(), stderr.decode()
@@ -68,6 +70,7 @@ async def test_rates_over_grpc_are_reported_drawn_and_written(served: Served, tm
         "--slo=e2e=100s",
         f"--out={out}",
         f"--plot={picture}",
+        command=COMMAND,
     )
     assert status == 0, stderr
     for text in ("TTFT mean, ms", "normalized mean", "goodput/s (e2e=100000ms)", "cached tokens", "preemptions"):

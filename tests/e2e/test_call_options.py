@@ -1,7 +1,5 @@
 """What gRPC lets a caller say about a call, through all services: deadlines, compression."""
 
-import time
-
 import grpc.aio
 import pytest
 
@@ -9,7 +7,6 @@ from quire.client import GenerationOptions
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import DeadlineExceeded
-from tests.support.scheduler_process import aborting
 from tests.support.serving import Served
 
 pytestmark = pytest.mark.extended
@@ -25,16 +22,14 @@ async def read_stream(served: Served) -> None:
 
 
 async def expire(served: Served, *, streams: bool) -> None:
-    """A call whose deadline passes long before its eight thousand tokens are made."""
-    started = time.monotonic()
+    """A call whose deadline passes before its tokens are made."""
     with pytest.raises(DeadlineExceeded):
         await (read_stream(served) if streams else served.client.generate("hello", LONG, timeout_s=TIMEOUT_S))
-    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["unary", "streaming"])
 async def test_a_passed_deadline_ends_the_request_and_frees_its_blocks(served: Served, streams: bool) -> None:
-    async with aborting(served.scheduler, 1000):
+    async with served.aborting():
         await expire(served, streams=streams)
     answer = await served.client.generate("hello", GenerationOptions(max_tokens=3, ignore_eos=True))
     assert len(answer.sequences[0].token_ids) == 3

@@ -1,4 +1,4 @@
-"""A thousand answers of models with random weights and every kind of tokenizer: valid where they ended by themselves,
+"""Hundreds of answers of models with random weights and every kind of tokenizer: valid where they ended by themselves,
 and the beginning of a valid one where they ended by their length."""
 
 import asyncio
@@ -18,7 +18,7 @@ from tests.support.serving import serving
 
 pytestmark = pytest.mark.extended
 
-SEEDS = range(6)
+SEEDS = range(4)
 MAX_TOKENS = 160
 # Random models would otherwise write texts of any length.
 BRIEF = ('"', "}", "]", ",")
@@ -80,6 +80,6 @@ async def test_answers_match_their_schemas(kind, tmp_path) -> None:
             for token_id in sequence.token_ids:
                 matcher.consume(token_id)
             assert mask_of(matcher, template.vocabulary).any(), (name, sequence.text, matcher.error)
-    # 3 kinds x 6 seeds x 66 schemas.
+    # 3 kinds x 4 seeds x 66 schemas.
     assert len(answers) == len(SEEDS) * len(schemas)
-    assert num_ended > 200, (num_ended, len(answers))
+    assert num_ended > 130, (num_ended, len(answers))

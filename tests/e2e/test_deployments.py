@@ -17,7 +17,7 @@ from tools.check_kubernetes import DEFAULT
 pytestmark = pytest.mark.extended
 
 SERVICES = ("worker", "scheduler", "gateway")
-TIMEOUT_S = 60
+TIMEOUT_S = 200
 GREEDY = GenerationOptions(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
@@ -62,7 +62,9 @@ async def test_the_kubernetes_manifests_serve(tmp_path: Path) -> None:
     certificates = certificates_of(ROOT / "docs" / "deploying.md", tmp_path / "certs")
     api_key = KeysFile(tmp_path / "keys.json").add("acme")
     machine = Machine(
-        containers_of_pods(DEFAULT, tmp_path, certificates), ("50051", "50052", "8000", "9400", "9401", "9410")
+        containers_of_pods(DEFAULT, tmp_path, certificates),
+        ("50051", "50052", "8000", "9400", "9401", "9410"),
+        ("9500", "9501", "9510"),
     )
     async with asyncio.timeout(TIMEOUT_S), machine.running():
         address = f"127.0.0.1:{machine.port('50051')}"

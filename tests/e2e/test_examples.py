@@ -27,7 +27,7 @@ async def run_example(name: str, *arguments: str, python: str | Path = sys.execu
     process = await asyncio.create_subprocess_exec(
         python, EXAMPLES / name, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-    out, err = await asyncio.wait_for(process.communicate(), timeout=60)
+    out, err = await asyncio.wait_for(process.communicate(), timeout=200)
     assert process.returncode == 0, err.decode()
     return out.decode()
 
@@ -49,7 +49,8 @@ async def test_the_blocking_client(served: Served):
 async def test_the_client_for_asyncio(served: Served):
     out = await run_example("python/async_client.py", served.server.grpc_address)
     assert f"Once upon a time{GREEDY}" in out
-    assert out.splitlines()[-2:] == ["left after 5 pieces", "too late: DEADLINE_EXCEEDED"]
+    # Fewer where the client was slower than the tokens, so that several came in one.
+    assert re.search(r"\nleft after [1-5] pieces\ntoo late: DEADLINE_EXCEEDED\n$", out)
 
 
 async def test_openais_client(served: Served):

@@ -1,6 +1,7 @@
 """The embedded model through all processes: what a user sees."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
@@ -8,7 +9,8 @@ import pytest_asyncio
 
 from quire.client import ChatMessage, FinishReason, GenerationOptions, RequestCompleted, SequenceFinished, TokenChunk
 from quire.rpc.errors import Cancelled, DeadlineExceeded, InvalidArgument
-from tests.support.scheduler_process import aborting, until, wait_nothing_in_use
+from tests.support.killing import TooLateError, until_hit
+from tests.support.scheduler_process import wait_nothing_in_use
 from tests.support.serving import Served, serving
 
 SAMPLED = GenerationOptions(temperature=1.0, top_p=0.95, seed=11, max_tokens=40)
@@ -87,18 +89,27 @@ async def test_a_stop_string_ends_the_text_before_it(served: Served):
 
 async def test_a_client_that_leaves_frees_its_blocks(served: Served):
     options = GenerationOptions(temperature=0.0, max_tokens=900, ignore_eos=True)
-    async with aborting(served.scheduler, 900):
-        streams = [served.client.generate_stream(f"Story {i}", options) for i in range(8)]
-        for stream in streams:
-            await anext(aiter(stream))
-        assert (await served.state()).gpu_pool.used_blocks > 0
-        for stream in streams:
-            await stream.close()
+
+    async def leave() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            streams = [
+                await stack.enter_async_context(served.client.generate_stream(f"Story {i}", options)) for i in range(8)
+            ]
+            for stream in streams:
+                await anext(aiter(stream))
+            async with served.aborting():
+                if await served.num_live() < len(streams):
+                    raise TooLateError
+                assert (await served.state()).gpu_pool.used_blocks > 0
+                for stream in streams:
+                    await stream.close()
+
+    await until_hit(leave)
 
 
 async def test_a_passed_deadline_frees_blocks(served: Served):
     options = GenerationOptions(temperature=0.0, max_tokens=900, ignore_eos=True)
-    async with aborting(served.scheduler, 900):
+    async with served.aborting():
         with pytest.raises(DeadlineExceeded):
             await served.client.generate("Once upon a time", options, timeout_s=0.2)
 
@@ -106,12 +117,9 @@ async def test_a_passed_deadline_frees_blocks(served: Served):
 async def test_cancel_by_id_ends_the_other_call(served: Served):
     options = GenerationOptions(temperature=0.0, max_tokens=900, ignore_eos=True)
 
-    async def running() -> bool:
-        return (await served.state()).running_requests == 1
-
-    async with aborting(served.scheduler, 900):
+    async with served.aborting():
         call = asyncio.create_task(served.client.generate("Once upon a time", options, request_id="to-be-cancelled"))
-        await until(running)
+        await served.until_live(1)
         await served.client.cancel("to-be-cancelled")
         with pytest.raises(Cancelled):
             await call
@@ -155,7 +163,7 @@ async def test_a_follow_up_turn_hits_the_cache_and_says_the_same_as_without(serv
 
 
 async def test_at_64_streams_the_scheduler_waits_for_no_client(served: Served):
-    options = GenerationOptions(temperature=0.0, max_tokens=150, ignore_eos=True)
+    options = GenerationOptions(temperature=0.0, max_tokens=60, ignore_eos=True)
     prompts = [f"Story number {i}." for i in range(32)]
     idle = [served.client.generate_stream(prompt, options) for prompt in prompts]
     firsts = [await anext(aiter(stream)) for stream in idle]
@@ -169,4 +177,4 @@ async def test_at_64_streams_the_scheduler_waits_for_no_client(served: Served):
             assert isinstance(chunk, TokenChunk)
             assert chunk.offset == offset
             offset += len(chunk.token_ids)
-        assert offset == 150
+        assert offset == 60

@@ -1,17 +1,16 @@
 """Int8 weights and an int8 KV pool behind their flags: answers stay right, and requests do not change each other."""
 
-import asyncio
 import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from quire.client import AsyncClient, Generation, GenerationOptions
-from quire.rpc.address import free_port
+from quire.client import Generation, GenerationOptions
 from tests.e2e.test_mixed_batch import ASKS
 from tests.support.metrics import read_metric
-from tests.support.serving import serving
+from tests.support.ports import free_port
+from tests.support.serving import Served, serving
 
 pytestmark = pytest.mark.extended
 
@@ -46,8 +45,8 @@ def ids_of(answer: Generation) -> list[tuple[int, ...]]:
     return [tuple(sequence.token_ids) for sequence in answer.sequences]
 
 
-async def ask_all(client: AsyncClient, order: list[int]) -> dict[int, list[tuple[int, ...]]]:
-    answers = await asyncio.gather(*(SMALL[index].of(client) for index in order))
+async def ask_all(served: Served, order: list[int]) -> dict[int, list[tuple[int, ...]]]:
+    answers = await served.together(SMALL[index].of(served.client) for index in order)
     return {index: ids_of(answer) for index, answer in zip(order, answers, strict=True)}
 
 
@@ -64,6 +63,6 @@ async def test_requests_over_an_int8_pool_get_together_what_they_get_alone() -> 
         # Which way a preemption takes depends on what runs at that moment, so ask until both were taken.
         preemptions = swap_outs = 0.0
         while not 0 < swap_outs < preemptions:
-            assert await ask_all(served.client, order) == alone
+            assert await ask_all(served, order) == alone
             preemptions = await read_metric(port, "quire_scheduler_preemptions_total")
             swap_outs = await read_metric(port, "quire_scheduler_swap_outs_total")

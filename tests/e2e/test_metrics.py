@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.client import Client, GenerationOptions
-from quire.rpc.address import free_port
+from tests.support.ports import free_port
 from tests.support.promql import metrics_in
 from tests.unit.packaging.test_observability import RULES, expressions
 
@@ -40,7 +40,7 @@ class Served:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line.startswith("quire: ready"), line
-        self.grpc = line.split("grpc=")[1].split()[0]
+        self.grpc, self.http = (line.split(f"{name}=")[1].split()[0] for name in ("grpc", "http"))
 
     def names(self) -> set[str]:
         """The names of all series that the services show."""
@@ -60,6 +60,7 @@ def served() -> Iterator[Served]:
 def test_every_metric_of_dashboards_and_rules_is_one_that_services_show(served: Served) -> None:
     with Client(served.grpc) as client:
         client.generate("Once", GenerationOptions(max_tokens=4))
+    assert httpx.get(f"http://{served.http}/v1/models", timeout=30).is_success
     wanted = {name for _, text in expressions() for name in metrics_in(text)} - ELSEWHERE
     # Series with a label appear when they count for the first time.
     shown = served.names() | {

@@ -16,7 +16,6 @@ import pytest_asyncio
 from openai import AsyncOpenAI, OpenAI
 
 from quire.client import BeamSearch, ChatMessage, EarlyStopping, FinishReason, GenerationOptions
-from tests.support.scheduler_process import aborting
 from tests.support.serving import Served, serving
 
 MODEL = "quire-tiny"
@@ -82,7 +81,6 @@ async def test_the_sync_client(served: Served):
     chat, streamed, completed, pieces = await asyncio.to_thread(talk)
     assert chat == streamed == "The capital of France is Paris."
     assert completed == "".join(pieces)
-    assert len(pieces) > 4
 
 
 SAMPLED = GenerationOptions(max_tokens=30, temperature=1.0, seed=7, ignore_eos=True)
@@ -116,22 +114,26 @@ SAME = [
 
 
 @pytest.mark.parametrize(("asked", "options"), SAME)
-@pytest.mark.parametrize("streaming", [False, True])
-async def test_answers_are_those_of_grpc(served: Served, client: AsyncOpenAI, asked, options, streaming):
+async def test_answers_are_those_of_grpc(served: Served, client: AsyncOpenAI, asked, options):
     common = {"model": MODEL, "max_tokens": 30, "temperature": 1.0, "seed": 7} | asked
     common["extra_body"] = {"ignore_eos": True} | common.get("extra_body", {})
-    expected = [
-        [(each.text, each.finish_reason) for each in answer.sequences]
-        for answer in (
-            await served.client.generate(STORY, options),
-            await served.client.chat([ChatMessage("user", CAPITAL[0]["content"])], options),
-        )
-    ]
-    completion = await client.completions.create(prompt=STORY, stream=streaming, **common)
-    chat = await client.chat.completions.create(messages=CAPITAL, stream=streaming, **common)
-    got = [await collected(completion), await collected(chat)]
-    reasons = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-    assert [[(text, reasons[reason or ""]) for text, reason in each] for each in got] == expected
+
+    async def completion(*, stream: bool) -> list[tuple[str, str | None]]:
+        return await collected(await client.completions.create(prompt=STORY, stream=stream, **common))
+
+    async def chat(*, stream: bool) -> list[tuple[str, str | None]]:
+        return await collected(await client.chat.completions.create(messages=CAPITAL, stream=stream, **common))
+
+    answers, got = await asyncio.gather(
+        asyncio.gather(
+            served.client.generate(STORY, options),
+            served.client.chat([ChatMessage("user", CAPITAL[0]["content"])], options),
+        ),
+        asyncio.gather(*(ask(stream=stream) for stream in (False, True) for ask in (completion, chat))),
+    )
+    reasons = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+    expected = [[(each.text, reasons[each.finish_reason]) for each in answer.sequences] for answer in answers]
+    assert got == expected * 2
 
 
 async def collected(answer) -> list[tuple[str, str | None]]:
@@ -233,25 +235,25 @@ async def test_a_full_queue_is_a_rate_limit():
         serving(num_gpu_blocks=64, max_num_seqs=1, max_waiting_requests=1) as served,
         AsyncOpenAI(base_url=f"{url_of(served)}/v1", api_key="unused", max_retries=0) as client,
     ):
-        long = {"model": MODEL, "prompt": STORY, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
-        running = [asyncio.create_task(client.completions.create(**long)) for _ in range(4)]
-        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
-        errors = [each.exception() for each in done if each.exception()]
-        assert errors
-        for error in errors:
-            assert isinstance(error, openai.RateLimitError)
-            assert int(error.response.headers["retry-after"]) >= 1
-        for each in running:
-            each.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        asked = {"model": MODEL, "prompt": STORY, "max_tokens": 9, "extra_body": {"ignore_eos": True}}
+        with served.standing_still():
+            # One runs, and one waits.
+            running = [asyncio.create_task(client.completions.create(**asked)) for _ in range(2)]
+            await served.until_live(2)
+            for _ in range(2):
+                with pytest.raises(openai.RateLimitError) as caught:
+                    await client.completions.create(**asked)
+                assert int(caught.value.response.headers["retry-after"]) >= 1
+        assert [each.usage.completion_tokens for each in await asyncio.gather(*running)] == [9, 9]
 
 
 async def test_a_client_that_leaves_frees_its_blocks(served: Served, client: AsyncOpenAI):
-    async with aborting(served.scheduler, 900):
+    async with served.aborting():
+        # Its headers come after a while without tokens.
         stream = await client.completions.create(
             model=MODEL, prompt=[STORY, "A"], max_tokens=900, n=2, stream=True, extra_body={"ignore_eos": True}
         )
-        await anext(aiter(stream))
+        await served.until_live(2)
         assert (await served.state()).gpu_pool.used_blocks
         await stream.close()
 
@@ -267,7 +269,7 @@ async def test_the_readme_s_python_example_answers(served: Served):
     plain, formats, _ = readme_blocks("python")
     code = f"{plain}\n{formats}".replace("http://127.0.0.1:8000", url_of(served))
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
-    out, _ = await asyncio.wait_for(process.communicate(), timeout=60)
+    out, _ = await asyncio.wait_for(process.communicate(), timeout=200)
     streamed, answered, parsed, call, said = out.decode().splitlines()
     assert streamed == answered == "The capital of France is Paris."
     assert re.fullmatch(r"city='\w+' is_large=(True|False)", parsed)
@@ -316,7 +318,7 @@ async def test_a_benchmark_s_requests_work_as_they_are(served: Served):
     assert not buffer
     assert usage is not None
     assert (usage["completion_tokens"], usage["prompt_tokens"]) == (24, 5)
-    assert len(texts) >= 10
+    assert texts
     (sequence,) = (
         await served.client.generate(STORY, GenerationOptions(max_tokens=24, temperature=0.0, ignore_eos=True))
     ).sequences

@@ -1,7 +1,5 @@
 """Several samples of one prompt through all processes."""
 
-import asyncio
-
 import pytest
 import pytest_asyncio
 
@@ -37,8 +35,8 @@ async def test_groups_get_together_what_each_gets_alone(served: Served):
     ]
     alone = [await served.client.generate(f"{PROMPT}, story {i % 5}", each) for i, each in enumerate(options)]
     before = (await served.state()).preemptions
-    crowd = await asyncio.gather(
-        *(served.client.generate(f"{PROMPT}, story {i % 5}", each) for i, each in enumerate(options))
+    crowd = await served.together(
+        served.client.generate(f"{PROMPT}, story {i % 5}", each) for i, each in enumerate(options)
     )
     assert (await served.state()).preemptions > before
     texts = [[sequence.text for sequence in generation.sequences] for generation in alone]

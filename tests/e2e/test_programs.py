@@ -75,19 +75,23 @@ async def test_what_fails_in_one_branch_ends_the_others_and_says_why(served: Ser
 
 
 async def test_a_program_that_is_cancelled_leaves_nothing_pinned_or_running(served: Served):
+    is_pinned, may_go_on = asyncio.Event(), asyncio.Event()
+
     async def run() -> None:
         async with Program(served.client, DOCUMENT, GREEDY) as program:
+            is_pinned.set()
+            await may_go_on.wait()
             await join(branch.gen(max_tokens=400, ignore_eos=True) for branch in program.branch().fork(4))
 
     running = asyncio.create_task(run())
-    while not (await served.state()).running_requests:
-        pass
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    while (state := await served.state()).running_requests:
-        pass
-    assert state.gpu_pool.pinned_blocks == 0
+    await is_pinned.wait()
+    async with served.aborting():
+        may_go_on.set()
+        await served.until_live(4)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert (await served.state()).gpu_pool.pinned_blocks == 0
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ async def run(*command: str, address: str) -> str:
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "PATH": path, "QUIRE_ADDRESS": address},
     )
-    out, err = await asyncio.wait_for(process.communicate(), timeout=60)
+    out, err = await asyncio.wait_for(process.communicate(), timeout=200)
     assert process.returncode == 0, err.decode()
     return out.decode()
 
@@ -75,4 +75,5 @@ async def test_each_grpcurl_call_works_by_reflection_alone(line, address):
     arguments = shlex.split(line.replace("127.0.0.1:50051", address))[1:]
     answers = await asyncio.to_thread(Call.parse(arguments).run)
     assert all(answers)
-    assert len(answers) > 3 or "Stream" not in line
+    # Of a stream at least a chunk, the end of the sequence and that of the request.
+    assert len(answers) >= 3 or "Stream" not in line

@@ -41,7 +41,7 @@ async def served(model):
 async def outputs(served: Served, prompts, *options: GenerationOptions) -> list[tuple[int, ...]]:
     """What the requests give that run at once, the options taken in turn."""
     calls = (served.client.generate(prompt, options[i % len(options)]) for i, prompt in enumerate(prompts))
-    return [each.sequences[0].token_ids for each in await asyncio.gather(*calls)]
+    return [each.sequences[0].token_ids for each in await served.together(calls)]
 
 
 async def test_repetition_penalty_equals_transformers(served: Served, model):

@@ -1,19 +1,17 @@
 """Ranks that share a model say what one says, and what transformers says, for every family of Quire's own."""
 
-import asyncio
 import random
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedModel
 
 from quire.client import GenerationOptions
-from quire.local.commands import Programs
-from tests.support.greedy import generate_greedily
+from tests.support.greedy import likeliest_after
 from tests.support.models import SHAPES, VOCAB_SIZE, make_model, make_shape
 from tests.support.more_models import NATIVE, make_family
-from tests.support.serving import Served, serving
+from tests.support.serving import Served, forked_programs, forked_worker, serving
 
 NUM_PROMPTS, MAX_TOKENS = 24, 24
 LENGTHS = (1, 7, 16, 17, 40, 70)
@@ -27,6 +25,8 @@ FAMILIES = (
     "qwen2-tied",
     "qwen3-alternating",
 )
+WITH_THREADS = "llama-mqa-80"
+"""Each of its ranks has two threads."""
 
 
 def make(directory: Path, name: str) -> PreTrainedModel:
@@ -43,8 +43,15 @@ def make_prompts(seed: int) -> list[list[int]]:
 
 async def ask(served: Served, prompts: list[list[int]], **options: float) -> list[list[int]]:
     asked = GenerationOptions(**{"max_tokens": MAX_TOKENS, "ignore_eos": True, **options})
-    generations = await asyncio.gather(*(served.client.generate(prompt, asked) for prompt in prompts))
+    generations = await served.together(served.client.generate(prompt, asked) for prompt in prompts)
     return [list(generation.sequences[0].token_ids) for generation in generations]
+
+
+async def check_greedy(served: Served, model: PreTrainedModel, prompts: list[list[int]]) -> None:
+    """The server says what transformers says."""
+    outputs = await ask(served, prompts, temperature=0.0)
+    assert {len(output) for output in outputs} == {MAX_TOKENS}
+    assert outputs == likeliest_after(model, prompts, outputs)
 
 
 @pytest.mark.parametrize(
@@ -53,21 +60,13 @@ async def ask(served: Served, prompts: list[list[int]], **options: float) -> lis
 async def test_two_ranks_say_what_transformers_says_while_blocks_run_out(name: str, tmp_path: Path) -> None:
     model = make(tmp_path, name)
     prompts = make_prompts(seed=3)
-    expected = generate_greedily(model, prompts, MAX_TOKENS)
     settings = {"dtype": "float32", "num_gpu_blocks": 16, "max_num_batched_tokens": 256, "preemption_mode": "swap"}
-    async with serving(model=str(tmp_path), tensor_parallel_size=2, num_threads=1, **settings) as served:
-        assert await ask(served, prompts, temperature=0.0) == expected
+    num_threads = 2 if name == WITH_THREADS else 1
+    async with serving(model=str(tmp_path), tensor_parallel_size=2, num_threads=num_threads, **settings) as served:
+        await check_greedy(served, model, prompts)
         state = await served.state()
         assert state.preemptions > 0
         assert [worker.attached for worker in state.workers] == [True, True]
-
-
-@pytest.mark.extended
-async def test_two_ranks_of_two_threads_each_say_what_transformers_says(tmp_path: Path) -> None:
-    model = make(tmp_path, "llama-gqa-explicit-128")
-    prompts = make_prompts(seed=7)
-    async with serving(model=str(tmp_path), tensor_parallel_size=2, num_threads=2, dtype="float32") as served:
-        assert await ask(served, prompts, temperature=0.0) == generate_greedily(model, prompts, MAX_TOKENS)
 
 
 @pytest.mark.extended
@@ -75,18 +74,17 @@ async def test_three_ranks_say_what_transformers_says_with_parts_that_differ_in_
     model = make_model(tmp_path, "llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
     prompts = make_prompts(seed=5)
     async with serving(model=str(tmp_path), tensor_parallel_size=3, num_threads=1, dtype="float32") as served:
-        assert await ask(served, prompts, temperature=0.0) == generate_greedily(model, prompts, MAX_TOKENS)
+        await check_greedy(served, model, prompts)
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["gpt2-tied-32", "llama-gqa-explicit-128"])
-async def test_ranks_that_share_no_memory_say_what_transformers_says(name: str, tmp_path: Path) -> None:
-    model = make(tmp_path, name)
+async def test_ranks_that_share_no_memory_say_what_transformers_says(tmp_path: Path) -> None:
+    model = make(tmp_path, "llama-gqa-explicit-128")
     prompts = make_prompts(seed=6)
-    apart = Programs(worker=(sys.executable, "-P", "-m", "tests.support.apart_worker"))
+    apart = replace(forked_programs(), worker=forked_worker("tests.support.apart_worker"))
     settings = {"model": str(tmp_path), "tensor_parallel_size": 2, "num_threads": 1, "dtype": "float32"}
     async with serving(programs=apart, **settings) as served:
-        assert await ask(served, prompts, temperature=0.0) == generate_greedily(model, prompts, MAX_TOKENS)
+        await check_greedy(served, model, prompts)
 
 
 @pytest.mark.extended

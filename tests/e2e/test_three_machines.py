@@ -33,7 +33,7 @@ UNITS = ROOT / "deploy" / "systemd"
 SERVICES = ("worker", "scheduler", "gateway")
 HOSTS = {name: f"10.203.77.{number}" for number, name in enumerate((*SERVICES, "client"), start=1)}
 ABSENT = "10.203.77.99"
-TIMEOUT_S = 110
+TIMEOUT_S = 250
 TOKENS = 200
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator
@@ -15,8 +14,7 @@ import openai
 import pytest
 
 from quire.client import AsyncClient, ClientTls, GenerationOptions
-from quire.local.commands import child_environ
-from quire.rpc.address import free_port
+from quire.local.commands import Programs, child_environ
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import PermissionDenied, Unavailable, from_rpc_error
 from quire.rpc.tls import Role, TlsIdentity
@@ -24,6 +22,7 @@ from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.certificates import make_certificates
 from tests.support.killing import kill
+from tests.support.ports import free_port
 from tests.support.serving import serving
 
 GREEDY = GenerationOptions(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -47,14 +46,14 @@ async def process(module: str, *arguments: str) -> AsyncIterator[asyncio.subproc
         yield running
     finally:
         running.terminate()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await running.communicate()
 
 
 async def listening(gateway: asyncio.subprocess.Process) -> dict[str, str]:
     """The addresses that a gateway says it has."""
     assert gateway.stdout is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         line = (await gateway.stdout.readline()).decode()
     return dict(word.split("=") for word in line.split()[2:])
 
@@ -99,10 +98,11 @@ async def generated(client: AsyncClient) -> str:
 
 async def test_serve_with_certificates_answers_grpc_and_https_and_survives_its_worker(tmp_path: Path) -> None:
     make_certificates(tmp_path)
-    async with serving(tls_dir=tmp_path, client_tls=tls_of(tmp_path), num_gpu_blocks=64) as served:
+    # The commands of `quire serve`, as a user's are: the servers of most other tests are forks.
+    async with serving(programs=Programs(), tls_dir=tmp_path, client_tls=tls_of(tmp_path), num_gpu_blocks=64) as served:
         said = await generated(served.client)
         port = served.server.http_address.rpartition(":")[2]
-        http = httpx.AsyncClient(verify=ssl.create_default_context(cafile=tmp_path / "ca.pem"))
+        http = httpx.AsyncClient(verify=ssl.create_default_context(cafile=tmp_path / "ca.pem"), timeout=60)
         async with openai.AsyncOpenAI(
             base_url=f"https://localhost:{port}/v1",
             api_key="x",
@@ -112,7 +112,7 @@ async def test_serve_with_certificates_answers_grpc_and_https_and_survives_its_w
                 model="quire-tiny", prompt=QUESTION, max_tokens=8, temperature=0, extra_body={"ignore_eos": True}
             )
             assert completion.choices[0].text == said
-        async with httpx.AsyncClient() as stranger:
+        async with httpx.AsyncClient(timeout=60) as stranger:
             with pytest.raises(httpx.ConnectError):
                 await stranger.get(f"https://localhost:{port}/health")
         with pytest.raises(Unavailable):
@@ -132,7 +132,7 @@ async def test_serve_may_ask_its_clients_for_certificates(tmp_path: Path) -> Non
             async with AsyncClient(served.server.grpc_address, tls=tls_of(tmp_path)) as stranger:
                 await stranger.generate(QUESTION, GREEDY)
         port = served.server.http_address.rpartition(":")[2]
-        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=tmp_path / "ca.pem")) as http:
+        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=tmp_path / "ca.pem"), timeout=60) as http:
             with pytest.raises(httpx.TransportError):
                 await http.get(f"https://localhost:{port}/health")
 
@@ -142,7 +142,7 @@ async def test_serve_shows_clients_a_public_certificate_and_operators_its_metric
     inner, public = tmp_path / "inner", tmp_path / "public"
     make_certificates(inner)
     make_certificates(public)
-    ports = dict(zip(("gateway", "scheduler", "worker"), free_ports(3), strict=True))
+    ports = {name: free_port() for name in ("gateway", "scheduler", "worker")}
     settings: dict[str, Any] = {f"{name}_metrics_port": port for name, port in ports.items()}
     settings |= {"public_cert": public / "gateway.pem", "public_key": public / "gateway.key"}
     async with serving(tls_dir=inner, client_tls=tls_of(public), num_gpu_blocks=64, **settings) as served:
@@ -152,14 +152,7 @@ async def test_serve_shows_clients_a_public_certificate_and_operators_its_metric
                 await deceived.generate(QUESTION, GREEDY)
         operator = ssl.create_default_context(cafile=inner / "ca.pem")
         operator.load_cert_chain(inner / "operator.pem", inner / "operator.key")
-        async with httpx.AsyncClient(verify=operator) as http:
+        async with httpx.AsyncClient(verify=operator, timeout=60) as http:
             for name, port in ports.items():
                 answer = await http.get(f"https://localhost:{port}/metrics")
                 assert f"quire_{name}_" in answer.text
-
-
-def free_ports(count: int) -> list[int]:
-    """Distinct ports that nobody listens on at this moment."""
-    with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [probe.getsockname()[1] for probe in probes]

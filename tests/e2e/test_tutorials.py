@@ -29,7 +29,7 @@ async def test_the_programs_of_a_page_run_one_after_the_other(served: Served, pa
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-    out, err = await asyncio.wait_for(process.communicate(), timeout=120)
+    out, err = await asyncio.wait_for(process.communicate(), timeout=200)
     assert process.returncode == 0, err.decode()
     assert [each for each in PAGES[page] if each not in out.decode()] == []
 

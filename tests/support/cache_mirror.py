@@ -6,7 +6,8 @@ from scheduler_svc.core.scheduler import Scheduler
 
 
 class CacheMirror:
-    """The content of a scheduler's prefix cache, made from its log alone. Changes are checked as they come."""
+    """The content of a scheduler's prefix cache: what it held when its log began, and what the log told since. Changes
+    are checked as they come."""
 
     def __init__(self, scheduler: Scheduler, tenants: tuple[str, ...] = ("",)) -> None:
         self.blocks: dict[BlockHash, CachedTokens | None] = {}
@@ -17,6 +18,8 @@ class CacheMirror:
     def watch(self, scheduler: Scheduler) -> None:
         """From now on the mirror is that of this scheduler."""
         self._scheduler, self._log = scheduler, scheduler.log_cache()
+        assert self._log.take() == CacheChanges(True, [], {})
+        self.blocks = dict.fromkeys(scheduler.batch.blocks.pool.sealed_hashes())
 
     def check(self) -> None:
         """Takes in what changed, and compares."""

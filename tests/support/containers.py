@@ -7,14 +7,15 @@ import asyncio
 import contextlib
 import os
 import re
+import signal
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.local.commands import child_environ
-from quire.rpc.address import free_port
 from tests.support.compose import ROOT
+from tests.support.ports import free_port
 from tools.kubernetes_manifests import Manifests
 
 _POLL_INTERVAL_S = 0.2
@@ -64,6 +65,7 @@ class Machine:
     ) -> None:
         """`ports` and `own_ports` are those inside; containers may have the same of the latter, where none calls it."""
         self._containers = containers
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._ports = {port: str(free_port()) for port in ports} | dict.fromkeys(own_ports, "0")
 
     def port(self, inside: str) -> str:
@@ -73,26 +75,37 @@ class Machine:
     async def running(self) -> AsyncIterator[None]:
         """All of them, healthy."""
         async with contextlib.AsyncExitStack() as stack:
-            for container in self._containers.values():
-                await stack.enter_async_context(self._process(container))
+            for name, container in self._containers.items():
+                await stack.enter_async_context(self._process(name, container))
             for container in self._containers.values():
                 await self._until_healthy(container)
             yield
 
+    @contextlib.contextmanager
+    def standing_still(self, name: str) -> Iterator[None]:
+        """A container is paused in the block."""
+        process = self._processes[name]
+        process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGCONT)
+
     @contextlib.asynccontextmanager
-    async def _process(self, container: Container) -> AsyncIterator[None]:
+    async def _process(self, name: str, container: Container) -> AsyncIterator[None]:
         words = [self._here(word, container) for word in container.arguments]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "quire.cli.main", *words),
             env=self._environment(container),
             stdout=asyncio.subprocess.DEVNULL,
         )
+        self._processes[name] = process
         try:
             yield
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 await process.wait()
 
     async def _until_healthy(self, container: Container) -> None:
@@ -115,6 +128,7 @@ class Machine:
         """A word of a command line as it is here: hosts are all this one, ports and folders are others."""
         word = re.sub(r"\b0\.0\.0\.0\b", "127.0.0.1", word)
         word = re.sub(r"(?<==)[a-z][\w.-]*(?=:\d+$)|^[a-z][\w.-]*(?=:\d+$)", "127.0.0.1", word)
+        word = re.sub(r"(?<=dns:///)[a-z][\w.-]*(?=:\d+$)", "127.0.0.1", word)
         word = re.sub(r"(?<![\w.])\d{4,5}$", lambda match: self._ports.get(match[0], match[0]), word)
         insides = "|".join(container.mounts)
         return re.sub(rf"(?:^|(?<=[=:]))(?:{insides})(?=/|$)", lambda match: str(container.mounts[match[0]]), word)

@@ -23,7 +23,39 @@ from tests.support.logprobs import Line, columns_of
 CLIENT = ClientId(0)
 VOCAB_SIZE = 50
 
-Slots = dict[int, tuple[int, ...]]
+Content = int | tuple[int, int]
+"""What a slot holds: the number that `Contexts` gives the token whose keys and values it holds with all before it, as
+these depend on them. Where it is not finite, the mark of who computed it comes before."""
+
+Blocks = dict[int, list[Content | None]]
+"""Block -> what its slots hold."""
+
+
+class Contexts:
+    """Gives sequences of tokens numbers: those that are equal have the same."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._lasts: list[tuple[int, int]] = [(0, 0)]
+
+    def extend(self, numbers: list[int], tokens: Sequence[int], end: int) -> None:
+        """`numbers` has those of the first tokens, each with all before it; now it has those of `end` tokens."""
+        before = numbers[-1] if numbers else 0
+        for token_id in tokens[len(numbers) : end]:
+            last = before, token_id
+            if last not in self._numbers:
+                self._numbers[last] = len(self._lasts)
+                self._lasts.append(last)
+            before = self._numbers[last]
+            numbers.append(before)
+
+    def tokens(self, number: int) -> list[int]:
+        """The sequence of tokens that has this number."""
+        backwards: list[int] = []
+        while number:
+            number, token_id = self._lasts[number]
+            backwards.append(token_id)
+        return backwards[::-1]
 
 
 def make_config(**changes: Any) -> SchedulerConfig:
@@ -145,6 +177,8 @@ class WorkerRow:
     logprobs: int | None
     num_candidates: int | None
     parameters: bytes
+    contexts: list[int] = field(default_factory=list[int])
+    """The numbers of the first tokens, each with all before it."""
 
 
 @dataclass
@@ -153,16 +187,15 @@ class FakeDevice:
 
     block_size: int
     rows: dict[int, WorkerRow] = field(default_factory=dict)
-    host_slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Slot -> the token whose keys and values it holds and all tokens before it, which these depend on; before those
-    the mark of who computed it, where it is not finite."""
+    host_blocks: Blocks = field(default_factory=dict)
+    blocks: Blocks = field(default_factory=dict)
     candidates: Callable[[list[int], int], Candidates] = candidates_after
     """The most likely tokens after these, and how many."""
     num_computed: int = 0
     """Tokens computed so far, over all rows."""
     seals: dict[int, BlockHash] = field(default_factory=dict)
     """What a scheduler that comes later would adopt: block -> the hash that it is sealed under."""
+    contexts: Contexts = field(default_factory=Contexts)
 
     def run(
         self,
@@ -173,9 +206,9 @@ class FakeDevice:
         """`failing` rows compute nothing finite from a position on: row -> mark that nobody else has, position. The
         constraint of `refusing` rows fails where they sample."""
         failing = failing or {}
-        self._move(plan.swap_out, self.slots, self.host_slots)
-        self._move(plan.swap_in, self.host_slots, self.slots)
-        self._move(plan.copies, self.slots, self.slots)
+        self._move(plan.swap_out, self.blocks, self.host_blocks)
+        self._move(plan.swap_in, self.host_blocks, self.blocks)
+        self._move(plan.copies, self.blocks, self.blocks)
         for row in plan.release.tolist():
             self.rows.pop(row, None)
         for assigned in plan.assign:
@@ -189,7 +222,10 @@ class FakeDevice:
                 assigned.sampling.parameters,
             )
         parents = {child: self.rows[parent] for parent, child in plan.forks.tolist()}
-        self.rows |= {row: replace(each, tokens=[*each.tokens], blocks=[*each.blocks]) for row, each in parents.items()}
+        self.rows |= {
+            row: replace(each, tokens=[*each.tokens], blocks=[*each.blocks], contexts=[*each.contexts])
+            for row, each in parents.items()
+        }
         for row, seed in plan.reseed:
             self.rows[row].seed = seed
         for row, position, token_id in plan.set_tokens.tolist():
@@ -232,20 +268,18 @@ class FakeDevice:
             refused,
         )
 
-    def _move(self, pairs: np.ndarray, source: Slots, target: Slots) -> None:
+    def _move(self, pairs: np.ndarray, source: Blocks, target: Blocks) -> None:
         assert len(set(pairs[:, 1].tolist())) == len(pairs), "a block is written twice"
-        moved = [(to, self._block(source, block)) for block, to in pairs.tolist()]
+        # All are read before any is written.
+        moved = [(to, [*source.get(block, self._empty)]) for block, to in pairs.tolist()]
         for block, content in moved:
-            if target is self.slots:
+            if target is self.blocks:
                 self.seals.pop(block, None)
-            for offset in range(self.block_size):
-                target.pop(block * self.block_size + offset, None)
-            target.update({block * self.block_size + offset: held for offset, held in content.items()})
+            target[block] = content
 
-    def _block(self, slots: Slots, block: int) -> Slots:
-        """Offset and content of the block's filled slots."""
-        found = ((offset, slots.get(block * self.block_size + offset)) for offset in range(self.block_size))
-        return {offset: held for offset, held in found if held is not None}
+    @property
+    def _empty(self) -> list[Content | None]:
+        return [None] * self.block_size
 
     def _check_distinct_writes(self, plan: StepPlan) -> None:
         written = [
@@ -255,27 +289,32 @@ class FakeDevice:
         ]
         assert len(set(written)) == len(written), "two rows write to one block"
 
-    def _slot(self, row: WorkerRow, position: int) -> int:
-        return row.blocks[position // self.block_size] * self.block_size + position % self.block_size
-
     def _compute(self, row: WorkerRow, num_new: int, num_computed: int, mark: int, failing_from: int) -> None:
         self.num_computed += num_new
-        for position in range(num_computed):
-            context = tuple(row.tokens[: position + 1])
-            held = self.slots[self._slot(row, position)]
+        size, end, own = self.block_size, num_computed + num_new, row.contexts
+        assert end <= len(row.tokens), "a token was computed before it was known"
+        self.contexts.extend(own, row.tokens, end)
+        for first in range(0, num_computed, size):
+            last = min(first + size, num_computed)
+            held = self.blocks.get(row.blocks[first // size], self._empty)[: last - first]
             # What a row that fails took from the cache is as finite as it was.
-            is_own = held == context or (position >= failing_from and held == (mark, *context))
+            is_own = held == own[first:last] or all(
+                content == own[position] or (position >= failing_from and content == (mark, own[position]))
+                for position, content in enumerate(held, first)
+            )
             assert is_own, "the context is not the row's own"
-        for position in range(num_computed, num_computed + num_new):
-            assert position < len(row.tokens), "a token was computed before it was known"
-            self.seals.pop(self._slot(row, position) // self.block_size, None)
-            marks = (mark,) if position >= failing_from else ()
-            self.slots[self._slot(row, position)] = (*marks, *row.tokens[: position + 1])
+        for position in range(num_computed, end):
+            block = row.blocks[position // size]
+            self.seals.pop(block, None)
+            content = own[position] if position < failing_from else (mark, own[position])
+            self.blocks.setdefault(block, self._empty)[position % size] = content
 
     def check_seals(self, plan: StepPlan, tenants: Reversible[str]) -> None:
         """That each block which a step sealed holds what its hash stands for, for one of these tenants."""
         for block, content in plan.sealed:
-            tokens = self.slots.get((block + 1) * self.block_size - 1, ())
+            held = self.blocks[block][-1]
+            assert isinstance(held, int), f"block {block} is sealed, and it is not full or not finite"
+            tokens = self.contexts.tokens(held)
             hashes = (PrefixHashes(tenant, self.block_size) for tenant in reversed(tenants))
             true = (each.first(len(tokens) // self.block_size, tokens)[-1:] for each in hashes)
             assert [content] in true, f"block {block} is sealed under the hash of other tokens"

@@ -218,12 +218,12 @@ def running_fake_gateway(tls: ServerTls | None = None) -> Iterator[FakeGatewayTh
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
-    assert is_started.wait(10)
+    assert is_started.wait(60)
     try:
         yield started[0]
     finally:
         started[0].loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(60)
     assert not thread.is_alive()
 
 
@@ -271,13 +271,13 @@ async def _run(flags: argparse.Namespace) -> None:
     server = await start_fake_gateway(
         f"{host}:{flags.grpc_port}",
         FakeGeneration(),
-        gateway_id=str(os.getpid()),
+        gateway_id=str(os.getpgrp()),
         reuse_port=flags.reuse_port,
         local_socket=flags.local_socket,
     )
 
     def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(str(os.getpid()).encode())
+        writer.write(str(os.getpgrp()).encode())
         writer.close()
 
     http = await asyncio.start_server(greet, host, flags.http_port, reuse_port=flags.reuse_port)

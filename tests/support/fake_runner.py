@@ -11,7 +11,7 @@ from quire.logprob_columns import LogprobColumns
 from tests.support.fake_pool import BlockError, FakePool
 from tests.support.fake_rows import FakeRows
 from tests.support.logprobs import Line, columns_of
-from worker_svc.device.block_moves import SealInventory
+from worker_svc.device.seals import SealInventory
 from worker_svc.step import (
     AdmittedStep,
     Batch,

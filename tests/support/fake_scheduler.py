@@ -31,9 +31,12 @@ from quire.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, Unav
 from quire.rpc.server import RpcServer
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.support.fake_pins import FakePins
+from tests.support.fake_watch import FakeWatch, Shown
 from tests.support.logprobs import Line, fill, token_logprobs
 
 SERVICE = "quire.scheduler.v1.SchedulerService"
+
+_NUM_EARLY_TOKENS, _LATE_TOKENS_PER_STEP = 100, 8
 
 # (prompt token ids, position in the output) -> token id
 TokenRule = Callable[[tuple[int, ...], int], int]
@@ -127,13 +130,14 @@ class _Signal(asyncio.Event):
 
 
 @dataclass
-class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
+class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServicer):
     """Emits one token per live request and step, one message per step.
 
     Attributes:
         rule: Which token comes next.
         step_delay_s: Time between steps; 0 is as fast as the gateway's stream takes them.
-        tokens_per_step: Tokens of each request in one step, as after a slow stream.
+        tokens_per_step: Tokens of each request in one step, as after a slow stream. Where neither this nor the delay is
+            set, there are more after the first hundred.
         emits: While it is clear, no step is made.
         repeats_events: Each step repeats the tokens of the step before.
         refusal: Answers to the next submits instead of tokens.
@@ -144,8 +148,6 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         submits, aborted: What came, in order; for aborts the request ids.
         aborted_handles: Those of all aborts that came, whether the request still ran or not.
         live: Requests of the open stream by handle.
-        frames, blocks: What Watch and ReadBlock answer.
-        watches: The calls of Watch that came.
         wants_cache_updates: Whether the gateway of the open stream does.
         is_heard: Whether the gateway of the open stream has said more than hello, as it does when it knows the welcome.
     """
@@ -172,9 +174,6 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     aborted: list[str] = field(default_factory=list)
     aborted_handles: list[int] = field(default_factory=list)
     live: dict[int, FakeRequest] = field(default_factory=dict)
-    frames: list[scheduler_pb2.WatchResponse] = field(default_factory=list)
-    watches: list[scheduler_pb2.WatchRequest] = field(default_factory=list)
-    blocks: dict[int, scheduler_pb2.ReadBlockResponse] = field(default_factory=dict)
     address: str = "127.0.0.1:0"
     connections: int = 0
     is_heard: bool = False
@@ -272,7 +271,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def until(self, condition: Callable[[], Any]) -> None:
         """Waits until something that came makes the condition true."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not condition():
                 self._heard.clear()
                 await self._heard.wait()
@@ -347,19 +346,19 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.CancelResponse:
         raise NotFound(f"{request.request_id} is not kept", reason="REQUEST_NOT_FOUND")
 
-    async def Watch(
-        self, request: scheduler_pb2.WatchRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[scheduler_pb2.WatchResponse]:
-        """Shows `frames`, and then nothing more."""
-        self.watches.append(request)
-        for frame in self.frames:
-            yield frame
-        await asyncio.get_running_loop().create_future()
+    def shown(self) -> list[Shown]:
+        return [
+            Shown(
+                request.submit,
+                [*request.prompt, *(self.rule(request.prompt, position) for position in range(request.num_emitted))],
+                len(request.prompt),
+            )
+            for request in self.live.values()
+        ]
 
-    async def ReadBlock(
-        self, request: scheduler_pb2.ReadBlockRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.ReadBlockResponse:
-        return self.blocks[request.block_id]
+    @property
+    def is_draining(self) -> bool:
+        return self.drains
 
     def _send_state(self, *, ready: bool) -> None:
         self._outgoing.append(scheduler_pb2.ConnectResponse(state=scheduler_pb2.ReplicaState(ready=ready)))
@@ -456,7 +455,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
             if not request.num_emitted or self.repeats_events:
                 self._add_prompt_logprobs(events, request)
             start = max(request.num_emitted - 1, 0) if self.repeats_events else request.num_emitted
-            for position in range(start, request.num_emitted + self.tokens_per_step):
+            for position in range(start, request.num_emitted + self._num_next(request)):
                 token_id = self.rule(request.prompt, position)
                 if (logprobs := self._logprobs(request, token_id)) is not None:
                     lines[len(columns[0])] = logprobs
@@ -470,6 +469,11 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
             events.token_logprobs.CopyFrom(token_logprobs(lines))
         return events
 
+    def _num_next(self, request: FakeRequest) -> int:
+        """How many tokens of a request are in the next step. Whoever lets one run on and on only waits for its end."""
+        is_usual = self.tokens_per_step == 1 and self.step_delay_s == FakeScheduler.step_delay_s
+        return _LATE_TOKENS_PER_STEP if is_usual and request.num_emitted >= _NUM_EARLY_TOKENS else self.tokens_per_step
+
     def _is_over(self, request: FakeRequest, position: int, token_id: int, events: scheduler_pb2.TokenEvents) -> bool:
         request.num_emitted = position + 1
         is_stop = token_id in request.ending_token_ids
@@ -480,7 +484,8 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         if is_stop:
             end.stop_token_id = token_id
         events.finished.append(end)
-        events.completed.append(scheduler_pb2.RequestEnd(handle=request.submit.handle, usage=_usage(request)))
+        self.usages.append(_usage(request))
+        events.completed.append(scheduler_pb2.RequestEnd(handle=request.submit.handle, usage=self.usages[-1]))
         return True
 
     @staticmethod

@@ -22,7 +22,7 @@ from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.stream import HEARTBEAT_INTERVAL_S, Worker, WorkerServicer, start_server
 from worker_svc.step import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
 
-_DEVICE_STOP_S = 10.0
+_DEVICE_STOP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)

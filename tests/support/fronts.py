@@ -50,11 +50,11 @@ class GrpcFront:
             if name in fields:
                 setattr(request.sampling, name, fields.pop(name))
         request.MergeFrom(generation_pb2.GenerateRequest(**fields))
-        return await self._answer(self._generation.Generate(request, timeout=20, metadata=self._metadata))
+        return await self._answer(self._generation.Generate(request, timeout=60, metadata=self._metadata))
 
     async def tokenize(self, text: str) -> Answer:
         request = generation_pb2.TokenizeRequest(text=text)
-        return await self._answer(self._generation.Tokenize(request, timeout=20, metadata=self._metadata))
+        return await self._answer(self._generation.Tokenize(request, timeout=60, metadata=self._metadata))
 
     async def models(self) -> list[str]:
         response = await self._models.ListModels(model_pb2.ListModelsRequest(), metadata=self._metadata)
@@ -127,5 +127,5 @@ class Fronts:
 @contextlib.asynccontextmanager
 async def fronts_of(gateway: RunningGateway, kind: str) -> AsyncIterator[Fronts]:
     """`kind` is "grpc" or "http"."""
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
         yield Fronts(kind, gateway, client)

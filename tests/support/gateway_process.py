@@ -9,6 +9,7 @@ from typing import Protocol
 import grpc.aio
 
 from gateway.app import Gateway
+from gateway.replicas.members import Resolver
 from gateway.settings import GatewaySettings
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc, model_pb2_grpc, prefix_pb2_grpc
 from quire.rpc.errors import QuireError, from_rpc_error
@@ -39,15 +40,17 @@ class RunningGateway:
     async def raw_unary(self, method: str, data: bytes) -> bytes:
         """Calls a method of GenerationService with bytes that no stub would send."""
         call = self.channel.unary_unary(GENERATION + method)
-        return await call(data, timeout=30)
+        return await call(data, timeout=60)
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(*schedulers: Schedules, **settings) -> AsyncIterator[RunningGateway]:
-    """Runs a gateway, connected to its schedulers, until the block ends."""
+async def running_gateway(
+    *schedulers: Schedules, resolver: Resolver | None = None, **settings
+) -> AsyncIterator[RunningGateway]:
+    """Runs a gateway, connected to its schedulers, until the block ends. `resolver` gives addresses of names."""
     addresses = tuple(scheduler.address for scheduler in schedulers)
     values = {"grpc_port": 0, "http_port": 0, "schedulers": addresses, "drain_timeout": 0.0} | settings
-    gateway = await Gateway.start(GatewaySettings(**values))
+    gateway = await Gateway.start(GatewaySettings(**values), resolver=resolver)
     running = asyncio.create_task(gateway.run())
     channel = grpc.aio.insecure_channel(gateway.grpc_address)
     try:
@@ -103,15 +106,15 @@ def collected(responses: list) -> Collected:
 
 
 async def collect(call) -> Collected:
-    """Reads a stream to its end, which must come within ten seconds."""
-    async with asyncio.timeout(30):
+    """Reads a stream to its end, which must come within a minute."""
+    async with asyncio.timeout(60):
         return collected([response async for response in call])
 
 
 async def error_of(call) -> QuireError:
     """The error that a unary or streaming call ends with."""
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             answer = [response async for response in call] if hasattr(call, "__aiter__") else await call
     except grpc.aio.AioRpcError as error:
         return from_rpc_error(error)

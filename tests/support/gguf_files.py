@@ -1,6 +1,9 @@
 """GGUF files of small models, written with the package `gguf` by its own table of names."""
 
+import functools
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,17 @@ _NUMBERS = {
     "attention.head_count": ("num_attention_heads", "n_head"),
     "attention.head_count_kv": ("num_key_value_heads",),
     "attention.key_length": ("head_dim",),
+    "attention.sliding_window": ("sliding_window",),
+    "expert_count": ("num_local_experts", "num_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
 }
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+"""Where it is not the type of the model."""
+_MOST_LAYERS = 8
+_EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
@@ -29,19 +42,25 @@ def write_gguf(
     pre: str = "gpt-2",
     further: dict[str, Any] | None = None,
     template: str | None = None,
+    tensors_per_part: int = 0,
+    fused: bool = False,
 ) -> Path:
-    """Writes the model of a directory to `file` as llama.cpp would.
+    """Writes the model of a directory to `file` as llama.cpp would; returns the file, or the first of its parts.
 
     Args:
         quantization: of matrices; vectors stay float32.
         further: more metadata, or other values, by whole keys; "rope" are the factors of rotations.
+        fused: as by the converter's --fuse-qkv and --fuse-gate-up-exps.
     """
     config = json.loads((directory / "config.json").read_text())
-    architecture = config["model_type"]
+    model_type: str = config["model_type"]
+    architecture = _ARCHITECTURES.get(model_type, model_type)
     further = dict(further or {})
     factors = further.pop("rope", None)
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=tensors_per_part)
     writer.add_name(directory.name)
+    if config.get("use_sliding_window") is False:
+        config["sliding_window"] = None
     for key, names in _NUMBERS.items():
         value = next((config[name] for name in names if config.get(name) is not None), None)
         if value is None and key == "feed_forward_length":
@@ -52,7 +71,11 @@ def write_gguf(
         writer.add_layer_norm_eps(config["layer_norm_epsilon"])
     else:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-        writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
+        rope = config.get("rope_parameters") or config
+        writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    for name in _CAPS:
+        if config.get(name) is not None:
+            writer.add_float32(f"{architecture}.{name}", config[name])
     _add_tokenizer(writer, directory, pre)
     if template is not None:
         writer.add_chat_template(template)
@@ -63,12 +86,14 @@ def write_gguf(
         kinds[type(value)](key, value)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
-    _add_tensors(writer, directory, config, quantization)
+    tensors = dict(_stored_tensors(architecture, directory, config, quantization))
+    for name, (data, raw) in (_fuse(tensors) if fused else tensors).items():
+        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
+    return next(iter(sorted(file.parent.glob(f"{file.stem}-00001-of-*.gguf"))), file)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, pre: str) -> None:
@@ -98,24 +123,59 @@ def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, pre: str) -> None:
     writer.add_eos_token_id(tokens.index("</s>"))
 
 
-def _add_tensors(
-    writer: gguf.GGUFWriter, directory: Path, config: dict[str, Any], quantization: gguf.GGMLQuantizationType
-) -> None:
-    architecture = config["model_type"]
+_Stored = tuple[np.ndarray, gguf.GGMLQuantizationType | None]
+_FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
+
+
+def _fuse(tensors: dict[str, _Stored]) -> dict[str, _Stored]:
+    """The rows of those that converters may merge, after each other."""
+    kept = dict(tensors)
+    for fused, parts in _FUSED.items():
+        for name in [name for name in tensors if f".{parts[0]}." in name]:
+            pieces = [kept.pop(name.replace(parts[0], part)) for part in parts]
+            joined = np.concatenate([data for data, _ in pieces], axis=-min(pieces[0][0].ndim, 2))
+            kept[name.replace(parts[0], fused)] = (joined, pieces[0][1])
+    return kept
+
+
+@functools.cache
+def _names_in_files(kind: gguf.MODEL_ARCH) -> gguf.TensorNameMap:
+    return gguf.get_tensor_name_map(kind, _MOST_LAYERS)
+
+
+def _stored_tensors(
+    architecture: str, directory: Path, config: dict[str, Any], quantization: gguf.GGMLQuantizationType
+) -> Iterator[tuple[str, _Stored]]:
+    """Names and contents as in the file, with the type of those that are quantized."""
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    table = gguf.get_tensor_name_map(kind, 64)
+    table = _names_in_files(kind)
+    for name, data in _tensors(directory):
+        base, _, suffix = name.rpartition(".")
+        stored = table.get_name(base)
+        assert stored is not None, name
+        if architecture == "gpt2" and name.endswith(_TRANSPOSED):
+            data = np.ascontiguousarray(data.T)
+        if architecture == "llama" and "_proj" in name and (".q_proj" in name or ".k_proj" in name):
+            heads = config["num_attention_heads" if ".q_proj" in name else "num_key_value_heads"]
+            data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            data = data + 1
+        raw = None
+        if data.ndim > 1 and quantization is not gguf.GGMLQuantizationType.F32 and "gate_inp" not in stored:
+            data, raw = gguf.quantize(np.ascontiguousarray(data), quantization), quantization
+        yield f"{stored}.{suffix}", (data, raw)
+
+
+def _tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Those of the files of a directory; the experts' of a layer in one."""
+    experts: dict[str, list[np.ndarray]] = {}
     for file in sorted(directory.glob("*.safetensors")):
-        for name, tensor in load_file(file).items():
-            base, _, suffix = name.rpartition(".")
-            stored = table.get_name(base)
-            assert stored is not None, name
-            data = tensor.float().numpy()
-            if architecture == "gpt2" and name.endswith(_TRANSPOSED):
-                data = np.ascontiguousarray(data.T)
-            if architecture == "llama" and "_proj" in name and (".q_proj" in name or ".k_proj" in name):
-                heads = config["num_attention_heads" if ".q_proj" in name else "num_key_value_heads"]
-                data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
-            raw = None
-            if data.ndim > 1 and quantization is not gguf.GGMLQuantizationType.F32:
-                data, raw = gguf.quantize(np.ascontiguousarray(data), quantization), quantization
-            writer.add_tensor(f"{stored}.{suffix}", np.ascontiguousarray(data), raw_dtype=raw)
+        content = load_file(file)
+        for name in sorted(content, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
+            data = content[name].float().numpy()
+            if (expert := _EXPERT.fullmatch(name)) is None:
+                yield name, data
+            else:
+                experts.setdefault(f"{expert[1]}.{expert[2]}", []).append(data)
+    for name, parts in experts.items():
+        yield name, np.stack(parts)

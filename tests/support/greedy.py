@@ -1,4 +1,4 @@
-"""What transformers generates greedily: the truth for the served output."""
+"""What transformers says greedily: the truth for the served output."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,11 +16,8 @@ def generate_greedily(
     Prompts of one length share a batch, so that nothing is padded.
     """
     model.generation_config.eos_token_id = None
-    by_length: dict[int, list[int]] = defaultdict(list)
-    for index, prompt in enumerate(prompts):
-        by_length[len(prompt)].append(index)
     outputs: list[list[int]] = [[] for _ in prompts]
-    for length, indices in by_length.items():
+    for length, indices in _by_length(prompts).items():
         batch = torch.tensor([list(prompts[index]) for index in indices])
         with torch.inference_mode():
             generated = model.generate(  # pyright: ignore[reportCallIssue]
@@ -34,3 +31,26 @@ def generate_greedily(
         for index, row in zip(indices, generated[:, length:].tolist(), strict=True):
             outputs[index] = row
     return outputs
+
+
+@torch.inference_mode()
+def likeliest_after(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """For each token of each output, the one that the model finds likeliest there. They are the outputs themselves if
+    these are greedy, which takes one call of the model for all prompts of a length, and `generate` one for each token.
+    """
+    found: list[list[int]] = [[] for _ in prompts]
+    for length, indices in _by_length(prompts).items():
+        batch = torch.tensor([[*prompts[index], *outputs[index]] for index in indices])
+        likeliest = model(batch).logits[:, length - 1 : -1].argmax(-1)
+        for index, row in zip(indices, likeliest.tolist(), strict=True):
+            found[index] = row
+    return found
+
+
+def _by_length(prompts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    indices: dict[int, list[int]] = defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        indices[len(prompt)].append(index)
+    return indices

@@ -43,8 +43,10 @@ class LocalHub:
         cuts: The bytes after which the next answers with a file break off, by the file's name, one entry an answer.
         sent: The requests for files, with the bytes sent, in order.
         status: What every request is answered, where set.
+        forbidden_once: The files whose next request with a range is refused, as by an address that has expired.
         stalled: What an answer waits for before it breaks off.
         has_stalled: Set when an answer waits.
+        held: What every answer waits for.
         ignores_ranges: Whether each file is sent from its beginning.
     """
 
@@ -56,8 +58,10 @@ class LocalHub:
     sent: list[tuple[str, int]] = field(default_factory=list)
     asked: Counter[str] = field(default_factory=Counter)
     status: int | None = None
+    forbidden_once: set[str] = field(default_factory=set)
     stalled: threading.Event | None = None
     has_stalled: threading.Event = field(default_factory=threading.Event)
+    held: threading.Event | None = None
     ignores_ranges: bool = False
 
     def __enter__(self) -> Self:
@@ -100,7 +104,7 @@ class LocalHub:
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
         monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", _CHUNK_BYTES)
         monkeypatch.setattr("quire.hub._LARGE_BYTES", _LARGE_BYTES)
-        # It waits half a minute before it believes that a hub cannot be reached.
+        # It waits half a minute before it believes that a hub fails.
         monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
         monkeypatch.delenv("HF_TOKEN", raising=False)
         return home / "hub"
@@ -135,6 +139,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, with_body: bool) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.asked[path] += 1
+        if self.hub.held is not None:
+            self.hub.held.wait()
         match = _API.fullmatch(urlsplit(self.path).path) or _FILE.fullmatch(urlsplit(self.path).path)
         if self.hub.status is not None:
             self._refuse(self.hub.status, None, "the hub is being repaired")
@@ -163,10 +169,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _send_info(self, repository: str, files: Mapping[str, bytes]) -> None:
-        siblings = [
+        siblings: list[dict[str, Any]] = [
             {"rfilename": name, "size": len(content), "blobId": hashlib.sha1(content).hexdigest()}
             for name, content in files.items()
         ]
+        for sibling, content in zip(siblings, files.values(), strict=True):
+            if len(content) >= _LARGE_BYTES:
+                digest = hashlib.sha256(content).hexdigest()
+                sibling["lfs"] = {"size": len(content), "sha256": digest, "pointerSize": 134}
         info = {
             "id": repository,
             "modelId": repository,
@@ -189,6 +199,10 @@ class _Handler(BaseHTTPRequestHandler):
         content = files.get(name)
         if content is None:
             self._refuse(404, "EntryNotFound", "Entry not found")
+            return
+        if with_body and "range" in self.headers and name in self.hub.forbidden_once:
+            self.hub.forbidden_once.remove(name)
+            self._refuse(403, None, "Request has expired")
             return
         is_large = len(content) >= _LARGE_BYTES
         digest = hashlib.sha256(content).hexdigest() if is_large else hashlib.sha1(content).hexdigest()

@@ -11,7 +11,7 @@ async def read_metric(port: int, name: str) -> float:
 
 async def read_metrics(port: int) -> dict[str, float]:
     """All values, by name, with the labels as they are scraped: `name{label="value"}`."""
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
     return {sample.name + _labels(sample.labels): sample.value for sample in samples}

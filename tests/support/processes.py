@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-async def until_true(condition: Callable[[], object], timeout_s: float = 30) -> None:
+async def until_true(condition: Callable[[], object], timeout_s: float = 60) -> None:
     """Waits until `condition()` is true; TimeoutError when that takes too long."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  (what other processes do sets no event here)
             await asyncio.sleep(0.01)
 
 
-def wait_true(condition: Callable[[], object], timeout_s: float = 30) -> None:
+def wait_true(condition: Callable[[], object], timeout_s: float = 60) -> None:
     """The same without an event loop."""
     ends_at = time.monotonic() + timeout_s
     while not condition():

@@ -1,8 +1,8 @@
-"""One rank in a process of its own: `python -m tests.support.rank_process RANK SIZE HOST:PORT WHAT BY MEETING_S`.
+"""One rank in a process of its own: `main(RANK, SIZE, HOST:PORT, WHAT, BY, MEETING_S)`.
 
 It exchanges tensors BY `memory` that ranks share, or by `messages`, and gives the others MEETING_S to come.
 
-Meets in a daemon thread, as a worker does, says so on stdout, then does one of
+Meets in a daemon thread, as a worker does, says so on stdout once lifelines to the others stand, then does one of
     sum     prints what a sum, columns side by side and the least number are, and stops
     rank    goes on to a step of its own number, which no other rank has
     wait    waits for a line on stdin, then for a sum
@@ -12,6 +12,7 @@ Meets in a daemon thread, as a worker does, says so on stdout, then does one of
 To stop it waits for a line on stdin, which is its signal, says so on stdout, waits for another line and returns.
 """
 
+import socket
 import sys
 import threading
 from dataclasses import dataclass
@@ -25,11 +26,18 @@ from tests.support.steps import make_step
 from worker_svc.device.device_loop import DeviceLoop, StepLane
 from worker_svc.parallel import rendezvous as parallel
 from worker_svc.parallel.ranks import Ranks, SharedMemoryRanks
-from worker_svc.parallel.rendezvous import Patience
+from worker_svc.parallel.rendezvous import Lifelines, Patience
 from worker_svc.settings import WorkerSettings
 from worker_svc.step import AdmittedStep, StepOutput, StepTimings, SupersededError
 
 VOCAB_SIZE = 5
+_num_held = threading.Semaphore(0)
+
+
+class CountedLifelines(Lifelines):
+    def _hold(self, connection: socket.socket, rank: int) -> None:
+        _num_held.release()
+        super()._hold(connection, rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,9 @@ class FailingRunner:
 
 
 def run(ranks: Ranks, what: str, stopping: threading.Event) -> None:
+    # Rank 0 has one to each of the others, which have one to rank 0.
+    for _ in range(1 if ranks.rank else ranks.size - 1):
+        _num_held.acquire()
     print("met", flush=True)
     if what == "sum":
         total = ranks.sum(torch.full((2,), float(ranks.rank + 1)))
@@ -113,6 +124,7 @@ def meet_and_run(settings: WorkerSettings, what: str, by: str, patience: Patienc
 def main(rank: str, size: str, address: str, what: str, by: str, meeting_s: str) -> None:
     if by == "messages":
         keep_apart()
+    parallel.Lifelines = CountedLifelines
     # Without a pause between two looks at the store, so that the end of the process meets one.
     patience = Patience(timedelta(seconds=float(meeting_s)), heartbeat_s=0.0)
     settings = WorkerSettings(
@@ -121,7 +133,3 @@ def main(rank: str, size: str, address: str, what: str, by: str, meeting_s: str)
     thread = threading.Thread(target=meet_and_run, args=(settings, what, by, patience), daemon=True)
     thread.start()
     thread.join()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -40,8 +40,8 @@ async def connection_to(gateway: RunningGateway) -> socket.socket:
 
 
 async def read_answer(connection: socket.socket, *, has_body: bool = True) -> RawAnswer:
-    """The next answer, which must have a content-length and come within ten seconds."""
-    async with asyncio.timeout(30):
+    """The next answer, which must have a content-length and come within a minute."""
+    async with asyncio.timeout(60):
         head = b""
         while not head.endswith(b"\r\n\r\n"):
             head += await _received(connection, 1)
@@ -54,9 +54,9 @@ async def read_answer(connection: socket.socket, *, has_body: bool = True) -> Ra
 
 
 async def read_to_end(connection: socket.socket) -> bytes:
-    """What comes until the other side closes the connection, which must be within ten seconds."""
+    """What comes until the other side closes the connection, which must be within a minute."""
     loop, data = asyncio.get_running_loop(), b""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         try:
             while piece := await loop.sock_recv(connection, 65536):
                 data += piece

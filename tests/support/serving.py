@@ -1,15 +1,69 @@
 """All processes of one replica, as `quire serve` runs them, for tests that talk to them as a user would."""
 
+import asyncio
+import atexit
 import contextlib
-from collections.abc import AsyncIterator
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 from quire.client import AsyncClient, ClientTls
 from quire.local import LocalServer, ServeSettings
-from quire.local.commands import Programs
+from quire.local.commands import Programs, child_environ, worker_name
 from quire.rpc.channel import open_channel
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from tests.support.scheduler_process import wait_nothing_in_use
+from tests.support.scheduler_process import until, wait_nothing_in_use
+
+_SERVICE = Path(__file__).with_name("forked_service.py")
+
+
+@cache
+def _address_of_forks(*modules: str) -> str:
+    """Of a process that has imported these modules and forks from then on, as long as this process runs."""
+    directory = tempfile.mkdtemp(prefix="quire-forks-")
+    address = f"{directory}/socket"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        command = [sys.executable, "-P", "-m", "tests.support.forked_services", str(listener.fileno()), *modules]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=child_environ(os.environ), process_group=0
+        )
+
+    def end() -> None:
+        process.communicate()
+        shutil.rmtree(directory)
+
+    atexit.register(end)
+    return address
+
+
+def forked(module: str, *imported: str) -> tuple[str, ...]:
+    """The command `python -m MODULE`, without flags, as a fork of a process that has imported these modules
+    (tests.support.forked_services)."""
+    return (sys.executable, "-I", "-S", str(_SERVICE), _address_of_forks(*imported), module)
+
+
+def forked_worker(module: str = "worker_svc") -> tuple[str, ...]:
+    """The real worker, or a stand-in that adds to it; what it is a fork of has imported torch."""
+    return forked(module, "worker_svc.startup", "worker_svc.app")
+
+
+def forked_programs() -> Programs:
+    """The real services, as forks."""
+    scheduler, gateway = (
+        forked(module, "scheduler_svc.service.app", "gateway.app") for module in ("scheduler_svc", "gateway")
+    )
+    return Programs(forked_worker(), scheduler, gateway)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +76,64 @@ class Served:
 
     async def state(self, *, include_sequences: bool = False) -> scheduler_pb2.GetStateResponse:
         request = scheduler_pb2.GetStateRequest(include_sequences=include_sequences)
-        return await self.scheduler.GetState(request, wait_for_ready=True, timeout=30)
+        return await self.scheduler.GetState(request, wait_for_ready=True, timeout=60)
+
+    async def num_live(self) -> int:
+        """How many requests the scheduler has."""
+        state = await self.state()
+        return state.running_requests + state.waiting_requests + state.swapped_requests
+
+    async def until_live(self, num_requests: int) -> None:
+        async def are_live() -> bool:
+            return await self.num_live() == num_requests
+
+        await until(are_live)
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """The worker is stopped in the block, so no step ends: no request ends by itself, and the others wait."""
+        ranks = range(self.server._settings.tensor_parallel_size)
+        # Groups, as a forked service is two processes.
+        groups = [self.server.process(worker_name(rank)).pid for rank in ranks]
+        for group in groups:
+            os.killpg(group, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for group in groups:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGCONT)
+
+    async def together(self, calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """The answers to these requests, which all are at the scheduler before any of them gets a token; no others may
+        run."""
+        with self.standing_still():
+            asked = [asyncio.create_task(call) for call in calls]
+            await self.until_live(len(asked))
+        return await asyncio.gather(*asked)
+
+    @contextlib.asynccontextmanager
+    async def aborting(self) -> AsyncIterator[None]:
+        """Checks that whatever begins in the block is aborted, and that its blocks are free then; nothing else may run.
+        No step ends in the block."""
+        with self.standing_still():
+            yield
+            await self.until_live(0)
+        await wait_nothing_in_use(self.scheduler)
 
 
 @contextlib.asynccontextmanager
 async def serving(
     *, client_tls: ClientTls | None = None, programs: Programs | None = None, **settings
 ) -> AsyncIterator[Served]:
-    """Starts all processes, waits until a request succeeds, and checks at the end that no block is in use."""
-    values = {"grpc_port": 0, "http_port": 0, "num_threads": 2, "log_level": "warning", "drain_timeout": 5.0} | settings
-    async with LocalServer(ServeSettings(**values), programs=programs or Programs()) as server:
+    """Starts all processes, waits until a request succeeds, and checks at the end that no block is in use.
+
+    `programs` are forks of processes that have imported what services do, unless the test says otherwise.
+    A worker has one thread unless `settings` say otherwise: tests run beside each other, and the threads of a small
+    model mostly wait for each other.
+    """
+    values = {"grpc_port": 0, "http_port": 0, "num_threads": 1, "log_level": "warning", "drain_timeout": 5.0} | settings
+    async with LocalServer(ServeSettings(**values), programs=programs or forked_programs()) as server:
         await server.wait_ready()
         async with (
             AsyncClient(server.grpc_address, tls=client_tls) as client,

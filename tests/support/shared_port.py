@@ -20,7 +20,7 @@ async def names_by_id(server: LocalServer) -> dict[str, str]:
 
 async def gateway_id_of(client: AsyncClient) -> str:
     """The id of the gateway that the client is connected to."""
-    return (await client.server_info(timeout_s=10)).gateway_id
+    return (await client.server_info(timeout_s=60)).gateway_id
 
 
 @contextlib.asynccontextmanager

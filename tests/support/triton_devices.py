@@ -3,6 +3,8 @@
 Triton reads TRITON_INTERPRET when it is imported, so the interpreter has a process of its own.
 """
 
+import functools
+import inspect
 import multiprocessing
 import os
 import warnings
@@ -75,6 +77,26 @@ def _start_interpreter() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     # numpy warns where kernels overflow or divide by zero in lanes that nothing reads, as on a GPU.
     warnings.simplefilter("ignore", RuntimeWarning)
+    _look_for_builtins_once()
+
+
+def _look_for_builtins_once() -> None:
+    """At each call of a device function, the interpreter looks through all of triton.language for what it takes the
+    place of, and that takes a third of its time. It finds the same names each time."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def builtins_of(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
+
+    def replace_builtins(package: Any, builder: Any, scope: Any) -> None:
+        for name in builtins_of(package):
+            member = getattr(package, name)
+            if core.is_builtin(member):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = replace_builtins
 
 
 def _call(function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Outcome:

@@ -7,7 +7,7 @@ from typing import Any
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceStatus
-from scheduler_svc.core.view import Changes
+from scheduler_svc.core.view import Changes, Picture, View
 
 
 @dataclass
@@ -18,6 +18,19 @@ class ViewMirror:
     progress: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     names: dict[int, bytes] = field(default_factory=dict)
     pins: dict[int, int] = field(default_factory=dict)
+
+    def see(self, seen: View, scheduler: Scheduler) -> None:
+        """Applies what a look tells: changes, or a picture."""
+        changes = seen.look(scheduler).changes
+        if changes is None:
+            self.apply_all(seen.picture())
+        else:
+            self.apply(changes)
+
+    def apply_all(self, picture: Picture) -> None:
+        """Applies the parts of a picture."""
+        for part in picture.parts():
+            self.apply(part)
 
     def apply(self, changes: Changes) -> None:
         if changes.is_whole:
@@ -47,7 +60,8 @@ class ViewMirror:
             holders.update(pins)
             blocks = range(its.num_blocks)
             assert [holders[block] for block in blocks] == its.ref_counts_of([BlockId(block) for block in blocks])
-        assert [self.names.get(block) or None for block in range(pool.num_blocks)] == pool.names()
+        names = [self.names.get(block) or None for block in range(pool.num_blocks)]
+        assert names == pool.names(0, pool.num_blocks)
 
 
 def rows_of(flat: list[int], width: int) -> list[Any]:

@@ -15,7 +15,7 @@ from quire.rpc.errors import QuireError, from_rpc_error
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.sampling import make_row_sampling
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 def attach_request(epoch: int) -> worker_pb2.RunRequest:

@@ -44,4 +44,4 @@ async def running_worker(
         yield server.address
     finally:
         await server.stop(grace_s=0)
-        assert await asyncio.to_thread(device_loop.stop, 10)
+        assert await asyncio.to_thread(device_loop.stop, 60)

@@ -1,6 +1,6 @@
-"""Whole blocks of the pool: their moves before a step, and the seals of those whose content is final.
+"""The moves of whole blocks of the pool before a step.
 
-The moves are swap out, swap in and copy-on-write, in this order. Swaps have a stream of their own:
+They are swap out, swap in and copy-on-write, in this order. Swaps have a stream of their own:
 
 * A swap out reads its blocks after all earlier steps. The step waits for it only if it writes one of these blocks.
 * A swap in writes its blocks after the steps that may still use them. A step that frees blocks releases or forks a row,
@@ -8,16 +8,14 @@ The moves are swap out, swap in and copy-on-write, in this order. Swaps have a s
 * A swap in is done before the step computes.
 """
 
-import threading
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kernels import ops
 from worker_svc.device.kv_pool import KvPool
-from worker_svc.step import HASH_BYTES, AdmittedStep, Int32Array, SealedBlocks
+from worker_svc.step import AdmittedStep, Int32Array
 from worker_svc.streams import Mark, Stream
 
 
@@ -86,37 +84,3 @@ def _frees_blocks(admitted: AdmittedStep) -> bool:
     """Whether blocks that the previous step uses may have been freed."""
     changes = admitted.step.row_changes
     return any(len(each) > 0 for each in (changes.release, changes.fork, admitted.step.cache_operations.copy))
-
-
-class SealInventory:
-    """The blocks of the GPU pool whose content is final, with the hash that the scheduler gave them.
-
-    A later scheduler takes them into its prefix cache, so a seal must never outlive its content: a block loses its seal
-    before it is written, and gets one only after the step that finished it. Steps have a number that rises over all
-    sessions. A step may be launched before an earlier one has finished, so a block is sealed only if no later step
-    has begun to write it. On a GPU two threads use an inventory.
-    """
-
-    def __init__(self, num_gpu_blocks: int) -> None:
-        self._lock = threading.Lock()
-        self._sealed = np.zeros(num_gpu_blocks, dtype=bool)
-        self._last_written = np.zeros(num_gpu_blocks, dtype=np.int64)
-        self._hashes = np.zeros((num_gpu_blocks, HASH_BYTES), dtype=np.uint8)
-
-    def begin_write(self, block_ids: NDArray[np.integer], step_number: int) -> None:
-        """A step is about to write these blocks."""
-        with self._lock:
-            self._sealed[block_ids] = False
-            self._last_written[block_ids] = step_number
-
-    def add(self, sealed: SealedBlocks, step_number: int) -> None:
-        """A step has finished, and these blocks are final. A block that was sealed before gets the new hash."""
-        with self._lock:
-            is_current = self._last_written[sealed.block_ids] <= step_number
-            self._hashes[sealed.block_ids[is_current]] = sealed.hashes[is_current]
-            self._sealed[sealed.block_ids[is_current]] = True
-
-    def snapshot(self) -> SealedBlocks:
-        """All sealed blocks by rising block id."""
-        block_ids = np.flatnonzero(self._sealed).astype(np.int32)
-        return SealedBlocks(block_ids, self._hashes[block_ids])

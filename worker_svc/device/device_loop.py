@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from worker_svc.parallel.ranks import leave_process
+from quire.rpc.process import leave_process
 from worker_svc.step import AdmittedStep, StepOutput, SupersededError
 
 T = TypeVar("T")

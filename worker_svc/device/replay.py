@@ -34,6 +34,7 @@ MIN_GRAPH_LENGTH = 1024
 LENGTH_FACTOR = 4
 # torch, Triton and the libraries below must not initialise at a first call while a graph is recorded.
 _NUM_WARM_UPS = 2
+_logger = logging.getLogger(__name__)
 
 Replay = Callable[[], None]
 
@@ -82,63 +83,55 @@ class GraphShapes:
                 yield GraphShape(count, length)
 
 
-@dataclass(frozen=True, slots=True)
-class StaticInput:
-    """`ModelInput` for N rows of one new token each, in tensors that keep their addresses, which graphs record.
+def make_room(
+    num_tokens: int,
+    num_rows: int,
+    num_columns: int,
+    kv_caches: Sequence[Tensor],
+    max_seq_len: int,
+    device: torch.device,
+) -> ModelInput:
+    """Tensors that keep their addresses, which recordings use, for steps of at most so many tokens and rows. All are
+    zeros, but each row has one token. `num_columns` is the number of blocks of the longest sequence."""
 
-    `block_tables` is [N, blocks of a sequence].
-    """
+    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
 
-    token_ids: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
-    block_tables: Tensor
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    kv_caches: Sequence[Tensor]
+    attention = AttentionMetadata(
+        slot_mapping=zeros(num_tokens, dtype=torch.int64),
+        block_tables=zeros(num_rows, num_columns, dtype=torch.int32),
+        query_start_loc=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
+        seq_lens=zeros(num_rows, dtype=torch.int32),
+        max_query_len=min(num_tokens, max_seq_len),
+        max_seq_len=max_seq_len,
+    )
+    token_ids, positions = (zeros(num_tokens, dtype=torch.int64) for _ in range(2))
+    return ModelInput(token_ids, positions, attention, kv_caches)
 
-    @classmethod
-    def allocate(
-        cls, num_rows: int, num_columns: int, kv_caches: Sequence[Tensor], device: torch.device
-    ) -> "StaticInput":
-        """Zeros, to be filled before the first use."""
 
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+def fill_decodes(room: ModelInput, inputs: ModelInput) -> None:
+    """Copies a batch of one token a row. The rows after it keep their values."""
+    target, attention = room.attention, inputs.attention
+    num_rows, num_columns = attention.block_tables.shape
+    room.token_ids[:num_rows].copy_(inputs.token_ids)
+    room.positions[:num_rows].copy_(inputs.positions)
+    target.slot_mapping[:num_rows].copy_(attention.slot_mapping)
+    target.block_tables[:num_rows, :num_columns].copy_(attention.block_tables)
+    target.seq_lens[:num_rows].copy_(attention.seq_lens)
 
-        return cls(
-            token_ids=zeros(num_rows, dtype=torch.int64),
-            positions=zeros(num_rows, dtype=torch.int64),
-            slot_mapping=zeros(num_rows, dtype=torch.int64),
-            block_tables=zeros(num_rows, num_columns, dtype=torch.int32),
-            # In every batch each row has one token.
-            query_start_loc=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
-            seq_lens=zeros(num_rows, dtype=torch.int32),
-            kv_caches=kv_caches,
-        )
 
-    def fill(self, inputs: ModelInput) -> None:
-        """Copies a batch of at most N rows of one token each. The rest keeps its values."""
-        attention = inputs.attention
-        num_rows, num_columns = attention.block_tables.shape
-        self.token_ids[:num_rows].copy_(inputs.token_ids)
-        self.positions[:num_rows].copy_(inputs.positions)
-        self.slot_mapping[:num_rows].copy_(attention.slot_mapping)
-        self.block_tables[:num_rows, :num_columns].copy_(attention.block_tables)
-        self.seq_lens[:num_rows].copy_(attention.seq_lens)
-
-    def view(self, shape: GraphShape) -> ModelInput:
-        """The first rows. Block tables keep their full width, so that every shape has the same strides."""
-        num_rows = shape.num_rows
-        attention = AttentionMetadata(
-            slot_mapping=self.slot_mapping[:num_rows],
-            block_tables=self.block_tables[:num_rows],
-            query_start_loc=self.query_start_loc[: num_rows + 1],
-            seq_lens=self.seq_lens[:num_rows],
-            max_query_len=1,
-            max_seq_len=shape.max_seq_len,
-        )
-        return ModelInput(self.token_ids[:num_rows], self.positions[:num_rows], attention, self.kv_caches)
+def first_decodes(room: ModelInput, shape: GraphShape) -> ModelInput:
+    """The first rows, of one token each. Block tables keep their full width: every shape has the same strides."""
+    num_rows, attention = shape.num_rows, room.attention
+    first = AttentionMetadata(
+        slot_mapping=attention.slot_mapping[:num_rows],
+        block_tables=attention.block_tables[:num_rows],
+        query_start_loc=attention.query_start_loc[: num_rows + 1],
+        seq_lens=attention.seq_lens[:num_rows],
+        max_query_len=1,
+        max_seq_len=shape.max_seq_len,
+    )
+    return ModelInput(room.token_ids[:num_rows], room.positions[:num_rows], first, room.kv_caches)
 
 
 class GraphRecorder(Protocol):
@@ -154,10 +147,10 @@ class DecodeGraphs:
     """One graph a shape, over the same input and output tensors. Used by the device thread alone."""
 
     def __init__(
-        self, shapes: GraphShapes, inputs: StaticInput, hidden: Tensor, replays: Mapping[GraphShape, Replay]
+        self, shapes: GraphShapes, room: ModelInput, hidden: Tensor, replays: Mapping[GraphShape, Replay]
     ) -> None:
         self._shapes = shapes
-        self._inputs = inputs
+        self._room = room
         self._hidden = hidden
         self._replays = replays
 
@@ -176,15 +169,15 @@ class DecodeGraphs:
             padding: A batch of padding alone, of as many rows as the largest shape has.
             num_columns: Blocks of the longest sequence.
         """
-        largest = shapes.largest
-        inputs = StaticInput.allocate(largest.num_rows, num_columns, padding.kv_caches, model.device)
-        inputs.fill(padding)
-        hidden = torch.empty_like(model(inputs.view(largest)))
+        num_rows, longest = shapes.largest.num_rows, shapes.largest.max_seq_len
+        room = make_room(num_rows, num_rows, num_columns, padding.kv_caches, longest, model.device)
+        fill_decodes(room, padding)
+        hidden = torch.empty_like(model(first_decodes(room, shapes.largest)))
 
         def forward(shape: GraphShape) -> None:
-            hidden[: shape.num_rows].copy_(model(inputs.view(shape)))
+            hidden[: shape.num_rows].copy_(model(first_decodes(room, shape)))
 
-        return cls(shapes, inputs, hidden, {shape: recorder.record(partial(forward, shape)) for shape in shapes})
+        return cls(shapes, room, hidden, {shape: recorder.record(partial(forward, shape)) for shape in shapes})
 
     def shape_for(self, batch: Batch) -> GraphShape | None:
         """The shape to pad this batch to; None when it must run as it is."""
@@ -194,7 +187,7 @@ class DecodeGraphs:
 
     def run(self, shape: GraphShape, inputs: ModelInput) -> Tensor:
         """Hidden states [rows of the shape, hidden] of a batch that was padded to it, valid until the next run."""
-        self._inputs.fill(inputs)
+        fill_decodes(self._room, inputs)
         self._replays[shape]()
         return self._hidden[: shape.num_rows]
 
@@ -259,8 +252,6 @@ Forward = Callable[[ModelInput], torch.Tensor]
 
 Decodes = Callable[[ModelInput], torch.Tensor]
 """Returns the logits of all rows, [R, vocab] float32, of a step in which each row has one token."""
-
-_logger = logging.getLogger(__name__)
 
 
 def make_forward(model: CausalLM, pool: KvPool, max_model_len: int, limits: WorkerLimits) -> Forward:
@@ -342,14 +333,6 @@ class RecordedForward:
 
 
 def room_for(pool: KvPool, max_model_len: int, *, num_tokens: int, num_rows: int) -> ModelInput:
-    """Uninitialised tensors for steps of at most so many tokens and rows."""
-    attention = AttentionMetadata(
-        slot_mapping=torch.empty(num_tokens, dtype=torch.int64),
-        block_tables=torch.empty(num_rows, pool.geometry.blocks_for(max_model_len), dtype=torch.int32),
-        query_start_loc=torch.empty(num_rows + 1, dtype=torch.int32),
-        seq_lens=torch.empty(num_rows, dtype=torch.int32),
-        max_query_len=min(num_tokens, max_model_len),
-        max_seq_len=max_model_len,
-    )
-    token_ids, positions = torch.empty(num_tokens, dtype=torch.int64), torch.empty(num_tokens, dtype=torch.int64)
-    return ModelInput(token_ids, positions, attention, pool.gpu)
+    """The room of a recording on the CPU, over the pool of all steps."""
+    num_columns = pool.geometry.blocks_for(max_model_len)
+    return make_room(num_tokens, num_rows, num_columns, pool.gpu, max_model_len, torch.device("cpu"))

@@ -25,7 +25,7 @@ from worker_svc.device.batch import (
     plan_samples,
     samples_every_token,
 )
-from worker_svc.device.block_moves import BlockMoves, SealInventory
+from worker_svc.device.block_moves import BlockMoves
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.device.replay import (
     CudaGraphRecorder,
@@ -36,6 +36,7 @@ from worker_svc.device.replay import (
     make_forward,
 )
 from worker_svc.device.rows import FailedPrompts, Rows
+from worker_svc.device.seals import SealInventory
 from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.sampling.constraints import Masks, RowMatchers
 from worker_svc.sampling.logit_rules import History, apply_logit_rules
@@ -69,6 +70,7 @@ from worker_svc.streams import Stopwatch, Stream, Streams, to_device
 
 A = TypeVar("A")
 B = TypeVar("B")
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +184,6 @@ class LaunchedStep:
             columns.refuse(
                 excluded, "sampling.constraint: no token may follow that allowed_token_ids and bad_words leave, too"
             )
-
-
-_logger = logging.getLogger(__name__)
 
 
 class ModelRunner:

@@ -130,6 +130,10 @@ def head_dim_of(hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
+# No field has more. JSON can hold numbers that a float cannot, not even as a product of two.
+_MAX_NUMBER = 1e30
+
+
 class ConfigFields:
     """A section of config.json, as transformers 4 and 5 write it, whose fields are checked as they are read.
 
@@ -145,11 +149,13 @@ class ConfigFields:
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.error(name, value, f"an integer of at least {minimum}")
+        if value > _MAX_NUMBER:
+            raise self.error(name, value, f"an integer of at most {_MAX_NUMBER:.0e}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MAX_NUMBER:
             raise self.error(name, value, "a number above 0")
         return float(value)
 
@@ -170,12 +176,16 @@ class ConfigFields:
 
     def numbers(self, name: str, count: int) -> list[float]:
         value = self._value(name, None)
-        if not isinstance(value, list) or len(value) != count or not all(isinstance(x, int | float) for x in value):
+        if (
+            not isinstance(value, list)
+            or len(value) != count
+            or not all(isinstance(x, int | float) and abs(x) < _MAX_NUMBER for x in value)
+        ):
             raise self.error(name, value, f"a list of {count} numbers")
         return [float(x) for x in value]
 
     def error(self, name: str, value: object, expected: str) -> ConfigurationError:
-        return ConfigurationError(f"{self.section}: {name} is {value!r}; expected {expected}")
+        return ConfigurationError(f"{self.section}: {name} is {value!r:.200}; expected {expected}")
 
     def _value(self, name: str, default: object) -> object:
         value = self.values.get(name)

@@ -29,6 +29,7 @@ FAMILIES: dict[str, type[NativeCausalLM]] = {
 }
 
 HEAD = "lm_head.weight"
+_MAX_LAYERS = 10_000
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -61,6 +62,7 @@ def load_model(
     described = ModelDirectory.open(directory)
     if described.config.get("quantization_config"):
         raise ConfigurationError(f"{directory / 'config.json'}: quantized models are not supported")
+    _check_depth(described)
     check_quantization(quantization, device, dtype)
     placement = Placement(device, dtype, ranks, quantization)
     family = FAMILIES.get(described.architecture)
@@ -75,12 +77,18 @@ def load_model(
     return _load_native(family, described, placement, progress)
 
 
+def _check_depth(described: ModelDirectory) -> None:
+    """Before the layers are made, which a damaged configuration could ask for without end."""
+    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+        depth = described.config.get(name)
+        if isinstance(depth, int) and depth > _MAX_LAYERS:
+            raise ConfigurationError(
+                f"{described.path}: {name} is {depth!r:.80}; models of at most {_MAX_LAYERS} layers are served"
+            )
+
+
 def _check_for_transformers(described: ModelDirectory, placement: Placement) -> None:
     """Raises ConfigurationError for settings that transformers' code does not support."""
-    if described.path.is_file():
-        raise ConfigurationError(
-            f"{described.path}: GGUF files run through Quire's own code only; --model-impl must be auto or native"
-        )
     if placement.ranks.size > 1:
         raise ConfigurationError(
             f"{described.architecture} runs through transformers' code, which is not split over ranks; "
@@ -104,6 +112,7 @@ def _load_native(
     layers = [module for module in model.modules() if isinstance(module, Loadable)]
     specs = [spec for layer in layers for spec in layer.tensors()]
     checkpoint.check(specs)
+    checkpoint.check_all_used(specs)
     total = sum(checkpoint.num_bytes(spec) for spec in specs)
     done = 0
 

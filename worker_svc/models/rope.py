@@ -15,6 +15,7 @@ from worker_svc.models.base import ConfigFields
 
 # More positions than any model has. It bounds the memory that a wrong configuration can allocate.
 MAX_TABLE_LENGTH = 1 << 24
+MAX_HEAD_DIM = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ class RopeConfig:
         """[max_model_len, head_dim] float32: cosines, then sines, of each position."""
         if self.max_model_len > MAX_TABLE_LENGTH:
             raise self.fields.error("max_position_embeddings", self.max_model_len, f"at most {MAX_TABLE_LENGTH}")
+        if self.head_dim > MAX_HEAD_DIM:
+            raise self.fields.error("head_dim", self.head_dim, f"at most {MAX_HEAD_DIM}")
         positions = torch.arange(self.max_model_len, dtype=torch.float32)[:, None]
         inverse_frequencies, attention_factor = _INVERSE_FREQUENCIES[self.rope_type](self)
         angles = positions * inverse_frequencies

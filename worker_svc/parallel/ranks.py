@@ -1,7 +1,5 @@
 """The ranks that share one model by tensor parallelism (Megatron-LM), as layers and runner see them."""
 
-import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
@@ -13,8 +11,6 @@ from kernels import exchange
 from kernels.exchange import SharedGroup
 from quire.settings import ConfigurationError
 from worker_svc.step import SupersededError
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +193,3 @@ def heads_of_rank(ranks: Ranks, num_heads: int, num_kv_heads: int) -> tuple[int,
             "value, or be a multiple of them"
         )
     return num_heads // ranks.size, max(num_kv_heads // ranks.size, 1)
-
-
-def leave_process(why: str, status: int = 1) -> NoReturn:
-    """Ends this process at once, for its supervisor to start another. An orderly exit could wait for a thread whose
-    operation never returns."""
-    _logger.critical("%s; this process exits", why)
-    logging.shutdown()
-    os._exit(status)

@@ -30,9 +30,9 @@ from torch._C._distributed_c10d import TCPStore
 from kernels import exchange
 from kernels.exchange import MAX_RANKS
 from quire.rpc.address import TcpAddress, is_local, parse_address
-from quire.rpc.process import LOST_PEER_EXIT_STATUS
+from quire.rpc.process import LOST_PEER_EXIT_STATUS, leave_process
 from quire.settings import ConfigurationError
-from worker_svc.parallel.ranks import ALONE, DistributedRanks, Ranks, SharedMemoryRanks, leave_process
+from worker_svc.parallel.ranks import ALONE, DistributedRanks, Ranks, SharedMemoryRanks
 from worker_svc.settings import WorkerSettings
 
 _CONNECT_TIMEOUT_S = 5.0

@@ -108,9 +108,9 @@ class StepDecoder:
     def _cache_operations(self, message: worker_pb2.CacheOperations) -> CacheOperations:
         gpu, host = self._pool.num_gpu_blocks, self._pool.num_host_blocks
         return CacheOperations(
-            swap_out=_pairs(message.swap_out, "cache_operations.swap_out", (gpu, host)),
-            swap_in=_pairs(message.swap_in, "cache_operations.swap_in", (host, gpu)),
-            copy=_pairs(message.copy, "cache_operations.copy", (gpu, gpu)),
+            swap_out=_tuples(message.swap_out, "cache_operations.swap_out", (gpu, host)),
+            swap_in=_tuples(message.swap_in, "cache_operations.swap_in", (host, gpu)),
+            copy=_tuples(message.copy, "cache_operations.copy", (gpu, gpu)),
         )
 
     def _row_changes(self, message: StepRequest) -> RowChanges:
@@ -119,7 +119,7 @@ class StepDecoder:
         return RowChanges(
             release=_ids(message.release, "release", rows),
             assign=tuple(self._assign(each, f"assign[{i}]") for i, each in enumerate(message.assign)),
-            fork=_pairs(message.fork, "fork", (rows, rows)),
+            fork=_tuples(message.fork, "fork", (rows, rows)),
             reseed=tuple(
                 ReseedRow(self._row(each.row, f"reseed[{i}].row"), each.seed) for i, each in enumerate(message.reseed)
             ),
@@ -170,7 +170,7 @@ class StepDecoder:
         for field, array in (("batch.num_new_tokens", new), ("batch.num_computed_tokens", computed)):
             if len(array) != len(rows):
                 raise invalid_field(field, f"has {len(array)} entries; batch.rows has {len(rows)}")
-        return Batch(rows, new, computed, _pairs(message.samples, "batch.samples", (max_rows, max_rows)))
+        return Batch(rows, new, computed, _tuples(message.samples, "batch.samples", (max_rows, max_rows)))
 
     def _sealed(self, block_ids: bytes, hashes: bytes) -> SealedBlocks:
         blocks = _ids(block_ids, "sealed_block_ids", self._pool.num_gpu_blocks)
@@ -238,10 +238,6 @@ def _check_batch(batch: Batch, model: ModelGeometry, limits: WorkerLimits) -> No
 
 def _ids(data: bytes, field: str, below: int) -> Int32Array:
     return decode_int32(data, field, minimum=0, below=below)
-
-
-def _pairs(data: bytes, field: str, below: tuple[int, int]) -> Int32Array:
-    return _tuples(data, field, below)
 
 
 def _tuples(data: bytes, field: str, below: tuple[int, ...]) -> Int32Array:

@@ -21,7 +21,7 @@ from quire.rpc.server import UNLIMITED_MESSAGE_BYTES, RpcServer
 from quire.tracing import Tracer
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc.device.device_loop import DeviceLoop, StepLane, StepRunner
-from worker_svc.device.rows import RowLedger
+from worker_svc.device.row_ledger import RowLedger
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.convert import (
     PrepareConstraint,
@@ -211,6 +211,8 @@ class StepStream:
                     self._take(step_of(request))
         except QuireError as error:
             end = error
+        except grpc.aio.UsageError:
+            _logger.debug("the server stopped, or the call ended, while it was read")
         except Exception as error:
             _logger.exception("a step could not be taken")
             end = Internal(f"the step could not be taken: {error}", reason="UNEXPECTED")

@@ -1,5 +1,8 @@
+{{/* What names begin with. Helm allows releases names that Services must not have. */}}
 {{- define "quire.name" -}}
-{{ .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- $wrong := "release %q: Services are named after it, so it must begin with a letter and have no dot" }}
+{{- if not (regexMatch "^[a-z][-a-z0-9]*$" .Release.Name) }}{{ fail (printf $wrong .Release.Name) }}{{ end }}
+{{- regexReplaceAll "-+$" (trunc 40 .Release.Name) "" }}
 {{- end }}
 
 {{/* Labels of a component: (list $ "gateway"). They select, so they never change. */}}
@@ -11,6 +14,45 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- define "quire.labels" -}}
 {{ include "quire.selector" . }}
 app.kubernetes.io/part-of: quire
+app.kubernetes.io/name: quire
+app.kubernetes.io/version: {{ (index . 0).Chart.AppVersion | quote }}
+{{- end }}
+
+{{/* A value as text. Helm has numbers as floats, and writes large ones as 1e+06. */}}
+{{- define "quire.text" -}}
+{{- if and (kindIs "float64" .) (eq (floor .) .) }}{{ printf "%.0f" . }}{{ else }}{{ toString . }}{{ end }}
+{{- end }}
+
+{{/* Seconds in which requests end, --drain-timeout of gateways and schedulers. */}}
+{{- define "quire.drain" -}}
+{{ .Values.settings.QUIRE_DRAIN_TIMEOUT | default 30 | float64 | ceil | int }}
+{{- end }}
+
+{{/* The variables of all services. Pods have its checksum, so that they are made anew when it changes. */}}
+{{- define "quire.settings" -}}
+{{- $secret := "a ConfigMap shows it to many; name a Secret by model.tokenSecret or settingsSecret" }}
+{{- $own := "the chart sets it, and would override this without a word; see the other values" }}
+{{- $flags := list "MODEL" "DEVICE" "LISTEN" "WORKERS" "SCHEDULERS" "TLS_DIR" "LOCAL_SOCKET" "KEYS_FILE" }}
+{{- $more := list "OPEN_METRICS" "(GRPC|HTTP|METRICS|ADMIN)_(HOST|PORT)" "TENSOR_PARALLEL_.*" "KV_EVENTS.*" }}
+{{- range $key, $value := .Values.settings }}
+{{- if has $key (list "HF_TOKEN" "OTEL_EXPORTER_OTLP_HEADERS") }}
+{{- fail (printf "settings.%s: %s" $key $secret) }}
+{{- else if regexMatch (printf "^(QUIRE_(%s)|HF_HOME)$" (concat $flags $more | join "|")) $key }}
+{{- fail (printf "settings.%s: %s" $key $own) }}
+{{- end }}
+{{ $key }}: {{ include "quire.text" $value | quote }}
+{{- end }}
+{{- with .Values.model.name }}
+QUIRE_MODEL: {{ . | quote }}
+{{- end }}
+{{- end }}
+
+{{/* Annotations of a pod: (list $ VALUES-WITH-ANNOTATIONS). */}}
+{{- define "quire.annotations" -}}
+checksum/settings: {{ include "quire.settings" (index . 0) | sha256sum }}
+{{- with (index . 1).annotations }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{/* What every pod has: (dict "root" $ "roles" LIST "place" VALUES-WITH-NODE-SELECTOR "grace" SECONDS). */}}
@@ -23,6 +65,8 @@ securityContext:
   runAsUser: 10001
   runAsGroup: 10001
   fsGroup: 10001
+  # A volume of models is not changed file by file at each start.
+  fsGroupChangePolicy: OnRootMismatch
   seccompProfile: {type: RuntimeDefault}
 {{- with .root.Values.imagePullSecrets }}
 imagePullSecrets: {{ toJson . }}
@@ -37,7 +81,10 @@ tolerations: {{ toJson . }}
 affinity: {{ toJson . }}
 {{- end }}
 {{- with .place.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ quote . }}
+{{- end }}
+{{- with .place.priorityClassName }}
+priorityClassName: {{ quote . }}
 {{- end }}
 volumes:
   - {name: tmp, emptyDir: {}}
@@ -51,7 +98,7 @@ volumes:
   {{- if $.root.Values.tls.enabled }}
   - name: {{ . }}-certs
     secret:
-      secretName: {{ index $.root.Values.tls.secrets . }}
+      secretName: {{ index $.root.Values.tls.secrets . | quote }}
       defaultMode: 0440
       {{- if $.root.Values.tls.issuer }}
       items:
@@ -62,11 +109,11 @@ volumes:
   {{- end }}
   {{- if and (eq . "gateway") $.root.Values.gateway.keysSecret }}
   - name: keys
-    secret: {secretName: {{ $.root.Values.gateway.keysSecret }}, defaultMode: 0440}
+    secret: {secretName: {{ quote $.root.Values.gateway.keysSecret }}, defaultMode: 0440}
   {{- end }}
   {{- if eq . "worker" }}
   - name: shm
-    emptyDir: {medium: Memory, sizeLimit: {{ $.root.Values.replica.worker.sharedMemory }}}
+    emptyDir: {medium: Memory, sizeLimit: {{ quote $.root.Values.replica.worker.sharedMemory }}}
   {{- end }}
   {{- end }}
 {{- end }}
@@ -75,10 +122,13 @@ volumes:
 {{- define "quire.containerDefaults" -}}
 {{- $root := index . 0 }}
 {{- $role := index . 1 }}
-image: {{ index $root.Values.images $role }}
+image: {{ index $root.Values.images $role | quote }}
 imagePullPolicy: {{ $root.Values.imagePullPolicy }}
 envFrom:
   - configMapRef: {name: {{ include "quire.name" $root }}-settings}
+  {{- with $root.Values.settingsSecret }}
+  - secretRef: {name: {{ quote . }}}
+  {{- end }}
 securityContext:
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
@@ -108,7 +158,7 @@ env:
   {{- if ne $role "scheduler" }}
   - {name: HF_HOME, value: /cache}
   {{- with $root.Values.model.tokenSecret }}
-  - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . }}, key: HF_TOKEN}}}
+  - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ quote . }}, key: HF_TOKEN}}}
   {{- end }}
   {{- end }}
 {{- end }}
@@ -116,15 +166,22 @@ env:
 {{/* Probes: (dict "address" ADDRESS "leaves" FAILURES-UNTIL-NOT-READY). */}}
 {{- define "quire.probes" -}}
 {{- $check := list "python" "/opt/quire/healthcheck.py" }}
-readinessProbe:
-  exec: {command: {{ append $check .address | toJson }}}
+# A service that waits for another one is alive. Workers answer while they load a model; importing torch from a cold
+# disk may take minutes.
+startupProbe:
+  exec: {command: {{ concat $check (list "--alive" .address) | toJson }}}
   periodSeconds: 5
   timeoutSeconds: 5
+  failureThreshold: 60
+# Each check starts a process.
+readinessProbe:
+  exec: {command: {{ append $check .address | toJson }}}
+  periodSeconds: 10
+  timeoutSeconds: 5
   failureThreshold: {{ .leaves }}
-# A service that waits for another one is alive.
 livenessProbe:
   exec: {command: {{ concat $check (list "--alive" .address) | toJson }}}
-  initialDelaySeconds: 30
+  periodSeconds: 20
   timeoutSeconds: 5
 {{- end }}
 
@@ -144,12 +201,8 @@ livenessProbe:
     {{- if $inside }}
     - --schedulers=unix:/run/quire/scheduler.sock
     {{- else }}
-    {{- $addresses := list }}
-    {{- range $i := until (include "quire.maxReplicas" . | int) }}
-    {{- $address := printf "%s-replica-%d.%s-replica.%s.svc:50052" $name $i $name $.Release.Namespace }}
-    {{- $addresses = append $addresses $address }}
-    {{- end }}
-    - --schedulers={{ join "," $addresses }}
+    # Each address of this name is a replica; gateways follow it while replicas come and go.
+    - --schedulers=dns:///{{ include "quire.schedulers" . }}:50052
     {{- end }}
     {{- if .Values.gateway.keysSecret }}
     - --keys-file=/keys/keys.json
@@ -159,6 +212,8 @@ livenessProbe:
     {{- end }}
     - --metrics-host=0.0.0.0
     - --metrics-port=9400
+    # On loopback, for `kubectl port-forward`.
+    - --admin-port=9500
     {{- range .Values.gateway.args }}
     - {{ . | quote }}
     {{- end }}
@@ -169,7 +224,8 @@ livenessProbe:
   resources: {{ toJson .Values.gateway.resources }}
   # While a worker restarts, gateways take requests, which wait for up to --connect-timeout: with pods of their own none
   # leaves before that. Behind an InferencePool others take the requests.
-  {{- $leaves := ternary 2 7 $inside }}
+  {{- $waits := .Values.settings.QUIRE_CONNECT_TIMEOUT | default 30 | float64 }}
+  {{- $leaves := ternary 1 (divf $waits 10 | ceil | int | add1) $inside }}
   {{- include "quire.probes" (dict "address" "unix:/run/quire/gateway.sock" "leaves" $leaves) | nindent 2 }}
   # A gateway that drains refuses new requests: first let those who send them hear that it leaves.
   lifecycle:
@@ -203,10 +259,12 @@ livenessProbe:
     - --workers={{ join "," $workers }}
     - --metrics-host=0.0.0.0
     - --metrics-port=9401
+    - --admin-port=9501
     {{- if .Values.inferencePool.kvEvents.enabled }}
     - --kv-events=tcp://*:5557
     - --kv-events-replay=tcp://*:5558
-    - --kv-events-topic=kv@$(POD_IP)@{{ .Values.inferencePool.kvEvents.model }}
+    {{- $empty := "inferencePool.kvEvents.model is empty; it is the name of the model that the scorer asks for" }}
+    - {{ printf "--kv-events-topic=kv@$(POD_IP)@%s" (required $empty .Values.inferencePool.kvEvents.model) | quote }}
     {{- end }}
     {{- range .Values.replica.scheduler.args }}
     - {{ . | quote }}
@@ -222,7 +280,7 @@ livenessProbe:
     {{- end }}
   resources: {{ toJson .Values.replica.scheduler.resources }}
   {{- $address := ternary "unix:/run/quire/scheduler.sock" "127.0.0.1:50052" $inside }}
-  {{- include "quire.probes" (dict "address" $address "leaves" 3) | nindent 2 }}
+  {{- include "quire.probes" (dict "address" $address "leaves" 2) | nindent 2 }}
 {{- end }}
 
 {{/* The ranks of one pod, beside the scheduler or on a node without one: (list $ true|false). */}}
@@ -243,6 +301,11 @@ livenessProbe:
   {{- include "quire.containerDefaults" (list $root "worker") | nindent 2 }}
     # torch asks for the user's name, which the image does not know.
     - {name: USER, value: quire}
+    {{- $requests := $root.Values.replica.worker.resources.requests | default dict }}
+    {{- if and (hasKey $requests "cpu") (not (hasKey $root.Values.settings "QUIRE_NUM_THREADS")) }}
+    # Rounded up to whole processors.
+    - {name: QUIRE_NUM_THREADS, valueFrom: {resourceFieldRef: {resource: requests.cpu, divisor: "1"}}}
+    {{- end }}
   args:
     - worker
     - --device={{ $root.Values.replica.worker.device }}
@@ -256,6 +319,7 @@ livenessProbe:
     {{- end }}
     - --metrics-host=0.0.0.0
     - --metrics-port={{ add 9410 $i }}
+    - --admin-port={{ add 9510 $i }}
     {{- range $root.Values.replica.worker.args }}
     - {{ . | quote }}
     {{- end }}
@@ -266,7 +330,7 @@ livenessProbe:
     - {name: metrics-rank-{{ $i }}, containerPort: {{ add 9410 $i }}}
   resources: {{ toJson $root.Values.replica.worker.resources }}
   {{- $address := ternary (printf "unix:/run/quire/worker-%d.sock" $i) (printf "127.0.0.1:%d" (add 50053 $i)) $leads }}
-  {{- include "quire.probes" (dict "address" $address "leaves" 3) | nindent 2 }}
+  {{- include "quire.probes" (dict "address" $address "leaves" 2) | nindent 2 }}
 {{- end }}
 {{- end }}
 
@@ -282,11 +346,12 @@ metadata:
     inference.networking.k8s.io/engine-type: vllm
     {{- end }}
   annotations:
-    checksum/settings: {{ toJson .Values.settings | sha256sum }}
+    {{- include "quire.annotations" (list . .Values.replica) | nindent 4 }}
 spec:
   {{- $roles := ternary (list "gateway" "scheduler" "worker") (list "scheduler" "worker") $inside }}
   # Longer than the pause before the stop and the --drain-timeout of each service that drains here, one after the other.
-  {{- $grace := ternary 80 45 $inside }}
+  {{- $drain := include "quire.drain" . | int }}
+  {{- $grace := ternary (add 20 $drain $drain) (add 15 $drain) $inside }}
   {{- include "quire.podDefaults" (dict "root" . "roles" $roles "place" .Values.replica "grace" $grace) | nindent 2 }}
   initContainers:
     {{- include "quire.workers" (list . true) | nindent 4 }}
@@ -297,6 +362,7 @@ spec:
     {{- include (ternary "quire.gateway" "quire.scheduler" $inside) . | nindent 4 }}
 {{- end }}
 
-{{- define "quire.maxReplicas" -}}
-{{- if eq .Values.autoscaling.kind "none" }}{{ .Values.replica.count }}{{ else }}{{ .Values.autoscaling.max }}{{ end }}
+{{- define "quire.schedulers" -}}
+{{- $service := ternary "replica" "schedulers" (eq (int .Values.replica.nodes) 1) }}
+{{- printf "%s-%s.%s.svc" (include "quire.name" .) $service .Release.Namespace }}
 {{- end }}

@@ -11,13 +11,24 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import to_json
 
 from gateway.api.body import BodyLimits
-from gateway.api.fields import Conversation, LongList, Part, as_parts, make_tool, parse, schema_text, tag_of
+from gateway.api.fields import (
+    TOOL_CHOICES,
+    Conversation,
+    LongList,
+    Part,
+    as_parts,
+    check_fields,
+    make_tool,
+    parse,
+    schema_text,
+    tag_of,
+    without_group,
+)
 from gateway.request.types import ChatPrompt, RequestOptions, write
-from gateway.request.validation import Violations, shortened
+from gateway.request.violations import Violations, shortened
 from quire.common.v1.common_pb2 import Constraint, SamplingParameters, StoppingParameters
-from quire.gateway.v1.generation_pb2 import TemplateOptions, ToolCall, ToolChoice, ToolChoiceMode
+from quire.gateway.v1.generation_pb2 import TemplateOptions, ToolCall, ToolChoice
 
-_GROUPS = re.compile(r"^(sampling|stopping|output)\.")
 _TOOL_FIELD = re.compile(r"(tools\[\d+\])\.parameters(.*)")
 _STOP = re.compile(r"stopping\.stop(\[\d+\])?")
 _FORMAT = "output_config.format"
@@ -174,11 +185,12 @@ _MESSAGES = LongList("messages", TypeAdapter(list[Message]), parts=("content",))
 
 
 async def parse_body(kind: type[BodyType], data: bytes, limits: BodyLimits) -> BodyType:
-    """The body in `data`. Raises InvalidArgument as `parse` does, and for values that contradict each other."""
-    return await parse(kind, data, limits, _MESSAGES, _check_values)
+    """The body in `data`. Raises InvalidArgument as `parse` does, also for values that contradict each other."""
+    return await parse(kind, data, limits, _MESSAGES, _check)
 
 
-def _check_values(violations: Violations, body: TokensBody) -> None:
+def _check(violations: Violations, body: TokensBody) -> None:
+    check_fields(violations, body)
     for position, message in enumerate(body.messages):
         for number, block in enumerate(message.content):
             if violations.are_enough:
@@ -271,21 +283,15 @@ def param_name(conversation: Conversation, field: str) -> str:
         return _FORMAT
     if field.startswith("template_options.continue_final_message"):
         return conversation.last_path
-    return _TEMPLATE_ARGUMENTS.get(field) or _GROUPS.sub("", field)
+    return _TEMPLATE_ARGUMENTS.get(field) or without_group(field)
 
 
 def _tool_choice(choice: ToolChoiceFields | None) -> ToolChoice | None:
     if choice is None:
         return None
-    match choice.type:
-        case "tool":
-            return ToolChoice(name=choice.name)
-        case "any":
-            return ToolChoice(mode=ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED)
-        case "none":
-            return ToolChoice(mode=ToolChoiceMode.TOOL_CHOICE_MODE_NONE)
-        case "auto":
-            return ToolChoice(mode=ToolChoiceMode.TOOL_CHOICE_MODE_AUTO)
+    if choice.type == "tool":
+        return ToolChoice(name=choice.name)
+    return ToolChoice(mode=TOOL_CHOICES["required" if choice.type == "any" else choice.type])
 
 
 def _constraint(config: OutputConfig | None) -> Constraint | None:

@@ -3,6 +3,7 @@ fields are refused whatever the headers say."""
 
 import secrets
 from collections.abc import Sequence
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -28,8 +29,6 @@ from gateway.request.answer_memory import STREAMED
 from gateway.request.generator import Generator
 from gateway.request.prompts import TextService
 from gateway.request.types import RequestOptions
-from gateway.request.validation import renamed
-from quire.rpc.errors import QuireError
 
 _PATH = "/v1/messages"
 
@@ -86,12 +85,9 @@ def message_routes(generator: Generator, body_limits: BodyLimits, *, keep_alive_
         """The number of tokens of a conversation's prompt."""
         body = await parse_body(TokensBody, await read_body(request, body_limits), body_limits)
         conversation = conversation_of(body)
-        try:
-            prompt = prompt_of(body, conversation, always_reasons=_always_reasons(generator))
-            tokenized = await texts.tokenize(body.model or None, prompt, add_special_tokens=False)
-        except QuireError as error:
-            raise renamed(error, lambda field: param_name(conversation, field.removeprefix("chat."))) from error
-        return JSONResponse({"input_tokens": len(tokenized.token_ids)})
+        prompt = prompt_of(body, conversation, always_reasons=_always_reasons(generator))
+        count = await texts.count_tokens(body.model or None, prompt, partial(param_name, conversation))
+        return JSONResponse({"input_tokens": count})
 
     return [
         ApiRoute(
@@ -101,6 +97,7 @@ def message_routes(generator: Generator, body_limits: BodyLimits, *, keep_alive_
             body=MessageBody,
             answer=AnsweredMessage,
             events=MessageEvent,
+            names_events=True,
             error=AnthropicError,
         ),
         ApiRoute(

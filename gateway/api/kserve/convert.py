@@ -20,7 +20,7 @@ from gateway.api.openai.write import logprobs_by_token_id
 from gateway.replicas.events import Chunk, Finished, PositionLogprobs, Usage
 from gateway.request.generator import Result
 from gateway.request.types import RequestOptions, TextPrompt
-from gateway.request.validation import Violations, renamed, shortened
+from gateway.request.violations import Violations, renamed, shortened
 from gateway.text.tokenizer import TokenTexts
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import QuireError
@@ -53,6 +53,23 @@ _SERVER_PREFIX = "triton_"
 # Longer than any parameter; errors show no more of a name.
 _MAX_NAME = 80
 MAX_PARAMETERS = 1024
+OUTPUTS = {
+    "text_output": "BYTES",
+    "finish_reason": "BYTES",
+    "cumulative_logprob": "FP32",
+    "logprobs": "BYTES",
+    "num_input_tokens": "UINT32",
+    "num_output_tokens": "UINT32",
+}
+# Requested by the BOOL input return_NAME.
+_OPTIONAL_OUTPUTS = tuple(name for name in OUTPUTS if name != "text_output")
+INPUTS = {
+    "text_input": "BYTES",
+    "stream": "BOOL",
+    INPUT_NAME: "BYTES",
+    "exclude_input_in_output": "BOOL",
+    **{f"return_{name}": "BOOL" for name in _OPTIONAL_OUTPUTS},
+}
 # Fields that have a place of their own in the request.
 _ELSEWHERE = {
     "model": "model_name",
@@ -61,11 +78,7 @@ _ELSEWHERE = {
     "echo": "the input exclude_input_in_output",
     "stream": "the input stream",
     "exclude_input_in_output": "the input of that name",
-    "return_finish_reason": "the input of that name",
-    "return_cumulative_logprob": "the input of that name",
-    "return_logprobs": "the input of that name",
-    "return_num_input_tokens": "the input of that name",
-    "return_num_output_tokens": "the input of that name",
+    **{f"return_{name}": "the input of that name" for name in _OPTIONAL_OUTPUTS},
 }
 _NO_STATE = "is set; requests have no state that they could share"
 _REFUSED = {
@@ -80,27 +93,6 @@ _FLAGS = frozenset(name for name, field in CompletionBody.model_fields.items() i
 _TEXTS = frozenset(
     {"stop", "early_stopping", "guided_regex", "guided_grammar", "guided_decoding_backend", "structural_tag"}
 )
-INPUTS = {
-    "text_input": "BYTES",
-    "stream": "BOOL",
-    INPUT_NAME: "BYTES",
-    "exclude_input_in_output": "BOOL",
-    "return_finish_reason": "BOOL",
-    "return_cumulative_logprob": "BOOL",
-    "return_logprobs": "BOOL",
-    "return_num_input_tokens": "BOOL",
-    "return_num_output_tokens": "BOOL",
-}
-OUTPUTS = {
-    "text_output": "BYTES",
-    "finish_reason": "BYTES",
-    "cumulative_logprob": "FP32",
-    "logprobs": "BYTES",
-    "num_input_tokens": "UINT32",
-    "num_output_tokens": "UINT32",
-}
-# Requested by the BOOL input return_NAME.
-_OPTIONAL_OUTPUTS = tuple(name for name in OUTPUTS if name != "text_output")
 _OF_LOGPROBS = ("cumulative_logprob", "logprobs")
 MODEL_VERSION = "1"
 _FINAL = "triton_final_response"

@@ -22,6 +22,7 @@ from gateway.api.answers import (
 from gateway.api.body import BodyLimits, max_entries, read_model
 from gateway.api.kserve.convert import MAX_ELEMENTS, MAX_PARAMETERS
 from gateway.api.kserve.servicer import KServeServicer
+from gateway.api.openai.write import LOWEST
 from gateway.api.openapi import ApiRoute
 from gateway.api.shapes import (
     InferenceAnswer,
@@ -31,7 +32,7 @@ from gateway.api.shapes import (
     ModelReadiness,
     Readiness,
 )
-from gateway.request.validation import Violations, shortened
+from gateway.request.violations import Violations, shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, QuireError
 
@@ -40,8 +41,6 @@ _CONTENTS = re.compile(r"\.contents\.\w+_contents")
 # A parameter of requests: outputs as bytes. They are JSON here, which such clients read as well.
 _BINARY_OUTPUT = "binary_data_output"
 _BINARY_HEADER = "inference-header-content-length"
-# JSON has no infinity.
-_LOWEST = -9999.0
 _UNION_TYPES = {
     "data": "a list of strings or a list of booleans, in lists of their own if the shape has two dimensions",
     "parameters": "an object whose values are strings, numbers or booleans",
@@ -273,7 +272,7 @@ def _response_json(response: pb.ModelInferResponse) -> dict[str, Any]:
 def _data(contents: pb.InferTensorContents) -> list[Any]:
     """The elements; a tensor has one datatype."""
     texts = [value.decode() for value in contents.bytes_contents]
-    numbers = [value if math.isfinite(value) else _LOWEST for value in contents.fp32_contents]
+    numbers = [value if math.isfinite(value) else LOWEST for value in contents.fp32_contents]
     return texts or numbers or list(contents.uint_contents)
 
 

@@ -30,7 +30,8 @@ from gateway.metrics import Durations, RequestStatistics
 from gateway.replicas.events import Chunk, Completed, Finished
 from gateway.request.answer_memory import AS_TENSORS, STREAMED
 from gateway.request.generator import Generator, answer, running
-from gateway.request.validation import renamed, shortened, wrong_model
+from gateway.request.validation import wrong_model
+from gateway.request.violations import renamed, shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import NotFound, PermissionDenied, QuireError, Unimplemented
 from quire.version import VERSION

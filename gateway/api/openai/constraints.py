@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, Json
-from pydantic_core import to_json
+from pydantic import BaseModel, Field, Json
 
-from gateway.request.validation import Violations, shortened
+from gateway.api.fields import Strict, schema_text
+from gateway.request.violations import Violations, shortened
 from quire.common.v1.common_pb2 import AnyJsonObject, Choice, Constraint, StructuralTag, StructuralTags
 from quire.constraints.program import schema_options
 
@@ -24,11 +24,7 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
-
-
-class JsonSchemaFormat(_Part):
+class JsonSchemaFormat(Strict):
     """The model does not see `name` and `description`. The schema is enforced with and without `strict`."""
 
     name: str | None = None
@@ -37,13 +33,13 @@ class JsonSchemaFormat(_Part):
     strict: bool | None = None
 
 
-class TagStructure(_Part):
+class TagStructure(Strict):
     begin: str
     schema_: Annotated[JsonSchema, Field(alias="schema")]
     end: str
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(Strict):
     """`type` is text, json_object, json_schema or, as in vLLM, structural_tag: after one of the `triggers` the text
     continues with one of the `structures` that begin with it."""
 
@@ -53,7 +49,7 @@ class ResponseFormat(_Part):
     triggers: Texts | None = None
 
 
-class StructuredOutputs(_Part):
+class StructuredOutputs(Strict):
     """Exactly one of the fields is set; with those of JSON, `disable_any_whitespace` may be set in addition."""
 
     json_: Annotated[JsonSchema | str | None, Field(alias="json")] = None
@@ -159,7 +155,7 @@ def _found(body: ConstraintFields) -> Iterator[tuple[str, Callable[[], Constrain
 
 
 def _of_schema(schema: JsonSchema | str) -> Constraint:
-    return Constraint(json_schema=schema if isinstance(schema, str) else to_json(schema).decode())
+    return Constraint(json_schema=schema if isinstance(schema, str) else schema_text(schema))
 
 
 def _of_object() -> Constraint:
@@ -188,9 +184,9 @@ def _tag(structure: TagStructure, triggers: Sequence[str], *, no_white_space: bo
     trigger = next(each for each in triggers if structure.begin.startswith(each))
     rest = structure.begin.removeprefix(trigger)
     if not rest:
-        return StructuralTag(begin=trigger, json_schema=to_json(structure.schema_).decode(), end=structure.end)
+        return StructuralTag(begin=trigger, json_schema=schema_text(structure.schema_), end=structure.end)
     options = {"x-guidance": schema_options(no_white_space=True)} if no_white_space else {}
-    schema = to_json(structure.schema_ | options).decode()
+    schema = schema_text(structure.schema_ | options)
     grammar = f"start: {json.dumps(rest)} arguments\narguments: %json {schema}\n"
     return StructuralTag(begin=trigger, lark=grammar, end=structure.end)
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from gateway.api.fields import TOOL_CHOICES, effort_arguments, make_tool
+from gateway.api.fields import TOOL_CHOICES, Strict, effort_arguments, make_tool
 from gateway.request.types import ChatMessage
-from gateway.request.validation import Violations, shortened
+from gateway.request.violations import Violations, shortened
 from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, ToolChoice
 
 _UNSUPPORTED = "is not supported by this version"
@@ -18,29 +18,25 @@ _SILENT = (None, [], "", {})
 _ANSWER = "assistant"
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
-
-
-class ContentPart(_Part):
+class ContentPart(Strict):
     type: str
     text: str | None = None
 
 
-class CalledFunction(_Part):
+class CalledFunction(Strict):
     """`arguments` is the text of a JSON object."""
 
     name: str
     arguments: str
 
 
-class MessageToolCall(_Part):
+class MessageToolCall(Strict):
     id: str
     type: str = "function"
     function: CalledFunction
 
 
-class Message(_Part):
+class Message(Strict):
     """`tool_calls` and `reasoning` belong to an earlier answer; `tool_call_id` names the call whose result a message of
     the role tool is."""
 
@@ -53,7 +49,7 @@ class Message(_Part):
     reasoning: str | None = None
 
 
-class FunctionDefinition(_Part):
+class FunctionDefinition(Strict):
     """`parameters` is a JSON schema. With `strict`, or without it, calls match the schema; false leaves calls that the
     model makes by itself unconstrained."""
 
@@ -63,23 +59,23 @@ class FunctionDefinition(_Part):
     strict: bool | None = None
 
 
-class ToolDefinition(_Part):
+class ToolDefinition(Strict):
     type: str
     function: FunctionDefinition | None = None
 
 
-class FunctionName(_Part):
+class FunctionName(Strict):
     name: str
 
 
-class AllowedTools(_Part):
+class AllowedTools(Strict):
     """Some of the tools, by their names; `mode` is auto or required."""
 
     mode: str
     tools: Annotated[list[ToolDefinition], Field(fail_fast=True)]
 
 
-class ToolChoiceObject(_Part):
+class ToolChoiceObject(Strict):
     """`type` is function or allowed_tools, each with the field of that name."""
 
     type: str

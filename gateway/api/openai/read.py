@@ -8,7 +8,8 @@ from typing import Any, TypeVar, cast
 from pydantic import TypeAdapter
 from starlette.requests import Request
 
-from gateway.api.body import BodyLimits, load_json, read_body, validated, validated_by_turns
+from gateway.api.body import BodyLimits, read_body, validated
+from gateway.api.fields import LongList, parse, without_group
 from gateway.api.openai.constraints import constraint_of, constraint_path
 from gateway.api.openai.conversation import (
     ConversationFields,
@@ -26,7 +27,6 @@ from gateway.api.openai.schemas import (
     GenerationBody,
     check_supported,
 )
-from gateway.request.limits import MAX_PROMPTS, MAX_TOOLS
 from gateway.request.types import (
     ChatPrompt,
     Prompt,
@@ -35,18 +35,13 @@ from gateway.request.types import (
     TokenPrompt,
     write,
 )
-from gateway.request.validation import Violations
-from gateway.turns import Turns
+from gateway.request.violations import Violations
 from quire.common.v1 import common_pb2
 from quire.common.v1.common_pb2 import OutputOptions, SamplingParameters, StoppingParameters
-from quire.rpc.errors import InvalidArgument
 
 BodyType = TypeVar("BodyType", bound=Body)
 
-_MAX_FIELDS = 1024
-# The maximum number of parts and tool calls of all messages of a conversation.
-_MAX_PARTS = 8192
-_MESSAGES = TypeAdapter(list[Message])
+_MESSAGES = LongList("messages", TypeAdapter(list[Message]), parts=("content", "tool_calls"))
 # OpenAI's default for completions.
 DEFAULT_MAX_TOKENS = 16
 
@@ -58,7 +53,6 @@ _EARLY_STOPPING = {
 }
 # Fields with the same name and meaning in bodies and in the contract.
 _SAMPLING = SamplingParameters.DESCRIPTOR.fields_by_name.keys() & GenerationBody.model_fields.keys()
-_GROUPS = re.compile(r"^(sampling|stopping|output)\.")
 # Fields of tools and of earlier calls. In OpenAI's bodies they are nested one level deeper.
 _FIELD_OF_FUNCTION = re.compile(
     r"(tools\[\d+\]|messages\[\d+\]\.tool_calls\[\d+\])\.(name|description|parameters|strict|arguments)"
@@ -84,50 +78,16 @@ async def read_request(kind: type[BodyType], request: Request, limits: BodyLimit
 
 
 async def parse_body(kind: type[BodyType], data: bytes, limits: BodyLimits) -> BodyType:
-    """The body in `data`. It parses the JSON, then validates types, messages a few at a time, so that other calls get
-    turns.
-
-    Raises:
-        InvalidArgument: it is not JSON, a field has the wrong type or is not supported, or there are too many entries.
-    """
-    turns = Turns()
-    fields = await load_json(data, limits.max_values)
-    await turns.pause()
-    if isinstance(fields, dict):
-        if len(fields) > _MAX_FIELDS:
-            raise InvalidArgument(f"the body has {len(fields):,} fields; the max is {_MAX_FIELDS:,}")
-        _check_counts(fields, limits.max_messages)
-        if isinstance(fields.get("messages"), list) and "messages" in kind.model_fields:
-            fields["messages"] = await validated_by_turns(kind, fields, "messages", _MESSAGES, UNION_TYPES, turns)
-    body = validated(kind, fields, UNION_TYPES)
-    await turns.pause()
-    check_supported(body)
-    return body
+    """The body in `data`. Raises InvalidArgument as `parse` does, also for a field that is not supported."""
+    return await parse(kind, data, limits, _MESSAGES, check_supported, UNION_TYPES)
 
 
 def body_of(kind: type[BodyType], fields: Mapping[str, Any]) -> BodyType:
     """As `parse_body`, for fields that are already parsed."""
-    body = validated(kind, fields, UNION_TYPES)
-    check_supported(body)
-    return body
-
-
-def _check_counts(fields: Mapping[str, Any], max_messages: int) -> None:
-    """Raises InvalidArgument if there are too many messages, parts of messages or prompts to validate."""
-    violations = Violations()
-    prompts, messages, tools = (fields.get(name) for name in ("prompt", "messages", "tools"))
-    if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
-        violations.check_count("prompt", prompts, MAX_PROMPTS)
-    if isinstance(messages, list) and violations.check_count("messages", messages, max_messages):
-        lists = [each.get(name) for each in messages if isinstance(each, dict) for name in ("content", "tool_calls")]
-        num_parts = sum(len(each) for each in lists if isinstance(each, list))
-        if num_parts > _MAX_PARTS:
-            violations.add(
-                "messages", f"have {num_parts:,} parts of content and tool calls together; the max is {_MAX_PARTS:,}"
-            )
-    if isinstance(tools, list):
-        violations.check_count("tools", tools, MAX_TOOLS)
+    body, violations = validated(kind, fields, UNION_TYPES), Violations()
+    check_supported(violations, body)
     violations.raise_if_any()
+    return body
 
 
 def completion_prompts(body: CompletionBody) -> list[Prompt]:
@@ -179,7 +139,7 @@ def is_echo_alone(body: CompletionBody) -> bool:
 
 def param_name(body: GenerationBody, field: str) -> str:
     """The name that a field of the validator has in the body."""
-    name = _GROUPS.sub("", field)
+    name = without_group(field)
     head, bracket, rest = name.partition("[")
     if isinstance(body, ChatBody):
         if head == "logprobs":

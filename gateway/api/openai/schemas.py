@@ -8,9 +8,10 @@ docs/openai.md lists all fields.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from gateway.api.body import max_entries
+from gateway.api.fields import Strict
 from gateway.api.openai.constraints import ConstraintFields, check_constraints
 from gateway.api.openai.conversation import (
     ConversationFields,
@@ -21,7 +22,7 @@ from gateway.api.openai.conversation import (
 )
 from gateway.auth.caller import HIGHEST_PRIORITY
 from gateway.request.limits import MAX_LOGIT_BIAS
-from gateway.request.validation import Violations
+from gateway.request.violations import Violations
 
 Element = TypeVar("Element")
 # Validation stops at the first invalid element, since a body may have millions.
@@ -81,19 +82,11 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 _WAYS_OUT = {"functions": "; use tools", "function_call": "; use tool_choice"}
 
 
-class Body(BaseModel):
-    """Types are strict: a string is not a number, and numbers are finite."""
-
-    model_config = ConfigDict(
-        strict=True, frozen=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True, protected_namespaces=()
-    )
-
+class Body(Strict):
     model: str | None = None
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
-
+class StreamOptions(Strict):
     include_usage: bool | None = None
     # vLLM's: with include_usage, every chunk has the usage so far.
     continuous_usage_stats: bool | None = None
@@ -181,9 +174,8 @@ UNION_TYPES: dict[str, str] = {
 }
 
 
-def check_supported(body: Body) -> None:
-    """Raises InvalidArgument for unsupported and unknown fields."""
-    violations = Violations()
+def check_supported(violations: Violations, body: Body) -> None:
+    """Adds violations for unsupported and unknown fields, and for those that contradict each other."""
     extra = body.model_extra or {}
     for name, value in extra.items():
         if violations.are_enough:
@@ -197,7 +189,6 @@ def check_supported(body: Body) -> None:
         check_conversation(violations, body.messages or [], body)
         if body.messages is not None and body.add_special_tokens:
             violations.add("add_special_tokens", "is true; in a chat only the chat template writes special tokens")
-    violations.raise_if_any()
 
 
 def _check_field(violations: Violations, name: str, value: Any) -> None:

@@ -34,7 +34,7 @@ from quire.version import VERSION
 
 SYSTEM_FINGERPRINT = f"quire-{VERSION}"
 # Stands for -infinity, the log probability of excluded tokens, which JSON does not have. Clients know this value.
-_LOWEST = -9999.0
+LOWEST = -9999.0
 _ROLE = {"role": "assistant"}
 
 
@@ -158,9 +158,14 @@ def chat_logprobs(texts: TokenTexts, logprobs: Iterable[PositionLogprobs]) -> di
     return {"content": LazyList(entries), "refusal": None}
 
 
-def prompt_logprobs(texts: TokenTexts, logprobs: Iterable[PositionLogprobs], num_top: int) -> LazyList:
-    """One entry for each prompt token, by token id; the first is null."""
-    return LazyList(lambda: chain([None], logprobs_by_token_id(texts, logprobs, num_top)))
+def prompt_logprobs(
+    texts: TokenTexts, logprobs: Iterable[PositionLogprobs], num_top: int | None
+) -> dict[str, LazyList]:
+    """`prompt_logprobs`, for a call that asks for it: one entry for each prompt token; the first is null."""
+    if num_top is None:
+        return {}
+    entries = logprobs_by_token_id(texts, logprobs, num_top)
+    return {"prompt_logprobs": LazyList(lambda: chain([None], entries))}
 
 
 def logprobs_by_token_id(texts: TokenTexts, logprobs: Iterable[PositionLogprobs], num_top: int) -> LazyList:
@@ -185,7 +190,7 @@ def _chat_entry(texts: TokenTexts, entry: Logprob) -> dict[str, Any]:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LOWEST)
+    return max(logprob, LOWEST)
 
 
 class ChatShaper:
@@ -215,11 +220,7 @@ class ChatShaper:
             for sequence in sequences
         ]
         answer = self._head.fields("chat.completion") | {"choices": choices, "usage": usage_fields([usage])}
-        if self._body.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(
-                self._texts, self._live.prompt_logprobs, self._body.prompt_logprobs
-            )
-        return answer
+        return answer | prompt_logprobs(self._texts, self._live.prompt_logprobs, self._body.prompt_logprobs)
 
     def begin(self) -> Iterable[dict[str, Any]]:
         return ()
@@ -335,10 +336,10 @@ class CompletionShaper:
 
     def _whole_choices(self, results: Sequence[Result]) -> Iterator[dict[str, Any]]:
         for position, (sequences, _) in enumerate(results):
-            prompt_logprobs = self._prompt_logprobs(position)
+            of_prompt = prompt_logprobs(self._texts, self._live[position].prompt_logprobs, self._body.prompt_logprobs)
             for sequence in sequences:
                 choice = self._choice(position, self._shown(as_chunk(sequence)))
-                yield choice | self._finish(position, sequence.finished) | prompt_logprobs
+                yield choice | self._finish(position, sequence.finished) | of_prompt
 
     def begin(self) -> Iterable[dict[str, Any]]:
         return ()
@@ -371,12 +372,6 @@ class CompletionShaper:
         if self._is_echo_alone:
             usages = [dataclasses.replace(usage, generated_tokens=0) for usage in usages]
         return usage_fields(usages)
-
-    def _prompt_logprobs(self, position: int) -> dict[str, Any]:
-        if self._body.prompt_logprobs is None:
-            return {}
-        logprobs = self._live[position].prompt_logprobs
-        return {"prompt_logprobs": prompt_logprobs(self._texts, logprobs, self._body.prompt_logprobs)}
 
     def _make_choice(self, prompt: Prompt | None, echo: str, live: LiveRequest) -> "_Choice":
         request = live.request

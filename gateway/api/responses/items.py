@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.request.types import ChatMessage
-from gateway.request.validation import Violations, shortened
+from gateway.request.violations import Violations, shortened
 from quire.rpc.errors import invalid_field
 
 _DEFAULT_LIMIT, _MAX_LIMIT = 20, 100

@@ -4,7 +4,6 @@
 content and its calls.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -18,14 +17,16 @@ from gateway.api.fields import (
     LongList,
     Part,
     as_parts,
+    check_fields,
     effort_arguments,
     make_tool,
     parse,
     schema_text,
     tag_of,
+    without_group,
 )
 from gateway.request.types import ChatMessage, ChatPrompt, RequestOptions, write
-from gateway.request.validation import Violations, shortened
+from gateway.request.violations import Violations, shortened
 from quire.common.v1.common_pb2 import AnyJsonObject, Constraint, OutputOptions, SamplingParameters, StoppingParameters
 from quire.gateway.v1.generation_pb2 import TemplateOptions, ToolCall, ToolChoice
 
@@ -44,7 +45,6 @@ _RENAMED = {
     "tool_choice.mode": "tool_choice",
 }
 _ALLOWED = "tool_choice.allowed"
-_GROUPS = re.compile(r"^(sampling|stopping|output)\.")
 _UNION_TYPES = {"tool_choice": 'a string, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}'}
 
 
@@ -245,11 +245,12 @@ _ITEMS = LongList("input", TypeAdapter(list[Item]), parts=("content", "output", 
 
 
 async def parse_body(kind: type[InputBodyType], data: bytes, limits: BodyLimits) -> InputBodyType:
-    """The body in `data`. Raises InvalidArgument as `parse` does, and for values that contradict each other."""
-    return await parse(kind, data, limits, _ITEMS, _check_values, _UNION_TYPES)
+    """The body in `data`. Raises InvalidArgument as `parse` does, also for values that contradict each other."""
+    return await parse(kind, data, limits, _ITEMS, _check, _UNION_TYPES)
 
 
-def _check_values(violations: Violations, body: InputBody) -> None:
+def _check(violations: Violations, body: InputBody) -> None:
+    check_fields(violations, body)
     if not body.input:
         violations.add("input", "is empty; at least one item is needed")
     if body.truncation not in (None, "disabled"):
@@ -383,7 +384,7 @@ def param_name(conversation: Conversation, field: str) -> str:
         return "reasoning.effort"
     if field.startswith(_ALLOWED):
         return f"tool_choice.tools{field.removeprefix(_ALLOWED)}"
-    return _RENAMED.get(field) or _GROUPS.sub("", field)
+    return _RENAMED.get(field) or without_group(field)
 
 
 def _tool_choice(choice: str | ToolChoiceObject | None) -> ToolChoice | None:

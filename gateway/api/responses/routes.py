@@ -4,6 +4,7 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -13,7 +14,6 @@ from gateway.api.answers import OPENAI, ErrorAnswer, as_json
 from gateway.api.body import BodyLimits, read_body
 from gateway.api.calls import respond
 from gateway.api.event_shapes import ResponseEvent
-from gateway.api.fields import Conversation
 from gateway.api.openapi import ApiRoute
 from gateway.api.responses.items import input_items, item_page
 from gateway.api.responses.read import (
@@ -34,8 +34,7 @@ from gateway.request.answer_memory import STREAMED_AND_REPEATED
 from gateway.request.generator import Generator
 from gateway.request.prompts import TextService
 from gateway.request.types import ChatMessage, RequestOptions
-from gateway.request.validation import renamed
-from quire.rpc.errors import QuireError, invalid_field
+from quire.rpc.errors import invalid_field
 
 _ID_PREFIX = "resp_"
 _PATH = "/v1/responses/{response_id}"
@@ -62,10 +61,7 @@ class ResponseCall:
         self._store = store
         self._head = ResponseHead(self.id, int(time.time()), model, store.keeps_any and body.store is not False)
         self._shaper: ResponseShaper | None = None
-        earlier: Sequence[ChatMessage] = ()
-        if body.previous_response_id is not None:
-            earlier = store.previous(self._tenant, body.previous_response_id).messages
-        self._conversation: Conversation = conversation_of(body, earlier)
+        self._conversation = conversation_of(body, store.earlier_messages(self._tenant, body.previous_response_id))
         self.dialect = dataclasses.replace(OPENAI, names_events=True, error_event=self._error_event)
 
     async def requests(self, generator: Generator) -> list[RequestOptions]:
@@ -133,20 +129,21 @@ def response_routes(
     async def count_input_tokens(request: Request) -> Response:
         """The number of tokens of the prompt that a response would have."""
         body = await parse_body(InputBody, await read_body(request, body_limits), body_limits)
-        earlier: Sequence[ChatMessage] = ()
-        if body.previous_response_id is not None:
-            earlier = store.previous(current_caller().tenant, body.previous_response_id).messages
+        earlier = store.earlier_messages(current_caller().tenant, body.previous_response_id)
         conversation = conversation_of(body, earlier)
-        try:
-            prompt = prompt_of(body, conversation.prompt)
-            tokenized = await texts.tokenize(body.model or None, prompt, add_special_tokens=False)
-        except QuireError as error:
-            raise renamed(error, lambda field: param_name(conversation, field.removeprefix("chat."))) from error
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(tokenized.token_ids)})
+        prompt = prompt_of(body, conversation.prompt)
+        count = await texts.count_tokens(body.model or None, prompt, partial(param_name, conversation))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
     return [
         ApiRoute(
-            "/v1/responses", create, method="POST", body=ResponseBody, answer=ResponseObject, events=ResponseEvent
+            "/v1/responses",
+            create,
+            method="POST",
+            body=ResponseBody,
+            answer=ResponseObject,
+            events=ResponseEvent,
+            names_events=True,
         ),
         # Before the path of any response.
         ApiRoute("/v1/responses/input_tokens", count_input_tokens, method="POST", body=InputBody, answer=InputTokens),

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gateway.request.types import ChatMessage, ChatPrompt
-from gateway.request.validation import texts_of, utf8_size
+from gateway.request.validation import texts_of
+from gateway.request.violations import utf8_size
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
 
 # The memory of the Python objects of a message without its texts, and of a response without its messages.
@@ -80,8 +81,11 @@ class ResponseStore:
             raise NotFound(f'response "{response_id:.80}" {self._absence}', reason="RESPONSE_NOT_FOUND")
         return found
 
-    def previous(self, tenant: str, response_id: str) -> StoredResponse:
-        """The response of a `previous_response_id`. Raises InvalidArgument if there is none."""
+    def earlier_messages(self, tenant: str, response_id: str | None) -> Sequence[ChatMessage]:
+        """The conversation up to the response of a `previous_response_id`; empty for None. Raises InvalidArgument if
+        the response is not kept."""
+        if response_id is None:
+            return ()
         found = self.get(tenant, response_id)
         if found is None:
             description = f'is "{response_id:.80}", which {self._absence}; send the items of the earlier turns in input'
@@ -89,7 +93,7 @@ class ResponseStore:
             raise InvalidArgument(
                 f"previous_response_id {description}", reason="RESPONSE_NOT_FOUND", violations=[violation]
             )
-        return found
+        return found.messages
 
     def remove(self, tenant: str, response_id: str) -> None:
         """Deletes a response. Raises NotFound if there is none."""

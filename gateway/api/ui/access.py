@@ -2,15 +2,17 @@
 
 A browser sends no key by itself when it opens a page. So the refusal page has a form for the key, and the key comes
 back in a cookie that only paths below /ui get, that no script reads, and that other sites' pages cannot make a browser
-send. The cookie holds the key itself, because any gateway of several that share the port must understand it.
+send. The cookie holds the key itself, because any gateway of several that share the port must understand it. Browsers
+keep cookies by host and not by port: so the port is in the cookie's name, and gateways at several ports of one host, or
+behind forwarded ones, do not sign each other's viewers out.
 """
 
 import base64
 import binascii
 import html
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
 
 from starlette.requests import Request
@@ -26,16 +28,18 @@ OPEN_PATHS = frozenset({KEY_PATH, f"{ROOT}/style.css", f"{ROOT}/icon.svg"})
 """What the page of a refusal needs."""
 HEADERS: Mapping[str, str] = {
     "content-security-policy": (
-        "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'"
+        "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'; "
+        "require-trusted-types-for 'script'"
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
 _COOKIE = "quire-operator"
+_PORT = re.compile(r":([0-9]{1,5})$")
 _MAX_FORM_BYTES = 4096
 # Of a page of ours, or typed by the user; "same-site" is another port or subdomain.
-_OWN_SITES = (b"same-origin", b"none")
+_OWN_SITES = ("same-origin", "none")
 _REFUSAL = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -73,16 +77,20 @@ def shows_page(scope: Scope) -> bool:
 def keys_shown(scope: Scope) -> list[bytes]:
     """The key in the cookie, as an authorization header; none where there is none, or where another site's page makes
     the browser send it."""
-    headers = dict(scope["headers"])
-    if headers.get(b"sec-fetch-site", b"none") not in _OWN_SITES:
+    request = Request(scope)
+    if request.headers.get("sec-fetch-site", "none") not in _OWN_SITES:
         return []
-    cookies = SimpleCookie()
     try:
-        cookies.load(headers.get(b"cookie", b"").decode("latin-1"))
-        held = cookies[_COOKIE].value
+        held = request.cookies[_cookie_at(request)]
         return [b"Bearer " + base64.urlsafe_b64decode(held)]
-    except (CookieError, KeyError, binascii.Error, ValueError):
+    except (KeyError, binascii.Error, ValueError):
         return []
+
+
+def _cookie_at(request: Request) -> str:
+    """The cookie's name, with the port that the browser knows; a default port is in no Host header."""
+    port = _PORT.search(request.headers.get("host", ""))
+    return _COOKIE if port is None else f"{_COOKIE}-{port[1]}"
 
 
 def check_operator(*, is_operator: bool) -> None:
@@ -100,25 +108,30 @@ def refusal(error: QuireError) -> Response:
     return HTMLResponse(_REFUSAL.format(problem=problem), status, headers={**HEADERS, **extra})
 
 
-async def take_key(request: Request, authenticator: Authenticator) -> Response:
-    """Puts the key of the form into the cookie, if it is an operator's; an empty one ends the visit."""
+async def take_key(request: Request, authenticator: Authenticator, on_refusal: Callable[[str], object]) -> Response:
+    """Puts the key of the form into the cookie, if it is an operator's; an empty one ends the visit. `on_refusal` is
+    called with the reason where it is another one."""
     body = b""
     async for piece in request.stream():
         body += piece
         if len(body) > _MAX_FORM_BYTES:
-            return refusal(Unauthenticated("the API key is not valid", reason="INVALID_API_KEY"))
+            error = Unauthenticated("the API key is not valid", reason="INVALID_API_KEY")
+            on_refusal(error.reason)
+            return refusal(error)
     key = parse_qs(body.decode("latin-1")).get("key", [""])[0].strip()
     answer = RedirectResponse(f"{ROOT}/", 303, headers=dict(HEADERS))
+    cookie = _cookie_at(request)
     if not key:
-        answer.delete_cookie(_COOKIE, path=ROOT)
+        answer.delete_cookie(cookie, path=ROOT)
         return answer
     try:
         caller = authenticator.authenticate([b"Bearer " + key.encode()])
         check_operator(is_operator=caller.access.is_operator)
     except QuireError as error:
+        on_refusal(error.reason)
         return refusal(error)
     answer.set_cookie(
-        _COOKIE,
+        cookie,
         base64.urlsafe_b64encode(key.encode()).decode(),
         path=ROOT,
         httponly=True,

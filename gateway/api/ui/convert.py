@@ -23,6 +23,7 @@ def frame_object(address: str, frame: scheduler_pb2.WatchResponse) -> dict[str, 
     return {
         "replica": address,
         "is_whole": frame.is_whole,
+        "more_follows": frame.more_follows,
         "unix_seconds": frame.unix_seconds,
         "numbers": _plain(frame.numbers),
         "memory": _memory(frame.memory) if frame.HasField("memory") else None,

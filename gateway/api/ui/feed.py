@@ -2,8 +2,8 @@
 scheduler (quire.scheduler.v1, Watch) as JSON.
 
     event: gateway   {"version", "model", "live_requests", "replicas": [{"address", "connected", "ready", "problem"}]}
-    event: frame     {"replica": address, "is_whole", "unix_seconds", "numbers", "memory", "steps", "answers",
-                      "waiting", "ended"}
+    event: frame     {"replica": address, "is_whole", "more_follows", "unix_seconds", "numbers", "memory", "steps",
+                      "answers", "waiting", "ended"}
 
 Names are those of the messages; arrays are flat lists of numbers, as there. A viewer that reads slowly slows down the
 stream from the scheduler, which then leaves frames out.
@@ -11,6 +11,7 @@ stream from the scheduler, which then leaves frames out.
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -25,34 +26,45 @@ from quire.version import VERSION
 _GATEWAY_INTERVAL_S = 1.0
 _RETRY_S = 1.0
 _MAX_QUEUED = 4
+_logger = logging.getLogger(__name__)
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
 async def feed(generator: Generator, caller: Caller, *, wants_memory: bool) -> AsyncGenerator[bytes, None]:
     """The events, until the gateway drains or the caller's key is no longer valid."""
     events: asyncio.Queue[bytes] = asyncio.Queue(_MAX_QUEUED)
-    links = generator.replicas.links.values()
-    tasks = [asyncio.create_task(_watch(link, events, wants_memory=wants_memory)) for link in links]
-    tasks.append(asyncio.create_task(_tell_of_gateway(generator, caller, events)))
+    following = asyncio.create_task(_follow(generator, caller, events, wants_memory=wants_memory))
     try:
-        while not tasks[-1].done():
+        while not following.done():
             getting = asyncio.create_task(events.get())
             try:
-                await asyncio.wait([getting, tasks[-1]], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([getting, following], return_when=asyncio.FIRST_COMPLETED)
                 if getting.done():
                     yield getting.result()
             finally:
                 getting.cancel()
+        following.result()
     finally:
-        for task in tasks:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def _follow(generator: Generator, caller: Caller, events: asyncio.Queue[bytes], *, wants_memory: bool) -> None:
+    """Tells of the gateway again and again, and watches the replicas that it has by then."""
+    watching: dict[SchedulerLink, asyncio.Task[None]] = {}
+    try:
+        while not (generator.is_draining or caller.account.is_closed):
+            links = set(generator.replicas.links.values())
+            for link in watching.keys() - links:
+                watching.pop(link).cancel()
+            for link in links - watching.keys():
+                watching[link] = asyncio.create_task(_watch(link, events, wants_memory=wants_memory))
+            await events.put(event("gateway", gateway_state(generator)))
+            await asyncio.sleep(_GATEWAY_INTERVAL_S)
+    finally:
+        for task in watching.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _tell_of_gateway(generator: Generator, caller: Caller, events: asyncio.Queue[bytes]) -> None:
-    while not (generator.is_draining or caller.account.is_closed):
-        await events.put(event("gateway", gateway_state(generator)))
-        await asyncio.sleep(_GATEWAY_INTERVAL_S)
+        await asyncio.gather(*watching.values(), return_exceptions=True)
 
 
 def gateway_state(generator: Generator) -> dict[str, Any]:
@@ -87,6 +99,10 @@ async def _watch(link: SchedulerLink, events: asyncio.Queue[bytes], *, wants_mem
                     await events.put(await asyncio.to_thread(write) if is_long(frame) else write())
         except QuireError as error:
             problem = error.message
+        except Exception as error:
+            # Nobody waits for this task: it must not end unnoticed.
+            _logger.exception("frames of scheduler %s cannot be shown", link.address)
+            problem = f"its frames cannot be shown: {type(error).__name__}"
         if problem is not None and link.is_connected:
             await events.put(event("problem", {"replica": link.address, "problem": problem}))
         await asyncio.sleep(_RETRY_S)

@@ -6,7 +6,7 @@ OpenAI's paths are served here once more because the cookie of an operator is se
 
 import hashlib
 import mimetypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Any
 
@@ -26,8 +26,13 @@ _BLOCK_TIMEOUT_S = 5.0
 _MEDIA_TYPES = {".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
-def ui_routes(generator: Generator, authenticator: Authenticator, routes: Sequence[Route]) -> list[BaseRoute]:
-    """`routes` has those of OpenAI's API."""
+def ui_routes(
+    generator: Generator,
+    authenticator: Authenticator,
+    routes: Sequence[Route],
+    on_refusal: Callable[[str], object],
+) -> list[BaseRoute]:
+    """`routes` has those of OpenAI's API; `on_refusal` is called with the reason of a refusal of the form for keys."""
     files = _Files()
     has_keys = not isinstance(authenticator, NoAuthenticator)
 
@@ -54,7 +59,7 @@ def ui_routes(generator: Generator, authenticator: Authenticator, routes: Sequen
         return JSONResponse(known, headers=dict(access.HEADERS))
 
     async def key(request: Request) -> Response:
-        return await access.take_key(request, authenticator)
+        return await access.take_key(request, authenticator, on_refusal)
 
     return [
         Route(access.ROOT, root),

@@ -16,12 +16,11 @@ from gateway.text.formats.notations import (
     PythonNotation,
     Rules,
     json_rule,
-    literals,
-    quoted,
     tagged_arguments,
 )
 from quire.common.v1.common_pb2 import Constraint, StructuralTag, StructuralTags
 from quire.constraints.json_schema import ConstraintError
+from quire.constraints.program import literals, quoted
 
 _ANY_OBJECT = '{"type": "object"}'
 
@@ -113,6 +112,29 @@ def calls_or_answer(
     return Constraint(lark="\n".join(rules))
 
 
+def _named(begin: str, end: str = "") -> Tags:
+    """Tags around the arguments as JSON; `begin` has a place for the name of the tool."""
+    return lambda calls, model: [
+        StructuralTag(begin=begin.format(call.name), json_schema=call.schema, end=end) for call in calls
+    ]
+
+
+def _ruled(begin: str, end: str, start: Callable[[CallGrammar, Rules, ModelText], str]) -> Tags:
+    """Tags around arguments in a notation of their own: `start` adds its rules and returns the expression. `begin` may
+    have a place for the name of the tool."""
+
+    def tags(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
+        made: list[StructuralTag] = []
+        for number, call in enumerate(calls):
+            # Of the tool at a position, so that the grammars of several can be one.
+            rules = Rules(f"c{number}", model.special_tokens)
+            lark = "\n".join([f"start: {start(call, rules, model)}", *rules.lines])
+            made.append(StructuralTag(begin=begin.format(call.name), lark=lark, end=end))
+        return made
+
+    return tags
+
+
 def _hermes(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
     return [
         StructuralTag(begin="<tool_call>\n", json_schema=_envelope(call, "arguments"), end="\n</tool_call>")
@@ -120,42 +142,11 @@ def _hermes(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTa
     ]
 
 
-def _llama3(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
-    return [
-        StructuralTag(begin=f'{{"name": "{call.name}", "parameters": ', json_schema=call.schema, end="}")
-        for call in calls
-    ]
-
-
 def _mistral(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
     if not _is_list("mistral", model.template):
-        return [StructuralTag(begin=f"[TOOL_CALLS]{call.name}[ARGS]", json_schema=call.schema) for call in calls]
+        return _named("[TOOL_CALLS]{}[ARGS]")(calls, model)
     begin = "[TOOL_CALLS] " if "[TOOL_CALLS] [" in model.template else "[TOOL_CALLS]"
-    return [StructuralTag(begin=begin, json_schema=_list_schema(calls, "arguments", is_single=False))]
-
-
-def _deepseek_v3(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
-    begin = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n"
-    end = "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-    return [StructuralTag(begin=begin.format(call.name), json_schema=call.schema, end=end) for call in calls]
-
-
-def _deepseek_v31(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
-    begin = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁sep｜>"
-    end = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-    return [StructuralTag(begin=begin.format(call.name), json_schema=call.schema, end=end) for call in calls]
-
-
-def _kimi_k2(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
-    begin = "<|tool_calls_section_begin|><|tool_call_begin|>functions.{}:"
-    end = "<|tool_call_end|><|tool_calls_section_end|>"
-    header = f"/[0-9]{{1,3}}/ {literals('<|tool_call_argument_begin|>', model.special_tokens)}"
-    return [
-        StructuralTag(
-            begin=begin.format(call.name), lark=f"start: {header} {json_rule(json.loads(call.schema))}", end=end
-        )
-        for call in calls
-    ]
+    return _list_after(begin)(calls, model)
 
 
 def _list_after(begin: str) -> Tags:
@@ -164,70 +155,37 @@ def _list_after(begin: str) -> Tags:
     ]
 
 
-def _harmony(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
-    begin = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
-    return [StructuralTag(begin=begin.format(call.name), json_schema=call.schema) for call in calls]
+def _kimi_k2(call: CallGrammar, rules: Rules, model: ModelText) -> str:
+    header = f"/[0-9]{{1,3}}/ {literals('<|tool_call_argument_begin|>', model.special_tokens)}"
+    return f"{header} {json_rule(json.loads(call.schema))}"
 
 
-def _qwen3_coder(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
-    def lark(number: int, call: CallGrammar) -> str:
-        rules = _rules(number, model)
-        return _lark(tagged_arguments(call.schema, rules, "<parameter={}>\n", "\n</parameter>\n", ""), rules)
-
-    begin, end = "<tool_call>\n<function={}>\n", "</function>\n</tool_call>"
-    return [
-        StructuralTag(begin=begin.format(call.name), lark=lark(number, call), end=end)
-        for number, call in enumerate(calls)
-    ]
+def _qwen3_coder(call: CallGrammar, rules: Rules, model: ModelText) -> str:
+    return tagged_arguments(call.schema, rules, "<parameter={}>\n", "\n</parameter>\n", "")
 
 
-def _glm(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
-    def lark(number: int, call: CallGrammar) -> str:
-        rules = _rules(number, model)
-        # Some models of the family write each tag on a line of its own, others none.
-        begin = "<arg_key>{}</arg_key>" + ("\n" if "</arg_key>\\n" in model.template else "") + "<arg_value>"
-        arguments = tagged_arguments(call.schema, rules, begin, "</arg_value>", '"\\n"?')
-        return _lark(f'{quoted(call.name)} "\\n"? {arguments}', rules)
-
-    return [
-        StructuralTag(begin="<tool_call>", lark=lark(number, call), end="</tool_call>")
-        for number, call in enumerate(calls)
-    ]
+def _glm(call: CallGrammar, rules: Rules, model: ModelText) -> str:
+    # Some models of the family write each tag on a line of its own, others none.
+    begin = "<arg_key>{}</arg_key>" + ("\n" if "</arg_key>\\n" in model.template else "") + "<arg_value>"
+    arguments = tagged_arguments(call.schema, rules, begin, "</arg_value>", '"\\n"?')
+    return f'{quoted(call.name)} "\\n"? {arguments}'
 
 
 def _gemma(begin: str, end: str, notation: type[Notation]) -> Tags:
-    def tags(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
-        def lark(number: int, call: CallGrammar) -> str:
-            rules = _rules(number, model)
-            arguments = notation(call.schema, rules).arguments()
-            return _lark(f'{quoted(f"call:{call.name}{{")} {arguments} "}}"', rules)
+    def start(call: CallGrammar, rules: Rules, model: ModelText) -> str:
+        return f'{quoted(f"call:{call.name}{{")} {notation(call.schema, rules).arguments()} "}}"'
 
-        return [StructuralTag(begin=begin, lark=lark(number, call), end=end) for number, call in enumerate(calls)]
-
-    return tags
+    return _ruled(begin, end, start)
 
 
 def _pythonic(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
     """The first call of a list, and the further ones. What is between them is free: the list itself is no tag."""
 
-    def lark(number: int, call: CallGrammar) -> str:
-        rules = _rules(number, model)
-        return _lark(PythonNotation(call.schema, rules).arguments(), rules)
+    def start(call: CallGrammar, rules: Rules, model: ModelText) -> str:
+        return PythonNotation(call.schema, rules).arguments()
 
-    return [
-        StructuralTag(begin=f"{before}{call.name}(", lark=lark(number, call), end=")")
-        for number, call in enumerate(calls)
-        for before in ("[", ", ")
-    ]
-
-
-def _rules(number: int, model: ModelText) -> Rules:
-    """Of the tool at a position, so that the grammars of several can be one."""
-    return Rules(f"c{number}", model.special_tokens)
-
-
-def _lark(start: str, rules: Rules) -> str:
-    return "\n".join([f"start: {start}", *rules.lines])
+    first, further = (_ruled(f"{before}{{}}(", ")", start)(calls, model) for before in ("[", ", "))
+    return [tag for pair in zip(first, further, strict=True) for tag in pair]
 
 
 def _content_of(tag: StructuralTag) -> str:
@@ -237,19 +195,28 @@ def _content_of(tag: StructuralTag) -> str:
 
 _TAGS: Mapping[str, Tags] = {
     "hermes": _hermes,
-    "llama3_json": _llama3,
+    "llama3_json": _named('{{"name": "{}", "parameters": ', "}"),
     "mistral": _mistral,
-    "deepseek_v3": _deepseek_v3,
-    "deepseek_v31": _deepseek_v31,
-    "qwen3_coder": _qwen3_coder,
-    "kimi_k2": _kimi_k2,
+    "deepseek_v3": _named(
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n",
+        "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": _named(
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁sep｜>", "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
+    "qwen3_coder": _ruled("<tool_call>\n<function={}>\n", "</function>\n</tool_call>", _qwen3_coder),
+    "kimi_k2": _ruled(
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.{}:",
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        _kimi_k2,
+    ),
     "granite": _list_after("<|tool_call|>"),
     "phi4_mini_json": _list_after("functools"),
-    "glm45": _glm,
+    "glm45": _ruled("<tool_call>", "</tool_call>", _glm),
     "gemma4": _gemma("<|tool_call>", "<tool_call|>", GemmaNotation),
     "functiongemma": _gemma("<start_function_call>", "<end_function_call>", FunctionGemmaNotation),
     "pythonic": _pythonic,
-    HARMONY: _harmony,
+    HARMONY: _named("<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"),
 }
 # Formats in which not all schemas can be enforced.
 _NOTATIONS = frozenset(("gemma4", "functiongemma", "pythonic"))

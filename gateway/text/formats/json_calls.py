@@ -23,10 +23,12 @@ class JsonCallParser(StagedCallParser):
     Attributes:
         header: The pattern between the marker and the arguments.
         is_envelope: Whether the header begins an object that ends after the arguments.
+        separator: The text between two calls; None where each call has a marker of its own.
     """
 
     header: Pattern = Pattern(Part.SPACES, *_ENVELOPE, before="{")
     is_envelope = True
+    separator: Pattern | None = None
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
         super().__init__(tools, call_ids)
@@ -89,6 +91,16 @@ class JsonCallParser(StagedCallParser):
         self._stage = self._read_trailer
         return True
 
+    def _read_trailer(self) -> bool:
+        found = Unmatched.NEVER if self.separator is None else self.separator.match(self._rest)
+        if found is Unmatched.MORE and not self._is_last:
+            return False
+        if not isinstance(found, Match):
+            return super()._read_trailer()
+        self._opening = self._consume(found.end)
+        self._stage = self._read_header
+        return True
+
     def _end_if_last(self) -> bool:
         if self._is_last:
             self._end_call()
@@ -114,15 +126,11 @@ class DeepSeekV3Parser(JsonCallParser):
     is_envelope = False
 
 
-class DeepSeekV31Parser(JsonCallParser):
+class DeepSeekV31Parser(DeepSeekV3Parser):
     """<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>"""
 
-    begins = ("<｜tool▁call▁begin｜>",)
-    dropped = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-    tokens = ("<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
     header = Pattern(Part.NAME, "<｜tool▁sep｜>", Part.SPACES, before="{")
     trailer = Pattern(Part.SPACES, "<｜tool▁call▁end｜>")
-    is_envelope = False
 
 
 class KimiK2Parser(JsonCallParser):
@@ -182,16 +190,6 @@ class JsonListParser(JsonCallParser):
             self._give_back()
         return True
 
-    def _read_trailer(self) -> bool:
-        found = self.separator.match(self._rest)
-        if found is Unmatched.MORE and not self._is_last:
-            return False
-        if not isinstance(found, Match):
-            return super()._read_trailer()
-        self._opening = self._consume(found.end)
-        self._stage = self._read_header
-        return True
-
 
 class MistralParser(JsonListParser):
     """[TOOL_CALLS] before a list of calls, or before each NAME[ARGS]{...}."""
@@ -246,17 +244,6 @@ class Llama3Parser(JsonCallParser):
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
         super().__init__(tools, call_ids)
         self._begin("", "")
-
-    def _read_trailer(self) -> bool:
-        found = self.separator.match(self._rest)
-        if found is Unmatched.MORE and not self._is_last:
-            return False
-        if isinstance(found, Match):
-            self._opening = self._consume(found.end)
-            self._stage = self._read_header
-        else:
-            self._end_call()
-        return True
 
 
 def _call_in(text: str) -> tuple[str, str] | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 from quire.constraints.json_schema import ConstraintError, read_schema
-from quire.constraints.program import schema_options
+from quire.constraints.program import literals, quoted, schema_options
 
 _NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 # Keywords that are enforced in a notation that is not JSON, by type.
@@ -26,21 +26,6 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 # One that is not escaped, nor a negation in brackets.
 _ANCHOR = re.compile(r"(?<![\\\[])[\^$]")
 _BARE_KEY = re.compile(r"[\w.-]+", re.ASCII)
-
-
-def quoted(text: str) -> str:
-    """A text as a literal of Lark."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def literals(text: str, special_tokens: Mapping[str, int]) -> str:
-    """A text in Lark: special tokens by their ids, all else quoted. Empty for an empty text."""
-    found = [(position, -len(token), token) for token in special_tokens if (position := text.find(token)) >= 0]
-    if not found:
-        return quoted(text) if text else ""
-    position, _, token = min(found)
-    parts = (text[:position] and quoted(text[:position]), f"<[{special_tokens[token]}]>")
-    return " ".join(part for part in (*parts, literals(text[position + len(token) :], special_tokens)) if part)
 
 
 def json_rule(schema: Any, *, no_white_space: bool = False) -> str:

@@ -137,7 +137,13 @@ class GlmParser(TagCallParser):
 
 
 class WholeCallParser(CallParser):
-    """Calls that are delivered when they are complete. A subclass finds their end and parses them."""
+    """Calls that are delivered when they are complete. A subclass parses them.
+
+    Attributes:
+        call_end: The text after the calls.
+    """
+
+    call_end: str
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
         super().__init__(tools, call_ids)
@@ -149,7 +155,8 @@ class WholeCallParser(CallParser):
 
     def _end_of_calls(self) -> int | None:
         """The position after the calls; None if more text is needed. Looks at what follows `_num_scanned`."""
-        raise NotImplementedError
+        position = self._rest.find(self.call_end, max(self._num_scanned - len(self.call_end), 0))
+        return None if position < 0 else position + len(self.call_end)
 
     def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]] | None:
         """The name and the arguments of each call in a text; None if the text is not calls."""
@@ -184,10 +191,6 @@ class GemmaParser(WholeCallParser):
     tokens = ("<tool_call|>", '<|"|>')
     call_end = "<tool_call|>"
     quote = '<|"|>'
-
-    def _end_of_calls(self) -> int | None:
-        position = self._rest.find(self.call_end, max(self._num_scanned - len(self.call_end), 0))
-        return None if position < 0 else position + len(self.call_end)
 
     def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]] | None:
         found = Pattern(Part.SPACES, "call:", Part.NAME, before="{").match(text)
@@ -302,8 +305,7 @@ class PythonicParser(WholeCallParser):
 
     def _end_of_calls(self) -> int | None:
         if self._is_block:
-            position = self._rest.find(self.call_end, max(self._num_scanned - len(self.call_end), 0))
-            return None if position < 0 else position + len(self.call_end)
+            return super()._end_of_calls()
         if self._rest[:1] not in ("", "["):
             return 0
         return self._scanner.end(self._rest, self._num_scanned, 0)

@@ -11,19 +11,21 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from quire.cli.bench.driver import CannotMeasureError, Driver, Outcome, Pacing, Server, ServerFacts
-from quire.cli.bench.flags import BenchFlags, PlotFlags, check_writable
+from quire.cli.bench.flags import BenchFlags, PlotFlags, check_writable, try_to_write
 from quire.cli.bench.grpc_client import GrpcServer
 from quire.cli.bench.machine import describe_machine, find_commit
 from quire.cli.bench.plan import Load, PlannedRun, read_file
 from quire.cli.bench.progress import Progress
 from quire.cli.bench.table import make_errors, make_table
 from quire.load import LoadRequest, LoadResult, Report, Run, make_report
+from quire.load.plots import check_picture, plot
 from quire.rpc.process import loop_factory
 from quire.settings import ConfigurationError, load_settings
 from quire.version import VERSION
 
 PROGRAM = "quire bench"
 _INTERRUPTED_EXIT_STATUS = 130
+_KEY_FLAG = "--api-key"
 _BUSY_SHARE = 0.8
 """Of a core: above it the client itself may be what is measured."""
 
@@ -34,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         return _plot(argv[1:])
     flags = load_settings(BenchFlags, argv, os.environ, program=PROGRAM)
     flags.check_output()
-    bench = _Bench(flags, read_file(flags), command=shlex.join(["quire", "bench", *argv]))
+    bench = _Bench(flags, read_file(flags), command=shown_command(argv))
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(bench.run())
@@ -42,6 +44,17 @@ def main(argv: Sequence[str]) -> int:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 1
     return bench.finish()
+
+
+def shown_command(argv: Sequence[str]) -> str:
+    """The command line as a result keeps it: without an API key."""
+    shown: list[str] = []
+    for argument in argv:
+        if shown and shown[-1] == _KEY_FLAG:
+            shown.append("...")
+        else:
+            shown.append(f"{_KEY_FLAG}=..." if argument.startswith(f"{_KEY_FLAG}=") else argument)
+    return shlex.join(["quire", "bench", *shown])
 
 
 @dataclass(slots=True)
@@ -91,7 +104,7 @@ class _Bench:
         requests = load.warm_up(self.flags.warm_up_requests)
         if not requests:
             return
-        driver = Driver(server, Pacing(None, False, None, self.flags.request_timeout), lambda _: None)
+        driver = Driver(server, Pacing(None, False, None, self.flags.request_timeout), lambda *_: None)
         await driver.run(requests)
         if all(record.error is not None for record in driver.outcome.records):
             reason, message = next(iter(driver.outcome.messages.items()))
@@ -131,7 +144,7 @@ class _Bench:
             print(make_table(self.labels, reports))
             print(*make_errors(reports, self.messages), sep="\n", end="\n" if any(r.errors for r in reports) else "")
             self._warn(reports)
-            self._write()
+        is_written = not reports or self._write()
         if self.is_interrupted:
             done = sum(report.requests for report in reports)
             print(
@@ -139,7 +152,7 @@ class _Bench:
                 file=sys.stderr,
             )
             return _INTERRUPTED_EXIT_STATUS
-        return 0 if any(report.completed for report in reports) else 1
+        return 0 if is_written and any(report.completed for report in reports) else 1
 
     def _warn(self, reports: Sequence[Report]) -> None:
         shares = [report.client_cpu_share or 0.0 for report in reports]
@@ -150,16 +163,11 @@ class _Bench:
                 file=sys.stderr,
             )
 
-    def _write(self) -> None:
+    def _write(self) -> bool:
         facts = {**self.facts, "interrupted": self.is_interrupted}
         name = self.flags.name or f"{self.flags.backend}, {self.model}"
         result = LoadResult("bench", name, facts, tuple(self.runs))
-        if self.flags.out is not None:
-            result.write(self.flags.out)
-        if self.flags.plot is not None:
-            from quire.load.plots import plot
-
-            plot([result], self.flags.plot)
+        return self.flags.write(result, lambda path: plot([result], path), PROGRAM)
 
 
 def _make_server(flags: BenchFlags) -> Server:
@@ -207,9 +215,9 @@ def _plot(argv: Sequence[str]) -> int:
             raise ConfigurationError(f"cannot read {path}: {error.strerror}") from None
         except ValueError as error:
             raise ConfigurationError(str(error)) from None
-    from quire.load.plots import plot
-
+    check_picture(flags.plot)
     check_writable(flags.plot)
-    plot(results, flags.plot)
+    if not try_to_write(flags.plot, lambda path: plot(results, path), f"{PROGRAM} plot"):
+        return 1
     print(flags.plot)
     return 0

@@ -12,6 +12,9 @@ from quire.load import LoadRequest, RequestRecord
 
 _EARLIER_TURN_FAILED = "EARLIER_TURN_FAILED"
 _TIMEOUT = "TIMEOUT"
+MALFORMED_ANSWER = "MALFORMED_ANSWER"
+_MAX_TOKENS = 1 << 30
+"""Of one answer, as a server may report them."""
 
 
 class CannotMeasureError(Exception):
@@ -33,28 +36,40 @@ class RequestFailedError(Exception):
 
 
 class Chunks:
-    """The tokens of one request as they come."""
+    """The tokens of one request as they come. Methods raise RequestFailedError for numbers that no answer has."""
 
-    __slots__ = ("_started", "sequences", "times", "tokens")
+    __slots__ = ("_num_sequences", "_started", "sequences", "times", "tokens")
 
-    def __init__(self, started: float) -> None:
+    def __init__(self, started: float, num_sequences: int = 1) -> None:
         self._started = started
+        self._num_sequences = num_sequences
         self.times: list[float] = []
         self.tokens: list[int] = []
         self.sequences: list[int] = []
 
     def add(self, sequence: int, num_tokens: int) -> None:
         """Tokens that have come now."""
+        if not (isinstance(sequence, int) and 0 <= sequence < self._num_sequences):
+            raise RequestFailedError(
+                MALFORMED_ANSWER, f"the answer has a sequence {sequence!r:.40}; {self._num_sequences} were asked for"
+            )
         self.times.append(time.perf_counter() - self._started)
         self.tokens.append(num_tokens)
         self.sequences.append(sequence)
 
     def spread(self, num_tokens: int) -> None:
         """Distributes the tokens of the whole answer evenly, for a server that says their number only at its end."""
+        check_count("number of output tokens", num_tokens)
         if not self.times and num_tokens:
             self.add(0, num_tokens)
         bounds = np.rint(np.linspace(0, num_tokens, len(self.tokens) + 1)).astype(np.int32)
         self.tokens = np.diff(bounds).tolist()
+
+
+def check_count(name: str, value: object) -> None:
+    """Raises RequestFailedError where a number of tokens that a server reports is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_TOKENS:
+        raise RequestFailedError(MALFORMED_ANSWER, f"the {name} is {value!r:.40}; it must be in [0, {_MAX_TOKENS:,}]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +118,14 @@ class Outcome:
         records: Of requests that have ended, in order of their ends.
         messages: The first message of each reason of errors.
         num_sent: Requests that were sent.
+        num_failed: Of the records.
         cpu_s: Processor time of this process, once the run is over.
     """
 
     records: list[RequestRecord] = field(default_factory=list)
     messages: dict[str, str] = field(default_factory=dict)
     num_sent: int = 0
+    num_failed: int = 0
     cpu_s: float = 0.0
 
 
@@ -130,7 +147,8 @@ class Pacing:
 class Driver:
     """Runs one load. `outcome` is filled while it runs, so that one that is cancelled leaves what it has."""
 
-    def __init__(self, server: Server, pacing: Pacing, on_end: Callable[[Outcome], None]) -> None:
+    def __init__(self, server: Server, pacing: Pacing, on_end: Callable[[int, int], None]) -> None:
+        """`on_end` gets the numbers of requests that have ended and that have failed."""
         self.outcome = Outcome()
         self._server = server
         self._pacing = pacing
@@ -177,7 +195,7 @@ class Driver:
 
     async def _request(self, request: LoadRequest, due_s: float, history: Any) -> Answer | None:
         """None where it failed."""
-        chunks = Chunks(self._started)
+        chunks = Chunks(self._started, request.beam_width or request.n)
         self.outcome.num_sent += 1
         sent_s, answer, error = self._now(), None, None
         try:
@@ -208,7 +226,8 @@ class Driver:
 
     def _end(self, record: RequestRecord) -> None:
         self.outcome.records.append(record)
-        self._on_end(self.outcome)
+        self.outcome.num_failed += record.error is not None
+        self._on_end(len(self.outcome.records), self.outcome.num_failed)
 
     def _now(self) -> float:
         return time.perf_counter() - self._started

@@ -5,13 +5,15 @@ Classes that are combined have no slots: Python combines at most one that has.
 
 import math
 import os
-from collections.abc import Mapping
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from quire.cli.flags import CredentialFlags
-from quire.load import Slo
+from quire.load import LoadResult, Slo
 from quire.load.plots import SUFFIXES, check_picture
 from quire.settings import ConfigurationError, setting
 
@@ -21,6 +23,12 @@ DEFAULT_MAX_MODEL_LEN = 2048
 DEFAULT_NUM_REQUESTS = 100
 TRACE = "trace"
 """A rate: the times of a file."""
+_MIN_RATE, _MAX_RATE = 1e-4, 1e6
+MAX_REQUESTS = 1_000_000
+"""Of a run: their prompts are in memory, about 1 kB each."""
+_MAX_LEN = 1 << 24
+_MAX_SEQUENCES = 65_536
+MAX_SECONDS = 7 * 86_400.0
 
 _DATASETS_OF = {
     "prompt_len": ("fixed", "shared-prefix"),
@@ -46,7 +54,11 @@ def _rates(text: str) -> tuple[float | str, ...]:
             rate = math.nan
         if not rate > 0:
             raise ValueError(f"{part} is no rate; expected numbers above 0, inf or {TRACE}, with commas")
+        if rate != math.inf and not _MIN_RATE <= rate <= _MAX_RATE:
+            raise ValueError(f"{part} is not in [{_MIN_RATE:g}, {_MAX_RATE:,.0f}]; inf sends all at once")
         rates.append(rate)
+    if not rates:
+        raise ValueError(f"it is empty; expected numbers above 0, inf or {TRACE}, with commas")
     return tuple(rates)
 
 
@@ -72,37 +84,53 @@ class DatasetFlags:
     )
     seed: int = setting(0, "same seed, same requests", minimum=0)
     prompt_len: int | None = setting(
-        None, "tokens of a prompt: fixed (128), shared-prefix (as ShareGPT's)", minimum=1, metavar="TOKENS"
+        None,
+        "tokens of a prompt: fixed (128), shared-prefix (as ShareGPT's)",
+        minimum=1,
+        maximum=_MAX_LEN,
+        metavar="TOKENS",
     )
     output_len: int | None = setting(
         None,
         "tokens of an output: fixed (128), shared-prefix (as ShareGPT's), lines of a file that do not say",
         minimum=1,
+        maximum=_MAX_LEN,
         metavar="TOKENS",
     )
     length_scale: float | None = setting(
         None, "sharegpt, alpaca, chat: make lengths so many times as long (1)", minimum=0.001, maximum=1000
     )
-    prefix_len: int | None = setting(None, "shared-prefix: tokens that prompts begin with (256)", minimum=1)
-    num_prefixes: int | None = setting(None, "shared-prefix: different beginnings (1)", minimum=1)
-    mean_turns: float | None = setting(None, "chat: mean turns of a conversation (3.5)", minimum=1)
+    prefix_len: int | None = setting(
+        None, "shared-prefix: tokens that prompts begin with (256)", minimum=1, maximum=_MAX_LEN
+    )
+    num_prefixes: int | None = setting(None, "shared-prefix: different beginnings (1)", minimum=1, maximum=MAX_REQUESTS)
+    mean_turns: float | None = setting(
+        None, "chat: mean turns of a conversation, which has at most 20 (3.5)", minimum=1, maximum=20
+    )
     turn_delay: float | None = setting(
-        None, "chat: mean seconds from an answer to the next message (0)", minimum=0, metavar="SECONDS"
+        None,
+        "chat: mean seconds from an answer to the next message (0)",
+        minimum=0,
+        maximum=MAX_SECONDS,
+        metavar="SECONDS",
     )
     max_prompt_len: int | None = setting(
         None, "chat: tokens that a prompt keeps of its history (half of what the model takes)", minimum=1
     )
-    n: int = setting(1, "parallel samples, or best beams, of each request", minimum=1)
-    beam_width: int | None = setting(None, "beam search with so many beams instead of sampling", minimum=1)
+    n: int = setting(1, "parallel samples, or best beams, of each request", minimum=1, maximum=_MAX_SEQUENCES)
+    beam_width: int | None = setting(
+        None, "beam search with so many beams instead of sampling", minimum=1, maximum=_MAX_SEQUENCES
+    )
     max_model_len: int | None = setting(
         None,
         f"longest prompt and output together (the server's, or {DEFAULT_MAX_MODEL_LEN})",
         variable="QUIRE_BENCH_MAX_MODEL_LEN",
         minimum=2,
+        maximum=_MAX_LEN,
         metavar="TOKENS",
     )
     vocab_size: int | None = setting(
-        None, f"token ids of prompts are below (the server's, or {DEFAULT_VOCAB_SIZE})", minimum=11
+        None, f"token ids of prompts are below (the server's, or {DEFAULT_VOCAB_SIZE})", minimum=11, maximum=1 << 30
     )
 
     def __post_init__(self) -> None:
@@ -135,10 +163,14 @@ class ArrivalFlags:
         minimum=1,
     )  # fmt: skip
     num_requests: int | None = setting(
-        None, f"requests of each run ({DEFAULT_NUM_REQUESTS}, or all of a file)", minimum=1
+        None, f"requests of each run ({DEFAULT_NUM_REQUESTS}, or all of a file)", minimum=1, maximum=MAX_REQUESTS
     )
     duration: float | None = setting(
-        None, "seconds during which requests are sent, instead of their number", minimum=0.001, metavar="SECONDS"
+        None,
+        "seconds during which requests are sent, instead of their number",
+        minimum=0.001,
+        maximum=MAX_SECONDS,
+        metavar="SECONDS",
     )
 
     def __post_init__(self) -> None:
@@ -147,6 +179,12 @@ class ArrivalFlags:
         if self.duration is not None and math.inf in (self.request_rate or (math.inf,)) and not self.max_concurrency:
             raise ValueError(
                 "--duration with a rate of inf needs --max-concurrency: all requests would be sent at once"
+            )
+        finite = [rate for rate in self.request_rate if isinstance(rate, float) and rate != math.inf]
+        if self.duration is not None and (num := max(finite, default=0.0) * self.duration) > MAX_REQUESTS:
+            raise ValueError(
+                f"--request-rate {max(finite):g} for a --duration of {self.duration:g} s are {num:,.0f} requests; "
+                f"a run has at most {MAX_REQUESTS:,}"
             )
         if not self.burstiness > 0:
             raise ValueError(f"--burstiness is {self.burstiness:g}; it must be above 0")
@@ -190,6 +228,12 @@ class LoadFlags(DatasetFlags, ArrivalFlags):
             if path is not None:
                 check_writable(path)
 
+    def write(self, result: LoadResult, draw: Callable[[Path], object], program: str) -> bool:
+        """Writes `--out` and `--plot`. Prints a line for one that cannot be written, and returns whether all are."""
+        writes = ((self.out, result.write), (self.plot, draw))
+        is_written = [path is None or try_to_write(path, write, program) for path, write in writes]
+        return all(is_written)
+
 
 @dataclass(frozen=True)
 class BenchFlags(LoadFlags, CredentialFlags):
@@ -209,10 +253,12 @@ class BenchFlags(LoadFlags, CredentialFlags):
     model: str | None = setting(
         None, "name of a served model; none is the only one", variable="QUIRE_SERVED_MODEL_NAME", metavar="NAME"
     )
-    temperature: float | None = setting(None, "of sampling (0, and 1 with --n)", minimum=0)
+    temperature: float | None = setting(None, "of sampling (0, and 1 with --n)", minimum=0, maximum=100)
     ignore_eos: bool = setting(True, "outputs have the length that was drawn, whatever the model says")
-    warm_up_requests: int = setting(4, "requests before the first run that are not counted", minimum=0)
-    request_timeout: float = setting(600.0, "seconds until a request fails", minimum=0.001, metavar="SECONDS")
+    warm_up_requests: int = setting(4, "requests before the first run that are not counted", minimum=0, maximum=1000)
+    request_timeout: float = setting(
+        600.0, "seconds until a request fails", minimum=0.001, maximum=MAX_SECONDS, metavar="SECONDS"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -236,14 +282,33 @@ class PlotFlags:
     plot: Path = setting(Path("bench.svg"), "the picture", parse=_picture, metavar="FILE.svg|png")
 
 
+def try_to_write(path: Path, write: Callable[[Path], object], program: str) -> bool:
+    """Whether it is written; if not, as on a full disk, a line says so."""
+    try:
+        write(path)
+    except OSError as error:
+        print(f"{program}: error: cannot write {path}: {error.strerror or error}", file=sys.stderr)
+        return False
+    return True
+
+
 def check_writable(path: Path) -> None:
     """Makes the directory of a file. Raises ConfigurationError where the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"cannot write {path}: {error.strerror}") from None
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigurationError(f"cannot write {path}: it is a directory, or may not be written to")
+    if path.is_dir():
+        raise ConfigurationError(f"cannot write {path}: it is a directory")
+    if path.exists() and not path.is_file():
+        if not os.access(path, os.W_OK):
+            raise ConfigurationError(f"cannot write {path}: it may not be written to")
+        return
+    try:
+        with tempfile.TemporaryFile(dir=path.resolve().parent):
+            pass
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _as_json(value: Any) -> Any:

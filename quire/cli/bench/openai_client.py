@@ -9,7 +9,15 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 
-from quire.cli.bench.driver import Answer, CannotMeasureError, Chunks, RequestFailedError, ServerFacts
+from quire.cli.bench.driver import (
+    MALFORMED_ANSWER,
+    Answer,
+    CannotMeasureError,
+    Chunks,
+    RequestFailedError,
+    ServerFacts,
+    check_count,
+)
 from quire.load import LoadRequest
 from quire.settings import ConfigurationError
 
@@ -21,6 +29,7 @@ _TEXT = (
 )
 _WORDS = _TEXT.split()
 
+_MODELS_S = 10.0
 _FIRST_ANSWER_S = 60.0
 """A server that has just started may compile or load something first."""
 
@@ -55,9 +64,10 @@ class OpenAiServer:
         ignore_eos: bool,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        if not _is_url(url):
             raise ConfigurationError(f'--url: "{url}" is not valid: expected http://HOST:PORT or https://HOST:PORT')
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigurationError("--api-key has characters that a header cannot have; expected printable ASCII")
         self._base = url.rstrip("/").removesuffix("/v1")
         self._model = model
         self._endpoint = endpoint
@@ -82,19 +92,23 @@ class OpenAiServer:
         if self._ignore_eos:
             self._ignore_eos = await self._knows_ignore_eos()
         details = {"owned_by": model.get("owned_by"), "ignore_eos": self._ignore_eos}
-        return ServerFacts(self._model, None, model.get("max_model_len"), details)
+        longest = model.get("max_model_len")
+        return ServerFacts(self._model, None, longest if isinstance(longest, int) and longest > 1 else None, details)
 
     async def _models(self) -> dict[str, Mapping[str, Any]]:
         try:
-            response = await self._http.get("/v1/models", timeout=10)
+            response = await self._http.get("/v1/models", timeout=_MODELS_S)
         except httpx.HTTPError as error:
-            why = str(error) or type(error).__name__
+            why = _why(error, _MODELS_S)
             raise CannotMeasureError(f"no server answers at {self._base} ({why}); is --url right?") from None
         if response.status_code in (401, 403):
             raise CannotMeasureError(f"{self._base} asks for an API key, or for another one; set QUIRE_API_KEY")
+        if response.status_code == 429 or response.status_code >= 500:
+            failure = _failure(response.status_code, response.content)
+            raise CannotMeasureError(f"{self._base} is not ready: {failure.reason} to /v1/models: {failure.message}")
         try:
-            return {str(model["id"]): model for model in response.json()["data"]}
-        except (ValueError, KeyError, TypeError):
+            return {str(model["id"]): dict(model) for model in response.json()["data"]}
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
             what = f"{response.status_code} to /v1/models, and no list of models"
             raise CannotMeasureError(f"{self._base} answers {what}; is it an OpenAI API?") from None
 
@@ -106,7 +120,7 @@ class OpenAiServer:
         try:
             response = await self._http.post(path, json=body, timeout=_FIRST_ANSWER_S)
         except httpx.HTTPError as error:
-            why = str(error) or type(error).__name__
+            why = _why(error, _FIRST_ANSWER_S)
             raise CannotMeasureError(f"{self._base} does not answer the first request, of one token: {why}") from None
         return response.status_code not in (400, 422)
 
@@ -118,32 +132,44 @@ class OpenAiServer:
                 usage = await self._stream(path, body, chunks, text)
             else:
                 usage = await self._whole(path, body, chunks, text)
+            num_prompt = usage.get("prompt_tokens")
+            num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         except httpx.HTTPError as error:
-            raise RequestFailedError(type(error).__name__, str(error)) from None
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise RequestFailedError(type(error).__name__, str(error) or "the connection broke") from None
+        except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
             why = f"the answer has not the form of OpenAI's API: {type(error).__name__} {error}"
-            raise RequestFailedError("MALFORMED_ANSWER", why) from None
-        details = usage.get("prompt_tokens_details") or {}
+            raise RequestFailedError(MALFORMED_ANSWER, why) from None
+        for name, count in (("number of prompt tokens", num_prompt), ("number of cached tokens", num_cached)):
+            if count is not None:
+                check_count(name, count)
         carried = None
         if request.group is not None and "messages" in body:
             answer = {"role": "assistant", "content": "".join(text)}
             carried = _History((*self._planned(request, history), (answer, request.output_len or 0)))
-        return Answer(usage.get("prompt_tokens"), details.get("cached_tokens"), None, carried)
+        return Answer(num_prompt, num_cached, None, carried)
 
     async def _stream(self, path: str, body: dict[str, Any], chunks: Chunks, text: list[str]) -> Mapping[str, Any]:
         usage: Mapping[str, Any] = {}
+        is_complete = False
         async with self._http.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 raise _failure(response.status_code, await response.aread())
             async for event in _events(response):
+                if event is None:
+                    is_complete = True
+                    break
                 if event.get("error"):
                     raise _failure(response.status_code, json.dumps(event).encode())
                 for choice in event.get("choices") or ():
+                    is_complete |= choice.get("finish_reason") is not None
                     piece = _text_of(choice)
                     if piece or _has_hidden_tokens(choice):
                         chunks.add(choice.get("index", 0), 1)
                         text.append(piece)
                 usage = event.get("usage") or usage
+        if not is_complete:
+            what = "the stream ended before its end" if chunks.times else "the answer is no stream of events"
+            raise RequestFailedError("INCOMPLETE_STREAM", f"{what}: neither a finish_reason nor [DONE] came")
         if "completion_tokens" in usage:
             chunks.spread(usage["completion_tokens"])
         return usage
@@ -200,17 +226,39 @@ class OpenAiServer:
         await self._http.aclose()
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The server-sent events of a stream, up to [DONE]."""
+def _why(error: httpx.HTTPError, timeout_s: float) -> str:
+    if isinstance(error, httpx.TimeoutException):
+        return f"no answer within {timeout_s:g} s"
+    return str(error) or type(error).__name__
+
+
+def _is_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        # Out of range it raises.
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and bool(httpx.URL(url))
+    except (ValueError, httpx.InvalidURL):
+        return False
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any] | None]:
+    """The server-sent events of a stream; None is [DONE]."""
+    async for line in _lines(response):
+        if line.startswith(b"data:"):
+            content = line[5:].strip()
+            if content == b"[DONE]":
+                yield None
+                return
+            yield _parsed(content)
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
     rest = b""
     async for data in response.aiter_bytes():
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
-            if line.startswith(b"data:"):
-                content = line[5:].strip()
-                if content == b"[DONE]":
-                    return
-                yield _parsed(content)
+            yield line
+    yield rest
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
@@ -223,8 +271,8 @@ def _parsed(content: bytes) -> dict[str, Any]:
 def _text_of(choice: Mapping[str, Any]) -> str:
     part = choice.get("delta") or choice.get("message")
     if part is None:
-        return choice.get("text") or ""
-    return part.get("content") or part.get("reasoning_content") or part.get("reasoning") or ""
+        return str(choice.get("text") or "")
+    return str(part.get("content") or part.get("reasoning_content") or part.get("reasoning") or "")
 
 
 def _has_hidden_tokens(choice: Mapping[str, Any]) -> bool:

@@ -1,23 +1,23 @@
 """How far a run is: a bar on a terminal where tqdm is installed, lines elsewhere. Both on stderr."""
 
+import os
 import sys
 import time
 from typing import Any, Self
-
-from quire.cli.bench.driver import Outcome
 
 _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """Of one run. `num_requests` is None where a duration decides."""
+    """Of one run. `num_requests` is None where a duration decides. With `stays` its last state is left to be read."""
 
-    def __init__(self, label: str, num_requests: int | None) -> None:
+    def __init__(self, label: str, num_requests: int | None, *, stays: bool = True) -> None:
         self._label = label
         self._num_requests = num_requests
-        self._bar = _make_bar(label, num_requests)
+        self._stays = stays
+        self._bar = _make_bar(label, num_requests, stays=stays)
         self._started = self._printed = time.monotonic()
-        self._outcome = Outcome()
+        self._num_ended = self._num_failed = 0
 
     def __enter__(self) -> Self:
         return self
@@ -25,31 +25,29 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
-        else:
+        elif self._stays:
             self._print()
 
-    def update(self, outcome: Outcome) -> None:
-        """Called when a request has ended."""
-        self._outcome = outcome
+    def update(self, num_ended: int, num_failed: int) -> None:
+        """Called when a request has ended; both count all of the run."""
+        self._num_ended, self._num_failed = num_ended, num_failed
         if self._bar is not None:
-            self._bar.update(len(outcome.records) - self._bar.n)
+            self._bar.update(num_ended - self._bar.n)
         elif time.monotonic() - self._printed > _SECONDS_BETWEEN_LINES:
             self._print()
 
     def _print(self) -> None:
         self._printed = time.monotonic()
-        records = self._outcome.records
         of = "" if self._num_requests is None else f" of {self._num_requests:,}"
-        failed = sum(record.error is not None for record in records)
-        text = f"{self._label}: {len(records):,}{of} requests in {self._printed - self._started:.1f} s"
-        print(text + (f", {failed:,} failed" if failed else ""), file=sys.stderr, flush=True)
+        text = f"{self._label}: {self._num_ended:,}{of} requests in {self._printed - self._started:.1f} s"
+        print(text + (f", {self._num_failed:,} failed" if self._num_failed else ""), file=sys.stderr, flush=True)
 
 
-def _make_bar(label: str, num_requests: int | None) -> Any:
-    if not sys.stderr.isatty():
+def _make_bar(label: str, num_requests: int | None, *, stays: bool) -> Any:
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         return None
     try:
         from tqdm import tqdm
     except ModuleNotFoundError:
         return None
-    return tqdm(total=num_requests, desc=label, unit=" requests", leave=True)
+    return tqdm(total=num_requests, desc=label, unit=" requests", leave=stays)

@@ -2,6 +2,8 @@
 
 import asyncio
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -62,6 +64,53 @@ async def test_healthcheck_of_a_unix_socket_shows_no_certificate(
 
 async def test_healthcheck_fails_in_time_where_nobody_listens(healthcheck: ModuleType, tmp_path: Path) -> None:
     assert await asyncio.to_thread(healthcheck.main, [f"unix:{tmp_path / 'nobody'}"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "the answer is not HTTP/2"),
+        (b"", "the connection was closed without an answer"),
+        # An end of the stream without a message, as of a call that is refused.
+        (bytes((0, 0, 1, 1, 5, 0, 0, 0, 1, 0x88)), "the answer has no health status"),
+    ],
+)
+async def test_healthcheck_says_what_is_wrong_with_an_answer(
+    healthcheck: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: bytes, line: str
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(4096)
+        writer.write(answer)
+        writer.close()
+
+    address = f"unix:{tmp_path / 'socket'}"
+    async with await asyncio.start_unix_server(serve, tmp_path / "socket"):
+        assert await asyncio.to_thread(healthcheck.main, ["--alive", address]) == 1
+    assert capsys.readouterr().out == f"{address}: {line}\n"
+
+
+async def test_healthcheck_does_not_wait_for_a_server_that_is_silent(
+    healthcheck: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(healthcheck, "TIMEOUT_S", 0.05)
+    silent = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await silent.wait()
+        writer.close()
+
+    async with await asyncio.start_unix_server(serve, tmp_path / "socket"):
+        assert await asyncio.to_thread(healthcheck.main, ["--alive", f"unix:{tmp_path / 'socket'}"]) == 1
+        silent.set()
+    assert "timed out" in capsys.readouterr().out
+
+
+def test_healthcheck_needs_no_package(tmp_path: Path) -> None:
+    """Each check is a process, and what it imports is most of its cost."""
+    command = [sys.executable, "-IS", SCRIPT, f"unix:{tmp_path / 'nobody'}"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (1, "")
+    assert "No such file" in result.stdout
 
 
 @pytest.mark.parametrize("role", [Role.WORKER, Role.SCHEDULER])

@@ -21,7 +21,7 @@ async def small_gateway(scheduler):
 
 
 async def post(gateway, **fields):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
         return await http.post(COMPLETIONS, json=fields)
 
 
@@ -42,7 +42,7 @@ async def test_an_answer_that_grows_too_large_ends_alone_and_its_requests_are_ab
     scheduler.tokens_per_step = 8
     others = [post(small_gateway, prompt="hello", max_tokens=200, logprobs=5) for _ in range(3)]
     body = {"messages": [{"role": "user", "content": "x"}], "n": 1, "logprobs": True, "top_logprobs": 20}
-    async with httpx.AsyncClient(base_url=small_gateway.http_url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=small_gateway.http_url, timeout=60) as http:
         large, *answers = await asyncio.gather(http.post("/v1/chat/completions", json=body), *others)
     assert large.status_code == 429
     assert "--max-answer-bytes is 200,000; stream the answer" in large.json()["error"]["message"]
@@ -65,7 +65,7 @@ async def test_the_same_over_grpc(small_gateway):
 
 async def test_a_large_answer_comes_in_pieces_and_is_the_same_as_its_stream(scheduler: FakeScheduler):
     scheduler.tokens_per_step = 50
-    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
         async with http.stream("POST", COMPLETIONS, json=LARGE | {"max_tokens": 900, "echo": True}) as response:
             assert response.headers["transfer-encoding"] == "chunked"
             body = await response.aread()

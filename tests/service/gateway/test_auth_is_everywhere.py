@@ -20,7 +20,7 @@ from gateway.auth.caller import Access
 from gateway.auth.quota import Limits
 from gateway.server.grpc import AuthInterceptor
 from quire.cli.main import main
-from quire.client import AsyncClient, Client
+from quire.client import AsyncClient, Client, GenerationOptions
 from quire.client.connection import KeyedChannel
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.inference import open_inference_pb2
@@ -167,7 +167,7 @@ async def test_every_path_but_the_open_ones_is_refused_without_a_key(gateway, ke
 
 
 async def test_a_key_may_come_in_the_header_of_anthropic_s_clients(gateway, key):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=10) as client:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
         for shown, status in ((key, 200), ("no", 401)):
             assert (await client.get("/v1/models", headers={"x-api-key": shown})).status_code == status
 
@@ -219,7 +219,7 @@ async def test_pins_need_a_key_that_allows_them_and_are_the_tenants_own(gateway,
         async with AsyncClient(gateway.gateway.grpc_address, api_key=pinning[tenant]) as client:
             await client.pin_prefix(LONG_TEXT)
     assert [request.tenant for request in scheduler.pin_requests] == ["one", "two"]
-    async with httpx.AsyncClient(base_url=gateway.http_url) as http:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
         metrics = (await http.get("/metrics", headers=dict(bearer(operator)))).text
     assert 'quire_gateway_refused_callers_total{reason="PINNING_NOT_ALLOWED"} 2.0' in metrics
 
@@ -240,7 +240,7 @@ async def test_replicas_and_metrics_are_for_operators(gateway, keys, key):
     for shown, status, num_replicas in ((key, 403, 0), (operator, 200, 1)):
         async with AsyncClient(gateway.gateway.grpc_address, api_key=shown) as client:
             assert len((await client.server_info()).replicas) == num_replicas
-        async with httpx.AsyncClient(base_url=gateway.http_url) as client:
+        async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
             response = await client.get("/metrics", headers=dict(bearer(shown)))
             assert response.status_code == status
     assert 'quire_gateway_refused_callers_total{reason="OPERATORS_ONLY"} 1.0' in response.text
@@ -264,7 +264,7 @@ async def test_statistics_are_for_operators_who_may_use_the_model(gateway, keys,
 async def test_metrics_may_be_opened_to_everyone(scheduler, keys, key):
     async with (
         running_gateway(scheduler, keys_files=(keys.path,), open_metrics=True) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url) as client,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client,
     ):
         assert (await client.get("/metrics")).status_code == 200
         assert (await client.get("/v1/models")).status_code == 401
@@ -284,7 +284,7 @@ async def test_a_changed_file_is_taken_over_while_the_gateway_runs(scheduler, ke
 
         assert await until(is_known)
         keys.path.write_text("{")
-        async with httpx.AsyncClient(base_url=gateway.http_url, headers=dict(bearer(added))) as client:
+        async with httpx.AsyncClient(base_url=gateway.http_url, headers=dict(bearer(added)), timeout=60) as client:
             assert (await client.get("/v1/models")).status_code == 200
 
 
@@ -306,14 +306,16 @@ def test_the_blocking_client_shows_its_key_in_every_kind_of_call(tmp_path):
             client.list_models()
         with Client(address, api_key=key) as client:
             assert client.list_models()
-            with client.generate_stream("hello") as stream:
+            with client.generate_stream("hello", GenerationOptions(max_tokens=4)) as stream:
                 assert "".join(stream.text)
             assert client.pin_prefix(LONG_TEXT).pin_id
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("command", [["status"], ["generate", "hello", "--max-tokens=2"], ["generate", "--file=FILE"]])
+@pytest.mark.parametrize(
+    "command", [["status"], ["generate", "hello", "--max-tokens=2"], ["generate", "--file=FILE", "--max-tokens=2"]]
+)
 async def test_the_commands_show_the_key_that_they_are_given(gateway, key, command, tmp_path, capsys, monkeypatch):
     (tmp_path / "prompts").write_text("hello\n")
     command = [word.replace("FILE", str(tmp_path / "prompts")) for word in command]

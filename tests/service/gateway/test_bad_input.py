@@ -276,7 +276,7 @@ async def test_garbage_is_invalid_argument(gateway, data):
 async def test_the_last_of_text_and_token_ids_counts(gateway, scheduler):
     """As protobuf defines it for fields that exclude each other."""
     text = generation_pb2.GenerateRequest(text="hello").SerializeToString()
-    ids = generation_pb2.GenerateRequest(**token_ids(5, 6)).SerializeToString()
+    ids = generation_pb2.GenerateRequest(**token_ids(5, 6), **stopping(max_tokens=2)).SerializeToString()
     await gateway.raw_unary("Generate", text + ids)
     assert decode_int32(scheduler.submits[-1].prompt_token_ids, "prompt").tolist() == [5, 6]
 

@@ -58,7 +58,7 @@ async def test_the_other_gateway_ends_a_stream_and_then_no_longer_finds_it(tmp_p
 
 
 async def test_a_request_of_the_openai_api_is_cancelled_through_the_other_gateway(tmp_path):
-    async with two_gateways(tmp_path) as two, httpx.AsyncClient(base_url=two.first.http_url) as http:
+    async with two_gateways(tmp_path) as two, httpx.AsyncClient(base_url=two.first.http_url, timeout=60) as http:
         body = {"prompt": "hello", "max_tokens": 900, "ignore_eos": True, "stream": True}
         async with http.stream("POST", "/v1/completions", json=body, timeout=30) as answer:
             lines = aiter(answer.aiter_lines())

@@ -55,7 +55,7 @@ def assert_recognised(message: str, text: str) -> None:
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_over_http_it_has_openai_s_code(gateway, front, text, streaming):
     path = "/v1/chat/completions" if front == "chat" else "/v1/completions"
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
         response = await http.post(path, json=message_of(front, text) | {"stream": streaming})
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["type"]) == (400, REASON.lower(), "invalid_request_error")
@@ -81,7 +81,7 @@ async def test_it_is_told_whatever_else_is_wrong(gateway):
 
 
 async def test_max_tokens_beyond_the_context_has_the_same_code(gateway):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
         response = await http.post("/v1/completions", json={"prompt": [5] * 1000, "max_tokens": 25})
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["param"]) == (400, REASON.lower(), "max_tokens")

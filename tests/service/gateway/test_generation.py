@@ -130,7 +130,9 @@ async def test_no_cumulative_logprob_where_none_were_asked(gateway):
 
 
 async def test_defaults_are_resolved_before_the_scheduler_sees_them(gateway, scheduler):
-    await collect(gateway.generation.GenerateStream(stream_request("hello", max_tokens=None)))
+    call = gateway.generation.GenerateStream(stream_request("hello", max_tokens=None))
+    await scheduler.until(lambda: scheduler.submits)
+    call.cancel()
     submit = scheduler.submits[0]
     prompt_length = len(submit.prompt_token_ids) // 4
     # generation_config.json of the embedded model says do_sample: false.

@@ -10,9 +10,9 @@ import pytest
 
 from gateway.settings import GatewaySettings
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
-from quire.rpc.address import free_port
 from quire.rpc.errors import Unavailable
 from tests.support.gateway_process import RunningGateway, collect, error_of, running_gateway, stream_request
+from tests.support.ports import free_port
 from tests.support.processes import until_true
 from tests.support.two_gateways import two_gateways
 
@@ -35,6 +35,9 @@ async def until_closed(address: str) -> None:
                 _, writer = await asyncio.open_connection(host, int(port))
             except ConnectionRefusedError:
                 return
+            except ConnectionResetError:
+                # It was in the queue of the port as that was closed.
+                continue
             writer.close()
             await writer.wait_closed()
 
@@ -42,7 +45,7 @@ async def until_closed(address: str) -> None:
 @contextlib.asynccontextmanager
 async def draining(gateway: RunningGateway) -> AsyncIterator[asyncio.Task[None]]:
     """From the moment both ports are closed until the gateway has stopped."""
-    stopping = asyncio.create_task(gateway.gateway.stop(10))
+    stopping = asyncio.create_task(gateway.gateway.stop(60))
     await until_closed(gateway.gateway.grpc_address)
     await until_closed(gateway.gateway.http_address)
     yield stopping
@@ -75,7 +78,7 @@ async def test_grpc_finds_no_fault_in_a_port_that_was_left(scheduler, capfd):
 async def test_a_connection_from_before_is_served_once_more_and_told_to_close(scheduler):
     async with (
         running_gateway(scheduler, reuse_port=True, hand_over=True) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url) as http,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
     ):
         before = await http.post("/v1/completions", json=COMPLETION)
         assert "connection" not in before.headers
@@ -91,11 +94,11 @@ async def test_without_it_a_gateway_that_drains_answers_that_it_does(scheduler):
     scheduler.emits.clear()
     async with (
         running_gateway(scheduler, reuse_port=True) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url) as http,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
     ):
         live = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request())))
         await scheduler.until(lambda: scheduler.live)
-        stopping = asyncio.create_task(gateway.gateway.stop(10))
+        stopping = asyncio.create_task(gateway.gateway.stop(60))
         await asyncio.sleep(0)
         async with own_stub(gateway.gateway.grpc_address) as stub:
             error = await error_of(stub.Generate(generation_pb2.GenerateRequest(text="x")))
@@ -115,7 +118,8 @@ async def test_a_drain_without_time_ends_at_once(scheduler):
 
 async def test_clients_of_both_kinds_go_on_at_the_other_gateway(tmp_path):
     grpc_port, http_port = free_port(), free_port()
-    async with two_gateways(tmp_path, reuse_port=True, hand_over=True, grpc_port=grpc_port, http_port=http_port) as two:
+    shared = {"reuse_port": True, "hand_over": True, "max_connection_age": 0.5}
+    async with two_gateways(tmp_path, grpc_port=grpc_port, http_port=http_port, **shared) as two:
         counts = [0] * 8
 
         async def call_grpc(index: int) -> None:
@@ -128,7 +132,7 @@ async def test_clients_of_both_kinds_go_on_at_the_other_gateway(tmp_path):
                     await asyncio.sleep(0.01)
 
         async def call_http(index: int) -> None:
-            async with httpx.AsyncClient(base_url=two.first.http_url) as http:
+            async with httpx.AsyncClient(base_url=two.first.http_url, timeout=60) as http:
                 while True:
                     answer = await http.post("/v1/completions", json=COMPLETION, timeout=30)
                     assert answer.status_code == 200
@@ -138,7 +142,7 @@ async def test_clients_of_both_kinds_go_on_at_the_other_gateway(tmp_path):
         # Enough that some are connected to either.
         callers = [asyncio.create_task((call_grpc, call_http)[index % 2](index)) for index in range(len(counts))]
         await until_true(lambda: min(counts) > 3)
-        await two.first.gateway.stop(10)
+        await two.first.gateway.stop(60)
         before = list(counts)
         await until_true(lambda: all(now > then + 3 for now, then in zip(counts, before, strict=True)))
         for caller in callers:

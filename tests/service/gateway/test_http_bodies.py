@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+from typing import Any
 
 import httpx
 import pytest
@@ -50,7 +51,7 @@ async def test_a_body_that_nobody_reads_is_taken_in_for_a_while_so_that_its_send
     keys = KeysFile(tmp_path / "keys.json").path
     async with (
         running_gateway(scheduler, keys_files=(keys,)) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url) as http,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
     ):
         for _ in range(3):
             answer = await http.post("/v1/completions", content=b" " * 3_000_000)
@@ -81,7 +82,7 @@ async def test_a_body_that_comes_byte_by_byte_has_no_longer_than_one_that_stops(
 
 async def test_a_body_in_very_many_short_chunks_is_refused_and_other_ones_are_not(scheduler):
     body = json.dumps({"prompt": "hello", "max_tokens": 2}).encode()
-    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url) as http:
+    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
         # Fewer short ones, and more long ones.
         for chunks in (pieces(body.ljust(8000), 1), pieces(body.ljust(2_700_000), 300)):
             assert (await http.post("/v1/completions", content=chunks)).status_code == 200
@@ -136,7 +137,7 @@ async def test_a_request_behind_another_one_in_the_same_packet_is_answered(sched
 
 async def test_of_too_many_bodies_the_one_that_has_come_for_longest_is_refused_and_a_quick_one_is_served(scheduler):
     body = json.dumps({"prompt": "hello", "max_tokens": 2}).encode().ljust(MAX_BYTES // 2)
-    limits = {"max_message_bytes": MAX_BYTES, "max_total_body_bytes": 2 * MAX_BYTES}
+    limits: dict[str, Any] = {"max_message_bytes": MAX_BYTES, "max_total_body_bytes": 2 * MAX_BYTES}
     async with running_gateway(scheduler, **limits) as gateway:
         slow = [await connection_to(gateway) for _ in range(3)]
         try:
@@ -152,7 +153,7 @@ async def test_of_too_many_bodies_the_one_that_has_come_for_longest_is_refused_a
             )
             assert refused.error["code"] == "bodies_full"
             assert f"{2 * MAX_BYTES:,} bytes" in refused.error["message"]
-            async with httpx.AsyncClient(base_url=gateway.http_url) as http:
+            async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
                 answers = [await http.post("/v1/completions", content=body) for _ in range(4)]
             assert [answer.status_code for answer in answers] == [200] * 4
         finally:
@@ -165,7 +166,7 @@ async def test_bodies_of_requests_that_run_count_until_they_are_over(scheduler):
     body = json.dumps({"prompt": "hello", "max_tokens": 2}).encode().ljust(MAX_BYTES)
     async with (
         running_gateway(scheduler, max_message_bytes=MAX_BYTES, max_total_body_bytes=MAX_BYTES) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url) as http,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
     ):
         running = asyncio.create_task(http.post("/v1/completions", content=body))
         await scheduler.until(lambda: scheduler.live)

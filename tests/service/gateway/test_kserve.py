@@ -54,7 +54,7 @@ async def infer_stream(gateway, *requests):
         request_serializer=pb.ModelInferRequest.SerializeToString,
         response_deserializer=pb.ModelStreamInferResponse.FromString,
     )
-    return [response async for response in call(iter(requests), timeout=20)]
+    return [response async for response in call(iter(requests), timeout=60)]
 
 
 async def read_to_the_end(call):
@@ -190,7 +190,7 @@ async def test_an_error_is_the_status_of_a_stream_that_asks_for_it(gateway, sche
         SERVICE + "ModelStreamInfer",
         request_serializer=pb.ModelInferRequest.SerializeToString,
         response_deserializer=pb.ModelStreamInferResponse.FromString,
-    )(timeout=20, metadata=[("triton_grpc_error", "true")])
+    )(timeout=60, metadata=[("triton_grpc_error", "true")])
     await call.write(make_request("hello", stream=True, sampling={"max_tokens": 500, "ignore_eos": True}))
     await call.read()
     with scheduler.standing_still():

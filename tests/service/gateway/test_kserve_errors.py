@@ -215,7 +215,7 @@ async def test_a_stream_refuses_several_prompts_texts_and_the_input(gateway):
         request_serializer=pb.ModelInferRequest.SerializeToString,
         response_deserializer=pb.ModelStreamInferResponse.FromString,
     )
-    responses = [response async for response in call(iter([several, including, texts]), timeout=20)]
+    responses = [response async for response in call(iter([several, including, texts]), timeout=60)]
     errors = {response.infer_response.id: response.error_message for response in responses}
     assert errors == {
         "several": "inputs[0] has 2 prompts; a streamed request has 1",

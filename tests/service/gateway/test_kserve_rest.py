@@ -26,7 +26,7 @@ async def gateway():
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def client(gateway):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
         yield http
 
 
@@ -57,7 +57,7 @@ async def test_the_server_and_its_model_are_live_and_ready(client):
 async def test_without_a_scheduler_it_is_live_and_not_ready():
     async with (
         running_gateway(schedulers=("127.0.0.1:1",)) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url) as http,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
     ):
         assert (await http.get("/v2/health/live")).status_code == 200
         for path in ("/v2/health/ready", f"{MODEL}/ready"):

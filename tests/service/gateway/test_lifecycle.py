@@ -28,7 +28,7 @@ async def test_drain_finishes_live_streams_and_refuses_new_ones(scheduler):
     async with running_gateway(scheduler) as gateway:
         live = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(max_tokens=30))))
         await scheduler.until(lambda: scheduler.live)
-        stopping = asyncio.create_task(gateway.gateway.stop(10))
+        stopping = asyncio.create_task(gateway.gateway.stop(60))
         await asyncio.sleep(0)
         error = await error_of(gateway.generation.GenerateStream(stream_request()))
         assert isinstance(error, Unavailable)
@@ -52,7 +52,7 @@ async def test_drain_waits_for_a_request_whose_text_is_being_tokenized(scheduler
         monkeypatch.setattr(tokenizer, "encode", slow_encode)
         early = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(max_tokens=30))))
         await asyncio.wait_for(begun.wait(), 30)
-        stopping = asyncio.create_task(gateway.gateway.stop(10))
+        stopping = asyncio.create_task(gateway.gateway.stop(60))
         await asyncio.sleep(0)
         may_go_on.set()
         await scheduler.until(lambda: scheduler.live)

@@ -63,7 +63,7 @@ async def test_everybody_can_see_how_far_a_worker_is(tmp_path: Path) -> None:
         await until(is_warming_up)
         device_loop = DeviceLoop()
         device_loop.start()
-        stack.callback(device_loop.stop, 10)
+        stack.callback(device_loop.stop, 60)
         servicer.open(make_worker(TinyCausalLM(), SMALL_WORKER, device_loop))
 
         await wait_attached(scheduler)

@@ -30,7 +30,7 @@ async def test_names_are_part_of_the_prompt_where_the_template_says_so(scheduler
     wanted = byte_level().encode(expected, add_special_tokens=False).ids
     async with (
         running_gateway(scheduler, model=str(directory)) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as client,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client,
     ):
         answer = await client.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 2})
         assert answer.status_code == 200, answer.text

@@ -26,7 +26,7 @@ HELLO = {"model": "quire-tiny", "max_tokens": 30, "messages": [{"role": "user", 
 async def client(gateway, scheduler):
     scheduler.rule = scripted(SPEECH)
     headers = {"x-api-key": "unused", "anthropic-version": "2023-06-01"}
-    async with httpx.AsyncClient(base_url=gateway.http_url, headers=headers, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=gateway.http_url, headers=headers, timeout=60) as http:
         yield http
 
 
@@ -35,7 +35,7 @@ async def shared():
     """A client, for the tests that are refused."""
     scheduler = FakeScheduler()
     await scheduler.start()
-    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
         yield http
     await scheduler.stop()
 
@@ -170,7 +170,7 @@ async def test_a_key_comes_in_either_header(scheduler, tmp_path):
     key = keys.add("acme")
     async with (
         running_gateway(scheduler, keys_files=(keys.path,)) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
     ):
         for headers, status in (
             ({"x-api-key": key}, 200),

@@ -9,7 +9,7 @@ from tests.support.processes import until_true
 from tests.support.scheduler_process import until, wait_nothing_in_use
 from tests.support.two_gateways import TwoGateways, two_gateways
 
-NUM_TOKENS = 900
+NUM_TOKENS = 400
 
 
 async def read(call, token_ids: list[int]) -> None:
@@ -34,7 +34,7 @@ def move(two: TwoGateways) -> tuple[str, str]:
     assert live.replica is not None
     here = replicas.links[live.replica]
     here.is_ready = False
-    replicas._move_from_unready(live)
+    replicas._leave_unready(live)
     here.is_ready = True
     assert live.replica is not None
     return here.address, live.replica

@@ -24,7 +24,7 @@ SPEECH = TOKENIZER.encode(" there was a little dog.", add_special_tokens=False).
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def client(gateway):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
         yield http
 
 
@@ -33,7 +33,7 @@ async def shared():
     """A client and its scheduler, for the many tests that leave nothing behind."""
     scheduler = FakeScheduler()
     await scheduler.start()
-    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
         yield http, scheduler
     await scheduler.stop()
 
@@ -158,7 +158,7 @@ async def test_a_conversation_that_the_model_cannot_take_is_refused(scheduler, t
     directory = write_model_directory(tmp_path / "model", byte_level(), **files)
     async with (
         running_gateway(scheduler, model=str(directory)) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url) as http,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
     ):
         status, error = await error_of(http, CHAT)
         assert (status, error["param"], error["code"]) == (400, "messages", code)
@@ -342,7 +342,7 @@ async def test_a_body_of_the_largest_size_is_read(scheduler):
     body = json.dumps({"prompt": "hello"}).encode()
     async with (
         running_gateway(scheduler, max_message_bytes=2000) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url) as http,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
     ):
         for size, status in ((2000, 200), (2001, 413)):
             assert (await http.post(COMPLETIONS, content=body.ljust(size))).status_code == status
@@ -376,7 +376,7 @@ async def test_models(client):
 async def test_a_model_s_name_may_have_slashes(scheduler):
     async with (
         running_gateway(scheduler, served_model_name="org/model") as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url) as http,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
     ):
         assert (await http.get("/v1/models/org/model")).json()["id"] == "org/model"
         assert (await http.post(COMPLETIONS, json={"prompt": "a", "model": "org/model"})).status_code == 200

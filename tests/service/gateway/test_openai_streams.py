@@ -25,7 +25,7 @@ PATHS = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def client(gateway):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
         yield http
 
 
@@ -166,7 +166,7 @@ async def test_a_failure_in_the_middle_is_the_last_event_of_the_stream(client, s
 async def test_a_client_that_leaves_ends_its_requests(gateway, scheduler, body, streaming):
     scheduler.step_delay_s = 0.01
     num_requests = len(body["prompt"]) if isinstance(body["prompt"], list) else 1
-    async with httpx.AsyncClient(base_url=gateway.http_url) as http:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
         sent = body | {"stream": streaming, "max_tokens": 800}
         call = asyncio.create_task(http.post(COMPLETIONS, json=sent))
         await scheduler.until(lambda: len(scheduler.live) == num_requests)
@@ -207,7 +207,7 @@ async def test_a_slow_reader_gets_everything_once_in_larger_chunks():
         await scheduler.until(lambda: scheduler.live)
         await asyncio.wait_for(scheduler.until(lambda: not scheduler.live), 30)
         # Others are served meanwhile.
-        async with httpx.AsyncClient(base_url=gateway.http_url) as http:
+        async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
             assert (await http.post(CHAT, json=BODIES[CHAT])).status_code == 200
         async with asyncio.timeout(30):
             data = await reader.read()
@@ -251,10 +251,10 @@ async def test_an_id_that_is_in_use_is_a_conflict(client, scheduler):
 
 async def test_a_gateway_that_drains_finishes_streams_and_refuses_new_requests(scheduler):
     scheduler.emits.clear()
-    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
         live = asyncio.create_task(read_stream(http, CHAT, BODIES[CHAT] | {"max_tokens": 30} | USAGE))
         await scheduler.until(lambda: scheduler.live)
-        stopping = asyncio.create_task(gateway.gateway.stop(10))
+        stopping = asyncio.create_task(gateway.gateway.stop(60))
         await asyncio.sleep(0)
         refused = await http.post(CHAT, json=BODIES[CHAT])
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
@@ -270,7 +270,7 @@ async def test_without_a_scheduler_a_request_is_unavailable():
     await scheduler.start()
     async with (
         running_gateway(scheduler, connect_timeout=0.05) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url) as http,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
     ):
         response = await http.post(CHAT, json=BODIES[CHAT])
         assert (response.status_code, response.json()["error"]["code"]) == (503, "no_scheduler")

@@ -28,7 +28,7 @@ async def gateway():
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def client(gateway):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
         yield http
 
 
@@ -133,7 +133,7 @@ async def test_a_key_without_the_model_gets_no_tokenizer(tmp_path):
     key = keys.add("acme", access=Access(models=frozenset({"other"})))
     async with (
         running_gateway(scheduler, keys_files=(keys.path,)) as running,
-        httpx.AsyncClient(base_url=running.http_url) as http,
+        httpx.AsyncClient(base_url=running.http_url, timeout=60) as http,
     ):
         answers = [
             await http.get("/tokenizer_info", headers={"authorization": f"Bearer {shown}"}) for shown in (key, "no")

@@ -18,7 +18,7 @@ PATH = "/v1/completions"
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def client(gateway):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
         yield http
 
 
@@ -96,7 +96,7 @@ async def test_every_name_of_loopback_is_served(client, host):
     ],
 )
 async def test_hosts_are_checked_on_loopback_or_where_they_are_named(scheduler, settings, host, status):
-    async with running_gateway(scheduler, **settings) as gateway, httpx.AsyncClient() as http:
+    async with running_gateway(scheduler, **settings) as gateway, httpx.AsyncClient(timeout=60) as http:
         port = gateway.gateway.http_address.rpartition(":")[2]
         answer = await http.get(f"http://127.0.0.1:{port}/v1/models", headers={"host": host})
     assert answer.status_code == status
@@ -107,6 +107,6 @@ async def test_keys_keep_other_sites_out_by_themselves(scheduler, tmp_path):
     headers = {"host": "llm.example", "authorization": f"Bearer {keys.add('acme')}"}
     async with (
         running_gateway(scheduler, keys_files=(keys.path,)) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url) as http,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
     ):
         assert (await http.get("/v1/models", headers=headers)).status_code == 200

@@ -54,7 +54,9 @@ async def test_prompt_logprobs_are_in_both_kinds_of_answer(gateway, scheduler):
     options = common_pb2.OutputOptions(prompt_logprobs=0)
     prompt = common_pb2.TokenIds(ids=[50, 60, 70])
     stream = await collect(gateway.generation.GenerateStream(stream_request(None, token_ids=prompt, output=options)))
-    answer = await gateway.generation.Generate(generation_pb2.GenerateRequest(token_ids=prompt, output=options))
+    request = generation_pb2.GenerateRequest(token_ids=prompt, output=options)
+    request.stopping.max_tokens = 2
+    answer = await gateway.generation.Generate(request)
     for reported in (stream.completed.prompt_logprobs, answer.prompt_logprobs):
         assert [(entry.chosen.token_id, entry.chosen.logprob) for entry in reported] == [(60, -1.0), (70, -2.0)]
 

@@ -35,6 +35,16 @@ def start_requests(gateway: RunningGateway, num_requests: int = 8, **fields) -> 
     ]
 
 
+async def start_at_both(gateway: RunningGateway, *schedulers: FakeScheduler) -> list[asyncio.Task]:
+    """Requests, of which each scheduler has some, and none has a token."""
+    for each in schedulers:
+        each.emits.clear()
+    reading = start_requests(gateway)
+    await until_true(lambda: sum(len(each.live) for each in schedulers) == len(reading))
+    assert all(each.live for each in schedulers)
+    return reading
+
+
 async def assert_all_complete(reading: list[asyncio.Task]) -> None:
     for stream in await asyncio.gather(*reading):
         first, second = stream.token_ids[:2]
@@ -46,10 +56,8 @@ async def assert_all_complete(reading: list[asyncio.Task]) -> None:
 async def test_requests_leave_a_replica_without_its_worker_for_one_that_runs(scheduler, other):
     scheduler.step_delay_s = other.step_delay_s = 0.01
     async with running_gateway(scheduler, other, failover_delay=0.05) as gateway:
-        reading = start_requests(gateway)
-        await until_true(lambda: len(scheduler.live) + len(other.live) == 8)
-        assert scheduler.live
-        assert other.live
+        reading = await start_at_both(gateway, scheduler, other)
+        other.emits.set()
         there = {request.submit.request_id for request in scheduler.live.values()}
         scheduler.lose_worker()
         await assert_all_complete(reading)
@@ -61,9 +69,9 @@ async def test_requests_leave_a_replica_without_its_worker_for_one_that_runs(sch
 async def test_requests_stay_where_the_worker_is_back_soon(scheduler, other):
     scheduler.step_delay_s = other.step_delay_s = 0.01
     async with running_gateway(scheduler, other, failover_delay=30.0) as gateway:
-        reading = start_requests(gateway)
-        await until_true(lambda: len(scheduler.live) + len(other.live) == 8)
+        reading = await start_at_both(gateway, scheduler, other)
         num_submits = len(scheduler.submits), len(other.submits)
+        other.emits.set()
         scheduler.lose_worker()
         scheduler.regain_worker()
         await assert_all_complete(reading)
@@ -89,9 +97,10 @@ async def test_what_still_gets_tokens_stays_at_a_replica_that_says_it_is_not_rea
     """So it is while a scheduler drains."""
     scheduler.step_delay_s = other.step_delay_s = 0.02
     async with running_gateway(scheduler, other, failover_delay=0.4) as gateway:
-        reading = start_requests(gateway)
-        await until_true(lambda: len(scheduler.live) + len(other.live) == 8)
+        reading = await start_at_both(gateway, scheduler, other)
         num_submits = len(scheduler.submits)
+        scheduler.emits.set()
+        other.emits.set()
         scheduler.drain()
         await assert_all_complete(reading)
         assert not scheduler.aborted

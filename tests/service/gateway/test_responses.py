@@ -237,7 +237,7 @@ async def test_a_failure_in_the_middle_of_a_stream_is_its_last_event(gateway, sc
     scheduler.rule, scheduler.step_delay_s = scripted(SPEECH[:-1]), 0.01
     body = {"input": "hello", "stream": True}
     async with (
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
         http.stream("POST", "/v1/responses", json=body) as response,
     ):
         lines = response.aiter_lines()

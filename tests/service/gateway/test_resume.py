@@ -89,7 +89,7 @@ async def test_from_every_offset_the_rest_comes(two, kind):
 
 async def test_another_call_takes_over_and_the_earlier_one_ends(two):
     request = durable_request()
-    request.stopping.max_tokens = 600
+    request.stopping.max_tokens = 200
     request.stopping.ignore_eos = True
     for gateway in (two.second, two.first):
         earlier = two.first.generation.GenerateStream(request)
@@ -98,12 +98,12 @@ async def test_another_call_takes_over_and_the_earlier_one_ends(two):
         error = await error_of(earlier)
         assert isinstance(error, Aborted)
         assert error.reason == "REQUEST_TAKEN_OVER"
-        assert len((await parts_of(later)).token_ids[0]) == 600
+        assert len((await parts_of(later)).token_ids[0]) == 200
 
 
 async def test_resuming_leaves_another_request_alone_that_runs_under_the_same_id(two):
     await parts_of(two.first.generation.GenerateStream(durable_request()))
-    other = stream_request("hello hello", max_tokens=600, request_id="story")
+    other = stream_request("hello hello", max_tokens=200, request_id="story")
     other.stopping.ignore_eos = True
     running = two.first.generation.GenerateStream(other)
     first = await anext(aiter(running))
@@ -113,7 +113,7 @@ async def test_resuming_leaves_another_request_alone_that_runs_under_the_same_id
     # The other gateway knows nothing of it.
     assert len((await parts_of(two.second.generation.ResumeStream(resume_request()))).token_ids[0]) == 24
     rest = await parts_of(running)
-    assert len(first.chunk.token_ids) + len(rest.token_ids[0]) == 600
+    assert len(first.chunk.token_ids) + len(rest.token_ids[0]) == 200
 
 
 async def test_the_id_is_known_at_once_and_cancel_works_through_any_gateway(two):
@@ -133,7 +133,7 @@ async def test_the_id_is_known_at_once_and_cancel_works_through_any_gateway(two)
 async def test_a_resumed_stream_counts_among_the_requests_of_its_gateway(two):
     port = int(two.second.http_url.rpartition(":")[2])
     request = durable_request()
-    request.stopping.max_tokens = 600
+    request.stopping.max_tokens = 200
     request.stopping.ignore_eos = True
     call = two.first.generation.GenerateStream(request)
     await anext(aiter(call))
@@ -142,14 +142,14 @@ async def test_a_resumed_stream_counts_among_the_requests_of_its_gateway(two):
     first = await anext(aiter(resumed))
     assert await read_metric(port, "quire_gateway_live_requests") == 1
     rest = await parts_of(resumed)
-    assert len(first.chunk.token_ids) + len(rest.token_ids[0]) == 600
+    assert len(first.chunk.token_ids) + len(rest.token_ids[0]) == 200
     again = await parts_of(two.second.generation.ResumeStream(resume_request()))
-    assert len(again.token_ids[0]) == 600
+    assert len(again.token_ids[0]) == 200
     metrics = await read_metrics(port)
     assert metrics["quire_gateway_live_requests"] == 0
     assert metrics['quire_gateway_requests_total{outcome="completed"}'] == 2
     # What there was before is counted where it was read first, and what is read again is not generated again.
-    assert 0 < metrics["quire_gateway_generated_tokens_total"] < 600
+    assert 0 < metrics["quire_gateway_generated_tokens_total"] < 200
     assert metrics["quire_gateway_prompt_tokens_total"] == 0
 
 
@@ -163,7 +163,7 @@ async def test_impossible_offsets_are_refused_by_name(two):
 
 
 async def test_the_client_goes_on_after_its_gateway_breaks_the_stream(two):
-    options = GenerationOptions(seed=5, temperature=1.0, max_tokens=300, ignore_eos=True)
+    options = GenerationOptions(seed=5, temperature=1.0, max_tokens=100, ignore_eos=True)
     async with AsyncClient(two.first.gateway.grpc_address) as client:
         whole = (await client.generate("hello", options)).sequences[0]
         token_ids, text = [], ""

@@ -5,7 +5,7 @@ two fields of the drawn one.
 """
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import httpx
@@ -53,7 +53,9 @@ RUNNING = {
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [5, 6]},
 }
-NUM_BODIES, NUM_PATHS = 50, 8
+STREAMING = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
+# As many as other properties draw in the third tier.
+NUM_BODIES, NUM_PATHS = (1000, 50) if hypothesis.settings().max_examples > 100 else (40, 8)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -77,15 +79,17 @@ def cases(draw: st.DrawFn, operation: Any, parameters: dict[str, str]) -> Any:
     if isinstance(case.body, dict):
         # The fake scheduler has one sequence of each request.
         case.body = {name: value for name, value in case.body.items() if name not in ("n", "best_of")}
+        if operation.path in STREAMING and not draw(st.integers(0, 3)):
+            case.body["stream"] = True
     for name in case.path_parameters:
         if draw(st.integers(0, 3)):
             case.path_parameters[name] = parameters[name]
     return case
 
 
-def statuses_of(operation: Any, url: str, parameters: dict[str, str]) -> set[int]:
+def statuses_of(operation: Any, url: str, parameters: dict[str, str]) -> Counter[int]:
     """Sends drawn requests and checks their answers. Whatever fails is raised, with a command that repeats it."""
-    seen: set[int] = set()
+    seen: Counter[int] = Counter()
 
     @hypothesis.settings(
         max_examples=NUM_BODIES if operation.body else NUM_PATHS,
@@ -95,15 +99,14 @@ def statuses_of(operation: Any, url: str, parameters: dict[str, str]) -> set[int
     )
     @hypothesis.given(case=cases(operation, parameters))
     def send(case: Any) -> None:
-        seen.add(case.call_and_validate(base_url=url, checks=CHECKS).status_code)
+        seen[case.call_and_validate(base_url=url, checks=CHECKS).status_code] += 1
 
     send()
     return seen
 
 
-@pytest.mark.timeout(600)
 async def test_answers_to_drawn_requests_are_those_that_the_document_describes(gateway):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
         document = (await client.get("/openapi.json")).json()
         stored = (await client.post("/v1/responses", json={"input": "hello"})).json()
     parameters = {"model": "quire-tiny", "version": "1", "response_id": stored["id"]}
@@ -112,8 +115,10 @@ async def test_answers_to_drawn_requests_are_those_that_the_document_describes(g
     assert len(operations) == len(found)
     # The stored response is deleted last.
     operations.sort(key=lambda operation: operation.method == "delete")
-    statuses: dict[str, set[int]] = defaultdict(set)
+    statuses: dict[str, Counter[int]] = defaultdict(Counter)
     for operation in operations:
-        statuses[operation.path] |= await asyncio.to_thread(statuses_of, operation, gateway.http_url, parameters)
+        statuses[operation.path] += await asyncio.to_thread(statuses_of, operation, gateway.http_url, parameters)
     assert set(statuses) == set(document["paths"])
-    assert all({200, 400} <= statuses[path] for path in RUNNING)
+    # No single path is sure to have both.
+    of_bodies = sum((statuses[path] for path in RUNNING), start=Counter[int]())
+    assert min(of_bodies[200], of_bodies[400]) > of_bodies.total() // 10, of_bodies

@@ -110,7 +110,7 @@ async def test_reflection_lists_the_services(gateway):
 
 async def test_readiness_follows_the_scheduler(gateway, scheduler):
     await until_health_is(gateway.channel, "SERVING")
-    async with httpx.AsyncClient(base_url=gateway.http_url) as client:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
         assert (await client.get("/ready")).status_code == 200
         await scheduler.stop()
         await until_health_is(gateway.channel, "NOT_SERVING")
@@ -126,7 +126,7 @@ async def test_readiness_follows_the_scheduler(gateway, scheduler):
 
 async def test_a_replica_without_its_worker_is_not_ready_but_takes_requests(gateway, scheduler):
     await until_health_is(gateway.channel, "SERVING")
-    async with httpx.AsyncClient(base_url=gateway.http_url) as client:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
         scheduler.lose_worker()
         await until_health_is(gateway.channel, "NOT_SERVING")
         answer = await client.get("/ready")
@@ -174,7 +174,7 @@ async def test_http_describes_the_server(gateway):
     request = generation_pb2.GenerateRequest(text="hello")
     request.stopping.max_tokens = 5
     await gateway.generation.Generate(request)
-    async with httpx.AsyncClient(base_url=gateway.http_url) as client:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
         assert (await client.get("/version")).json() == {"version": VERSION}
         models = (await client.get("/v1/models")).json()
         assert models["object"] == "list"

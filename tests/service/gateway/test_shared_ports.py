@@ -15,8 +15,9 @@ import pytest
 from gateway.app import Gateway, serve
 from gateway.settings import GatewaySettings
 from quire.gateway.v1 import model_pb2, model_pb2_grpc
-from quire.rpc.address import AddressInUse, free_port
+from quire.rpc.address import AddressInUse
 from tests.support.gateway_process import running_gateway
+from tests.support.ports import free_port
 from tests.support.processes import until_true
 from tests.support.scheduler_process import until
 
@@ -45,7 +46,7 @@ def count_gateways() -> int:
     return sum(task.get_name() == "readiness" for task in asyncio.all_tasks())
 
 
-def ports_of(gateway: Gateway) -> dict[str, int]:
+def ports_of(gateway: Gateway) -> dict[str, Any]:
     addresses = {"grpc_port": gateway.grpc_address, "http_port": gateway.http_address}
     return {name: int(address.rpartition(":")[2]) for name, address in addresses.items()}
 
@@ -71,7 +72,7 @@ async def test_the_one_that_is_left_gets_all_connections(scheduler):
         held = {await id_behind(first.gateway.grpc_address) for _ in range(8)}
         assert len(held) == 1
         for _ in range(8):
-            async with httpx.AsyncClient() as client:
+            async with httpx.AsyncClient(timeout=60) as client:
                 assert (await client.get(f"{first.http_url}/health")).status_code == 200
 
 
@@ -100,7 +101,7 @@ async def test_the_metrics_of_one_gateway_have_a_port_of_their_own(scheduler):
     )
     serving = asyncio.create_task(serve(settings))
     await scheduler.until(lambda: scheduler.connections)
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
 
         async def is_counted() -> bool:
             # The scheduler's welcome may still be on its way.

@@ -21,10 +21,20 @@ COMMENT = ": keep-alive"
 SHORT_S = 0.1
 
 
+def wait_for_refusals(monkeypatch, wait_s):
+    monkeypatch.setattr("gateway.api.answers.REFUSAL_S", wait_s)
+    monkeypatch.setattr("gateway.api.grpc.servicers.REFUSAL_S", wait_s)
+
+
 @pytest.fixture(autouse=True)
-def short_wait_for_a_refusal(monkeypatch):
-    monkeypatch.setattr("gateway.api.answers.REFUSAL_S", SHORT_S)
-    monkeypatch.setattr("gateway.api.grpc.servicers.REFUSAL_S", SHORT_S)
+def _short_wait(monkeypatch):
+    wait_for_refusals(monkeypatch, SHORT_S)
+
+
+@pytest.fixture
+def _long_wait(_short_wait, monkeypatch):
+    """For a refusal that comes, however long this process stands still."""
+    wait_for_refusals(monkeypatch, 60.0)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -79,17 +89,18 @@ async def test_a_stream_without_keepalive_sends_its_headers_and_no_comment(sched
 async def test_a_stream_of_tokens_has_no_comments(scheduler):
     scheduler.step_delay_s = SHORT_S / 10
     async with (
-        running_gateway(scheduler, sse_keepalive=10 * SHORT_S) as gateway,
+        running_gateway(scheduler, sse_keepalive=60.0) as gateway,
         httpx.AsyncClient(base_url=gateway.http_url, timeout=30) as http,
     ):
         answer = await http.post(CHAT, json=BODIES[CHAT] | {"max_tokens": 30})
     assert COMMENT not in answer.text
 
 
+@pytest.mark.usefixtures("_long_wait")
 async def test_a_refusal_is_an_ordinary_error_answer(scheduler, gateway):
     failure = scheduler_pb2.RequestFailure(code=code_pb2.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", message="full")
     scheduler.refusal.append(failure)
-    async with httpx.AsyncClient(base_url=gateway.http_url) as http:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
         refused = await http.post(CHAT, json=BODIES[CHAT])
         invalid = await http.post(CHAT, json=BODIES[CHAT] | {"max_tokens": 10**6})
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
@@ -126,6 +137,7 @@ async def test_headers_of_a_grpc_stream_come_before_its_first_token(scheduler, g
     assert len((await collect(call)).token_ids) == 8
 
 
+@pytest.mark.usefixtures("_long_wait")
 async def test_a_grpc_stream_that_is_refused_has_no_headers(scheduler, gateway):
     failure = scheduler_pb2.RequestFailure(code=code_pb2.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", message="full")
     scheduler.refusal.append(failure)

@@ -53,7 +53,7 @@ async def test_idle_calls_of_grpc_do_not_hold_a_stop_and_are_told(scheduler, mon
 
 @pytest.mark.parametrize("hand_over", [False, True])
 async def test_no_request_over_a_kept_connection_fails_because_its_gateway_stops(scheduler, monkeypatch, hand_over):
-    monkeypatch.setattr("gateway.app._HAND_OVER_S", 0.1)
+    monkeypatch.setattr("gateway.app._HAND_OVER_S", 0.5)
     scheduler.step_delay_s = 0.05
     async with (
         running_gateway(scheduler, reuse_port=True, hand_over=hand_over) as gateway,
@@ -64,7 +64,7 @@ async def test_no_request_over_a_kept_connection_fails_because_its_gateway_stops
         for connection in connections:
             connection.sendall(request("GET /health"))
             assert (await read_answer(connection)).status == 200
-        stopping = asyncio.create_task(gateway.gateway.stop(10))
+        stopping = asyncio.create_task(gateway.gateway.stop(60))
         await asyncio.sleep(0)
         first = await answer_or_end(connections.pop())
         assert first is not None
@@ -98,7 +98,7 @@ async def test_a_request_whose_body_is_still_coming_is_told_to_come_back(schedul
             connection.sendall(COMPLETION[:-1])
             answering = asyncio.create_task(read_answer(connection))
             await asyncio.wait([answering], timeout=0.1)
-            await asyncio.wait_for(gateway.gateway.stop(10), 30)
+            await asyncio.wait_for(gateway.gateway.stop(60), 30)
             answer = await answering
     assert (answer.status, answer.headers["retry-after"], answer.headers["connection"]) == (503, "1", "close")
     assert answer.error["code"] == "draining"

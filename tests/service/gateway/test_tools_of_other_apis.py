@@ -46,7 +46,7 @@ async def openai(gateway):
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def http(gateway):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
         yield client
 
 

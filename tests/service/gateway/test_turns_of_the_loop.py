@@ -1,12 +1,15 @@
 """Whatever one caller sends, the gateway's event loop is never kept for long: all others share it.
 
-A turn shall take 20 ms at most. The tests allow more, since shared processors take longer for the same. Without what
-they are about, each of these calls keeps the loop for a hundred milliseconds to minutes.
+A turn shall take 20 ms at most. The tests allow more, since shared processors take longer for the same, and try again
+where a turn was long: what a call costs shows in each try, and what else the machine does in some. Without what they
+are about, each of these calls keeps the loop for a hundred milliseconds to minutes.
 """
 
 import asyncio
+import functools
+import inspect
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc.aio
@@ -23,6 +26,7 @@ from tests.support.measured_gateway import MeasuredGateway, measured_gateway
 from tests.support.processes import until_true
 
 LONGEST_TURN_MS = 150
+NUM_TRIES = 5
 PATIENCE_S = 60
 MAX_MODEL_LEN = 60_000
 NUM_PROMPTS = 1024
@@ -55,12 +59,26 @@ async def channel(measured) -> AsyncIterator[grpc.aio.Channel]:
         yield channel
 
 
-@pytest_asyncio.fixture(autouse=True, loop_scope="session")
-async def short_turns(measured):
-    await measured[0].longest_turn_ms()
-    yield
-    milliseconds, name = await measured[0].longest_turn_ms()
-    assert milliseconds < LONGEST_TURN_MS, name
+def short_turns(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """The test passes in each try, and in one of them no turn of the gateway's loop takes long."""
+
+    @functools.wraps(test)
+    async def tried(measured: tuple[MeasuredGateway, FakeScheduler], **arguments: Any) -> None:
+        turns = []
+        for _ in range(NUM_TRIES):
+            await measured[0].longest_turn_ms()
+            await test(**arguments)
+            turns.append(await measured[0].longest_turn_ms())
+            if turns[-1][0] < LONGEST_TURN_MS:
+                return
+        raise AssertionError(f"the longest turns of {NUM_TRIES} tries took {turns}")
+
+    # pytest reads the names of the fixtures here.
+    signature = inspect.signature(test)
+    added = inspect.Parameter("measured", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [added, *signature.parameters.values()]
+    setattr(tried, "__signature__", signature.replace(parameters=names))  # noqa: B010 (its types do not know it)
+    return tried
 
 
 async def given_up(calling: asyncio.Task[httpx.Response]) -> None:
@@ -88,6 +106,7 @@ def inference(num_prompts: int, *, raw: bytes | None = None, **parameters: Any) 
     return request
 
 
+@short_turns
 async def test_too_many_sequences_of_a_call_are_refused_over_http(http):
     response = await http.post("/v1/completions", json={"prompt": ["hello"] * NUM_PROMPTS, "n": 128, "stop": STOPS})
     error = response.json()["error"]
@@ -97,6 +116,7 @@ async def test_too_many_sequences_of_a_call_are_refused_over_http(http):
     assert "stop has 4,000 bytes" in error["message"]
 
 
+@short_turns
 async def test_too_many_sequences_of_a_call_are_refused_over_kserve(channel):
     error = await error_of(infer(channel, inference(NUM_PROMPTS, n=128, stop=STOPS)))
     assert isinstance(error, InvalidArgument)
@@ -105,6 +125,7 @@ async def test_too_many_sequences_of_a_call_are_refused_over_kserve(channel):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@short_turns
 async def test_a_thousand_prompts_with_long_stop_strings(http, scheduler, stream):
     body = {"prompt": ["hello"] * NUM_PROMPTS, "stop": STOPS, "max_tokens": 2, "stream": stream}
     response = await http.post("/v1/completions", json=body)
@@ -113,6 +134,7 @@ async def test_a_thousand_prompts_with_long_stop_strings(http, scheduler, stream
     assert len({submit.sampling.seed for submit in scheduler.submits[-NUM_PROMPTS:]}) == NUM_PROMPTS
 
 
+@short_turns
 async def test_a_thousand_prompts_with_many_parameters_are_given_up(http, scheduler):
     words = [f"word {number} and what follows it" for number in range(128)]
     body = {
@@ -129,11 +151,13 @@ async def test_a_thousand_prompts_with_many_parameters_are_given_up(http, schedu
         await until_true(lambda: not scheduler.live, PATIENCE_S)
 
 
+@short_turns
 async def test_a_thousand_prompts_over_kserve(channel):
     answer = await infer(channel, inference(NUM_PROMPTS, stop=STOPS, max_tokens=2))
     assert len(answer.outputs[0].contents.bytes_contents) == NUM_PROMPTS
 
 
+@short_turns
 async def test_a_long_prompt_of_token_ids_is_echoed_by_many_sequences(http, scheduler):
     body = {"prompt": [[7] * 50_000], "n": 128, "echo": True}
     with scheduler.standing_still():
@@ -146,6 +170,7 @@ async def test_a_long_prompt_of_token_ids_is_echoed_by_many_sequences(http, sche
         await until_true(lambda: not scheduler.live, PATIENCE_S)
 
 
+@short_turns
 async def test_many_sequences_with_long_stop_strings_over_grpc(channel, scheduler):
     request = generation_pb2.GenerateRequest(text="hello")
     request.sampling.n = 128
@@ -167,6 +192,7 @@ async def test_many_sequences_with_long_stop_strings_over_grpc(channel, schedule
         ("sampling.allowed_token_ids", lambda request: request.sampling.allowed_token_ids.extend([1] * 3_000_000)),
     ],
 )
+@short_turns
 async def test_lists_of_millions_are_refused_for_their_length(
     channel, field: str, fill: Callable[[generation_pb2.GenerateRequest], None]
 ):
@@ -198,7 +224,7 @@ def repeated(head: bytes, unit: bytes, tail: bytes, number: int | None = None) -
         (
             CHAT,
             repeated(b'{"messages": [{"role": "user", "content": [', b'{"type": "text", "text": ""}', b"]}]}", 25_000),
-            "messages have 25,000 parts of content and tool calls together; the max is 8,192",
+            "messages has 25,000 parts in its entries; the max is 8,192",
         ),
         (COMPLETIONS, repeated(b'{"prompt": [', b'"abcdefgh"', b"]}", 100_000), "prompt has 100,000 entries"),
         (
@@ -224,6 +250,7 @@ def repeated(head: bytes, unit: bytes, tail: bytes, number: int | None = None) -
     ],
     ids=["messages", "parts", "prompts", "fields", "elements", "parameters", "digits", "token ids", "escaped text"],
 )
+@short_turns
 async def test_bodies_of_many_entries_are_refused_for_their_number(http, path, body, message):
     response = await http.post(path, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
@@ -232,6 +259,7 @@ async def test_bodies_of_many_entries_are_refused_for_their_number(http, path, b
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", INFER])
 @pytest.mark.parametrize("unit", [b"[]", b"{}", b'{"a":1}', b'"a"', b"[" * 100 + b"]" * 100])
+@short_turns
 async def test_bodies_of_very_many_values_are_refused_before_they_are_parsed(http, path, unit):
     body = repeated(b'{"prompt": "a", "messages": [], "inputs": [], "x": [', unit, b"]}")
     response = await http.post(path, content=body, headers={"content-type": "application/json"})
@@ -239,6 +267,7 @@ async def test_bodies_of_very_many_values_are_refused_before_they_are_parsed(htt
     assert "more than 139,264 strings, lists and objects" in response.text
 
 
+@short_turns
 async def test_a_conversation_of_very_many_messages_is_refused_for_their_number(channel):
     request = generation_pb2.ChatRequest(messages=[generation_pb2.ChatMessage(role="user", content="a")] * 380_000)
     error = await error_of(generation_pb2_grpc.GenerationServiceStub(channel).Chat(request, timeout=60))
@@ -246,12 +275,14 @@ async def test_a_conversation_of_very_many_messages_is_refused_for_their_number(
     assert "messages has 380,000 entries; the max is 1,024" in error.message
 
 
+@short_turns
 async def test_a_raw_tensor_of_a_million_elements_is_refused_for_its_length(channel):
     error = await error_of(infer(channel, inference(1_000_000, raw=bytes(4) * 1_000_000)))
     assert isinstance(error, InvalidArgument)
     assert "more than 1,024 elements" in error.message
 
 
+@short_turns
 async def test_a_long_text_is_tokenized(http, channel):
     text = "a b " * 100_000
     response = await http.post("/tokenize", json={"prompt": text, "return_token_strs": True})
@@ -262,11 +293,13 @@ async def test_a_long_text_is_tokenized(http, channel):
     assert list(tokenized.token_ids) == answer["tokens"]
 
 
+@short_turns
 async def test_a_conversation_of_many_empty_messages_is_tokenized(http):
     response = await http.post("/tokenize", json={"messages": [{"role": "user", "content": ""}] * 1024})
     assert response.json()["count"] > 1024
 
 
+@short_turns
 async def test_a_long_output_that_comes_at_once(channel, scheduler):
     """As when a stream is resumed."""
     scheduler.tokens_per_step = 40_000
@@ -282,6 +315,7 @@ async def test_a_long_output_that_comes_at_once(channel, scheduler):
     assert len(answer.sequences[0].token_ids) == 40_000
 
 
+@short_turns
 async def test_a_thousand_requests_go_on_when_their_scheduler_is_back(http, scheduler):
     with scheduler.standing_still():
         body = {"prompt": ["hello there " * 100] * NUM_PROMPTS, "max_tokens": 2}

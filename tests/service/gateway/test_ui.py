@@ -86,7 +86,10 @@ async def test_the_page_and_all_of_its_files_come_from_here_and_load_nothing_fro
 
 
 async def test_the_page_can_be_off(scheduler):
-    async with running_gateway(scheduler, ui=False) as running, httpx.AsyncClient(base_url=running.http_url) as http:
+    async with (
+        running_gateway(scheduler, ui=False) as running,
+        httpx.AsyncClient(base_url=running.http_url, timeout=60) as http,
+    ):
         assert (await http.get("/ui/")).status_code == 404
 
 
@@ -111,6 +114,11 @@ async def test_a_refusal_is_a_clear_page_with_a_form_for_the_key(page, keys):
     assert "set-cookie" not in refused.headers
     assert (await page.post("/ui/key", data={"key": "wrong"})).status_code == 401
     assert (await page.post("/ui/key", data={"key": "x" * 8192})).status_code == 401
+    # Those who try keys are seen, here as elsewhere.
+    operator = {"authorization": f"Bearer {keys.add('staff', access=OPERATOR)}"}
+    metrics = (await page.get("/metrics", headers=operator)).text
+    assert 'refused_callers_total{reason="INVALID_API_KEY"} 2.0' in metrics
+    assert 'refused_callers_total{reason="OPERATORS_ONLY"} 1.0' in metrics
 
 
 async def test_the_key_of_the_form_opens_the_page_and_the_chat_until_it_is_given_back(page, keys):
@@ -125,9 +133,32 @@ async def test_the_key_of_the_form_opens_the_page_and_the_chat_until_it_is_given
     # The cookie is for paths below /ui alone, and for pages of this gateway.
     assert (await page.post("/v1/chat/completions", json=body)).status_code == 401
     assert (await page.get("/ui/", headers={"sec-fetch-site": "cross-site"})).status_code == 401
-    assert (await page.get("/ui/", headers={"cookie": "quire-operator=%%%"})).status_code == 401
+    name = answer.headers["set-cookie"].partition("=")[0]
+    assert (await page.get("/ui/", headers={"cookie": f"{name}=%%%"})).status_code == 401
     await page.post("/ui/key", data={"key": ""})
     assert (await page.get("/ui/")).status_code == 401
+
+
+async def test_gateways_at_several_ports_of_one_host_keep_their_own_sign_ins(page, keys):
+    operator = keys.add("staff", access=OPERATOR)
+    held: dict[str, str] = {}
+    for host in ("h:8000", "h:8001", "h", "[::1]:8000"):
+        answer = await page.post("/ui/key", data={"key": operator}, headers={"host": host})
+        page.cookies.clear()
+        name, _, rest = answer.headers["set-cookie"].partition("=")
+        held[host] = f"{name}={rest.partition(';')[0]}"
+    assert [each.partition("=")[0] for each in held.values()] == [
+        "quire-operator-8000",
+        "quire-operator-8001",
+        "quire-operator",
+        "quire-operator-8000",
+    ]
+    # A browser sends those of all ports of the host, and of other programs there.
+    shown = f'other={{"a": 1}}; {held["h:8001"]}'
+    for host, status in (("h:8001", 200), ("h:8000", 401), ("h", 401)):
+        assert (await page.get("/ui/", headers={"host": host, "cookie": shown})).status_code == status
+    left = await page.post("/ui/key", data={"key": ""}, headers={"host": "h:8001"})
+    assert left.headers["set-cookie"].startswith('quire-operator-8001="";')
 
 
 async def test_the_feed_ends_when_the_key_is_revoked(page, keys):

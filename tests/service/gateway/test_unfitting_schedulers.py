@@ -14,6 +14,8 @@ from quire.model_directory import resolve_model
 from quire.rpc.errors import FailedPrecondition, Unavailable
 from tests.support.fake_scheduler import FakeScheduler, counting_rule
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
+from tests.support.processes import until_true
+from tests.support.scheduler_process import until
 
 TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
 
@@ -29,9 +31,14 @@ async def test_a_scheduler_of_other_versions_or_another_model_is_not_used_and_re
     other = FakeScheduler(model=ModelFingerprint(tokenizer="0123456789abcdef"), checks_hello=False)
     for scheduler in (newer, other):
         await scheduler.start()
-    async with running_gateway(newer, other, connect_timeout=0.5) as gateway, httpx.AsyncClient() as http:
+    async with running_gateway(newer, other, connect_timeout=0.5) as gateway, httpx.AsyncClient(timeout=60) as http:
         assert isinstance(await error_of(gateway.generation.GenerateStream(stream_request("hello"))), Unavailable)
-        reason = (await http.get(f"{gateway.http_url}/ready")).json()["reason"]
+
+        async def reason_of_both() -> str | None:
+            said = (await http.get(f"{gateway.http_url}/ready")).json()["reason"]
+            return said if all(each in said for each in ("speaks versions", "different models")) else None
+
+        reason = await until(reason_of_both)
         ours = f"this gateway {SCHEDULER_PROTOCOL}"
         assert f"the scheduler speaks versions 8 to 9 of quire.scheduler.v1, {ours}" in reason
         assert "have different models: tokenizer" in reason
@@ -69,12 +76,18 @@ async def test_what_ran_at_a_scheduler_that_does_not_fit_any_more_goes_to_one_th
     await other.start()
     async with running_gateway(scheduler, other, failover_delay=0.05) as gateway:
         scheduler.step_delay_s = other.step_delay_s = 0.01
+        scheduler.emits.clear()
+        other.emits.clear()
         texts = [f"request {number}" for number in range(8)]
         reading = [
             asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(text, max_tokens=30))))
             for text in texts
         ]
-        await scheduler.until(lambda: len(scheduler.live) + len(other.live) == 8 and scheduler.live)
+        await until_true(lambda: len(scheduler.live) + len(other.live) == 8)
+        assert scheduler.live
+        scheduler.emits.set()
+        other.emits.set()
+        await scheduler.until(lambda: any(live.num_emitted > 3 for live in scheduler.live.values()))
         await scheduler.stop()
         scheduler.protocol = ProtocolVersions(8, 9)
         await scheduler.start()
@@ -87,7 +100,7 @@ async def test_a_request_waits_for_the_first_scheduler_as_for_one_that_comes_bac
     """As after a restart of the gateway while the scheduler is stopped."""
     scheduler = FakeScheduler(refuses_connections=True)
     await scheduler.start()
-    async with running_gateway(scheduler) as gateway, httpx.AsyncClient() as http:
+    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(timeout=60) as http:
         await scheduler.stop()
         scheduler.refuses_connections = False
         running = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("hello"))))

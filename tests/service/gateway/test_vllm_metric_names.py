@@ -4,6 +4,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+import grpc
+import grpc.aio
+import httpx
 import pytest
 
 from quire.gateway.v1 import generation_pb2
@@ -13,9 +16,9 @@ from tests.support.scheduler_process import until
 from tests.support.two_gateways import TwoGateways, two_gateways
 
 # The series that the dashboards in vLLM's repository (examples/observability) name, and the labels by which they
-# select or group them: vLLM, performance_statistics and query_statistics; of vllm_overview and vllm_kv_cache those
-# that are about what Quire has.
-LABELS = ("model_name", "engine")
+# select or group them: vLLM, performance_statistics and query_statistics; of vllm_overview, vllm_instances,
+# vllm_kv_cache, vllm_speculative_decoding and vllm_service_status those that are about what Quire has.
+SECONDS = "quire_gateway_http_answer_seconds"
 HISTOGRAMS = (
     "e2e_request_latency_seconds",
     "inter_token_latency_seconds",
@@ -26,18 +29,22 @@ HISTOGRAMS = (
     "request_prompt_tokens",
     "request_generation_tokens",
     "request_max_num_generation_tokens",
+    "request_time_per_output_token_seconds",
+    "request_prefill_kv_computed_tokens",
 )
 SERIES = (
     *(f"{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count")),
     *("prompt_tokens_total", "prompt_tokens_cached_total", "generation_tokens_total", "request_success_total"),
     *("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"),
     *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc"),
+    *("engine_sleep_state", "cache_config_info", "prompt_tokens_by_source_total"),
+    *("prompt_tokens_cached_by_source_total", "iteration_tokens_total_count", "iteration_tokens_total_sum"),
+    "iteration_tokens_total_bucket",
 )
 # What autoscalers and the gateway API inference extension read besides.
 OTHERS = (
     *("request_inference_time_seconds_bucket", "time_per_output_token_seconds_bucket"),
-    *("request_time_per_output_token_seconds_bucket", "request_params_n_bucket", "request_params_max_tokens_bucket"),
-    *("request_prefill_kv_computed_tokens_bucket", "prompt_tokens_by_source_total", "cache_config_info"),
+    *("request_params_n_bucket", "request_params_max_tokens_bucket", "request_num_preemptions_bucket"),
 )
 
 
@@ -95,7 +102,14 @@ async def test_what_requests_took_is_counted_at_the_replica_that_ran_them(two):
         total(series, "prompt_tokens_by_source_total", source=each) for each in ("local_compute", "local_cache_hit")
     ]
     assert sum(sources) == total(series, "prompt_tokens_total")
-    assert not total(await series_of(two.second), "generation_tokens_total")
+    assert total(series, "prompt_tokens_cached_by_source_total", source="device") == sources[1]
+    assert total(series, "request_num_preemptions_bucket", le="0.0") == 3
+    other = await series_of(two.second)
+    assert not total(other, "generation_tokens_total")
+    # A step is of all gateways.
+    computed = total(series, "prompt_tokens_total") - sources[1] + 24 - 3
+    assert total(series, "iteration_tokens_total_sum") == total(other, "iteration_tokens_total_sum") >= computed
+    assert total(series, "iteration_tokens_total_count") >= 8
 
 
 async def test_each_gateway_reports_what_runs_and_waits_of_its_own_requests(two):
@@ -123,3 +137,67 @@ async def test_each_gateway_reports_what_runs_and_waits_of_its_own_requests(two)
         call.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await reader
+
+
+async def test_every_answer_over_http_counts_by_route_and_by_class_of_its_status(two):
+    url = two.first.http_url
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        await client.get("/v1/models")
+        await client.get("/v1/models/none")
+        await client.post("/v1/completions", content=b"{")
+        await client.request("BREW", "/v1/models")
+        await client.get("/made/up")
+        await client.get("/health")
+    shown = await read_metrics(int(url.rpartition(":")[2]))
+    name = "quire_gateway_http_answers_total"
+    assert {key.removeprefix(name): value for key, value in shown.items() if key.startswith(name)} == {
+        '{method="GET",route="/v1/models",status="200"}': 1,
+        '{method="GET",route="/v1/models/{model}",status="404"}': 1,
+        '{method="POST",route="/v1/completions",status="400"}': 1,
+        '{method="other",route="/v1/models",status="405"}': 1,
+        '{method="GET",route="other",status="404"}': 1,
+    }
+    assert shown['http_requests_total{handler="/v1/models",method="GET",status="2xx"}'] == 1
+    assert shown['http_requests_total{handler="/v1/completions",method="POST",status="4xx"}'] == 1
+    took = {key.partition("{")[2]: value for key, value in shown.items() if key.startswith(f"{SECONDS}_count")}
+    assert took['method="GET",route="/v1/models"}'] == took['method="GET",route="other"}'] == 1
+    assert sum(took.values()) == 5
+    assert sum(value for key, value in shown.items() if key.startswith("http_request_duration_seconds_count")) == 5
+
+
+async def test_a_stream_over_http_takes_until_its_end(two):
+    body = {"model": "quire-tiny", "prompt": "once", "max_tokens": 4, "stream": True, "ignore_eos": True}
+    url = two.first.http_url
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        answer = await client.post("/v1/completions", json=body)
+    assert answer.text.rstrip().endswith("data: [DONE]")
+    shown = await read_metrics(int(url.rpartition(":")[2]))
+    labels = '{method="POST",route="/v1/completions"}'
+    # The request's own time ends when all of it is written; the answer's is not less.
+    assert shown[f"{SECONDS}_sum{labels}"] >= shown["quire_gateway_request_seconds_sum"] > 0
+
+
+async def test_every_grpc_call_counts_by_method_and_status(two):
+    gateway = two.first
+    await gateway.generation.Generate(generate_request("one"))
+    async for _ in gateway.generation.GenerateStream(generate_request("two")):
+        pass
+    for path in ("/quire.gateway.v1.GenerationService/Generate", "/made.Up/Method", "/made.Up/Other"):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await gateway.channel.unary_unary(path)(b"\x0a\x7fshort")
+    shown = await read_metrics(int(gateway.http_url.rpartition(":")[2]))
+    name = "quire_gateway_grpc_calls_total"
+    counted = {key.removeprefix(name): value for key, value in shown.items() if key.startswith(name)}
+    service = "quire.gateway.v1.GenerationService"
+    assert counted == {
+        f'{{code="OK",method="{service}/Generate"}}': 1,
+        f'{{code="OK",method="{service}/GenerateStream"}}': 1,
+        f'{{code="INVALID_ARGUMENT",method="{service}/Generate"}}': 1,
+        '{code="UNIMPLEMENTED",method="other"}': 2,
+    }
+
+
+async def test_outcomes_that_rules_read_are_there_before_the_first_request(two):
+    shown = await read_metrics(int(two.first.http_url.rpartition(":")[2]))
+    for outcome in ("completed", "abandoned", "internal", "unavailable", "resource_exhausted", "deadline_exceeded"):
+        assert shown[f'quire_gateway_requests_total{{outcome="{outcome}"}}'] == 0

@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 from google.rpc import code_pb2
 
-from quire.rpc.address import free_port
 from quire.scheduler.v1 import scheduler_pb2
 from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.request import ClientId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import ClientEvents
+from scheduler_svc.service import step_loop
 from tests.support.cut_link import cut_link
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.metrics import read_metrics
 from tests.support.mortal_worker import mortal_worker
+from tests.support.ports import free_port
 from tests.support.processes import until_true
 from tests.support.scheduler_process import (
     GatewayStream,
@@ -35,6 +36,12 @@ DEADLY = 3
 CONFIG = FakeWorkerConfig(deadly_seeds=frozenset([DEADLY]), step_seconds=0.002)
 
 
+@pytest.fixture(autouse=True)
+def _attached_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is lost again and again is attached again as soon as after its first loss."""
+    monkeypatch.setattr(step_loop, "_LAST_BACKOFF_S", step_loop._FIRST_BACKOFF_S)
+
+
 async def test_a_request_that_the_worker_dies_of_fails_alone(tmp_path: Path) -> None:
     address, port = f"unix:{tmp_path / 'w.sock'}", free_port()
     async with (
@@ -44,7 +51,7 @@ async def test_a_request_that_the_worker_dies_of_fails_alone(tmp_path: Path) -> 
         await wait_attached(stub)
         stream, _ = await GatewayStream.open(stub)
         for handle in (1, 2, 4, 5):
-            await stream.submit(make_submit(handle, max_tokens=300))
+            await stream.submit(make_submit(handle, max_tokens=100))
         await stream.read()
         await stream.submit(make_submit(DEADLY))
         await stream.submit(make_submit(6, max_tokens=40))
@@ -53,7 +60,7 @@ async def test_a_request_that_the_worker_dies_of_fails_alone(tmp_path: Path) -> 
         assert (stream.failed[DEADLY].code, stream.failed[DEADLY].reason) == (code_pb2.INTERNAL, "WORKER_LOST")
         assert "lost 6 times in a row" in stream.failed[DEADLY].message
         for handle in (1, 2, 4, 5):
-            assert stream.outputs[handle] == expected_tokens(handle, max_tokens=300)
+            assert stream.outputs[handle] == expected_tokens(handle, max_tokens=100)
         assert stream.outputs[6] == expected_tokens(6, max_tokens=40)
         assert worker.num_deaths == ENOUGH
         metrics = await read_metrics(port)
@@ -97,7 +104,7 @@ async def test_a_drain_ends_though_the_last_request_is_one_that_the_worker_dies_
             return bool(state.waiting_requests + state.running_requests)
 
         await until(is_live)
-        drained = await stub.Drain(scheduler_pb2.DrainRequest(timeout_ms=20_000), timeout=25)
+        drained = await stub.Drain(scheduler_pb2.DrainRequest(timeout_ms=60_000), timeout=90)
         assert drained.remaining_requests == 0
         await stream.read_until_over(DEADLY)
         assert stream.failed[DEADLY].reason == "WORKER_LOST"
@@ -116,25 +123,25 @@ async def test_a_request_that_the_worker_hangs_of_fails_alone(
         return attach(self, *args, **kwargs)
 
     monkeypatch.setattr(Worker, "attach", attach_and_release)
-    worker = FakeWorker(CONFIG)
+    worker = FakeWorker(CONFIG, heartbeat_interval_s=0.05)
 
     def hang() -> None:
         while given_up.acquire(blocking=False):
             pass
-        assert given_up.acquire(timeout=20)
+        assert given_up.acquire(timeout=60)
 
     worker.on_deadly(hang)
     address = await worker.start(f"unix:{tmp_path / 'w.sock'}")
     async with running_scheduler(str(tmp_path / "s.sock"), address, step_timeout=0.5, max_steps_in_flight=1) as stub:
         await wait_attached(stub)
         stream, _ = await GatewayStream.open(stub)
-        await stream.submit(make_submit(1, max_tokens=900))
+        await stream.submit(make_submit(1, max_tokens=150))
         await stream.read()
         await stream.submit(make_submit(DEADLY))
         await stream.read_until_over(1, DEADLY, timeout_s=60)
         assert stream.failed.keys() == {DEADLY}
         assert stream.failed[DEADLY].reason == "WORKER_LOST"
-        assert stream.outputs[1] == expected_tokens(1, max_tokens=900)
+        assert stream.outputs[1] == expected_tokens(1, max_tokens=150)
         assert [was_alive for was_alive, _ in verdicts] == [False] * (1 + ENOUGH)
         stream.close()
     given_up.release()
@@ -187,7 +194,7 @@ async def test_a_worker_that_never_attaches_fails_nobody(tmp_path: Path, monkeyp
     async with running_scheduler(str(tmp_path / "s.sock"), address) as stub:
         await wait_attached(stub)
         stream, _ = await GatewayStream.open(stub)
-        await stream.submit(make_submit(1, max_tokens=200))
+        await stream.submit(make_submit(1, max_tokens=60))
         await stream.read()
         num_attempts, enough = 0, asyncio.Event()
 
@@ -206,6 +213,6 @@ async def test_a_worker_that_never_attaches_fails_nobody(tmp_path: Path, monkeyp
             await enough.wait()
         monkeypatch.setattr(Worker, "attach", attach)
         await stream.read_until_over(1)
-        assert stream.outputs[1] == expected_tokens(1, max_tokens=200)
+        assert stream.outputs[1] == expected_tokens(1, max_tokens=60)
         stream.close()
         await successor.stop()

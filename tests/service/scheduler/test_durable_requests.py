@@ -36,14 +36,14 @@ async def resume(stream: GatewayStream, handle: int, request_id: str, tenant: st
 
 async def test_another_gateway_gets_every_token_from_the_first_on(scheduler):
     first, _ = await GatewayStream.open(scheduler, "gateway-a")
-    await first.submit(durable_submit(7, max_tokens=200))
+    await first.submit(durable_submit(7, max_tokens=60))
     await first.read()
     first.close()
     second, _ = await GatewayStream.open(scheduler, "gateway-b")
     await resume(second, 99, "request-7")
     await second.read_until_over(99)
-    assert second.outputs[99] == expected_tokens(7, max_tokens=200)
-    assert second.completed[99].usage.generated_tokens == 200
+    assert second.outputs[99] == expected_tokens(7, max_tokens=60)
+    assert second.completed[99].usage.generated_tokens == 60
     second.close()
 
 
@@ -61,13 +61,15 @@ async def test_a_request_that_is_over_can_be_replayed_and_again(scheduler):
 async def test_the_newer_reader_wins_and_the_older_is_told(scheduler, worker):
     first, _ = await GatewayStream.open(scheduler, "gateway-a")
     second, _ = await GatewayStream.open(scheduler, "gateway-b")
-    await first.submit(durable_submit(7, max_tokens=800))
+    await first.submit(durable_submit(7, max_tokens=60))
     await first.read()
+    worker.hang.set()
     await resume(second, 7, "request-7")
     await first.read_until_over(7)
+    worker.hang.clear()
     assert (first.failed[7].code, first.failed[7].reason) == (code_pb2.ABORTED, "REQUEST_TAKEN_OVER")
     await second.read_until_over(7)
-    assert second.outputs[7] == expected_tokens(7, max_tokens=800)
+    assert second.outputs[7] == expected_tokens(7, max_tokens=60)
     first.close()
     second.close()
 
@@ -140,13 +142,13 @@ async def test_a_new_request_under_an_id_that_was_cancelled_is_another_one(sched
     await scheduler.Cancel(scheduler_pb2.CancelRequest(tenant="a", request_id="request-7"))
     await first.read_until_over(7)
     del first.failed[7]
-    await first.submit(durable_submit(7, max_tokens=300))
+    await first.submit(durable_submit(7, max_tokens=60))
     await first.read()
     first.close()
     again, _ = await GatewayStream.open(scheduler, "gateway-a")
-    await again.submit(resubmission(7, max_tokens=300))
+    await again.submit(resubmission(7, max_tokens=60))
     await again.read_until_over(7)
-    assert again.outputs[7] == expected_tokens(7, max_tokens=300)
+    assert again.outputs[7] == expected_tokens(7, max_tokens=60)
     again.close()
 
 
@@ -181,28 +183,28 @@ async def test_what_is_over_makes_room_and_what_runs_does_not(worker, tmp_path):
 
 async def test_a_gateway_that_connects_again_goes_on_by_submitting_again(scheduler):
     first, _ = await GatewayStream.open(scheduler, "gateway-a")
-    await first.submit(durable_submit(7, max_tokens=300))
+    await first.submit(durable_submit(7, max_tokens=60))
     await first.read()
     first.close()
     again, _ = await GatewayStream.open(scheduler, "gateway-a")
-    await again.submit(resubmission(7, max_tokens=300))
+    await again.submit(resubmission(7, max_tokens=60))
     await again.read_until_over(7)
-    assert again.outputs[7] == expected_tokens(7, max_tokens=300)
+    assert again.outputs[7] == expected_tokens(7, max_tokens=60)
     again.close()
 
 
 async def test_one_that_is_submitted_again_with_log_probabilities_is_not_run_twice(scheduler):
     output = common_pb2.OutputOptions(logprobs=1)
     first, _ = await GatewayStream.open(scheduler, "gateway-a")
-    await first.submit(durable_submit(7, max_tokens=900, output=output))
+    await first.submit(durable_submit(7, max_tokens=150, output=output))
     await first.read()
     first.close()
     again, _ = await GatewayStream.open(scheduler, "gateway-a")
-    await again.submit(resubmission(7, max_tokens=900, output=output, emitted=first.outputs[7]))
+    await again.submit(resubmission(7, max_tokens=150, output=output, emitted=first.outputs[7]))
     await again.read()
     state = await state_of(scheduler)
     assert (state.running_requests, state.waiting_requests) == (1, 0)
     await again.read_until_over(7)
-    assert again.outputs[7] == expected_tokens(7, max_tokens=900)
-    assert len(first.logprobs[7]) + len(again.logprobs[7]) == 900
+    assert again.outputs[7] == expected_tokens(7, max_tokens=150)
+    assert len(first.logprobs[7]) + len(again.logprobs[7]) == 150
     again.close()

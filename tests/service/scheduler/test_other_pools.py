@@ -5,11 +5,11 @@ import logging
 
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, model_pb2
-from quire.rpc.address import free_port
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.gateway_process import RunningGateway, collect, running_gateway, stream_request
 from tests.support.metrics import read_metrics
+from tests.support.ports import free_port
 from tests.support.processes import until_true
 from tests.support.scheduler_process import (
     GatewayStream,
@@ -119,7 +119,7 @@ async def test_a_scheduler_that_drains_keeps_its_streams_whatever_pool_the_worke
         stream, _ = await GatewayStream.open(stub)
         await stream.submit(make_submit(1, max_tokens=60))
         await stream.read()
-        drain = stub.Drain(scheduler_pb2.DrainRequest(timeout_ms=20_000))
+        drain = stub.Drain(scheduler_pb2.DrainRequest(timeout_ms=60_000))
         while not stream.readiness:
             await stream.read()
         successor = await replace_worker(worker, address, FakeWorkerConfig(num_blocks=40))
@@ -135,7 +135,7 @@ async def longest_answer(gateway: RunningGateway) -> int:
     """How many tokens a request of three tokens gets that leaves it to the gateway how many."""
     request = generation_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=[5, 6, 7]))
     request.stopping.ignore_eos = True
-    answer = await gateway.generation.Generate(request, timeout=20)
+    answer = await gateway.generation.Generate(request, timeout=60)
     return len(answer.sequences[0].token_ids)
 
 
@@ -146,21 +146,23 @@ async def replica_known_to(gateway: RunningGateway) -> model_pb2.Replica:
 
 async def test_a_gateway_knows_the_limits_of_whatever_pool_the_worker_comes_back_with(tmp_path):
     address, socket = f"unix:{tmp_path / 'w.sock'}", tmp_path / "s.sock"
-    worker = FakeWorker(LlamaWorkerConfig(num_blocks=8, step_seconds=0.002))
+    worker = FakeWorker(LlamaWorkerConfig(num_blocks=8, block_size=8, step_seconds=0.002))
     await worker.start(address)
     async with running_scheduler(str(socket), address) as stub:
         await wait_attached(stub)
         async with running_gateway(SchedulerAddress(f"unix:{socket}")) as gateway:
-            assert await longest_answer(gateway) == 8 * 16 - 3
+            assert await longest_answer(gateway) == 8 * 8 - 3
             for num_blocks in (6, 10):
-                reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(max_tokens=60))))
+                reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(max_tokens=30))))
                 steps_before = worker.num_steps
                 await until_true(lambda: worker.num_steps > steps_before + 5)  # noqa: B023
-                worker = await replace_worker(worker, address, LlamaWorkerConfig(num_blocks, step_seconds=0.002))
-                assert len((await reading).token_ids) == 60
+                worker = await replace_worker(
+                    worker, address, LlamaWorkerConfig(num_blocks, block_size=8, step_seconds=0.002)
+                )
+                assert len((await reading).token_ids) == 30
                 replica = await replica_known_to(gateway)
                 assert (replica.num_gpu_blocks, replica.device_name) == (num_blocks, "a fake")
-                assert await longest_answer(gateway) == num_blocks * 16 - 3
+                assert await longest_answer(gateway) == num_blocks * 8 - 3
     await worker.stop()
 
 

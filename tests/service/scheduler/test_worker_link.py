@@ -29,17 +29,17 @@ def mute_address(tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("turns", range(12))
 async def test_attaching_can_be_cancelled_at_any_time(mute_address: str, turns: int) -> None:
-    attaching = asyncio.create_task(WorkerLink.attach(mute_address, 1, timeout_s=5))
+    attaching = asyncio.create_task(WorkerLink.attach(mute_address, 1, timeout_s=300))
     for _ in range(turns):
         await asyncio.sleep(0)
     attaching.cancel()
-    async with asyncio.timeout(4):
+    async with asyncio.timeout(60):
         with pytest.raises(asyncio.CancelledError):
             await attaching
 
 
 async def test_a_peer_that_never_answers_is_given_up_in_time(mute_address: str) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         with pytest.raises(WorkerLostError, match="did not answer Attach"):
             await WorkerLink.attach(mute_address, 1, timeout_s=0.2)
 
@@ -47,7 +47,7 @@ async def test_a_peer_that_never_answers_is_given_up_in_time(mute_address: str) 
 async def test_a_step_of_any_size_reaches_the_worker(tmp_path: Path) -> None:
     """All rows may be assigned at once, each with much of its own: here what a newer gateway sends and nobody reads."""
     worker = FakeWorker()
-    link = await WorkerLink.attach(await worker.start(f"unix:{tmp_path / 'w.sock'}"), 1, timeout_s=5)
+    link = await WorkerLink.attach(await worker.start(f"unix:{tmp_path / 'w.sock'}"), 1, timeout_s=60)
     assign = [make_assign(row, [1, 2, 3], [row + 1]) for row in range(5)]
     for each in assign:
         each.row_sampling += _UNKNOWN_FIELD_OF_16_MIB + bytes(1 << 24)

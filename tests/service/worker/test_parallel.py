@@ -1,20 +1,19 @@
 """Ranks in processes of their own: what they compute together, and how each of them ends."""
 
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from quire.rpc.address import free_port
 from quire.rpc.process import LOST_PEER_EXIT_STATUS
 from quire.settings import ConfigurationError
+from tests.support.forked import ForkedProcess, Nursery, nursery_of
+from tests.support.ports import free_port
 from worker_svc.parallel import rendezvous as parallel
 from worker_svc.parallel.rendezvous import Patience, rendezvous, warn_if_exposed
 from worker_svc.settings import WorkerSettings
@@ -27,57 +26,51 @@ TIMEOUT_S = 60
 BOTH_WAYS = pytest.mark.parametrize("by", ["memory", "messages"])
 
 
-@contextmanager
+RunRanks = Callable[..., AbstractContextManager[list[ForkedProcess]]]
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with nursery_of("tests.support.rank_process") as nursery:
+        yield nursery
+
+
 def running_rank(
-    rank: int, size: int, port: int, what: str, by: str, meeting_s: float = TIMEOUT_S
-) -> Iterator[subprocess.Popen[str]]:
-    arguments = [str(rank), str(size), f"127.0.0.1:{port}", what, by, str(meeting_s)]
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.support.rank_process", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    nursery: Nursery, rank: int, size: int, port: int, what: str, by: str, meeting_s: float = TIMEOUT_S
+) -> AbstractContextManager[ForkedProcess]:
+    return nursery.running(str(rank), str(size), f"127.0.0.1:{port}", what, by, str(meeting_s))
 
 
-@contextmanager
-def running_ranks(what: str, by: str, size: int = 2) -> Iterator[list[subprocess.Popen[str]]]:
-    """Ranks that have met."""
-    port = free_port()
-    with ExitStack() as stack:
-        ranks = [stack.enter_context(running_rank(rank, size, port, what, by)) for rank in range(size)]
-        assert [stream(rank.stdout).readline() for rank in ranks] == ["met\n"] * size
-        yield ranks
+@pytest.fixture
+def running_ranks(nursery: Nursery) -> RunRanks:
+    @contextmanager
+    def run(what: str, by: str, size: int = 2) -> Iterator[list[ForkedProcess]]:
+        """Ranks that have met."""
+        port = free_port()
+        with ExitStack() as stack:
+            ranks = [stack.enter_context(running_rank(nursery, rank, size, port, what, by)) for rank in range(size)]
+            assert [rank.stdout.readline() for rank in ranks] == ["met\n"] * size
+            yield ranks
+
+    return run
 
 
-def stream(pipe: IO[str] | None) -> IO[str]:
-    assert pipe is not None
-    return pipe
-
-
-def ended(rank: subprocess.Popen[str], said: str = "") -> tuple[int, str]:
+def ended(rank: ForkedProcess, said: str = "") -> tuple[int | None, str]:
     _, errors = rank.communicate(said, timeout=TIMEOUT_S)
     return rank.returncode, errors
 
 
-def stop_all(ranks: list[subprocess.Popen[str]]) -> None:
+def stop_all(ranks: list[ForkedProcess]) -> None:
     """Signals every rank before any of them ends."""
     for rank in ranks:
-        stdin = stream(rank.stdin)
-        stdin.write("\n")
-        stdin.flush()
-    assert [stream(rank.stdout).readline() for rank in ranks] == ["stopping\n"] * len(ranks)
+        rank.stdin.write("\n")
+    assert [rank.stdout.readline() for rank in ranks] == ["stopping\n"] * len(ranks)
 
 
 @BOTH_WAYS
-def test_ranks_compute_the_same_and_end_in_order(by: str) -> None:
+def test_ranks_compute_the_same_and_end_in_order(running_ranks: RunRanks, by: str) -> None:
     with running_ranks("sum", by) as ranks:
-        lines = [stream(rank.stdout).readline() for rank in ranks]
+        lines = [rank.stdout.readline() for rank in ranks]
         assert lines == ["[3.0, 3.0] [[0.0, 1.0, 2.0, 3.0, 4.0]] (3, -1)\n"] * 2
         stop_all(ranks)
         # The first one has the store, and ends first.
@@ -85,35 +78,35 @@ def test_ranks_compute_the_same_and_end_in_order(by: str) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_rank_leaves_at_once_when_another_one_alone_ends_in_order(first: int) -> None:
+def test_a_rank_leaves_at_once_when_another_one_alone_ends_in_order(running_ranks: RunRanks, first: int) -> None:
     with running_ranks("sum", "memory") as ranks:
-        assert all(stream(rank.stdout).readline() for rank in ranks)
+        assert all(rank.stdout.readline() for rank in ranks)
         assert ended(ranks[first], "\n\n") == (0, "")
         survivor = ranks[1 - first]
         assert survivor.wait(TIMEOUT_S) == LOST_PEER_EXIT_STATUS
-        errors = stream(survivor.stderr).read()
+        errors = survivor.stderr.read()
     assert f"rank {first} shut down" in errors or "rank 0 and its store are gone" in errors
     assert "silent" not in errors
 
 
 @BOTH_WAYS
-def test_ranks_that_are_about_to_run_different_steps_leave(by: str) -> None:
+def test_ranks_that_are_about_to_run_different_steps_leave(running_ranks: RunRanks, by: str) -> None:
     with running_ranks("rank", by) as ranks:
         assert [ended(rank)[0] for rank in ranks] == [LOST_PEER_EXIT_STATUS] * 2
 
 
 @BOTH_WAYS
-def test_ranks_of_older_epochs_drop_their_steps_until_all_are_at_the_newest(by: str) -> None:
+def test_ranks_of_older_epochs_drop_their_steps_until_all_are_at_the_newest(running_ranks: RunRanks, by: str) -> None:
     """As when a scheduler died after it had sent a step to some ranks alone, and another one attaches to all."""
     with running_ranks("epochs", by, size=3) as ranks:
-        lines = [stream(rank.stdout).readline() for rank in ranks]
+        lines = [rank.stdout.readline() for rank in ranks]
         assert lines == ["[(0, 1), (1, 0)] 3.0\n", "[(1, 1)] 3.0\n", "[] 3.0\n"]
         stop_all(ranks)
         assert [ended(rank, "\n") for rank in ranks] == [(0, "")] * 3
 
 
 @BOTH_WAYS
-def test_ranks_leave_when_a_step_fails_on_one_of_them(by: str) -> None:
+def test_ranks_leave_when_a_step_fails_on_one_of_them(running_ranks: RunRanks, by: str) -> None:
     with running_ranks("fail", by) as ranks:
         (status, errors), (other_status, _) = [ended(rank) for rank in ranks]
         assert (status, other_status) == (LOST_PEER_EXIT_STATUS, LOST_PEER_EXIT_STATUS)
@@ -123,7 +116,7 @@ def test_ranks_leave_when_a_step_fails_on_one_of_them(by: str) -> None:
 
 @BOTH_WAYS
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_leaves_a_sum_that_another_one_will_not_join(victim: int, by: str) -> None:
+def test_a_rank_leaves_a_sum_that_another_one_will_not_join(running_ranks: RunRanks, victim: int, by: str) -> None:
     with running_ranks("wait", by) as ranks:
         survivor = ranks[1 - victim]
         ranks[victim].kill()
@@ -134,27 +127,27 @@ def test_a_rank_leaves_a_sum_that_another_one_will_not_join(victim: int, by: str
 
 @pytest.mark.parametrize(("victim", "survivors"), [(0, (1, 2)), (1, (0, 2))])
 def test_ranks_that_wait_for_nothing_leave_at_once_when_another_one_dies(
-    victim: int, survivors: tuple[int, ...]
+    running_ranks: RunRanks, victim: int, survivors: tuple[int, ...]
 ) -> None:
     """And not after ten seconds of silence."""
     with running_ranks("wait", "memory", size=3) as ranks:
         ranks[victim].kill()
-        outcomes = [(ranks[survivor].wait(TIMEOUT_S), stream(ranks[survivor].stderr).read()) for survivor in survivors]
+        outcomes = [(ranks[survivor].wait(TIMEOUT_S), ranks[survivor].stderr.read()) for survivor in survivors]
     assert all(status == LOST_PEER_EXIT_STATUS for status, _ in outcomes)
     assert not any("silent" in errors for _, errors in outcomes)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_to_which_the_others_do_not_come_in_time_leaves_and_may_try_again(rank: int) -> None:
-    with running_rank(rank, 2, free_port(), "sum", "memory", meeting_s=1.0) as alone:
+def test_a_rank_to_which_the_others_do_not_come_in_time_leaves_and_may_try_again(nursery: Nursery, rank: int) -> None:
+    with running_rank(nursery, rank, 2, free_port(), "sum", "memory", meeting_s=1.0) as alone:
         status, errors = ended(alone)
     assert status == LOST_PEER_EXIT_STATUS
     assert "not all of the 2 ranks came to --tensor-parallel-address" in errors
 
 
-def test_a_rank_waits_no_longer_for_one_that_died_while_they_met() -> None:
+def test_a_rank_waits_no_longer_for_one_that_died_while_they_met(nursery: Nursery) -> None:
     port = free_port()
-    with running_rank(0, 2, port, "sum", "memory", meeting_s=2 * TIMEOUT_S) as survivor:
+    with running_rank(nursery, 0, 2, port, "sum", "memory", meeting_s=2 * TIMEOUT_S) as survivor:
         # Rank 1 as far as it came, and its successor.
         store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=TIMEOUT_S))
         assert [store.add("entered/1", 1) for _ in range(2)] == [1, 2]

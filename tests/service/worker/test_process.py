@@ -3,19 +3,31 @@
 import asyncio
 import signal
 import sys
+import threading
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
+from types import ModuleType
 
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2
 
 from quire.rpc.channel import open_channel
+from quire.settings import ConfigurationError, load_settings
 from tests.support.grpc_types import health_stub
 from tests.support.worker_client import StepClient, ints, make_assign, make_batch, worker_stub
+from worker_svc.app import serve
 from worker_svc.protocol.stream import SERVICE_NAME
+from worker_svc.settings import WorkerSettings
 
-START_S = 60.0
+START_S = 120.0
+# As `python -m worker_svc`, in a process that fails where it imports torch.
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from worker_svc.__main__ import main
+sys.exit(main())
+"""
 SMALL = ("--num-gpu-blocks", "64", "--num-threads", "1", "--device", "cpu")
 
 
@@ -24,8 +36,10 @@ async def start(*flags: str) -> Process:
 
 
 async def refusal(*flags: str) -> str:
-    """What a worker that cannot start says; it must leave with status 2."""
-    process = await start(*flags)
+    """What a worker says that cannot start, and needs no torch to know; it must leave with status 2."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", WITHOUT_TORCH, *flags, stdout=PIPE, stderr=PIPE
+    )
     async with asyncio.timeout(START_S):
         _, stderr = await process.communicate()
     assert process.returncode == 2, stderr.decode()
@@ -64,15 +78,13 @@ async def test_the_embedded_model_is_served_until_a_signal(tmp_path: Path) -> No
     assert b"Traceback" not in stderr
 
 
-@pytest.mark.parametrize("case", ["model", "device memory", "port"])
-async def test_a_worker_that_cannot_start_says_why_in_one_line(case: str, tmp_path: Path) -> None:
-    address = f"unix:{tmp_path / 'worker'}"
+@pytest.mark.parametrize("case", ["model", "port"])
+async def test_a_worker_that_cannot_start_says_why_in_one_line_before_it_imports_torch(
+    case: str, tmp_path: Path
+) -> None:
     if case == "model":
-        line = await refusal("--listen", address, "--model", str(tmp_path / "absent"))
+        line = await refusal("--listen", f"unix:{tmp_path / 'worker'}", "--model", str(tmp_path / "absent"))
         assert "absent does not exist" in line
-    elif case == "device memory":
-        line = await refusal("--listen", address, "--device", "cpu", "--kv-cache-memory", "10")
-        assert "raise --kv-cache-memory" in line
     else:
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         port = server.add_insecure_port("127.0.0.1:0")
@@ -81,3 +93,45 @@ async def test_a_worker_that_cannot_start_says_why_in_one_line(case: str, tmp_pa
         await server.stop(0)
         assert str(port) in line
     assert line.startswith("quire worker: error: ")
+
+
+async def test_a_worker_that_cannot_load_its_model_leaves_the_port_and_tells_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here and not in a process of its own: what a ConfigurationError becomes there, the tests above show."""
+    monkeypatch.setattr("worker_svc.app.configure_logging", lambda *_: None)
+    path = tmp_path / "worker"
+    flags = ["--listen", f"unix:{path}", "--device", "cpu", "--kv-cache-memory", "10"]
+    settings = load_settings(WorkerSettings, flags, {}, program="quire worker")
+    with pytest.raises(ConfigurationError, match="raise --kv-cache-memory"):
+        await serve(settings)
+    assert not path.exists()
+
+
+async def test_health_checks_are_answered_while_torch_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_imported = threading.Event()
+
+    def build_worker(*_: object) -> None:
+        raise ConfigurationError("imported")
+
+    def import_for_long(name: str) -> object:
+        if name != "build_worker":
+            raise AttributeError(name)
+        assert is_imported.wait(START_S)
+        return build_worker
+
+    startup = ModuleType("worker_svc.startup")
+    startup.__dict__["__getattr__"] = import_for_long
+    monkeypatch.setitem(sys.modules, "worker_svc.startup", startup)
+    monkeypatch.setattr("worker_svc.app.configure_logging", lambda *_: None)
+    address = f"unix:{tmp_path / 'worker'}"
+    serving = asyncio.create_task(serve(load_settings(WorkerSettings, ["--listen", address], {}, program="worker")))
+    async with open_channel(address) as channel:
+        check = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+        answer = await health_stub(channel).Check(check, wait_for_ready=True, timeout=START_S / 2)
+    assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    is_imported.set()
+    with pytest.raises(ConfigurationError, match="imported"):
+        await serving

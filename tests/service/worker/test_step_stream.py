@@ -99,7 +99,7 @@ async def test_steps_behind_a_failed_one_are_not_run(service: Service) -> None:
 
     def fail_late(inputs: object) -> None:
         calls.append(1)
-        release.wait(10)
+        release.wait(60)
         fail(inputs)
 
     async with attached_client(service.address, 1) as client:
@@ -138,7 +138,7 @@ async def test_a_takeover_waits_for_the_steps_that_are_queued(service: Service) 
 
     def hold(_: object) -> None:
         loop.call_soon_threadsafe(started.set)
-        release.wait(10)
+        release.wait(60)
 
     async with attached_client(service.address, 1) as old, worker_stub(service.address) as stub:
         await prefill(old)

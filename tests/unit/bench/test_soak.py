@@ -33,10 +33,10 @@ def make_run(num_requests: int, config: SchedulerConfig | None = None) -> SoakRu
 @pytest.mark.parametrize("mode", list(PreemptionMode))
 @pytest.mark.parametrize("policy", list(PolicyKind))
 def test_nothing_is_held_after_a_run_in_which_groups_were_preempted(mode: PreemptionMode, policy: PolicyKind) -> None:
-    run = make_run(700, make_config(mode, policy))
+    run = make_run(250, make_config(mode, policy))
     marks = list(run.marks())
     assert run.faults() == []
-    assert marks[-1].num_requests == 700
+    assert marks[-1].num_requests == 250
     assert marks[-1].num_preemptions > 0
     assert marks[-1].num_pins > 0
     assert (marks[-1].num_swap_outs > 0) == (mode is not PreemptionMode.RECOMPUTE)
@@ -44,7 +44,7 @@ def test_nothing_is_held_after_a_run_in_which_groups_were_preempted(mode: Preemp
 
 def test_the_same_seed_runs_the_same_steps() -> None:
     def steps() -> list[tuple[int, int]]:
-        run = make_run(300)
+        run = make_run(150)
         return [(mark.num_steps, mark.num_preemptions) for mark in run.marks()]
 
     assert steps() == steps()

@@ -54,6 +54,7 @@ def test_the_models_repetition_penalty_is_applied(tmp_path, executor):
         ("top_k", "-1", "is -1; it must be in [0, 4,294,967,295]"),
         ("top_k", "50.5", "is 50.5, not an integer"),
         ("top_p", "0", "is 0; it must be in (0, 1]"),
+        ("top_p", "1" + 40 * "0", f"is {10**40:,}; it must be in (0, 1]"),
         ("min_p", "2", "is 2; it must be in [0, 1]"),
     ],
 )

@@ -1,7 +1,9 @@
-"""What the Helm chart makes fits the services, and the check that says so finds what does not fit."""
+"""What the Helm chart makes, and what the check of it finds. That nothing is wrong with it: tests/unit/tools."""
 
 import copy
 import dataclasses
+import functools
+import json
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -17,17 +19,16 @@ from tests.support.compose import ROOT
 from tests.unit.docs.test_metrics import scheduler_registry
 from tests.unit.quire.cli.test_certs import names_of
 from tools.check_kubernetes import (
-    CHART,
     DEFAULT,
     RENDERED,
     custom_problems,
     problems,
     render,
-    rendered,
     schema_problems,
     schemas_of,
 )
-from tools.kubernetes_manifests import Manifests
+from tools.generate_dashboards import DASHBOARDS, json_of
+from tools.kubernetes_manifests import RELEASE, Manifests, documents_of
 from tools.kubernetes_rules import QUEUE_METRIC
 
 FILES = sorted(RENDERED.iterdir())
@@ -35,8 +36,11 @@ RANKS, POOL, GPU = (RENDERED / name for name in ("ranks.yaml", "inference-pool.y
 Change = Callable[[dict[str, Any]], Any]
 
 
+read = functools.cache(Manifests.read)
+
+
 def changed(file: Path, kind: str, name: str, change: Change) -> Manifests:
-    manifests = Manifests.read(file)
+    manifests = read(file)
     documents = copy.deepcopy(manifests.documents)
     (document,) = (each for each in documents if (each["kind"], each["metadata"]["name"]) == (kind, name))
     change(cast(dict[str, Any], document))
@@ -73,15 +77,10 @@ def set_to(value: Any, *path: str | int) -> Change:
     return change
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_nothing_is_wrong_with_them(file: Path) -> None:
-    manifests = Manifests.read(file)
-    assert problems(manifests) == []
-    assert list(schema_problems(manifests)) == []
-
-
-def test_they_are_what_helm_makes_of_the_chart() -> None:
-    assert rendered() == {file.name: file.read_text(encoding="utf-8") for file in FILES}
+def kv_events(**events: Any) -> Mapping[str, Any]:
+    """Values of replicas that publish events."""
+    pool = {"enabled": True, "kvEvents": {"enabled": True, **events}}
+    return {"gateway": {"placement": "replicas"}, "inferencePool": pool}
 
 
 @pytest.mark.parametrize(
@@ -92,18 +91,104 @@ def test_they_are_what_helm_makes_of_the_chart() -> None:
         ({"replica": {"worker": {"device": "tpu"}}}, "device"),
         ({"settings": {"LOG_LEVEL": "info"}}, "LOG_LEVEL"),
         ({"inferencePool": {"enabled": True}}, "gateway.placement: replicas"),
+        ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs is empty"),
+        ({"httpRoute": {"enabled": True, "parentRefs": [{"name": "outside"}]}}, "httpRoute.backendCA is empty"),
+        (kv_events(model="tiny"), "kvEvents.from is empty"),
+        (kv_events(**{"from": [{"podSelector": {}}]}), "kvEvents.model is empty"),
+        ({"autoscaling": {"kind": "keda", "min": 5}}, "autoscaling.min is 5, above autoscaling.max, 4"),
+        # Nobody but those whom a Secret is shown may read it.
+        ({"settings": {"HF_TOKEN": "hf_x"}}, "settings.HF_TOKEN: a ConfigMap shows it"),
+        # What the chart sets too would be of no effect.
+        ({"settings": {"QUIRE_MODEL": "/models/a"}}, "settings.QUIRE_MODEL: the chart sets it"),
+        ({"settings": {"QUIRE_METRICS_PORT": 1}}, "settings.QUIRE_METRICS_PORT: the chart sets it"),
+        # null takes a default away, which a template would read.
+        ({"tls": None}, "tls"),
+        ({"replica": {"worker": {"resources": None}}}, "resources"),
+        # Helm drops fields that Kubernetes does not know, or writes what it reads as another type.
+        ({"replica": {"worker": {"resources": {"request": {"cpu": 1}}}}}, "request"),
+        ({"replica": {"nodeSelector": {"gpu": True}}}, "gpu"),
+        ({"gateway": {"keysSecret": "a: b"}}, "keysSecret"),
+        ({"prometheusRule": {"enabled": True, "runbook": 'https://host/"r'}}, "runbook"),
     ],
 )
-def test_helm_refuses_values_that_the_chart_does_not_have(values: Mapping[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
+def test_helm_refuses_values_of_which_nothing_good_would_come(values: Mapping[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)):
         render(values)
 
 
-def test_gateways_name_the_schedulers_of_all_replicas_that_there_may_be() -> None:
-    replicas = yaml.safe_load((CHART / "examples" / "gpu.yaml").read_text(encoding="utf-8"))["autoscaling"]["max"]
-    (gateway,) = (pod.container("gateway") for pod in Manifests.read(GPU).pods() if pod.name == "gateway")
-    assert len(gateway.settings.schedulers) == replicas
-    assert gateway.settings.schedulers[-1] == f"quire-replica-{replicas - 1}.quire-replica.quire.svc:50052"
+@pytest.mark.parametrize("name", ["my.release", "1quire"])
+def test_a_release_whose_name_no_service_can_have_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="must begin with a letter and have no dot"):
+        render({}, name)
+
+
+def test_long_names_of_releases_make_names_that_kubernetes_allows() -> None:
+    for name in ("a" * 53, "a" * 38 + "--" + "b" * 13):
+        manifests = made_with({}, name)
+        assert all(len(each["metadata"]["name"]) <= 52 for each in manifests.documents)
+        # A label of pods and of their revisions is their name, of at most 63 characters.
+        assert not any("--" in each["metadata"]["name"] for each in manifests.documents)
+
+
+def test_text_that_yaml_would_read_as_something_else_stays_text() -> None:
+    manifests = made_with({"gateway": {"keysSecret": "123"}, "images": {"gateway": "host:1/gateway # 2"}})
+    (gateway,) = (pod for pod in manifests.pods() if pod.name == "gateway")
+    assert gateway.volumes["keys"]["secret"]["secretName"] == "123"
+    assert gateway.container("gateway").spec["image"] == "host:1/gateway # 2"
+
+
+def test_numbers_of_settings_are_written_with_all_their_digits() -> None:
+    settings = {"QUIRE_KV_CACHE_MEMORY": 4294967296, "QUIRE_MAX_PREFILL_SHARE": 0.25, "QUIRE_MAX_NUM_SEQS": 1000000}
+    (config,) = made_with({"settings": settings}).of_kind("ConfigMap")
+    assert {name: config["data"][name] for name in settings} == {name: str(value) for name, value in settings.items()}
+    scaled = made_with({"autoscaling": {"kind": "hpa", "runningPerReplica": 1000000}})
+    (hpa,) = scaled.of_kind("HorizontalPodAutoscaler")
+    assert hpa["spec"]["metrics"][0]["pods"]["target"]["averageValue"] == "1000000"
+
+
+@pytest.mark.parametrize("placement", ["pods", "replicas"])
+def test_pods_wait_for_as_long_as_the_settings_say(placement: str) -> None:
+    """By default a pod gets 50 s to stop; a longer time to drain would end in the middle of answers."""
+    settings = {"QUIRE_DRAIN_TIMEOUT": 300, "QUIRE_CONNECT_TIMEOUT": "95.5"}
+    manifests = made_with({"gateway": {"placement": placement}, "settings": settings})
+    assert problems(manifests) == []
+    (gateway,) = (each for pod in manifests.pods() for each in pod.containers if each.service == "gateway")
+    assert (gateway.settings.drain_timeout, gateway.settings.connect_timeout) == (300, 95.5)
+
+
+def test_what_nobody_should_read_comes_from_a_secret() -> None:
+    manifests = made_with({"settingsSecret": "more"})
+    assert problems(manifests) == []
+    sources = [each.spec["envFrom"] for pod in manifests.pods() for each in pod.containers]
+    assert sources == [[{"configMapRef": {"name": "quire-settings"}}, {"secretRef": {"name": "more"}}]] * 3
+
+
+def test_each_flag_of_the_manifests_is_refused_as_a_setting() -> None:
+    pods = [pod for file in FILES for pod in read(file).pods()]
+    words = {word.partition("=")[0] for pod in pods for each in pod.containers for word in each.spec["args"]}
+    names = {f"QUIRE_{word.removeprefix('--').upper().replace('-', '_')}" for word in words if word.startswith("--")}
+    # gateway.args of an example, not the chart
+    for name in names - {"QUIRE_VLLM_METRIC_NAMES"}:
+        with pytest.raises(ValueError, match=name):
+            render({"settings": {name: 1}})
+
+
+def test_a_node_that_drains_takes_one_pod_of_a_kind_at_a_time() -> None:
+    for file, components in ((DEFAULT, {"gateway", "replica"}), (RANKS, {"gateway", "replica", "ranks"})):
+        budgets = [each["spec"] for each in read(file).of_kind("PodDisruptionBudget")]
+        assert {each["selector"]["matchLabels"]["app.kubernetes.io/component"] for each in budgets} == components
+        # A budget of a single pod lets it go: nodes can be emptied.
+        assert [each["maxUnavailable"] for each in budgets] == [1] * len(components)
+
+
+@pytest.mark.parametrize(("file", "service"), [(GPU, "quire-replica"), (RANKS, "quire-schedulers")])
+def test_gateways_follow_the_name_of_all_replicas(file: Path, service: str) -> None:
+    manifests = read(file)
+    (gateway,) = (pod.container("gateway") for pod in manifests.pods() if pod.name == "gateway")
+    assert gateway.settings.schedulers == (f"dns:///{service}.quire.svc:50052",)
+    (found,) = (each for each in manifests.of_kind("Service") if each["metadata"]["name"] == service)
+    # They connect while the workers still load, and learn by the stream when there are steps.
+    assert found["spec"]["publishNotReadyAddresses"] is True
 
 
 def test_replicas_are_scaled_by_a_metric_that_schedulers_have() -> None:
@@ -112,10 +197,53 @@ def test_replicas_are_scaled_by_a_metric_that_schedulers_have() -> None:
 
 
 def test_a_pod_monitor_names_jobs_as_the_scrape_configuration_of_compose_does() -> None:
-    (monitor,) = Manifests.read(RANKS).of_kind("PodMonitor")
+    (monitor,) = read(RANKS).of_kind("PodMonitor")
     jobs = {each["relabelings"][0]["replacement"] for each in monitor["spec"]["podMetricsEndpoints"]}
     config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yaml").read_text(encoding="utf-8"))
     assert jobs == {each["job_name"] for each in config["scrape_configs"]}
+
+
+def made_with(values: Mapping[str, Any], release: str = RELEASE) -> Manifests:
+    return Manifests(tuple(documents_of(render(values, release))))
+
+
+@pytest.mark.parametrize("values", [{"model": {"name": "/models/other"}}, {"settings": {"QUIRE_LOG_LEVEL": "debug"}}])
+def test_a_change_of_the_model_or_of_a_setting_makes_all_pods_anew(values: Mapping[str, Any]) -> None:
+    before, after = (
+        [pod.template["metadata"]["annotations"]["checksum/settings"] for pod in manifests.pods()]
+        for manifests in (read(DEFAULT), made_with(values))
+    )
+    assert len(before) == len(after) == 2
+    assert not set(before) & set(after)
+
+
+def test_a_worker_starts_as_many_threads_as_it_requests_processors() -> None:
+    def threads_with(values: Mapping[str, Any]) -> int | None:
+        (replica,) = (pod for pod in made_with(values).pods() if pod.name == "replica")
+        return replica.container("worker").settings.num_threads
+
+    requests = {"replica": {"worker": {"resources": {"requests": {"cpu": "3500m"}}}}}
+    assert threads_with(requests) == 4
+    assert threads_with({**requests, "settings": {"QUIRE_NUM_THREADS": 2}}) == 2
+
+
+def test_a_rule_of_the_operator_has_the_rules_and_alerts_of_compose() -> None:
+    (rule,) = read(GPU).of_kind("PrometheusRule")
+    files = [ROOT / "deploy" / "prometheus" / name for name in ("rules.yaml", "alerts.yaml")]
+    assert rule["spec"]["groups"] == [g for file in files for g in yaml.safe_load(file.read_text("utf-8"))["groups"]]
+    (rule,) = made_with({"prometheusRule": {"enabled": True, "runbook": "https://host/r"}}).of_kind("PrometheusRule")
+    links = [each["annotations"]["runbook_url"] for each in rule["spec"]["groups"][1]["rules"]]
+    assert links[0] == "https://host/r#quiretargetdown"
+
+
+def test_dashboards_are_config_maps_for_grafana() -> None:
+    dashboards = {
+        name: json.loads(text)
+        for each in made_with({"dashboards": {"enabled": True}}).of_kind("ConfigMap")
+        if each["metadata"].get("labels") == {"grafana_dashboard": "1"}
+        for name, text in each["data"].items()
+    }
+    assert dashboards == {f"quire-{each.name}.json": json_of(each) for each in DASHBOARDS}
 
 
 POD = ("spec", "template", "spec")
@@ -148,6 +276,10 @@ BROKEN: Mapping[str, tuple[Path, str, str, Change, str]] = {
         *(*REPLICA, set_to("127.0.0.1:50053", "scheduler", "readinessProbe", "exec", "command", 2)),
         "scheduler: readinessProbe asks 127.0.0.1:50053",
     ),
+    "a request above its limit": (
+        *(*REPLICA, set_to("9000000Ki", "worker-0", "resources", "requests", "memory")),
+        "worker-0: it requests 9000000Ki of memory; its limit is 8Gi",
+    ),
     "a probe that restarts who waits": (
         *(*REPLICA, set_to(["python", "/opt/quire/healthcheck.py", "127.0.0.1:50052"],
           "scheduler", "livenessProbe", "exec", "command")),
@@ -165,9 +297,9 @@ BROKEN: Mapping[str, tuple[Path, str, str, Change, str]] = {
         *(DEFAULT, "Service", "quire-gateway", set_to("https", "spec", "ports", 1, "targetPort")),
         "Service quire-gateway: 8000 leads to https",
     ),
-    "a Service that is not there": (
-        *(*REPLICA, set_to("replicas", "spec", "serviceName")),
-        "gateway: no pod is at quire-replica-0.quire-replica.quire.svc:50052",
+    "a Service with one address for all pods": (
+        *(DEFAULT, "Service", "quire-replica", set_to("10.0.0.9", "spec", "clusterIP")),
+        "gateway: no pod is at dns:///quire-replica.quire.svc:50052",
     ),
     "a socket on which nobody listens": (
         *(*REPLICA, replaced("scheduler", "--workers=unix:/run/quire/worker-0.sock",
@@ -223,7 +355,7 @@ BROKEN: Mapping[str, tuple[Path, str, str, Change, str]] = {
         "worker-0: there is no volume temporary",
     ),
     "gateways that leave together": (
-        *(*GATEWAY, set_to(6, "gateway", "readinessProbe", "failureThreshold")),
+        *(*GATEWAY, set_to(3, "gateway", "readinessProbe", "failureThreshold")),
         "gateway: readinessProbe takes it out after 30 s; requests wait 30 s",
     ),
     "no time to drain": (
@@ -309,7 +441,8 @@ def test_the_commands_in_the_documents_make_every_file_of_the_secrets(tmp_path: 
         assert {each.name for each in (tmp_path / role).iterdir()} == {"ca.pem", f"{role}.pem", f"{role}.key"}
     assert "create secret generic api-keys --from-file=keys.json" in text
     names = set(names_of(tmp_path / Role.WORKER / "worker.pem"))
+    assert {"quire-replica.quire.svc", "quire-schedulers.quire.svc"} <= names
     assert {"*.quire-replica.quire.svc", "quire-gateway.quire.svc", "quire-gateways.quire.svc"} <= names
-    certificates = [each["spec"] for each in Manifests.read(RANKS).of_kind("Certificate")]
+    certificates = [each["spec"] for each in read(RANKS).of_kind("Certificate")]
     assert {each["uris"][0] for each in certificates} == {f"quire://role/{each['commonName']}" for each in certificates}
     assert all(set(each["dnsNames"]) <= names for each in certificates)

@@ -86,6 +86,9 @@ def test_prometheus_scrapes_the_ports_at_which_services_serve_metrics(config: st
         settings: Any = load_settings(SETTINGS[name], flags, environment, program=name)
         assert (settings.metrics_host, settings.metrics_port) == ("0.0.0.0", int(port))
         assert (job.get("scheme") == "https") == (settings.tls_dir is not None)
+    second = [each for job in scraped for each in job.get("dns_sd_configs", ())]
+    assert second == [{"names": ["gateway-2"], "type": "A", "port": 9400}]
+    assert services["gateway-2"]["command"] == services["gateway"]["command"]
 
 
 @pytest.mark.parametrize("files", [[COMPOSE], [COMPOSE, WITH_TLS]], ids=["plain", "tls"])

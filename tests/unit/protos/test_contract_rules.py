@@ -83,6 +83,7 @@ def test_the_services_of_the_design_exist() -> None:
     }
     assert set(services) == {
         "inference.GRPCInferenceService",
+        "quire.common.v1.AdminService",
         "quire.gateway.v1.GenerationService",
         "quire.gateway.v1.ModelService",
         "quire.gateway.v1.PrefixService",

@@ -50,7 +50,7 @@ def test_what_has_no_certificate_is_refused(text: str) -> None:
 
 def test_the_metric_follows_the_file_and_is_absent_without_one(directory: Path, tmp_path: Path) -> None:
     registry, path = CollectorRegistry(), tmp_path / "worker.pem"
-    registry.register(CertificateExpiry([path, None]))
+    registry.register(CertificateExpiry([path]))
 
     def seconds_left() -> float | None:
         return registry.get_sample_value("quire_certificate_seconds_left", {"file": str(path)})

@@ -17,6 +17,7 @@ from quire.model_directory import ModelDirectory, resolve_model, weight_files
 from quire.settings import ConfigurationError
 from tests.support.gguf_files import write_gguf
 from tests.support.models import make_model
+from tests.support.more_models import Family, make_family
 from tests.support.tokenizers import byte_fallback
 
 TEXTS = ["the cat sat", " two  spaces", "naïve café 😀", "tabs\tand\n\nlines", "it's 12345 o'clock", "", "</s> x<s>"]
@@ -47,7 +48,7 @@ def test_a_file_is_a_model(directory: Path, tmp_path: Path) -> None:
     assert model.config["dtype"] == "float32"
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "qwen2", "llama-bpe"])
+@pytest.mark.parametrize("pre", ["gpt-2", "qwen2", "llama-bpe", "tekken"])
 def test_byte_level_texts_are_split_as_transformers_splits_them(directory: Path, tmp_path: Path, pre: str) -> None:
     file = write_gguf(tmp_path / "m.gguf", directory, pre=pre, further={"tokenizer.ggml.add_bos_token": False})
     expected = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
@@ -58,7 +59,29 @@ def test_byte_level_texts_are_split_as_transformers_splits_them(directory: Path,
             assert tokens_of(file, text) == original.encode(text, add_special_tokens=False).ids, text
 
 
-def test_sentence_pieces_are_merged_by_their_scores(directory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["a", "\u01201234", "\u0120It", "'", "S", "\u010a", "\u0120b"]),
+        ("refact", ["a", "\u0120", "1", "2", "3", "4", "\u0120It", "'", "S", "\u010a", "\u0120b"]),
+        ("dbrx", ["a", "\u0120", "123", "4", "\u0120It", "'S", "\u010a", "\u0120b"]),
+        ("megrez", ["a", "\u0120", "1", "2", "3", "4", "\u0120It", "'S", "\u010a", "\u0120b"]),
+        ("gpt-4o", ["a", "\u0120", "123", "4", "\u0120It'S", "\u010a", "\u0120b"]),
+        ("seed-coder", ["a", "\u0120", "1", "2", "3", "4", "\u0120It", "'S", "\u010a", "\u0120b"]),
+        ("viking", ["a", "\u0120", "1", "2", "3", "4", "\u0120It'S", "\u010a", "\u0120b"]),
+        ("deepseek-coder", ["a", "\u0120", "1", "2", "3", "4", "\u0120It", "'", "S", "\u010a", "\u0120b"]),
+    ],
+)
+def test_how_byte_level_texts_are_split(directory: Path, tmp_path: Path, pre: str, pieces: list[str]) -> None:
+    file = write_gguf(tmp_path / "m.gguf", directory, pre=pre)
+    splitter = tokenizers.Tokenizer.from_buffer(ModelDirectory.open(file).tokenizer_json()).pre_tokenizer
+    assert [piece for piece, _ in splitter.pre_tokenize_str("a 1234 It'S\n b")] == pieces
+
+
+def test_sentence_pieces_are_merged_by_their_scores(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_scores = gguf.GGUFWriter.add_token_scores
     model = tmp_path / "pieces"
     model.mkdir()
     config = json.loads((directory / "config.json").read_text()) | {"vocab_size": byte_fallback().get_vocab_size()}
@@ -78,6 +101,13 @@ def test_sentence_pieces_are_merged_by_their_scores(directory: Path, tmp_path: P
         assert tokenizer.decode(found, include_special_tokens=False) == text
     file = write_gguf(tmp_path / "n.gguf", model, further={"tokenizer.ggml.add_space_prefix": False})
     assert tokens_of(file, "the") != tokens_of(file, " the")
+    # As a converter writes it that has a tokenizer.json alone: then tokens are in the order of their merges.
+    monkeypatch.setattr(
+        gguf.GGUFWriter, "add_token_scores", lambda self, scores: add_scores(self, [-1000.0] * len(scores))
+    )
+    file = write_gguf(tmp_path / "o.gguf", model)
+    for text in TEXTS[:5]:
+        assert tokens_of(file, text) == byte_fallback().encode(text).ids, text
 
 
 def test_the_rotation_of_llama_3_is_found_in_its_factors(directory: Path, tmp_path: Path) -> None:
@@ -96,8 +126,72 @@ def test_the_rotation_of_llama_3_is_found_in_its_factors(directory: Path, tmp_pa
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    with pytest.raises(ConfigurationError, match=r"rope_freqs\.weight has other factors than Llama 3\.1"):
-        described([1.0, 2.0] * 8)
+    others = [1.0, 2.0] * 8
+    assert described(others) == {
+        "rope_type": "longrope",
+        "short_factor": others,
+        "long_factor": others,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": 512,
+    }
+    for factors, problem in (([0.0] * 16, "has factors that are not above 0"), ([1.0] * 8, "is not 16 numbers in")):
+        with pytest.raises(ConfigurationError, match=f"rope_freqs.weight {problem}"):
+            described(factors)
+
+
+@pytest.mark.parametrize(
+    ("further", "expected"),
+    [
+        ({"rope.scaling.type": "none"}, None),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        # As converters wrote it before 2024.
+        ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scaling.factor": 0.5}, {"rope_type": "linear", "factor": 0.5}),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 128,
+                "rope.scaling.yarn_beta_fast": 16.0,
+                "rope.scaling.yarn_attn_factor": 1.5,
+            },
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "beta_fast": 16.0,
+                "attention_factor": 1.5,
+            },
+        ),
+    ],
+)
+def test_how_rotations_are_scaled(
+    directory: Path, tmp_path: Path, further: dict[str, Any], expected: dict[str, Any] | None
+) -> None:
+    file = write_gguf(tmp_path / "m.gguf", directory, further={f"llama.{key}": value for key, value in further.items()})
+    assert ModelDirectory.open(file).config["rope_scaling"] == expected
+
+
+def test_tokens_that_end_a_turn_end_a_text_too(directory: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (model / name).symlink_to(directory / name)
+    content = (directory / "tokenizer.json").read_text()
+    assert content.count('"<pad>"') == 2
+    (model / "tokenizer.json").write_text(content.replace('"<pad>"', '"<|im_end|>"'))
+    described = ModelDirectory.open(write_gguf(tmp_path / "m.gguf", model))
+    assert described.eos_token_ids == (2, 0)
+    assert described.config["eos_token_id"] == [2, 0]
+
+
+def test_how_to_sample_is_what_the_file_says(directory: Path, tmp_path: Path) -> None:
+    further = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.05, "mirostat": 2}
+    file = write_gguf(
+        tmp_path / "m.gguf", directory, further={f"general.sampling.{key}": value for key, value in further.items()}
+    )
+    expected = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    assert ModelDirectory.open(file).generation_config == expected
 
 
 def test_a_sliding_window_is_that_of_mistral(directory: Path, tmp_path: Path) -> None:
@@ -111,15 +205,24 @@ def test_a_sliding_window_is_that_of_mistral(directory: Path, tmp_path: Path) ->
     [
         (
             {"general.architecture": "mamba"},
-            "architecture mamba of GGUF files is not read; read are llama, mistral, qwen2",
+            "architecture 'mamba' of GGUF files is not read; read are llama, mistral, qwen2",
         ),
-        ({"llama.expert_count": 8}, "models with experts are not read from GGUF files"),
-        ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre is tekken; read are gpt-2, smollm"),
+        ({"llama.expert_count": 8}, "llama.expert_used_count is missing"),
+        ({"general.architecture": "gemma3n"}, "architecture 'gemma3n' of GGUF files is not read"),
+        ({"general.type": "mmproj"}, " is the part of a model that reads images or sound, which Quire does not"),
+        ({"general.type": "adapter"}, " is an adapter (LoRA), not a model"),
+        ({"llama.attention.causal": False}, "its tokens attend to later ones, as in a model of embeddings"),
+        ({"llama.block_count": 3}, "block_count is 3, and it has the tensors of 2 layers"),
+        ({"llama.embedding_length": 64}, "embedding_length is 64, and token_embd.weight has 128 columns"),
+        ({"llama.attention.key_length": 1 << 30}, "tensor blk.0.attn_q.weight is missing, or has not as many rows"),
+        ({"llama.rope.freq_base": 0.0}, "llama.rope.freq_base is 0.0; expected is a number above 0"),
+        ({"tokenizer.ggml.pre": "kimi-k2"}, "tokenizer.ggml.pre is 'kimi-k2'; read are gpt-2, phi-2"),
+        ({"tokenizer.ggml.pre": "default"}, "it does not say how its tokenizer splits a text (tokenizer.ggml.pre)"),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is t5; read are gpt2 (byte-level BPE) and llama"),
-        ({"split.count": 3}, "is one of 3 parts of a model; join them: gguf-split --merge"),
-        ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type is longrope; read are none, linear and yarn"),
+        ({"split.count": 3}, "is the first of 3 parts of a model; give them the names that they had, which end in"),
+        ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'; read are none, linear and yarn"),
         ({"tokenizer.ggml.eos_token_id": 5000}, "eos_token_id is 5000, which is no token of the vocabulary"),
-        ({"llama.block_count": "two"}, "llama.block_count is 'two', not a number"),
+        ({"llama.block_count": "two"}, "llama.block_count is 'two', not a whole number"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(
@@ -130,6 +233,55 @@ def test_what_is_not_read_is_refused_by_name(
         ModelDirectory.open(file)
     assert problem in str(caught.value)
     assert str(caught.value).startswith(str(file))
+
+
+def test_pieces_of_gemma_are_merged_in_their_order_and_runs_of_spaces_stay_whole(tmp_path: Path) -> None:
+    make_family(tmp_path / "gemma", Family("Gemma2", {"head_dim": 16}))
+    content = json.loads(byte_fallback().to_str())
+    pieces = content["model"]
+    names = [name for name in pieces["vocab"] if name != "▁▁"]
+    # As in Gemma: behind the bytes, with spaces, and added.
+    runs = [" " * length for length in (2, 3, 4)]
+    names[259:259] = runs
+    pieces["vocab"] = {name: index for index, name in enumerate(names)}
+    pieces["merges"].remove(["▁", "▁"])
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    content["added_tokens"] += [{"id": names.index(run), "content": run, **plain} for run in runs]
+    (tmp_path / "gemma" / "tokenizer.json").write_text(json.dumps(content))
+    scoreless = {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
+    file = write_gguf(tmp_path / "m.gguf", tmp_path / "gemma", further=scoreless)
+    expected = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+    for text in (*TEXTS[:5], "a   b    c", "  the cat"):
+        assert tokens_of(file, text) == expected.encode(text, add_special_tokens=False), text
+
+
+def test_parts_are_one_model(directory: Path, tmp_path: Path) -> None:
+    whole = ModelDirectory.open(write_gguf(tmp_path / "whole.gguf", directory))
+    first = write_gguf(tmp_path / "m.gguf", directory, tensors_per_part=10)
+    _, second, third = weight_files(first)
+    assert second.name == "m-00002-of-00003.gguf"
+    for part in (first, third):
+        model = ModelDirectory.open(part)
+        assert (model.name, model.config, model.tokenizer_json()) == ("m", whole.config, whole.tokenizer_json())
+        assert ModelFingerprint.read(model) == ModelFingerprint.read(whole)
+
+
+def test_parts_that_do_not_belong_together_are_refused(directory: Path, tmp_path: Path) -> None:
+    first = write_gguf(tmp_path / "m.gguf", directory, tensors_per_part=10)
+    _, second, third = weight_files(first)
+
+    def problem() -> str:
+        with pytest.raises(ConfigurationError) as caught:
+            ModelDirectory.open(first)
+        return str(caught.value)
+
+    second.rename(tmp_path / "kept")
+    assert problem() == f"{first} is one of 3 parts of a model; {second.name} is not beside it"
+    second.write_bytes(third.read_bytes())
+    assert problem() == f"{second} has the name of part 2 and is another one"
+    other = write_gguf(tmp_path / "other.gguf", directory, tensors_per_part=9)
+    second.write_bytes(other.with_name("other-00002-of-00003.gguf").read_bytes())
+    assert "have 19 tensors, and 21 are expected; they are parts of several models" in problem()
 
 
 def test_headers_are_those_that_the_package_reads(directory: Path, tmp_path: Path) -> None:

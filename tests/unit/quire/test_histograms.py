@@ -3,7 +3,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import HistogramMetricFamily
 
-from quire.histograms import OTHER_TENANTS, Distribution, TenantLabels
+from quire.histograms import OTHER_TENANTS, SECONDS, SHORT_SECONDS, Distribution, TenantLabels
 
 
 def samples_of(distribution: Distribution) -> dict[tuple[str, str | None], float]:
@@ -53,6 +53,22 @@ def test_distributions_add_up_and_stay_as_they_are():
     two.add(1.5)
     total = Distribution.total((1.0, 2.0), [one, two])
     assert (total.count, total.sum, one.count) == (2, 2.0, 1)
+
+
+def test_a_distribution_of_another_process_has_a_count_more_than_bounds():
+    one = Distribution((1.0, 2.0))
+    one.add_all([0.5, 1.5, 1.5, 9.0])
+    copy = Distribution.of(one.bounds, one.counts, one.sum)
+    assert samples_of(copy) == samples_of(one)
+    with pytest.raises(ValueError, match="2 bounds have 2 counts"):
+        Distribution.of((1.0, 2.0), [1, 2], 3.0)
+
+
+def test_dashboards_of_vllm_find_their_goals_among_the_bounds():
+    assert {0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0} <= set(SECONDS)
+    assert {0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5} <= set(SHORT_SECONDS)
+    for bounds in (SECONDS, SHORT_SECONDS):
+        assert list(bounds) == sorted(set(bounds))
 
 
 def test_tenants_beyond_the_first_ones_share_a_label():

@@ -16,6 +16,7 @@ import huggingface_hub.constants
 import pytest
 
 from quire import hub as hub_module
+from quire.cli.pull import DownloadLine, Stopped, fetch
 from quire.hub import Parts, pull
 from quire.model_directory import HubName, ModelDirectory, hub_name, resolve_model
 from quire.progress import DOWNLOADING, LoadProgress
@@ -53,6 +54,11 @@ def hub() -> Iterator[LocalHub]:
         "org/pickled": {**SMALL, "pytorch_model.bin": b"pickle"},
         "org/large": {**SMALL, "model.safetensors": WEIGHTS * 10},
         "org/gguf": {"a.gguf": WEIGHTS, "b.gguf": b"b"},
+        "org/parts": {
+            "Q8/m-00001-of-00002.gguf": WEIGHTS,
+            "Q8/m-00002-of-00002.gguf": b"b",
+            "lone-00001-of-00002.gguf": b"c",
+        },
         "org/words": {name: content for name, content in SMALL.items() if name != "tokenizer.json"},
         "org/other": {**SMALL, "config.json": b'{"architectures": ["BertModel"]}', "model.safetensors": WEIGHTS},
     }
@@ -147,6 +153,16 @@ def test_one_gguf_file_of_a_repository(hub: LocalHub, cache: Path) -> None:
     )
 
 
+def test_all_parts_of_a_gguf_model(hub: LocalHub, cache: Path) -> None:
+    file = pull(HubName("org/parts", None, "Q8/m-00002-of-00002.gguf"))
+    assert names(file.parent) == {"m-00001-of-00002.gguf", "m-00002-of-00002.gguf"}
+    assert (file.name, file.read_bytes() == WEIGHTS) == ("m-00001-of-00002.gguf", True)
+    assert error_of(HubName("org/parts")).endswith("Q8/m-00001-of-00002.gguf, lone-00001-of-00002.gguf")
+    assert error_of(HubName("org/parts", None, "lone-00001-of-00002.gguf")).startswith(
+        "org/parts has no lone-00002-of-00002.gguf; its GGUF files: "
+    )
+
+
 def test_a_cut_download_goes_on_where_it_ended(hub: LocalHub, cache: Path) -> None:
     hub.cuts["model.safetensors"] = [len(WEIGHTS) // 2]
     assert (pull(MODEL) / "model.safetensors").read_bytes() == WEIGHTS
@@ -180,6 +196,47 @@ def test_a_hub_without_ranges_sends_the_file_anew(hub: LocalHub, cache: Path) ->
     assert hub.bytes_sent("model.safetensors") == len(WEIGHTS)
 
 
+def test_an_address_that_has_expired_is_asked_anew(hub: LocalHub, cache: Path) -> None:
+    hub.cuts["model.safetensors"] = [len(WEIGHTS) // 2]
+    hub.forbidden_once.add("model.safetensors")
+    assert (pull(MODEL) / "model.safetensors").read_bytes() == WEIGHTS
+    assert hub.bytes_sent("model.safetensors") == len(WEIGHTS)
+
+
+def test_a_file_that_stalls_is_given_up(hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.05)
+    hub.cuts["model.safetensors"], hub.stalled = [0] * 100, threading.Event()
+    try:
+        assert error_of(MODEL) == (
+            f"the connection to {hub.endpoint} broke (several attempts brought nothing within 0.05 s; "
+            "HF_HUB_DOWNLOAD_TIMEOUT sets another time); what has arrived is kept, `quire pull org/model` goes on from "
+            "there"
+        )
+        # What `huggingface_hub` repeats is not repeated again.
+        wait_true(lambda: 100 - len(hub.cuts["model.safetensors"]) >= 6)
+        assert 100 - len(hub.cuts["model.safetensors"]) == 6
+    finally:
+        hub.stalled.set()
+
+
+def test_a_download_that_stands_still_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    line = DownloadLine(MODEL, lambda: now)
+    line.look()
+    line.report(LoadProgress(DOWNLOADING, 0, 4 << 20))
+    now = 10.0
+    line.report(LoadProgress(DOWNLOADING, 1 << 20, 4 << 20))
+    now = 20.0
+    line.look()
+    now = 28.0
+    line.look()
+    assert capsys.readouterr().err.splitlines() == [
+        "quire: org/model: downloading, 1.0 of 4.0 MiB (25%), 0.1 MiB/s, 30 s left",
+        "quire: org/model: downloading, 1.0 of 4.0 MiB (25%), no progress for 18 s (a hub that sends nothing is given "
+        "up after a minute)",
+    ]
+
+
 def test_several_at_once_download_a_large_file_once(hub: LocalHub, cache: Path) -> None:
     paths: list[Path] = []
     model = HubName("org/large")
@@ -196,19 +253,20 @@ def test_several_at_once_download_a_large_file_once(hub: LocalHub, cache: Path) 
 def test_a_process_that_ends_leaves_what_it_has(hub: LocalHub, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "quire.cli.main", "pull", "org/large"]
     environ = {**os.environ, **hub.environ(tmp_path)}
-    for number, status, cut in ((signal.SIGKILL, -signal.SIGKILL, 15 << 20), (signal.SIGINT, 130, 5 << 20)):
+    for number, status, cut in ((signal.SIGKILL, -signal.SIGKILL, 15 << 20), (signal.SIGTERM, 143, 5 << 20)):
         hub.cuts["model.safetensors"], hub.stalled = [cut], threading.Event()
         hub.has_stalled.clear()
-        pulling = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE)
+        pulling = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             assert hub.has_stalled.wait(60)
             # It is written 10 MiB at a time.
             wait_true(lambda: any(file.stat().st_size == 10 << 20 for file in tmp_path.rglob("*.quire.incomplete")))
         finally:
             pulling.send_signal(number)
-            pulling.communicate()
+            _, errors = pulling.communicate()
             hub.stalled.set()
         assert pulling.returncode == status
+    assert errors.splitlines()[-1] == "quire pull: stopped by SIGTERM; what has arrived of org/large is kept"
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     assert (Path(done.stdout.strip()) / "model.safetensors").read_bytes() == WEIGHTS * 10
     assert hub.sent[-1] == ("model.safetensors", 10 << 20)
@@ -267,9 +325,43 @@ def test_without_a_network_the_cache_answers(hub: LocalHub, cache: Path, monkeyp
     monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     assert pull(MODEL) == snapshot
     assert error_of(HubName("org/sharded")) == (
-        f"org/sharded is not in the cache {cache}, and {nowhere} cannot be reached; `quire pull org/sharded` "
-        "fetches it once there is a connection"
+        f"org/sharded is not in the cache {cache}, and {nowhere} cannot be reached (ConnectError: [Errno 111] "
+        "Connection refused); `quire pull org/sharded` fetches it once there is a connection"
     )
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(
+    hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_ETAG_TIMEOUT", 0.1)
+    hub.held = threading.Event()
+    try:
+        assert f"{hub.endpoint} cannot be reached (no answer within 0.1 s; HF_HUB_ETAG_TIMEOUT" in error_of(MODEL)
+        assert hub.asked.total() == 1
+    finally:
+        hub.held.set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_download(hub: LocalHub, cache: Path, number: signal.Signals) -> None:
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    hub.held = threading.Event()
+
+    def send() -> None:
+        wait_true(lambda: hub.asked.total() > 0)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+    try:
+        with pytest.raises(Stopped, match=f"^stopped by {number.name}; what has arrived of org/model is kept$"):
+            fetch(MODEL)
+    finally:
+        # The thread lives on where the process does: what the hub answers now ends it.
+        hub.status = 404
+        hub.held.set()
+        (abandoned,) = (thread for thread in threading.enumerate() if thread.name == "download")
+        abandoned.join()
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
 def test_a_disk_that_is_too_small_is_seen_before_the_download(
@@ -282,6 +374,21 @@ def test_a_disk_that_is_too_small_is_seen_before_the_download(
         "1.0 MiB are free; free some, or name another disk by HF_HOME"
     )
     assert hub.bytes_sent("model.safetensors") == 0
+
+
+def test_what_the_cache_has_needs_no_space(hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pull(MODEL, Parts.WITHOUT_WEIGHTS)
+    digest, blobs = hub_module.hashlib.sha256(WEIGHTS).hexdigest(), cache / "models--org--model" / "blobs"
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 1 << 20))
+    # Of another content, as of a revision whose download was given up.
+    (blobs / f"{'0' * 64}.quire.incomplete").write_bytes(WEIGHTS)
+    assert "needs 2.0 MiB more, of which 1.0 MiB are free" in error_of(MODEL)
+    (blobs / f"{digest}.quire.incomplete").write_bytes(WEIGHTS[: 1 << 20])
+    assert (pull(MODEL) / "model.safetensors").read_bytes() == WEIGHTS
+    hub.branches["org/model", "v3"] = {**SMALL, "README.md": b"new", "model.safetensors": WEIGHTS}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 0))
+    assert (pull(HubName("org/model", "v3")) / "model.safetensors").read_bytes() == WEIGHTS
 
 
 def test_a_disk_that_fills_up(hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.logs import REQUEST_ID, configure_logging, json_line, log_as_configured, log_everything, set_request_id
+from quire.logs import REQUEST_ID, change_level, configure_logging, json_line, set_request_id
 from quire.rpc.process import run_service
 
 LOGGER = logging.getLogger("some.module")
@@ -80,9 +80,9 @@ def test_a_traceback_is_a_field_of_its_record(capsys: pytest.CaptureFixture[str]
 def test_the_level_is_lowered_and_set_back(root_logger: logging.Logger) -> None:
     configure_logging("worker", "error")
     assert not logging.getLogger("httpx").isEnabledFor(logging.INFO)
-    log_everything()
+    assert change_level("debug") == "debug"
     assert logging.getLogger("httpx").isEnabledFor(logging.DEBUG)
-    log_as_configured()
+    assert change_level(None) == "error"
     assert root_logger.level == logging.ERROR
     assert not logging.getLogger("httpx").isEnabledFor(logging.INFO)
 

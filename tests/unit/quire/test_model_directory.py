@@ -39,6 +39,7 @@ def error_of(directory: Path) -> str:
     return message
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 9\n"
 TAKEN = (
     "--model takes a directory as transformers saves it (config.json, tokenizer.json, *.safetensors), a GGUF file, a "
     "model of the Hugging Face Hub as ORG/NAME or ORG/NAME@REVISION, or quire-tiny"
@@ -112,7 +113,14 @@ def test_what_is_no_name_of_the_hub_is_a_path(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"{", "not valid JSON"), (b"[]", "not a JSON object"), (b"\xff\xfe", "not valid JSON")]
+    ("content", "message"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[]", "not a JSON object"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[" * 100_000, "is nested too deep"),
+        (POINTER, "is a pointer of Git LFS; `git lfs pull` fetches the file"),
+    ],
 )
 def test_a_broken_config_is_refused(make: Make, content: bytes, message: str) -> None:
     directory = make()
@@ -201,6 +209,18 @@ def test_weights_that_the_worker_would_refuse_are_refused_before_it_starts(make:
     (directory / "adapter.safetensors").touch()
     with pytest.raises(ConfigurationError, match=r"neither model\.safetensors nor"):
         check_servable(ServeSettings(model=str(directory)))
+
+
+@pytest.mark.parametrize("shards", [(), ("1.safetensors", "2.safetensors")])
+def test_files_that_git_lfs_has_not_fetched_are_refused(make: Make, shards: tuple[str, ...]) -> None:
+    directory = make(**index_of(*shards)) if shards else make()
+    for name in shards or ("model.safetensors",):
+        (directory / name).write_bytes(POINTER)
+    (directory / "tokenizer.json").write_bytes(POINTER)
+    with pytest.raises(ConfigurationError, match=r"safetensors is a pointer of Git LFS"):
+        weight_files(directory)
+    with pytest.raises(ConfigurationError, match=r"tokenizer\.json is a pointer of Git LFS"):
+        ModelDirectory.open(directory).tokenizer_json()
 
 
 def test_a_missing_tokenizer_is_refused_when_asked_for(make: Make) -> None:

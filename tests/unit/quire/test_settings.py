@@ -93,7 +93,12 @@ def test_the_last_of_repeated_flags_counts_and_tuples_add_up() -> None:
         (["--ports=1,0"], '--ports: "1,0" is not valid: the least value is 1'),
         (["--listen=nowhere"], "--listen nowhere makes no sense"),
         (["--unknown"], "unrecognized arguments: --unknown (--help lists all flags)"),
-        (["--coun=1"], "unrecognized arguments: --coun=1 (--help lists all flags)"),
+        (["--coun=1"], "unrecognized arguments: --coun=1; did you mean --count? (--help lists all flags)"),
+        (
+            ["--verbose=no"],
+            "--verbose takes no value, and 'no' is given; --no-verbose turns it off (--help lists all flags)",
+        ),
+        (["--model="], '--model: "" is not valid: expected a path'),
         (["a", "b"], "unrecognized arguments: b (--help lists all flags)"),
         (["--count"], "argument --count: expected one argument (--help lists all flags)"),
     ],
@@ -119,6 +124,7 @@ def test_help_shows_variable_and_default(capsys: pytest.CaptureFixture[str], mon
     assert "with whom [QUIRE_PEERS, default: a,b]" in text
     assert "where [QUIRE_PORTS, default: none]" in text
     assert "say more [QUIRE_VERBOSE, default: false]" in text
+    assert "--verbose, --no-verbose" in text
 
 
 @dataclass(frozen=True)
@@ -229,6 +235,8 @@ def test_flags_and_variables_win_over_the_file_and_the_file_over_defaults(file: 
     [
         ("cuont = 1", '{file}: "cuont" is not a flag of quire thing; did you mean "count"?'),
         ("zzz = 1", '{file}: "zzz" is not a flag of quire thing'),
+        ("no-verbose = true", '{file}: "no-verbose" is not a flag of quire thing; write verbose = false'),
+        ("[thing]", '{file}: "thing" is not a flag of quire thing; a file has no tables, all keys are at its top'),
         ('config = "other"', '{file}: "config" is not a flag of quire thing'),
         ('target = "x"', '{file}: "target" is not a flag of quire thing'),
         ("count = 11", '{file}: count: "11" is not valid: the greatest value is 10'),

@@ -41,6 +41,7 @@ def test_an_address_of_events_that_zeromq_cannot_use_is_refused(address: str) ->
         load("--kv-events", address)
 
 
-def test_replays_go_with_events() -> None:
-    with pytest.raises(ConfigurationError, match="--kv-events-replay needs --kv-events ADDRESS"):
-        load("--kv-events-replay", "tcp://*:5558")
+@pytest.mark.parametrize(("flag", "value"), [("--kv-events-replay", "tcp://*:5558"), ("--kv-events-topic", "kv@a@b")])
+def test_what_belongs_to_events_goes_with_them(flag: str, value: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{flag} needs --kv-events ADDRESS"):
+        load(flag, value)

@@ -26,7 +26,7 @@ def serve(rate: float, max_num_seqs: int = 2, num_blocks: int = 200) -> Outcome:
         max_num_batched_tokens=256,
         max_model_len=512,
     )
-    load = with_arrivals(take(fixed(20, NUM_OUTPUT, 1000), 40, seed=0), Poisson(rate), seed=0)
+    load = with_arrivals(take(fixed(20, NUM_OUTPUT, 1000), 24, seed=0), Poisson(rate), seed=0)
     return Replica(config, FixedSteps(), 1000).run(load)
 
 
@@ -57,6 +57,18 @@ def test_a_slo_that_no_rate_breaks_has_no_limit() -> None:
     assert found.limited_by is None
     assert found.rate is not None
     assert found.rate >= 4096
+
+
+def test_no_rate_above_the_greatest_is_tried() -> None:
+    rates: list[float] = []
+
+    def run(rate: float) -> Outcome:
+        rates.append(rate)
+        return serve(rate)
+
+    found = highest_rate(run, Slo(e2e=1e6), 0.9, 0.1, greatest_rate=5.0)
+    assert (found.rate, found.limited_by) == (4.0, None)
+    assert rates == [1.0, 2.0, 4.0]
 
 
 def test_settings_are_combined_the_last_one_changing_fastest() -> None:

@@ -25,17 +25,30 @@ def test_without_buf_the_lint_fails_and_says_how_to_get_it(
 
 def test_the_compose_files_fit_the_specification(capfd: pytest.CaptureFixture[str]) -> None:
     assert check_compose.main([]) == 0
-    assert capfd.readouterr().out.count("compose schema: passed") == 2
+    said = capfd.readouterr().out
+    assert (said.count("compose schema: passed"), said.count("docker compose: passed")) == (1, 2)
 
 
-@pytest.mark.parametrize("service", ["{image: press, port: 80}", "{image: press, restart: [always]}"])
-def test_a_compose_file_with_an_unknown_or_wrong_field_is_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], service: str
+def test_compose_files_with_an_unknown_or_wrong_field_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    files = {tmp_path / "unknown.yaml": "{image: press, port: 80}", tmp_path / "wrong.yaml": "{restart: [always]}"}
+    for file, service in files.items():
+        file.write_text(f"services: {{press: {service}}}\n", encoding="utf-8")
+    assert check_compose.main([str(file) for file in files]) != 0
+    said = capfd.readouterr().out
+    assert "compose schema: failed" in said
+    assert all(f"{file}::$.services.press" in said for file in files)
+
+
+def test_docker_compose_refuses_what_its_schema_allows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "compose.yaml"
-    file.write_text(f"services: {{press: {service}}}\n", encoding="utf-8")
+    file.write_text("services: {press: {image: press, depends_on: [paper]}}\n", encoding="utf-8")
     assert check_compose.main([str(file)]) != 0
-    assert "compose schema: failed" in capfd.readouterr().out
+    said = capfd.readouterr()
+    assert "compose schema: passed" in said.out
+    assert "docker compose: failed" in said.out
+    assert "paper" in said.err
 
 
 def test_without_the_checker_of_compose_files_the_check_fails_and_says_how_to_get_it(

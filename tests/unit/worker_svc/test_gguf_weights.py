@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -13,6 +14,8 @@ from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 from tests.support.gguf_files import write_gguf
 from tests.support.models import make_model, make_tokenizer, randomize
+from tests.support.more_models import Family, make_family
+from tests.support.paged import PagedRunner, Span
 from worker_svc.gguf_weights import gguf_weights
 from worker_svc.models.registry import load_model
 
@@ -59,6 +62,105 @@ def test_a_file_has_the_weights_that_transformers_reads_from_it(tmp_path: Path, 
         for name, parameter in model.state_dict().items():
             if name in weights:
                 assert torch.equal(weights[name].read(), parameter), name
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
+# What no file says is as llama.cpp has it: scores are scaled by the size of heads, one layer of six has no window.
+THROUGH_TRANSFORMERS = {
+    "gemma": Family("Gemma", {"head_dim": 32, "num_key_value_heads": 1}),
+    "gemma2": Family("Gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 20, **CAPS}),
+    "gemma3": Family(
+        "Gemma3",
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 20, "num_hidden_layers": 6},
+        "Gemma3TextConfig",
+    ),
+    "mixtral": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2_moe": Family("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen3_moe": Family("Qwen3Moe", {**EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
+}
+
+
+@pytest.mark.parametrize("family", THROUGH_TRANSFORMERS)
+def test_a_file_that_runs_through_transformers_computes_what_its_directory_does(tmp_path: Path, family: str) -> None:
+    make_family(tmp_path / "model", THROUGH_TRANSFORMERS[family])
+    file = write_gguf(tmp_path / "m.gguf", tmp_path / "model")
+    cpu = {"device": torch.device("cpu"), "dtype": torch.float32}
+    read: list[tuple[int, int]] = []
+    of_file = load_model(file, **cpu, progress=lambda done, total: read.append((done, total)))
+    of_directory = load_model(tmp_path / "model", **cpu)
+    tokens = [3 + 7 * index % 300 for index in range(40)]
+    found, expected = (
+        PagedRunner(model, [tokens], block_size=4).step(Span(0, 0, 40)) for model in (of_file, of_directory)
+    )
+    # The factors of Gemma's norms were rounded when 1 was added to them.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 if family.startswith("gemma") else 0)
+    assert len(read) > 20
+    assert read[-1][0] == read[-1][1] > 100_000
+
+
+def test_a_quantized_tensor_of_experts_is_read_expert_by_expert(tmp_path: Path) -> None:
+    make_family(tmp_path / "model", THROUGH_TRANSFORMERS["mixtral"])
+    weights = gguf_weights(write_gguf(tmp_path / "m.gguf", tmp_path / "model", quantization=Kind.Q8_0))
+    stored = next(
+        each for each in gguf.GGUFReader(tmp_path / "m.gguf").tensors if each.name == "blk.1.ffn_up_exps.weight"
+    )
+    expected = gguf.dequantize(stored.data, Kind.Q8_0)
+    for expert in range(4):
+        found = weights[f"model.layers.1.block_sparse_moe.experts.{expert}.w3.weight"]
+        assert torch.equal(found.read(), torch.from_numpy(expected[expert])), expert
+        assert found.num_bytes == stored.n_bytes // 4
+    assert weights["model.layers.1.block_sparse_moe.gate.weight"].dtype == "F32"
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "qwen3_moe"])
+def test_tensors_that_a_converter_has_merged_are_read_apart(tmp_path: Path, family: str, kind: Kind) -> None:
+    if family in THROUGH_TRANSFORMERS:
+        make_family(tmp_path / "model", THROUGH_TRANSFORMERS[family])
+    else:
+        make(tmp_path / "model", family)
+    apart = gguf_weights(write_gguf(tmp_path / "a.gguf", tmp_path / "model", quantization=kind))
+    merged = gguf_weights(write_gguf(tmp_path / "m.gguf", tmp_path / "model", quantization=kind, fused=True))
+    assert "blk.0.attn_qkv.weight" in {weight.name for weight in merged.values()}
+    assert merged.keys() == apart.keys()
+    for name, weight in apart.items():
+        assert (merged[name].shape, merged[name].num_bytes) == (weight.shape, weight.num_bytes), name
+        assert torch.equal(merged[name].read(), weight.read()), name
+    assert ModelDirectory.open(tmp_path / "m.gguf").config == ModelDirectory.open(tmp_path / "a.gguf").config
+
+
+def test_weights_in_nvfp4_are_multiplied_by_the_scales_beside_them(tmp_path: Path) -> None:
+    elements, num_bytes = gguf.GGML_QUANT_SIZES[Kind.NVFP4]
+    data = np.random.default_rng(0).integers(0, 120, (3, 8, 128 // elements * num_bytes), np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("output.weight", data[0], raw_dtype=Kind.NVFP4)
+    writer.add_tensor("output.scale", np.array([0.5], np.float32))
+    writer.add_tensor("output.input_scale", np.array([7], np.float32))
+    writer.add_tensor("blk.0.ffn_up_exps.weight", data, raw_dtype=Kind.NVFP4)
+    writer.add_tensor("blk.0.ffn_up_exps.scale", np.array([2, 3, 4], np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found, plain = gguf_weights(tmp_path / "m.gguf"), torch.from_numpy(gguf.dequantize(data, Kind.NVFP4))
+    assert torch.equal(found["lm_head.weight"].read(), plain[0] * 0.5)
+    for expert in range(3):
+        name = f"model.layers.0.block_sparse_moe.experts.{expert}.w3.weight"
+        assert torch.equal(found[name].read(), plain[expert] * (2 + expert))
+    assert len(found) == 4
+
+
+def test_parts_are_read_as_one_file(tmp_path: Path) -> None:
+    make(tmp_path / "model", "qwen2")
+    whole = gguf_weights(write_gguf(tmp_path / "whole.gguf", tmp_path / "model"))
+    first = write_gguf(tmp_path / "m.gguf", tmp_path / "model", tensors_per_part=10)
+    assert first.name == "m-00001-of-00003.gguf"
+    for part in (first, tmp_path / "m-00003-of-00003.gguf"):
+        weights = gguf_weights(part)
+        assert weights.keys() == whole.keys()
+        for name in whole:
+            assert torch.equal(weights[name].read(), whole[name].read()), name
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
@@ -112,7 +214,7 @@ def test_every_quantization_of_the_package_is_read(tmp_path: Path, kind: Kind, m
 def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     for name, kind, problem in (
         ("output.weight", Kind.Q8_K, "tensor output.weight is Q8_K, which is not read"),
-        ("blk.0.ffn_gate_exps.weight", Kind.F32, "tensor blk.0.ffn_gate_exps.weight is not known in models of llama"),
+        ("blk.0.ssm_in.weight", Kind.F32, "tensor blk.0.ssm_in.weight is not known in models of llama"),
     ):
         num_bytes = gguf.GGML_QUANT_SIZES[kind][1]
         writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
@@ -124,6 +226,20 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError) as caught:
             gguf_weights(tmp_path / "m.gguf")
         assert str(caught.value) == f"{tmp_path}/m.gguf: {problem}"
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_tensor_that_the_model_would_ignore_is_refused(tmp_path: Path, family: str) -> None:
+    """The bias of attention's output, which Llama of transformers has with those of its inputs or not at all."""
+    if family == "llama":
+        make_model(tmp_path / "model", family)
+    else:
+        make_family(tmp_path / "model", THROUGH_TRANSFORMERS[family])
+    (weights,) = (tmp_path / "model").glob("*.safetensors")
+    save_file({**load_file(weights), "model.layers.1.self_attn.o_proj.bias": torch.ones(128)}, weights)
+    file = write_gguf(tmp_path / "m.gguf", tmp_path / "model")
+    with pytest.raises(ConfigurationError, match=r"tensor blk\.1\.attn_output\.bias is not one that this model has"):
+        load_model(file, device=torch.device("cpu"), dtype=torch.float32)
 
 
 def test_a_file_that_is_cut_short_is_refused(tmp_path: Path) -> None:

@@ -48,20 +48,17 @@ def _replacing(class_name: str, method_name: str, method: Callable[..., Any]) ->
     return adapter
 
 
-def _scaled(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
-) -> Attended:
-    """GPT-J and CodeGen. query, key, value [1, H, T, D]; returns the same shape."""
-    attended, _weights = attend_by_hook(module, query, key, value, mask, scaling=1 / module.scale_attn)
-    return attended.transpose(1, 2), None
+def _divided_by(divisor: str) -> Callable[..., Attended]:
+    """GPT-J, CodeGen and GPT-NeoX Japanese, whose scores are divided by an attribute of the module."""
 
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> Attended:
+        """query, key, value [1, H, T, D]; returns the same shape."""
+        attended, _weights = attend_by_hook(module, query, key, value, mask, scaling=1 / getattr(module, divisor))
+        return attended.transpose(1, 2), None
 
-def _scaled_by_norm(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
-) -> Attended:
-    """GPT-NeoX Japanese."""
-    attended, _weights = attend_by_hook(module, query, key, value, mask, scaling=1 / module.norm_factor)
-    return attended.transpose(1, 2), None
+    return attend
 
 
 def _windowed(
@@ -143,7 +140,7 @@ def adapt_mpt(model: PreTrainedModel) -> None:
 
 
 def _replace_forward(module: nn.Module, forward: Any, slopes: list[float]) -> None:
-    def with_slopes(module: nn.Module, *inputs: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    def with_slopes(module: nn.Module, *inputs: Any, **options: Any) -> Attended:
         return forward(module, slopes, *inputs, **options)
 
     module.forward = MethodType(with_slopes, module)
@@ -157,7 +154,7 @@ def _bloom_attention(
     *,
     attention_mask: torch.Tensor | None,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> Attended:
     """hidden_states and residual [1, T, hidden]; returns the same shape, the residual added."""
     query, key, value = module._reshape(module.query_key_value(hidden_states))
     attended, _weights = attend_by_hook(
@@ -166,9 +163,7 @@ def _bloom_attention(
     return module.dense(attended.flatten(2)) + residual, None
 
 
-def _mpt_attention(
-    module: Any, slopes: list[float], hidden_states: torch.Tensor, **_: Any
-) -> tuple[torch.Tensor, None]:
+def _mpt_attention(module: Any, slopes: list[float], hidden_states: torch.Tensor, **_: Any) -> Attended:
     """hidden_states [1, T, hidden]; returns the same shape."""
     fused = module.Wqkv(hidden_states)
     if module.clip_qkv:
@@ -212,7 +207,7 @@ class PagedFalconAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         alibi: torch.Tensor | None,
         **_rest: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> Attended:
         """hidden_states [1, T, hidden]; returns the same shape."""
         original = self.original
         query, key, value = self._split(original.query_key_value(hidden_states))
@@ -264,11 +259,11 @@ _SPARSE = (
 
 _ADAPTERS: dict[str, Callable[[PreTrainedModel], None]] = {
     "BloomForCausalLM": adapt_bloom,
-    "CodeGenForCausalLM": _replacing("CodeGenAttention", "_attn", _scaled),
+    "CodeGenForCausalLM": _replacing("CodeGenAttention", "_attn", _divided_by("scale_attn")),
     "FalconForCausalLM": adapt_falcon,
-    "GPTJForCausalLM": _replacing("GPTJAttention", "_attn", _scaled),
+    "GPTJForCausalLM": _replacing("GPTJAttention", "_attn", _divided_by("scale_attn")),
     "GPTNeoForCausalLM": _replacing("GPTNeoSelfAttention", "_attn", _windowed),
-    "GPTNeoXJapaneseForCausalLM": _replacing("GPTNeoXJapaneseAttention", "_attn", _scaled_by_norm),
+    "GPTNeoXJapaneseForCausalLM": _replacing("GPTNeoXJapaneseAttention", "_attn", _divided_by("norm_factor")),
     "Llama4ForCausalLM": _keep_temperature,
     "MptForCausalLM": adapt_mpt,
     "OpenAIGPTLMHeadModel": _replacing("Attention", "_attn", _first_gpt),

@@ -5,7 +5,10 @@ Configuration and weights are read as transformers reads them, but from local fi
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from quire.model_directory import ModelDirectory, weight_files
+from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.models.transformers.adapters import adapt, served_attention
@@ -44,7 +47,7 @@ from worker_svc.models.transformers.probe import (
     probe,
     probed_mask,
 )
-from worker_svc.weights import Checkpoint, Placement, Progress
+from worker_svc.weights import Checkpoint, Placement, Progress, StoredTensor
 
 
 def load_transformers_model(
@@ -229,7 +232,10 @@ def read_config(described: ModelDirectory) -> PreTrainedConfig:
         ConfigurationError: it is not a decoder alone, or needs code from the directory, which is never run.
     """
     with refusals(described):
-        config = AutoConfig.from_pretrained(described.path, local_files_only=True, trust_remote_code=False)
+        if described.path.is_file():
+            config = AutoConfig.for_model(**described.config)
+        else:
+            config = AutoConfig.from_pretrained(described.path, local_files_only=True, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise ConfigurationError(f"{described.architecture} of {described.path} has an encoder; decoders are served")
     known = _model_class(config)
@@ -247,24 +253,21 @@ def load_pretrained(
     """The model with its weights, in memory of its own.
 
     Raises:
-        ConfigurationError: a file that is missing or damaged, a tensor that is missing or misshapen.
+        ConfigurationError: a file that is missing or damaged, a tensor that is missing or misshapen, or would be
+            ignored in a GGUF file.
     """
-    Checkpoint.open(described.path, base_prefix="")
-    if progress is not None:
-        # Transformers says nothing before it has read everything.
-        progress(0, sum(file.stat().st_size for file in weight_files(described.path)))
+    checkpoint = Checkpoint.open(described.path, base_prefix="")
+    weights = _CountedWeights(checkpoint, progress)
     model_class = _model_class(config)
     assert model_class is not None, "checked by read_config"
     with refusals(described), _quiet():
         # Its signature omits the pair that `output_loading_info` makes it return.
         loaded: Any = model_class.from_pretrained(
-            described.path,
+            None,
+            state_dict=weights.by_name(),
             config=config,
             dtype=placement.dtype,
             attn_implementation="eager",
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
             # Reported below, with the tensor's name, which transformers' error lacks.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
@@ -276,12 +279,50 @@ def load_pretrained(
             f"{described.path}: tensor {name} has shape {list(stored)}; config.json asks for {list(expected)}"
         )
     for name in sorted(found["missing_keys"]):
-        raise ConfigurationError(f"{described.path}: tensor {name} is missing from the safetensors files")
+        raise checkpoint.missing(name)
+    if described.path.is_file():
+        for name in sorted(found["unexpected_keys"]):
+            raise checkpoint.unused(name)
     _place(model.eval().requires_grad_(False), placement.device)
-    if progress is not None:
-        total = sum(parameter.nbytes for parameter in model.parameters())
-        progress(total, total)
+    weights.finish()
     return model
+
+
+class _CountedWeights:
+    """The tensors of a checkpoint in the form in which transformers reads safetensors: as objects that it indexes by
+    `...` when it wants one, in several threads."""
+
+    def __init__(self, checkpoint: Checkpoint, progress: Progress | None) -> None:
+        self._tensors = checkpoint.tensors
+        self._progress = progress
+        self._total = sum(tensor.num_bytes for tensor in self._tensors.values())
+        self._done = 0
+        self._counting = threading.Lock()
+
+    def by_name(self) -> dict[str, "_LazyTensor"]:
+        self._count(0)
+        return {name: _LazyTensor(tensor, self._count) for name, tensor in self._tensors.items()}
+
+    def finish(self) -> None:
+        """Tensors that the model does not have are never read."""
+        self._count(self._total - self._done)
+
+    def _count(self, num_bytes: int) -> None:
+        if self._progress is not None:
+            with self._counting:
+                self._done += num_bytes
+                self._progress(self._done, self._total)
+
+
+@dataclass(frozen=True, slots=True)
+class _LazyTensor:
+    stored: StoredTensor
+    count: Callable[[int], None]
+
+    def __getitem__(self, index: EllipsisType) -> torch.Tensor:
+        tensor = self.stored.read()[index]
+        self.count(self.stored.num_bytes)
+        return tensor
 
 
 def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:

@@ -7,6 +7,11 @@ import { LoadView } from "./load.js";
 import { MemoryView } from "./memory.js";
 
 const NAMES = ["chat", "memory", "load"];
+const STATES = {
+  connected: "live", lost: "reconnecting…", refused: "the key is no longer valid; reload the page",
+};
+// A page that nobody sees for so long costs the schedulers nothing.
+const HIDDEN_MS = 30_000;
 
 class Page {
   constructor(about) {
@@ -15,7 +20,7 @@ class Page {
       chat: new ChatView(about), memory: new MemoryView(this.feed), load: new LoadView(this.feed),
     };
     this.replica = null;
-    find("#model").textContent = about.model;
+    this.version = about.version;
     find("#sign-out").hidden = !about.has_keys;
     for (const tab of document.querySelectorAll("[role=tab]")) {
       tab.addEventListener("click", () => this.open(tab.dataset.view));
@@ -24,11 +29,18 @@ class Page {
     find("#replica").addEventListener("change", (event) => this.choose(event.target.value));
     addEventListener("hashchange", () => this.open(location.hash.slice(1)));
     addEventListener("keydown", (event) => this.press(event));
-    this.feed.addEventListener("gateway", () => this.listReplicas());
+    this.feed.addEventListener("gateway", ({ detail }) => this.takeGateway(detail));
     this.feed.addEventListener("frame", () => this.listReplicas());
     this.feed.addEventListener("state", ({ detail }) => this.say(detail));
+    document.addEventListener("visibilitychange", () => this.rest());
     this.open(location.hash.slice(1));
     this.feed.open();
+  }
+
+  rest() {
+    clearTimeout(this.hiding);
+    if (document.hidden) this.hiding = setTimeout(() => this.feed.close(), HIDDEN_MS);
+    else if (this.feed.source === null) this.feed.open();
   }
 
   open(name) {
@@ -46,9 +58,11 @@ class Page {
   }
 
   moveTab(event) {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (step === undefined) return;
-    const name = NAMES[(NAMES.indexOf(this.shown) + step + NAMES.length) % NAMES.length];
+    const place = NAMES.indexOf(this.shown), last = NAMES.length - 1;
+    const places = { ArrowRight: (place + 1) % NAMES.length, ArrowLeft: place ? place - 1 : last, Home: 0, End: last };
+    const name = NAMES[places[event.key]];
+    if (name === undefined) return;
+    event.preventDefault();
     this.open(name);
     find(`#tab-${name}`).focus();
   }
@@ -72,13 +86,27 @@ class Page {
     return true;
   }
 
+  takeGateway({ version, model }) {
+    this.listReplicas();
+    // Workers may have come back with another model.
+    this.views.chat.model = model;
+    find("#model").textContent = model;
+    if (version !== this.version) find("#connection").textContent = "another version runs now; reload the page";
+  }
+
+  // A replica that is gone leaves its place to the first one; its last picture stays where there is none.
   listReplicas() {
-    const choice = find("#replica"), { replicas } = this.feed;
-    if (choice.options.length !== replicas.size) {
-      choice.replaceChildren(...[...replicas.keys()].map((each) => make("option", { value: each }, each)));
+    const choice = find("#replica"), { replicas } = this.feed, addresses = [...replicas.keys()];
+    const shown = [...choice.options].map((each) => each.value);
+    if (addresses.join() !== shown.join()) {
+      choice.replaceChildren(...addresses.map((each) => make("option", { value: each }, each)));
       find("#replica-choice").hidden = this.shown === "chat" || replicas.size < 2;
     }
-    if (this.replica === null && replicas.size) this.choose([...replicas.keys()][0]);
+    if (!addresses.length) return;
+    const own = this.replica?.address;
+    const isThere = this.replica !== null && replicas.get(own) === this.replica;
+    if (!isThere) this.choose(replicas.has(own) ? own : addresses[0]);
+    choice.value = this.replica.address;
   }
 
   choose(address) {
@@ -89,11 +117,12 @@ class Page {
 
   say(state) {
     const place = find("#connection");
-    place.textContent = state === "connected" ? "live" : "reconnecting…";
+    place.textContent = STATES[state];
     place.dataset.state = state;
   }
 }
 
-const answer = await fetch("about");
-if (answer.ok) globalThis.quirePage = new Page(await answer.json());
+const answer = await fetch("about").catch(() => null);
+if (answer === null) find("#connection").textContent = "the gateway does not answer; reload the page";
+else if (answer.ok) globalThis.quirePage = new Page(await answer.json());
 else find("#connection").textContent = `the gateway answers ${answer.status}; reload the page`;

@@ -2,7 +2,7 @@
 // probabilities of their tokens.
 
 import { find, make } from "./dom.js";
-import { Choice, events, kindOf, valueOf } from "./openai.js";
+import { ask, Choice, events, kindOf, valueOf } from "./openai.js";
 
 const OWN_FIELDS = new Set(["messages", "model", "stream", "stream_options", "tools"]);
 const GROUPS = {
@@ -39,7 +39,9 @@ export class ChatView {
     find("#stop").addEventListener("click", () => this.running?.abort());
     find("#new-chat").addEventListener("click", () => this.clear());
     find("#chat").addEventListener("keydown", (event) => {
-      if (event.key === "Escape") this.running?.abort();
+      if (event.key !== "Escape") return;
+      if (find("#token-card").hidden) this.running?.abort();
+      this.showToken(null);
     });
     find("#show-parameters").addEventListener("click", () => this.toggleDrawer());
     if (matchMedia("(max-width: 860px)").matches) this.toggleDrawer();
@@ -49,7 +51,9 @@ export class ChatView {
     for (const name of ["pointerover", "focusin"]) {
       find("#conversation").addEventListener(name, (event) => this.showToken(event.target.closest(".answer .token")));
     }
-    find("#conversation").addEventListener("pointerleave", () => this.showToken(null));
+    for (const name of ["pointerleave", "focusout"]) {
+      find("#conversation").addEventListener(name, () => this.showToken(null));
+    }
     find("#conversation").addEventListener("keydown", (event) => this.moveToken(event));
   }
 
@@ -93,6 +97,8 @@ export class ChatView {
   parameters() {
     const set = {};
     for (const [name, { kind, input }] of this.fields) {
+      // Its value is empty then.
+      if (input.validity.badInput) throw new Error(`${name} is not a number`);
       let value;
       try {
         value = valueOf(kind, input.value);
@@ -119,6 +125,8 @@ export class ChatView {
 
   clear() {
     this.running?.abort();
+    this.running = null;
+    this.enable(true);
     this.messages = [];
     find("#conversation").replaceChildren();
     this.showToken(null);
@@ -129,30 +137,44 @@ export class ChatView {
     const prompt = find("#prompt"), text = prompt.value.trim();
     if (!text || this.running) return;
     prompt.value = "";
-    this.messages.push({ role: "user", content: text });
+    const { messages } = this, number = messages.length;
+    messages.push({ role: "user", content: text });
     find("#conversation").append(make("article", { className: "user" }, make("p", {}, text)));
-    this.answer();
+    this.answer(() => {
+      messages.length = number;
+      prompt.value ||= text;
+    });
   }
 
-  async answer() {
+  // Asks for the next answer. Where nothing comes, `undo` makes the conversation what it was before the question.
+  async answer(undo) {
+    const { messages } = this;
     const place = make("div", { className: "choices" });
     const note = make("p", { className: "note", role: "status" }, "…");
     find("#conversation").append(make("article", { className: "assistant" }, place, note));
-    this.running = new AbortController();
+    const running = this.running = new AbortController();
     this.enable(false);
     const columns = new Map();
     const started = performance.now();
     try {
-      const usage = await this.stream(place, columns, this.running.signal);
+      const usage = await this.stream(place, columns, running.signal);
       note.textContent = this.describe(columns, usage, started);
     } catch (error) {
       const isStopped = error.name === "AbortError";
       note.textContent = isStopped ? `stopped · ${this.describe(columns, null, started)}` : error.message;
       note.classList.toggle("problem", !isStopped);
     }
-    this.running = null;
-    this.enable(true);
-    this.keep(columns, place);
+    // A new chat may have begun meanwhile.
+    if (this.running === running) {
+      this.running = null;
+      this.enable(true);
+    }
+    if (this.messages !== messages) return;
+    if ([...columns.values()].some(({ choice }) => !choice.isEmpty)) this.keep(columns, place);
+    else {
+      place.remove();
+      undo();
+    }
   }
 
   async stream(place, columns, signal) {
@@ -162,10 +184,7 @@ export class ChatView {
       model: this.model, messages, stream: true, stream_options: { include_usage: true },
       ...this.parameters(), ...this.tools(),
     };
-    const answer = await fetch("v1/chat/completions", {
-      method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal,
-    });
-    if (!answer.ok) throw new Error(await refusal(answer));
+    const answer = await ask(body, signal);
     let usage = null;
     for await (const chunk of events(answer.body)) {
       if (chunk.error) throw new Error(chunk.error.message);
@@ -200,18 +219,12 @@ export class ChatView {
 
   // The conversation goes on from the first answer, or from the one that is chosen.
   keep(columns, place) {
-    if (!columns.size) {
-      // Nothing came: the question is asked anew.
-      const last = this.messages.pop();
-      if (last?.role === "user" && !find("#prompt").value) find("#prompt").value = last.content;
-      return;
-    }
     const position = this.messages.length;
     const all = [...columns.values()].sort((a, b) => a.choice.index - b.choice.index);
     this.messages.push(all[0].choice.message);
     for (const column of all) {
       if (all.length > 1) column.offer(() => this.choose(position, column, all));
-      if (column.choice.calls.length) this.askForResults(column, place);
+      if (column.choice.wholeCalls.length) this.askForResults(column, place);
     }
     if (all.length > 1) this.choose(position, all[0], all);
     this.follow();
@@ -224,7 +237,7 @@ export class ChatView {
 
   // A person answers the calls of tools.
   askForResults(column, place) {
-    const { calls } = column.choice;
+    const calls = column.choice.wholeCalls;
     const about = { rows: 2, placeholder: "what the tool returns", ariaLabel: "result of the tool" };
     const inputs = calls.map(() => make("textarea", about));
     const send = make("button", { type: "button", className: "primary" }, "Send results");
@@ -233,25 +246,32 @@ export class ChatView {
     send.addEventListener("click", () => {
       if (this.running) return;
       form.remove();
+      const { messages } = this, number = messages.length;
       calls.forEach((call, index) => {
         const content = inputs[index].value;
-        this.messages.push({ role: "tool", tool_call_id: call.id, content });
+        messages.push({ role: "tool", tool_call_id: call.id, content });
         const shown = make("p", { className: "mono" }, `${call.function.name} → ${content}`);
         find("#conversation").append(make("article", { className: "user tool" }, shown));
       });
-      this.answer();
+      this.answer(() => {
+        messages.length = number;
+        find("#conversation").append(form);
+      });
     });
   }
 
   enable(isIdle) {
     find("#send").disabled = !isIdle;
     find("#stop").disabled = isIdle;
+    // A screen reader reads an answer when it is whole, and not token by token.
+    find("#conversation").setAttribute("aria-busy", String(!isIdle));
   }
 
   // Probabilities of a token
 
   showToken(token) {
     const card = find("#token-card");
+    this.described?.removeAttribute("aria-describedby");
     if (!token?.entry) {
       card.hidden = true;
       return;
@@ -268,6 +288,8 @@ export class ChatView {
     });
     card.replaceChildren(make("ol", {}, ...bars));
     card.hidden = false;
+    this.described = token;
+    token.setAttribute("aria-describedby", "token-card");
     const box = token.getBoundingClientRect();
     const left = Math.max(8, Math.min(box.left, innerWidth - card.offsetWidth - 8));
     const isAbove = box.bottom + card.offsetHeight + 12 > innerHeight;
@@ -343,13 +365,3 @@ class Column {
 }
 
 const shown = (text) => JSON.stringify(text).slice(1, -1);
-
-// Why a request was refused, in the words of the gateway.
-async function refusal(answer) {
-  try {
-    const { error } = await answer.json();
-    return error.param ? `${error.param}: ${error.message}` : error.message;
-  } catch {
-    return `the gateway answers ${answer.status}`;
-  }
-}

@@ -14,6 +14,18 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
+// Writes rows of texts into a table, in place: what stays the same can be selected and copied.
+export function fillRows(body, rows, firstTag = "td") {
+  while (body.rows.length > rows.length) body.deleteRow(-1);
+  rows.forEach((texts, place) => {
+    const row = body.rows[place] ?? body.insertRow();
+    texts.forEach((text, column) => {
+      const cell = row.cells[column] ?? row.appendChild(make(column ? "td" : firstTag));
+      if (cell.textContent !== text) cell.textContent = text;
+    });
+  });
+}
+
 const WHOLE = new Intl.NumberFormat("en");
 const SHORT = new Intl.NumberFormat("en", { maximumSignificantDigits: 3, notation: "compact" });
 

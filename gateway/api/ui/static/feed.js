@@ -20,26 +20,29 @@ export class Replica {
   }
 }
 
-// Emits "gateway" (its state), "frame" (a Replica got one) and "state" ("connected", "lost").
+const RETRY_MS = [1000, 2000, 5000, 10_000];
+
+// Emits "gateway" (its state), "frame" (a Replica got one) and "state" ("connected", "lost", "refused").
 export class Feed extends EventTarget {
   constructor(url) {
     super();
     this.replicas = new Map();
     this.gateway = null;
     this.url = url;
+    this.source = null;
+    this.numFailed = 0;
+    this.retry = null;
   }
 
   open() {
-    const source = new EventSource(this.url);
-    source.addEventListener("open", () => this.say("state", "connected"));
-    source.addEventListener("error", () => this.say("state", "lost"));
-    source.addEventListener("gateway", (event) => {
-      this.gateway = JSON.parse(event.data);
-      for (const each of this.gateway.replicas) {
-        if (!each.connected) this.of(each.address).problem = each.problem ?? "not connected";
-      }
-      this.say("gateway", this.gateway);
+    this.close();
+    const source = this.source = new EventSource(this.url);
+    source.addEventListener("open", () => {
+      this.numFailed = 0;
+      this.say("state", "connected");
     });
+    source.addEventListener("error", () => this.lose(source));
+    source.addEventListener("gateway", (event) => this.takeGateway(JSON.parse(event.data)));
     source.addEventListener("problem", (event) => {
       const { replica, problem } = JSON.parse(event.data);
       this.of(replica).problem = problem;
@@ -51,6 +54,41 @@ export class Feed extends EventTarget {
       replica.add(frame);
       this.say("frame", replica);
     });
+  }
+
+  close() {
+    clearTimeout(this.retry);
+    this.source?.close();
+    this.source = null;
+  }
+
+  takeGateway(gateway) {
+    this.gateway = gateway;
+    const listed = new Set(gateway.replicas.map((each) => each.address));
+    for (const address of this.replicas.keys()) if (!listed.has(address)) this.replicas.delete(address);
+    for (const each of gateway.replicas) {
+      const replica = this.of(each.address);
+      if (!each.connected) replica.problem = each.problem ?? "not connected";
+    }
+    this.say("gateway", gateway);
+  }
+
+  // A browser opens a stream that broke again by itself. It gives up at an answer other than 200: of a gateway that
+  // starts or drains, of a proxy without one, or where the key is no longer valid.
+  lose(source) {
+    if (source !== this.source) return;
+    this.say("state", "lost");
+    if (source.readyState !== EventSource.CLOSED) return;
+    const delay = RETRY_MS[Math.min(this.numFailed, RETRY_MS.length - 1)];
+    this.numFailed += 1;
+    this.retry = setTimeout(() => this.tryAgain(source), delay);
+  }
+
+  async tryAgain(source) {
+    const answer = await fetch("about").catch(() => null);
+    if (source !== this.source) return;
+    if (answer?.status === 401 || answer?.status === 403) this.say("state", "refused");
+    else this.open();
   }
 
   of(address) {

@@ -5,9 +5,12 @@ import { STATUS } from "./state.js";
 
 const MIN_CELL = 5;
 const MAX_CELL = 56;
+// Of a canvas, in the screen's pixels; browsers draw nothing on larger ones.
+const MAX_HEIGHT = 16_000;
 const FLASH_MS = 900;
 // With more of them at once, none can be followed.
 const MAX_ARROWS = 8;
+const MAX_MARKS = 96;
 const DARK = "#16181b";
 
 export class Grid {
@@ -28,6 +31,8 @@ export class Grid {
     Object.assign(this, { size, width, height });
     let cell = Math.max(MIN_CELL, Math.min(MAX_CELL, Math.floor(Math.sqrt((width * height) / Math.max(size, 1)))));
     while (cell > MIN_CELL && Math.ceil(size / Math.floor(width / cell)) * cell > height) cell -= 1;
+    const scale = devicePixelRatio || 1;
+    while (cell > 2 && Math.ceil(size / Math.floor(width / cell)) * cell * scale > MAX_HEIGHT) cell -= 1;
     this.cell = cell;
     this.columns = Math.max(1, Math.floor(width / cell));
     this.rows = Math.ceil(size / this.columns);
@@ -51,10 +56,10 @@ export class Grid {
     return [x + this.cell / 2, y + this.cell / 2];
   }
 
-  // A mark that fades: a ring around `block`, with an arrow from `from` where there is one.
-  mark(block, from = null) {
-    if (this.marks.length > 96) this.marks.shift();
-    this.marks.push({ block, from, until: performance.now() + FLASH_MS });
+  // A ring around `block`, with an arrow from `from` where there is one. It fades, unless it stays.
+  mark(block, from, stays) {
+    if (this.marks.length > MAX_MARKS) this.marks.shift();
+    this.marks.push({ block, from, until: stays ? Infinity : performance.now() + FLASH_MS });
   }
 
   draw(memory, pool) {
@@ -184,7 +189,7 @@ export class Grid {
       if (arrows.has(mark)) this.arrow(this.centre(from), [x, y]);
     }
     context.globalAlpha = 1;
-    return this.marks.length > 0;
+    return this.marks.some(({ until }) => until !== Infinity);
   }
 
   arrow([fromX, fromY], [toX, toY]) {

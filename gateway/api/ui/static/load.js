@@ -1,7 +1,7 @@
 // The view of load: queues, batch, tokens a second, times, memory, replicas, the last steps, and who waits for what.
 
 import { drawLines, drawSteps } from "./charts.js";
-import { duration, find, make, short, whole } from "./dom.js";
+import { duration, fillRows, find, make, short, whole } from "./dom.js";
 
 const REASONS = {
   no_worker: "no worker is attached",
@@ -126,7 +126,7 @@ export class LoadView {
         "running", whole(numbers.running_requests),
         `${whole(numbers.running_sequences)} of ${numbers.max_num_seqs} rows`,
       ],
-      ["waiting", whole(numbers.waiting_requests), `${short(numbers.waiting_tokens)} tokens to compute`],
+      ["waiting", whole(numbers.waiting_requests), `${short(numbers.waiting_tokens)} tokens`],
       ["swapped", whole(numbers.swapped_requests), `${whole(numbers.host_pool.used_blocks)} host blocks`],
       ["tokens/s", last ? short(last.generated) : "–", last ? `${short(last.computed)} computed` : ""],
       ["first token", duration(last?.ttft50), last?.ttft95 ? `95 % below ${duration(last.ttft95)}` : "median"],
@@ -143,43 +143,41 @@ export class LoadView {
 
   listReplicas() {
     const known = this.feed.gateway?.replicas ?? [];
-    find("#replicas tbody").replaceChildren(...known.map((each) => {
+    const body = find("#replicas tbody");
+    const rows = known.map((each) => {
       const replica = this.feed.replicas.get(each.address), numbers = replica?.frame?.numbers;
       const problem = replica?.problem ?? each.problem;
       const waits = numbers?.draining ? "drains" : "no worker";
       const health = !each.connected ? "not connected" : each.ready ? "ready" : waits;
-      const state = each.ready ? "good" : "bad";
-      const facts = numbers ? [
+      const facts = numbers && each.connected ? [
         whole(numbers.running_requests), whole(numbers.waiting_requests), short(replica.series.last?.generated ?? 0),
         percent(numbers.gpu_pool.used_blocks / Math.max(1, numbers.gpu_pool.total_blocks)), numbers.policy,
       ] : ["–", "–", "–", "–", "–"];
-      return make(
-        "tr", {}, make("th", { scope: "row" }, each.address),
-        make("td", { className: state, title: problem ?? "" }, health, problem ? `: ${problem}` : ""),
-        ...facts.map((fact) => make("td", {}, fact)),
-      );
-    }));
+      return [each.address, problem ? `${health}: ${problem}` : health, ...facts];
+    });
+    fillRows(body, rows, "th");
+    known.forEach((each, place) => { body.rows[place].cells[1].className = each.ready ? "good" : "bad"; });
   }
 
   listSteps(steps, numbers) {
     const most = drawSteps(find("#steps canvas"), steps, numbers.max_num_batched_tokens);
     const limit = whole(numbers.max_num_batched_tokens);
     find("#steps .hint").textContent = `bars are up to ${whole(Math.round(most))} tokens; a step may have ${limit}`;
-    find("#steps tbody").replaceChildren(...steps.slice(-8).reverse().map((each) => make("tr", {}, ...[
+    fillRows(find("#steps tbody"), steps.slice(-8).reverse().map((each) => [
       whole(each.step_id), whole(each.num_decodes), `${whole(each.num_chunk_tokens)} in ${whole(each.num_chunks)}`,
       whole(each.num_entered), whole(each.num_preempted), whole(each.num_copied),
       `${whole(each.num_swapped_out)} / ${whole(each.num_swapped_in)}`, duration(each.plan_us / 1000),
       each.total_us === null ? "in flight" : duration(each.total_us / 1000),
-    ].map((fact) => make("td", {}, fact)))));
+    ]));
   }
 
   listWaiting(frame) {
     const all = frame.numbers.waiting_requests + frame.numbers.swapped_requests;
     find("#waiting .hint").textContent = all ? `the first ${frame.waiting.length} of ${whole(all)}` : "nobody waits";
     find("#waiting table").hidden = !frame.waiting.length;
-    find("#waiting tbody").replaceChildren(...frame.waiting.map((each) => make("tr", {}, ...[
+    fillRows(find("#waiting tbody"), frame.waiting.map((each) => [
       each.request_id, each.tenant, each.is_swapped ? "swapped" : "waiting", whole(each.tokens_to_compute),
       duration(each.waited_ms), REASONS[each.reason] ?? "a reason that this page does not know",
-    ].map((fact) => make("td", {}, fact)))));
+    ]));
   }
 }

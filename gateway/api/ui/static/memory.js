@@ -2,8 +2,9 @@
 
 import { find, isCalm, make, whole } from "./dom.js";
 import { Grid } from "./grid.js";
+import { ask } from "./openai.js";
 import { Palette } from "./palette.js";
-import { describe, EVENT, STATUS, title } from "./state.js";
+import { STATUS, title } from "./state.js";
 
 const MAX_LOG = 80;
 const MAX_LISTED = 64;
@@ -11,6 +12,11 @@ const NAME_LENGTH = 14;
 const MAX_CELLS = 256;
 const READ_DELAY_MS = 120;
 const STATUS_NAMES = { 1: "waits to fork", 2: "runs", 3: "swapped out", 4: "over" };
+
+// A line about what happened.
+function entryOf({ step, text }) {
+  return make("li", {}, make("span", { className: "when" }, step ? `step ${whole(step)}` : "between steps"), text);
+}
 
 export class MemoryView {
   constructor(feed) {
@@ -20,13 +26,17 @@ export class MemoryView {
       gpu: new Grid(find("#gpu-blocks"), this.palette), host: new Grid(find("#host-blocks"), this.palette),
     };
     this.replica = null;
-    // The frame that is shown while the view is paused; the newest one otherwise.
+    // While the view is paused: the place of the frame that is shown, the frame, and the memory as of it.
     this.shown = null;
+    this.held = null;
     this.selected = null;
     this.isVisible = false;
     this.isDirty = true;
     this.readNumber = 0;
     this.reading = null;
+    this.pointed = null;
+    this.described = null;
+    this.isSpoken = false;
     this.entries = new Map();
     this.more = make("li", { className: "hint" });
     feed.addEventListener("frame", ({ detail }) => this.take(detail));
@@ -42,6 +52,7 @@ export class MemoryView {
       canvas.addEventListener("keydown", (event) => this.press(name, event));
       canvas.addEventListener("focus", () => this.pointTo(name, grid.cursor ?? 0));
     }
+    find("#example").addEventListener("click", () => this.runExample());
     find("#pause").addEventListener("click", () => this.pause(this.shown === null));
     find("#back").addEventListener("click", () => this.go(-1));
     find("#forward").addEventListener("click", () => this.go(1));
@@ -62,19 +73,28 @@ export class MemoryView {
     if (replica === this.replica) return;
     this.replica = replica;
     this.shown = null;
+    this.held = null;
     this.selected = null;
-    this.change();
+    // What was read and what happened is of the other one.
+    this.forgetBlock();
+    this.pointed = null;
+    for (const grid of Object.values(this.grids)) grid.cursor = null;
+    find("#block-title").textContent = "Point at a block";
+    for (const place of ["#block-facts", "#block-owners"]) find(place).replaceChildren();
+    this.tell(replica.history, replica.history.length - 1, []);
   }
 
   take(replica) {
-    if (replica !== this.replica || replica.frame?.memory == null) return;
+    // A part of a large picture is no moment to stop at.
+    if (replica !== this.replica || replica.frame === null || replica.frame !== replica.history.frames.at(-1)) return;
     if (this.shown !== null) {
-      // Frames that are forgotten move the one that is shown.
-      this.shown = Math.max(0, this.shown - (this.lastLength + 1 - replica.history.length));
+      // Frames that are forgotten move the one that is shown. When it is forgotten itself, its picture stays.
+      this.shown = Math.max(0, replica.history.frames.indexOf(this.held.frame));
     } else {
-      this.log(replica.history.live, replica.frame);
+      this.mark(replica.frame.happened, false);
+      find("#events").prepend(...replica.frame.happened.slice(-MAX_LOG).reverse().map(entryOf));
+      while (find("#events").children.length > MAX_LOG) find("#events").lastChild.remove();
     }
-    this.lastLength = replica.history.length;
     this.change();
   }
 
@@ -83,9 +103,13 @@ export class MemoryView {
   pause(isPaused) {
     const { history } = this.replica ?? {};
     if (!history?.length) return;
-    this.shown = isPaused ? history.length - 1 : null;
-    this.lastLength = history.length;
-    this.change();
+    if (isPaused) {
+      this.goTo(history.length - 1);
+      return;
+    }
+    this.shown = null;
+    this.held = null;
+    this.tell(history, history.length - 1, []);
   }
 
   go(frames) {
@@ -97,10 +121,23 @@ export class MemoryView {
   goTo(index) {
     const { history } = this.replica ?? {};
     if (!history?.length) return;
-    this.lastLength = history.length;
     this.shown = Math.max(0, Math.min(history.length - 1, index));
-    this.log(history.at(this.shown), history.frames[this.shown]);
+    this.held = { frame: history.frames[this.shown], memory: history.at(this.shown) };
+    this.tell(history, this.shown, this.held.frame.happened);
+  }
+
+  // What happened up to a frame; the blocks of `happened` stay marked.
+  tell(history, index, happened) {
+    for (const grid of Object.values(this.grids)) grid.marks = [];
+    this.mark(happened, true);
+    find("#events").replaceChildren(...history.happenedUpTo(index, MAX_LOG).map(entryOf));
     this.change();
+  }
+
+  mark(happened, stays) {
+    for (const { pool, block, from } of happened.flatMap(({ marks }) => marks)) {
+      this.grids[pool].mark(block, from, stays);
+    }
   }
 
   // Drawing: once for all that changed since the last picture
@@ -118,7 +155,7 @@ export class MemoryView {
     if (!this.isVisible || this.replica === null) return;
     const { history } = this.replica;
     if (this.isDirty) {
-      this.memory = this.shown === null ? history.live : history.at(this.shown);
+      this.memory = this.held === null ? history.live : this.held.memory;
       this.palette.keep(new Set([...this.memory.sequences.values()].map((each) => each.request_id)));
       this.isDirty = false;
       this.writeTime(history);
@@ -158,28 +195,22 @@ export class MemoryView {
     slider.value = Math.max(0, index);
     find("#pause").textContent = this.shown === null ? "Pause" : "Go on";
     find("#pause").setAttribute("aria-pressed", String(this.shown !== null));
-    const newest = history.frames.at(-1), at = history.frames[index];
-    const age = newest && at ? newest.unix_seconds - at.unix_seconds : 0;
+    const age = this.held === null ? 0 : history.frames.at(-1).unix_seconds - this.held.frame.unix_seconds;
     find("#age").textContent = this.shown === null ? "live" : `${age.toFixed(1)} s ago`;
     slider.setAttribute("aria-valuetext", find("#age").textContent);
   }
 
-  // What happened
-
-  log(memory, frame) {
-    const { gpu, host } = this.grids;
-    const events = describe(memory, frame);
-    for (const { kind, first, second } of events) {
-      if (kind === EVENT.copy) gpu.mark(second, first);
-      else if (kind === EVENT.swapOut) host.mark(second);
-      else if (kind === EVENT.swapIn) gpu.mark(second);
+  // Samples that copy a block on write, and beams that fork: figures 8 and 9 of the paper.
+  async runExample() {
+    const said = find("#example-said"), messages = [{ role: "user", content: "Tell me a story about a fox." }];
+    const run = { model: this.feed.gateway?.model, messages, max_tokens: 200, ignore_eos: true };
+    try {
+      await Promise.all([
+        ask({ ...run, n: 3, temperature: 1 }), ask({ ...run, n: 4, temperature: 0, use_beam_search: true }),
+      ]);
+    } catch (error) {
+      said.textContent = error.message;
     }
-    const list = find("#events");
-    for (const { step, text } of events.slice(-MAX_LOG)) {
-      const when = step ? `step ${whole(step)}` : "between steps";
-      list.prepend(make("li", {}, make("span", { className: "when" }, when), text));
-    }
-    while (list.children.length > MAX_LOG) list.lastChild.remove();
   }
 
   // Sequences
@@ -188,6 +219,7 @@ export class MemoryView {
   listSequences() {
     const sequences = [...this.memory.sequences.values()];
     find("#sequence-count").textContent = whole(sequences.length);
+    find("#idle").hidden = sequences.length > 0 || this.shown !== null;
     const entries = new Map();
     for (const sequence of sequences.slice(0, MAX_LISTED)) {
       const entry = this.entries.get(sequence.number) ?? this.makeEntry(sequence);
@@ -227,7 +259,10 @@ export class MemoryView {
     const { blockSize } = this.memory.shape;
     const cells = sequence.table.slice(0, MAX_CELLS).map((block, index) => {
       const filled = Math.min(Math.max(sequence.computed - index * blockSize, 0), blockSize);
-      return make("li", { title: `logical block ${index}: ${filled} of ${blockSize} slots` }, `${index} → ${block}`);
+      const share = filled < blockSize ? ` (${filled}/${blockSize})` : "";
+      return make(
+        "li", { title: `logical block ${index}: ${filled} of ${blockSize} slots` }, `${index} → ${block}${share}`,
+      );
     });
     const facts = `${STATUS_NAMES[sequence.status]}${sequence.is_beam ? " · beam" : ""} · tenant ${sequence.tenant}`;
     return make("div", { className: "table" }, make("p", {}, facts), make("ol", {}, ...cells));
@@ -240,7 +275,9 @@ export class MemoryView {
 
   selectAtCursor(name) {
     const block = this.grids[name].cursor;
-    if (block !== null && this.memory) this.select(this.memory[name].owners[block] || null);
+    if (block === null || !this.memory) return;
+    const owner = this.memory[name].owners[block] || null;
+    this.select(owner === this.selected ? null : owner);
   }
 
   // One block
@@ -253,10 +290,17 @@ export class MemoryView {
 
   pointTo(name, block) {
     for (const [each, grid] of Object.entries(this.grids)) grid.cursor = each === name ? block : null;
+    if (this.pointed?.name === name && this.pointed.block === block) return;
     this.pointed = { name, block };
+    this.forgetBlock();
+    this.change();
+  }
+
+  forgetBlock() {
+    this.readNumber += 1;
     this.tokens = null;
     this.contents = null;
-    this.change();
+    this.described = null;
   }
 
   press(name, event) {
@@ -264,6 +308,7 @@ export class MemoryView {
     const moves = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: grid.columns, ArrowUp: -grid.columns };
     if (event.key in moves) {
       const block = (grid.cursor ?? 0) + moves[event.key];
+      this.isSpoken = true;
       if (block >= 0 && block < grid.size) this.pointTo(name, block);
     } else if (event.key === "Enter") this.selectAtCursor(name);
     else if (event.key === "Escape") this.select(null);
@@ -272,26 +317,33 @@ export class MemoryView {
   }
 
   async read(name, block) {
-    if (this.shown !== null) return;
     const number = (this.readNumber += 1);
     const query = new URLSearchParams({ replica: this.replica.address, block, host: name === "host" ? 1 : 0 });
     try {
       const answer = await fetch(`block?${query}`);
-      if (!answer.ok || number !== this.readNumber) return;
-      this.tokens = await answer.json();
+      if (!answer.ok) return;
+      const tokens = await answer.json();
+      // Another block, another replica or another moment may be shown by now.
+      if (number !== this.readNumber || this.shown !== null) return;
+      this.tokens = tokens;
+      this.described = null;
       this.describeBlock();
     } catch {
       // What the feed told is shown, without the tokens.
     }
   }
 
-  // The tokens are read again when others hold the block, or when it holds more.
+  // The tokens are read again when others hold the block, or when it holds more. Of the past they are not known.
   readWhenChanged(contents) {
     if (contents === this.contents) return;
     this.contents = contents;
+    if (this.shown !== null) {
+      this.tokens = null;
+      return;
+    }
     this.reading ??= setTimeout(() => {
       this.reading = null;
-      this.read(this.pointed.name, this.pointed.block);
+      if (this.pointed && this.shown === null) this.read(this.pointed.name, this.pointed.block);
     }, READ_DELAY_MS);
   }
 
@@ -300,7 +352,8 @@ export class MemoryView {
     const { name, block } = this.pointed, { memory } = this, pool = memory[name];
     if (block >= pool.size) return;
     const holders = memory.holdersOf(pool, block);
-    this.readWhenChanged(`${name} ${block} ${holders.map((each) => each.number)}:${memory.filled(pool, block)}`);
+    const owners = holders.map((each) => each.number);
+    this.readWhenChanged(`${this.shown !== null} ${name} ${block} ${owners}:${memory.filled(pool, block)}`);
     const pins = name === "gpu" ? memory.pins.get(block) ?? 0 : 0;
     const facts = [
       ["state", memory.stateOf(pool, block) + (pins ? `, pinned by ${pins}` : "")],
@@ -308,8 +361,18 @@ export class MemoryView {
       ["references", whole(pool.refs[block])],
       ["hash", this.tokens?.block_hash ?? (memory.isNamed(pool, block) ? `${memory.names[block]}…` : "not sealed")],
     ];
+    // Ten times a second: what stays the same stays, so that it can be selected.
+    const described = JSON.stringify([name, block, facts, owners, this.tokens]);
+    if (described === this.described) return;
+    this.described = described;
     const where = name === "host" ? "Host block" : "Block";
     find("#block-title").textContent = `${where} ${block}`;
+    if (this.isSpoken) {
+      // What a key pointed at is said once, and not again with each token.
+      this.isSpoken = false;
+      const names = holders.slice(0, 3).map((each) => title(each));
+      find("#block-said").textContent = [`${where} ${block}: ${facts[0][1]}`, facts[1][1], ...names].join(", ");
+    }
     find("#block-facts").replaceChildren(
       ...facts.flatMap(([term, value]) => [make("dt", {}, term), make("dd", {}, value)]),
     );

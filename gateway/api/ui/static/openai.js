@@ -1,14 +1,35 @@
-// A streamed chat completion over the OpenAI API: reads its events, and puts the pieces of each choice together.
+// A chat completion over the OpenAI API: asks for it, reads its events, and puts the pieces of each choice together.
 // Nothing here touches the page.
 
-// The objects of a stream of server-sent events, up to [DONE].
+// Sends a chat. Throws an Error with the gateway's words where it refuses it, and an AbortError where it is stopped.
+export async function ask(body, signal) {
+  const answer = await fetch("v1/chat/completions", {
+    method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal,
+  }).catch((error) => {
+    throw error.name === "AbortError" ? error : new Error("the gateway does not answer", { cause: error });
+  });
+  if (!answer.ok) throw new Error(await refusal(answer));
+  return answer;
+}
+
+async function refusal(answer) {
+  const seconds = answer.headers.get("retry-after"), wait = seconds ? ` (try again in ${seconds} s)` : "";
+  try {
+    const { error } = await answer.json();
+    return (error.param ? `${error.param}: ${error.message}` : error.message) + wait;
+  } catch {
+    return `the gateway answers ${answer.status}${wait}`;
+  }
+}
+
+// The objects of a stream of server-sent events, up to [DONE]. Throws an Error where the stream ends before.
 export async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
-      if (done) return;
+      const { value, done } = await reader.read().catch(broken);
+      if (done) broken();
       const parts = (rest + value).split("\n\n");
       rest = parts.pop();
       for (const part of parts) {
@@ -21,6 +42,12 @@ export async function* events(body) {
   } finally {
     reader.cancel().catch(() => {});
   }
+}
+
+// What browsers call it differs: "network error", "Error in input stream".
+function broken(error = null) {
+  if (error?.name === "AbortError") throw error;
+  throw new Error("the connection broke before the answer was over", { cause: error });
 }
 
 // One choice of an answer, as far as it has come.
@@ -69,11 +96,23 @@ export class Choice {
     return (this.numTokens - 1) / ((this.lastAt - this.firstAt) / 1000);
   }
 
+  // Whether nothing has come but, perhaps, its role.
+  get isEmpty() {
+    return !(this.text || this.reasoning || this.calls.length);
+  }
+
+  // The calls of tools; none where the answer broke off, perhaps in the middle of one.
+  get wholeCalls() {
+    return this.finish === null ? [] : this.calls;
+  }
+
   // The message that the next request has for this answer.
   get message() {
-    const message = { role: "assistant", content: this.text || null };
-    if (this.calls.length) message.tool_calls = this.calls;
-    return message;
+    const { wholeCalls: calls, reasoning } = this;
+    return {
+      role: "assistant", content: this.text || (calls.length ? null : ""),
+      ...(calls.length && { tool_calls: calls }), ...(reasoning && { reasoning_content: reasoning }),
+    };
   }
 }
 

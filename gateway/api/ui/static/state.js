@@ -141,14 +141,25 @@ export class History {
     this.live = new Memory();
     this.frames = [];
     this.keyframes = [];
+    this.hasParts = false;
+    this.happened = [];
   }
 
+  // Notes in the frame what has happened to blocks, in words: who took part may be gone with the next one.
   add(frame) {
+    const before = frame.memory?.events.length ? new Map(this.live.sequences) : new Map();
     this.live.apply(frame);
     if (frame.memory === null) return;
+    this.happened.push(...describe(this.live, frame, before));
+    // Of the picture of a large pool the last part stands for all.
+    const isWhole = frame.is_whole || this.hasParts;
+    this.hasParts = Boolean(frame.more_follows);
+    if (this.hasParts) return;
+    frame.happened = this.happened;
+    this.happened = [];
     this.frames.push(frame);
     const last = this.keyframes.at(-1);
-    if (frame.is_whole || last === undefined || frame.unix_seconds - last.frame.unix_seconds >= KEYFRAME_SECONDS) {
+    if (isWhole || last === undefined || frame.unix_seconds - last.frame.unix_seconds >= KEYFRAME_SECONDS) {
       this.keyframes.push({ frame, memory: this.live.copy() });
     }
     this.forget(frame.unix_seconds - KEPT_SECONDS);
@@ -165,35 +176,49 @@ export class History {
     return this.frames.length;
   }
 
-  // The memory as of one of the frames.
+  // What happened up to a frame: the last `count` of it, newest first.
+  happenedUpTo(index, count) {
+    const found = [];
+    for (let place = index; place >= 0 && found.length < count; place -= 1) {
+      found.push(...this.frames[place].happened.toReversed());
+    }
+    return found.slice(0, count);
+  }
+
+  // The memory as of one of the frames, which stays as it is.
   at(index) {
-    if (index === this.frames.length - 1) return this.live;
-    const target = this.frames[index];
+    if (index === this.frames.length - 1) return this.live.copy();
     const isBefore = (each) => this.frames.indexOf(each.frame) <= index;
     const start = this.keyframes.findLast(isBefore);
     const memory = start.memory.copy();
     for (let place = this.frames.indexOf(start.frame) + 1; place <= index; place += 1) memory.apply(this.frames[place]);
-    memory.frame = target;
     return memory;
   }
 }
 
-// Sentences about what happened to blocks in a frame.
-export function describe(memory, frame) {
+// What happened to blocks in a frame: sentences, and which blocks to point at, as {pool, block, from}. `before` has the
+// sequences before the frame.
+function describe(memory, frame, before) {
   const name = (number) => {
-    const sequence = memory.sequences.get(number);
+    const sequence = memory.sequences.get(number) ?? before.get(number);
     return sequence === undefined ? `sequence ${number}` : title(sequence, NAME_LENGTH);
   };
+  const gpu = (block, from = null) => ({ pool: "gpu", block, from });
+  const host = (block) => ({ pool: "host", block, from: null });
   const say = {
-    [EVENT.copy]: (a, b) => `copy-on-write: block ${a} is copied to ${b}`,
-    [EVENT.swapOut]: (a, b) => `swap out: block ${a} to host block ${b}`,
-    [EVENT.swapIn]: (a, b) => `swap in: host block ${a} to block ${b}`,
-    [EVENT.fork]: (a, b) => `fork: ${name(b)} shares the blocks of ${name(a)}`,
-    [EVENT.preempt]: (a, b) => `preempted: ${name(a)} ${b ? "was swapped out" : "will be computed again"}`,
+    [EVENT.copy]: (a, b) => [`copy-on-write: block ${a} is copied to ${b}`, [gpu(b, a)]],
+    [EVENT.swapOut]: (a, b) => [`swap out: block ${a} to host block ${b}`, [gpu(a), host(b)]],
+    [EVENT.swapIn]: (a, b) => [`swap in: host block ${a} to block ${b}`, [host(a), gpu(b)]],
+    [EVENT.fork]: (a, b) => [`fork: ${name(b)} shares the blocks of ${name(a)}`, []],
+    // The moves of one that was swapped out say where its blocks are now.
+    [EVENT.preempt]: (a, b) => (b
+      ? [`preempted: ${name(a)} was swapped out`, []]
+      : [`preempted: ${name(a)} will be computed again`, (before.get(a)?.table ?? []).map((block) => gpu(block))]),
   };
-  return [...rows(frame.memory?.events ?? [], 4)]
-    .filter(([kind]) => kind in say)
-    .map(([kind, step, first, second]) => ({ kind, step, first, second, text: say[kind](first, second) }));
+  return [...rows(frame.memory.events, 4)].filter(([kind]) => kind in say).map(([kind, step, first, second]) => {
+    const [text, marks] = say[kind](first, second);
+    return { kind, step, text, marks };
+  });
 }
 
 // The name of a sequence: its request, shortened to `most` characters, and its number where there are several.

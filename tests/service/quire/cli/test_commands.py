@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.main import main
+from quire.cli.main import COMMANDS, GROUPS, main
 from quire.common.v1 import common_pb2
+from quire.rpc.process import missing_package
 from tests.support.fake_gateway import FakeGatewayThread
 
 Run = Callable[..., tuple[int, str, str]]
@@ -207,37 +209,89 @@ def test_no_gateway_is_one_line(command: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sreve"]) == 2
-    assert capsys.readouterr().err.startswith("quire sreve: error: no such command; there are serve,")
+    for command, message in (
+        ("sreve", '"sreve" is not a command; did you mean serve?'),
+        ("xyzzy", '"xyzzy" is not a command; there are serve, chat, '),
+        ("--model", '"--model" comes before a command; flags come after it, as in quire serve --model'),
+    ):
+        assert main([command]) == 2
+        assert capsys.readouterr().err.startswith(f"quire: error: {message}")
 
 
 def test_a_missing_extra_is_one_line() -> None:
     code = "import sys; sys.modules['torch'] = None; from quire.cli.main import main; sys.exit(main(['worker']))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
-    message = "torch is not installed; install quire[all], or the extra of this service"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    message = "torch is not installed; install quire[worker]"
     assert (done.returncode, done.stderr) == (2, f"quire worker: error: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "extras"),
+    [
+        ("huggingface_hub.errors", "quire[gateway] or quire[worker]"),
+        ("zmq", "quire[events]"),
+        ("rich.box", "quire[top]"),
+        ("grpc", "quire again"),
+    ],
+)
+def test_a_missing_package_names_the_extras_that_have_it(module: str, extras: str) -> None:
+    error = missing_package(ModuleNotFoundError(name=module))
+    assert str(error) == f"{module} is not installed; install {extras}"
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "quire COMMAND" in capsys.readouterr().out
+    assert main(["help", "pull"]) == 0
+    assert "usage: quire pull" in capsys.readouterr().out
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("quire 0.")
     assert main([]) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, "quire COMMAND" in shown.err) == ("", True)
+
+
+def test_help_has_each_command_once_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert re.findall(r"^  ([\w-]+)  ", text, re.MULTILINE) == list(COMMANDS)
+    assert re.findall(r"^(\S.*):$", text, re.MULTILINE) == list(GROUPS)
+    assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("prompts", ["'a b c'", "--file <(printf 'a\\nb\\nc\\n')"])
 def test_a_reader_that_leaves_is_no_traceback(gateway: FakeGatewayThread, prompts: str) -> None:
     command = f"{sys.executable} -m quire.cli.main generate {prompts} --address {gateway.address} | true"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--help", "--version", "serve --help", "keys list {keys}", "certs --tls-dir={new}"]
+)
+def test_output_that_nobody_takes_fails_in_one_line_at_most(
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = tmp_path / "keys.json"
+    assert main(["keys", "add", str(keys), "--tenant=a"]) == 0
+    capsys.readouterr()
+    words = arguments.format(keys=keys, new=tmp_path / "certs").split()
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = f"quire {words[0]}" if words[0].isalpha() else "quire"
+    full = f"{program}: error: cannot write: No space left on device\n"
+    for descriptor, expected in ((writer, ""), (os.open("/dev/full", os.O_WRONLY), full)):
+        with os.fdopen(descriptor, "w") as stdout:
+            monkeypatch.setattr(sys, "stdout", stdout)
+            assert main(words) == 1
+            assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize("prompts", ["'a b c'", "--file <(printf 'a\\nb\\nc\\n')"])
 def test_a_full_disk_is_one_line(gateway: FakeGatewayThread, prompts: str) -> None:
     command = f"{sys.executable} -m quire.cli.main generate {prompts} --address {gateway.address} > /dev/full"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (1, "quire generate: error: cannot write: No space left on device\n")
 
 
@@ -248,7 +302,7 @@ def test_input_that_is_no_utf8_is_one_line(gateway: FakeGatewayThread, command: 
         input=b"hi \xff\n",
         env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},
         capture_output=True,
-        timeout=20,
+        timeout=60,
     )
     assert done.returncode == 2
     (line,) = done.stderr.decode().splitlines()
@@ -267,7 +321,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(gateway: FakeGatewayThread) ->
     def read_until(text: str) -> None:
         nonlocal seen
         while text not in seen:
-            assert select.select([terminal], [], [], 20)[0], seen
+            assert select.select([terminal], [], [], 60)[0], seen
             seen += os.read(terminal, 1024).decode()
         seen = seen.partition(text)[2]
 
@@ -283,7 +337,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(gateway: FakeGatewayThread) ->
         read_until("hello!")
         read_until("> ")
         os.write(terminal, b"/exit\n")
-        assert chat.wait(10) == 0
+        assert chat.wait(60) == 0
     finally:
         chat.kill()
         chat.wait()

@@ -48,7 +48,7 @@ async def client_of(kind: Kind, *addresses: str, tls: ClientTls | None = None) -
 
 
 async def who_answers(client: EitherClient) -> str:
-    return (await client.call("server_info", timeout_s=10)).gateway_id
+    return (await client.call("server_info", timeout_s=60)).gateway_id
 
 
 async def until_answered_by(client: EitherClient, *gateway_ids: str) -> None:
@@ -76,7 +76,7 @@ async def test_a_text_with_commas_is_the_same(kind: Kind) -> None:
 async def test_who_is_not_there_is_not_called(kind: Kind) -> None:
     async with two_gateways() as (first, _), client_of(kind, NOBODY, first.address) as client:
         assert [await who_answers(client) for _ in range(4)] == ["first"] * 4
-        assert (await client.call("generate", "hi", timeout_s=10)).text == "hi!"
+        assert (await client.call("generate", "hi", timeout_s=60)).text == "hi!"
 
 
 async def test_calls_go_to_the_others_when_one_dies_and_to_it_when_it_is_back(kind: Kind) -> None:
@@ -92,9 +92,9 @@ async def test_calls_go_to_the_others_when_one_dies_and_to_it_when_it_is_back(ki
 async def test_when_all_are_gone_it_is_unavailable(kind: Kind) -> None:
     async with client_of(kind, NOBODY, "127.0.0.1:2") as client:
         with pytest.raises(Unavailable):
-            await client.call("generate", "hi", timeout_s=10)
+            await client.call("generate", "hi", timeout_s=60)
         with pytest.raises(Unavailable):
-            await client.call("list_models", timeout_s=10)
+            await client.call("list_models", timeout_s=60)
 
 
 async def test_addresses_of_both_families_are_called(kind: Kind) -> None:

@@ -30,8 +30,8 @@ from tests.support.scheduler_process import wait_nothing_in_use
 from tests.support.two_gateways import TwoGateways, two_gateways
 
 Kind = type[Client] | type[AsyncClient]
-OPTIONS = GenerationOptions(seed=5, temperature=1.0, max_tokens=300, ignore_eos=True)
-TWO_SEQUENCES = GenerationOptions(seed=5, temperature=1.0, max_tokens=150, ignore_eos=True, n=2)
+OPTIONS = GenerationOptions(seed=5, temperature=1.0, max_tokens=150, ignore_eos=True)
+TWO_SEQUENCES = GenerationOptions(seed=5, temperature=1.0, max_tokens=80, ignore_eos=True, n=2)
 
 both_clients = pytest.mark.parametrize("kind", [Client, AsyncClient])
 
@@ -99,7 +99,7 @@ class Reader:
     def read(self, stream: Stream) -> None:
         for event in stream:
             if self._accept(event):
-                asyncio.run_coroutine_threadsafe(self._disturb_in_loop(), self.loop).result(10)
+                asyncio.run_coroutine_threadsafe(self._disturb_in_loop(), self.loop).result(60)
 
     async def read_async(self, stream: AsyncStream) -> None:
         async for event in stream:
@@ -142,8 +142,7 @@ async def whole_answer(client: EitherClient, options: GenerationOptions) -> dict
     return {each.index: Sequence(list(each.token_ids), each.text) for each in answer.sequences}
 
 
-@both_clients
-@pytest.mark.parametrize("options", [OPTIONS, TWO_SEQUENCES], ids=["one sequence", "two sequences"])
+@pytest.mark.parametrize(("kind", "options"), [(Client, TWO_SEQUENCES), (AsyncClient, OPTIONS)])
 async def test_a_stream_goes_on_through_the_other_gateway(
     kind: Kind, linked: Linked, options: GenerationOptions
 ) -> None:
@@ -202,7 +201,7 @@ async def test_a_lost_stream_whose_key_has_no_request_left_goes_on_when_it_has(k
     generation = RefusedResumption(Unavailable("the connection broke"), refused, refused)
     server = await start_fake_gateway("127.0.0.1:0", generation)
     async with client_of(kind, [server.address]) as client:
-        events = await client.events("halfway", durable=True, timeout_s=10)
+        events = await client.events("halfway", durable=True, timeout_s=60)
     await server.stop(0)
     assert [type(event) for event in events] == [TokenChunk, SequenceFinished, RequestCompleted]
     assert generation.num_calls == 1 + 3

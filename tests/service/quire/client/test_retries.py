@@ -54,21 +54,21 @@ async def reset_first(
 @pytest.mark.parametrize("num_failures", [1, 3])
 async def test_an_idempotent_call_is_made_again_until_a_gateway_answers(kind, num_failures: int) -> None:
     async with calling(kind, *[GONE] * num_failures) as (client, generation):
-        assert (await client.call("tokenize", "hi", timeout_s=10)).token_ids == (104, 105)
+        assert (await client.call("tokenize", "hi", timeout_s=60)).token_ids == (104, 105)
     assert generation.num_calls == num_failures + 1
 
 
 async def test_an_idempotent_call_is_given_up_after_four(kind) -> None:
     async with calling(kind, *[GONE] * 5) as (client, generation):
         with pytest.raises(Unavailable, match="about to stop") as caught:
-            await client.call("tokenize", "hi", timeout_s=10)
+            await client.call("tokenize", "hi", timeout_s=60)
     assert caught.value.reason == "DRAINING"
     assert generation.num_calls == 4
 
 
 async def test_a_policy_goes_on_where_grpc_gives_up(kind) -> None:
     async with calling(kind, *[GONE] * 5, retry=PATIENT) as (client, generation):
-        assert (await client.call("tokenize", "hi", timeout_s=10)).token_ids == (104, 105)
+        assert (await client.call("tokenize", "hi", timeout_s=60)).token_ids == (104, 105)
     assert generation.num_calls == 6
 
 
@@ -76,25 +76,25 @@ async def test_a_policy_goes_on_where_grpc_gives_up(kind) -> None:
 async def test_a_generation_that_may_have_been_served_is_not_made_again(kind, retry: RetryPolicy | None) -> None:
     async with calling(kind, GONE, GONE, retry=retry) as (client, generation):
         with pytest.raises(Unavailable):
-            await client.call("generate", "hi", timeout_s=10)
+            await client.call("generate", "hi", timeout_s=60)
         with pytest.raises(Unavailable):
-            await client.events("hi", timeout_s=10)
+            await client.events("hi", timeout_s=60)
     assert generation.num_calls == 2
 
 
 async def test_a_lost_generation_is_made_again_where_the_policy_says_so(kind) -> None:
     async with calling(kind, GONE, GONE, GONE, retry=GENERATES_AGAIN) as (client, generation):
-        assert (await client.call("generate", "hi", timeout_s=10)).text == "hi!"
+        assert (await client.call("generate", "hi", timeout_s=60)).text == "hi!"
         assert generation.num_calls == 3 + 1
     async with calling(kind, GONE, GONE, retry=GENERATES_AGAIN) as (client, generation):
-        assert isinstance((await client.events("hi", timeout_s=10))[-1], RequestCompleted)
+        assert isinstance((await client.events("hi", timeout_s=60))[-1], RequestCompleted)
         assert generation.num_calls == 2 + 1
 
 
 @pytest.mark.parametrize("durable", [False, True])
 async def test_what_breaks_after_the_last_event_is_nobodys_error(kind, durable: bool) -> None:
     async with calling(kind, GONE) as (client, generation):
-        stream = client.client.generate_stream("too late", durable=durable, timeout_s=10)
+        stream = client.client.generate_stream("too late", durable=durable, timeout_s=60)
         events = await client.read(stream)
         assert [type(event) for event in events] == [TokenChunk, TokenChunk, SequenceFinished, RequestCompleted]
         assert stream.completed is events[-1]
@@ -105,16 +105,16 @@ async def test_what_breaks_after_the_last_event_is_nobodys_error(kind, durable: 
 @pytest.mark.parametrize("num_resets", [1, 3])
 async def test_an_idempotent_call_outlives_connections_that_are_reset_while_they_open(kind, num_resets: int) -> None:
     async with reset_first(kind, num_resets) as (client, _, proxy):
-        assert (await client.call("tokenize", "hi", timeout_s=20)).token_ids == (104, 105)
+        assert (await client.call("tokenize", "hi", timeout_s=60)).token_ids == (104, 105)
     assert proxy.num_connections == num_resets + 1
 
 
 async def test_a_generation_that_reached_nobody_is_made_again_by_a_policy(kind) -> None:
     async with reset_first(kind, 2, retry=RetryPolicy()) as (client, generation, _):
-        assert (await client.call("generate", "hi", timeout_s=20)).text == "hi!"
+        assert (await client.call("generate", "hi", timeout_s=60)).text == "hi!"
         assert generation.num_calls == 1
     async with reset_first(kind, 2, retry=RetryPolicy()) as (client, generation, _):
-        assert isinstance((await client.events("hi", timeout_s=20))[-1], RequestCompleted)
+        assert isinstance((await client.events("hi", timeout_s=60))[-1], RequestCompleted)
         assert generation.num_calls == 1
 
 
@@ -130,7 +130,7 @@ async def test_a_generation_that_never_reaches_anybody_is_given_up_whatever_the_
 async def test_without_a_policy_it_is_the_callers(kind) -> None:
     async with reset_first(kind, 1) as (client, generation, _):
         with pytest.raises(Unavailable):
-            await client.call("generate", "hi", timeout_s=20)
+            await client.call("generate", "hi", timeout_s=60)
         assert generation.num_calls == 0
 
 
@@ -139,7 +139,7 @@ async def test_a_generation_that_reached_none_of_several_gateways_is_made_again_
     server = await start_fake_gateway("127.0.0.1:0", generation)
     async with resetting_proxy(server.address, 1) as one, resetting_proxy(server.address, 1) as other:
         client = EitherClient(kind([one.address, other.address], retry=RetryPolicy()))
-        assert (await client.call("generate", "hi", timeout_s=20)).text == "hi!"
+        assert (await client.call("generate", "hi", timeout_s=60)).text == "hi!"
         assert one.num_connections > 0
         assert other.num_connections > 0
         await client.close()
@@ -150,7 +150,7 @@ async def test_a_stream_that_has_begun_is_not_started_again(kind) -> None:
     for error in (GONE, FULL):
         async with calling(kind, error, retry=GENERATES_AGAIN) as (client, generation):
             with pytest.raises(type(error)):
-                await client.events("halfway", timeout_s=10)
+                await client.events("halfway", timeout_s=60)
             assert generation.num_calls == 1
 
 
@@ -165,11 +165,11 @@ async def test_a_refusal_says_when_to_come_back(kind) -> None:
 
 async def test_with_a_policy_a_refused_call_comes_back(kind) -> None:
     async with calling(kind, FULL, FULL, retry=PATIENT) as (client, generation):
-        assert (await client.call("generate", "hi", timeout_s=10)).text == "hi!"
+        assert (await client.call("generate", "hi", timeout_s=60)).text == "hi!"
         assert generation.num_calls == 3
     for durable in (False, True):
         async with calling(kind, FULL, FULL, retry=PATIENT) as (client, generation):
-            events = await client.events("one two", durable=durable, timeout_s=10)
+            events = await client.events("one two", durable=durable, timeout_s=60)
             assert [event.text for event in events if isinstance(event, TokenChunk)] == ["one ", "two!"]
             assert generation.num_calls == 3
 
@@ -177,10 +177,10 @@ async def test_with_a_policy_a_refused_call_comes_back(kind) -> None:
 async def test_the_last_refusal_is_the_callers(kind) -> None:
     async with calling(kind, *[FULL] * 6, retry=RetryPolicy(attempts=2)) as (client, generation):
         with pytest.raises(ResourceExhausted):
-            await client.call("generate", "hi", timeout_s=10)
+            await client.call("generate", "hi", timeout_s=60)
         assert generation.num_calls == 2
         with pytest.raises(ResourceExhausted):
-            await client.events("hi", timeout_s=10)
+            await client.events("hi", timeout_s=60)
         assert generation.num_calls == 4
 
 
@@ -188,15 +188,15 @@ async def test_a_wait_beyond_the_time_of_the_call_is_not_begun(kind) -> None:
     late = ResourceExhausted("the queue is full", retry_after_ms=60_000)
     async with calling(kind, late, late, retry=RetryPolicy(attempts=None)) as (client, _):
         with pytest.raises(ResourceExhausted):
-            await client.call("generate", "hi", timeout_s=5)
+            await client.call("generate", "hi", timeout_s=30)
         with pytest.raises(ResourceExhausted):
-            await client.events("hi", timeout_s=5)
+            await client.events("hi", timeout_s=30)
 
 
 async def test_a_bad_request_is_never_made_again(kind) -> None:
     async with calling(kind, InvalidArgument("bad"), retry=GENERATES_AGAIN) as (client, generation):
         with pytest.raises(InvalidArgument):
-            await client.call("tokenize", "hi", timeout_s=10)
+            await client.call("tokenize", "hi", timeout_s=60)
     assert generation.num_calls == 1
 
 

@@ -125,9 +125,9 @@ def test_closing_the_client_ends_the_streams_of_other_threads(gateway: FakeGatew
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert first_came.wait(5)
+    assert first_came.wait(60)
     client.close()
-    reader.join(5)
+    reader.join(60)
     error = raised.get(timeout=30)
     assert (type(error), str(error)) == (Cancelled, "the client was closed")
 
@@ -220,7 +220,7 @@ def test_a_timeout_is_deadline_exceeded(client: Client) -> None:
 
 def test_nobody_there_is_unavailable() -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(Unavailable):
-        client.list_models(timeout_s=5)
+        client.list_models(timeout_s=60)
 
 
 @pytest.mark.parametrize(

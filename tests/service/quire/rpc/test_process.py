@@ -43,7 +43,7 @@ def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
 
 
 def end_of(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    stdout, stderr = process.communicate(timeout=15)
+    stdout, stderr = process.communicate(timeout=60)
     return process.returncode, stdout, stderr
 
 

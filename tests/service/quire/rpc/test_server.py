@@ -15,16 +15,18 @@ from grpc_channelz.v1 import channelz_pb2
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from quire.rpc.address import AddressInUse, TcpAddress, check_bindable, free_port
+from quire.rpc.address import AddressInUse, TcpAddress, check_bindable
 from quire.rpc.channel import open_channel
-from quire.rpc.server import RpcServer
+from quire.rpc.server import ConnectionLimits, RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity
 from quire.settings import ConfigurationError
 from tests.support.certificates import make_certificates
 from tests.support.grpc_types import channelz_stub, health_stub, reflection_stub
+from tests.support.ports import free_port
 from tests.support.processes import until_true
 
 SERVICE = "quire.test.Echo"
+SHORT_CONNECTIONS = ConnectionLimits(max_age_s=0.5)
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -230,7 +232,7 @@ async def test_a_port_that_is_handed_over_leads_to_those_who_share_it() -> None:
     first = await start(reuse_port=True)
     second = await start(first.address, reuse_port=True)
     second.set_serving(True)
-    await first.hand_over(10)
+    await first.hand_over(0)
     for _ in range(10):
         async with own_connection(first.address) as channel:
             answer = await health_stub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
@@ -242,41 +244,28 @@ async def test_a_port_that_is_handed_over_leads_to_those_who_share_it() -> None:
 async def test_hand_over_lets_running_calls_finish_and_has_the_connection_opened_anew() -> None:
     gate, other = Gate(), Gate()
     other.opened.set()
-    first = await start(gate=gate, reuse_port=True)
-    async with own_connection(first.address) as channel, asyncio.timeout(30):
+    first = await start(gate=gate, reuse_port=True, limits=SHORT_CONNECTIONS)
+    async with own_connection(first.address) as channel, asyncio.timeout(60):
         method = channel.unary_unary(f"/{SERVICE}/Pass")
         running = asyncio.ensure_future(method(b"before"))
         await gate.entered.wait()
         second = await start(first.address, gate=other, reuse_port=True)
-        leaving = asyncio.create_task(first.hand_over(60))
+        await first.hand_over(0)
         while not other.entered.is_set():
-            # Until the port is handed over, the gate holds a call up; then the same channel leads to the other server.
+            # The gate holds up a call by the old connection; then the same channel leads to the other server.
             with contextlib.suppress(grpc.aio.AioRpcError):
                 await method(b"after", timeout=0.2)
-        assert not leaving.done()
+        stopping = asyncio.create_task(first.stop(60))
         gate.opened.set()
         assert await running == b"before"
-        await leaving
-    for server in (first, second):
-        await server.stop(0)
-
-
-async def test_hand_over_cancels_what_outlives_the_grace() -> None:
-    gate = Gate()
-    server = await start(gate=gate, reuse_port=True)
-    async with own_connection(server.address) as channel, asyncio.timeout(30):
-        running = asyncio.ensure_future(channel.unary_unary(f"/{SERVICE}/Pass")(b""))
-        await gate.entered.wait()
-        await server.hand_over(0.1)
-        with pytest.raises(grpc.aio.AioRpcError):
-            await running
-    await server.stop(0)
+        await stopping
+    await second.stop(0)
 
 
 async def test_the_local_socket_serves_on_when_the_port_is_handed_over(tmp_path: Path) -> None:
     path = tmp_path / "own.sock"
     server = await start(reuse_port=True, local_socket=path)
-    await server.hand_over(10)
+    await server.hand_over(0)
     assert await health_of(f"unix:{path}", "") == NOT_SERVING
     with pytest.raises(grpc.aio.AioRpcError):
         await health_of(server.address, "")
@@ -285,13 +274,12 @@ async def test_the_local_socket_serves_on_when_the_port_is_handed_over(tmp_path:
         await health_of(f"unix:{path}", "")
 
 
-async def test_hand_over_waits_for_a_pause_between_calls_and_loses_none() -> None:
+async def test_hand_over_waits_until_clients_that_call_all_the_time_have_left_and_loses_no_call() -> None:
     gate = Gate()
     gate.opened.set()
-    first = await start(gate=gate, reuse_port=True)
-    second = await start(first.address, gate=gate, reuse_port=True)
+    first = await start(gate=gate, reuse_port=True, limits=SHORT_CONNECTIONS)
+    second = await start(first.address, gate=gate, reuse_port=True, limits=SHORT_CONNECTIONS)
     is_over = asyncio.Event()
-
     counts = [0] * 8
 
     async def call_on(caller: int) -> None:
@@ -302,23 +290,26 @@ async def test_hand_over_waits_for_a_pause_between_calls_and_loses_none() -> Non
                 counts[caller] += 1
                 await asyncio.sleep(0.02)
 
-    async with asyncio.timeout(60):
-        callers = [asyncio.create_task(call_on(caller)) for caller in range(8)]
+    async def call_and_hand_over() -> None:
         # A connection that is made while its port is closed is reset.
         await until_true(lambda: min(counts) > 0)
-        await first.hand_over(10)
+        await first.hand_over(0.25)
+        await first.stop(60)
         before = list(counts)
         await until_true(lambda: all(now > then for now, then in zip(counts, before, strict=True)))
         is_over.set()
-        await asyncio.gather(*callers)
-    for server in (first, second):
-        await server.stop(0)
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        for caller in range(len(counts)):
+            group.create_task(call_on(caller))
+        group.create_task(call_and_hand_over())
+    await second.stop(0)
 
 
 START_AND_CANCEL = """
 import asyncio, gc, sys
 from quire.rpc.process import run_service
-from quire.rpc.server import RpcServer
+from quire.rpc.server import ConnectionLimits, RpcServer
 
 async def start(num_turns):
     address = f"unix:{sys.argv[1]}/{num_turns}"

@@ -56,6 +56,21 @@ async def test_a_caller_of_the_right_role_gets_through(worker: RpcServer, tmp_pa
         assert await reflect(channel)
 
 
+async def test_a_service_that_was_found_by_a_name_shows_a_certificate_of_the_name(
+    authority: Authority, tmp_path: Path
+) -> None:
+    authority.issue(tmp_path, Role.WORKER, ["replicas.test"], 1, dt.datetime.now(dt.UTC))
+    server = await RpcServer.start(
+        "127.0.0.1:0", lambda _: None, [], tls=ServerTls(TlsIdentity.of(tmp_path, Role.WORKER))
+    )
+    tls = TlsIdentity.of(tmp_path, Role.GATEWAY)
+    async with open_channel(server.address, tls=tls, host_name="replicas.test") as channel:
+        assert await reflect(channel)
+    for host_name in (None, "other.test"):
+        assert isinstance(await error_of(open_channel(server.address, tls=tls, host_name=host_name)), Unavailable)
+    await server.stop(0)
+
+
 @pytest.mark.parametrize("role", [Role.GATEWAY, Role.WORKER, Role.OPERATOR, Role.CLIENT])
 async def test_a_caller_of_another_role_is_refused_everything_but_health(
     worker: RpcServer, tmp_path: Path, role: Role

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from gateway.api.answers import OPENAI, error_answer
-from gateway.request.validation import summary
+from gateway.request.violations import summary
 from quire.rpc import errors
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, ResourceExhausted
 

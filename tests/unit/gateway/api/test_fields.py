@@ -6,7 +6,7 @@ import pytest
 
 from gateway.api.fields import Conversation, Part, check_fields
 from gateway.request.types import ChatMessage
-from gateway.request.validation import Violations
+from gateway.request.violations import Violations
 from quire.gateway.v1.generation_pb2 import ToolCall
 
 CALL = ToolCall(id="1", name="look", arguments="{}")

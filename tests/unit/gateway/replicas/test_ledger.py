@@ -20,7 +20,7 @@ from gateway.replicas.events import (
     Usage,
 )
 from gateway.replicas.ledger import Ledger
-from gateway.replicas.live import TokenGapError
+from gateway.replicas.sequence import TokenGapError
 from quire.rpc.errors import AlreadyExists, Cancelled, Internal, ResourceExhausted
 from tests.support import parameters
 from tests.support.logprobs import Line, columns_of

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from gateway.replicas.link import Backoff, request_from_submit, submit_message
+from gateway.replicas.link import Backoff
 from gateway.replicas.live import LiveRequest
+from gateway.replicas.request_messages import request_from_submit, submit_message
 from gateway.request.prepare import resolve
 from gateway.text.formats.answer import AnswerFormat
 from gateway.text.formats.parser import OfferedTool

@@ -21,13 +21,19 @@ from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.pool import Replicas
 from quire.compatibility import UNKNOWN_MODEL
-from quire.rpc.errors import ResourceExhausted
+from quire.rpc.errors import ResourceExhausted, Unavailable
 from tests.support.parameters import make_request
 from tests.support.processes import until_true
 from tests.support.tokenizers import byte_level, wrapped
 
 TOKENIZER = wrapped(byte_level())
 FAILOVER_DELAY_S = 0.02
+
+
+@pytest.fixture(autouse=True)
+def _one_look(monkeypatch):
+    """The second one would take longer than all delays here."""
+    monkeypatch.setattr("gateway.replicas.pool.LAST_LOOK_S", 0.0)
 
 
 class Scheduler:
@@ -224,3 +230,42 @@ async def test_a_durable_request_is_ended_at_its_scheduler_when_that_is_back(dur
     scheduler.regain_stream()
     assert aborted == [live.handle] * is_ended
     cluster.replicas.release(again)
+
+
+def lose_for_good(cluster: Cluster, scheduler: Scheduler) -> None:
+    """As where a DNS name no longer has its address."""
+    scheduler.is_connected = False
+    del cluster.replicas.links[scheduler.address]
+    cluster.replicas.on_gone(scheduler.address)
+
+
+async def test_requests_of_a_replica_that_is_gone_for_good_go_to_others_and_those_that_failed_do_not():
+    cluster = Cluster(2, lambda *_: None)
+    running, failed = cluster.place("running"), cluster.place("failed")
+    gone, other = sorted(cluster.schedulers, key=lambda each: running.handle not in each.has)
+    while failed.replica != gone.address:
+        failed = cluster.place(f"failed {failed.handle}")
+    # Its client has not read the error yet.
+    failed.fail(ResourceExhausted("no"))
+    lose_for_good(cluster, gone)
+    assert running.replica == other.address
+    assert failed.handle not in other.submitted
+    for live in (running, failed):
+        cluster.replicas.release(live)
+        cluster.replicas.detach(live)
+
+
+async def test_a_request_that_is_taken_over_from_a_replica_that_is_gone_is_placed_anew():
+    cluster = Cluster(2, lambda *_: None)
+    earlier = cluster.place("story", durable=True)
+    gone, other = sorted(cluster.schedulers, key=lambda each: earlier.handle not in each.has)
+    live = cluster.ledger.prepare(earlier.request, TOKENIZER)
+    cluster.ledger.close(earlier)
+    cluster.ledger.enter(live)
+    live.is_prepared = False
+    lose_for_good(cluster, gone)
+    live.is_prepared = True
+    cluster.replicas.hand_over(earlier, live)
+    assert live.replica == other.address
+    with pytest.raises(Unavailable, match="is not connected"):
+        cluster.replicas.resume(live, gone.address)

@@ -84,9 +84,12 @@ def test_text_of_a_message_is_never_a_template():
     assert render("{{ messages[0].content }}", [ChatMessage("user", "{{ 7 * 7 }}")]) == "{{ 7 * 7 }}"
 
 
-def test_a_broken_template_is_a_configuration_error():
-    with pytest.raises(ConfigurationError, match="invalid"):
-        ChatTemplate("{% for %}", {})
+@pytest.mark.parametrize("source", ["{% for %}", "{{ a }}\n{% if", "{{ " + "(" * 5000, "{% if a %}" * 3000])
+def test_a_broken_template_is_a_configuration_error_of_one_line(source: str):
+    with pytest.raises(ConfigurationError, match=r"^the model's chat template is invalid: ") as caught:
+        ChatTemplate(source, {})
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
 
 
 SYSTEM = ChatMessage("system", "Be kind to all foxes.")

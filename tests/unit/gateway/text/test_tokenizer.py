@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from gateway.model import ServedModel
 from gateway.request.types import ChatMessage, ChatPrompt
+from gateway.text.tokenizer import Tokenizer
 from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_NONE, TemplateOptions, Tool, ToolChoice
 from quire.settings import ConfigurationError
 from tests.support.tokenizers import BOS, EOS, byte_fallback, byte_level, wrapped, write_model_directory
@@ -247,3 +248,12 @@ async def test_no_text_has_more_bytes_than_its_tokens_may_spell(tokenizer):
     for text in ("the cat " * 50, "hello there" * 20, "你好世界😀" * 30, "</s>" * 40, "    " * 40):
         num_tokens = len(await gateway_tokenizer.encode(text, add_special_tokens=False))
         assert len(text.encode()) <= num_tokens * gateway_tokenizer.longest_token_bytes
+
+
+def test_a_token_id_beyond_all_vocabularies_takes_no_memory() -> None:
+    tokenizer = tokenizers.Tokenizer(models.BPE({"a": 0, "b": (1 << 32) - 1}, []))
+    with (
+        ThreadPoolExecutor(1) as executor,
+        pytest.raises(ConfigurationError, match="the tokenizer has the token id 4294967295; at most 4194303 are"),
+    ):
+        Tokenizer(tokenizer, executor)

@@ -1,26 +1,5 @@
-"""Every test of this folder runs in the interpreter, and on a GPU as well where there is one."""
+"""Triton is published for some platforms only; elsewhere these kernels do not exist."""
 
 import importlib.util
-from collections.abc import Iterator
 
-import pytest
-import torch
-
-from tests.support.triton_devices import Gpu, Interpreter, KernelDevice
-
-DEVICES = ["interpreter", "cuda"] if torch.cuda.is_available() else ["interpreter"]
-
-# Triton is published for some platforms only; elsewhere these kernels do not exist.
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
-
-
-@pytest.fixture(scope="session")
-def interpreter() -> Iterator[Interpreter]:
-    interpreter = Interpreter()
-    yield interpreter
-    interpreter.close()
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> KernelDevice:
-    return Gpu() if request.param == "cuda" else request.getfixturevalue("interpreter")

@@ -54,8 +54,33 @@ def test_a_service_without_its_packages_names_them(monkeypatch: pytest.MonkeyPat
     finding = find("gateway")
     assert (finding.verdict, finding.found) == (
         Verdict.NOTE,
-        "starlette is not installed; install quire[all], or the extra of this service",
+        "starlette is not installed; install quire[gateway]",
     )
+
+
+def test_a_cache_that_cannot_be_written_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "not" / "yet"))
+    finding = find("model cache")
+    assert finding.found.startswith(f"{tmp_path}/not/yet, ")
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: path != tmp_path)
+    finding = find("model cache")
+    assert (finding.verdict, finding.found) == (Verdict.NOTE, f"{tmp_path}/not/yet cannot be written")
+    assert "HF_HOME" in finding.advice
+
+
+def test_a_model_of_the_hub_is_looked_for_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    finding = doctor._model("org/name")
+    assert (finding.verdict, finding.advice) == (Verdict.NOTE, "`quire pull org/name` downloads it")
+    repository = tmp_path / "models--org--name"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(doctor.resolve_model(None))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    finding = doctor._model("org/name")
+    assert finding.verdict is Verdict.OK
+    assert finding.found.startswith(f"{snapshot}, LlamaForCausalLM, ")
 
 
 def test_a_directory_too_long_for_sockets_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from quire.load import (
 )
 from quire.load.datasets import Constant
 from quire.load.plots import plot
+from quire.load.results import replace_file
 from tests.unit.quire.load.test_report import make_record
 
 
@@ -39,7 +40,7 @@ def test_a_file_has_texts_token_ids_and_conversations(tmp_path: Path) -> None:
     assert messages.prompt == (Message("system", "Be short."), Message("user", "Hi"))
     assert [request.index for request in (text, ids, messages)] == [0, 1, 2]
     assert recorded_times([text, ids]) is None
-    with pytest.raises(ValueError, match="request 0 has a text as its prompt; token ids are needed here"):
+    with pytest.raises(ValueError, match="request 1 has a text as its prompt; token ids are needed here"):
         _ = text.token_ids
 
 
@@ -62,7 +63,11 @@ def test_a_file_may_be_a_trace(tmp_path: Path) -> None:
         ({"prompt": [1, -1]}, r"line 2: prompt is \[1, -1\], must be"),
         ({"prompt": [True]}, r"line 2: prompt is \[True\], must be"),
         ({"messages": [{"role": "user"}]}, "line 2: a message is {'role': 'user'}, must be an object with"),
-        ({"prompt": "a", "output_len": 0}, "line 2: output_len is 0, must be a whole number of at least 1"),
+        ({"prompt": "a", "output_len": 0}, r"line 2: output_len is 0, must be a whole number in \[1, 16,777,216\]"),
+        ({"prompt": "a", "output_len": 10**18}, "line 2: output_len is 1000000000000000000, must be"),
+        ({"prompt": "\ud800"}, r"line 2: prompt is '\\ud800', must be a text"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "line 2: a message is"),
+        ("[" * 100_000, "line 2: it is nested too deeply"),
         ({"prompt": "a", "arrival_s": -1}, "line 2: arrival_s is -1, must be a number of seconds"),
         ({"prompt": "a", "arrival_s": 1}, "request 1 has no arrival_s and others have; all need one, or none"),
     ],
@@ -79,6 +84,12 @@ def test_a_file_without_requests_and_one_that_is_no_text_are_refused(tmp_path: P
     path.write_bytes(b"\xff\xd8\xff\xe0")
     with pytest.raises(ValueError, match=r"picture.jsonl is not UTF-8 text"):
         read_requests(path)
+
+
+def test_a_trace_that_lasts_for_ages_is_refused(tmp_path: Path) -> None:
+    lines = ({"prompt": "a", "arrival_s": time} for time in (0, 1e300))
+    with pytest.raises(ValueError, match=r"the last request comes 1e\+300 s after the first"):
+        read_requests(written(tmp_path, *lines))
 
 
 def test_other_tokens_have_the_same_lengths_and_share_what_they_shared() -> None:
@@ -107,9 +118,41 @@ def test_a_result_comes_back_from_its_file(tmp_path: Path) -> None:
     assert result.runs[0].requests["error"] == [None] * 4 + ["UNAVAILABLE"]
 
 
+def test_a_file_stays_whole_where_the_next_result_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    make_result("quire", 2.0).write(path)
+    before = path.read_bytes()
+    with pytest.raises(OSError, match="full"):
+        replace_file(path, fail_half_way)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_to_a_file_stays_a_link(tmp_path: Path) -> None:
+    link, path = tmp_path / "newest.json", tmp_path / "a.json"
+    link.symlink_to(path)
+    for _ in range(2):
+        make_result("quire", 2.0).write(link)
+        assert link.is_symlink()
+        assert LoadResult.read(path).name == "quire"
+
+
+def fail_half_way(path: Path) -> None:
+    path.write_text("half")
+    raise OSError("full")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "is no JSON"), ("[]", "its format is not"), ('{"format": "quire.load/1"}', "is a damaged result: KeyError")],
+    [
+        ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("[]", "its format is not"),
+        ('{"format": "quire.load/1"}', "is a damaged result: KeyError"),
+        ('{"format": "quire.load/1", "source": 1, "name": 2, "facts": 3, "runs": []}', "is a result without a run"),
+        ('{"format": "quire.load/1", "runs": "none"}', "is a damaged result: TypeError"),
+    ],
+    ids=["cut", "nested", "a list", "empty", "no run", "runs of another type"],
 )
 def test_a_file_that_is_no_result_is_refused(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "a.json"
@@ -127,6 +170,33 @@ def test_several_results_make_one_picture_and_the_same_results_the_same_one(tmp_
     for text in ("normalized latency", "quire, p99", "other, p50", "requests/s"):
         assert text in picture
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("requests_per_s", "many", "requests_per_s is 'many'"),
+        ("max_concurrency", "8", "max_concurrency is '8'"),
+        ("ttft", {"mean": 1}, "KeyError 'count'"),
+        ("ttft", [1], "TypeError"),
+        ("request_rate", "fast", "could not convert"),
+    ],
+)
+def test_a_result_that_was_changed_is_refused_by_the_field(
+    tmp_path: Path, field: str, value: object, message: str
+) -> None:
+    path = tmp_path / "a.json"
+    make_result("quire", 2.0).write(path)
+    content = json.loads(path.read_text())
+    content["runs"][0]["report"][field] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"is a damaged result: .*{message}"):
+        LoadResult.read(path)
+
+
+def test_names_are_shown_letter_by_letter(tmp_path: Path) -> None:
+    plot([make_result(r"_a $\nonsense$ b", 1.0)], tmp_path / "a.svg")
+    assert r"_a $\nonsense$ b, p50" in (tmp_path / "a.svg").read_text()
 
 
 def test_closed_loops_stand_at_their_concurrency_and_a_run_of_errors_alone_is_left_out(tmp_path: Path) -> None:

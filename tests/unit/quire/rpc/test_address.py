@@ -8,12 +8,14 @@ import pytest
 
 from quire.rpc.address import (
     AddressInUse,
+    DnsName,
     ReservedPort,
     TcpAddress,
     UnixAddress,
     check_bindable,
     is_local,
     parse_address,
+    parse_target,
 )
 from quire.settings import ConfigurationError
 
@@ -38,6 +40,20 @@ def test_an_address_is_read_and_written_the_same(text: str, address: TcpAddress 
 def test_what_is_no_address_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigurationError, match="address"):
         parse_address(text)
+
+
+def test_a_name_stands_for_all_of_its_addresses() -> None:
+    assert parse_target("dns:///replicas.example:50052") == DnsName("replicas.example", 50052)
+    assert str(DnsName("replicas.example", 50052)) == "dns:///replicas.example:50052"
+    assert parse_target("replicas.example:50052") == TcpAddress("replicas.example", 50052)
+
+
+@pytest.mark.parametrize(
+    "text", ["dns:a:1", "dns://1.1.1.1/a:1", "dns:///a", "dns:///:1", "dns:///a:0", "dns:///a:x", "dns:///[::1]:1"]
+)
+def test_a_name_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="dns:///NAME:PORT"):
+        parse_target(text)
 
 
 @pytest.mark.parametrize(
@@ -179,3 +195,17 @@ def _accept_all(listener: socket.socket) -> Iterator[socket.socket]:
             yield listener.accept()[0]
         except BlockingIOError:
             return
+
+
+def test_a_port_that_is_lent_is_its_borrowers_again_and_again_and_nobody_elses() -> None:
+    lent = ReservedPort.lend()
+    port = lent.address.port
+    for _ in range(2):
+        # As TCPStore, gRPC and most others listen; a second one finds the port in use.
+        with socket.create_server((HOST, port)) as borrower, socket.create_connection((HOST, port), timeout=60):
+            borrower.accept()[0].close()
+            with pytest.raises(AddressInUse):
+                check_bindable(TcpAddress(HOST, port))
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((HOST, port))
+    lent.release()

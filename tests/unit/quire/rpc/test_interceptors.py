@@ -1,4 +1,4 @@
-"""Waiting for a pause between calls."""
+"""Waiting until no more calls come."""
 
 import asyncio
 from types import SimpleNamespace
@@ -13,29 +13,26 @@ async def no_handler(_: object) -> None:
     return None
 
 
-async def call_every(arrivals: Arrivals, pause_s: float) -> None:
-    while True:
-        await arrivals.intercept_service(no_handler, CALL)
-        await asyncio.sleep(pause_s)
+async def call(arrivals: Arrivals) -> None:
+    await arrivals.intercept_service(no_handler, CALL)
 
 
-async def test_where_no_call_comes_there_is_a_pause():
-    assert await Arrivals().wait_for_a_pause(5)
+async def test_silence_is_as_long_as_asked_for():
+    loop = asyncio.get_running_loop()
+    begin = loop.time()
+    await Arrivals().wait_for_silence(0.1)
+    assert loop.time() - begin >= 0.1
 
 
-async def test_while_calls_come_without_a_pause_it_waits_for_so_long():
+async def test_silence_begins_anew_with_each_call():
     arrivals = Arrivals()
-    calling = asyncio.create_task(call_every(arrivals, 0))
-    assert not await arrivals.wait_for_a_pause(0.05)
-    calling.cancel()
-
-
-async def test_a_pause_between_calls_is_found():
-    arrivals = Arrivals()
-    calling = asyncio.create_task(call_every(arrivals, 0.05))
-    assert await arrivals.wait_for_a_pause(5)
-    assert not calling.done()
-    calling.cancel()
+    waiting = asyncio.create_task(arrivals.wait_for_silence(0))
+    # Many times the turns of the event loop that silence takes.
+    for _ in range(1000):
+        await call(arrivals)
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    await waiting
 
 
 async def test_the_handler_is_the_one_that_would_have_been():

@@ -21,7 +21,7 @@ from tests.support.core_driver import Driver, expected_output, make_config, make
 
 
 def make_driver(max_in_flight: int = 1, **config) -> Driver:
-    defaults = {"num_blocks": 2000, "block_size": 4, "max_num_seqs": 32, "max_num_batched_tokens": 32}
+    defaults = {"num_blocks": 700, "block_size": 4, "max_num_seqs": 32, "max_num_batched_tokens": 32}
     return Driver(make_config(**(defaults | {"max_model_len": 1500} | config)), max_in_flight)
 
 
@@ -152,21 +152,21 @@ def make_requests(count: int, *, prompt_len: int, max_tokens: int, num_sequences
 SCENARIOS = [
     (
         make_config(num_blocks=20, max_num_seqs=18, max_num_batched_tokens=64),
-        make_requests(18, prompt_len=12, max_tokens=40),
+        make_requests(12, prompt_len=12, max_tokens=40),
     ),
     (
         make_config(num_blocks=20, block_size=16, max_num_seqs=18, max_num_batched_tokens=64, max_model_len=256),
-        make_requests(18, prompt_len=16, max_tokens=120),
+        make_requests(12, prompt_len=16, max_tokens=120),
     ),
     (
         make_config(num_blocks=20, max_num_seqs=18, watermark=0.01),
-        make_requests(18, prompt_len=5, max_tokens=60),
+        make_requests(12, prompt_len=5, max_tokens=60),
     ),
     (
         make_config(
             num_blocks=30, block_size=8, num_host_blocks=40, max_num_seqs=24, preemption_mode=PreemptionMode.SWAP
         ),
-        make_requests(12, prompt_len=10, max_tokens=40, num_sequences=3),
+        make_requests(8, prompt_len=10, max_tokens=40, num_sequences=3),
     ),
 ]
 
@@ -382,7 +382,7 @@ def test_cached_prompts_are_admitted_some_a_step(monkeypatch):
 
 
 def test_an_admission_looks_at_few_tenants_however_many_wait(counted):
-    config = make_config(policy=PolicyKind.FAIR, num_blocks=2000, max_num_seqs=20, max_waiting_requests=400)
+    config = make_config(policy=PolicyKind.FAIR, num_blocks=100, max_num_seqs=20, max_waiting_requests=400)
     driver = Driver(config)
     for handle in range(300):
         driver.submit(make_request(handle, max_tokens=2, tenant=f"tenant-{handle}"))
@@ -393,7 +393,7 @@ def test_an_admission_looks_at_few_tenants_however_many_wait(counted):
 
 
 def test_waiting_prompts_are_looked_up_once_a_step_however_many_longer_ones_are_computed(counted):
-    config = make_config(num_blocks=2000, max_num_seqs=3, max_num_batched_tokens=64, max_model_len=2000)
+    config = make_config(num_blocks=1200, max_num_seqs=3, max_num_batched_tokens=64, max_model_len=2000)
     driver = Driver(config)
     driver.submit(make_request(99, prompt=[5] * 1000, max_tokens=2))
     driver.run_until_idle()

@@ -171,7 +171,10 @@ def assert_like_transformers(model: Model, case: Case) -> None:
 @pytest.mark.parametrize("width", range(1, 7))
 @pytest.mark.parametrize("num_stops", range(3))
 def test_hypotheses_and_scores_are_those_of_transformers(model, width, num_stops):
-    for length_penalty, early_stopping in product(LENGTH_PENALTIES, EarlyStopping):
+    for place, (length_penalty, early_stopping) in enumerate(product(LENGTH_PENALTIES, EarlyStopping)):
+        # Each penalty with one kind of early stopping; over all widths and stop tokens with each of them six times.
+        if (place // len(EarlyStopping) + place + width + num_stops) % len(EarlyStopping):
+            continue
         parameters = BeamParameters(width, length_penalty, early_stopping)
         assert_like_transformers(model, Case(parameters, OFTEN_STOPS[:num_stops]))
 

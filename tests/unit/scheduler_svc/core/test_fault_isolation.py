@@ -176,7 +176,7 @@ def test_kills_from_outside_while_cohorts_are_tried_fail_nobody(num_answered):
         driver.plan()
         driver.crash()
     assert driver.scheduler.trials.are_on
-    for _ in range(60):
+    for _ in range(30):
         driver.run_steps(num_answered)
         driver.plan()
         driver.crash()

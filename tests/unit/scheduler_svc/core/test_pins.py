@@ -212,3 +212,10 @@ def test_pins_give_way_to_a_request_that_could_not_run_otherwise():
     assert driver.outputs[2] == expected_output(whole)
     assert driver.scheduler.pins.num_pinned == 0
     assert driver.usage[2].preemptions == 0
+
+
+def test_a_pin_gives_way_for_one_block():
+    driver = make_driver(num_blocks=16)
+    made = pinned(driver)
+    assert run(driver, 1, [9] * 55) == 0  # 14 blocks, where 13 are free
+    assert not made.is_held

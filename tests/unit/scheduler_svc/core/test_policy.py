@@ -225,7 +225,7 @@ def test_tenants_that_come_once_while_nobody_waits_are_forgotten():
     driver = make_driver(PolicyKind.FAIR)
     policy = driver.scheduler.policy
     assert isinstance(policy, FairPolicy)
-    for handle in range(2000):
+    for handle in range(400):
         driver.submit(make_request(handle, prompt_len=2 + handle % 9, max_tokens=2, tenant=f"tenant-{handle}"))
         driver.run_until_idle()
         assert len(policy.counters) < 200
@@ -237,7 +237,7 @@ def test_tenants_that_are_gone_are_forgotten():
     stays = SequenceGroup.of(make_request(0, tenant="stays"), 0, 4, 0.0)
     policy.arriving("stays", waiting)
     waiting.add(stays)
-    for number in range(1, 10_000):
+    for number in range(1, 1000):
         request = make_request(number, tenant=f"tenant-{number}")
         policy.arriving(request.tenant, waiting)
         waiting.add(SequenceGroup.of(request, number, 4, 0.0))
@@ -246,13 +246,13 @@ def test_tenants_that_are_gone_are_forgotten():
 
 
 @few_examples()
-@given(data=st.data(), max_num_seqs=st.integers(1, 4), num_blocks=st.sampled_from([400, 24, 14]))
+@given(data=st.data(), max_num_seqs=st.integers(1, 4), num_blocks=st.sampled_from([100, 24, 14]))
 def test_the_bound_holds_between_tenants_that_always_want_more(data, max_num_seqs, num_blocks):
     driver = make_driver(
         PolicyKind.FAIR,
         max_num_seqs=max_num_seqs,
         num_blocks=num_blocks,
-        num_host_blocks=400,
+        num_host_blocks=100,
         preemption_mode=PreemptionMode.SWAP,
         max_num_batched_tokens=16,
         max_model_len=48,
@@ -265,7 +265,7 @@ def test_the_bound_holds_between_tenants_that_always_want_more(data, max_num_seq
     }
     bound = SAMPLE_WEIGHT * max_num_seqs * 48
     handle, start = 0, None
-    for _ in range(150):
+    for _ in range(100):
         for tenant, (prompt_len, max_tokens) in sizes.items():
             # As many as one step can admit, so that some are left to wait.
             while num_waiting(driver, tenant) <= max_num_seqs:
@@ -278,11 +278,11 @@ def test_the_bound_holds_between_tenants_that_always_want_more(data, max_num_seq
         assert abs(counters["f"] - counters["g"]) <= bound
         served = {tenant: counters[tenant] - start[tenant] for tenant in sizes}
         assert abs(served["f"] - served["g"]) <= 2 * bound
-    assert num_blocks < 400 or driver.scheduler.num_preemptions == 0
+    assert num_blocks < 100 or driver.scheduler.num_preemptions == 0
 
 
 @few_examples()
-@given(data=st.data(), num_blocks=st.sampled_from([400, 24, 14]), preemption_mode=st.sampled_from(PreemptionMode))
+@given(data=st.data(), num_blocks=st.sampled_from([100, 24, 14]), preemption_mode=st.sampled_from(PreemptionMode))
 def test_the_tenant_that_was_served_least_is_next_whatever_comes_and_goes(data, num_blocks, preemption_mode):
     driver = make_driver(
         PolicyKind.FAIR,

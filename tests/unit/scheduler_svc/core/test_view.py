@@ -15,6 +15,12 @@ from tests.support.core_driver import Driver, make_config, make_request
 from tests.support.view_mirror import ViewMirror
 
 
+def changes_of(seen: View, driver: Driver) -> view.Changes:
+    changes = seen.look(driver.scheduler).changes
+    assert changes is not None
+    return changes
+
+
 def busy_driver(seed: int) -> Driver:
     """More work than its pool has room for."""
     mode = PreemptionMode.SWAP if seed % 2 else PreemptionMode.AUTO
@@ -36,8 +42,11 @@ def submit_some(driver: Driver, rng: random.Random, handle: int) -> None:
         return
 
 
+@pytest.mark.parametrize("max_entries", [8_192, 7])
 @pytest.mark.parametrize("seed", range(6))
-def test_changes_add_up_to_the_pool_under_any_load(seed):
+def test_changes_add_up_to_the_pool_under_any_load(seed, max_entries, monkeypatch):
+    monkeypatch.setattr(view, "_MAX_ENTRIES", max_entries)
+    monkeypatch.setattr(view, "_NAMES_AT_ONCE", 4)
     rng, driver = random.Random(seed), busy_driver(seed)
     seen, mirror = View(), ViewMirror()
     for turn in range(160):
@@ -53,15 +62,15 @@ def test_changes_add_up_to_the_pool_under_any_load(seed):
             case _:
                 driver.plan()
         if rng.random() < 0.5:
-            mirror.apply(seen.look(driver.scheduler))
+            mirror.see(seen, driver.scheduler)
             mirror.check(driver.scheduler)
             late = ViewMirror()
-            late.apply(seen.whole())
+            late.apply_all(seen.picture())
             late.check(driver.scheduler)
             assert late.tables == mirror.tables
             assert late.progress == mirror.progress
     driver.run_until_idle()
-    mirror.apply(seen.look(driver.scheduler))
+    mirror.see(seen, driver.scheduler)
     mirror.check(driver.scheduler)
     assert not mirror.tables
 
@@ -81,7 +90,7 @@ def test_nothing_changes_where_nothing_happens():
     driver, seen = busy_driver(0), View()
     driver.submit(make_request(1))
     driver.plan()
-    assert seen.look(driver.scheduler).is_whole
+    assert seen.look(driver.scheduler).changes is None
     assert seen.look(driver.scheduler).is_empty
 
 
@@ -91,11 +100,11 @@ def test_a_decode_changes_progress_and_a_full_block_a_table():
     driver.run_steps(1)
     seen.look(driver.scheduler)
     driver.run_steps(1)
-    changes = seen.look(driver.scheduler)
+    changes = changes_of(seen, driver)
     assert (changes.new, changes.gone, changes.tables) == ([], [], [])
     assert changes.progress == [1, 2, 9, 8]
     driver.run_steps(1)
-    changes = seen.look(driver.scheduler)
+    changes = changes_of(seen, driver)
     assert changes.lengths == [1, 3]
     assert changes.tables == [1, 2, 2]
 
@@ -106,9 +115,56 @@ def test_a_worker_that_was_lost_makes_the_next_look_whole():
     driver.run_steps(2)
     seen.look(driver.scheduler)
     driver.crash()
-    changes = seen.look(driver.scheduler)
-    assert changes.is_whole
-    assert not changes.new
+    assert seen.look(driver.scheduler).changes is None
+    (picture,) = seen.picture().parts()
+    assert picture.is_whole
+    assert not picture.new
+
+
+def test_a_swap_from_before_the_first_look_is_no_preemption_of_now():
+    driver = Driver(make_config(num_host_blocks=16, preemption_mode=PreemptionMode.SWAP))
+    driver.submit(make_request(1))
+    driver.run_steps(2)
+    driver.preempt(make_request(1))
+    assert View().look(driver.scheduler).preempted == []
+
+
+def test_a_picture_of_a_large_pool_comes_in_parts_of_bounded_size_and_stays_as_it_was(monkeypatch):
+    monkeypatch.setattr(view, "_MAX_ENTRIES", 40)
+    monkeypatch.setattr(view, "_NAMES_AT_ONCE", 16)
+    driver, seen = Driver(make_config(num_blocks=600, max_model_len=900, max_num_batched_tokens=900)), View()
+    for handle in (1, 2):
+        driver.submit(make_request(handle, prompt_len=800, max_tokens=4))
+        driver.run_steps(1)
+    seen.look(driver.scheduler)
+    early, late = ViewMirror(), ViewMirror()
+    parts = seen.picture().parts()
+    early.apply(next(parts))
+    mirror_at_once = ViewMirror()
+    mirror_at_once.apply_all(seen.picture())
+    driver.run_until_idle()
+    seen.look(driver.scheduler)
+    for part in parts:
+        assert not part.is_whole
+        assert len(part.tables) // 3 + len(part.names) <= 40 + 16
+        early.apply(part)
+    assert early == mirror_at_once
+    late.apply_all(seen.picture())
+    late.check(driver.scheduler)
+
+
+def test_more_changes_than_one_frame_has_room_for_become_a_picture(monkeypatch):
+    monkeypatch.setattr(view, "_MAX_ENTRIES", 4)
+    driver, seen, mirror = busy_driver(0), View(), ViewMirror()
+    driver.submit(make_request(1, prompt_len=3))
+    driver.run_steps(1)
+    mirror.see(seen, driver.scheduler)
+    driver.submit(make_request(2, prompt_len=20))
+    driver.run_steps(1)
+    look = seen.look(driver.scheduler)
+    assert look.changes is None
+    mirror.apply_all(seen.picture())
+    mirror.check(driver.scheduler)
 
 
 def obstacles(driver: Driver) -> dict[str, Obstacle]:

@@ -3,11 +3,12 @@
 import logging
 import pickle
 import random
+import shutil
 import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,7 @@ SECRET = 48_879
 """A token id that stands out in a file."""
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recording waits for its snapshot, which takes long on a busy machine, where it would end else."""
 
     def after_waiting(act: Callable[[_Writer], None]) -> Callable[[_Writer], None]:
@@ -79,7 +79,7 @@ def record(
             driver.scheduler.preempt(driver.scheduler.running.last().request.key, driver.clock)
         # The writer keeps up with a server's steps; these come faster, and it would write them in one piece.
         while not recorder._pending.empty():
-            time.sleep(0)
+            time.sleep(0.001)
         if handle in driver.finished:
             histories[chat] = [*tokens, *driver.outputs[handle], 7][:24]
     while driver.scheduler.num_live:
@@ -87,6 +87,29 @@ def record(
         driver.run_until_idle()
     recorder.close()
     return driver
+
+
+@dataclass(frozen=True, slots=True)
+class Large:
+    """A recording that went on in several files, the first of which became a snapshot, and then that and the next."""
+
+    path: Path
+    num_steps: int
+    """Of the core, from its start on."""
+
+    def copy(self, folder: Path) -> Path:
+        """The newest file of a copy that a test may change."""
+        shutil.copytree(self.path.parent, folder, dirs_exist_ok=True)
+        return folder / self.path.name
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Large:
+    path = tmp_path_factory.mktemp("large") / "recording"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        be_patient(monkeypatch)
+        driver = record(path, monkeypatch, num_requests=60, max_bytes=4 * 4096)
+    return Large(path, driver.scheduler.num_steps)
 
 
 @pytest.mark.parametrize("with_token_ids", [False, True])
@@ -145,31 +168,56 @@ def test_whatever_is_before_the_damage_is_replayed(
     assert "all as recorded" in told.out
 
 
-@pytest.mark.usefixtures("patient")
-def test_a_large_recording_goes_on_in_other_files_and_its_start_becomes_a_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_frame_that_is_no_operation_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "recording"
+    record(path, monkeypatch)
+    num_operations = replay(path).num_operations
+    with path.open("ab") as file:
+        file.write(files.frame(b"\xff\xff\xff"))
+    report = replay(path)
+    assert (report.is_equal, report.num_operations) == (True, num_operations)
+    assert report.damage == f"{path} is damaged: its frame {num_operations + 1} is no operation"
+
+
+def test_a_replay_that_is_interrupted_says_how_far_it_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "recording"
-    max_bytes = 4 * 8192
-    driver = record(path, monkeypatch, num_requests=160, max_bytes=max_bytes)
+    record(path, monkeypatch)
+
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    report = replay(path, show=interrupt)
+    assert report.is_interrupted
+    assert report.num_operations > 0
+    monkeypatch.setattr("quire.cli.replay.replay", lambda *_, **__: report)
+    assert main(["replay", str(path)]) == 130
+    told = capsys.readouterr()
+    assert f"{report.num_operations} operations" in told.out
+    assert told.err == "quire replay: interrupted: the rest of the recording was not replayed\n"
+
+
+def test_a_large_recording_goes_on_in_other_files_and_its_start_becomes_a_snapshot(
+    tmp_path: Path, large: Large
+) -> None:
+    path = large.copy(tmp_path)
     names = {each.name for each in tmp_path.iterdir()}
     assert {"recording", "recording.snapshot"} <= names
-    assert "recording.0" not in names
+    assert not {"recording.0", "recording.1"} & names
     report = replay(path)
     assert report.is_equal, report.differences or report.ended_early
-    assert 0 < report.num_steps < driver.scheduler.num_steps
+    assert 0 < report.num_steps < large.num_steps
 
     newest = files.read_header(path).segment
     path.with_name(f"recording.{newest - 1}").unlink()
     assert main(["replay", str(path)]) == 2
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_snapshot_that_names_other_code_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, large: Large, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "recording"
-    record(path, monkeypatch, num_requests=160, max_bytes=4 * 8192)
+    path = large.copy(tmp_path)
     header = files.read_header(path.with_name("recording.snapshot"))
     for code in (print, Scheduler.schedule, files.create):
         with files.create(path.with_name("recording.snapshot"), header) as file:
@@ -218,12 +266,10 @@ def test_a_disk_that_is_slow_ends_the_recording(
     assert ["the disk is too slow" in each.getMessage() for each in caplog.records] == [True]
 
 
-@pytest.mark.usefixtures("patient")
 def test_an_earlier_recording_is_set_aside_and_another_file_is_not_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, large: Large, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "recording"
-    record(path, monkeypatch, num_requests=160, max_bytes=4 * 8192)
+    path = large.copy(tmp_path)
     steps = replay(path).num_steps
     record(path, monkeypatch, num_requests=3)
     assert replay(path).num_requests == 3

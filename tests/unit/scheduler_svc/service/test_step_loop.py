@@ -1,12 +1,16 @@
-"""Requests that are ended from outside count as ended: in metrics, and in the advice to callers that are refused."""
+"""Requests that are ended from outside count as ended, in metrics and in the advice to callers that are refused; and a
+worker hangs only once it was seen to for a while."""
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.service.metrics import SchedulerMetrics
-from scheduler_svc.service.step_loop import RetryAdvisor, StepLoop
+from scheduler_svc.service.step_loop import StepLoop
+from scheduler_svc.service.worker_link import WorkerHangsError
 from tests.support.core_driver import make_config, make_request
 from tests.support.step_loop import make_step_loop
 
@@ -64,46 +68,12 @@ async def test_with_the_last_request_the_loop_is_idle(loop):
     assert await loop.drain(timeout_s=None) == 0
 
 
-# When a refused caller should come back
-
-
-def test_without_history_the_advice_is_a_second():
-    assert RetryAdvisor().retry_after_ms(now=5.0) == 1000
-
-
-def test_one_end_tells_no_pace():
-    advisor = RetryAdvisor()
-    advisor.ended(1, now=0.0)
-    assert advisor.retry_after_ms(now=3.0) == 1000
-
-
-def test_the_advice_is_the_pace_of_recent_ends():
-    advisor = RetryAdvisor()
-    for second in range(10):
-        advisor.ended(2, now=float(second))
-    assert advisor.retry_after_ms(now=10.0) == 500
-
-
-def test_the_advice_stays_within_its_bounds():
-    advisor = RetryAdvisor()
-    advisor.ended(60, now=0.0)
-    assert advisor.retry_after_ms(now=0.1) == 50
-    slow = RetryAdvisor()
-    slow.ended(2, now=0.0)
-    assert slow.retry_after_ms(now=10.0) == 5000
-
-
-def test_time_without_work_is_no_pace():
-    advisor = RetryAdvisor()
-    for each in range(64):
-        advisor.ended(1, now=each / 20)
-    for idle_s in (10 * 60.0, 3600.0):
-        assert advisor.retry_after_ms(now=3.2 + idle_s) == 1000
-
-
-def test_after_a_pause_the_pace_is_that_of_what_ended_since():
-    advisor = RetryAdvisor()
-    advisor.ended(30, now=0.0)
-    for each in range(10):
-        advisor.ended(1, now=600.0 + each / 10)
-    assert advisor.retry_after_ms(now=601.0) == 100
+def test_a_step_that_is_overdue_is_given_up_by_a_second_look_alone(loop):
+    """As where scheduler or worker stood still: its answer comes behind the first heartbeat."""
+    link: Any = SimpleNamespace(address="w:1")
+    loop._sent_at = {1: 0.0}
+    loop._answered_at = 0.0
+    for now in (59.0, 61.0, 61.1):
+        loop._check_progress(now, link)
+    with pytest.raises(WorkerHangsError, match=r"^worker w:1 has not answered a step for 61\.5 s$"):
+        loop._check_progress(61.5, link)

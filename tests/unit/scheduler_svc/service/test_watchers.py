@@ -7,8 +7,11 @@ import pytest
 
 from quire.rpc.errors import ResourceExhausted
 from quire.scheduler.v1 import scheduler_pb2
+from scheduler_svc.core import view
 from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import PreemptionMode
+from scheduler_svc.core.view import View
+from scheduler_svc.service import watchers
 from scheduler_svc.service.watch_messages import ReplicaNow
 from scheduler_svc.service.watchers import Watchers
 from tests.support.core_driver import Driver, make_config, make_request
@@ -32,7 +35,7 @@ class Watched:
             self.watchers.planned(self.driver.scheduler, plan, self.driver.clock, self.driver.clock + 0.001)
         self.driver.deliver()
         if plan is not None and self.watchers.are_any:
-            self.watchers.answered(plan.step_id, self.driver.clock)
+            self.watchers.answered(plan.step_id, 0.002)
 
 
 @pytest.fixture
@@ -66,7 +69,7 @@ async def test_the_first_frame_is_whole_and_the_next_has_what_changed(watched):
         assert not second.is_whole
         assert triples(second.memory.tables, 3) == [(1, 2, 2)]
         assert [each.num_decodes for each in second.steps] == [1, 1]
-        assert [each.step_id for each in second.answers] == [2, 3]
+        assert [(each.step_id, each.total_us) for each in second.answers] == [(2, 2000), (3, 2000)]
         assert second.numbers.steps == 2
 
 
@@ -88,6 +91,91 @@ async def test_nothing_is_kept_when_nobody_watches(watched):
     assert watched.watchers._task is None
 
 
+async def test_who_comes_as_the_last_one_leaves_is_served(watched):
+    first = watched.watchers.frames(wants_memory=True)
+    await next_frame(first)
+    leaving = asyncio.create_task(first.aclose())
+    # It has begun to leave.
+    await asyncio.sleep(0)
+    async with aclosing(watched.watchers.frames(wants_memory=True)) as second:
+        assert (await next_frame(second)).is_whole
+        await leaving
+        watched.driver.submit(make_request(1))
+        assert not (await next_frame(second)).is_whole
+    assert watched.watchers._task is None
+
+
+async def test_everything_in_a_large_pool_is_several_frames(watched, monkeypatch):
+    monkeypatch.setattr(view, "_MAX_ENTRIES", 2)
+    for handle in (1, 2):
+        watched.driver.submit(make_request(handle, prompt_len=9, max_tokens=9))
+        watched.step()
+    async with aclosing(watched.watchers.frames(wants_memory=True)) as frames:
+        parts = [await next_frame(frames)]
+        # The core goes on while they are read.
+        watched.step()
+        while parts[-1].more_follows:
+            parts.append(await next_frame(frames))
+    assert [each.is_whole for each in parts] == [True] + [False] * (len(parts) - 1)
+    assert len(parts) > 2
+    assert all(each.numbers == parts[0].numbers for each in parts)
+    tables = [triple for each in parts for triple in triples(each.memory.tables, 3)]
+    assert tables == [(1, 0, 0), (1, 1, 1), (1, 2, 2), (2, 0, 3), (2, 1, 4), (2, 2, 5)]
+
+
+async def test_an_answer_of_a_step_whose_number_comes_again_has_its_own_time(watched):
+    """Steps count from 1 again once a worker was lost."""
+    async with aclosing(watched.watchers.frames(wants_memory=False)) as frames:
+        await next_frame(frames)
+        watched.watchers.answered(1, 0.5)
+        watched.watchers.answered(1, 0.25)
+        watched.driver.submit(make_request(1))
+        watched.watchers.look()
+        frame = await next_frame(frames)
+        while not frame.answers:
+            frame = await next_frame(frames)
+    assert [(each.step_id, each.total_us) for each in frame.answers] == [(1, 500_000), (1, 250_000)]
+
+
+async def test_a_defect_of_the_view_is_logged_once_and_then_everything_comes(watched, monkeypatch, caplog):
+    look, num_failed = View.look, 0
+    recovered = asyncio.Event()
+
+    def fail(self, scheduler):
+        nonlocal num_failed
+        num_failed += 1
+        if num_failed > 3:
+            recovered.set()
+            return look(self, scheduler)
+        raise RuntimeError("a defect")
+
+    async with aclosing(watched.watchers.frames(wants_memory=True)) as frames:
+        await next_frame(frames)
+        monkeypatch.setattr(View, "look", fail)
+        async with asyncio.timeout(30):
+            await recovered.wait()
+        frame = await next_frame(frames)
+        while not frame.is_whole:
+            frame = await next_frame(frames)
+    assert [each.message.partition(";")[0] for each in caplog.records] == ["a frame could not be made"]
+
+
+async def test_of_many_moves_the_last_are_told_and_the_others_counted(watched, monkeypatch):
+    monkeypatch.setattr(watchers, "_MAX_EVENTS", 2)
+    async with aclosing(watched.watchers.frames(wants_memory=True)) as frames:
+        await next_frame(frames)
+        watched.driver.submit(make_request(1, prompt_len=20, max_tokens=20))
+        watched.step()
+        watched.driver.preempt(make_request(1))
+        watched.step()
+        watched.watchers.look()
+        frame = await next_frame(frames)
+        while not frame.memory.events:
+            frame = await next_frame(frames)
+    assert len(triples(frame.memory.events, 4)) == 2
+    assert frame.memory.lost_events > 2
+
+
 async def test_who_does_not_read_misses_frames_and_then_gets_a_whole_one(watched):
     watched.driver.submit(make_request(1, max_tokens=40))
     async with aclosing(watched.watchers.frames(wants_memory=True)) as slow:
@@ -102,9 +190,9 @@ async def test_who_does_not_read_misses_frames_and_then_gets_a_whole_one(watched
 
 async def test_watchers_are_bounded(watched):
     async with AsyncExitStack() as stack:
-        for _ in range(32):
-            frames = await stack.enter_async_context(aclosing(watched.watchers.frames(wants_memory=False)))
-            await next_frame(frames)
+        watching = [aclosing(watched.watchers.frames(wants_memory=False)) for _ in range(32)]
+        frames = [await stack.enter_async_context(each) for each in watching]
+        await asyncio.gather(*map(next_frame, frames))
         with pytest.raises(ResourceExhausted) as raised:
             await anext(watched.watchers.frames(wants_memory=False))
         assert raised.value.reason == "WATCHERS"

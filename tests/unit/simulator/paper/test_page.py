@@ -41,7 +41,7 @@ def test_the_page_has_the_figure_and_explains_it(name: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("fig99", "invalid choice: 'fig99'"),
+        ("fig99", "fig99 is no figure; there are table1, fig2"),
         ("--scale=0", "0 is no share"),
         ("--scale=2", "2 is no share"),
         ("--jobs=0", "0 is no number of processes"),

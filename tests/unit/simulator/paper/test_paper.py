@@ -25,8 +25,8 @@ from simulator.paper.systems import (
     run,
 )
 
-FEW = replace(sharegpt_load(OPT_13B), num_saturating=140)
-_NUM_REQUESTS = {QUIRE: 140, ORACLE: 80, POW2: 60, MAX: 40, FASTER_TRANSFORMER: 28}
+FEW = replace(sharegpt_load(OPT_13B), num_saturating=100)
+_NUM_REQUESTS = {QUIRE: 100, ORACLE: 60, POW2: 45, MAX: 30, FASTER_TRANSFORMER: 21}
 """Enough to fill the pool several times; few, as few run at once."""
 
 
@@ -85,7 +85,7 @@ def test_a_shared_prefix_is_computed_once() -> None:
 
 
 def test_long_prompts_make_all_reservations_alike() -> None:
-    load = Load(chat(MAX_MODEL_LEN, VOCAB_SIZE, max_prompt_len=1024, mean_turns=12), 10, 40)
+    load = Load(chat(MAX_MODEL_LEN, VOCAB_SIZE, max_prompt_len=1024, mean_turns=12), 10, 24)
     served = [run(Job(system, OPT_13B, load, math.inf)).batched for system in ORCAS]
     assert max(served) < 1.6 * min(served)
 

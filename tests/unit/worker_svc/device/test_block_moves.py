@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from kernels import ops
 from tests.support.fake_streams import FakeDevice
 from tests.support.steps import int32, make_assign, make_changes, make_operations, make_step
 from worker_svc.device import block_moves
-from worker_svc.device.block_moves import BlockMoves, SealInventory
+from worker_svc.device.block_moves import BlockMoves
 from worker_svc.device.kv_pool import KvPool
+from worker_svc.device.seals import SealInventory
 from worker_svc.step import AdmittedStep, PoolGeometry, SealedBlocks
 from worker_svc.streams import IN_ORDER, Stream
 
@@ -179,8 +181,16 @@ class Recorded:
     def queue(self, name: str) -> None:
         self.device.queue(lambda: self.ran.append(name))
 
-    def step(self, name: str, *, release: Sequence[int] = (), writes: Sequence[int] = (), **operations: Pairs) -> None:
-        step = make_step(make_changes(release=release), operations=make_operations(**operations))
+    def step(
+        self,
+        name: str,
+        *,
+        release: Sequence[int] = (),
+        fork: Sequence[tuple[int, int]] = (),
+        writes: Sequence[int] = (),
+        **operations: Pairs,
+    ) -> None:
+        step = make_step(make_changes(release=release, fork=fork), operations=make_operations(**operations))
         self.moves.apply(AdmittedStep(step, int32(writes)))
         self.queue(name)
 
@@ -212,8 +222,9 @@ def test_what_leaves_is_read_after_the_steps_before(monkeypatch: pytest.MonkeyPa
     assert recorded.ran == []
 
 
+@pytest.mark.parametrize("freeing", [{"release": [0]}, {"fork": [(1, 0)]}, {"copy": [(3, 4)]}])
 def test_what_comes_into_blocks_that_nobody_uses_does_not_wait_for_the_step_before(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, freeing: dict[str, Any]
 ) -> None:
     recorded = Recorded(monkeypatch)
     recorded.step("first")
@@ -223,7 +234,7 @@ def test_what_comes_into_blocks_that_nobody_uses_does_not_wait_for_the_step_befo
     recorded.drain("compute")
     recorded.drain("swaps")
     assert recorded.ran == ["first", "second", "swap"]
-    recorded.step("fourth", release=[0], swap_in=[(1, 2)])
+    recorded.step("fourth", swap_in=[(1, 2)], **freeing)
     recorded.drain("swaps")
     # Its blocks may be those of the third step, which has not run.
     assert recorded.ran == ["first", "second", "swap"]

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,10 +67,12 @@ def resident_bytes() -> int:
 def populated_bytes(tensor: torch.Tensor) -> int:
     """How much of a contiguous tensor that begins and ends with a page the system has given."""
     page = mmap.PAGESIZE
-    present = (ctypes.c_ubyte * (tensor.nbytes // page))()
-    found = ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), present)
+    present = np.zeros(tensor.nbytes // page, np.uint8)
+    found = ctypes.CDLL(None).mincore(
+        ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), ctypes.c_void_p(present.ctypes.data)
+    )
     assert found == 0
-    return page * sum(each & 1 for each in present)
+    return page * int(np.count_nonzero(present & 1))
 
 
 def contents(tensor: torch.Tensor) -> list[float]:

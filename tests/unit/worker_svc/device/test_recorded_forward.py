@@ -1,6 +1,8 @@
 """A forward pass from a recording gives what the model gives, bit for bit, however tokens and rows vary."""
 
+import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,22 @@ STEPS = (
     (Span(1, 1, 2), Span(2, 17, 18), Span(3, 60, 61)),
 )
 
-needs_library = pytest.mark.parametrize("threads", [1, 2] if ISAS else [])
+Directories = Callable[[str], Path]
+
+needs_library = pytest.mark.skipif(not ISAS, reason="there is no library of kernels for the CPU")
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
+    """The directory of a family or a shape, made when it is first asked for."""
+
+    @functools.cache
+    def make(name: str) -> Path:
+        directory = tmp_path_factory.mktemp(name)
+        _ = make_family(directory, NATIVE[name]) if name in NATIVE else make_shape(directory, name)
+        return directory
+
+    return make
 
 
 def load(
@@ -59,20 +76,18 @@ def record(runner: PagedRunner) -> RecordedForward:
 
 @needs_library
 @pytest.mark.parametrize("quantization", Quantization)
-def test_int8_in_the_pool_and_the_weights_is_recorded_too(
-    threads: int, quantization: Quantization, tmp_path: Path
-) -> None:
-    make_family(tmp_path, NATIVE["qwen3"])
-    model = load(tmp_path, quantization=quantization)
-    plain, recorded = make_runner(model), make_runner(model)
-    for runner in (plain, recorded):
-        shape = (*runner.pools[0].shape[:-1], line_bytes(model.head_dim))
-        runner.pools = [torch.zeros(shape, dtype=torch.int8) for _ in runner.pools]
-    recorded.forward = record(recorded)
-    with torch_threads(threads):
-        for spans in STEPS:
-            assert torch.equal(recorded.step(*spans), plain.step(*spans))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(recorded.pools, plain.pools, strict=True))
+def test_int8_in_the_pool_and_the_weights_is_recorded_too(quantization: Quantization, directories: Directories) -> None:
+    model = load(directories("qwen3"), quantization=quantization)
+    for threads in (1, 2):
+        plain, recorded = make_runner(model), make_runner(model)
+        for runner in (plain, recorded):
+            shape = (*runner.pools[0].shape[:-1], line_bytes(model.head_dim))
+            runner.pools = [torch.zeros(shape, dtype=torch.int8) for _ in runner.pools]
+        recorded.forward = record(recorded)
+        with torch_threads(threads):
+            for spans in STEPS:
+                assert torch.equal(recorded.step(*spans), plain.step(*spans))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(recorded.pools, plain.pools, strict=True))
 
 
 @needs_library
@@ -89,33 +104,33 @@ def test_int8_in_the_pool_and_the_weights_is_recorded_too(
         "opt-post-norm-projected-64",
     ],
 )
-def test_hidden_states_are_those_of_the_model(family: str, dtype: torch.dtype, threads: int, tmp_path: Path) -> None:
-    _ = make_family(tmp_path, NATIVE[family]) if family in NATIVE else make_shape(tmp_path, family)
-    model = load(tmp_path, dtype)
-    plain, recorded = make_runner(model), make_runner(model)
-    recorded.forward = record(recorded)
-    with torch_threads(threads):
-        for spans in STEPS:
-            assert torch.equal(recorded.step(*spans), plain.step(*spans))
-    for mine, theirs in zip(recorded.pools, plain.pools, strict=True):
-        assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
+def test_hidden_states_are_those_of_the_model(family: str, dtype: torch.dtype, directories: Directories) -> None:
+    model = load(directories(family), dtype)
+    for threads in (1, 2):
+        plain, recorded = make_runner(model), make_runner(model)
+        recorded.forward = record(recorded)
+        with torch_threads(threads):
+            for spans in STEPS:
+                assert torch.equal(recorded.step(*spans), plain.step(*spans))
+        for mine, theirs in zip(recorded.pools, plain.pools, strict=True):
+            assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
 
 
 @needs_library
 @pytest.mark.parametrize("family", NATIVE)
-def test_logits_of_decodes_are_those_of_the_model(family: str, threads: int, tmp_path: Path) -> None:
-    make_family(tmp_path, NATIVE[family])
-    model = load(tmp_path)
-    plain, recorded = make_runner(model), make_runner(model)
-    decodes = make_decodes(model, pool_of(recorded), 2 * MAX_MODEL_LEN, LIMITS)
-    assert decodes is not None
-    with torch_threads(threads):
-        for spans in STEPS:
-            expected = plain.step(*spans)
-            if all(span.end - span.start == 1 for span in spans):
-                assert torch.equal(decodes(recorded.inputs(*spans)), expected)
-            else:
-                recorded.step(*spans)
+def test_logits_of_decodes_are_those_of_the_model(family: str, directories: Directories) -> None:
+    model = load(directories(family))
+    for threads in (1, 2):
+        plain, recorded = make_runner(model), make_runner(model)
+        decodes = make_decodes(model, pool_of(recorded), 2 * MAX_MODEL_LEN, LIMITS)
+        assert decodes is not None
+        with torch_threads(threads):
+            for spans in STEPS:
+                expected = plain.step(*spans)
+                if all(span.end - span.start == 1 for span in spans):
+                    assert torch.equal(decodes(recorded.inputs(*spans)), expected)
+                else:
+                    recorded.step(*spans)
 
 
 @pytest.mark.parametrize("shape", ["llama-gqa-untied-32", "opt-post-norm-projected-64"])

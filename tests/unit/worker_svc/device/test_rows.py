@@ -13,7 +13,8 @@ from quire.worker.v1 import worker_pb2
 from tests.support.sampling import make_sampling
 from tests.support.steps import make_assign, make_batch, make_changes, make_step
 from tests.support.worker_client import make_assign as make_assign_message
-from worker_svc.device.rows import FailedPrompts, RowLedger, Rows
+from worker_svc.device.row_ledger import RowLedger
+from worker_svc.device.rows import FailedPrompts, Rows
 from worker_svc.protocol.convert import StepDecoder
 from worker_svc.step import (
     LogitRules,

@@ -17,7 +17,7 @@ from tests.support.sampling import make_sampling
 from tests.support.steps import int32, make_assign, make_batch, make_changes, make_operations, make_step
 from worker_svc.device.batch import build_model_input, pad_batch
 from worker_svc.device.device_loop import DeviceLoop
-from worker_svc.device.replay import GraphShape, StaticInput
+from worker_svc.device.replay import GraphShape, fill_decodes, first_decodes, make_room
 from worker_svc.device.rows import Rows
 from worker_svc.device.runner import ModelRunner
 from worker_svc.models.llama import LlamaForCausalLM
@@ -83,9 +83,9 @@ def test_the_input_of_a_model_waits_for_nothing(rows: Rows, new: int) -> None:
 
 def test_the_input_of_a_graph_waits_for_nothing(rows: Rows) -> None:
     batch = pad_batch(make_batch(range(5), [1] * 5, [2] * 5), 8, len(KINDS))
-    static = StaticInput.allocate(16, NUM_COLUMNS, (), META)
-    static.fill(build_model_input(batch, rows, (), BLOCK_SIZE))
-    assert static.view(GraphShape(8, 128)).attention.block_tables.shape == (8, NUM_COLUMNS)
+    room = make_room(16, 16, NUM_COLUMNS, (), NUM_COLUMNS * BLOCK_SIZE, META)
+    fill_decodes(room, build_model_input(batch, rows, (), BLOCK_SIZE))
+    assert first_decodes(room, GraphShape(8, 128)).attention.block_tables.shape == (8, NUM_COLUMNS)
 
 
 @pytest.mark.parametrize("places", [[*range(len(KINDS))], *([place] for place in range(len(KINDS))), [2, 2], [1, 6]])

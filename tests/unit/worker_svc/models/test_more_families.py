@@ -1,5 +1,8 @@
 """Families beyond the first three against transformers: prefill, chunks and decodes over a scrambled pool."""
 
+import copy
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from worker_svc.models.llama import LlamaForCausalLM, MistralForCausalLM, Qwen2F
 from worker_svc.models.registry import load_model
 from worker_svc.weights import Placement
 
+Made = Callable[[str], tuple[Path, PreTrainedModel]]
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4
 HALVED = (
@@ -56,10 +60,22 @@ def assert_serves_like(reference: PreTrainedModel, model: CausalLM) -> None:
     assert_same_logits(runner.step(Span(0, 59, 60)), long[59:])
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """The directory of a family, and the model that transformers made it from, which tests leave as it is."""
+
+    @functools.cache
+    def make(family: str) -> tuple[Path, PreTrainedModel]:
+        directory = tmp_path_factory.mktemp(family)
+        return directory, make_family(directory, FAMILIES[family])
+
+    return make
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_however_the_tokens_come(family: str, tmp_path: Path) -> None:
-    reference = make_family(tmp_path, FAMILIES[family])
-    model = load(tmp_path)
+def test_logits_equal_however_the_tokens_come(family: str, made: Made) -> None:
+    directory, reference = made(family)
+    model = load(directory)
     assert isinstance(model, NativeCausalLM) == (family in NATIVE)
     assert model.architecture == type(reference).__name__
     assert (model.vocab_size, model.max_model_len) == (VOCAB_SIZE, 512)
@@ -68,9 +84,9 @@ def test_logits_equal_however_the_tokens_come(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", NATIVE)
-def test_transformers_code_serves_what_quire_has_code_for(family: str, tmp_path: Path) -> None:
-    reference = make_family(tmp_path, NATIVE[family])
-    model = load(tmp_path, model_impl="transformers")
+def test_transformers_code_serves_what_quire_has_code_for(family: str, made: Made) -> None:
+    directory, reference = made(family)
+    model = load(directory, model_impl="transformers")
     assert not isinstance(model, NativeCausalLM)
     assert_serves_like(reference, model)
 
@@ -83,13 +99,13 @@ def test_transformers_code_serves_the_first_families(shape: str, tmp_path: Path)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", HALVED)
-def test_half_precision_is_as_close_as_transformers_own(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    reference = make_family(tmp_path, FAMILIES[family])
+def test_half_precision_is_as_close_as_transformers_own(family: str, dtype: torch.dtype, made: Made) -> None:
+    directory, reference = made(family)
     (sequence,) = make_sequences(23)
     exact = expected_logits(reference, sequence)
-    rounded = reference.to(dtype)  # pyright: ignore[reportArgumentType]
+    rounded = copy.deepcopy(reference).to(dtype)  # pyright: ignore[reportArgumentType]
     theirs = (expected_logits(rounded, sequence) - exact).abs().mean()
-    model = load(tmp_path, dtype)
+    model = load(directory, dtype)
     assert model.dtype == dtype
     ours = PagedRunner(model, [sequence], block_size=16).step(Span(0, 0, 23))
     assert ours.dtype == torch.float32

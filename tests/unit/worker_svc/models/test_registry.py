@@ -194,6 +194,10 @@ def test_bad_directory_is_refused_with_one_line(spoil: Callable[[Path], None], m
         ({"head_dim": 33}, "head_dim is 33; expected an even number"),
         ({"attention_bias": "yes"}, "attention_bias is 'yes'; expected true or false"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; expected a number above 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; models of at most 10000 layers are served"),
+        ({"hidden_size": 10**31}, "expected an integer of at most 1e+30"),
+        ({"head_dim": 1 << 20}, "head_dim is 1048576; expected at most 4096"),
+        ({"rms_norm_eps": 10**400}, "0000; expected a number above 0"),
         ({"num_hidden_layers": 3}, "tensor model.layers.2.input_layernorm.weight is missing"),
     ],
 )

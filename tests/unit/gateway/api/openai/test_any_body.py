@@ -114,7 +114,7 @@ def test_too_many_prompts_or_parts_are_refused_before_they_are_looked_at():
     messages = [{"role": "user", "content": [5] * 3000}] * 3
     with pytest.raises(QuireError) as caught:
         parse(ChatBody, json.dumps({"messages": messages}).encode())
-    assert caught.value.message == "messages have 9,000 parts of content and tool calls together; the max is 8,192"
+    assert caught.value.message == "messages has 9,000 parts in its entries; the max is 8,192"
 
 
 def num_values(value: Any) -> int:

@@ -4,7 +4,7 @@ import pytest
 
 from gateway.api import body as api_body
 from gateway.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from gateway.request.validation import shown
+from gateway.request.violations import shown
 from quire.rpc.errors import InvalidArgument
 from tests.support.openai_bodies import parse
 

@@ -18,7 +18,7 @@ def test_what_is_kept_is_found_by_its_tenant_alone():
     with pytest.raises(NotFound, match="not known to this gateway"):
         store.find("two", "a")
     with pytest.raises(InvalidArgument, match="send the items of the earlier turns in input") as raised:
-        store.previous("one", "b")
+        store.earlier_messages("one", "b")
     assert raised.value.violations[0].field == "previous_response_id"
     store.remove("one", "a")
     assert store.get("one", "a") is None

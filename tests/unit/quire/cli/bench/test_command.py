@@ -4,12 +4,14 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire.cli.bench.command import shown_command
 from quire.cli.bench.flags import BenchFlags
 from quire.cli.bench.plan import Load, PlannedRun, read_file
 from quire.cli.bench.table import make_errors, make_table
@@ -125,6 +127,14 @@ def test_the_token_ids_of_a_file_are_sent_as_they_are(tmp_path: Path) -> None:
         (["--dataset=missing.jsonl"], "cannot read missing.jsonl: No such file"),
         (["--request-rate=-1"], "-1 is no rate; expected numbers above 0, inf or trace"),
         (["--request-rate=2,fast"], "fast is no rate"),
+        (["--request-rate=nan"], "nan is no rate"),
+        (["--request-rate=1e-9"], "1e-9 is not in [0.0001, 1,000,000]; inf sends all at once"),
+        (["--request-rate=1e9"], "1e9 is not in [0.0001, 1,000,000]"),
+        (["--request-rate="], "it is empty; expected numbers above 0"),
+        (["--request-rate=1000,inf", "--duration=86400", "--max-concurrency=2"], "are 86,400,000 requests; a run has"),
+        (["--num-requests=2000000"], "the greatest value is 1000000"),
+        (["--request-timeout=1e300"], "the greatest value is 604800"),
+        (["--mean-turns=1000", "--dataset=chat"], "the greatest value is 20"),
         (["--request-rate=trace"], "trace takes a file with arrival_s as --dataset"),
         (["--num-requests=5", "--duration=3"], "--num-requests and --duration are both given"),
         (["--duration=3"], "--duration with a rate of inf needs --max-concurrency"),
@@ -141,6 +151,9 @@ def test_the_token_ids_of_a_file_are_sent_as_they_are(tmp_path: Path) -> None:
         (["--plot=a.pdf"], "expected a file that ends in .svg or .png"),
         (["--out=/proc/nothing/a.json"], "cannot write /proc/nothing/a.json"),
         (["--backend=openai", "--url=localhost:8000"], "expected http://HOST:PORT or https://HOST:PORT"),
+        (["--backend=openai", "--url=http://localhost:99999"], "expected http://HOST:PORT or https://HOST:PORT"),
+        (["--backend=openai", "--url=http://["], "expected http://HOST:PORT or https://HOST:PORT"),
+        (["--backend=openai", "--api-key=clé"], "--api-key has characters that a header cannot have"),
         (["--url=http://localhost:8000"], "is for --backend openai; gRPC takes HOST:PORT"),
         (["--backend=openai", "--tls"], "the flags of TLS are for --backend grpc"),
         (["plot"], "plot takes one or several results"),
@@ -199,6 +212,14 @@ def test_the_flags_of_a_result_have_no_key(monkeypatch: pytest.MonkeyPatch) -> N
     assert given == {"request_rate": [2.0, "inf"], "url": "a:1", "slo": "ttft=1000ms"}
     assert json.dumps(given)
     assert os.environ.get("QUIRE_API_KEY") is None
+
+
+@pytest.mark.parametrize("key", [["--api-key", "secret"], ["--api-key=secret"]])
+def test_the_command_in_a_result_has_no_key(key: list[str]) -> None:
+    shown = shown_command(["--seed=1", *key, "--n", "2"])
+    assert shown == shlex.join(
+        ["quire", "bench", "--seed=1", *[part.replace("secret", "...") for part in key], "--n", "2"]
+    )
 
 
 def test_a_failed_record_keeps_its_place() -> None:

@@ -53,7 +53,7 @@ def make_request(**fields: Any) -> LoadRequest:
 
 
 async def send(server: OpenAiServer, request: LoadRequest, history: Any = None) -> tuple[Chunks, Any]:
-    chunks = Chunks(0.0)
+    chunks = Chunks(0.0, request.beam_width or request.n)
     return chunks, await server.send(request, chunks, history)
 
 
@@ -140,7 +140,20 @@ async def test_a_server_that_does_not_know_ignore_eos_is_not_asked_for_it() -> N
         (b"data: {nonsense\n\n", "NO_JSON", "an event of the stream is no JSON"),
         (b"data: []\n\n", "MALFORMED_ANSWER", "has not the form of OpenAI's API: AttributeError"),
         (events({"choices": [None]}), "MALFORMED_ANSWER", "AttributeError"),
+        (b"data: " + b"[" * 100_000 + b"\n\n", "MALFORMED_ANSWER", "RecursionError"),
+        (
+            events({"choices": [{"index": 1 << 40, "text": "a"}]}),
+            "MALFORMED_ANSWER",
+            "a sequence 1099511627776; 1 were",
+        ),
+        (events({"choices": [{"index": "0", "text": "a"}]}), "MALFORMED_ANSWER", "a sequence '0'"),
+        (events(text("a"), {"usage": {"completion_tokens": -1}}), "MALFORMED_ANSWER", "output tokens is -1"),
+        (events(text("a"), {"usage": {"prompt_tokens": "many"}}), "MALFORMED_ANSWER", "prompt tokens is 'many'"),
+        (events(text("a"), {"usage": ["completion_tokens"]}), "MALFORMED_ANSWER", "TypeError"),
+        (b"<html>hello</html>", "INCOMPLETE_STREAM", "the answer is no stream of events"),
+        (b'data: {"choices": [{"text": "a"}]}\n\n', "INCOMPLETE_STREAM", "the stream ended before its end"),
     ],
+    ids=str,
 )
 async def test_failures_have_a_reason_and_a_message(answer: Any, reason: str, message: str) -> None:
     with pytest.raises(RequestFailedError) as raised:
@@ -162,8 +175,13 @@ async def test_a_connection_that_breaks_is_a_failure() -> None:
     [
         (httpx.Response(404, text="nothing"), CannotMeasureError, "404 to /v1/models, and no list of models"),
         (httpx.Response(401), CannotMeasureError, "asks for an API key"),
+        (httpx.Response(503, json={"error": {"message": "loading"}}), CannotMeasureError, "not ready: HTTP 503 to /v1"),
         (httpx.Response(200, json={"data": [{"id": "a"}, {"id": "b"}]}), ConfigurationError, "it serves a, b"),
+        (httpx.Response(200, json={"data": ["a"]}), CannotMeasureError, "no list of models"),
+        (httpx.Response(200, json=[]), CannotMeasureError, "no list of models"),
+        (httpx.Response(200, content=b"[" * 100_000), CannotMeasureError, "no list of models"),
     ],
+    ids=["404", "401", "503", "two models", "names alone", "a list", "nested"],
 )
 async def test_servers_that_cannot_be_measured(response: httpx.Response, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
@@ -176,13 +194,26 @@ async def test_a_server_that_answers_nothing_but_its_models_cannot_be_measured()
             return httpx.Response(200, json=MODELS)
         raise httpx.ReadTimeout("timed out")
 
-    with pytest.raises(CannotMeasureError, match=r"does not answer the first request, of one token: timed out"):
+    with pytest.raises(CannotMeasureError, match=r"the first request, of one token: no answer within 60 s"):
         await make_server(hang).connect()
 
 
 async def test_beams_that_are_no_answer_of_openais_api_are_a_failure() -> None:
     with pytest.raises(RequestFailedError, match="KeyError 'choices'"):
         await send(make_server(Peer((200, {}))), make_request(beam_width=2))
+
+
+async def test_a_stream_whose_end_is_a_reason_alone_is_complete() -> None:
+    stream = b"data: " + json.dumps(text("a", "stop")).encode()
+    chunks, _ = await send(make_server(Peer(stream)), make_request())
+    assert chunks.tokens == [1]
+
+
+async def test_a_length_that_is_none_is_not_known() -> None:
+    models = {"data": [{"id": "m", "max_model_len": "long"}]}
+    peer = Peer(events(text("a")))
+    server = make_server(lambda each: httpx.Response(200, json=models) if "models" in each.url.path else peer(each))
+    assert (await server.connect()).max_model_len is None
 
 
 async def test_the_only_model_needs_no_name() -> None:

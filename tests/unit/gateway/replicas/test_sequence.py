@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.replicas.events import FinishReason
-from gateway.replicas.live import SequenceStream, TokenGapError
+from gateway.replicas.sequence import SequenceStream, TokenGapError
 from gateway.text.formats.answer import HARMONY_REASONING, AnswerFormat
 from gateway.text.formats.thinking import Thinking
 from gateway.text.stop import StopStrings

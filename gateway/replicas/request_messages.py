@@ -1,0 +1,114 @@
+"""Requests as messages to schedulers: a submission has all that is needed to go on, and a gateway can read it back."""
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from gateway.replicas.live import LiveRequest
+from gateway.replicas.sequence import SequenceStream
+from gateway.request.types import GenerationRequest, optional
+from gateway.text.formats.answer import PLAIN, AnswerFormat
+from gateway.text.formats.parser import OfferedTool
+from gateway.text.formats.thinking import Thinking
+from quire.arrays import decode_int32, encode_int32
+from quire.common.v1 import common_pb2
+from quire.rpc.errors import invalid_field
+from quire.scheduler.v1 import scheduler_pb2
+from quire.tracing import TraceContext
+
+
+def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
+    """The request with all defaults, and the tokens that the gateway has of it already."""
+    request, asked, trace = live.request, live.request.sampling, live.request.trace
+    submit = scheduler_pb2.Submit(
+        handle=live.handle,
+        request_id=request.request_id,
+        # Part of the prefix cache's keys, as it is for pins.
+        tenant=request.tenant,
+        priority=request.priority,
+        prompt_token_ids=encode_int32(request.prompt_token_ids),
+        # Only the fields that the scheduler reads; the rest is in `row_sampling`.
+        sampling=common_pb2.SamplingParameters(
+            seed=request.seed,
+            n=asked.n,
+            best_of=asked.best_of,
+            beam_search=asked.beam_search if asked.HasField("beam_search") else None,
+        ),
+        stopping=request.stopping,
+        output=request.output,
+        eos_token_ids=request.eos_token_ids,
+        row_sampling=request.row_sampling,
+        durable=request.durable,
+        trace_context=trace and scheduler_pb2.TraceContext(traceparent=trace.traceparent, tracestate=trace.tracestate),
+        emitted=[_emitted_message(stream) for stream in live.sequences if stream.token_ids],
+        nonce=request.nonce,
+        resubmitted=live.submissions > 1,
+        num_prompt_logprobs=len(live.prompt_logprobs),
+        has_constraint=asked.HasField("constraint"),
+    )
+    if not request.durable:
+        # The scheduler sees no text, unless it keeps the request for another gateway.
+        submit.stopping.ClearField("stop")
+    elif request.answer_format != PLAIN:
+        submit.answer_format.CopyFrom(_format_message(request.answer_format))
+    return scheduler_pb2.ConnectRequest(submit=submit)
+
+
+def request_from_submit(submit: scheduler_pb2.Submit) -> GenerationRequest:
+    """A durable request that any gateway can go on with; the inverse of `submit_message`.
+
+    Raises InvalidArgument if it is malformed.
+    """
+    try:
+        sampling = common_pb2.RowSampling.FromString(submit.row_sampling).sampling
+    except DecodeError as error:
+        raise invalid_field("row_sampling", f"is no RowSampling: {error}") from error
+    sampling.MergeFrom(submit.sampling)
+    sampling.ClearField("seed")
+    trace: scheduler_pb2.TraceContext | None = optional(submit, "trace_context")
+    return GenerationRequest(
+        request_id=submit.request_id,
+        tenant=submit.tenant,
+        prompt_token_ids=np.asarray(decode_int32(submit.prompt_token_ids, "prompt_token_ids", minimum=0), np.int32),
+        sampling=sampling,
+        stopping=submit.stopping,
+        output=submit.output,
+        seed=submit.sampling.seed,
+        eos_token_ids=tuple(submit.eos_token_ids),
+        row_sampling=submit.row_sampling,
+        priority=submit.priority,
+        durable=True,
+        nonce=submit.nonce,
+        answer_format=_format_from(submit.answer_format) if submit.HasField("answer_format") else PLAIN,
+        trace=TraceContext(trace.traceparent, optional(trace, "tracestate")) if trace is not None else None,
+    )
+
+
+def _format_message(answer_format: AnswerFormat) -> scheduler_pb2.AnswerFormat:
+    return scheduler_pb2.AnswerFormat(
+        tool_format=answer_format.tool_format,
+        reasoning_format=answer_format.reasoning_format,
+        thinking=answer_format.thinking.value,
+        tools=[
+            scheduler_pb2.OfferedTool(name=tool.name, text_parameters=sorted(tool.text_parameters))
+            for tool in answer_format.tools
+        ],
+    )
+
+
+def _format_from(message: scheduler_pb2.AnswerFormat) -> AnswerFormat:
+    """Raises InvalidArgument if this gateway does not know the format."""
+    try:
+        return AnswerFormat(
+            optional(message, "tool_format"),
+            optional(message, "reasoning_format"),
+            Thinking(message.thinking),
+            tuple(OfferedTool(tool.name, frozenset(tool.text_parameters)) for tool in message.tools),
+        )
+    except ValueError as error:
+        raise invalid_field("answer_format", f"is not known to this gateway: {error}") from error
+
+
+def _emitted_message(stream: SequenceStream) -> scheduler_pb2.EmittedSequence:
+    return scheduler_pb2.EmittedSequence(
+        sequence_index=stream.index, token_ids=encode_int32(stream.token_ids), finished=stream.finished is not None
+    )

@@ -1,0 +1,54 @@
+"""How long steps take, and whether beam searches that are apart wait for each other.
+
+The next step of a beam search needs the result of the one before. With several steps in flight, searches that came at
+different times take turns: some are in one step, the others in the next, and each step reads all weights of the model.
+If those that could run wait for the step in flight, all go on in one step. Then the workers are idle while the
+scheduler applies its result, so they wait only if steps take long beside that (ADR 3 has the figures).
+"""
+
+import math
+
+from scheduler_svc.core.batch import RowTable
+from scheduler_svc.core.step import StepInFlight
+
+_MIN_RATIO = 4.0
+"""A step takes at least so many times as long as the scheduler does between a result and the next plan."""
+
+
+class Pace:
+    """Times of the newest step of decodes and of the newest plan, in seconds of the core's clock."""
+
+    def __init__(self) -> None:
+        self._step_s = 0.0
+        self._planning_s = math.inf
+        self._answered_at = -math.inf
+        self._is_planned = True
+
+    def planning(self, now: float) -> None:
+        """A step is about to be planned."""
+        if not self._is_planned:
+            self._is_planned = True
+            self._planning_s = now - self._answered_at
+
+    def answered(self, step: StepInFlight, now: float) -> None:
+        """The result of a step came."""
+        if not step.has_chunks:
+            # It began when the one before was over. A prompt takes longer than what follows it.
+            self._step_s = now - max(step.planned, self._answered_at)
+        self._answered_at, self._is_planned = now, False
+
+    def joins_beams(self, rows: RowTable) -> bool:
+        """Whether the beams that could run now wait for those in flight. Not if other rows could run: these do not
+        wait, and the beams cost their step little more."""
+        return self._step_s >= _MIN_RATIO * self._planning_s and _are_beams_apart(rows)
+
+
+def _are_beams_apart(rows: RowTable) -> bool:
+    """Whether dependent rows are all that can compute, and others wait for a result."""
+    if not rows.num_dependent:
+        return False
+    unfinished = rows.active & (rows.num_tokens < rows.max_len)
+    can_compute = unfinished & (rows.num_computed < rows.num_tokens)
+    if not can_compute.any() or (can_compute & (rows.prefills | ~rows.dependent)).any():
+        return False
+    return bool((unfinished & rows.dependent & ~can_compute).any())

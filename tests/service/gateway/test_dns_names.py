@@ -1,0 +1,104 @@
+"""A gateway whose schedulers have one DNS name: it finds those that appear, and leaves those that go."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from gateway.replicas.members import Resolver
+from quire.rpc.address import DnsName
+from tests.support.fake_scheduler import FakeScheduler
+from tests.support.gateway_process import RunningGateway, collect, running_gateway, stream_request
+from tests.support.processes import until_true
+
+NAME = "dns:///replicas.test:50052"
+
+
+class Dns:
+    """Answers with the addresses of these schedulers."""
+
+    def __init__(self, *schedulers: FakeScheduler) -> None:
+        self.schedulers = list(schedulers)
+
+    async def __call__(self, name: DnsName) -> list[str]:
+        assert str(name) == NAME
+        return [scheduler.address for scheduler in self.schedulers]
+
+
+@pytest.fixture
+async def other() -> AsyncIterator[FakeScheduler]:
+    fake = FakeScheduler()
+    await fake.start()
+    yield fake
+    await fake.stop()
+
+
+async def send(gateway: RunningGateway, count: int) -> None:
+    requests = [stream_request(f"request {number}", max_tokens=2) for number in range(count)]
+    await asyncio.gather(*(collect(gateway.generation.GenerateStream(each)) for each in requests))
+
+
+async def test_a_replica_that_appears_gets_requests_and_one_that_goes_gets_none(scheduler, other):
+    dns = Dns(scheduler)
+    async with running_gateway(
+        scheduler, resolver=Resolver(dns, 0.01), schedulers=(NAME,), routing="round-robin"
+    ) as gateway:
+        assert scheduler.wants_cache_updates is False
+        await send(gateway, 4)
+        dns.schedulers.append(other)
+        await other.until_known()
+        await send(gateway, 4)
+        assert (len(scheduler.submits), len(other.submits)) == (6, 2)
+        dns.schedulers.remove(scheduler)
+        links = gateway.gateway._generator.replicas.links
+        await until_true(lambda: scheduler.address not in links)
+        await send(gateway, 4)
+        assert (len(scheduler.submits), len(other.submits)) == (6, 6)
+        # Its counters stay, in its place, which the next one takes.
+        async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
+            assert "quire_gateway_generated_tokens_total 24.0" in (await http.get("/metrics")).text
+
+
+async def test_requests_that_run_at_a_replica_that_goes_are_finished_there(scheduler, other):
+    dns = Dns(scheduler)
+    async with running_gateway(scheduler, resolver=Resolver(dns, 0.01), schedulers=(NAME,)) as gateway:
+        assert scheduler.wants_cache_updates
+        with scheduler.standing_still():
+            reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("a", max_tokens=9))))
+            await scheduler.until(lambda: scheduler.live)
+            dns.schedulers = [other]
+            await other.until_known()
+            await send(gateway, 2)
+            assert (len(scheduler.submits), len(other.submits)) == (1, 2)
+        assert len((await reading).token_ids) == 9
+        assert len(scheduler.submits) == 1
+
+
+async def test_requests_of_a_replica_that_died_and_was_replaced_move_at_once(scheduler, other):
+    dns = Dns(scheduler)
+    # They would wait for it for an hour.
+    settings = {"schedulers": (NAME,), "failover_delay": 3600.0}
+    async with running_gateway(scheduler, resolver=Resolver(dns, 0.01), **settings) as gateway:
+        scheduler.emits.clear()
+        reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("a", max_tokens=9))))
+        await scheduler.until(lambda: scheduler.live)
+        dns.schedulers = [other]
+        await scheduler.stop()
+        assert len((await reading).token_ids) == 9
+        await scheduler.start()
+
+
+async def test_readiness_names_a_name_that_cannot_be_resolved():
+    async def resolve(name: DnsName) -> list[str]:
+        raise OSError(-2, "Name or service not known")
+
+    async with (
+        running_gateway(resolver=Resolver(resolve, 0.01), schedulers=(NAME,)) as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
+    ):
+        replicas = gateway.gateway._generator.replicas
+        await until_true(lambda: replicas.problems)
+        answer = await http.get("/ready")
+        assert answer.status_code == 503
+        assert answer.json()["reason"] == f"no scheduler is connected; {NAME}: Name or service not known"

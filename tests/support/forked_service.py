@@ -1,0 +1,43 @@
+"""`python -I -S forked_service.py SOCKET MODULE FLAG...`: a service that is a fork (tests.support.forked_services).
+
+It asks for the fork, passes its signals on to it, and ends as it does. A program of few imports, as each start has it.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_MAX_NUMBER_BYTES = 20
+
+
+def main(address: str, *words: str) -> None:
+    """Has a fork run the words."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+        link.connect(address)
+        request = [words, dict(os.environ), os.getpgid(0)]
+        socket.send_fds(link, [json.dumps(request).encode()], (0, 1, 2))
+        pid = int(link.recv(_MAX_NUMBER_BYTES))
+
+        def forward(number: int, _: object) -> None:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                return
+
+        for number in _FORWARDED:
+            signal.signal(number, forward)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+        # It ends without a word where the process that forks has ended.
+        status = int(link.recv(_MAX_NUMBER_BYTES) or -signal.SIGKILL)
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

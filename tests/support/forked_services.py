@@ -1,0 +1,153 @@
+"""The services of a whole server as forks of a process that has imported them: most of the processor time of a start is
+imports, above all torch's.
+
+`python -m tests.support.forked_services DESCRIPTOR MODULE...` imports the modules and then serves a socket that
+listens. The supervisor of a server starts `python -I -S forked_service.py SOCKET MODULE FLAG...` as the service: that
+asks for a fork, which runs the module as `python -m` does, with the flags, the environment and the standard streams of
+the process that asked. The two are one service: they share a process group, the fork gets the signals of the one that
+asked and dies with it, and that one ends as the fork does.
+"""
+
+import atexit
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NoReturn
+
+_MAX_MESSAGE_BYTES = 1 << 17
+_STANDARD = (0, 1, 2)
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What `forked_service` asks for: the module and its flags, the environment, the process group."""
+
+    words: list[str]
+    environ: dict[str, str]
+    group: int
+
+    def become(self, descriptors: list[int]) -> None:
+        """Gives this process what an exec by the one that asked would have kept. These are its standard streams."""
+        # A fork ends with the process that forks, as a service with its supervisor.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setpgid(0, self.group)
+        for descriptor, standard in zip(descriptors, _STANDARD, strict=True):
+            os.dup2(descriptor, standard)
+            os.close(descriptor)
+        for name in os.environ.keys() - self.environ.keys():
+            del os.environ[name]
+        os.environ.update(self.environ)
+        # As quire.local.launch has it.
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+        sys.argv = self.words
+
+
+class Forks:
+    """Forks for whoever connects, until stdin ends."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(0, selectors.EVENT_READ)
+
+    def serve(self) -> bool:
+        """True in each process that was forked, and False at the end."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj == 0:
+                    return False
+                if key.fileobj is not self._listener:
+                    key.data()
+                elif self._fork():
+                    return True
+
+    def _fork(self) -> bool:
+        """True in the fork."""
+        link, _ = self._listener.accept()
+        message, descriptors, _, _ = socket.recv_fds(link, _MAX_MESSAGE_BYTES, len(_STANDARD))
+        pid = os.fork()
+        if pid == 0:
+            for each in (link, self._listener, self._selector):
+                each.close()
+            Request(*json.loads(message)).become(descriptors)
+            return True
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._watch(pid, link)
+        return False
+
+    def _watch(self, pid: int, link: socket.socket) -> None:
+        handle = os.pidfd_open(pid)
+
+        def fork_has_ended() -> None:
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            self._selector.unregister(handle)
+            os.close(handle)
+            with suppress(KeyError):
+                self._selector.unregister(link)
+            with suppress(OSError):
+                link.send(str(status).encode())
+            link.close()
+
+        def asker_has_ended() -> None:
+            self._selector.unregister(link)
+            _send(pid, signal.SIGKILL)
+
+        self._selector.register(handle, selectors.EVENT_READ, fork_has_ended)
+        self._selector.register(link, selectors.EVENT_READ, asker_has_ended)
+        with suppress(OSError):
+            link.send(str(pid).encode())
+
+
+def _send(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def main(descriptor: str, *modules: str) -> None:
+    """Imports and forks; in each fork runs what was asked for."""
+    # What is imported here stays, in each fork too.
+    gc.disable()
+    # As worker_svc sets it before it imports torch.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    with socket.socket(fileno=int(descriptor)) as listener:
+        for module in modules:
+            importlib.import_module(module)
+        gc.freeze()
+        is_fork = Forks(listener).serve()
+    if is_fork:
+        gc.enable()
+        run_to_its_end()
+
+
+def run_to_its_end() -> NoReturn:
+    """Runs the module and ends as an interpreter does, but for the memory: a fork would get a page of its own for each
+    page of objects that it frees, which takes longer than all else of a short life."""
+    status: str | int | None = 0
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        status = end.code
+    assert status is None or isinstance(status, int)
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status or 0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,109 @@
+"""A process that has imported what a worker is, and has done nothing yet: `main(WHAT, ...)` does one thing in it.
+
+    modules PREFIX ...        prints which of the modules that begin so were imported: by the worker's services, and by
+                              operations of the kernels, once recorded and once run
+    families OWN FOREIGN      loads a model of Quire's own and prints which modules of transformers that imported; then
+                              prints the refusal of another one where transformers is not installed
+    pools                     computes with torch and with the kernels by two threads; prints the threads that the
+                              kernels added, the OpenMP runtimes that are loaded and the one that the kernels take
+    team THREADS VARIABLE ... binds a team of threads, once while each variable says something of binding, or once
+                              while none does; prints the processors of each thread
+    engine THREADS BINDING    computes by the engine of `bench.in_process`; prints the processors of this thread
+All of them print JSON.
+"""
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+import worker_svc.app
+import worker_svc.startup
+from kernels import ops
+from kernels.cpu.library import find_open_mp
+from kernels.cpu.recording import record
+from quire.settings import ConfigurationError
+from worker_svc.models.registry import load_model
+from worker_svc.parallel.ranks import Ranks
+from worker_svc.settings import WorkerSettings
+
+
+def imported(*prefixes: str) -> list[str]:
+    return sorted(name for name in sys.modules if name.startswith(prefixes))
+
+
+def threads() -> set[str]:
+    return {task.name for task in Path("/proc/self/task").iterdir()}
+
+
+def modules(*prefixes: str) -> object:
+    x, weight = torch.ones(2, 8), torch.ones(8)
+    outputs: list[torch.Tensor] = []
+    record(2, lambda: outputs.append(ops.rms_norm(x, weight, 1e-6)))
+    ops.silu_and_mul(torch.ones(2, 4))
+    ops.copy_blocks([torch.ones(2, 2, 1, 1, 8)], torch.tensor([[0, 1]]))
+    return imported(*prefixes)
+
+
+def families(own: str, foreign: str) -> object:
+    def load(directory: str) -> None:
+        load_model(Path(directory), device=torch.device("cpu"), dtype=torch.float32)
+
+    load(own)
+    found = imported("transformers")
+    sys.modules["transformers"] = None  # type: ignore[assignment]
+    try:
+        load(foreign)
+    except ConfigurationError as error:
+        return found, str(error)
+    return found, None
+
+
+def pools() -> object:
+    torch.set_num_threads(2)
+    torch.randn(512, 512).exp()
+    torch.mm(torch.randn(512, 512), torch.randn(512, 512))
+    before = threads()
+    x = torch.randn(512, 2048)
+    for _ in range(20):
+        ops.rms_norm(x, torch.ones(2048), 1e-5)
+        x.exp()
+    added = sorted(threads() - before)
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    runtimes = sorted({line.split()[-1] for line in lines if "omp" in line.split("/")[-1]})
+    return type(ops.implementation_for(x.device)).__name__, added, runtimes, str(find_open_mp())
+
+
+def team(num_threads: str, *variables: str) -> object:
+    torch.set_num_threads(int(num_threads))
+    before = threads()
+    torch.ones(1 << 20).add_(1)  # the team starts with the first operation that is worth it
+    members = {str(threading.get_native_id()), *threads() - before}
+    for variable in variables:
+        os.environ[variable] = "{0:1024}"
+        worker_svc.startup.bind_threads(Ranks())
+        del os.environ[variable]
+    if not variables:
+        worker_svc.startup.bind_threads(Ranks())
+    return sorted(sorted(os.sched_getaffinity(int(member))) for member in members)
+
+
+def engine(num_threads: str, binding: str) -> object:
+    from bench.in_process import InProcessEngine
+    from quire.load import fixed, take
+
+    settings = WorkerSettings(
+        device="cpu", num_threads=int(num_threads), thread_binding=binding, num_gpu_blocks=20, swap_space=0
+    )
+    InProcessEngine(settings).run(take(fixed(3, 3, 1000), 1, seed=0))
+    return sorted(os.sched_getaffinity(0))
+
+
+def main(what: str, *words: str) -> None:
+    doings = {"modules": modules, "families": families, "pools": pools, "team": team, "engine": engine}
+    print(json.dumps(doings[what](*words)), flush=True)
+    # To free every object, a fork copies the page of each.
+    os._exit(0)

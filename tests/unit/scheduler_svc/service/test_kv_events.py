@@ -1,0 +1,93 @@
+"""What a publisher of KV events keeps, without sockets."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from quire.prefix_hashes import BlockHash
+from scheduler_svc.core.cache_log import CacheChanges
+from scheduler_svc.service import kv_events
+from scheduler_svc.service.kv_events import KvEventPublisher
+from scheduler_svc.settings import SchedulerSettings
+from tests.support.core_driver import make_config
+
+
+class FakeSocket:
+    """What came from subscribers, and what was sent."""
+
+    def __init__(self) -> None:
+        self.incoming: list[bytes] = []
+        self.numbers: list[int] = []
+        self._is_read = asyncio.Event()
+
+    async def recv(self) -> bytes:
+        if not self.incoming:
+            self._is_read.set()
+            await asyncio.get_running_loop().create_future()
+        return self.incoming.pop(0)
+
+    async def until_read(self, publisher: KvEventPublisher, *messages: bytes) -> None:
+        """The publisher reads these messages, and does what follows from them."""
+        self.incoming += messages
+        self._is_read.clear()
+        following = asyncio.create_task(publisher._follow_subscriptions())
+        await self._is_read.wait()
+        following.cancel()
+
+    def send_multipart(self, frames: list[bytes]) -> None:
+        self.numbers.append(int.from_bytes(frames[1], "big"))
+
+
+def make_publisher(**settings: Any) -> tuple[KvEventPublisher, Any]:
+    socket: Any = FakeSocket()
+    return KvEventPublisher(socket, SchedulerSettings(kv_events="ipc://x", **settings)), socket
+
+
+def publish(publisher: KvEventPublisher, count: int, *, num_removed: int = 1) -> None:
+    for _ in range(count):
+        publisher.publish(CacheChanges(False, [BlockHash(bytes(32))] * num_removed, {}), make_config())
+
+
+async def test_a_subscriber_gets_the_newest_batches_of_before() -> None:
+    publisher, socket = make_publisher(kv_events_buffer=3)
+    publish(publisher, 5)
+    await socket.until_read(publisher, b"\x01")
+    assert socket.numbers == [2, 3, 4]
+
+
+async def test_large_batches_are_bounded_by_their_bytes(monkeypatch) -> None:
+    monkeypatch.setattr(kv_events, "_MAX_BUFFER_BYTES", 1000)
+    publisher, socket = make_publisher()
+    publish(publisher, 100, num_removed=100)
+    assert sum(len(payload) for _, payload in publisher._buffer) <= 1000
+    await socket.until_read(publisher, b"\x01")
+    assert socket.numbers[-1] == 99
+    publish(publisher, 1, num_removed=5000)
+    assert len(publisher._buffer) == 1
+    assert socket.numbers[-1] == 100
+
+
+async def test_subscriptions_to_other_topics_are_not_kept() -> None:
+    publisher, socket = make_publisher(kv_events_topic="kv@pod@model")
+    publish(publisher, 1)
+    await socket.until_read(publisher, *(b"\x01other" + bytes([number]) for number in range(100)), b"\x00other")
+    assert not publisher._subscriptions
+    assert not socket.numbers
+    await socket.until_read(publisher, b"\x01kv@")
+    assert socket.numbers == [0]
+
+
+@pytest.mark.parametrize(
+    ("address", "listens"),
+    [
+        ("tcp://*:1", True),
+        ("tcp://[::]:1", True),
+        ("tcp://0.0.0.0:1", True),
+        ("ipc:///run/x", True),
+        ("tcp://10.0.0.0:1", False),
+        ("tcp://indexer:1", False),
+    ],
+)
+def test_addresses_of_all_interfaces_listen(address: str, listens: bool) -> None:
+    assert kv_events._is_local(address) is listens

@@ -1,0 +1,42 @@
+"""Which blocks of the GPU pool are final. Needs no torch, so that workers without a model do not import it."""
+
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker_svc.step import HASH_BYTES, SealedBlocks
+
+
+class SealInventory:
+    """The blocks of the GPU pool whose content is final, with the hash that the scheduler gave them.
+
+    A later scheduler takes them into its prefix cache, so a seal must never outlive its content: a block loses its seal
+    before it is written, and gets one only after the step that finished it. Steps have a number that rises over all
+    sessions. A step may be launched before an earlier one has finished, so a block is sealed only if no later step
+    has begun to write it. On a GPU two threads use an inventory.
+    """
+
+    def __init__(self, num_gpu_blocks: int) -> None:
+        self._lock = threading.Lock()
+        self._sealed = np.zeros(num_gpu_blocks, dtype=bool)
+        self._last_written = np.zeros(num_gpu_blocks, dtype=np.int64)
+        self._hashes = np.zeros((num_gpu_blocks, HASH_BYTES), dtype=np.uint8)
+
+    def begin_write(self, block_ids: NDArray[np.integer], step_number: int) -> None:
+        """A step is about to write these blocks."""
+        with self._lock:
+            self._sealed[block_ids] = False
+            self._last_written[block_ids] = step_number
+
+    def add(self, sealed: SealedBlocks, step_number: int) -> None:
+        """A step has finished, and these blocks are final. A block that was sealed before gets the new hash."""
+        with self._lock:
+            is_current = self._last_written[sealed.block_ids] <= step_number
+            self._hashes[sealed.block_ids[is_current]] = sealed.hashes[is_current]
+            self._sealed[sealed.block_ids[is_current]] = True
+
+    def snapshot(self) -> SealedBlocks:
+        """All sealed blocks by rising block id."""
+        block_ids = np.flatnonzero(self._sealed).astype(np.int32)
+        return SealedBlocks(block_ids, self._hashes[block_ids])
