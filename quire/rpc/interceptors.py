@@ -225,5 +225,9 @@ def decoder(deserialize: Callable[[bytes], Any] | None) -> Callable[[Any], Any]:
 
 
 async def _decode_each(decode: Callable[[Any], Any], requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        yield decode(request)
+    """The requests of a stream. It ends where the call is over or the server stopped, which gRPC raises as errors."""
+    try:
+        async for request in requests:
+            yield decode(request)
+    except grpc.aio.BaseError as error:
+        _logger.debug("no more requests: %s", error)

@@ -211,8 +211,6 @@ class StepStream:
                     self._take(step_of(request))
         except QuireError as error:
             end = error
-        except grpc.aio.UsageError:
-            _logger.debug("the server stopped, or the call ended, while it was read")
         except Exception as error:
             _logger.exception("a step could not be taken")
             end = Internal(f"the step could not be taken: {error}", reason="UNEXPECTED")

@@ -1,20 +1,16 @@
 """How a worker is attached, with a stand-in for what ranks agree on, and how its stream ends."""
 
-import logging
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-import grpc.aio
 import pytest
 
 from quire.rpc.errors import Unavailable
-from quire.worker.v1 import worker_pb2
 from tests.support.fake_runner import FakeRunner
 from tests.support.fake_worker import FakeWorkerConfig
 from worker_svc.device.device_loop import DeviceLoop
-from worker_svc.metrics import WorkerMetrics
-from worker_svc.protocol.stream import StepStream, Worker
+from worker_svc.protocol.stream import Worker
 from worker_svc.step import SupersededError
 
 TIMEOUT_S = 30.0
@@ -86,21 +82,3 @@ async def test_a_rank_alone_waits_for_its_device_without_a_limit(device_loop: De
     timer.start()
     await make_worker(device_loop, other, world_size=1).sealed_blocks(7, ranks_timeout_s=0.02)
     timer.join()
-
-
-async def test_a_call_that_ends_while_it_is_read_is_no_error_of_the_worker(
-    device_loop: DeviceLoop, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As on a busy machine when the server stops: gRPC refuses to read on before it cancels the handler."""
-
-    async def stopped() -> AsyncIterator[worker_pb2.RunRequest]:
-        for _ in ():
-            yield worker_pb2.RunRequest()
-        raise grpc.aio.UsageError("Server already stopped.")
-
-    other = OtherRank()
-    other.comes.set()
-    stream = StepStream(make_worker(device_loop, other), WorkerMetrics(), None, 7, heartbeat_interval_s=60.0)
-    responses = [response.WhichOneof("message") async for response in stream.responses(stopped())]
-    assert responses == ["attached"]
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
