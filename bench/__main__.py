@@ -30,6 +30,7 @@ BENCHMARKS = (
     "watch",
     "routing",
     "routing_model",
+    "prediction",
 )
 
 
