@@ -5,6 +5,8 @@ import re
 from collections.abc import Sequence, Set
 from typing import Any, cast
 
+from google.protobuf.json_format import MessageToDict
+
 from gateway.request.limits import MAX_TOOL_SCHEMA_BYTES, MAX_TOOLS
 from gateway.request.types import ChatMessage, ChatPrompt
 from gateway.request.violations import Violations, shortened, utf8_size
@@ -125,7 +127,13 @@ def _check_parameters(violations: Violations, path: str, tool: Tool) -> None:
 
 def _check_template_options(violations: Violations, prompt: ChatPrompt, scope: str) -> None:
     options = prompt.template_options
-    if options is None or not options.continue_final_message:
+    if options is None:
+        return
+    try:
+        MessageToDict(options.arguments)
+    except ValueError:
+        violations.add(f"{scope}template_options.arguments", "has NaN or infinity, which JSON does not have")
+    if not options.continue_final_message:
         return
     field = f"{scope}template_options.continue_final_message"
     if options.add_generation_prompt:

@@ -9,6 +9,7 @@ from gateway.api.fields import TOOL_CHOICES, Strict, effort_arguments, make_tool
 from gateway.request.types import ChatMessage
 from gateway.request.violations import Violations, shortened
 from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, ToolChoice
+from quire.rpc.errors import invalid_field
 
 _UNSUPPORTED = "is not supported by this version"
 # Hints for prompt caches; Quire finds common prefixes by itself.
@@ -176,13 +177,17 @@ def tool_choice_of(choice: str | ToolChoiceObject | None) -> ToolChoice | None:
 
 
 def template_options(body: ConversationFields) -> TemplateOptions:
+    """Raises InvalidArgument for an integer beyond all floats, as which arguments travel."""
     options = TemplateOptions()
     if body.add_generation_prompt is not None:
         options.add_generation_prompt = body.add_generation_prompt
     if body.continue_final_message is not None:
         options.continue_final_message = body.continue_final_message
     if arguments := effort_arguments(body.reasoning_effort) | (body.chat_template_kwargs or {}):
-        options.arguments.update(arguments)
+        try:
+            options.arguments.update(arguments)
+        except OverflowError:
+            raise invalid_field("chat_template_kwargs", "has an integer of more than 1,024 bits") from None
     return options
 
 

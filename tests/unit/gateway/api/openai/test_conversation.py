@@ -1,5 +1,6 @@
 """Conversations of chats: what messages, tools and template options become, and how errors name them."""
 
+import pytest
 from google.protobuf.json_format import MessageToDict
 
 from gateway.api.openai.read import chat_options, param_name
@@ -13,6 +14,7 @@ from quire.gateway.v1.generation_pb2 import (
     ToolCall,
     ToolChoice,
 )
+from quire.rpc.errors import InvalidArgument
 from tests.support.openai_bodies import parse
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -75,6 +77,12 @@ def test_what_the_template_gets():
     asked = prompt(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}).template_options
     assert asked is not None
     assert MessageToDict(asked.arguments) == {"reasoning_effort": "none", "enable_thinking": True}
+
+
+def test_an_integer_that_no_template_can_get_is_refused():
+    with pytest.raises(InvalidArgument) as caught:
+        prompt(chat_template_kwargs={"deep": {"a": [10**400]}})
+    assert [each.field for each in caught.value.violations] == ["chat_template_kwargs"]
 
 
 def test_errors_name_the_fields_as_they_came():
