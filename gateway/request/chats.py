@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -107,14 +108,17 @@ class _Offered:
             return CallGrammar(tool.name)
         field = f"tools[{place}].parameters"
         try:
-            read_schema(field, tool.parameters)
-            check_arguments(format_of_forced_calls(tool_format) if self.is_forced else tool_format, tool.parameters)
+            schema = tool.parameters
+            if "type" not in read_schema(field, schema):
+                # Arguments are an object, whether the schema says so or not.
+                schema = json.dumps({"type": "object"} | json.loads(schema))
+            check_arguments(format_of_forced_calls(tool_format) if self.is_forced else tool_format, schema)
         except ConstraintError as error:
             if self.is_forced or tool.strict:
                 raise invalid_field(field, error.description) from error
             # A schema that cannot be enforced is left to the model, unless `strict` requires it.
             return CallGrammar(tool.name)
-        return CallGrammar(tool.name, tool.parameters)
+        return CallGrammar(tool.name, schema)
 
 
 def _tool_format(chat: Chat, offered: _Offered | None) -> str | None:

@@ -32,11 +32,12 @@ _OF_OBJECTS = frozenset(("properties", "required", "additionalProperties", "patt
 # Keywords whose value is a schema, a list of schemas, or an object of schemas.
 _ONE = frozenset(("items", "additionalProperties", "additionalItems"))
 _LIST = frozenset(("anyOf", "oneOf", "allOf", "prefixItems"))
-_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+"""Keywords whose value is an object of schemas, by names of the author's choice."""
 
 ENFORCED = frozenset(
     (
-        *_ONE, *_LIST, *_BY_NAME, "$ref", "const", "enum", "type", "minItems", "maxItems", "required", "minProperties",
+        *_ONE, *_LIST, *BY_NAME, "$ref", "const", "enum", "type", "minItems", "maxItems", "required", "minProperties",
         "maxProperties", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum",
         "exclusiveMaximum", "multipleOf",
     )
@@ -156,7 +157,7 @@ def _subschemas(
     field: str, path: str, name: str, value: Any, result: dict[str, Any]
 ) -> Iterator[tuple[str, Any, Any, Any]]:
     """Path, key, container and value of each subschema of a keyword. The containers are copies."""
-    if name in _BY_NAME:
+    if name in BY_NAME:
         if not isinstance(value, dict):
             raise ConstraintError(field, f"has {_shown(value)} as {name} at {path:.120}; it must be an object")
         # Keeps the order of the schema, which becomes the order of the answer's properties.

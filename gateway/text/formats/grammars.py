@@ -19,7 +19,7 @@ from gateway.text.formats.notations import (
     tagged_arguments,
 )
 from quire.common.v1.common_pb2 import Constraint, StructuralTag, StructuralTags
-from quire.constraints.json_schema import ConstraintError
+from quire.constraints.json_schema import BY_NAME, ConstraintError
 from quire.constraints.program import literals, quoted
 
 _ANY_OBJECT = '{"type": "object"}'
@@ -87,6 +87,8 @@ def check_arguments(tool_format: str | None, schema: str) -> None:
                 f"{error.description}, which cannot be enforced in the format in which this model writes calls"
             )
             raise ConstraintError(error.field, description) from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConstraintError("", f"is no JSON schema, since a keyword has a wrong value: {error}") from error
 
 
 def calls_or_answer(
@@ -268,6 +270,9 @@ def _moved(schema: Any, path: str) -> Any:
     for name, value in cast(dict[str, Any], schema).items():
         if name == "$ref" and isinstance(value, str) and value.startswith("#"):
             moved[name] = path + value[1:]
+        elif name in BY_NAME and isinstance(value, dict):
+            # The names in it are the caller's, and not keywords.
+            moved[name] = {key: _moved(each, path) for key, each in cast(dict[str, Any], value).items()}
         elif name not in ("const", "enum", "default", "examples"):
             moved[name] = _moved(value, path)
         else:

@@ -20,6 +20,7 @@ _KEYWORDS: Mapping[str, frozenset[str]] = {
     "array": frozenset(("items", "minItems", "maxItems")),
     "object": frozenset(("properties", "required", "additionalProperties")),
 }
+_COMBINED = frozenset(("allOf", "anyOf", "oneOf"))
 # Which say nothing of a value by themselves.
 _NEUTRAL = frozenset(("type", "$defs", "definitions", "$id", "$anchor", "$schema"))
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -37,7 +38,8 @@ def json_rule(schema: Any, *, no_white_space: bool = False) -> str:
 def text_parameters(schema: str) -> frozenset[str]:
     """The parameters that the schema of the arguments restricts to strings."""
     try:
-        properties: Any = json.loads(schema).get("properties", {}) if schema else {}
+        root: Any = json.loads(schema or "{}")
+        properties: Any = _followed(root, root).get("properties", {})
     except (ValueError, AttributeError, RecursionError):
         return frozenset()
     if not isinstance(properties, dict):
@@ -53,6 +55,23 @@ def _is_text(schema: Any) -> bool:
         return fields["type"] == "string"
     values: Any = fields.get("enum", [fields["const"]] if "const" in fields else None)
     return isinstance(values, list) and all(isinstance(value, str) for value in cast(list[Any], values))
+
+
+def _followed(root: Any, schema: Any) -> Any:
+    """The schema that is meant, where it is a reference. Raises ConstraintError for one that leads nowhere."""
+    for _ in range(64):
+        if not isinstance(schema, Mapping) or "$ref" not in schema:
+            return schema
+        reference: Any = schema["$ref"]
+        found = root
+        try:
+            for step in reference.removeprefix("#").split("/")[1:]:
+                step = step.replace("~1", "/").replace("~0", "~")
+                found = found[int(step) if isinstance(found, list) else step]
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ConstraintError("", f"has the $ref {reference!r:.80}, which leads nowhere") from error
+        schema = found
+    raise ConstraintError("", "has a $ref that leads to itself")
 
 
 class Rules:
@@ -99,8 +118,14 @@ def tagged_arguments(schema: str, rules: Rules, begin: str, end: str, after: str
     """The expression of arguments between tags, in the order of the schema. `begin` has a place for the name of a
     parameter; `after` is an expression of what follows a value with its `end`."""
     root = read_schema("", schema)
-    texts, required = text_parameters(schema), root.get("required", ())
     shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    root = _followed(root, root)
+    _refuse(root.keys() & _COMBINED)
+    texts, required = text_parameters(schema), root.get("required", ())
+    if "properties" not in root and root.get("additionalProperties") is not False:
+        before, behind = (literals(part, rules.special_tokens) for part in begin.split("{}"))
+        parts = before, rules.terminal("/[^<>\\n]{1,128}/"), behind, rules.text_before(end, {}), after
+        return f"{rules.add(' '.join(filter(None, parts)))}*"
     arguments: list[str] = []
     for name, value in root.get("properties", {}).items():
         choices = value.get("enum", [value["const"]] if "const" in value else None) if name in texts else None
@@ -138,7 +163,7 @@ class Notation:
 
     def arguments(self) -> str:
         """The expression of the arguments. Raises ConstraintError for what cannot be enforced."""
-        root = self._followed(self._root)
+        root = _followed(self._root, self._root)
         self._check(root, "object")
         return self._members(root, is_top=True)
 
@@ -242,20 +267,8 @@ class Notation:
         place = f"#{schema['$ref'].removeprefix('#')}"
         if place not in self._known:
             name = self._known[place] = self._rules.reserve()
-            self._rules.define(name, self._value(self._followed(schema)))
+            self._rules.define(name, self._value(_followed(self._root, schema)))
         return self._known[place]
-
-    def _followed(self, schema: Mapping[str, Any]) -> Any:
-        """The schema that is meant, where it is a reference."""
-        for _ in range(64):
-            if not isinstance(schema, Mapping) or "$ref" not in schema:
-                return schema
-            found: Any = self._root
-            for step in schema["$ref"].removeprefix("#").split("/")[1:]:
-                step = step.replace("~1", "/").replace("~0", "~")
-                found = found[int(step) if isinstance(found, list) else step]
-            schema = found
-        raise ConstraintError("", "has a $ref that leads to itself")
 
     def _check(self, schema: Mapping[str, Any], kind: str | None) -> None:
         """Raises ConstraintError for a keyword that is not enforced with this type; None has several."""

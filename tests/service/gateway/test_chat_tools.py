@@ -164,6 +164,14 @@ async def test_tools_constrain_the_answer(gateway, scheduler):
     assert constraint_of(scheduler.submits[-1]).structural_tags.single
 
 
+@pytest.mark.parametrize("parameters", ["{}", '{"properties": {}}'])
+async def test_arguments_are_an_object_where_the_schema_does_not_say_so(gateway, scheduler, parameters):
+    says(scheduler, CALL)
+    await gateway.generation.Chat(request(tools=[pb.Tool(name="f", parameters=parameters)]))
+    (tag,) = constraint_of(scheduler.submits[-1]).structural_tags.tags
+    assert json.loads(tag.json_schema)["properties"]["arguments"]["type"] == "object"
+
+
 @pytest.mark.parametrize("mode", [pb.TOOL_CHOICE_MODE_AUTO, pb.TOOL_CHOICE_MODE_REQUIRED])
 async def test_only_allowed_tools_are_called_and_the_prompt_has_all(gateway, scheduler, mode):
     forbidden = CALL.replace("get_weather", "now")
@@ -207,6 +215,8 @@ def call(**fields):
     return pb.ToolCall(**{"id": "a", "name": "get_weather", "arguments": "{}"} | fields)
 
 
+NO_NUMBER = pb.TemplateOptions()
+NO_NUMBER.arguments.update({"enable_thinking": [float("nan")]})
 BAD = [
     ({"tools": [pb.Tool(name=f"t{number}") for number in range(129)]}, "tools", "has 129 entries; the max is 128"),
     ({"tools": [pb.Tool(name="no spaces")]}, "tools[0].name", '"no spaces"'),
@@ -241,6 +251,7 @@ BAD = [
     ),
     ({"template_options": {"arguments": {"messages": []}}}, "template_options.arguments.messages", "set by the server"),
     ({"template_options": {"arguments": {"style": 1}}}, "template_options.arguments.style", "reads: enable_thinking"),
+    ({"template_options": NO_NUMBER}, "template_options.arguments", "NaN or infinity"),
     (
         {
             "response_format": common_pb2.Constraint(regex="a"),
