@@ -1,8 +1,10 @@
 """Tracing: the span of each request (OpenTelemetry), and the parts of each step (`--trace-steps`)."""
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TextIO
@@ -15,6 +17,8 @@ from scheduler_svc.core.request import Request, RequestKey
 from scheduler_svc.core.sequence import Milestone, SequenceGroup
 from scheduler_svc.core.step import ClientEvents, RequestFailure, StepPlan, StepWork
 from scheduler_svc.service.requests import GATEWAYS
+
+_logger = logging.getLogger(__name__)
 
 _SPAN_NAME = "schedule"
 _EVENTS: Mapping[Milestone, tuple[str, dict[str, AttributeValue] | None]] = {
@@ -169,14 +173,13 @@ class StepTrace:
     model, sample). The worker reports durations only: its events are drawn to end when the result was received, so they
     are late by the time that the result was on its way. Each line holds one event. The format allows the end of the
     list to be missing, so a file that was cut off (kill -9) opens all the same. Times are seconds of one monotonic
-    clock.
+    clock. Where the trace cannot go on, as on a full disk, it ends with one line in the log.
     """
 
     def __init__(self, file: TextIO | None) -> None:
         """None traces nothing."""
         self._file = file
-        if file is not None:
-            file.write("[\n")
+        self._append("[\n")
         for track, name in _TRACK_NAMES.items():
             self._write({"name": "thread_name", "ph": "M", "pid": 1, "tid": track, "args": {"name": name}})
 
@@ -216,12 +219,26 @@ class StepTrace:
             start = end
 
     def close(self) -> None:
-        if self._file is not None:
-            # A JSON list must not end with a comma.
-            self._file.write('{"name":"end","ph":"M","pid":1,"args":{}}\n]\n')
-            self._file.close()
-            self._file = None
+        # A JSON list must not end with a comma.
+        self._append('{"name":"end","ph":"M","pid":1,"args":{}}\n]\n', is_last=True)
 
     def _write(self, event: dict[str, object]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(event, separators=(",", ":")) + ",\n")
+            self._append(json.dumps(event, separators=(",", ":")) + ",\n")
+
+    def _append(self, text: str, *, is_last: bool = False) -> None:
+        file = self._file
+        if file is None:
+            return
+        if is_last:
+            self._file = None
+        try:
+            file.write(text)
+            if is_last:
+                file.close()
+        except OSError as error:
+            _logger.warning("the trace of steps %s ends here: %s", file.name, error.strerror)
+            self._file = None
+            # It tries to write what it holds.
+            with suppress(OSError):
+                file.close()

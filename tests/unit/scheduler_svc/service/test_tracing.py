@@ -58,3 +58,14 @@ def test_a_trace_that_was_cut_off_misses_only_its_end(tmp_path: Path) -> None:
     trace.part("plan", 2, 0.6, 0.601, num_tokens=8)
     lines = path.read_text().splitlines()
     assert json.loads("".join(lines[:-2]).rstrip(",") + "]")[-1]["args"] == {"step": 1, "num_tokens": 8}
+
+
+def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    for num_parts in (1000, 1):  # in the middle, or not before its end
+        caplog.clear()
+        trace = StepTrace.open("/dev/full")
+        for step in range(num_parts):
+            trace.part("plan", step, 0.5, 0.501, num_tokens=8)
+        trace.close()
+        said = "the trace of steps /dev/full ends here: No space left on device"
+        assert [record.getMessage() for record in caplog.records] == [said]
