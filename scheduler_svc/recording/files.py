@@ -8,6 +8,7 @@ large for one file goes on in others:
     FILE.snapshot   the core before the oldest of these, where files before it were removed
 """
 
+import os
 import secrets
 import struct
 import time
@@ -59,10 +60,12 @@ def frame(content: bytes) -> bytes:
 
 
 def create(path: Path, header: Header) -> BinaryIO:
-    """An empty file of a recording, to append frames to. OSError where it cannot be written."""
-    file = path.open("wb", buffering=0)
-    file.write(_MAGIC + frame(header.SerializeToString()))
-    return file
+    """An empty file of a recording, to append frames to. OSError where it cannot be written; no file has a part of its
+    header then, or after a crash, which nothing could replay and `set_aside` would not overwrite."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_bytes(_MAGIC + frame(header.SerializeToString()))
+    new.replace(path)
+    return path.open("ab", buffering=0)
 
 
 def open_frames(path: Path) -> tuple[Header, Generator[bytes]]:
@@ -101,9 +104,10 @@ def _frames(path: Path, file: BinaryIO) -> Generator[bytes]:
             if len(prefix) < _FRAME.size:
                 raise DamagedError(f"{path} is cut at byte {at}")
             size, checksum = _FRAME.unpack(prefix)
-            content = file.read(size)
-            if len(content) < size:
+            # Before as much is allocated: a damaged size may be of gigabytes.
+            if size > os.fstat(file.fileno()).st_size - file.tell():
                 raise DamagedError(f"{path} is cut or damaged at byte {at}")
+            content = file.read(size)
             if zlib.crc32(content) != checksum:
                 raise DamagedError(f"{path} is damaged at byte {at}")
             yield content

@@ -3,10 +3,12 @@
 import logging
 import pickle
 import random
+import resource
 import shutil
 import struct
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -179,6 +181,19 @@ def test_a_frame_that_is_no_operation_is_damage(tmp_path: Path, monkeypatch: pyt
     assert report.damage == f"{path} is damaged: its frame {num_operations + 1} is no operation"
 
 
+def test_a_frame_that_says_it_is_large_is_damage_and_costs_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    files.create(path, files.new_header(has_token_ids=True)).close()
+    with path.open("ab") as file:
+        file.write(struct.pack("<II", (1 << 32) - 1, 0))
+    _, frames = files.open_frames(path)
+    tracemalloc.start()
+    with pytest.raises(files.DamagedError, match="is cut or damaged at byte"):
+        next(frames)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
 def test_a_replay_that_is_interrupted_says_how_far_it_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -283,6 +298,19 @@ def test_an_earlier_recording_is_set_aside_and_another_file_is_not_overwritten(
         Recorder.open(str(path), with_token_ids=False, max_bytes=MANY_BYTES)
     with pytest.raises(ConfigurationError, match="No such file or directory"):
         Recorder.open(str(tmp_path / "missing" / "r"), with_token_ids=False, max_bytes=MANY_BYTES)
+
+
+def test_a_disk_that_was_full_at_the_start_is_not_in_the_way_later(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))
+    try:
+        with pytest.raises(ConfigurationError, match="File too large"):
+            Recorder.open(str(path), with_token_ids=False, max_bytes=MANY_BYTES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    Recorder.open(str(path), with_token_ids=False, max_bytes=MANY_BYTES).close()
+    assert [each.name for each in tmp_path.iterdir()] == ["recording"]
 
 
 @pytest.mark.parametrize(
