@@ -268,7 +268,7 @@ def _fill_chat(message: Any, chat: ChatFields) -> None:
     if (arguments := chat.get("template_arguments")) is not None:
         try:
             message.template_options.arguments.update(arguments)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
             limit = "a mapping of names to values of JSON"
             raise invalid_field("template_arguments", f"is {arguments!r:.80}; it must be {limit}") from error
     for name in ("add_generation_prompt", "continue_final_message"):

@@ -104,7 +104,7 @@ async def _read_block(generator: Generator, request: Request) -> dict[str, Any]:
     if link is None:
         raise NotFound(f'replica "{query.get("replica", "")[:128]}" is not known here', reason="REPLICA_NOT_FOUND")
     text = query.get("block", "")
-    if not (text.isascii() and text.isdigit() and int(text) < 1 << 31):
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) < 1 << 31):
         raise invalid_field("block", f'is "{text[:40]}"; it must be the number of a block')
     asked = convert.block_request(int(text), is_host=query.get("host") == "1")
     answer = await link.ask("ReadBlock", asked, _BLOCK_TIMEOUT_S)

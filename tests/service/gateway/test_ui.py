@@ -242,7 +242,7 @@ async def test_a_block_has_the_text_of_the_callers_own_tenant_alone(open_page, s
     own, other = block["owners"]
     assert "fox" in "".join(own["tokens"])
     assert (other["tokens"], other["num_tokens"]) == (None, len(ids))
-    for wrong in ({"block": "x"}, {"block": "-1"}, {"replica": "elsewhere:1"}):
+    for wrong in ({"block": "x"}, {"block": "-1"}, {"block": "9" * 5000}, {"replica": "elsewhere:1"}):
         assert (await open_page.get("/ui/block", params=query | wrong)).status_code in (400, 404)
 
 

@@ -111,5 +111,6 @@ async def test_what_does_not_fit_is_refused_by_name(client):
         await client.chat([ChatMessage("assistant", tool_calls=cast(Any, [1]))])
     with pytest.raises(InvalidArgument, match=r"messages\[0\]\.tool_calls\[0\]\.arguments"):
         await client.chat([ChatMessage("assistant", tool_calls=[ToolCall("a", "f", "no JSON")])])
-    with pytest.raises(InvalidArgument, match="template_arguments"):
-        await client.chat(asked, template_arguments=[1])
+    for arguments in ([1], {"a": 10**400}):
+        with pytest.raises(InvalidArgument, match="template_arguments"):
+            await client.chat(asked, template_arguments=arguments)
