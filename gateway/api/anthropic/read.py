@@ -196,7 +196,7 @@ def _check(violations: Violations, body: TokensBody) -> None:
             if violations.are_enough:
                 return
             is_of_answer = isinstance(block, ThinkingBlock | ToolUseBlock)
-            if message.role == "assistant" and isinstance(block, ToolResultBlock):
+            if message.role != "user" and isinstance(block, ToolResultBlock):
                 _add_misplaced(violations, position, number, block, "user")
             elif message.role != "assistant" and is_of_answer:
                 _add_misplaced(violations, position, number, block, "assistant")

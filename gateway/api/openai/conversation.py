@@ -12,8 +12,9 @@ from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, Too
 from quire.rpc.errors import invalid_field
 
 _UNSUPPORTED = "is not supported by this version"
-# Hints for prompt caches; Quire finds common prefixes by itself.
-_HINTS = frozenset({"cache_control"})
+# `cache_control` is for prompt caches; Quire finds common prefixes by itself. The others are what OpenAI's client adds
+# to answers, which are sent back: the index that a call had in a stream, and parsed content and arguments.
+_HINTS = frozenset({"cache_control", "index", "parsed", "parsed_arguments"})
 # Values with which other fields have no effect.
 _SILENT = (None, [], "", {})
 _ANSWER = "assistant"

@@ -109,6 +109,18 @@ async def test_the_stream_helper_puts_calls_together(client, says):
     assert json.loads(call.function.arguments) == {"city": "Paris"}
 
 
+async def test_messages_that_were_put_together_of_a_stream_are_taken_back(client, says):
+    """The helper leaves their calls the index of deltas."""
+    says(f"<think>Hm.</think>{CALL}")
+    asked = {"model": "model", "messages": HELLO, "tools": [TOOL], "max_tokens": 300}
+    async with client.chat.completions.stream(**asked) as stream:
+        message = (await stream.get_final_completion()).choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "warm"}
+    says("It is warm.")
+    again = await chat(client, messages=[*HELLO, message, result])
+    assert again.choices[0].message.content == "It is warm."
+
+
 async def test_reasoning_stands_apart(client, says):
     says("<think>\nHm.\n</think>\n\nYes.")
     for stream in (False, True):

@@ -129,6 +129,8 @@ async def test_hints_are_accepted():
          "messages[0].content[0].type"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]},
          "messages[0].content[0].type"),
+        ({"messages": [{"role": "system", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]},
+         "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a",
           "content": [{"type": "image"}]}]}]}, "messages[0].content[0].content[0].type"),
         ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": ""}]}]},

@@ -44,6 +44,13 @@ def test_messages_keep_what_agents_send_back():
     ]
 
 
+def test_what_a_client_has_added_to_an_answer_has_no_effect():
+    function = {"name": "f", "arguments": '{"a": 1}', "parsed_arguments": {"a": 1}}
+    call = {"id": "c", "type": "function", "index": 1, "function": function}
+    (found,) = prompt(messages=[{"role": "assistant", "content": "1", "parsed": 1, "tool_calls": [call]}]).messages
+    assert found == ChatMessage("assistant", "1", tool_calls=(ToolCall(id="c", name="f", arguments='{"a": 1}'),))
+
+
 def test_tools_and_their_choice():
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
     tools = [{"type": "function", "function": function}, {"type": "function", "function": {"name": "g"}}]
