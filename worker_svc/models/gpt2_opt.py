@@ -20,6 +20,13 @@ from worker_svc.weights import Placement
 # OPT's position table starts with two rows that no token uses.
 _POSITION_OFFSET = 2
 _LAYER_NORM_EPS = 1e-5
+# Names of other models that transformers takes in a GPT-2 configuration, instead of GPT-2's own.
+_OTHER_NAMES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 
 
 class PlainLayer(nn.Module):
@@ -87,7 +94,8 @@ class GPT2Config:
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "GPT2Config":
-        fields = ConfigFields(values)
+        renamed = {own: values[name] for name, own in _OTHER_NAMES.items() if values.get(name) is not None}
+        fields = ConfigFields({**values, **renamed})
         if fields.flag("add_cross_attention", False):
             raise fields.error("add_cross_attention", True, "false: a decoder alone is served")
         hidden_size = fields.integer("n_embd", 768)

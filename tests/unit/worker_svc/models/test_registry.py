@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
+from transformers import GPT2Config
 
 from quire.model_directory import SUPPORTED_ARCHITECTURES
 from quire.settings import ConfigurationError
@@ -284,6 +285,17 @@ def test_a_head_beside_the_embedding_counts_where_it_differs(family: str, is_equ
         torch.testing.assert_close(served.logits(hidden), head(hidden))
     assert isinstance(served, NativeCausalLM)
     assert isinstance(served.head, TiedHead) is is_equal
+
+
+def test_gpt2_may_have_the_field_names_of_other_models(tmp_path: Path) -> None:
+    """Its default of 12 heads fits these weights too, with other results."""
+    make_model(tmp_path, "gpt2", n_embd=96, n_head=4)
+    expected = logits(load(tmp_path))
+    path, config = tmp_path / "config.json", json.loads((tmp_path / "config.json").read_text())
+    for name, own in GPT2Config.attribute_map.items():
+        config[name] = config.pop(own)
+    path.write_text(json.dumps(config))
+    assert torch.equal(logits(load(tmp_path)), expected)
 
 
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
