@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import threading
 
 from quire.logs import configure_logging
@@ -64,9 +65,13 @@ async def serve(settings: WorkerSettings) -> None:
         await server.stop(grace_s=_GRACE_S)
         if metrics_server is not None:
             metrics_server.stop()
-        await _stop_device(device_loop)
+        has_finished = await _stop_device(device_loop)
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
+        if not has_finished:
+            # An interpreter that ends under a thread in torch's code crashes now and then.
+            logging.shutdown()
+            os._exit(0)
 
 
 async def _start_server(
@@ -90,6 +95,9 @@ async def _start_server(
     return server, operators
 
 
-async def _stop_device(device_loop: DeviceLoop) -> None:
-    if not await asyncio.to_thread(device_loop.stop, _DEVICE_STOP_S):
+async def _stop_device(device_loop: DeviceLoop) -> bool:
+    """Whether it has finished, which it has unless the process was told to stop while it loads or hangs."""
+    has_finished = await asyncio.to_thread(device_loop.stop, _DEVICE_STOP_S)
+    if not has_finished:
         _logger.warning("the device did not finish within %.0f s", _DEVICE_STOP_S)
+    return has_finished

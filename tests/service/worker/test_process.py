@@ -28,6 +28,21 @@ sys.modules["torch"] = None
 from worker_svc.__main__ import main
 sys.exit(main())
 """
+# Loads without end, and has another status where the interpreter ends.
+LOADS_FOREVER = """
+import atexit, os, sys, threading, types
+from worker_svc import app
+from worker_svc.__main__ import main
+
+def build_worker(*_):
+    print("loading", flush=True)
+    threading.Event().wait()
+
+atexit.register(os._exit, 77)
+app._DEVICE_STOP_S = 0.01
+sys.modules["worker_svc.startup"] = types.SimpleNamespace(build_worker=build_worker)
+sys.exit(main())
+"""
 SMALL = ("--num-gpu-blocks", "64", "--num-threads", "1", "--device", "cpu")
 
 
@@ -76,6 +91,22 @@ async def test_the_embedded_model_is_served_until_a_signal(tmp_path: Path) -> No
             _, stderr = await process.communicate()
     assert process.returncode == 0
     assert b"Traceback" not in stderr
+
+
+async def test_a_worker_that_is_stopped_in_a_long_load_leaves_its_thread_alone(tmp_path: Path) -> None:
+    """The end of the interpreter under a thread that runs native code crashed one of forty workers."""
+    address = tmp_path / "worker"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", LOADS_FOREVER, "--listen", f"unix:{address}", stdout=PIPE, stderr=PIPE
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(START_S):
+        assert await process.stdout.readline() == b"loading\n"
+        process.send_signal(signal.SIGTERM)
+        _, stderr = await process.communicate()
+    assert process.returncode == 0
+    assert stderr.decode().splitlines()[-1].endswith("the device did not finish within 0 s")
+    assert not address.exists()
 
 
 @pytest.mark.parametrize("case", ["model", "port"])
