@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from quire.client import AsyncClient, ChatMessage, GenerationOptions, RetryPolicy, SequenceFinished, TokenChunk
+from tests.support.killing import TooLateError, until_hit
 from tests.support.ports import free_port
 from tests.support.processes import is_alive, until_true
 
@@ -112,13 +113,20 @@ async def read(client: AsyncClient, index: int, progress: dict[int, int]) -> lis
 async def test_durable_streams_outlive_every_process_twice() -> None:
     async with served() as (server, client):
         undisturbed = await asyncio.gather(*(read(client, index, {}) for index in range(NUM_STREAMS)))
-        progress: dict[int, int] = {}
-        streams = asyncio.gather(*(read(client, index, progress) for index in range(NUM_STREAMS)))
-        for number in (1, 2):
-            await until_true(
-                lambda least=25 * number: len(progress) == NUM_STREAMS and min(progress.values()) > least, timeout_s=200
-            )
-            assert not streams.done()
-            await server.kill()
-            await server.start()
-        assert await asyncio.wait_for(streams, timeout=180) == undisturbed
+
+        async def disturbed() -> list[list]:
+            progress: dict[int, int] = {}
+            streams = asyncio.gather(*(read(client, index, progress) for index in range(NUM_STREAMS)))
+            for number in (1, 2):
+                await until_true(
+                    lambda least=25 * number: len(progress) == NUM_STREAMS and min(progress.values()) > least,
+                    timeout_s=200,
+                )
+                if streams.done():
+                    await streams
+                    raise TooLateError
+                await server.kill()
+                await server.start()
+            return await asyncio.wait_for(streams, timeout=180)
+
+        assert await until_hit(disturbed) == undisturbed

@@ -53,7 +53,7 @@ async def process(module: str, *arguments: str) -> AsyncIterator[asyncio.subproc
 async def listening(gateway: asyncio.subprocess.Process) -> dict[str, str]:
     """The addresses that a gateway says it has."""
     assert gateway.stdout is not None
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         line = (await gateway.stdout.readline()).decode()
     return dict(word.split("=") for word in line.split()[2:])
 
@@ -87,8 +87,8 @@ async def test_processes_on_tcp_ports_serve_and_refuse_who_has_no_business_there
 
 
 async def generated(client: AsyncClient) -> str:
-    """An answer, as soon as there is somebody to give it."""
-    async with asyncio.timeout(60):
+    """An answer, as soon as there is somebody to give it: services that are no forks import everything before."""
+    async with asyncio.timeout(200):
         while True:
             try:
                 return (await client.generate(QUESTION, GREEDY)).sequences[0].text
