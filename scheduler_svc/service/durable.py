@@ -89,12 +89,26 @@ class DurableRoom:
         """Histories have grown, or requests have ended. They are summed up when room is needed next."""
         self._is_summed = False
 
-    def make_room(self, tenant: str, charge: int) -> list[Handle]:
+    def make_room(self, tenant: str, charge: int, *, accepted_before: bool) -> list[Handle]:
         """Returns the requests that are over and must be forgotten to make room for a new one, the oldest first. Raises
-        ResourceExhausted where the new one has no room."""
+        ResourceExhausted where the new one has no room; one that was accepted before, here or by another scheduler, has
+        grown since, and has room."""
         self._sum_up()
+        if not accepted_before:
+            self._check_room(tenant, charge)
         limits = self.limits
-        num_running, running = self._num_running.total(), self._charge_running.total()
+        num_kept = len(self.requests)
+        kept = self._charge_running.total() + sum(each for _, each in self._over)
+        forgotten = []
+        for handle, own in self._over:
+            if num_kept < limits.max_requests and kept + charge <= limits.max_tokens:
+                break
+            forgotten.append(handle)
+            num_kept, kept = num_kept - 1, kept - own
+        return forgotten
+
+    def _check_room(self, tenant: str, charge: int) -> None:
+        limits = self.limits
         num_tenants = len(self._num_running) + (tenant not in self._num_running)
         if not limits.max_requests or charge > limits.max_tokens:
             raise _durable_limit(
@@ -105,7 +119,7 @@ class DurableRoom:
             check_shared_bound(
                 "durable requests would run",
                 limits.max_requests,
-                total=num_running,
+                total=self._num_running.total(),
                 own=self._num_running[tenant],
                 added=1,
                 num_tenants=num_tenants,
@@ -114,7 +128,7 @@ class DurableRoom:
             check_shared_bound(
                 "tokens of durable requests would be kept",
                 limits.max_tokens,
-                total=running,
+                total=self._charge_running.total(),
                 own=self._charge_running[tenant],
                 added=charge,
                 num_tenants=num_tenants,
@@ -122,14 +136,6 @@ class DurableRoom:
             )
         except QueueFullError as error:
             raise _durable_limit(str(error)) from error
-        num_kept, kept = len(self.requests), running + sum(each for _, each in self._over)
-        forgotten = []
-        for handle, own in self._over:
-            if num_kept < limits.max_requests and kept + charge <= limits.max_tokens:
-                break
-            forgotten.append(handle)
-            num_kept, kept = num_kept - 1, kept - own
-        return forgotten
 
     def _sum_up(self) -> None:
         if not self._is_summed:

@@ -518,7 +518,8 @@ class Requests:
             self.detach(other)
 
     def _make_durable(self, request: Request, description: bytes) -> Durable:
-        """Makes room for a durable request. Raises AlreadyExists or ResourceExhausted."""
+        """Makes room for a durable request. Raises AlreadyExists, or ResourceExhausted where it was not accepted
+        before."""
         for known in list(self._by_id.get((request.tenant, request.request_id), ())):
             if known.durable is None:
                 continue
@@ -529,7 +530,8 @@ class Requests:
             self.forget(known)
         durable = Durable.of(request, description)
         num_emitted = sum(len(each.token_ids) for each in request.emitted)
-        for handle in self._durable.make_room(request.tenant, durable.charge(num_emitted, is_over=False)):
+        charge = durable.charge(num_emitted, is_over=False)
+        for handle in self._durable.make_room(request.tenant, charge, accepted_before=request.accepted_before):
             self.forget(self._by_handle[handle])
         return durable
 

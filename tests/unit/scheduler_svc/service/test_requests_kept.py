@@ -1,6 +1,7 @@
 """How long a request is kept without a reader, and how much of it."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -169,6 +170,20 @@ def test_where_no_durable_request_has_room_none_is_taken(limits):
     bench = Bench(limits=limits)
     with pytest.raises(ResourceExhausted, match="1 durable request would be kept, with 11 tokens; at most"):
         bench.admit(make_request(1), bench.connect(), durable=True)
+
+
+def test_durable_requests_that_have_grown_beyond_the_limit_go_on_at_a_scheduler_that_starts_anew():
+    """They were accepted by the one before, which kept more than the limit. Refused, the largest came back for ever."""
+    bench = Bench(limits=DurableLimits(2, 3000, 60.0))
+    connection = bench.connect()
+    over = bench.admit(make_request(9), connection, durable=True)
+    bench.step(over, ends=True)
+    for handle in (1, 2, 3):
+        request = make_request(handle, max_tokens=10_000, emitted=tuple(range(2500)))
+        bench.admit(replace(request, accepted_before=True), connection, durable=True)
+    assert len(bench.core.live) == bench.requests.num_durable == 3
+    with pytest.raises(ResourceExhausted):
+        bench.admit(make_request(4), connection, durable=True)
 
 
 def test_arrivals_between_two_steps_sum_up_what_is_kept_once(bench, monkeypatch):
