@@ -39,6 +39,9 @@ _END_OF_FINAL_MESSAGE = "\N{END OF TEXT}end of the final message\N{END OF TEXT} 
 _OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 # Many clients send these to every model. A template that does not read them renders the same prompt without them.
 _HINTS = frozenset({"reasoning_effort"})
+# What a template raises for a conversation; RecursionError, where its macros follow the schemas of tools.
+_OF_PYTHON = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
+_REFUSALS = (jinja2.TemplateError, *_OF_PYTHON)
 # With these values the arguments are the default behaviour, so a template that does not read them is correct too.
 _NO_REASONING = {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}
 
@@ -83,7 +86,7 @@ class ChatTemplate:
         self._check(prompt)
         try:
             return self._render(prompt, self._takes_texts)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        except _REFUSALS as error:
             description = f"the model's chat template refuses the conversation: {error}"
             raise InvalidArgument(
                 description, reason="CHAT_TEMPLATE", violations=[FieldViolation("messages", description)]

@@ -6,12 +6,13 @@ completions.
 """
 
 import dataclasses
-import json
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic_core import from_json
 
 from gateway.api.answers import as_json
 from gateway.api.openai.read import body_of, completion_options, param_name
@@ -299,10 +300,9 @@ def _json_fields(violations: Violations, tensor: Tensor) -> dict[str, Any]:
         violations.add(tensor.field, f"has {len(tensor.values):,} elements; {INPUT_NAME} must have 1")
         return {}
     try:
-        fields = json.loads(bytes(tensor.values[0]))
-        json.dumps(fields, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
-        violations.add(tensor.element(0), "is not valid JSON")
+        fields = from_json(bytes(tensor.values[0]))
+    except ValueError as error:
+        violations.add(tensor.element(0), f"is not valid JSON: {error}")
         return {}
     if not isinstance(fields, dict):
         violations.add(tensor.element(0), "is not a JSON object")
@@ -321,8 +321,8 @@ def _value(violations: Violations, path: str, name: str, value: Any) -> Any:
     if name in _TEXTS:
         return _TRUTH.get(value.lower(), value) if name == "early_stopping" else value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
+        return from_json(value)
+    except ValueError:
         return value
 
 

@@ -221,6 +221,14 @@ def test_a_template_that_drops_the_last_message_cannot_continue_it():
         ChatTemplate("{{ messages[0].content }}", {}).render(prompt)
 
 
+def test_a_schema_nested_too_deeply_for_a_template_is_refused():
+    schema = '{"items": ' * 500 + "{}" + "}" * 500
+    source = "{% macro kind(s) %}{% if s.items %}{{ kind(s['items']) }}{% endif %}{% endmacro %}"
+    template = ChatTemplate(source + "{{ kind(tools[0].function.parameters) }}", {})
+    with pytest.raises(InvalidArgument, match="recursion"):
+        template.render(ChatPrompt(MESSAGES, tools=[Tool(name="f", parameters=schema)]))
+
+
 def test_a_template_that_takes_arguments_as_text_gets_text():
     calls = "{% for call in m.tool_calls or [] %}{{ call.function.arguments + '!' }}{% endfor %}"
     source = f"{{% for m in messages %}}{calls}{{% endfor %}}"
