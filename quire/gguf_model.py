@@ -54,7 +54,7 @@ def describe(path: Path) -> GgufDescription:
     """Raises ConfigurationError, one line, for a damaged file and for what is not read."""
     header = GgufHeader.read(path)
     kind = header.metadata.get("general.type")
-    if kind in _NOT_MODELS:
+    if isinstance(kind, str) and kind in _NOT_MODELS:
         raise ConfigurationError(f"{path} is {_NOT_MODELS[kind]}")
     fields = GgufFields(header)
     config = _config(fields)

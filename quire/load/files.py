@@ -1,7 +1,7 @@
 """Files of one's own: JSON lines, each a request."""
 
 import json
-import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def _request(index: int, line: Any, default_output_len: int | None) -> LoadReque
     if output_len is not None and not (_is_int(output_len) and 1 <= output_len <= _MAX_OUTPUT_LEN):
         raise ValueError(f"output_len is {output_len!r:.40}, must be a whole number in [1, {_MAX_OUTPUT_LEN:,}]")
     arrival_s = line.get("arrival_s")
-    if arrival_s is not None and (not _is_number(arrival_s) or not math.isfinite(arrival_s) or arrival_s < 0):
+    if arrival_s is not None and not (_is_number(arrival_s) and 0 <= arrival_s <= sys.float_info.max):
         raise ValueError(f"arrival_s is {arrival_s!r:.40}, must be a number of seconds of at least 0")
     prompt = _prompt(line["prompt"]) if "prompt" in line else _messages(line["messages"])
     return LoadRequest(index, prompt, output_len, arrival_s=None if arrival_s is None else float(arrival_s))

@@ -79,7 +79,13 @@ def write_gguf(
     _add_tokenizer(writer, directory, pre)
     if template is not None:
         writer.add_chat_template(template)
-    kinds = {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+    kinds = {
+        bool: writer.add_bool,
+        str: writer.add_string,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        list: writer.add_array,
+    }
     for key, value in further.items():
         # The writer takes each key once.
         writer.kv_data[0].pop(key, None)

@@ -211,6 +211,7 @@ def test_a_sliding_window_is_that_of_mistral(directory: Path, tmp_path: Path) ->
         ({"general.architecture": "gemma3n"}, "architecture 'gemma3n' of GGUF files is not read"),
         ({"general.type": "mmproj"}, " is the part of a model that reads images or sound, which Quire does not"),
         ({"general.type": "adapter"}, " is an adapter (LoRA), not a model"),
+        ({"general.type": ["model"], "llama.block_count": 3}, "block_count is 3"),
         ({"llama.attention.causal": False}, "its tokens attend to later ones, as in a model of embeddings"),
         ({"llama.block_count": 3}, "block_count is 3, and it has the tensors of 2 layers"),
         ({"llama.embedding_length": 64}, "embedding_length is 64, and token_embd.weight has 128 columns"),

@@ -69,6 +69,7 @@ def test_a_file_may_be_a_trace(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "line 2: a message is"),
         ("[" * 100_000, "line 2: it is nested too deeply"),
         ({"prompt": "a", "arrival_s": -1}, "line 2: arrival_s is -1, must be a number of seconds"),
+        ({"prompt": "a", "arrival_s": 10**400}, "line 2: arrival_s is 1000000"),
         ({"prompt": "a", "arrival_s": 1}, "request 1 has no arrival_s and others have; all need one, or none"),
     ],
 )
