@@ -62,11 +62,16 @@ class Blocks:
 
     def push(self, output: Output) -> Iterator[BlockEvent]:
         """The next piece of the answer. Consume the iterator before the next call."""
+        calls = output.tool_calls
+        if calls and not calls[0].id:
+            # The rest of the open call. What else is in the piece came after it.
+            yield from self._add(BlockKind.TOOL_CALL, calls[0].arguments)
+            calls = calls[1:]
         if output.reasoning:
             yield from self._add(BlockKind.REASONING, output.reasoning)
         if output.text:
             yield from self._add(BlockKind.TEXT, output.text)
-        for call in output.tool_calls:
+        for call in calls:
             if call.id:
                 yield from self.begin(BlockKind.TOOL_CALL, call.id, call.name)
             if call.arguments:
