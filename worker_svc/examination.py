@@ -55,7 +55,6 @@ def _gpus() -> Iterator[Finding]:
         found = f"{of.name}, {of.total_memory / _GIB:.0f} GiB, compute capability {of.major}.{of.minor}"
         yield Finding(f"GPU {index}", Verdict.OK, found)
     yield _triton()
-    yield _package("flashinfer", "an option for attention")
 
 
 def _triton() -> Finding:
@@ -63,7 +62,7 @@ def _triton() -> Finding:
     if fastest_for(torch.device("cuda")) is reference:
         advice = "the operations run in plain torch, many times slower; see the warning above"
         return Finding("Triton", Verdict.WRONG, "missing, or does not work", advice)
-    return Finding("Triton", Verdict.OK, importlib.metadata.version("triton"))
+    return Finding("Triton", Verdict.OK, _version("triton"))
 
 
 def _compiler() -> Finding:
@@ -77,4 +76,13 @@ def _compiler() -> Finding:
 def _package(name: str, purpose: str) -> Finding:
     if importlib.util.find_spec(name) is None:
         return Finding(name, Verdict.NOTE, "not installed", purpose)
-    return Finding(name, Verdict.OK, importlib.metadata.version(name))
+    return Finding(name, Verdict.OK, _version(name))
+
+
+def _version(module: str) -> str:
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        # Its distribution has another name, as pytorch-triton.
+        names = importlib.metadata.packages_distributions().get(module)
+        return importlib.metadata.version(names[0]) if names else "of unknown version"
