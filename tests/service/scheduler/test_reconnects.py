@@ -121,6 +121,8 @@ async def test_a_request_that_was_accepted_is_not_refused_for_a_full_queue(worke
         stream = await connect(stub)
         await stream.submit(make_submit(1, max_tokens=100))
         await stream.read()
+        # No place in the queue comes free by itself.
+        worker.hang.set()
         for handle in (2, 3):
             await stream.submit(make_submit(handle, max_tokens=5))
 
@@ -137,7 +139,9 @@ async def test_a_request_that_was_accepted_is_not_refused_for_a_full_queue(worke
         for handle in (1, 2, 3):
             await again.submit(resubmit(stream, handle, max_tokens=100 if handle == 1 else 5))
         await again.submit(make_submit(4))
-        await again.read_until_over(1, 2, 3, 4)
+        await again.read_until_over(4)
+        worker.hang.clear()
+        await again.read_until_over(1, 2, 3)
         assert list(again.failed) == [4]
         assert again.failed[4].reason == "QUEUE_FULL"
         assert again.outputs[3] == expected_tokens(3, max_tokens=5)
@@ -152,6 +156,8 @@ async def test_a_request_keeps_its_place_in_the_queue(worker, tmp_path):
         mine, other = await connect(stub, "gateway-a"), await connect(stub, "gateway-b")
         await other.submit(make_submit(1, max_tokens=60))
         await other.read()
+        # The others wait until all is said.
+        worker.hang.set()
 
         async def num_waiting(count: int) -> None:
             async def wait() -> bool:
@@ -167,6 +173,7 @@ async def test_a_request_keeps_its_place_in_the_queue(worker, tmp_path):
         again = await connect(stub, "gateway-a")
         await again.submit(resubmit(mine, 2, max_tokens=3))
         await again.end_unread()
+        worker.hang.clear()
         await again.read_until_over(2)
         # Its turn came before that of the request which had come after it.
         assert 3 not in other.completed

@@ -238,9 +238,13 @@ async def test_a_full_queue_is_resource_exhausted_with_a_time_to_come_back(worke
         stream, _ = await GatewayStream.open(stub)
         await stream.submit(make_submit(1, max_tokens=20))
         await stream.read()
+        # No place in the queue comes free by itself.
+        worker.hang.set()
         for handle in (2, 3, 4):
             await stream.submit(make_submit(handle))
-        await stream.read_until_over(1, 2, 3, 4)
+        await stream.read_until_over(4)
+        worker.hang.clear()
+        await stream.read_until_over(1, 2, 3)
         assert list(stream.failed) == [4]
         assert stream.failed[4].code == code_pb2.RESOURCE_EXHAUSTED
         assert stream.failed[4].reason == "QUEUE_FULL"

@@ -19,6 +19,8 @@ from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_server import running_worker
 from worker_svc.parallel.ranks import Ranks
 
+TIMEOUT_S = 60.0
+
 
 class AgreeingRanks(Ranks):
     """Ranks of one start of a group, without a group: they agree on the number that they are given."""
@@ -51,7 +53,7 @@ async def receive_for_ever(link: WorkerLink | WorkerGroup) -> None:
 
 @contextlib.asynccontextmanager
 async def attached(*addresses: str) -> AsyncIterator[WorkerLink | WorkerGroup]:
-    link = await attach_workers(addresses, 1, 5.0)
+    link = await attach_workers(addresses, 1, TIMEOUT_S)
     try:
         yield link
     finally:
@@ -145,19 +147,19 @@ async def test_a_step_is_serialized_once_and_answered_when_all_ranks_have_it(
 async def test_ranks_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
     async with running_rank(tmp_path, 0) as first, running_rank(tmp_path, 1) as second:
         with pytest.raises(WorkerLostError, match="is rank 1 of 2; --workers names it as rank 0 of 2"):
-            await attach_workers((second, first), 1, 5.0)
+            await attach_workers((second, first), 1, TIMEOUT_S)
 
 
 async def test_a_rank_without_the_others_is_refused(tmp_path: Path) -> None:
     async with running_rank(tmp_path, 0) as first:
         with pytest.raises(WorkerLostError, match="is rank 0 of 2; --workers names it as rank 0 of 1"):
-            await attach_workers((first,), 1, 5.0)
+            await attach_workers((first,), 1, TIMEOUT_S)
 
 
 async def test_ranks_of_two_starts_are_refused(tmp_path: Path) -> None:
     async with running_rank(tmp_path, 0) as first, running_rank(tmp_path, 1, generation=6) as second:
         with pytest.raises(WorkerLostError, match="it belongs to another start of the group"):
-            await attach_workers((first, second), 1, 5.0)
+            await attach_workers((first, second), 1, TIMEOUT_S)
 
 
 async def test_a_rank_may_lack_what_it_does_not_need_of_the_model(tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ async def test_ranks_with_different_models_are_refused(tmp_path: Path) -> None:
             f"rank 0 and worker {second} have different models: weights w1 and w2; give both the same one by --mod"
         )
         with pytest.raises(WorkerLostError, match=message):
-            await attach_workers((first, second), 1, 5.0)
+            await attach_workers((first, second), 1, TIMEOUT_S)
 
 
 async def test_the_group_is_lost_with_any_of_its_ranks(tmp_path: Path) -> None:

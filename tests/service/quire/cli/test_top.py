@@ -75,14 +75,6 @@ async def test_top_shows_each_of_two_replicas(capsys):
     assert all("ready, running 3" in line for line in lines)
 
 
-def test_replicas_that_the_gateway_has_no_longer_are_not_shown():
-    deployment = Deployment()
-    for addresses in (["a:1", "b:1"], ["b:1", "c:1"]):
-        replicas = [{"address": each, "connected": True, "ready": True, "problem": None} for each in addresses]
-        deployment.take("gateway", {"model": "m", "version": "1", "replicas": replicas})
-    assert list(deployment.replicas) == ["b:1", "c:1"]
-
-
 def make_deployment(num_replicas: int) -> Deployment:
     """Replicas of one step and one request that waits, each; the last one has not said anything yet if there are
     several."""
