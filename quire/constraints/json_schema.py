@@ -4,6 +4,7 @@ A schema is read without recursion, so a deeply nested one is refused and not a 
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -76,6 +77,12 @@ _HINTS = {
 }
 # Values with which a refused keyword has no effect.
 _NEUTRAL = (("uniqueItems", False), ("nullable", False), ("unevaluatedProperties", True), ("unevaluatedItems", True))
+
+
+# An escaped character, the begin and the end of a class, and look-around.
+_OF_PATTERNS = re.compile(r"\\(?P<escaped>.)|\[|\]|\(\?<?[=!]", re.DOTALL)
+# Word boundaries and back references.
+_ESCAPED_AND_REFUSED = frozenset("bBk123456789")
 
 
 def read_schema(field: str, text: str) -> dict[str, Any]:
@@ -193,6 +200,11 @@ def _check_values(field: str, path: str, schema: dict[str, Any]) -> None:
         raise ConstraintError(
             field, f"has format {_shown(format_name)} at {path:.120}, which is not enforced; enforced are {known}"
         )
+    patterns = [schema.get("pattern"), *schema.get("patternProperties", ())]
+    for pattern in patterns:
+        if isinstance(pattern, str) and _looks_around(pattern):
+            shown = f"the pattern {_shown(pattern)} at {path:.120}"
+            raise ConstraintError(field, f"has {shown}; look-around, \\b and back references are not enforced")
     fewest, required = schema.get("minProperties", 0), schema.get("required", ())
     if isinstance(fewest, int) and isinstance(required, list | tuple) and fewest > max(1, len(required)):
         raise ConstraintError(
@@ -200,6 +212,17 @@ def _check_values(field: str, path: str, schema: dict[str, Any]) -> None:
             f"has minProperties {fewest} at {path:.120}, which is not enforced above 1 and the number of required "
             "properties; list them in required",
         )
+
+
+def _looks_around(pattern: str) -> bool:
+    """Whether a regular expression has look-around, which the engine has not, or what amounts to it."""
+    in_class = False
+    for found in _OF_PATTERNS.finditer(pattern):
+        if found.group() in ("[", "]"):
+            in_class = found.group() == "["
+        elif not in_class and (found["escaped"] is None or found["escaped"] in _ESCAPED_AND_REFUSED):
+            return True
+    return False
 
 
 def _not_enforced(field: str, name: str, path: str) -> ConstraintError:

@@ -172,6 +172,20 @@ async def test_arguments_are_an_object_where_the_schema_does_not_say_so(gateway,
     assert json.loads(tag.json_schema)["properties"]["arguments"]["type"] == "object"
 
 
+async def test_a_pattern_with_look_around_leaves_the_arguments_to_the_model(gateway, scheduler):
+    """Programs that write schemas have it for e-mail addresses."""
+    says(scheduler, CALL)
+    schema = {"type": "object", "properties": {"to": {"type": "string", "pattern": r"^(?!\.)[a-z.]+@[a-z]+$"}}}
+    tool = pb.Tool(name="send", parameters=json.dumps(schema))
+    await gateway.generation.Chat(request(tools=[tool]))
+    (tag,) = constraint_of(scheduler.submits[-1]).structural_tags.tags
+    assert json.loads(tag.json_schema)["properties"]["arguments"] == {"type": "object"}
+    tool.strict = True
+    error = await error_of(gateway.generation.Chat(request(tools=[tool])))
+    assert [each.field for each in error.violations] == ["tools[0].parameters"]
+    assert "look-around" in error.message
+
+
 @pytest.mark.parametrize("mode", [pb.TOOL_CHOICE_MODE_AUTO, pb.TOOL_CHOICE_MODE_REQUIRED])
 async def test_only_allowed_tools_are_called_and_the_prompt_has_all(gateway, scheduler, mode):
     forbidden = CALL.replace("get_weather", "now")

@@ -161,6 +161,10 @@ def test_an_annotation_changes_nothing(keyword) -> None:
         ('{"$ref": "https://example.org/schema"}', "only references within the schema"),
         ('{"type": "string", "format": "idn-email"}', 'format "idn-email" at #, which is not enforced'),
         ('{"type": "object", "minProperties": 3}', "minProperties 3 at #"),
+        (r'{"type": "string", "pattern": "^(?!\\.)a"}', r'pattern "^(?!\\.)a" at #; look-around'),
+        (r'{"type": "string", "pattern": "(a)\\1"}', "back references"),
+        (r'{"type": "string", "pattern": "[[]\\bfoo"}', r"\b"),
+        ('{"type": "object", "patternProperties": {"(?<=a)b": true}}', "look-around"),
         ('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf"),
         ("false", "must be a JSON object"),
     ],
@@ -170,6 +174,17 @@ def test_a_schema_that_says_nothing_enforceable_is_refused(schema, problem) -> N
         make_template(Constraint(json_schema=schema))
     assert problem in refused.value.description
     assert refused.value.field == "json_schema"
+
+
+def test_characters_that_only_resemble_look_around_are_enforced() -> None:
+    constraint = Constraint(json_schema=json.dumps({"type": "string", "pattern": r"^\\b[(?!k]\(\?=$"}))
+    assert accepts(constraint, json.dumps(r"\b!(?="))
+    assert not accepts(constraint, json.dumps(r"\b!(?"))
+
+
+def test_a_very_long_pattern_is_read_in_one_pass() -> None:
+    text = json.dumps({"type": "string", "pattern": "[" * 500_000})
+    assert read_schema("json_schema", text)["type"] == "string"
 
 
 def test_names_of_properties_and_values_are_no_keywords() -> None:
