@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -220,7 +221,7 @@ def _header() -> dict[str, Any]:
     return {
         "title": "Triton kernels on a GPU",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "machine": _machine(),
     }
 

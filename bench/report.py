@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -45,7 +46,7 @@ def write_results(path: Path, title: str, series: Sequence[Series], **facts: obj
     result = {
         "title": title,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": " ".join(["python", "-m", *sys.orig_argv[2:]]),
+        "command": shlex.join(["python", "-m", *sys.orig_argv[2:]]),
         "commit": _commit(),
         "machine": {
             "processor": _processor(),

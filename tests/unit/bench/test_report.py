@@ -1,5 +1,9 @@
 import json
+import shlex
+import sys
 from pathlib import Path
+
+import pytest
 
 from bench.report import Series, write_results
 
@@ -12,3 +16,11 @@ def test_results_say_what_was_measured_where_and_of_which_commit(tmp_path: Path)
     assert {"processor", "cores", "instruction_set", "load_at_start", "python"} == result["machine"].keys()
     assert "quire" in result["versions"]
     assert result["note"] == "x"
+
+
+def test_the_command_of_a_result_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["bench", "servers", "--load", "--dataset sharegpt --num-requests 64"]
+    monkeypatch.setattr(sys, "orig_argv", ["/venv/bin/python", "-m", *flags])
+    write_results(tmp_path / "results.json", "a title", [])
+    command = json.loads((tmp_path / "results.json").read_text())["command"]
+    assert shlex.split(command) == ["python", "-m", *flags]
