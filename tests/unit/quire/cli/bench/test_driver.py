@@ -3,10 +3,13 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from quire.cli.bench import driver as driver_module
 from quire.cli.bench.driver import Answer, Chunks, Driver, Outcome, Pacing, RequestFailedError, ServerFacts
 from quire.load import Chat, Constant, LoadRequest, fixed, take, with_arrivals
 from quire.load.arrivals import Trace
@@ -56,8 +59,8 @@ async def drive(server: FakeServer, load: Sequence[LoadRequest], pacing: Pacing 
     return driver.outcome
 
 
-def make_load(count: int) -> list[LoadRequest]:
-    return take(fixed(5, 2, 1000), count, seed=0)
+def make_load(num_requests: int) -> list[LoadRequest]:
+    return take(fixed(5, 2, 1000), num_requests, seed=0)
 
 
 def make_conversations() -> list[LoadRequest]:
@@ -89,8 +92,9 @@ async def test_no_more_requests_run_at_once_than_allowed() -> None:
     assert server.max_running == 3
     assert len(outcome.records) == 20
     # They arrive when there is a slot.
-    assert all(record.arrival_s == pytest.approx(record.sent_s, abs=1.0) for record in outcome.records)
-    assert outcome.records[-1].arrival_s > outcome.records[0].end_s
+    arrivals = sorted(record.arrival_s for record in outcome.records)
+    ends = sorted(record.end_s for record in outcome.records)
+    assert all(end <= arrival for end, arrival in zip(ends[:-3], arrivals[3:], strict=True))
 
 
 async def test_waiting_for_a_slot_counts_where_requests_arrive_by_themselves() -> None:
@@ -141,8 +145,11 @@ async def test_a_run_that_is_cancelled_cancels_its_requests_and_keeps_what_has_e
     assert server.num_cancelled == 2
 
 
-async def test_nothing_is_sent_after_the_duration() -> None:
+async def test_nothing_is_sent_after_the_duration(monkeypatch: pytest.MonkeyPatch) -> None:
     server = FakeServer()
+    # Each look at the clock is a millisecond after the one before.
+    clock = count(0, 0.001)
+    monkeypatch.setattr(driver_module, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=float))
 
     def endless():
         index = 0
@@ -153,9 +160,8 @@ async def test_nothing_is_sent_after_the_duration() -> None:
     driver = Driver(server, Pacing(2, is_closed=True, duration_s=0.05, timeout_s=60), lambda *_: None)
     await driver.run(endless())
     records = driver.outcome.records
-    assert records
-    assert all(record.sent_s is not None and record.sent_s < 60 for record in records)
-    assert len(records) == driver.outcome.num_sent
+    assert len(records) == driver.outcome.num_sent > 2
+    assert all(record.arrival_s < 0.05 for record in records)
 
 
 def test_tokens_that_are_known_at_the_end_are_spread_over_what_came() -> None:
