@@ -25,7 +25,7 @@ from quire.client.types import (
 )
 from quire.client.waiting import AsyncEvent, async_call, async_next_response, async_sleep, client_closed
 from quire.gateway.v1 import generation_pb2, model_pb2
-from quire.rpc.errors import QuireError
+from quire.rpc.errors import QuireError, Unavailable
 
 Answer = TypeVar("Answer")
 
@@ -64,6 +64,12 @@ class AsyncStream:
         while not self._is_closed:
             try:
                 response = await async_next_response(self._call)
+            except StopAsyncIteration:
+                if self._is_closed or self.completed is not None:
+                    break
+                # A task that is cancelled while it waits for an event cancels the call.
+                await self._go_on_after(Unavailable("the stream ended before its last event"))
+                continue
             except QuireError as error:
                 if self._is_closed or self.completed is not None:
                     break  # the caller wants no more, or has everything

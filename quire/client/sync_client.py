@@ -25,7 +25,7 @@ from quire.client.types import (
 )
 from quire.client.waiting import Event, call, client_closed, next_response, sleep
 from quire.gateway.v1 import generation_pb2, model_pb2
-from quire.rpc.errors import QuireError
+from quire.rpc.errors import QuireError, Unavailable
 
 Answer = TypeVar("Answer")
 
@@ -64,6 +64,12 @@ class Stream:
         while not self._is_closed:
             try:
                 response = next_response(self._call)
+            except StopIteration:
+                if self._is_closed or self.completed is not None:
+                    break
+                # A task that is cancelled while it waits for an event cancels the call.
+                self._go_on_after(Unavailable("the stream ended before its last event"))
+                continue
             except QuireError as error:
                 if self._is_closed or self.completed is not None:
                     break  # the caller wants no more, or has everything

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from quire.client import AsyncClient, ChatMessage, RequestCompleted
-from quire.rpc.errors import Cancelled, InvalidArgument, NotFound
+from quire.rpc.errors import Cancelled, InvalidArgument, NotFound, Unavailable
 from tests.support.fake_gateway import FakeGeneration, start_fake_gateway
 from tests.support.processes import until_true
 
@@ -87,6 +87,16 @@ async def test_cancelling_the_task_cancels_the_call(client: AsyncClient, generat
     with pytest.raises(asyncio.CancelledError):
         await reader
     await asyncio.wait_for(generation.left.wait(), 30)
+
+
+async def test_a_stream_whose_reader_was_interrupted_does_not_look_complete(client: AsyncClient) -> None:
+    stream = client.generate_stream("endless")
+    await anext(stream)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await anext(stream)
+    with pytest.raises(Unavailable, match="before its last event"):
+        await anext(stream)
 
 
 async def test_errors_are_typed(client: AsyncClient) -> None:
