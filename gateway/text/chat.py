@@ -33,6 +33,8 @@ _SPECIAL_TOKEN_SECTIONS = ("extra_special_tokens", "model_specific_special_token
 # Two messages without a common character. Some tokenizers merge the second one with a line break before it.
 _PROBES = ("a", "\n7")
 _ASKED_ROLES = frozenset({"user", "tool"})
+# OpenAI's newer name of the role system. Templates that do not have it leave out such a message, or refuse it.
+_DEVELOPER = "developer"
 # Marks the end of the message that an answer continues; the prompt is cut there. Templates may trim the space.
 _END_OF_FINAL_MESSAGE = "\N{END OF TEXT}end of the final message\N{END OF TEXT} "
 # Variables that the server sets for a template, besides the caller's arguments.
@@ -74,6 +76,7 @@ class ChatTemplate:
         undeclared = jinja2.meta.find_undeclared_variables(tree)
         self.arguments = undeclared - _OWN_NAMES - environment.globals.keys() - self._special_tokens.keys()
         self.knows_calls = "tool_calls" in source
+        self._knows_developers = _DEVELOPER in source
         # Most templates write the arguments of past calls as JSON themselves; some take them as text.
         self._takes_texts = self.knows_calls and not self._renders(_ASKED_CALL) and self._renders(_ASKED_CALL, True)
 
@@ -120,6 +123,8 @@ class ChatTemplate:
     def _render(self, prompt: ChatPrompt, takes_texts: bool) -> str:
         options = prompt.template_options or _NO_OPTIONS
         messages, continues = list(prompt.messages), options.continue_final_message
+        if not self._knows_developers:
+            messages = [replace(each, role="system") if each.role == _DEVELOPER else each for each in messages]
         if continues:
             messages[-1] = replace(messages[-1], content=messages[-1].content + _END_OF_FINAL_MESSAGE)
         begins = options.add_generation_prompt if options.HasField("add_generation_prompt") else not continues

@@ -221,6 +221,14 @@ def test_a_template_that_drops_the_last_message_cannot_continue_it():
         ChatTemplate("{{ messages[0].content }}", {}).render(prompt)
 
 
+def test_a_developer_is_the_system_for_templates_without_developers():
+    known = "{% for m in messages if m.role in ('system', 'user') %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    prompt = ChatPrompt([ChatMessage("developer", "Be kind."), ChatMessage("user", "a")])
+    assert ChatTemplate(known, {}).render(prompt) == "<system>Be kind.<user>a"
+    source = known.replace("'system'", "'system', 'developer'")
+    assert ChatTemplate(source, {}).render(prompt) == "<developer>Be kind.<user>a"
+
+
 def test_a_schema_nested_too_deeply_for_a_template_is_refused():
     schema = '{"items": ' * 500 + "{}" + "}" * 500
     source = "{% macro kind(s) %}{% if s.items %}{{ kind(s['items']) }}{% endif %}{% endmacro %}"
