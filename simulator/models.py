@@ -150,6 +150,9 @@ _OTHER_KINDS = {
 }
 
 
+_MAX_NUMBER = (1 << 31) - 1
+
+
 @dataclass(frozen=True, slots=True)
 class _Config:
     path: Path
@@ -158,8 +161,10 @@ class _Config:
     def number(self, name: str, default: int | None = None) -> int:
         value = self.values.get(name)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"{self.path}: {name} is {value!r:.40}; it must be a whole number of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_NUMBER:
+            raise ConfigurationError(
+                f"{self.path}: {name} is {value!r:.40}; it must be a whole number in [1, {_MAX_NUMBER:,}]"
+            )
         return value
 
     def refuse_other_kinds(self) -> None:

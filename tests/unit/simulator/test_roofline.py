@@ -78,6 +78,7 @@ def test_gpt2_and_opt_are_read_by_their_own_names(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"hidden_size": "wide"}, "hidden_size is 'wide'; it must be a whole number"),
+        ({"hidden_size": 10**400}, "hidden_size is 1000"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"intermediate_size": None}, "intermediate_size is None"),
         ({"num_local_experts": 8}, "a mixture of experts"),
