@@ -69,15 +69,24 @@ class Forks:
             for key, _ in self._selector.select():
                 if key.fileobj == 0:
                     return False
-                if key.fileobj is not self._listener:
+                if key.fileobj is self._listener:
+                    if self._fork():
+                        return True
+                # A fork and its asker may have ended both since the last look; the first of the two takes both away.
+                elif self._selector.get_map().get(key.fd) is key:
                     key.data()
-                elif self._fork():
-                    return True
 
     def _fork(self) -> bool:
         """True in the fork."""
         link, _ = self._listener.accept()
-        message, descriptors, _, _ = socket.recv_fds(link, _MAX_MESSAGE_BYTES, len(_STANDARD))
+        try:
+            message, descriptors, _, _ = socket.recv_fds(link, _MAX_MESSAGE_BYTES, len(_STANDARD))
+        except ConnectionError:
+            message, descriptors = b"", []
+        if not message:
+            # The one that asked was killed before it could.
+            link.close()
+            return False
         pid = os.fork()
         if pid == 0:
             for each in (link, self._listener, self._selector):
