@@ -170,7 +170,14 @@ async def abort_with(error: Exception, context: grpc.aio.ServicerContext, method
         _logger.error("%s failed unexpectedly", method, exc_info=error)
         error = Internal("an unexpected error; see the server's log", reason="UNEXPECTED")
     status = to_rpc_status(error)
-    await context.abort(status.code, status.details, tuple(status.trailing_metadata or ()))
+    # gRPC keeps what `abort` raises with the call, in a cycle. With the error and its traceback the request would be
+    # kept, too, until a garbage collection that a few large requests do not cause.
+    del error
+    try:
+        await context.abort(status.code, status.details, tuple(status.trailing_metadata or ()))
+    except grpc.aio.AbortError as aborted:
+        aborted.__context__ = None
+        raise aborted.with_traceback(None) from None
     raise AssertionError("context.abort returned")
 
 
