@@ -24,6 +24,7 @@ from gateway.replicas.ledger import Ledger
 from gateway.replicas.members import Resolver
 from gateway.replicas.pool import Replicas
 from gateway.replicas.routing import RoutingPolicy
+from gateway.request.counting import EntryLimits
 from gateway.request.generator import Generator
 from gateway.request.prompts import TextService
 from gateway.server.connections import BodyMemory, HttpServer
@@ -347,11 +348,13 @@ async def _start_rpc(
     metrics: GatewayMetrics,
     tls: _Tls,
 ) -> RpcServer:
+    limits = EntryLimits(settings.max_chat_messages)
+
     def register(server: grpc.aio.Server) -> None:
-        add_service(server, _GENERATION, GenerationServicer(generator, TextService(generator)))
-        add_service(server, _MODEL, ModelServicer(generator, gateway_id))
-        add_service(server, _PREFIX, PrefixServicer(TextService(generator)))
-        add_service(server, _KSERVE, kserve)
+        add_service(server, _GENERATION, GenerationServicer(generator, TextService(generator)), limits)
+        add_service(server, _MODEL, ModelServicer(generator, gateway_id), limits)
+        add_service(server, _PREFIX, PrefixServicer(TextService(generator)), limits)
+        add_service(server, _KSERVE, kserve, limits)
         server.add_generic_rpc_handlers((UnservedMethods(_KSERVE),))
 
     return await RpcServer.start(

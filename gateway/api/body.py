@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import Request
 
 from gateway.api.answers import ErrorAnswer, HttpError
+from gateway.request.counting import EntryLimits, check_json, check_values
 from gateway.request.violations import shortened
 from gateway.turns import Turns
 from quire.rpc.errors import InvalidArgument, invalid_field
@@ -18,10 +19,6 @@ from quire.rpc.errors import InvalidArgument, invalid_field
 Model = TypeVar("Model", bound=BaseModel)
 
 _JSON = re.compile(r"application/json|[\w.-]+/[\w.-]+\+json", re.ASCII)
-# The maximum number of strings, lists and objects in a body, besides those of messages. Parsing makes Python objects of
-# them in one uninterrupted call; this many take 20 ms.
-_MAX_VALUES = 1 << 17
-_VALUES_OF_A_MESSAGE = 8
 _ENTRIES_AT_ONCE = 512
 # Tags of the alternatives of a union, by the `type` of an object.
 _TAG = re.compile(r"<.*>", re.DOTALL)
@@ -52,20 +49,10 @@ def max_entries(limit: int) -> BeforeValidator:
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Limits of the size of a body. `IncomingBody` limits the time.
-
-    Attributes:
-        max_bytes: The maximum size of the body.
-        max_messages: The maximum number of messages in a conversation. It is checked before messages are validated.
-    """
+    """Limits of the size of a body, in bytes and in entries. `IncomingBody` limits the time."""
 
     max_bytes: int
-    max_messages: int
-
-    @property
-    def max_values(self) -> int:
-        """The maximum number of strings, lists and objects in a body."""
-        return _MAX_VALUES + _VALUES_OF_A_MESSAGE * self.max_messages
+    entries: EntryLimits
 
 
 async def read_body(request: Request, limits: BodyLimits) -> bytes:
@@ -88,7 +75,7 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
 
 async def read_model(kind: type[Model], request: Request, limits: BodyLimits, union_types: Mapping[str, str]) -> Model:
     """The body of a request as `kind`. Raises as `read_body`, `load_json` and `validated` do."""
-    return validated(kind, await load_json(await read_body(request, limits), limits.max_values), union_types)
+    return validated(kind, await load_json(await read_body(request, limits), limits.entries), union_types)
 
 
 async def validated_by_turns(
@@ -127,43 +114,25 @@ def validated(kind: type[Model], fields: object, union_types: Mapping[str, str])
         raise _invalid(error, union_types) from error
 
 
-async def load_json(data: bytes, max_values: int) -> Any:
-    """The JSON value in `data`.
+async def load_json(data: bytes, limits: EntryLimits) -> Any:
+    """The JSON value in `data`, counted.
 
     Raises:
-        InvalidArgument: it is not JSON, or has more than `max_values` strings, lists and objects.
+        InvalidArgument: it is not JSON, or has too many entries.
     """
     turns = Turns()
-    await _check_values(data, max_values, turns)
+    check_values(data, limits)
+    await turns.pause()
     try:
-        return from_json(data.removeprefix(codecs.BOM_UTF8))
+        value = from_json(data.removeprefix(codecs.BOM_UTF8))
     except ValueError as error:
         raise _malformed(str(error)) from error
     finally:
         await turns.pause()
-
-
-async def _check_values(data: bytes, max_values: int, turns: Turns) -> None:
-    """Counts quotes and brackets, which takes a tenth of what parsing takes."""
-    if len(data) <= 2 * max_values:
-        return
-    if b"\\" in data:
-        # Removes escaped backslashes first, so that a quote after one does not look escaped.
-        data = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    if isinstance(value, dict):
+        check_json(cast(dict[str, Any], value), limits)
         await turns.pause()
-    num_strings = data.count(b'"') // 2
-    num_brackets = data.count(b"[") + data.count(b"{")
-    if num_strings <= max_values < num_strings + num_brackets:
-        await turns.pause()
-        # Some of the brackets may be part of a string.
-        outside = b"".join(data.split(b'"')[::2])
-        num_brackets = outside.count(b"[") + outside.count(b"{")
-    if num_strings + num_brackets > max_values:
-        raise InvalidArgument(
-            f"the body has more than {max_values:,} strings, lists and objects, which is the max",
-            reason="MALFORMED_MESSAGE",
-        )
-    await turns.pause()
+    return value
 
 
 def _check_media_type(request: Request) -> None:

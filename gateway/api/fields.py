@@ -14,17 +14,12 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from pydantic_core import PydanticCustomError, to_json
 
 from gateway.api.body import BodyLimits, Model, load_json, validated, validated_by_turns
-from gateway.request.limits import MAX_PROMPTS, MAX_TOOLS
 from gateway.request.types import ChatMessage
 from gateway.request.violations import Violations
 from gateway.turns import Turns
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoiceMode
-from quire.rpc.errors import InvalidArgument
 
 _MESSAGE = re.compile(r"messages\[(\d+)\].*")
-_MAX_FIELDS = 1024
-# The maximum number of parts of all entries of a conversation.
-_MAX_PARTS = 8192
 _GROUP = re.compile(r"^(sampling|stopping|output)\.")
 _ASSISTANT, _SYSTEM = "assistant", "system"
 TOOL_CHOICES = {
@@ -58,12 +53,10 @@ class LongList:
     Attributes:
         name: The name of its field.
         entries: Validates a slice of its entries.
-        parts: The fields of an entry that are lists themselves.
     """
 
     name: str
     entries: TypeAdapter[list[Any]]
-    parts: Sequence[str]
 
 
 async def parse(
@@ -81,12 +74,8 @@ async def parse(
             entries.
     """
     turns, types = Turns(), union_types or {}
-    fields = await load_json(data, limits.max_values)
-    await turns.pause()
+    fields = await load_json(data, limits.entries)
     if isinstance(fields, dict):
-        if len(fields) > _MAX_FIELDS:
-            raise InvalidArgument(f"the body has {len(fields):,} fields; the max is {_MAX_FIELDS:,}")
-        _check_counts(fields, long_list, limits.max_messages)
         name = long_list.name
         if name in kind.model_fields and isinstance(fields.get(name), list):
             fields[name] = await validated_by_turns(kind, fields, name, long_list.entries, types, turns)
@@ -96,23 +85,6 @@ async def parse(
     check(violations, body)
     violations.raise_if_any()
     return body
-
-
-def _check_counts(fields: Mapping[str, Any], long_list: LongList, max_entries: int) -> None:
-    """Raises InvalidArgument where there are too many entries, parts, tools or prompts to validate them."""
-    violations = Violations()
-    entries = fields.get(long_list.name)
-    if isinstance(entries, list) and violations.check_count(long_list.name, entries, max_entries):
-        lists = [entry.get(name) for entry in entries if isinstance(entry, dict) for name in long_list.parts]
-        num_parts = sum(len(each) for each in lists if isinstance(each, list))
-        if num_parts > _MAX_PARTS:
-            violations.add(long_list.name, f"has {num_parts:,} parts in its entries; the max is {_MAX_PARTS:,}")
-    for name, limit in (("tools", MAX_TOOLS), ("prompt", MAX_PROMPTS)):
-        several = fields.get(name)
-        # A list of numbers is one prompt.
-        if isinstance(several, list) and several and not isinstance(several[0], int):
-            violations.check_count(name, several, limit)
-    violations.raise_if_any()
 
 
 def check_fields(violations: Violations, part: Part, path: str = "") -> None:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from google.protobuf.json_format import MessageToDict
 
+from gateway.request.counting import MAX_VALUES_OF_TEXTS, num_values_in
 from gateway.request.limits import MAX_TOOL_SCHEMA_BYTES, MAX_TOOLS
 from gateway.request.types import ChatMessage, ChatPrompt
 from gateway.request.violations import Violations, shortened, utf8_size
@@ -45,6 +46,7 @@ def check_constraints(violations: Violations, prompt: ChatPrompt, *, has_constra
 def _check_calls(violations: Violations, messages: Sequence[ChatMessage], field: str) -> None:
     """Checks that only the assistant makes calls, and that each result belongs to an earlier call."""
     known: set[str] = set()
+    num_values = 0
     for position, message in enumerate(messages):
         if violations.are_enough:
             return
@@ -64,6 +66,10 @@ def _check_calls(violations: Violations, messages: Sequence[ChatMessage], field:
                 violations.add(f"{where}.id", "is empty; it must be the id by which the result refers to the call")
             if not _NAME.fullmatch(call.name):
                 violations.add(f"{where}.name", f'is "{shortened(call.name)}"; {_NAME_RULE}')
+            num_values += num_values_in(call.arguments)
+            if num_values > MAX_VALUES_OF_TEXTS:
+                _add_too_many_values(violations, f"{where}.arguments", num_values)
+                return
             if call.arguments and _object_in(call.arguments) is None:
                 violations.add(f"{where}.arguments", f"is {shortened(call.arguments)!r}; it must be a JSON object")
         if message.tool_call_id is not None and message.tool_call_id not in known:
@@ -78,6 +84,7 @@ def _check_tools(violations: Violations, prompt: ChatPrompt, scope: str) -> None
     if not violations.check_count(field, prompt.tools, MAX_TOOLS):
         return
     names: set[str] = set()
+    num_values = 0
     for position, tool in enumerate(prompt.tools):
         if violations.are_enough:
             return
@@ -87,6 +94,10 @@ def _check_tools(violations: Violations, prompt: ChatPrompt, scope: str) -> None
         elif tool.name in names:
             violations.add(f"{path}.name", f'is "{tool.name}", as that of a tool before it; names must be unique')
         names.add(tool.name)
+        num_values += num_values_in(tool.parameters)
+        if num_values > MAX_VALUES_OF_TEXTS:
+            _add_too_many_values(violations, f"{path}.parameters", num_values)
+            return
         _check_parameters(violations, f"{path}.parameters", tool)
     if prompt.tool_choice is not None:
         _check_tool_choice(violations, prompt.tool_choice, names)
@@ -140,6 +151,13 @@ def _check_template_options(violations: Violations, prompt: ChatPrompt, scope: s
         violations.add(field, "is true, and add_generation_prompt too; an answer continues a message or begins one")
     if prompt.messages and prompt.messages[-1].tool_calls:
         violations.add(field, "is true, and the last message has tool calls; only text can be continued")
+
+
+def _add_too_many_values(violations: Violations, path: str, num_values: int) -> None:
+    """What is JSON in texts is not counted with the message that has it."""
+    violations.add(
+        path, f"has with all before it {num_values:,} values in its JSON; the max is {MAX_VALUES_OF_TEXTS:,}"
+    )
 
 
 def _object_in(text: str) -> dict[str, Any] | None:

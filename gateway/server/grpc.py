@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2
 
 from gateway.auth.caller import set_caller
 from gateway.auth.keys import Authenticator
+from gateway.request.counting import CountedMessage, EntryLimits
 from gateway.request.spans import set_incoming_context
 from gateway.server.connections import BodyMemory
 from quire.rpc.errors import DeadlineExceeded, InvalidArgument, PermissionDenied, QuireError, Unavailable
@@ -39,13 +40,14 @@ _HANDLERS = {
 _logger = logging.getLogger(__name__)
 
 
-def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: object) -> None:
-    """Registers the methods of a servicer, which have the names of the service's methods."""
+def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: object, limits: EntryLimits) -> None:
+    """Registers the methods of a servicer, which have the names of the service's methods. Requests are counted before
+    they are parsed."""
 
     def handler(method: MethodDescriptor) -> grpc.RpcMethodHandler:
         return _HANDLERS[method.client_streaming, method.server_streaming](
             getattr(servicer, method.name),
-            request_deserializer=GetMessageClass(method.input_type).FromString,
+            request_deserializer=CountedMessage(GetMessageClass(method.input_type), limits).parse,
             response_serializer=GetMessageClass(method.output_type).SerializeToString,
         )
 

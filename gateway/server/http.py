@@ -29,6 +29,7 @@ from gateway.api.ui.routes import ui_routes
 from gateway.auth.caller import Caller, set_caller
 from gateway.auth.keys import Authenticator
 from gateway.metrics import GatewayMetrics, HttpAnswer, HttpAnswers
+from gateway.request.counting import EntryLimits
 from gateway.request.generator import Generator
 from gateway.request.spans import set_incoming_context
 from gateway.request.violations import shortened
@@ -53,7 +54,7 @@ def make_http_app(
     started_at_s: int,
 ) -> Starlette:
     """The application. `started_at_s` is the time in seconds since the Unix epoch that models report as theirs."""
-    body_limits = BodyLimits(settings.max_message_bytes, settings.max_chat_messages)
+    body_limits = BodyLimits(settings.max_message_bytes, EntryLimits(settings.max_chat_messages))
     routes = [
         *openai_routes(generator, body_limits, keep_alive_s=settings.sse_keepalive, started_at_s=started_at_s),
         *response_routes(

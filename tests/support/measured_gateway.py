@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gateway.app import serve
@@ -34,6 +35,11 @@ class MeasuredGateway:
         async with asyncio.timeout(30):
             milliseconds, name = json.loads(await self.process.stdout.readline())
         return milliseconds, name
+
+    def peak_memory_mib(self) -> int:
+        """The most memory that the process has had at once."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) >> 10
 
 
 @contextlib.asynccontextmanager

@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 from gateway.api.body import BodyLimits
 from gateway.api.openai.read import parse_body
 from gateway.api.openai.schemas import Body
+from gateway.request.counting import EntryLimits
 
 BodyType = TypeVar("BodyType", bound=Body)
-BODY_LIMITS = BodyLimits(max_bytes=1 << 22, max_messages=10_000)
+BODY_LIMITS = BodyLimits(1 << 22, EntryLimits(max_messages=10_000))
 
 
 def parse(kind: type[BodyType], body: bytes | Mapping[str, Any], limits: BodyLimits = BODY_LIMITS) -> BodyType:

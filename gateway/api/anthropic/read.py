@@ -181,7 +181,7 @@ class MessageBody(TokensBody):
 
 
 BodyType = TypeVar("BodyType", bound=TokensBody)
-_MESSAGES = LongList("messages", TypeAdapter(list[Message]), parts=("content",))
+_MESSAGES = LongList("messages", TypeAdapter(list[Message]))
 
 
 async def parse_body(kind: type[BodyType], data: bytes, limits: BodyLimits) -> BodyType:

@@ -19,6 +19,13 @@ from gateway.api.openai.read import body_of, completion_options, param_name
 from gateway.api.openai.schemas import CompletionBody
 from gateway.api.openai.write import logprobs_by_token_id
 from gateway.replicas.events import Chunk, Finished, PositionLogprobs, Usage
+from gateway.request.counting import (
+    MAX_VALUES_OF_TEXTS,
+    NO_MESSAGES,
+    check_json,
+    check_values,
+    num_values_in,
+)
 from gateway.request.generator import Result
 from gateway.request.types import RequestOptions, TextPrompt
 from gateway.request.violations import Violations, renamed, shortened
@@ -250,6 +257,7 @@ class SamplingFields:
     def body(self) -> CompletionBody:
         """Raises InvalidArgument: a parameter is unknown, not supported or of the wrong type."""
         try:
+            check_json(self.values, NO_MESSAGES)
             return body_of(CompletionBody, self.values)
         except QuireError as error:
             raise renamed(error, self.path) from error
@@ -300,7 +308,9 @@ def _json_fields(violations: Violations, tensor: Tensor) -> dict[str, Any]:
         violations.add(tensor.field, f"has {len(tensor.values):,} elements; {INPUT_NAME} must have 1")
         return {}
     try:
-        fields = from_json(bytes(tensor.values[0]))
+        data = bytes(tensor.values[0])
+        check_values(data, NO_MESSAGES, tensor.element(0))
+        fields = from_json(data)
     except ValueError as error:
         violations.add(tensor.element(0), f"is not valid JSON: {error}")
         return {}
@@ -321,7 +331,7 @@ def _value(violations: Violations, path: str, name: str, value: Any) -> Any:
     if name in _TEXTS:
         return _TRUTH.get(value.lower(), value) if name == "early_stopping" else value
     try:
-        return from_json(value)
+        return value if num_values_in(value) > MAX_VALUES_OF_TEXTS else from_json(value)
     except ValueError:
         return value
 

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, Json
+from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError, from_json
 
 from gateway.api.fields import Strict, schema_text
+from gateway.request.counting import MAX_VALUES_OF_TEXTS, num_values_in
 from gateway.request.violations import Violations, shortened
 from quire.common.v1.common_pb2 import AnyJsonObject, Choice, Constraint, StructuralTag, StructuralTags
 from quire.constraints.program import schema_options
@@ -49,6 +51,23 @@ class ResponseFormat(Strict):
     triggers: Texts | None = None
 
 
+def _parsed(value: Any) -> Any:
+    """A text as the JSON in it, counted as all JSON is before it is parsed."""
+    if not isinstance(value, str) or num_values_in(value) > MAX_VALUES_OF_TEXTS:
+        raise PydanticCustomError("json_text", "a text of JSON with at most {max} values", {"max": MAX_VALUES_OF_TEXTS})
+    try:
+        return from_json(value)
+    except ValueError as error:
+        raise PydanticCustomError("json_text", "JSON: {error}", {"error": str(error)}) from error
+
+
+TagsInText = Annotated[
+    ResponseFormat,
+    BeforeValidator(_parsed),
+    WithJsonSchema({"type": "string", "contentMediaType": "application/json"}),
+]
+
+
 class StructuredOutputs(Strict):
     """Exactly one of the fields is set; with those of JSON, `disable_any_whitespace` may be set in addition."""
 
@@ -57,7 +76,7 @@ class StructuredOutputs(Strict):
     choice: Texts | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: Json[ResponseFormat] | None = None
+    structural_tag: TagsInText | None = None
     disable_any_whitespace: bool | None = None
 
 
@@ -70,7 +89,7 @@ class ConstraintFields(BaseModel):
     guided_regex: str | None = None
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
-    structural_tag: Json[ResponseFormat] | None = None
+    structural_tag: TagsInText | None = None
     guided_decoding_disable_any_whitespace: bool | None = None
     # Selects a library in vLLM. Quire has only one.
     guided_decoding_backend: str | None = None

@@ -41,7 +41,7 @@ from quire.common.v1.common_pb2 import OutputOptions, SamplingParameters, Stoppi
 
 BodyType = TypeVar("BodyType", bound=Body)
 
-_MESSAGES = LongList("messages", TypeAdapter(list[Message]), parts=("content", "tool_calls"))
+_MESSAGES = LongList("messages", TypeAdapter(list[Message]))
 # OpenAI's default for completions.
 DEFAULT_MAX_TOKENS = 16
 

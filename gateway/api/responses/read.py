@@ -241,7 +241,7 @@ class ResponseBody(InputBody):
 
 
 InputBodyType = TypeVar("InputBodyType", bound=InputBody)
-_ITEMS = LongList("input", TypeAdapter(list[Item]), parts=("content", "output", "summary"))
+_ITEMS = LongList("input", TypeAdapter(list[Item]))
 
 
 async def parse_body(kind: type[InputBodyType], data: bytes, limits: BodyLimits) -> InputBodyType:

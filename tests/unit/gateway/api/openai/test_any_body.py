@@ -11,6 +11,7 @@ from gateway.api.answers import OPENAI, error_answer
 from gateway.api.body import BodyLimits, load_json
 from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
 from gateway.api.openai.schemas import ChatBody, CompletionBody
+from gateway.request.counting import EntryLimits
 from gateway.request.limits import Limits, Pool
 from gateway.request.validation import check_request
 from quire.rpc.errors import QuireError
@@ -102,7 +103,7 @@ def test_a_body_of_very_many_fields_is_refused_for_their_number():
 
 def test_too_many_messages_are_refused_before_they_are_looked_at():
     with pytest.raises(QuireError) as caught:
-        parse(ChatBody, json.dumps({"messages": [{"role": 5}] * 11}).encode(), BodyLimits(1 << 22, 10))
+        parse(ChatBody, json.dumps({"messages": [{"role": 5}] * 11}).encode(), BodyLimits(1 << 22, EntryLimits(10)))
     assert caught.value.message == "messages has 11 entries; the max is 10"
 
 
@@ -114,7 +115,15 @@ def test_too_many_prompts_or_parts_are_refused_before_they_are_looked_at():
     messages = [{"role": "user", "content": [5] * 3000}] * 3
     with pytest.raises(QuireError) as caught:
         parse(ChatBody, json.dumps({"messages": messages}).encode())
-    assert caught.value.message == "messages has 9,000 parts in its entries; the max is 8,192"
+    assert caught.value.message == "messages.content has 9,000 entries; the max is 8,192"
+
+
+class _Limits(EntryLimits):
+    """`max_messages` is the maximum number of all strings, lists and objects."""
+
+    @property
+    def max_values(self) -> int:
+        return self.max_messages
 
 
 def num_values(value: Any) -> int:
@@ -142,7 +151,7 @@ NESTED = st.recursive(
 async def test_strings_lists_and_objects_of_a_body_are_counted_before_they_are_made(value, ensure_ascii):
     data = json.dumps(value, ensure_ascii=ensure_ascii).encode()
     number = num_values(value)
-    assert await load_json(data, number) == value
+    assert await load_json(data, _Limits(number)) == value
     if number:
         with pytest.raises(QuireError, match=f"has more than {number - 1:,} strings, lists and objects"):
-            await load_json(data, number - 1)
+            await load_json(data, _Limits(number - 1))

@@ -1,0 +1,304 @@
+"""Counts what a message has before anything walks it: a caller may put two million entries into 4 MiB.
+
+Every list and map has a maximum number of entries, by the name of its field, in `MAX_ENTRIES` and for all others
+`DEFAULT_MAX_ENTRIES`. The entries of a field count together over the whole message, in a protobuf message as in a body
+of JSON. A message of protobuf is counted in its bytes, before it is parsed; a body in two steps, in its bytes and as
+parsed. Both take time in proportion to what is allowed and not to what was sent. Exact limits, which may be lower or
+depend on the model, are the validator's.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from gateway.request.limits import MAX_PROMPTS, MAX_TOOLS
+from quire.constraints.program import MAX_CHOICES
+from quire.rpc.errors import InvalidArgument, invalid_field
+
+DEFAULT_MAX_ENTRIES = 1024
+# Long lists of texts, in which an object is an error.
+_TEXTS = frozenset({"choice", "guided_choice", "texts"})
+MAX_ENTRIES: Mapping[str, int] = {
+    **dict.fromkeys(("bytes_contents", "content", "data", "output", "summary", "tool_calls"), 8192),
+    **dict.fromkeys(_TEXTS, MAX_CHOICES),
+    "prompt": MAX_PROMPTS,
+    "tools": MAX_TOOLS,
+}
+"""Where the name of a list or map is not here, it may have `DEFAULT_MAX_ENTRIES`."""
+MAX_VALUES_OF_OBJECTS: Mapping[str, int] = {
+    **dict.fromkeys(("guided_json", "input", "input_schema", "json", "parameters", "schema"), 1 << 16),
+    "chat_template_kwargs": 4096,
+}
+"""Objects of any shape in a body of JSON, such as schemas: all values in them, at any depth, count as theirs."""
+MAX_VALUES_OF_TEXTS = 1 << 16
+"""The maximum number of values in JSON that is the text of fields, such as the arguments of all calls of a chat."""
+MAX_NUMBERS = 1 << 20
+"""The maximum number of all values of a body, which may be token ids."""
+_CONVERSATIONS = frozenset({"input", "messages"})
+# Lists of numbers that may be as long as a message: the tokens of a prompt, or of the whole vocabulary.
+_TOKENS = frozenset({"allowed_token_ids", "ids", "prompt", "stop_token_ids", "token_ids", "tokens"})
+_MAX_VALUES = 1 << 17
+_VALUES_OF_A_MESSAGE = 8
+_MAX_PATH = 256
+
+_OBJECT: type = dict
+_CONTAINERS: tuple[type, ...] = (dict, list)
+_CONTINUES = 0x80
+_CONTINUING = bytes(range(_CONTINUES, 256))
+_MAX_SHIFT = 63
+_VARINT, _DELIMITED = 0, 2
+# The bytes of a value by its wire type: fixed numbers, and the begin and the end of a group.
+_WIDTHS = {1: 8, 5: 4, 3: 0, 4: 0}
+_PACKED_WIDTHS = {
+    **dict.fromkeys((FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_SFIXED64), 8),
+    **dict.fromkeys((FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_FIXED32, FieldDescriptor.TYPE_SFIXED32), 4),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EntryLimits:
+    """The limits of one gateway. `max_messages` is the maximum number of messages of a conversation."""
+
+    max_messages: int
+
+    @property
+    def max_values(self) -> int:
+        """The maximum number of all fields of a protobuf message, or strings, lists and objects of a body."""
+        return _MAX_VALUES + _VALUES_OF_A_MESSAGE * self.max_messages
+
+    def of(self, name: str) -> int:
+        """The maximum number of entries of the lists and maps with a name."""
+        return self.max_messages if name in _CONVERSATIONS else MAX_ENTRIES.get(name, DEFAULT_MAX_ENTRIES)
+
+
+NO_MESSAGES = EntryLimits(max_messages=0)
+"""The limits of JSON without a conversation."""
+
+
+def check_values(data: bytes, limits: EntryLimits, name: str = "the body") -> None:
+    """Counts the values of JSON in its bytes, which takes a tenth of what parsing takes.
+
+    Raises:
+        InvalidArgument: `name` has too many strings, lists and objects, or too many numbers.
+    """
+    limit = limits.max_values
+    if len(data) <= 2 * limit:
+        return
+    data = _without_escapes(data)
+    num_strings, num_containers, num_commas = _count_marks(data)
+    if num_strings <= limit and (num_strings + num_containers > limit or num_commas > MAX_NUMBERS):
+        _, num_containers, num_commas = _count_marks(_without_strings(data))
+    if num_strings + num_containers > limit:
+        raise InvalidArgument(
+            f"{name} has more than {limit:,} strings, lists and objects, which is the max", reason="MALFORMED_MESSAGE"
+        )
+    if num_commas > MAX_NUMBERS:
+        raise InvalidArgument(
+            f"{name} has {num_commas:,} values; at most {MAX_NUMBERS:,} are allowed, for tokens",
+            reason="MALFORMED_MESSAGE",
+        )
+
+
+def num_values_in(text: str) -> int:
+    """At least the number of values that a text has as JSON."""
+    data = _without_escapes(text.encode(errors="replace"))
+    num_strings = data.count(b'"') // 2
+    if num_strings > _MAX_VALUES:
+        return num_strings
+    return num_strings + sum(_count_marks(_without_strings(data)))
+
+
+def _without_escapes(data: bytes) -> bytes:
+    """JSON without quotes in its strings. Escaped backslashes go first, so that a quote after one is not escaped."""
+    return data.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in data else data
+
+
+def _without_strings(data: bytes) -> bytes:
+    return b"".join(data.split(b'"')[::2])
+
+
+def _count_marks(data: bytes) -> tuple[int, int, int]:
+    """The number of strings, of lists and objects, and of commas, in JSON of no strings or without those marks in
+    them."""
+    return data.count(b'"') // 2, data.count(b"[") + data.count(b"{"), data.count(b",")
+
+
+def check_json(fields: Mapping[str, Any], limits: EntryLimits) -> None:
+    """Counts the entries of a parsed body.
+
+    Raises:
+        InvalidArgument: a field has too many of them.
+    """
+    if len(fields) > DEFAULT_MAX_ENTRIES:
+        raise InvalidArgument(f"the body has {len(fields):,} fields; the max is {DEFAULT_MAX_ENTRIES:,}")
+    counts: dict[str, int] = {}
+    # Containers that are still to be counted: the path, the name, and the limit of the object of any shape around them.
+    waiting: list[tuple[str, str, int | None, Any]] = _containers("", fields)
+    while waiting:
+        path, name, shapeless, container = waiting.pop()
+        is_object = isinstance(container, _OBJECT)
+        if shapeless is None and not is_object and name in _TOKENS and container and type(container[0]) is int:
+            continue
+        limit = limits.of(name) if shapeless is None else shapeless
+        count = len(container)
+        # The fields of an object are not the entries of the list that has it.
+        if shapeless is not None or not is_object:
+            count += counts.get(path, 0)
+            counts[path] = count
+        if count > limit:
+            raise invalid_field(path, f"has {count:,} entries; the max is {limit:,}")
+        if name in _TEXTS:
+            continue
+        if is_object and shapeless is None:
+            waiting += _containers(f"{path}.", container)
+        else:
+            values: Iterable[Any] = container.values() if is_object else container
+            waiting += [(path, name, shapeless, each) for each in values if isinstance(each, _CONTAINERS)]
+
+
+def _containers(prefix: str, fields: Mapping[str, Any]) -> list[tuple[str, str, int | None, Any]]:
+    return [
+        (
+            (prefix + name)[:_MAX_PATH],
+            name,
+            MAX_VALUES_OF_OBJECTS.get(name) if isinstance(value, _OBJECT) else None,
+            value,
+        )
+        for name, value in fields.items()
+        if isinstance(value, _CONTAINERS)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _CountedField:
+    """A field of a message, as `CountedMessage` meets it in the bytes.
+
+    Attributes:
+        path: Its path in the request, without positions.
+        max_entries: The maximum number of its entries; None if it is not counted.
+        width: Of an entry that may be packed with others, in bytes; 0 for integers of any width, None for others.
+        inner: The fields of its messages, by their numbers.
+    """
+
+    path: str
+    max_entries: int | None
+    width: int | None
+    inner: dict[int, "_CountedField"] | None
+
+
+class CountedMessage:
+    """Parses messages of one kind, each after its entries were counted."""
+
+    def __init__(self, kind: type[Message], limits: EntryLimits) -> None:
+        self.DESCRIPTOR = cast(Descriptor, kind.DESCRIPTOR)
+        self._parse = kind.FromString
+        self._fields = _counted_fields(self.DESCRIPTOR, limits, "", {})
+        self._max_fields = limits.max_values
+
+    def parse(self, data: bytes) -> Message:
+        """The message in `data`.
+
+        Raises:
+            InvalidArgument: it has too many fields, or a list or map of it has too many entries.
+            google.protobuf.message.DecodeError: the bytes are no such message.
+        """
+        self._check(data)
+        return self._parse(data)
+
+    def _check(self, data: bytes) -> None:
+        """Follows the wire format: a tag, which is the number of a field and a wire type, and its value. Stops at bytes
+        that are no message, which the parser refuses."""
+        counts: dict[str, int] = {}
+        num_fields = 0
+        waiting = [(0, len(data), self._fields)]
+        try:
+            while waiting:
+                position, end, fields = waiting.pop()
+                while position < end:
+                    num_fields += 1
+                    if num_fields > self._max_fields:
+                        raise InvalidArgument(
+                            f"{self.DESCRIPTOR.name} has more than {self._max_fields:,} fields and entries, which is "
+                            "the max; send lists of numbers packed",
+                            reason="MALFORMED_MESSAGE",
+                        )
+                    tag = data[position]
+                    position += 1
+                    if tag >= _CONTINUES:
+                        tag, position = _varint(data, position - 1)
+                    wire_type = tag & 7
+                    if wire_type == _VARINT:
+                        _, position = _varint(data, position)
+                        continue
+                    if wire_type != _DELIMITED:
+                        # The fields of a group are counted as if they were those of the message around it.
+                        position += _WIDTHS[wire_type]
+                        continue
+                    size = data[position]
+                    position += 1
+                    if size >= _CONTINUES:
+                        size, position = _varint(data, position - 1)
+                    begin, position = position, position + size
+                    field = fields.get(tag >> 3)
+                    if field is None or position > end:
+                        continue
+                    if field.max_entries is not None:
+                        count = counts.get(field.path, 0) + _num_entries(data, begin, position, field.width)
+                        counts[field.path] = count
+                        if count > field.max_entries:
+                            description = f"has more than {field.max_entries:,} entries, which is the max"
+                            raise invalid_field(field.path, description)
+                    if field.inner is not None:
+                        waiting.append((position, end, fields))
+                        end, position, fields = position, begin, field.inner
+        except (IndexError, KeyError):
+            return
+
+
+def _num_entries(data: bytes, begin: int, end: int, width: int | None) -> int:
+    if width is None:
+        return 1
+    if width:
+        return (end - begin) // width
+    # The last byte of each integer is the one that does not continue.
+    return len(data[begin:end].translate(None, _CONTINUING))
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """The number at a position, and the position behind it. Raises IndexError if it has no end."""
+    value = shift = 0
+    while True:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < _CONTINUES:
+            return value, position
+        shift += 7
+        if shift > _MAX_SHIFT:
+            raise IndexError("a number of more than 10 bytes")
+
+
+def _counted_fields(
+    kind: Descriptor, limits: EntryLimits, prefix: str, above: Mapping[str, dict[int, _CountedField]]
+) -> dict[int, _CountedField]:
+    """The fields of a message that are counted, or have counted fields. `above` are those of the messages around it: a
+    message within itself has the same ones, and its entries count as those of the first."""
+    if kind.full_name in above:
+        return above[kind.full_name]
+    found: dict[int, _CountedField] = {}
+    inner_above = {**above, kind.full_name: found}
+    for field in kind.fields:
+        path = prefix + field.name
+        message = field.message_type
+        is_text = field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+        if message is not None or field.is_repeated:
+            found[field.number] = _CountedField(
+                path,
+                limits.of(field.name) if field.is_repeated and field.name not in _TOKENS else None,
+                None if message is not None or is_text else _PACKED_WIDTHS.get(field.type, 0),
+                None if message is None else _counted_fields(message, limits, f"{path}.", inner_above),
+            )
+    return found

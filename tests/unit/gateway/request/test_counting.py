@@ -1,0 +1,236 @@
+"""What a message has is counted, in its bytes as protobuf would parse them, before anything walks it."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from google.protobuf.message import DecodeError, Message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.request.counting import (
+    MAX_NUMBERS,
+    CountedMessage,
+    EntryLimits,
+    check_json,
+    check_values,
+    num_values_in,
+)
+from quire.gateway.v1.generation_pb2 import ChatRequest, DetokenizeRequest, GenerateRequest, ResumeStreamRequest
+from quire.inference.open_inference_pb2 import ModelInferRequest
+from quire.rpc.errors import InvalidArgument
+
+LIMITS = EntryLimits(max_messages=8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exactly(EntryLimits):
+    """The same maximum for every list and map."""
+
+    max_entries: int = 0
+
+    def of(self, name: str) -> int:
+        return self.max_entries
+
+
+def full_request() -> ChatRequest:
+    """A chat with lists and maps on several levels, among them some of numbers, which are packed."""
+    request = ChatRequest(model="m" * 200)
+    for number in range(3):
+        message = request.messages.add(role="assistant", content="é" * number)
+        message.tool_calls.add(id="1", name="a", arguments="{}")
+        message.tool_calls.add(id="2" * 130)
+    request.sampling.logit_bias.update({1: 0.5, 1000: -1})
+    request.sampling.allowed_token_ids.extend([1, 200, 100_000])
+    request.sampling.constraint.structural_tags.tags.add(begin="<").lark = "start: A"
+    request.stopping.stop.extend(["", "b"])
+    request.template_options.arguments.update({"a": [1, [2, {"b": None}]], "c": "d"})
+    return request
+
+
+def entries(message: Message, prefix: str = "") -> Counter[str]:
+    """The number of entries of each list and map of a message, by path."""
+    found: Counter[str] = Counter()
+    for field, value in message.ListFields():
+        path = prefix + field.name
+        is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
+        if field.is_repeated:
+            found[path] += len(value)
+        if is_map:
+            if field.message_type.fields_by_name["value"].message_type is not None:
+                for each in value.values():
+                    found += entries(each, f"{path}.value.")
+        elif field.message_type is not None:
+            for each in value if field.is_repeated else [value]:
+                found += entries(each, f"{path}.")
+    return found
+
+
+# The values of google.protobuf.Struct within themselves count as those of the first.
+COUNTED = {
+    "messages": 3,
+    "messages.tool_calls": 6,
+    "sampling.logit_bias": 2,
+    "stopping.stop": 2,
+    "sampling.constraint.structural_tags.tags": 1,
+}
+
+
+@pytest.mark.parametrize(("path", "count"), COUNTED.items())
+def test_a_list_of_a_message_may_have_its_maximum_and_no_entry_more(path, count):
+    request = full_request()
+    assert entries(request)[path] == count
+    most = max(COUNTED.values())
+    assert CountedMessage(ChatRequest, _Exactly(1024, most)).parse(request.SerializeToString()) == request
+    with pytest.raises(InvalidArgument) as raised:
+        CountedMessage(ChatRequest, _Exactly(1024, count - 1)).parse(only(request, path).SerializeToString())
+    assert [each.field for each in raised.value.violations] == [path]
+    assert f"more than {count - 1} entries" in raised.value.message
+
+
+def only(request: ChatRequest, path: str) -> ChatRequest:
+    """The request without the lists on other branches."""
+    kept = ChatRequest()
+    name = path.partition(".")[0]
+    value = getattr(request, name)
+    if name == "messages":
+        kept.messages.extend(value)
+        if path == "messages":
+            for message in kept.messages:
+                message.ClearField("tool_calls")
+        else:
+            del kept.messages[1:]
+            kept.messages[0].tool_calls.extend(kept.messages[0].tool_calls[:1] * 4)
+    else:
+        getattr(kept, name).CopyFrom(value)
+        if path.endswith("tags"):
+            kept.sampling.logit_bias.clear()
+    return kept
+
+
+@given(data=st.data())
+def test_bytes_that_protobuf_parses_have_no_more_entries_than_were_counted(data):
+    """No way to write a message hides entries: bytes are changed, cut and repeated at random."""
+    valid = full_request().SerializeToString()
+    changed = bytearray(valid)
+    for _ in range(data.draw(st.integers(0, 4))):
+        position = data.draw(st.integers(0, len(changed) - 1))
+        length = data.draw(st.integers(0, 8))
+        changed[position : position + length] = data.draw(st.binary(max_size=8))
+    message = bytes(changed)
+    try:
+        parsed = ChatRequest.FromString(message)
+    except DecodeError:
+        return
+    flat = {path: count for path, count in entries(parsed).items() if "arguments.fields.value" not in path}
+    # Lists of token ids are bounded by their bytes.
+    flat.pop("sampling.allowed_token_ids", None)
+    flat.pop("stopping.stop_token_ids", None)
+    most = max(flat.values(), default=0)
+    if most:
+        with pytest.raises(InvalidArgument):
+            CountedMessage(ChatRequest, _Exactly(1024, most - 1)).parse(message)
+
+
+def test_packed_and_unpacked_numbers_are_counted():
+    packed = ModelInferRequest()
+    contents = packed.inputs.add().contents
+    contents.int64_contents.extend([-1, 0, 300])
+    contents.fp32_contents.extend([0.5, 0.25, 1, 2])
+    data = packed.SerializeToString()
+    assert CountedMessage(ModelInferRequest, _Exactly(0, 4)).parse(data) == packed
+    with pytest.raises(InvalidArgument, match="fp32_contents has more than 3 entries"):
+        CountedMessage(ModelInferRequest, _Exactly(0, 3)).parse(data)
+    # A field number and a wire type, then one number: as old clients send lists.
+    unpacked = b"\x08\x05" * 200_000
+    with pytest.raises(InvalidArgument, match=r"more than 131,136 fields and entries, .* send lists of numbers packed"):
+        CountedMessage(DetokenizeRequest, LIMITS).parse(unpacked)
+
+
+def test_token_ids_may_take_all_of_a_message():
+    request = GenerateRequest()
+    request.token_ids.ids.extend([1] * 500_000)
+    assert CountedMessage(GenerateRequest, LIMITS).parse(request.SerializeToString()) == request
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80" * 1000,
+        b"\x12",
+        b"\x12\x7f",
+        b"\x12\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f",
+        b"\x0f\x01",
+        b"\x09\x01",
+    ],
+)
+def test_bytes_that_are_no_message_are_left_to_the_parser(data):
+    with pytest.raises(DecodeError):
+        CountedMessage(ResumeStreamRequest, LIMITS).parse(data)
+
+
+def refused(fields: dict[str, Any]) -> InvalidArgument:
+    with pytest.raises(InvalidArgument) as raised:
+        check_json(fields, LIMITS)
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "count", "limit"),
+    [
+        ({"system": [1] * 1025}, "system", "1,025", "1,024"),
+        ({"messages": [{}] * 9}, "messages", "9", "8"),
+        ({"messages": [{"content": [{}] * 5000}] * 2}, "messages.content", "10,000", "8,192"),
+        ({"input": [{"summary": [1] * 8193}]}, "input.summary", "8,193", "8,192"),
+        ({"tools": [{"function": {"parameters": {"enum": [1] * 70_000}}}]}, "tools.function.parameters", "", "65,536"),
+        ({"chat_template_kwargs": {"a": {"b": [[1] * 3000] * 2}}}, "chat_template_kwargs", "6,004", "4,096"),
+        ({"metadata": {str(number): "" for number in range(1025)}}, "metadata", "1,025", "1,024"),
+        ({"prompt": ["a"] * 1025}, "prompt", "1,025", "1,024"),
+        ({"unknown": [[1] * 800] * 2}, "unknown", "", "1,024"),
+    ],
+)
+def test_entries_of_a_body_count_together_by_the_path_of_their_field(fields, path, count, limit):
+    error = refused(fields)
+    assert [each.field for each in error.violations] == [path]
+    assert f"{count} entries; the max is {limit}" in error.message
+
+
+def test_bodies_that_people_send_pass():
+    schema = {"type": "object", "properties": {f"p{number}": {"enum": [1, 2]} for number in range(2000)}}
+    check_json(
+        {
+            "prompt": [[1] * 100_000] * 3,
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 100}] * 8,
+            "tools": [{"function": {"name": "a", "parameters": schema}}] * 5,
+            "allowed_token_ids": list(range(100_000)),
+            "guided_choice": ["a"] * 100_000,
+        },
+        LIMITS,
+    )
+
+
+def test_paths_of_deeply_nested_objects_stay_short():
+    fields: dict[str, Any] = {}
+    for _ in range(400):
+        fields = {"k" * 1000: fields}
+    check_json(fields, LIMITS)
+    inner: Any = [1] * 1025
+    for _ in range(50):
+        inner = {"k" * 1000: inner}
+    assert len(refused(inner).violations[0].field) <= 256
+
+
+def test_more_numbers_than_any_prompt_needs_are_refused_before_they_are_parsed():
+    with pytest.raises(InvalidArgument, match=r"the body has 1,048,577 values; at most 1,048,576"):
+        check_values(b"[" + b"1," * (MAX_NUMBERS + 1) + b"1]", LIMITS)
+    check_values(json.dumps({"prompt": "1, 2, " * 700_000}).encode(), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("", 0), ("{}", 1), ('{"a": [1, 2]}', 4), (json.dumps({"a": '[1, 2] \\" {'}), 3), ("[[],[],[]]", 6)],
+)
+def test_values_in_a_text_are_not_those_in_its_strings(text, count):
+    assert num_values_in(text) == count
