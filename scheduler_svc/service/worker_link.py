@@ -1,7 +1,7 @@
 """The step streams to the workers of a replica: to one worker, or to a group of ranks that is driven as one."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -97,6 +97,14 @@ class InvalidAnswerError(WorkerFaultyError):
     @property
     def detail(self) -> str | None:
         return str(self.__cause__)
+
+
+class RanksDisagreeError(WorkerFaultyError):
+    """A rank sampled other tokens than rank 0, so its rows no longer hold what the scheduler and other ranks hold."""
+
+    @property
+    def detail(self) -> str | None:
+        return str(self)
 
 
 class WorkerLink:
@@ -220,9 +228,9 @@ class WorkerGroup:
         everywhere = set(first.sealed).intersection(*(link.sealed for link in others))
         self.sealed = [entry for entry in first.sealed if entry in everywhere]
         self._epoch = epoch
-        self._num_ahead = [0] * len(links)
         self._answers: asyncio.Queue[tuple[int, StepAnswer | ConstraintPrepared | Exception | None]] = asyncio.Queue()
-        self._pending: list[StepAnswer] = []
+        # Of each rank, the answers to steps that not all ranks have answered.
+        self._unmatched: list[deque[StepAnswer]] = [deque() for _ in links]
         # How many ranks have compiled a constraint, by its number.
         self._num_prepared: Counter[int] = Counter()
         self._readers = [asyncio.create_task(self._read(rank, link)) for rank, link in enumerate(links)]
@@ -239,9 +247,9 @@ class WorkerGroup:
         """The next answer of rank 0, once all ranks have answered that, or None for a heartbeat of rank 0.
 
         Raises:
-            WorkerLostError: a rank was lost.
+            WorkerLostError: a rank was lost, or sampled other tokens than rank 0.
         """
-        while not (self._pending and min(self._num_ahead) > 0):
+        while not all(self._unmatched):
             rank, answer = await self._answers.get()
             if isinstance(answer, Exception):
                 raise answer
@@ -252,13 +260,22 @@ class WorkerGroup:
                 del self._num_prepared[answer.number]
                 return answer
             if answer is not None:
-                self._num_ahead[rank] += 1
-            if rank == 0:
-                if answer is None:
-                    return None
-                self._pending.append(answer)
-        self._num_ahead = [ahead - 1 for ahead in self._num_ahead]
-        return self._pending.pop(0)
+                self._unmatched[rank].append(answer)
+            elif rank == 0:
+                return None
+        return self._take_matched()
+
+    def _take_matched(self) -> StepAnswer:
+        """Rank 0's answer to the oldest step, which all ranks have answered. Raises RanksDisagreeError."""
+        first, *others = (answers.popleft() for answers in self._unmatched)
+        for link, answer in zip(self._links[1:], others, strict=True):
+            crc32s = {first.token_ids_crc32, answer.token_ids_crc32} - {None}
+            if len(crc32s) > 1:
+                raise RanksDisagreeError(
+                    f"worker {link.address}, rank {link.place.rank}, sampled other tokens in step "
+                    f"{first.result.step_id} than rank 0, worker {self._links[0].address}"
+                )
+        return first
 
     async def close(self) -> None:
         for reader in self._readers:
@@ -345,11 +362,21 @@ def _check_places(links: Sequence[WorkerLink]) -> None:
             )
         if replace(link.info, fingerprint=first.info.fingerprint) != first.info:
             raise WorkerLostError(f"worker {link.address} differs from rank 0: {_difference(first, link)}")
+        _check_tokenizers(first, link)
         try:
-            # A rank may lack parts of the model that it does not need, such as the tokenizer.
             check_model(first.info.fingerprint, link.info.fingerprint, us="rank 0", them=f"worker {link.address}")
         except FailedPrecondition as error:
             raise WorkerLostError(str(error)) from error
+
+
+def _check_tokenizers(first: WorkerLink, other: WorkerLink) -> None:
+    """Each rank compiles constraints by its own tokenizer, so either all ranks have the same one or none has one."""
+    for lacking, having in ((first, other), (other, first)):
+        if having.info.fingerprint.tokenizer and not lacking.info.fingerprint.tokenizer:
+            raise WorkerLostError(
+                f"worker {lacking.address}, rank {lacking.place.rank}, has no tokenizer.json, and worker "
+                f"{having.address}, rank {having.place.rank}, has one; give both the same model by --model"
+            )
 
 
 def _difference(first: WorkerLink, other: WorkerLink) -> str:

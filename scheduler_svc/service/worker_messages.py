@@ -1,5 +1,6 @@
 """Between the core's plans and results and the messages of workers."""
 
+import zlib
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -238,12 +239,15 @@ class StepAnswer:
 
     `result` is what the core applies. `rows`, int64[n], are those that sampled, in the order of the result's tokens.
     `worker_us` are the microseconds of the step in the worker's queue, cache operations, model and sampler.
+    `token_ids_crc32` is the same for all ranks, the tokens themselves come from rank 0; None from a rank of a release
+    that does not send it.
     """
 
     result: StepResult
     rows: np.ndarray
     prompt_logprobs: SequenceOf[RowPromptLogprobs]
     worker_us: tuple[int, int, int, int]
+    token_ids_crc32: int | None = None
 
     def check_rows(self, step: StepInFlight) -> None:
         """Raises ValueError unless `rows` are those that sample in this step, in their order."""
@@ -276,7 +280,14 @@ def step_answer(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
         decode_int32(message.rows, "rows", minimum=0).astype(np.int64),
         [_prompt_logprobs(each, vocab_size) for each in message.prompt_logprobs],
         (timings.queue_us, timings.cache_operations_us, timings.model_us, timings.sample_us),
+        _token_ids_crc32(message),
     )
+
+
+def _token_ids_crc32(message: worker_pb2.StepResult) -> int | None:
+    if message.HasField("token_ids_crc32"):
+        return message.token_ids_crc32
+    return zlib.crc32(message.token_ids) if message.token_ids else None
 
 
 def _logprobs(message: worker_pb2.TokenLogprobs, vocab_size: int) -> SampleLogprobs:

@@ -45,6 +45,10 @@ class FakeWorkerConfig:
     script: tuple[int, ...] = ()
     """What every sequence says; empty: what its seed gives."""
     fingerprint: ModelFingerprint = UNKNOWN_MODEL
+    rank: int = 0
+    world_size: int = 1
+    generation: int | None = None
+    """None for another one in each incarnation."""
 
     def info(self) -> WorkerInfo:
         """A new incarnation of this worker."""
@@ -60,7 +64,8 @@ class FakeWorkerConfig:
         )
         model = ModelGeometry("FakeForCausalLM", "float32", self.vocab_size, self.max_model_len, "cpu", "a fake")
         limits = WorkerLimits(self.max_num_rows, self.max_num_batched_tokens, self.max_steps_in_flight, max_logprobs=20)
-        return WorkerInfo(time.time_ns(), 0, 1, pool, model, limits, self.fingerprint)
+        generation = self.generation or time.time_ns()
+        return WorkerInfo(generation, self.rank, self.world_size, pool, model, limits, self.fingerprint)
 
 
 class FakeWorker:

@@ -5,6 +5,7 @@ refuses what contradicts the present content of the rows. Neither changes anythi
 the sampling parameters of a row are wrong, the step runs and that row alone fails (`SamplingReader`).
 """
 
+import zlib
 from dataclasses import asdict
 
 import numpy as np
@@ -280,8 +281,9 @@ def _failure_message(row: int, refusal: str | None) -> worker_pb2.RowFailure:
 
 
 def acknowledgement(output: StepOutput) -> RunResponse:
-    """The answer of a rank other than rank 0: its results are the same, so it sends none."""
-    return RunResponse(result=worker_pb2.StepResult(step_id=output.step_id))
+    """The answer of a rank other than rank 0: its results are the same, so it sends only what shows that."""
+    crc32 = zlib.crc32(encode_int32(output.token_ids))
+    return RunResponse(result=worker_pb2.StepResult(step_id=output.step_id, token_ids_crc32=crc32))
 
 
 def attached_message(epoch: int, info: WorkerInfo, sealed: SealedBlocks) -> RunResponse:

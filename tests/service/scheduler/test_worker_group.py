@@ -4,17 +4,34 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan
-from scheduler_svc.service.worker_link import WorkerGroup, WorkerLink, WorkerLostError, attach_workers
+from scheduler_svc.service import step_loop
+from scheduler_svc.service.worker_link import (
+    RanksDisagreeError,
+    WorkerGroup,
+    WorkerLink,
+    WorkerLostError,
+    attach_workers,
+)
 from scheduler_svc.service.worker_messages import ConstraintPrepared, StepAnswer
 from tests.support.core_driver import make_config, make_request
+from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
+from tests.support.scheduler_process import (
+    GatewayStream,
+    expected_tokens,
+    make_submit,
+    running_scheduler,
+    wait_attached,
+)
 from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_server import running_worker
 from worker_svc.parallel.ranks import Ranks
@@ -35,10 +52,15 @@ class AgreeingRanks(Ranks):
 
 @contextlib.asynccontextmanager
 async def running_rank(
-    directory: Path, rank: int, size: int = 2, generation: int = 5, fingerprint: ModelFingerprint = UNKNOWN_MODEL
+    directory: Path,
+    rank: int,
+    size: int = 2,
+    generation: int = 5,
+    fingerprint: ModelFingerprint = UNKNOWN_MODEL,
+    model: TinyCausalLM | None = None,
 ) -> AsyncIterator[str]:
     (directory / str(rank)).mkdir()
-    model = TinyCausalLM()
+    model = model or TinyCausalLM()
     model.ranks = AgreeingRanks(rank, size, generation)
     served = running_worker(directory / str(rank), model, heartbeat_interval_s=0.05, fingerprint=fingerprint)
     async with served as address:
@@ -165,10 +187,25 @@ async def test_ranks_of_two_starts_are_refused(tmp_path: Path) -> None:
 async def test_a_rank_may_lack_what_it_does_not_need_of_the_model(tmp_path: Path) -> None:
     async with (
         running_rank(tmp_path, 0, fingerprint=ModelFingerprint("c1", "t1", "w1")) as first,
-        running_rank(tmp_path, 1, fingerprint=ModelFingerprint("c1", "", "w1")) as second,
+        running_rank(tmp_path, 1, fingerprint=ModelFingerprint("c1", "t1", "")) as second,
         attached(first, second) as link,
     ):
-        assert link.info.fingerprint.tokenizer == "t1"
+        assert link.info.fingerprint.weights == "w1"
+
+
+@pytest.mark.parametrize(("tokenizers", "lacking"), [(("t1", ""), 1), (("", "t1"), 0)])
+async def test_ranks_are_refused_if_only_some_have_a_tokenizer(
+    tokenizers: tuple[str, str], lacking: int, tmp_path: Path
+) -> None:
+    """Only those could enforce constraints."""
+    of_first, of_second = (ModelFingerprint("c1", tokenizer, "w1") for tokenizer in tokenizers)
+    async with (
+        running_rank(tmp_path, 0, fingerprint=of_first) as first,
+        running_rank(tmp_path, 1, fingerprint=of_second) as second,
+    ):
+        message = f"worker {(first, second)[lacking]}, rank {lacking}, has no tokenizer.json"
+        with pytest.raises(WorkerLostError, match=message):
+            await attach_workers((first, second), 1, TIMEOUT_S)
 
 
 async def test_ranks_with_different_models_are_refused(tmp_path: Path) -> None:
@@ -181,6 +218,47 @@ async def test_ranks_with_different_models_are_refused(tmp_path: Path) -> None:
         )
         with pytest.raises(WorkerLostError, match=message):
             await attach_workers((first, second), 1, TIMEOUT_S)
+
+
+async def test_the_group_is_lost_if_a_rank_samples_other_tokens(tmp_path: Path) -> None:
+    contrary = TinyCausalLM()
+    contrary.change_logits = torch.neg
+    async with (
+        running_rank(tmp_path, 0) as first,
+        running_rank(tmp_path, 1, model=contrary) as second,
+        attached(first, second) as link,
+    ):
+        plan = make_plan()
+        await link.send(plan)
+        message = f"worker {second}, rank 1, sampled other tokens in step {plan.step_id} than rank 0, worker {first}"
+        with pytest.raises(RanksDisagreeError, match=message):
+            await next_answer(link)
+
+
+async def test_a_request_that_ranks_sample_differently_fails_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where only one of them can enforce its constraint."""
+    monkeypatch.setattr(step_loop, "_LAST_BACKOFF_S", step_loop._FIRST_BACKOFF_S)
+    place = FakeWorkerConfig(world_size=2, generation=5)
+    ranks = [
+        FakeWorker(replace(place, rank=0)),
+        FakeWorker(replace(place, rank=1, failing_seeds=frozenset([1]))),
+    ]
+    addresses = tuple([await rank.start() for rank in ranks])
+    async with running_scheduler(str(tmp_path / "s.sock"), "", workers=addresses) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        for handle in (1, 2):
+            await stream.submit(make_submit(handle))
+        await stream.read_until_over(1, 2)
+        assert stream.failed[1].reason == "WORKER_LOST"
+        assert "rank 1, sampled other tokens in step" in stream.failed[1].message
+        assert (stream.outputs[1], stream.outputs[2]) == ([], expected_tokens(2))
+        stream.close()
+    assert f"worker {addresses[1]}, rank 1, sampled other tokens in step" in capfd.readouterr().err
+    for rank in ranks:
+        await rank.stop()
 
 
 async def test_the_group_is_lost_with_any_of_its_ranks(tmp_path: Path) -> None:
