@@ -14,13 +14,13 @@ import mmap
 import os
 import secrets
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import NoReturn, Protocol
 
 import torch
@@ -37,8 +37,9 @@ from worker_svc.settings import WorkerSettings
 
 _CONNECT_TIMEOUT_S = 5.0
 _CONNECT_INTERVAL_S = 0.05
-_SHARED_MEMORY = Path("/dev/shm")
-_NO_FILE = "none"
+_NO_MEMORY = "none"
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group (struct ucred)."""
 _logger = logging.getLogger(__name__)
 
 
@@ -338,55 +339,96 @@ class Store(Protocol):
 
 
 def share_memory(store: Store, rank: int, size: int) -> torch.Tensor | None:
-    """Memory that all ranks have mapped, or None for all of them if one cannot map it. Each rank calls this once."""
-    path, memory = None, None
-    if rank == 0:
-        path, memory = _make_memory(size)
-        store.set("shared_memory", _NO_FILE if path is None else path.name)
-    else:
-        memory = _open_memory(store.get("shared_memory").decode(), size)
-    store.set(f"shared_memory/{rank}", "no" if memory is None else "yes")
-    have_all = all(store.get(f"shared_memory/{other}") == b"yes" for other in range(size))
-    if path is not None:
-        # The mapped memory stays until the last rank ends.
-        path.unlink()
-    return memory if have_all else None
+    """Memory that all ranks have mapped, or None for all of them if one cannot map it. Each rank calls this once.
+
+    The memory is a file without a name, so the system frees it when the last rank ends, in whatever way and at whatever
+    moment. Rank 0 passes the file to the others through a socket whose name, 128 random bits, is in the store.
+    """
+    with ExitStack() as offering:
+        if rank == 0:
+            file, memory = _make_memory(size)
+            name = _NO_MEMORY if file is None else offering.enter_context(_offer(file))
+            store.set("shared_memory", name)
+        else:
+            memory = _open_memory(store.get("shared_memory").decode(), size)
+        store.set(f"shared_memory/{rank}", "no" if memory is None else "yes")
+        return memory if all(store.get(f"shared_memory/{other}") == b"yes" for other in range(size)) else None
 
 
-def _make_memory(size: int) -> tuple[Path | None, torch.Tensor | None]:
+def _make_memory(size: int) -> tuple[int | None, torch.Tensor | None]:
     if size > MAX_RANKS or not exchange.can_exchange():
         return None, None
-    # The name is unique over all machines and groups, so ranks that find it share the memory.
-    path = _SHARED_MEMORY / f"quire-{secrets.token_hex(16)}"
+    file = None
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        _logger.warning("ranks cannot share memory: %s", error)
-        return None, None
-    try:
+        file = os.memfd_create("quire", os.MFD_CLOEXEC)
         # Allocated, and not only sized: a lack of memory later would kill the process.
         os.posix_fallocate(file, 0, exchange.shared_bytes(size))
-        return path, _map_memory(file, size)
+        return file, _map_memory(file, size)
     except OSError as error:
-        _logger.warning("ranks cannot share memory: %s: %s", path, error)
-        path.unlink()
+        _logger.warning("ranks cannot share memory: %s", error)
+        if file is not None:
+            os.close(file)
         return None, None
-    finally:
-        os.close(file)
+
+
+@contextmanager
+def _offer(file: int) -> Iterator[str]:
+    """Passes the file to each process of the same user that connects to the socket of this name. Closes it at the end
+    of the block.
+
+    The socket is in the abstract namespace: it is reached by the processes of one machine or one pod, and leaves
+    nothing behind.
+    """
+    name = f"quire-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+
+        def pass_on() -> None:
+            # Until the listener is shut down.
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection, suppress(OSError):
+                        if _is_of_same_user(connection):
+                            socket.send_fds(connection, [b"+"], [file])
+
+        passing = threading.Thread(target=pass_on, name="shared memory", daemon=True)
+        passing.start()
+        try:
+            yield name
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            passing.join()
+            os.close(file)
 
 
 def _open_memory(name: str, size: int) -> torch.Tensor | None:
-    if name == _NO_FILE or not exchange.can_exchange():
+    if name == _NO_MEMORY or not exchange.can_exchange():
         return None
+    files: list[int] = []
     try:
-        file = os.open(_SHARED_MEMORY / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(f"\0{name}")
+            if _is_of_same_user(connection):
+                _, files, _, _ = socket.recv_fds(connection, 1, 1)
+        if files:
+            return _map_memory(files[0], size)
+        reason: object = "it is of another user"
     except OSError as error:
-        _logger.info("this rank does not share memory with rank 0: %s", error)
-        return None
-    try:
-        return _map_memory(file, size)
+        reason = error
     finally:
-        os.close(file)
+        for file in files:
+            os.close(file)
+    _logger.info("this rank does not share memory with rank 0: %s", reason)
+    return None
+
+
+def _is_of_same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket runs as this process's user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return user == os.geteuid()
 
 
 def _map_memory(file: int, size: int) -> torch.Tensor:
