@@ -101,6 +101,7 @@ def build_worker(
             progress=lambda done, total: report(LoadProgress(READING, done, total)),
             model_impl=settings.model_impl,
             quantization=Quantization(settings.quantization),
+            max_model_len=settings.max_model_len,
         )
         _release_freed_memory()
         templates = TemplateCache(partial(Vocabulary.of_model, directory, model.vocab_size))

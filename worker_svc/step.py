@@ -268,6 +268,8 @@ class AdmittedStep:
     step: Step
     batch_blocks: Int32Array
     """GPU blocks that its batch writes."""
+    max_forked: tuple[int, int] | None = None
+    """The maximum numbers of tokens and of blocks in a row that it forks; None if that is not known."""
 
     @property
     def written_blocks(self) -> Int32Array:

@@ -205,6 +205,8 @@ class Placement:
     ranks: Ranks = ALONE
     quantization: Quantization = Quantization.NONE
     """The quantization of linear layers."""
+    max_positions: int | None = None
+    """The length of the longest sequence that is served; None for all positions of the model."""
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self.device, dtype=self.dtype)

@@ -214,7 +214,7 @@ def allocate_pool(
     gpu_shape = _layer_shape(geometry, geometry.num_gpu_blocks + with_padding, dtype)
     host_shape = (geometry.num_layers, *_layer_shape(geometry, geometry.num_host_blocks, dtype))
     try:
-        gpu = tuple(_zeros(gpu_shape, dtype, device) for _ in range(geometry.num_layers))
+        gpu = tuple(zeros(gpu_shape, dtype, device) for _ in range(geometry.num_layers))
         pinned = device.type == "cuda" and geometry.num_host_blocks > 0
         # One allocation for all layers: torch rounds each pinned one up to a power of two.
         host = torch.empty(host_shape, dtype=dtype, pin_memory=pinned).unbind(0)
@@ -227,7 +227,8 @@ def allocate_pool(
     return KvPool(geometry, gpu, host, geometry.num_gpu_blocks if with_padding else None)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take memory on the CPU only when they are touched."""
     return lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 

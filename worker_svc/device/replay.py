@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels.cpu.recording import NotRecordableError, record
 from quire.settings import ConfigurationError
-from worker_svc.device.kv_pool import KvPool
+from worker_svc.device.kv_pool import KvPool, zeros
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.models.base import CausalLM, ModelInput, NativeCausalLM
 from worker_svc.step import Batch, WorkerLimits
@@ -94,18 +94,15 @@ def make_room(
     """Tensors that keep their addresses, which recordings use, for steps of at most so many tokens and rows. All are
     zeros, but each row has one token. `num_columns` is the number of blocks of the longest sequence."""
 
-    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
     attention = AttentionMetadata(
-        slot_mapping=zeros(num_tokens, dtype=torch.int64),
-        block_tables=zeros(num_rows, num_columns, dtype=torch.int32),
+        slot_mapping=zeros((num_tokens,), torch.int64, device),
+        block_tables=zeros((num_rows, num_columns), torch.int32, device),
         query_start_loc=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
-        seq_lens=zeros(num_rows, dtype=torch.int32),
+        seq_lens=zeros((num_rows,), torch.int32, device),
         max_query_len=min(num_tokens, max_seq_len),
         max_seq_len=max_seq_len,
     )
-    token_ids, positions = (zeros(num_tokens, dtype=torch.int64) for _ in range(2))
+    token_ids, positions = (zeros((num_tokens,), torch.int64, device) for _ in range(2))
     return ModelInput(token_ids, positions, attention, kv_caches)
 
 

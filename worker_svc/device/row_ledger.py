@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from quire.rpc.errors import invalid_field
 from worker_svc.step import (
+    AdmittedStep,
     AssignRow,
     Batch,
     Int32Array,
@@ -45,24 +46,22 @@ class RowLedger:
         """Releases all rows."""
         self._held[:] = False
 
-    def admit(self, step: Step) -> Int32Array:
-        """Applies a step to the rows.
-
-        Returns:
-            The blocks that its batch writes, in no particular order.
+    def admit(self, step: Step) -> AdmittedStep:
+        """Applies a step to the rows. `batch_blocks` are in no particular order.
 
         Raises:
             InvalidArgument: the step contradicts what the rows hold. Nothing was changed.
         """
+        max_forked = None
         if step.row_changes.are_none:
             written = self._check_batch(step.batch)
         else:
             with self._unchanged_on_error(step.row_changes):
-                self._change_rows(step.row_changes)
+                max_forked = self._change_rows(step.row_changes)
                 written = self._check_batch(step.batch)
         samplers = step.batch.samples[:, 0]
         self._num_tokens[samplers[self._draws[samplers]]] += 1
-        return written
+        return AdmittedStep(step, written, max_forked)
 
     @contextmanager
     def _unchanged_on_error(self, changes: RowChanges) -> Iterator[None]:
@@ -70,25 +69,31 @@ class RowLedger:
         saved = [each.copy() for each in lengths]
         assigned = np.array([each.row for each in changes.assign], dtype=np.int32)
         touched = np.unique(np.concatenate((assigned, changes.fork[:, 1], changes.block_table_deltas[:, 0])))
-        saved_tables = self._tables[touched]
+        # Tables have room for the longest sequence, of which most rows use little.
+        assigned_blocks = max((len(each.block_table) for each in changes.assign), default=0)
+        last_set = changes.block_table_deltas[:, 1].max(initial=-1)
+        end = max(int(self._num_blocks.max(initial=0)), assigned_blocks, int(last_set) + 1)
+        saved_tables = self._tables[touched, :end]
         try:
             yield
         except BaseException:
             for each, old in zip(lengths, saved, strict=True):
                 each[:] = old
-            self._tables[touched] = saved_tables
+            self._tables[touched, :end] = saved_tables
             raise
 
-    def _change_rows(self, changes: RowChanges) -> None:
+    def _change_rows(self, changes: RowChanges) -> tuple[int, int]:
+        """Returns `AdmittedStep.max_forked`."""
         self._held[changes.release] = False
         for assign in changes.assign:
             self._assign(assign)
-        self._fork(changes.fork)
+        max_forked = self._fork(changes.fork)
         for reseed in changes.reseed:
             self._require_held(np.array([reseed.row]), "reseed.row")
         for change in changes.set_tokens:
             self._set_tokens(change)
         self._extend_tables(changes.block_table_deltas)
+        return max_forked
 
     def _assign(self, assign: AssignRow) -> None:
         row = assign.row
@@ -100,11 +105,13 @@ class RowLedger:
         self._num_blocks[row] = len(assign.block_table)
         self._tables[row, : len(assign.block_table)] = assign.block_table
 
-    def _fork(self, pairs: Int32Array) -> None:
+    def _fork(self, pairs: Int32Array) -> tuple[int, int]:
         parents, children = pairs[:, 0], pairs[:, 1]
         self._require_held(parents, "fork")
-        for each in (self._held, self._draws, self._num_tokens, self._num_blocks, self._tables):
+        num_tokens, num_blocks = (int(each[parents].max(initial=0)) for each in (self._num_tokens, self._num_blocks))
+        for each in (self._held, self._draws, self._num_tokens, self._num_blocks, self._tables[:, :num_blocks]):
             each[children] = each[parents]
+        return num_tokens, num_blocks
 
     def _set_tokens(self, change: SetTokens) -> None:
         self._require_held(np.array([change.row]), "set_tokens.row")

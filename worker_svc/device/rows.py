@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from worker_svc.device.kv_pool import zeros
 from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import (
     AssignRow,
@@ -31,12 +32,12 @@ class Rows:
 
     `token_ids` is [rows, max_model_len + 1] int32: the last column is for a token that is sampled after the last
     position and never computed. `block_tables` is [rows, blocks of max_model_len] int32. Entries beyond a row's length
-    are undefined.
+    are undefined. On the CPU they take memory when they are first written.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, max_blocks: int, device: torch.device) -> None:
-        self.token_ids = torch.zeros((num_rows, max_model_len + 1), dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros((num_rows, max_blocks), dtype=torch.int32, device=device)
+        self.token_ids = zeros((num_rows, max_model_len + 1), torch.int32, device)
+        self.block_tables = zeros((num_rows, max_blocks), torch.int32, device)
         self.sampling = SamplingColumns.empty(num_rows)
 
     def hold_padding(self, row: int, block: int) -> None:
@@ -44,13 +45,17 @@ class Rows:
         self.token_ids[row] = 0
         self.block_tables[row] = block
 
-    def apply(self, changes: RowChanges) -> None:
-        """Applies the changes of one step, which a `RowLedger` has checked."""
+    def apply(self, changes: RowChanges, max_forked: tuple[int, int] | None = None) -> None:
+        """Applies the changes of one step, which a `RowLedger` has checked.
+
+        Args:
+            max_forked: as in `AdmittedStep`; None copies the whole rows.
+        """
         if changes.are_none:
             return
         self.sampling.clear(changes.release)
         self._assign(changes.assign)
-        self._fork(changes.fork)
+        self._fork(changes.fork, max_forked)
         for reseed in changes.reseed:
             self.sampling.seed[reseed.row] = reseed.seed
         self._set_tokens(changes.set_tokens)
@@ -72,12 +77,18 @@ class Rows:
         self._write_runs(self.token_ids, rows, zeros, [each.token_ids for each in assigned])
         self._write_runs(self.block_tables, rows, zeros, [each.block_table for each in assigned])
 
-    def _fork(self, pairs: Int32Array) -> None:
+    def _fork(self, pairs: Int32Array, max_forked: tuple[int, int] | None) -> None:
         if not len(pairs):
             return
+        num_tokens, num_blocks = (None, None) if max_forked is None else max_forked
         self.sampling.copy_rows(pairs[:, 0], pairs[:, 1])
+        held = (self.token_ids[:, :num_tokens], self.block_tables[:, :num_blocks])
+        if self.token_ids.is_cpu:
+            for array in map(Tensor.numpy, held):
+                array[pairs[:, 1]] = array[pairs[:, 0]]
+            return
         parents, children = to_device(pairs.T.astype(np.int64), self.token_ids.device)
-        for tensor in (self.token_ids, self.block_tables):
+        for tensor in held:
             tensor.index_copy_(0, children, tensor.index_select(0, parents))
 
     def _set_tokens(self, changes: tuple[SetTokens, ...]) -> None:

@@ -258,7 +258,7 @@ class ModelRunner:
         self._seals.begin_write(admitted.written_blocks, self._num_launched)
         stopwatch = Stopwatch(self._model.device)
         self._moves.apply(admitted)
-        self._rows.apply(step.row_changes)
+        self._rows.apply(step.row_changes, admitted.max_forked)
         stopwatch.mark()
 
         samples = plan_samples(batch)

@@ -181,7 +181,7 @@ class LlamaForCausalLM(NativeCausalLM):
         )
         hidden = config.hidden_size
         self.embedding = Embedding("model.embed_tokens", config.vocab_size, hidden, placement=placement, split=True)
-        self.cos_sin_table = config.rope.cos_sin_table(placement.device)
+        self.cos_sin_table = config.rope.cos_sin_table(placement.device, placement.max_positions)
         layers = [self.layer_class(index, config, placement) for index in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = RmsNorm("model.norm", hidden, config.rms_norm_eps, placement=placement)

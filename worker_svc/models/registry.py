@@ -47,6 +47,7 @@ def load_model(
     progress: Progress | None = None,
     model_impl: str = "auto",
     quantization: Quantization = Quantization.NONE,
+    max_model_len: int | None = None,
 ) -> CausalLM:
     """Reads config.json and the safetensors files of `directory`.
 
@@ -55,6 +56,7 @@ def load_model(
         model_impl: whose code runs the model: "native" is Quire's, "transformers" theirs, "auto" Quire's if it has a
             family for the model.
         quantization: how linear layers round their weights; transformers' code takes none only.
+        max_model_len: the length of the longest sequence; None for all positions of the model.
 
     Raises:
         ConfigurationError: the model of the directory cannot be served.
@@ -64,7 +66,7 @@ def load_model(
         raise ConfigurationError(f"{directory / 'config.json'}: quantized models are not supported")
     _check_depth(described)
     check_quantization(quantization, device, dtype)
-    placement = Placement(device, dtype, ranks, quantization)
+    placement = Placement(device, dtype, ranks, quantization, max_model_len)
     family = FAMILIES.get(described.architecture)
     if model_impl == "transformers" or (model_impl == "auto" and family is None):
         _check_for_transformers(described, placement)

@@ -69,14 +69,20 @@ class RopeConfig:
             return max(self.max_positions, int(self.original_max_positions * _yarn_factor(self)))
         return self.max_positions
 
-    def cos_sin_table(self, device: torch.device) -> torch.Tensor:
-        """[max_model_len, head_dim] float32: cosines, then sines, of each position."""
-        if self.max_model_len > MAX_TABLE_LENGTH:
-            raise self.fields.error("max_position_embeddings", self.max_model_len, f"at most {MAX_TABLE_LENGTH}")
+    def cos_sin_table(self, device: torch.device, max_positions: int | None = None) -> torch.Tensor:
+        """[n, head_dim] float32: cosines, then sines, of each of the first n positions.
+
+        Args:
+            max_positions: n, if that is less than max_model_len.
+        """
+        num_positions = self.max_model_len if max_positions is None else min(self.max_model_len, max_positions)
+        if num_positions > MAX_TABLE_LENGTH:
+            expected = f"at most {MAX_TABLE_LENGTH}, or a --max-model-len of that"
+            raise self.fields.error("max_position_embeddings", num_positions, expected)
         if self.head_dim > MAX_HEAD_DIM:
             raise self.fields.error("head_dim", self.head_dim, f"at most {MAX_HEAD_DIM}")
-        positions = torch.arange(self.max_model_len, dtype=torch.float32)[:, None]
-        inverse_frequencies, attention_factor = _INVERSE_FREQUENCIES[self.rope_type](self)
+        positions = torch.arange(num_positions, dtype=torch.float32)[:, None]
+        inverse_frequencies, attention_factor = _INVERSE_FREQUENCIES[self.rope_type](self, num_positions)
         angles = positions * inverse_frequencies
         return (torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor).to(device)
 
@@ -98,31 +104,35 @@ def _exponents(rope: RopeConfig) -> torch.Tensor:
     return torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
 
 
-def _default(rope: RopeConfig) -> tuple[torch.Tensor, float]:
-    return 1.0 / rope.theta ** _exponents(rope), 1.0
+def _frequencies(rope: RopeConfig) -> torch.Tensor:
+    return 1.0 / rope.theta ** _exponents(rope)
 
 
-def _linear(rope: RopeConfig) -> tuple[torch.Tensor, float]:
-    return _default(rope)[0] / rope.fields.number("factor"), 1.0
+def _default(rope: RopeConfig, _: int) -> tuple[torch.Tensor, float]:
+    return _frequencies(rope), 1.0
 
 
-def _dynamic(rope: RopeConfig) -> tuple[torch.Tensor, float]:
-    """NTK scaling that grows with the length; returns the frequencies of each position, [max_model_len, D/2]."""
+def _linear(rope: RopeConfig, _: int) -> tuple[torch.Tensor, float]:
+    return _frequencies(rope) / rope.fields.number("factor"), 1.0
+
+
+def _dynamic(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]:
+    """NTK scaling that grows with the length; returns the frequencies of each position, [n, D/2]."""
     factor = rope.fields.number("factor")
-    lengths = torch.arange(1, rope.max_model_len + 1, dtype=torch.float32).clamp(min=rope.max_positions)
+    lengths = torch.arange(1, num_positions + 1, dtype=torch.float32).clamp(min=rope.max_positions)
     growth = factor * lengths / rope.max_positions - (factor - 1)
     thetas = rope.theta * growth ** (rope.head_dim / (rope.head_dim - 2))
     return 1.0 / thetas[:, None] ** _exponents(rope), 1.0
 
 
-def _llama3(rope: RopeConfig) -> tuple[torch.Tensor, float]:
+def _llama3(rope: RopeConfig, _: int) -> tuple[torch.Tensor, float]:
     """Divides the frequencies of long wavelengths by the factor, keeps those of short ones, interpolates between."""
     factor = rope.fields.number("factor")
     low = rope.fields.number("low_freq_factor")
     high = rope.fields.number("high_freq_factor")
     if high <= low:
         raise rope.fields.error("high_freq_factor", high, f"more than low_freq_factor, {low}")
-    frequencies, _ = _default(rope)
+    frequencies = _frequencies(rope)
     rotations = rope.original_max_positions * frequencies / (2 * math.pi)
     kept = ((rotations - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * frequencies / factor + kept * frequencies, 1.0
@@ -133,10 +143,10 @@ def _yarn_factor(rope: RopeConfig) -> float:
     return rope.max_positions / rope.original_max_positions if factor is None else factor
 
 
-def _yarn(rope: RopeConfig) -> tuple[torch.Tensor, float]:
+def _yarn(rope: RopeConfig, _: int) -> tuple[torch.Tensor, float]:
     """YaRN (Peng et al. 2023, sections 3.2 and 3.4): a ramp over dimensions from interpolation to extrapolation."""
     fields, factor = rope.fields, _yarn_factor(rope)
-    frequencies, _ = _default(rope)
+    frequencies = _frequencies(rope)
 
     def dimension_of(rotations: float) -> float:
         wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
@@ -165,13 +175,13 @@ def _yarn_attention_factor(fields: ConfigFields, factor: float) -> float:
     return magnitude(1.0)
 
 
-def _longrope(rope: RopeConfig) -> tuple[torch.Tensor, float]:
-    """LongRoPE: one factor per dimension up to the original length, another beyond it; [max_model_len, D/2]."""
+def _longrope(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]:
+    """LongRoPE: one factor per dimension up to the original length, another beyond it; [n, D/2]."""
     fields = rope.fields
-    frequencies, _ = _default(rope)
+    frequencies = _frequencies(rope)
     short = frequencies / torch.tensor(fields.numbers("short_factor", rope.head_dim // 2))
     long = frequencies / torch.tensor(fields.numbers("long_factor", rope.head_dim // 2))
-    beyond = torch.arange(rope.max_positions)[:, None] >= rope.original_max_positions
+    beyond = torch.arange(num_positions)[:, None] >= rope.original_max_positions
     attention_factor = fields.optional_number("attention_factor")
     if attention_factor is None:
         factor = _yarn_factor(rope)
@@ -181,7 +191,7 @@ def _longrope(rope: RopeConfig) -> tuple[torch.Tensor, float]:
     return torch.where(beyond, long, short), attention_factor
 
 
-_INVERSE_FREQUENCIES: dict[str, Callable[[RopeConfig], tuple[torch.Tensor, float]]] = {
+_INVERSE_FREQUENCIES: dict[str, Callable[[RopeConfig, int], tuple[torch.Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,

@@ -143,7 +143,7 @@ class Worker:
 
     def admit(self, step: Step) -> AdmittedStep:
         """Checks a step against the rows and applies it to them. InvalidArgument when it contradicts them."""
-        return AdmittedStep(step, self._ledger.admit(step))
+        return self._ledger.admit(step)
 
     def submit(self, lane: StepLane, admitted: AdmittedStep) -> None:
         """Queues an admitted step."""

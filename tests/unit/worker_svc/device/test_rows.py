@@ -1,5 +1,8 @@
 """The rows of the persistent batch, as steps are accepted, launched and finished."""
 
+import mmap
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -103,14 +106,14 @@ def test_block_tables_grow_without_gaps_in_any_order() -> None:
     assert "sets block 3 of row 0, which has only 2" in refusal(ledger, refused)
     ledger.admit(make_step(make_changes(deltas=[(0, 3, 13), (0, 2, 12), (0, 1, 9)])))
     tokens = SetTokens(0, 5, np.zeros(11, np.int32))
-    written = ledger.admit(make_step(make_changes(set_tokens=[tokens]), make_batch([0], [16], [0])))
+    written = ledger.admit(make_step(make_changes(set_tokens=[tokens]), make_batch([0], [16], [0]))).batch_blocks
     assert sorted(written.tolist()) == [9, 10, 12, 13]
 
 
 def test_written_blocks_are_those_of_the_new_tokens() -> None:
     ledger = make_ledger()
     changes = make_changes(assign=[make_assign(2, [0] * 11, [7, 8, 9]), make_assign(4, PROMPT, TABLE)])
-    written = ledger.admit(make_step(changes, make_batch([4, 2], [1, 4], [4, 3], [])))
+    written = ledger.admit(make_step(changes, make_batch([4, 2], [1, 4], [4, 3], []))).batch_blocks
     assert sorted(written.tolist()) == [7, 8, 11]
 
 
@@ -131,7 +134,7 @@ def test_a_forked_row_samples_from_its_parent_and_goes_on_alone() -> None:
     batch = make_batch([0], [5], [0], [(0, 0), (3, 0)])
     ledger.admit(make_step(make_changes(fork=[(0, 3)]), batch))
     changes = make_changes(deltas=[(3, 1, 20)])
-    written = ledger.admit(make_step(changes, make_batch([0, 3], [1, 1], [5, 5])))
+    written = ledger.admit(make_step(changes, make_batch([0, 3], [1, 1], [5, 5]))).batch_blocks
     assert sorted(written.tolist()) == [11, 20]
 
 
@@ -159,6 +162,31 @@ def test_set_tokens_shortens_a_row_and_leaves_no_gap() -> None:
     assert "it has 3" in refusal(ledger, decode(3))
 
 
+def test_only_what_a_forked_row_holds_is_copied() -> None:
+    ledger, rows = assigned_ledger(), make_rows()
+    rows.apply(make_changes(assign=[make_assign(0, PROMPT, TABLE), make_assign(1, [8], [12])]))
+    rows.token_ids[0, 5:], rows.block_tables[0, 2:] = 99, 31
+    ledger.admit(make_step(make_changes(assign=[make_assign(1, [8], [12])])))
+    admitted = ledger.admit(make_step(make_changes(fork=[(0, 3), (1, 4)])))
+    assert admitted.max_forked == (5, 2)
+    rows.apply(admitted.step.row_changes, admitted.max_forked)
+    assert rows.token_ids[3].tolist() == [*PROMPT, *[0] * 36]
+    assert rows.block_tables[3].tolist() == [*TABLE, *[0] * 8]
+    assert (rows.token_ids[4, 0], rows.block_tables[4, 0]) == (8, 12)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_rows_take_no_memory_for_tokens_that_they_do_not_hold() -> None:
+    before = resident_bytes()
+    rows = Rows(64, 1 << 20, 1 << 16, torch.device("cpu"))
+    rows.apply(make_changes(assign=[make_assign(0, PROMPT, TABLE)]))
+    # All rows have 272 MiB.
+    assert resident_bytes() - before < 64 << 20
+
+
 def test_a_refused_step_changes_nothing() -> None:
     ledger = assigned_ledger()
     changes = make_changes(
@@ -173,7 +201,7 @@ def test_a_refused_step_changes_nothing() -> None:
     after = (ledger._held, ledger._num_tokens, ledger._num_blocks, ledger._tables)
     for old, new in zip(before, after, strict=True):
         np.testing.assert_array_equal(old, new)
-    written = ledger.admit(make_step(batch=make_batch([0], [5], [0])))
+    written = ledger.admit(make_step(batch=make_batch([0], [5], [0]))).batch_blocks
     assert sorted(written.tolist()) == TABLE
 
 
@@ -240,7 +268,7 @@ def state_of(ledger: RowLedger) -> list[np.ndarray]:
 def admit(decoder: StepDecoder, ledger: RowLedger, request: worker_pb2.StepRequest) -> np.ndarray | QuireError:
     """The blocks that the step writes, or why it is refused."""
     try:
-        return ledger.admit(decoder.decode(request))
+        return ledger.admit(decoder.decode(request)).batch_blocks
     except InvalidArgument as error:
         return error
 

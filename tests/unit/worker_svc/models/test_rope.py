@@ -9,8 +9,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quire.settings import ConfigurationError
 from worker_svc.models.base import ConfigFields
-from worker_svc.models.rope import RopeConfig
+from worker_svc.models.rope import MAX_TABLE_LENGTH, RopeConfig
 
+CPU = torch.device("cpu")
 HEAD_DIM = 32
 MAX_POSITIONS = 96
 ORIGINAL = {"original_max_position_embeddings": 48}
@@ -52,7 +53,7 @@ def read(config: dict[str, Any]) -> RopeConfig:
 
 
 def table_of(config: dict[str, Any]) -> torch.Tensor:
-    return read(config).cos_sin_table(torch.device("cpu"))
+    return read(config).cos_sin_table(CPU)
 
 
 def transformers_table(config: dict[str, Any], length: int) -> torch.Tensor:
@@ -71,6 +72,21 @@ def test_table_equals_transformers(name: str) -> None:
     table = table_of(config)
     assert table.shape == (read(config).max_model_len, HEAD_DIM)
     torch.testing.assert_close(table, transformers_table(config, table.shape[0]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_table_has_only_the_positions_that_are_served(name: str) -> None:
+    rope = read(make_config(SECTIONS[name]))
+    whole = rope.cos_sin_table(CPU)
+    assert torch.equal(rope.cos_sin_table(CPU, 70), whole[:70])
+    assert torch.equal(rope.cos_sin_table(CPU, 10_000), whole)
+
+
+def test_more_positions_than_a_table_can_have_can_be_excluded() -> None:
+    rope = read({"max_position_embeddings": MAX_TABLE_LENGTH + 1})
+    with pytest.raises(ConfigurationError, match="16777217; expected at most 16777216, or a --max-model-len"):
+        rope.cos_sin_table(CPU)
+    assert rope.cos_sin_table(CPU, 100).shape == (100, HEAD_DIM)
 
 
 @pytest.mark.parametrize("name", SECTIONS)
