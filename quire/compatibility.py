@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from quire.common.v1 import common_pb2
-from quire.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.gguf_header import GgufHeader
 from quire.model_directory import ModelDirectory, weight_files
 from quire.rpc.errors import FailedPrecondition
@@ -26,6 +25,9 @@ _MAX_HEADER_BYTES = 100 << 20
 _WITHOUT_EFFECT = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"})
 """Entries of config.json and tokenizer_config.json that say how the file came about."""
 _OF_TEMPLATES = frozenset({"chat_template"})
+_GGUF_TOKENIZER, _GGUF_TEMPLATES = "tokenizer.", "tokenizer.chat_template"
+_GGUF_NOT_CONFIG = (_GGUF_TOKENIZER, "general.", "split.", "quantize.")
+"""Beginnings of keys of the tokenizer, of what says how the file came about, and of defaults of requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +72,37 @@ class ModelFingerprint:
 
     @classmethod
     def read(cls, directory: ModelDirectory) -> Self:
-        """The fingerprint of a model directory. It reads only the headers and a sample of the weights."""
+        """The fingerprint of a directory or a GGUF file. It reads only the headers and a sample of the weights."""
+        if directory.path.is_file():
+            return cls._of_gguf(GgufHeader.read(directory.path))
         return cls(
             config=_digest([_canonical(directory.config, _WITHOUT_EFFECT)]),
             tokenizer=_tokenizer_digest(directory),
-            weights=_weights_digest(directory.path),
+            weights=_weights_digest(_tensors_of(directory.path)),
+        )
+
+    @classmethod
+    def _of_gguf(cls, header: GgufHeader) -> Self:
+        """Of what the file has, not of the configuration and the tokenizer that this release derives from it: a release
+        that derives them better has the same model."""
+        config = {
+            key: value
+            for key, value in header.metadata.items()
+            if key == "general.architecture" or not key.startswith(_GGUF_NOT_CONFIG)
+        }
+        tokenizer = {
+            key: value
+            for key, value in header.metadata.items()
+            if key.startswith(_GGUF_TOKENIZER) and not key.startswith(_GGUF_TEMPLATES)
+        }
+        tensors = (
+            _StoredTensor(each.name, str(each.ggml_type), str(list(each.shape)), each.file, each.start, each.end)
+            for each in header.tensors.values()
+        )
+        return cls(
+            config=_digest([_canonical(config)]),
+            tokenizer=_digest([_canonical(tokenizer)]),
+            weights=_weights_digest(tensors),
         )
 
     def message(self) -> common_pb2.ModelFingerprint:
@@ -126,10 +154,10 @@ def _tokenizer_digest(directory: ModelDirectory) -> str:
     return _digest([tokenizer, _canonical(directory.tokenizer_config, _WITHOUT_EFFECT | _OF_TEMPLATES)])
 
 
-def _weights_digest(path: Path) -> str:
+def _weights_digest(stored: "Iterable[_StoredTensor]") -> str:
     """Independent of how the tensors are spread over files."""
     try:
-        tensors = sorted(_tensors_of(path))
+        tensors = sorted(stored)
         step = max(len(tensors) // _NUM_SAMPLED_TENSORS, 1)
         samples = [_sample(tensor) for tensor in tensors[::step]]
     except (ConfigurationError, OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -151,11 +179,6 @@ class _StoredTensor:
 
 
 def _tensors_of(path: Path) -> Iterator[_StoredTensor]:
-    if path.suffix == GGUF_SUFFIX:
-        for tensor in GgufHeader.read(path).tensors.values():
-            shape = str(list(tensor.shape))
-            yield _StoredTensor(tensor.name, str(tensor.ggml_type), shape, tensor.file, tensor.start, tensor.end)
-        return
     for file in weight_files(path):
         yield from _safetensors_of(file)
 
@@ -183,7 +206,7 @@ def _sample(tensor: _StoredTensor) -> bytes:
         return opened.read(num_bytes)
 
 
-def _canonical(content: dict[str, Any], without: frozenset[str]) -> bytes:
+def _canonical(content: dict[str, Any], without: frozenset[str] = frozenset()) -> bytes:
     kept = {name: value for name, value in content.items() if name not in without}
     return json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
 

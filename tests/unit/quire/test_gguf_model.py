@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import tokenizers
 from transformers import AutoConfig, AutoTokenizer
 
 from gateway.text.tokenizer import Tokenizer
+from quire import model_directory
 from quire.compatibility import ModelFingerprint
 from quire.gguf_header import GgufHeader
+from quire.gguf_model import GgufDescription, describe
 from quire.model_directory import ModelDirectory, resolve_model, weight_files
 from quire.settings import ConfigurationError
 from tests.support.gguf_files import write_gguf
@@ -265,6 +268,46 @@ def test_parts_are_one_model(directory: Path, tmp_path: Path) -> None:
         model = ModelDirectory.open(part)
         assert (model.name, model.config, model.tokenizer_json()) == ("m", whole.config, whole.tokenizer_json())
         assert ModelFingerprint.read(model) == ModelFingerprint.read(whole)
+
+
+def test_a_release_that_derives_more_from_a_file_has_the_same_model(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_gguf(tmp_path / "m.gguf", directory)
+    before = ModelDirectory.open(file)
+
+    def describe_better(path: Path) -> GgufDescription:
+        found = describe(path)
+        tokenizer = found.tokenizer.replace(b'"version": "1.0"', b'"version": "1.1"')
+        return replace(found, config=found.config | {"sliding_window": 8}, tokenizer_config={}, tokenizer=tokenizer)
+
+    monkeypatch.setattr(model_directory, "describe", describe_better)
+    now = ModelDirectory.open(file)
+    assert now.config != before.config
+    assert now.tokenizer_json() != before.tokenizer_json()
+    assert ModelFingerprint.read(now) == ModelFingerprint.read(before)
+
+
+@pytest.mark.parametrize(
+    ("further", "template", "changed"),
+    [
+        ({"general.name": "another", "general.sampling.temp": 0.5}, "{{ messages }}", []),
+        ({"llama.rope.freq_base": 7000.0}, None, ["config"]),
+        ({"tokenizer.ggml.add_bos_token": False}, None, ["tokenizer"]),
+        ({"rope": [2.0] * 16}, None, ["weights"]),
+    ],
+)
+def test_what_a_file_says_tells_models_apart(
+    directory: Path, tmp_path: Path, further: dict[str, Any], template: str | None, changed: list[str]
+) -> None:
+    one, other = (
+        asdict(ModelFingerprint.read(ModelDirectory.open(file)))
+        for file in (
+            write_gguf(tmp_path / "one.gguf", directory),
+            write_gguf(tmp_path / "other.gguf", directory, further=further, template=template),
+        )
+    )
+    assert [part for part in one if one[part] != other[part]] == changed
 
 
 def test_parts_that_do_not_belong_together_are_refused(directory: Path, tmp_path: Path) -> None:
