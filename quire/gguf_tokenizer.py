@@ -1,6 +1,6 @@
 """The tokenizer of a GGUF file, as the content of tokenizer.json."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,8 +89,9 @@ _SPLITS = {
 }
 """By tokenizer.ggml.pre, the name of the tokenizer that llama.cpp knew first to split so."""
 _UNNAMED = "default"
-# Sentence pieces are looked up in all ways to cut a token in two.
-_MAX_TOKEN_CHARS = 4096
+_MAX_TOKEN_CHARS, _LONG_TOKEN_CHARS = 4096, 64
+# Ten times those of Gemma. Few tokens can have many merges: 4,096 of one repeated character have 8 million.
+_MAX_MERGED_CHARS = 1 << 26
 
 
 def tokenizer_of(fields: GgufFields, tokens: Sequence[str]) -> dict[str, Any]:
@@ -219,7 +220,7 @@ def _sentence_piece(fields: GgufFields, tokens: Sequence[str], kinds: Sequence[i
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": _bpe(
             tokens,
-            _merges_of(tokens, scores, kinds),
+            _merges_of(fields, tokens, scores, kinds),
             unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
@@ -244,21 +245,58 @@ def _scores(fields: GgufFields, tokens: Sequence[str], kinds: Sequence[int]) -> 
     return scores
 
 
-def _merges_of(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
+def _merges_of(
+    fields: GgufFields, tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]
+) -> list[tuple[str, str]]:
     """The merges of a SentencePiece vocabulary, which has a score for each token instead: a pair is merged before
     another one if the token that it makes has the higher score."""
     is_text = {token for token, kind in zip(tokens, kinds, strict=True) if kind not in (_UNKNOWN, _CONTROL)}
     places = {token: place for place, token in enumerate(tokens)}
+    before = _longest_beginnings(is_text)
+    has_long = any(len(token) > _LONG_TOKEN_CHARS for token in is_text)
+    after = _longest_beginnings({token[::-1] for token in is_text}) if has_long else {}
     found: list[tuple[float, int, int, int, str, str]] = []
+    num_chars = 0
     for token, score in zip(tokens, scores, strict=True):
         if token not in is_text:
             continue
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in is_text and right in is_text:
-                found.append((-score, -len(left), -len(right), places[left], left, right))
+        lefts = _chain(before, token)
+        if len(token) > _LONG_TOKEN_CHARS:
+            # To look up the rest after each beginning takes time in proportion to the square of the length.
+            cuts = {len(token) - len(right) for right in _chain(after, token[::-1])}
+            lefts = [left for left in lefts if len(left) in cuts]
+        for left in lefts:
+            right = token[len(left) :]
+            if right not in is_text:
+                continue
+            num_chars += len(token)
+            if num_chars > _MAX_MERGED_CHARS:
+                raise fields.error(f"its tokens have merges of more than {_MAX_MERGED_CHARS} characters together")
+            found.append((-score, -len(left), -len(right), places[left], left, right))
     found.sort(key=lambda merge: merge[:4])
     return [(left, right) for *_, left, right in found]
+
+
+def _longest_beginnings(texts: Collection[str]) -> dict[str, str | None]:
+    """The longest of these texts with which each of them begins, except itself and the empty text; None without one."""
+    found: dict[str, str | None] = {}
+    # Each text in it begins with the one before. The order of texts puts beginnings before what goes on.
+    open_texts: list[str] = []
+    for text in sorted(texts):
+        while open_texts and not text.startswith(open_texts[-1]):
+            open_texts.pop()
+        found[text] = open_texts[-1] if open_texts else None
+        if text:
+            open_texts.append(text)
+    return found
+
+
+def _chain(beginnings: Mapping[str, str | None], text: str) -> list[str]:
+    """All beginnings of a text, the longest first."""
+    found: list[str] = []
+    while (beginning := beginnings[text]) is not None:
+        found.append(text := beginning)
+    return found
 
 
 def _bpe(tokens: Sequence[str], merges: Sequence[Sequence[str]], **further: Any) -> Mapping[str, Any]:

@@ -1,6 +1,8 @@
 """What a GGUF file says of its model: configuration, tokenizer, templates."""
 
 import json
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,13 +11,16 @@ from typing import Any
 import gguf
 import pytest
 import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer
 
 from gateway.text.tokenizer import Tokenizer
-from quire import model_directory
+from quire import gguf_tokenizer, model_directory
 from quire.compatibility import ModelFingerprint
-from quire.gguf_header import GgufHeader
+from quire.gguf_header import GgufFields, GgufHeader
 from quire.gguf_model import GgufDescription, describe
+from quire.gguf_tokenizer import _merges_of
 from quire.model_directory import ModelDirectory, resolve_model, weight_files
 from quire.settings import ConfigurationError
 from tests.support.gguf_files import write_gguf
@@ -308,6 +313,47 @@ def test_what_a_file_says_tells_models_apart(
         )
     )
     assert [part for part in one if one[part] != other[part]] == changed
+
+
+FIELDS = GgufFields(GgufHeader(Path("m.gguf"), {"general.architecture": "llama"}, {}))
+
+
+def naive_merges(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
+    is_text = {token for token, kind in zip(tokens, kinds, strict=True) if kind == 1}
+    found = [
+        (-score, -cut, cut - len(token), tokens.index(token[:cut]), token[:cut], token[cut:])
+        for token, score in zip(tokens, scores, strict=True)
+        if token in is_text
+        for cut in range(1, len(token))
+        if token[:cut] in is_text and token[cut:] in is_text
+    ]
+    return [(left, right) for *_, left, right in sorted(found, key=lambda merge: merge[:4])]
+
+
+@pytest.mark.parametrize("long_token_chars", [64, 3])
+@given(st.dictionaries(st.text("abc", max_size=7), st.tuples(st.integers(0, 3), st.sampled_from([1, 1, 1, 3]))))
+def test_pieces_are_merged_from_all_pairs_of_pieces(
+    long_token_chars: int, vocabulary: dict[str, tuple[float, int]]
+) -> None:
+    tokens = list(vocabulary)
+    scores, kinds = [score for score, _ in vocabulary.values()], [kind for _, kind in vocabulary.values()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_tokenizer, "_LONG_TOKEN_CHARS", long_token_chars)
+        assert _merges_of(FIELDS, tokens, scores, kinds) == naive_merges(tokens, scores, kinds)
+
+
+def test_merges_take_time_in_proportion_to_the_characters_of_a_vocabulary() -> None:
+    tokens = ["a", "b", *("ab" * 2040 + f"{number:016}" for number in range(6000))]
+    started = time.process_time()
+    assert _merges_of(FIELDS, tokens, [0.0] * len(tokens), [1] * len(tokens)) == []
+    # To look up all ways to cut each token in two takes 25 s.
+    assert time.process_time() - started < 5
+
+
+def test_a_vocabulary_with_merges_without_end_is_refused() -> None:
+    tokens = ["a" * length for length in range(1, 1000)]
+    with pytest.raises(ConfigurationError, match=r"m\.gguf: its tokens have merges of more than 67108864 characters"):
+        _merges_of(FIELDS, tokens, [0.0] * len(tokens), [1] * len(tokens))
 
 
 def test_parts_that_do_not_belong_together_are_refused(directory: Path, tmp_path: Path) -> None:
