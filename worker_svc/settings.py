@@ -15,9 +15,7 @@ class WorkerFlags(StepFlags):
         "implementation of the model; auto uses transformers' if Quire has none for the architecture",
         choices=("auto", "native", "transformers"),
     )
-    device: str = setting(
-        "auto", "device of the model; auto uses cuda if torch finds it", choices=("auto", "cpu", "cuda"), common=True
-    )
+    device: str = setting("auto", "device of the model; auto is cpu", choices=("auto", "cpu", "cuda"), common=True)
     dtype: str = setting(
         "auto",
         "type of weights and KV pool; auto uses the model's, but float32 for float64, and on cpu bfloat16 for float16",

@@ -163,15 +163,17 @@ def make_worker(
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:
-    """The device of a setting; auto takes CUDA if torch sees it. ConfigurationError when there is none.
+    """The device of a setting; auto is the CPU, since GPUs are less tried. ConfigurationError when there is none.
 
     Of several GPUs each rank takes its own, and makes it the current one of the calling thread, which queues kernels.
     """
-    has_cuda = torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
-        raise ConfigurationError("--device is cuda, but torch sees no CUDA device; use --device cpu")
-    if name == "cpu" or not has_cuda:
+    if name != "cuda":
+        if name == "auto" and torch.cuda.is_available():
+            found = torch.cuda.get_device_name()
+            _logger.info("--device auto runs on the CPU; torch finds a GPU, %s, which --device cuda uses", found)
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigurationError("--device is cuda, but torch sees no CUDA device; use --device cpu")
     index = rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

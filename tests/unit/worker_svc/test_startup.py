@@ -83,9 +83,20 @@ def test_each_rank_takes_a_gpu_of_its_own_and_makes_it_the_current_one(monkeypat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert [choose_device("auto", rank) for rank in range(3)] == [torch.device("cuda", index) for index in (0, 1, 0)]
+    assert [choose_device("cuda", rank) for rank in range(3)] == [torch.device("cuda", index) for index in (0, 1, 0)]
     assert chosen == [0, 1, 0]
-    assert choose_device("cpu") == torch.device("cpu")
+
+
+def test_a_gpu_is_used_only_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    caplog.set_level("INFO")
+    assert [choose_device(name) for name in ("auto", "cpu")] == [torch.device("cpu")] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "--device auto runs on the CPU; torch finds a GPU, NVIDIA H200, which --device cuda uses"
+    ]
 
 
 def test_cuda_graphs_without_cuda_are_refused_before_anything_is_allocated() -> None:
