@@ -1,7 +1,7 @@
 """The processors and the memory that this process may use: those of the machine, within its container's limit."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -12,6 +12,12 @@ def num_processors(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int:
     """At least 1. A limit such as 2.5 processors counts as 2: threads beyond it are stopped until the next period."""
     available = len(os.sched_getaffinity(0))
     return max(1, min([available, *(int(limit) for limit in _limits(cgroups, own))]))
+
+
+def have_cores_of_their_own(processors: Collection[int], system: Path = Path("/sys/devices/system/cpu")) -> bool:
+    """Whether no two of these processors are threads of one core. False where the system does not say."""
+    cores = [_read(system / f"cpu{processor}/topology/thread_siblings_list") for processor in processors]
+    return all(cores) and len(set(cores)) == len(cores)
 
 
 def available_memory(

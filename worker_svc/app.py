@@ -16,6 +16,7 @@ from worker_svc.device.device_loop import DeviceLoop, end_when_hung
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.stream import Worker, WorkerServicer, start_server
 from worker_svc.settings import WorkerSettings
+from worker_svc.thread_binding import placed_threads
 
 # The scheduler owns all requests, so only the steps in flight have to finish.
 _GRACE_S = 1.0
@@ -49,7 +50,7 @@ async def serve(settings: WorkerSettings) -> None:
         def load() -> Worker:
             # torch takes seconds to import. What does not need it is refused before, and the event loop answers health
             # checks meanwhile.
-            with imports_that_stay():
+            with imports_that_stay(), placed_threads(settings):
                 from worker_svc.startup import build_worker
 
             return build_worker(settings, device_loop, stopping, servicer.report_loading)

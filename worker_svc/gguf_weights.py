@@ -135,16 +135,16 @@ class GgufWeight:
         gguf = _gguf()
         kind = gguf.GGMLQuantizationType(self._stored.ggml_type)
         rows = data.reshape(math.prod(shape[:-1]), -1)
-        result = torch.empty(rows.shape[0], shape[-1])
+        # Not by torch: each thread here would have an OpenMP team of its own, bound as that of the steps.
+        result = np.empty((rows.shape[0], shape[-1]), np.float32)
         step = max(_CHUNK_ELEMENTS // shape[-1], 1)
 
         def bring(start: int) -> None:
-            part = gguf.dequantize(rows[start : start + step], kind)
-            result[start : start + step] = torch.from_numpy(part)
+            result[start : start + step] = gguf.dequantize(rows[start : start + step], kind)
 
         with ThreadPoolExecutor(num_processors()) as threads:
             list(threads.map(bring, range(0, rows.shape[0], step)))
-        return result.view(shape)
+        return torch.from_numpy(result).view(shape)
 
 
 def gguf_weights(file: Path) -> Mapping[str, GgufWeight]:

@@ -48,13 +48,12 @@ from worker_svc.step import (
     WorkerInfo,
     WorkerLimits,
 )
+from worker_svc.thread_binding import OWN_BINDING, processors_for
 from worker_svc.weights import Quantization
 
 MAX_STEPS_IN_FLIGHT = 2
 MAX_LOGPROBS = 64
 _PROGRESS_INTERVAL_S = 2.0
-# Environment variables by which users of OpenMP bind threads themselves.
-_OWN_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 # One parameter of each kind, so that every path of the sampler has been taken.
 _SAMPLING = RowSampling(
     SamplingParameters(temperature=1.0, top_p=0.9, min_p=0.01),
@@ -372,9 +371,10 @@ def _worst_case(limits: WorkerLimits, max_model_len: int) -> list[int]:
 
 def bind_threads(ranks: Ranks) -> None:
     """Binds the calling thread and its OpenMP team if `processors_for` gives each a processor (ADR 0011)."""
-    if any(name in os.environ for name in _OWN_BINDING):
+    if any(name in os.environ for name in OWN_BINDING):
         return
-    processors = processors_for(ranks, torch.get_num_threads(), sorted(os.sched_getaffinity(0)))
+    available = sorted(os.sched_getaffinity(0))
+    processors = processors_for(ranks.rank, ranks.size, torch.get_num_threads(), available)
     if not processors:
         return
     try:
@@ -385,18 +385,9 @@ def bind_threads(ranks: Ranks) -> None:
     _logger.info("threads are bound to processors %s", ", ".join(map(str, processors)))
 
 
-def processors_for(ranks: Ranks, num_threads: int, available: Sequence[int]) -> Sequence[int]:
-    """A processor for each thread of this rank; none if there are more or fewer threads than processors.
-
-    With fewer threads, the system moves a thread to a free processor when another program runs, which is faster.
-    """
-    if len(available) < 2 or num_threads * ranks.size != len(available):
-        return ()
-    return available[ranks.rank * num_threads : (ranks.rank + 1) * num_threads]
-
-
 def bind_team(processors: Sequence[int]) -> None:
-    """Binds each thread of the calling thread's OpenMP team, itself included, to one of `processors`.
+    """Binds each thread of the calling thread's OpenMP team, itself included, to one of `processors`. What OpenMP
+    creates later, `placed_threads` binds.
 
     Raises:
         LibraryUnavailableError: torch uses an OpenMP runtime that this function does not know.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.processors import available_memory, num_processors
+from quire.processors import available_memory, have_cores_of_their_own, num_processors
 
 AVAILABLE = len(os.sched_getaffinity(0))
 
@@ -82,3 +82,13 @@ def test_memory_is_what_the_machine_and_the_limits_of_containers_leave(
 
 def test_a_system_that_does_not_tell_its_memory_has_no_limit(tmp_path: Path) -> None:
     assert available_memory(tmp_path, tmp_path / "own", tmp_path / "meminfo") is None
+
+
+def test_threads_of_one_core_are_told_from_cores(tmp_path: Path) -> None:
+    for processor, siblings in enumerate(("0,2", "1", "0,2")):
+        topology = tmp_path / f"cpu{processor}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{siblings}\n")
+    assert have_cores_of_their_own([0, 1], tmp_path)
+    assert not have_cores_of_their_own([0, 1, 2], tmp_path)
+    assert not have_cores_of_their_own([0, 3], tmp_path)

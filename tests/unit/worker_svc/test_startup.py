@@ -1,5 +1,8 @@
+import os
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +13,11 @@ from quire.settings import ConfigurationError, load_settings
 from tests.support.graph_recorder import CallingRecorder
 from tests.support.in_process import load_worker
 from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
-from worker_svc import startup
+from worker_svc import startup, thread_binding
 from worker_svc.device.device_loop import DeviceLoop
-from worker_svc.parallel.ranks import Ranks
 from worker_svc.settings import WorkerSettings
-from worker_svc.startup import choose_device, is_lost, make_worker, model_geometry, processors_for, requested_pool_dtype
+from worker_svc.startup import choose_device, is_lost, make_worker, model_geometry, requested_pool_dtype
+from worker_svc.thread_binding import OWN_BINDING, placed_threads, processors_for
 
 
 def load(*flags: str, **environ: str) -> WorkerSettings:
@@ -137,21 +140,52 @@ def test_a_worker_reports_what_the_settings_and_the_model_say() -> None:
 
 
 def test_as_many_threads_as_processors_take_one_each() -> None:
-    assert list(processors_for(Ranks(), 3, [1, 4, 5])) == [1, 4, 5]
+    assert list(processors_for(0, 1, 3, [1, 4, 5])) == [1, 4, 5]
 
 
 def test_ranks_of_one_machine_take_processors_of_their_own() -> None:
-    assert list(processors_for(Ranks(0, 2), 2, [0, 1, 2, 3])) == [0, 1]
-    assert list(processors_for(Ranks(1, 2), 2, [0, 1, 2, 3])) == [2, 3]
+    assert list(processors_for(0, 2, 2, [0, 1, 2, 3])) == [0, 1]
+    assert list(processors_for(1, 2, 2, [0, 1, 2, 3])) == [2, 3]
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_fewer_or_more_threads_than_processors_stay_unbound(num_threads: int) -> None:
-    assert list(processors_for(Ranks(), num_threads, [0, 1])) == []
+    assert list(processors_for(0, 1, num_threads, [0, 1])) == []
 
 
 def test_a_single_processor_needs_no_binding() -> None:
-    assert list(processors_for(Ranks(), 1, [0])) == []
+    assert list(processors_for(0, 1, 1, [0])) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "places"),
+    [
+        ({}, {}, "{0},{3}"),
+        ({"num_threads": 2}, {"OMP_NUM_THREADS": "1"}, "{0},{3}"),
+        ({"num_threads": 1, "tensor_parallel_size": 2, "tensor_parallel_rank": 1}, {}, "{3}"),
+        ({"num_threads": 1}, {}, None),
+        ({}, {"OMP_NUM_THREADS": "2"}, None),
+        ({}, {"GOMP_CPU_AFFINITY": "0"}, None),
+        ({"device": "cuda"}, {}, None),
+        ({"thread_binding": "off"}, {}, None),
+    ],
+)
+def test_open_mp_has_a_place_for_each_thread_while_it_is_imported(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], environ: dict[str, str], places: str | None
+) -> None:
+    for name in (*OWN_BINDING, "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    restored: list[Collection[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 0})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, processors: restored.append(processors))
+    monkeypatch.setattr(thread_binding, "have_cores_of_their_own", lambda processors: True)
+    monkeypatch.setattr(thread_binding, "num_processors", lambda: 2)
+    with placed_threads(WorkerSettings(**flags)):
+        assert os.environ.get("OMP_PLACES") == places
+    assert "OMP_PLACES" not in os.environ
+    assert restored == ([] if places is None else [{0, 3}])
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -1,0 +1,58 @@
+"""A processor for each thread of the worker's operations (ADR 0011): what is decided before torch is imported."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from quire.processors import have_cores_of_their_own, num_processors
+from worker_svc.settings import WorkerSettings
+
+OWN_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+"""Environment variables by which users of OpenMP bind threads themselves."""
+_OWN_NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def processors_for(rank: int, num_ranks: int, num_threads: int, available: Sequence[int]) -> Sequence[int]:
+    """A processor for each thread of a rank; none if there are more or fewer threads than processors.
+
+    With fewer threads, the system moves a thread to a free processor when another program runs, which is faster.
+    """
+    if len(available) < 2 or num_threads * num_ranks != len(available):
+        return ()
+    return available[rank * num_threads : (rank + 1) * num_threads]
+
+
+@contextmanager
+def placed_threads(settings: WorkerSettings) -> Iterator[None]:
+    """For a block that imports torch, and OpenMP with it: OpenMP binds each thread that it ever creates.
+
+    A team of fewer threads than the one before ends the others, and the next larger team creates them anew. Without a
+    place of its own, a new thread runs on the processors of the thread that creates it, which is bound to one.
+    """
+    processors = _planned_processors(settings)
+    if not processors:
+        yield
+        return
+    available = os.sched_getaffinity(0)
+    places = ",".join(f"{{{processor}}}" for processor in processors)
+    os.environ.update(OMP_PLACES=places, OMP_PROC_BIND="close")
+    try:
+        yield
+    finally:
+        del os.environ["OMP_PLACES"], os.environ["OMP_PROC_BIND"]
+        # OpenMP has bound the thread that imports it. What this thread starts while it loads a model must not be bound.
+        os.sched_setaffinity(0, available)
+
+
+def _planned_processors(settings: WorkerSettings) -> Sequence[int]:
+    """The processors that the threads will be bound to; none where that depends on what torch says."""
+    if settings.thread_binding == "off" or settings.device == "cuda" or any(name in os.environ for name in OWN_BINDING):
+        return ()
+    available = sorted(os.sched_getaffinity(0))
+    num_threads = settings.num_threads
+    if num_threads is None:
+        # By default torch takes a thread for each core.
+        if any(name in os.environ for name in _OWN_NUMBER) or not have_cores_of_their_own(available):
+            return ()
+        num_threads = num_processors()
+    return processors_for(settings.tensor_parallel_rank, settings.tensor_parallel_size, num_threads, available)
