@@ -427,13 +427,13 @@ class Batch:
     def add_chunk(self, row: int, group: SequenceGroup) -> None:
         """Adds as many of the row's uncomputed tokens to the step as the budget has room for. The last chunk samples,
         for all sequences of the group if they start from one prompt: each that waits for it shares its blocks and
-        samples from its logits (the paper's figure 8)."""
+        samples from its logits (the paper's figure 8). A sequence with output forks none."""
         remaining = self.rows.num_uncomputed(row)
         chunk = min(remaining, self.draft.budget)
         self.draft.add_chunk(row, chunk, int(self.rows.num_computed[row]), samples=chunk == remaining)
-        if chunk < remaining:
-            return
         parent = self.sequence(row)
+        if chunk < remaining or parent.num_output_tokens:
+            return
         for child in group.unfinished:
             if child is not parent and child.status is SequenceStatus.WAITING:
                 assert child.row is not None

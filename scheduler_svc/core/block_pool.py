@@ -208,6 +208,10 @@ class BlockPool:
         self._free.extend_first(unnamed)
         self._free.extend(cached)
 
+    def hit(self, content: BlockHash) -> BlockId | None:
+        """The block sealed under this hash."""
+        return self._by_hash.get(content)
+
     def hits(self, hashes: Iterable[BlockHash]) -> list[BlockId]:
         """The blocks sealed under the first of these hashes, up to the first that is not there."""
         blocks: list[BlockId] = []

@@ -8,6 +8,7 @@ from itertools import chain
 
 from quire.prefix_hashes import BlockHash, hash_chain, pack, root_hash
 from scheduler_svc.core.block_pool import BlockId, BlockPool
+from scheduler_svc.core.request import max_blocks
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 
@@ -26,6 +27,7 @@ def check(scheduler: Scheduler) -> None:
     _check_pool(blocks.pool, [*tables, *scheduler.pins.held_tables(), *blocks.retired_tables])
     _check_pool(scheduler.swap_space.pool, [each.block_table for each in swapped])
     _check_seals(scheduler, running)
+    _check_sizes(scheduler)
     _check_pins(scheduler)
     _check_waiting(scheduler)
     _check_swapped(scheduler, swapped)
@@ -66,6 +68,22 @@ def _check_seals(scheduler: Scheduler, running: list[Sequence]) -> None:
         for block, sealed, content in zip(table, pool.hashes_of(table), true, strict=True):
             if sealed is not None and sealed != content:
                 raise InvariantViolationError(f"block {block}: sealed under the hash of other tokens")
+
+
+def _check_sizes(scheduler: Scheduler) -> None:
+    """No group holds, or would take to continue, more blocks than it was admitted with: alone it always runs."""
+    blocks, size = scheduler.batch.blocks, scheduler.config.block_size
+    for queue in (scheduler.running, scheduler.swapped, scheduler.waiting):
+        for group in queue:
+            most = max_blocks(group.request, size)
+            if queue is scheduler.running:
+                num_blocks = len(set(chain.from_iterable(each.block_table for each in group.unfinished)))
+            elif queue is scheduler.swapped:
+                num_blocks = scheduler.swap_space.blocks_needed(group.computing)
+            else:
+                num_blocks = blocks.blocks_to_allocate(group.computing)
+            if num_blocks > most:
+                raise InvariantViolationError(f"{group.request.request_id}: {num_blocks} blocks, it has at most {most}")
 
 
 def _check_pins(scheduler: Scheduler) -> None:

@@ -6,7 +6,7 @@ This is bookkeeping only; workers move tensors before they run the step whose pl
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Self
@@ -64,27 +64,37 @@ class BlockManager:
 
         Raises OutOfBlocksError.
         """
-        being_computed: dict[BlockHash, BlockId] = {}
-        several = len(sequences) > 1
-        return [self._allocate_one(sequence, being_computed, several=several) for sequence in sequences]
+        if len(sequences) == 1:
+            return [self._allocate_one(sequences[0], self.hits(sequences[0]))]
+        before: dict[BlockHash, BlockId] = {}
+        num_computed: list[int] = []
+        for sequence in sequences:
+            num_computed.append(self._allocate_one(sequence, self._shared(sequence, before)))
+            before.update(zip(self._full(sequence), sequence.block_table, strict=False))
+        return num_computed
 
-    def _allocate_one(self, sequence: Sequence, being_computed: dict[BlockHash, BlockId], *, several: bool) -> int:
+    def _allocate_one(self, sequence: Sequence, shared: list[BlockId]) -> int:
         assert not sequence.block_table, "the sequence has blocks already"
-        shared = self.hits(sequence)
         if (log := self.pool.log) is not None and log.has_unread:
             self._read(log, sequence, len(shared))
-        hashes: list[BlockHash] = []
-        if several:
-            hashes = self._shareable(sequence)
-            for content in hashes[len(shared) :]:
-                if content not in being_computed:
-                    break
-                shared.append(being_computed[content])
         self.pool.touch(shared)
         fresh = self.pool.allocate(self.blocks_for(sequence.num_tokens) - len(shared))
         sequence.block_table = [*shared, *fresh]
-        being_computed.update(zip(hashes, sequence.block_table, strict=False))
         return len(shared) * self.block_size
+
+    def _shared(self, sequence: Sequence, before: Mapping[BlockHash, BlockId]) -> list[BlockId]:
+        """The blocks at the start of a sequence that it takes from those `before` it, or else from the cache. Those
+        before it come first: one that may take few cached blocks has its own of the same content, and nobody holds the
+        cached ones then."""
+        shared: list[BlockId] = []
+        for content in self._shareable(sequence):
+            block = before.get(content)
+            if block is None:
+                block = self.pool.hit(content)
+            if block is None:
+                break
+            shared.append(block)
+        return shared
 
     def blocks_to_allocate(self, sequences: SequenceOf[Sequence]) -> int:
         """Free blocks that `allocate` takes, cached ones included."""
@@ -94,15 +104,13 @@ class BlockManager:
         known: set[BlockHash] = set()
         needed = 0
         for sequence in sequences:
-            hashes = self._shareable(sequence)
-            own = self.blocks_for(sequence.num_tokens) - sum(content in known for content in hashes)
-            held = sum(
-                self.pool.ref_count(block) > 0
-                for content, block in zip(hashes, self.pool.hits(hashes), strict=False)
-                if content not in known
-            )
-            needed += own - held
-            known.update(hashes)
+            needed += self.blocks_for(sequence.num_tokens)
+            for content in self._shareable(sequence):
+                block = None if content in known else self.pool.hit(content)
+                if content not in known and block is None:
+                    break
+                needed -= block is None or self.pool.ref_count(block) > 0
+            known.update(self._full(sequence))
         return needed
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -223,6 +231,10 @@ class BlockManager:
     def _shareable(self, sequence: Sequence) -> list[BlockHash]:
         """Hashes of the blocks that the sequence may take from others."""
         return sequence.prefix_hashes.first(self._num_shareable(sequence), sequence.token_ids)
+
+    def _full(self, sequence: Sequence) -> list[BlockHash]:
+        """Hashes of all its full blocks."""
+        return sequence.prefix_hashes.first(sequence.num_tokens // self.block_size, sequence.token_ids)
 
     def _num_shareable(self, sequence: Sequence) -> int:
         """Blocks that the sequence may take from others."""

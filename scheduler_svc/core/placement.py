@@ -91,14 +91,18 @@ class Placement:
 
         The newest token is computed again, to sample after it: what steps in flight sample for a row that was released
         is dropped. Sequences that are prefilled together read blocks that one of them has yet to compute: those do not
-        move.
+        move. Neither do several of which one has no output: it may find fewer cached blocks than the others when they
+        come back, and all together would hold more than before.
         """
         batch, computing = self._batch, group.computing
         for sequence in computing:
             assert sequence.row is not None
             sequence.num_swapped_tokens = min(int(batch.rows.num_computed[sequence.row]), sequence.num_tokens - 1)
-        are_computed = all(sequence.num_swapped_tokens == sequence.num_tokens - 1 for sequence in computing)
-        if not (are_computed or len(computing) == 1) or computing[0].num_swapped_tokens <= 0:
+        may_move = len(computing) == 1 or all(
+            sequence.num_output_tokens and sequence.num_swapped_tokens == sequence.num_tokens - 1
+            for sequence in computing
+        )
+        if not may_move or computing[0].num_swapped_tokens <= 0:
             return False
         if not self._swap_space.can_swap_out(computing):
             return False

@@ -183,11 +183,15 @@ def check_shared_bound(
 
 
 def max_blocks(request: Request, block_size: int) -> int:
-    """Blocks that the request holds at its largest: full blocks of the prompt are shared, all others are not."""
+    """Blocks that the request holds at its largest, however it came to be there: full blocks of the prompt are shared
+    by all sequences that have not ended, all others are not."""
     # The last token of a sequence is never computed.
     whole = -(-(request.max_len - 1) // block_size)
+    if request.max_tokens == 1:
+        return whole
     shared = len(request.prompt) // block_size
-    return shared + request.num_sequences * max(whole - shared, 0)
+    num_ended = sum(each.has_ended for each in request.emitted)
+    return shared + (request.num_sequences - num_ended) * (whole - shared)
 
 
 def _check_beams(request: Request) -> None:

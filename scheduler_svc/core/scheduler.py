@@ -156,7 +156,7 @@ class Scheduler:
         check_request(request, self.config)
         check_queue(request, self.waiting, self.config)
         group = self._arrive(request, now)
-        self.batch.blocks.num_cached(group.unfinished[0])
+        self.batch.blocks.num_cached(group.computing[0])
         self.preparations.arrived(request, len(self.waiting))
 
     def abort(self, key: RequestKey) -> bool:

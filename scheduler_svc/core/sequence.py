@@ -181,14 +181,14 @@ class SequenceGroup:
         return [sequence for sequence in self.sequences if sequence.status is not finished]
 
     @property
-    def is_one_prompt(self) -> bool:
-        """Whether several sequences are still to be sampled from the same prompt, which one of them computes."""
-        return len(self.sequences) > 1 and not any(sequence.num_output_tokens for sequence in self.sequences)
-
-    @property
     def computing(self) -> list[Sequence]:
-        """The sequences that need blocks of their own to continue; the others fork from the first of them."""
-        return self.unfinished[:1] if self.is_one_prompt else self.unfinished
+        """The sequences that need blocks of their own to continue. One without output computes the prompt, and all
+        others without output fork from it. It comes first, so that those with output can share its blocks."""
+        unfinished = self.unfinished
+        if len(unfinished) == 1:
+            return unfinished
+        without_output = [sequence for sequence in unfinished if not sequence.num_output_tokens]
+        return [*without_output[:1], *(sequence for sequence in unfinished if sequence.num_output_tokens)]
 
     @property
     def num_tokens(self) -> int:

@@ -84,15 +84,22 @@ def make_request(
     priority: int = 0,
     beam: BeamParameters | None = None,
     constraint: bytes = b"",
+    prompt_logprobs_start: int | None = None,
 ) -> Request:
-    """A request with a prompt and a seed of its own, unless a prompt is given. See `allowed` for constraints."""
+    """A request with a prompt and a seed of its own, unless a prompt is given. See `allowed` for constraints. With
+    `prompt_logprobs_start` it wants log probabilities of its prompt."""
     if prompt is None:
         prompt = [(handle * 7 + i) % 50 for i in range(prompt_len)]
     return Request(
         RequestKey(CLIENT, Handle(handle)),
         f"request-{handle}",
         prompt,
-        RowSampling(seed=handle, parameters=constraint),
+        RowSampling(
+            seed=handle,
+            parameters=constraint,
+            prompt_logprobs=None if prompt_logprobs_start is None else 0,
+            prompt_logprobs_start=prompt_logprobs_start or 1,
+        ),
         max_tokens,
         stop,
         [EmittedSequence(emitted)] if emitted else (),
@@ -103,6 +110,13 @@ def make_request(
         beam,
         has_constraint=bool(constraint),
     )
+
+
+def continued(request: Request, counts: Sequence[int]) -> Request:
+    """The request as it comes back after each of its sequences got so many tokens, or its last one."""
+    outputs = [expected_output(request, index)[:count] for index, count in enumerate(counts)]
+    ends = [len(output) == len(expected_output(request, index)) for index, output in enumerate(outputs)]
+    return replace(request, emitted=[EmittedSequence(*each) for each in zip(outputs, ends, strict=True)])
 
 
 def next_token(seed: int, position: int) -> int:
@@ -160,6 +174,8 @@ def expected_output(request: Request, index: int = 0) -> list[int]:
     if request.beam is not None:
         return expected_hypotheses(request)[index]
     output = list(request.emitted[index].token_ids) if request.emitted else []
+    if request.emitted and request.emitted[index].has_ended:
+        return output
     seed = request.sampling_of(index).seed
     while len(output) < request.max_tokens:
         tokens = [*request.prompt, *output]

@@ -1,12 +1,16 @@
 """When something runs out: nothing deadlocks, nothing is lost, and refusals say what to do."""
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import PreemptionMode
-from scheduler_svc.core.request import NeverFitsError, PinQuotaError, QueueFullError, Request
+from scheduler_svc.core.request import NeverFitsError, PinQuotaError, QueueFullError, Request, max_blocks
 from scheduler_svc.core.sequence import SequenceStatus
-from tests.support.core_driver import Driver, expected_output, make_config, make_request
+from tests.support.core_driver import Driver, continued, expected_output, make_config, make_request
 
 
 def assert_finish(driver: Driver, requests: list[Request]) -> None:
@@ -114,6 +118,86 @@ def test_a_group_larger_than_host_memory_is_recomputed_while_smaller_ones_are_sw
     assert driver.scheduler.preempt(large.key, driver.clock)
     assert [len(queue) for queue in (driver.scheduler.swapped, driver.scheduler.waiting)] == [1, 1]
     assert_finish(driver, [large, small])
+
+
+@st.composite
+def any_requests(draw: st.DrawFn) -> Request:
+    """A request in any of the ways in which one can come."""
+    prompt_len, max_tokens, count = draw(st.integers(1, 40)), draw(st.integers(1, 12)), draw(st.integers(1, 5))
+    beam = draw(st.sampled_from([None, None, BeamParameters(count)]))
+    request = make_request(
+        1,
+        prompt=[9] * prompt_len,
+        max_tokens=max_tokens,
+        num_sequences=count,
+        num_returned=count if beam is None else draw(st.sampled_from([1, count])),
+        beam=beam,
+        stop=draw(st.sampled_from([frozenset[int](), frozenset({3, 11, 19})])),
+        prompt_logprobs_start=draw(st.sampled_from([None, 1, 10])),
+    )
+    held = draw(st.lists(st.integers(0, 12), min_size=count, max_size=count) | st.just([0] * count))
+    if request.selects or not any(held):
+        return request
+    request = continued(request, held)
+    unended = [replace(each, has_ended=False, token_ids=each.token_ids[:-1]) for each in request.emitted]
+    return replace(request, emitted=unended) if all(each.has_ended for each in request.emitted) else request
+
+
+@given(
+    request=any_requests(),
+    block_size=st.sampled_from([1, 3, 4, 16]),
+    budget=st.integers(5, 30),
+    num_host_blocks=st.sampled_from([0, 8, 100]),
+    mode=st.sampled_from(PreemptionMode),
+    is_cached=st.booleans(),
+    preempted_after=st.lists(st.integers(0, 12), max_size=3),
+)
+def test_a_request_runs_to_its_end_in_the_smallest_pool_that_it_is_admitted_to(
+    request, block_size, budget, num_host_blocks, mode, is_cached, preempted_after
+):
+    config = make_config(
+        # A sequence may be no longer than the pool, its last token included.
+        num_blocks=max(max_blocks(request, block_size), -(-request.max_len // block_size)),
+        block_size=block_size,
+        max_num_batched_tokens=max(budget, 8),
+        num_host_blocks=num_host_blocks,
+        preemption_mode=mode,
+    )
+    driver = Driver(config)
+    if is_cached:
+        driver.submit(make_request(0, prompt=request.prompt, max_tokens=1))
+        driver.run_until_idle()
+    driver.submit(request)
+    for num_steps in preempted_after:
+        driver.run_steps(num_steps)
+        driver.scheduler.preempt(request.key, driver.clock)
+    assert_finish(driver, [request])
+    assert driver.finished >= {1}
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 5), st.sampled_from([1, 3, 4, 16]))
+def test_a_request_without_a_stop_holds_as_many_blocks_as_it_is_refused_for(prompt_len, max_tokens, count, block_size):
+    request = make_request(1, prompt_len=prompt_len, max_tokens=max_tokens, num_sequences=count)
+    driver = Driver(make_config(block_size=block_size, num_blocks=512), max_in_flight=1)
+    driver.submit(request)
+    most = 0
+    while driver.plan() is not None:
+        most = max(most, driver.scheduler.batch.blocks.pool.num_used)
+        driver.deliver()
+    assert driver.finished == {1}
+    assert most == max_blocks(request, block_size)
+
+
+@pytest.mark.parametrize("prompt_logprobs_start", [None, 1])
+def test_a_request_that_comes_back_with_output_of_some_sequences_fits_as_it_did_at_first(prompt_logprobs_start):
+    first = make_request(1, prompt_len=16, max_tokens=4, num_sequences=8, prompt_logprobs_start=prompt_logprobs_start)
+    config = make_config(num_blocks=4 + 8, block_size=4, max_num_seqs=8)
+    for counts in ([0] * 8, [2, 0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 4]):
+        driver = Driver(config)
+        request = continued(first, counts)
+        driver.submit(request)
+        assert_finish(driver, [request])
+        assert driver.finished == {1}
 
 
 def test_pins_that_take_everything_keep_nobody_from_running():

@@ -17,7 +17,7 @@ from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.request import NeverFitsError, PinQuotaError, QueueFullError, RefusedError, Request, max_blocks
 from tests.support.cache_mirror import CacheMirror
-from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
+from tests.support.core_driver import CLIENT, Driver, continued, expected_output, make_config, make_request
 
 CONSTRAINTS = st.sampled_from([b"", b"", b"a", b"b", b"c", b"d"])
 
@@ -77,22 +77,40 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_sequences=st.sampled_from([1, 1, 2, 3]),
         priority=st.integers(-1, 1),
         constraint=CONSTRAINTS,
+        prompt_logprobs_start=st.sampled_from([None, None, 1, 9]),
+        held=st.none() | st.lists(st.integers(0, 20), min_size=3, max_size=3),
     )
-    def arrive(self, prompt_len, shared, tenant, max_tokens, stop, num_sequences, priority, constraint):
-        """A prompt whose first `shared` tokens are those of all others."""
+    def arrive(
+        self,
+        prompt_len,
+        shared,
+        tenant,
+        max_tokens,
+        stop,
+        num_sequences,
+        priority,
+        constraint,
+        prompt_logprobs_start,
+        held,
+    ):
+        """A prompt whose first `shared` tokens are those of all others. Of each sequence the first `held` tokens are
+        there already."""
         handle = len(self.requests) + len(self.aborted)
-        self._submit(
-            make_request(
-                handle,
-                prompt=self._prompt(handle, prompt_len, shared),
-                tenant=tenant,
-                max_tokens=max_tokens,
-                stop=frozenset(stop),
-                num_sequences=num_sequences,
-                priority=priority,
-                constraint=constraint,
-            )
+        request = make_request(
+            handle,
+            prompt=self._prompt(handle, prompt_len, shared),
+            tenant=tenant,
+            max_tokens=max_tokens,
+            stop=frozenset(stop),
+            num_sequences=num_sequences,
+            priority=priority,
+            constraint=constraint,
+            prompt_logprobs_start=prompt_logprobs_start,
         )
+        if held is not None:
+            request = continued(request, held[:num_sequences])
+        if not request.emitted or not all(each.has_ended for each in request.emitted):
+            self._submit(request)
 
     @rule(
         prompt_len=st.integers(1, 20),
