@@ -4,6 +4,7 @@ A request of the scheduler's own, of one token, computes a pin. When it ends, th
 cannot be evicted until the pin is removed.
 """
 
+import heapq
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -47,7 +48,10 @@ class Pin:
 
 
 class Pins:
-    """All pins of one replica, by id. The id follows from the content, so the same prefix is pinned once."""
+    """All pins of one replica, by id. The id follows from the content, so the same prefix is pinned once.
+
+    What is done with one pin costs O(its blocks + log of the number of pins).
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._block_size = config.block_size
@@ -57,6 +61,12 @@ class Pins:
         self._by_key: dict[RequestKey, Pin] = {}
         self._holders: Counter[BlockId] = Counter()
         self._num_made = 0
+        self._num_blocks = 0
+        self._num_blocks_of_tenant: Counter[str] = Counter()
+        """Blocks of all pins and of those of each tenant, each counted for every pin that has it."""
+        # Heaps of (end, handle). An entry is void where the pin is gone, ends at another time or holds nothing.
+        self._ends: list[tuple[float, Handle]] = []
+        self._held_ends: list[tuple[float, Handle]] = []
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -101,21 +111,24 @@ class Pins:
         pin = self._pins.get(pin_id)
         if pin is not None:
             pin.expires_at = expires_at
+            self._note_end(pin)
             return pin
         self._check_quota(tenant, num_blocks)
         self._num_made += 1
         key = RequestKey(PIN_CLIENT, Handle(self._num_made))
         pin = Pin(pin_id, tenant, token_ids[: num_blocks * self._block_size], hashes, key, expires_at)
         self._pins[pin_id] = self._by_key[key] = pin
+        self._num_blocks += num_blocks
+        self._num_blocks_of_tenant[tenant] += num_blocks
+        self._note_end(pin)
         return pin
 
     def _check_quota(self, tenant: str, num_blocks: int) -> None:
-        of_tenant = sum(len(pin.hashes) for pin in self._pins.values() if pin.tenant == tenant)
+        of_tenant, of_all = self._num_blocks_of_tenant[tenant], self._num_blocks
         if of_tenant + num_blocks > self._quota:
             raise PinQuotaError(
                 f"the prefix has {num_blocks} blocks and {of_tenant} are pinned already; a tenant can pin {self._quota}"
             )
-        of_all = sum(len(pin.hashes) for pin in self._pins.values())
         if of_all + num_blocks > self._max_pinned:
             raise PinQuotaError(
                 f"the prefix has {num_blocks} blocks and {of_all} are pinned by all; together they can "
@@ -130,26 +143,37 @@ class Pins:
         pool.touch(blocks)
         pin.blocks = blocks
         self._holders.update(blocks)
+        self._note_end(pin)
         return True
 
     def remove(self, pin: Pin, pool: BlockPool) -> None:
         """Removes a pin. Its blocks stay cached until they are evicted."""
         del self._pins[pin.pin_id], self._by_key[pin.key]
-        self._holders -= Counter(pin.blocks)
+        self._num_blocks -= len(pin.hashes)
+        self._num_blocks_of_tenant[pin.tenant] -= len(pin.hashes)
+        if not self._num_blocks_of_tenant[pin.tenant]:
+            del self._num_blocks_of_tenant[pin.tenant]
+        for block in pin.blocks:
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                del self._holders[block]
         pool.free(pin.blocks)
         pin.blocks = []
 
     @property
     def next_end(self) -> float | None:
         """When the next pin ends; None if there is none."""
-        return min((pin.expires_at for pin in self._pins.values()), default=None)
+        pin = self._first(self._ends)
+        return None if pin is None else pin.expires_at
 
-    def expired(self, now: float) -> list[Pin]:
-        return [pin for pin in self._pins.values() if pin.expires_at <= now]
+    def next_expired(self, now: float) -> Pin | None:
+        """The pin that ends first, if its time is over."""
+        pin = self._first(self._ends)
+        return pin if pin is not None and pin.expires_at <= now else None
 
     def give_way(self, pool: BlockPool) -> bool:
         """Removes the pin that ends first among those that hold blocks. Returns whether there was one."""
-        pin = min((pin for pin in self._pins.values() if pin.is_held), key=lambda each: each.expires_at, default=None)
+        pin = self._first(self._held_ends)
         if pin is None:
             return False
         self.remove(pin, pool)
@@ -161,4 +185,27 @@ class Pins:
         for pin in lost:
             pin.blocks = []
         self._holders.clear()
+        self._held_ends.clear()
         return lost
+
+    def _note_end(self, pin: Pin) -> None:
+        """The pin has a new end, or holds its blocks from now on."""
+        entry = (pin.expires_at, pin.key.handle)
+        heapq.heappush(self._ends, entry)
+        if pin.is_held:
+            heapq.heappush(self._held_ends, entry)
+        if len(self._ends) > 2 * len(self._pins) + 64:
+            self._ends = sorted((each.expires_at, each.key.handle) for each in self._pins.values())
+        if len(self._held_ends) > 2 * len(self._pins) + 64:
+            held = (each for each in self._pins.values() if each.is_held)
+            self._held_ends = sorted((each.expires_at, each.key.handle) for each in held)
+
+    def _first(self, ends: list[tuple[float, Handle]]) -> Pin | None:
+        """The pin of the first entry of a heap that is not void; None if all are. Drops void ones."""
+        while ends:
+            end, handle = ends[0]
+            pin = self._by_key.get(RequestKey(PIN_CLIENT, handle))
+            if pin is not None and pin.expires_at == end and (pin.is_held or ends is self._ends):
+                return pin
+            heapq.heappop(ends)
+        return None

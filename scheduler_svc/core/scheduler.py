@@ -51,6 +51,9 @@ group: each of these blocks may cost a hash."""
 _MAX_DISPLACED = 128
 """Groups that one step displaces, likewise. No other group is admitted before the one that they make room for."""
 
+_MAX_EXPIRED, _MAX_EXPIRED_BLOCKS = 1024, 4096
+"""Pins that one call ends because their time is over, and blocks of them, likewise: all may end at the same time."""
+
 
 class Scheduler:
     """All requests of one replica, from arrival to end.
@@ -256,8 +259,14 @@ class Scheduler:
         return True
 
     def expire_pins(self, now: float) -> None:
-        """Removes the pins whose time is over."""
-        for pin in self.pins.expired(now):
+        """Removes pins whose time is over, the oldest ends first: at least one, and only as many as a short call
+        can."""
+        num_pins = num_blocks = 0
+        while num_pins < _MAX_EXPIRED and num_blocks < _MAX_EXPIRED_BLOCKS:
+            pin = self.pins.next_expired(now)
+            if pin is None:
+                return
+            num_pins, num_blocks = num_pins + 1, num_blocks + len(pin.blocks)
             self._unpin(pin)
 
     def _unpin(self, pin: Pin) -> None:

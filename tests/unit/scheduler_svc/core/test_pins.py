@@ -1,10 +1,18 @@
 """Pinned prefixes: computed once, kept for their time, hit by their tenant, within a quota."""
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
 import pytest
 
+from scheduler_svc.core import scheduler as scheduler_module
+from scheduler_svc.core.block_pool import BlockId, PrefixHashes
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.request import NeverFitsError, PinQuotaError, RefusedError
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepResult
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 
@@ -219,3 +227,70 @@ def test_a_pin_gives_way_for_one_block():
     made = pinned(driver)
     assert run(driver, 1, [9] * 55) == 0  # 14 blocks, where 13 are free
     assert not made.is_held
+
+
+def make_scheduler_with_pins(count: int) -> Scheduler:
+    """So many pins of a block each hold their blocks; the first ends at 1.0, the next at 2.0 and so on."""
+    scheduler = Scheduler(make_config(num_blocks=4 * count, pin_quota=0.5, max_pinned=0.5))
+    prefixes = [[number, 1, 2, 3] for number in range(count + 1)]
+    hashes = [PrefixHashes("a", 4).first(1, prefix)[0] for prefix in prefixes]
+    scheduler.restore_sealed((BlockId(block), content) for block, content in enumerate(hashes))
+    for number in range(count):
+        assert scheduler.pin("a", prefixes[number], 0.0, number + 1.0).is_held
+    return scheduler
+
+
+def lines_run(act: Callable[[], Any]) -> int:
+    """Lines of Python that this runs."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda scheduler: scheduler.pin("a", [len(scheduler.pins), 1, 2, 3], 0.0, 5000.0),
+        lambda scheduler: scheduler.pin("a", [0, 1, 2, 3], 0.0, 5000.0),
+        lambda scheduler: scheduler.unpin("a", next(iter(scheduler.pins)).pin_id),
+        lambda scheduler: scheduler.schedule(0.5),
+        lambda scheduler: scheduler.schedule(1.0),
+        lambda scheduler: scheduler.pins.next_end,
+        lambda scheduler: scheduler.pins.give_way(scheduler.batch.blocks.pool),
+    ],
+    ids=["add", "add again", "unpin", "end none", "end one", "look for the next end", "give way"],
+)
+def test_what_is_done_with_a_pin_costs_the_same_however_many_there_are(act):
+    few, many = (make_scheduler_with_pins(count) for count in (20, 200))
+    assert lines_run(lambda: act(many)) < 1.5 * lines_run(lambda: act(few))
+
+
+def test_pins_that_end_together_end_over_some_calls(monkeypatch):
+    monkeypatch.setattr(scheduler_module, "_MAX_EXPIRED", 3)
+    scheduler = make_scheduler_with_pins(7)
+    for num_left, next_end in ((4, 4.0), (1, 7.0), (0, None)):
+        assert scheduler.schedule(100.0) is None
+        assert len(scheduler.pins) == scheduler.pins.num_pinned == num_left
+        assert scheduler.pins.next_end == next_end
+
+
+def test_a_pin_that_gets_many_ends_has_the_last_one():
+    scheduler = make_scheduler_with_pins(2)
+    for number in range(500):
+        scheduler.pin("a", [0, 1, 2, 3], 0.0, 100.0 + (number * 7) % 50)
+    assert scheduler.pins.next_end == 2.0
+    scheduler.expire_pins(2.0)
+    assert scheduler.pins.next_end == 100.0 + (499 * 7) % 50
+    assert scheduler.pins.give_way(scheduler.batch.blocks.pool)
+    assert scheduler.pins.next_end is None
