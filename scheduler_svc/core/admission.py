@@ -62,6 +62,8 @@ class Room:
         self._pins = pins
         # The group that all victims made too little room for, and what ran and was free then.
         self._futile: tuple[RequestKey, int, int] | None = None
+        # Blocks that the group that was looked at last takes, and the versions of what is cached of it.
+        self._taken: tuple[RequestKey, list[int], int] | None = None
 
     def to_grow(self) -> int:
         """Blocks that the groups that run take in the next steps."""
@@ -108,7 +110,8 @@ class Room:
             # As if none shared: mostly that is too little already.
             if missing > int(rows.num_slots[may_leave].sum()) // blocks.block_size or self._was_futile(group):
                 return []
-        tables = VictimTables(blocks.pool, taken=[block for each in group.computing for block in blocks.hits(each)])
+        starts = [blocks.cached_start(sequence) for sequence in group.computing]
+        tables = VictimTables(blocks.pool, taken=[block for start in starts for block in start.blocks])
         victims: list[SequenceGroup] = []
         for victim in reversed(running):
             if victim.order < lowest:
@@ -133,11 +136,22 @@ class Room:
 
     def _blocks_needed(self, group: SequenceGroup, to_grow: int) -> tuple[int, int]:
         """Free blocks that the group takes as it enters, and those that must be left then, unless it runs alone."""
+        taken = self._blocks_taken(group)
         if group.request.key not in self._swapped:
-            return self._batch.blocks.blocks_to_allocate(group.computing), to_grow + self.growth_of(group)
+            return taken, to_grow + self.growth_of(group)
         # A swapped group returns before the decodes of the step take their blocks.
         to_decode = self._batch.blocks_for_decodes()
-        return self._swap_space.blocks_needed(group.computing) + to_decode, to_grow - to_decode
+        return taken + to_decode, to_grow - to_decode
+
+    def _blocks_taken(self, group: SequenceGroup) -> int:
+        """Free blocks for the tokens that the group has. Counted once for a group that does not fit, until something
+        changes of what is cached of it."""
+        key, computing = group.request.key, group.computing
+        versions = self._batch.blocks.versions(computing)
+        if self._taken is None or self._taken[:2] != (key, versions):
+            count = self._swap_space.blocks_needed if key in self._swapped else self._batch.blocks.blocks_to_allocate
+            self._taken = key, versions, count(computing)
+        return self._taken[2]
 
 
 class TokenShares:

@@ -264,6 +264,21 @@ class StepDraft:
         )
 
 
+_NUM_COMPARED = 1024
+"""Tokens that are copied at a time to compare them."""
+
+
+def _num_equal(left: SequenceOf[int], right: SequenceOf[int], start: int, end: int) -> int:
+    """How many first tokens are the same in both, from `start`, up to which they are, to at most `end`."""
+    while start < end:
+        stop = min(start + _NUM_COMPARED, end)
+        parts = left[start:stop], right[start:stop]
+        if parts[0] != parts[1]:
+            return start + next(place for place, (one, other) in enumerate(zip(*parts, strict=True)) if one != other)
+        start = stop
+    return start
+
+
 _NOTHING = {width: np.zeros((0, width), dtype=np.int64) for width in (2, 3)}
 
 
@@ -367,6 +382,7 @@ class Batch:
         if self.underway.computes(row):
             self._begin(row, num_full)
             self.underway.sealed(row, sequence.prefix_hashes.between(first, num_full, sequence.token_ids))
+        self.underway.release_waiters(row, num_full)
 
     def name_underway(self) -> None:
         """Hashes the blocks that expected rows compute, now that a request waits that might share them."""
@@ -374,6 +390,12 @@ class Batch:
             num_sealed = int(self.rows.num_sealed[row])
             if self.underway.is_worth_it(self._num_full(row) - num_sealed):
                 self._begin(row, num_sealed)
+
+    def num_in_common(self, row: int, sequence: Sequence, num_known: int) -> int:
+        """Blocks at the start of a sequence that waits which it may take from the row once that sealed them. The first
+        `num_known` are known to be among them. Compares tokens, which takes a quarter of the time of hashing them."""
+        size, max_blocks = self._block_size, min(self._num_full(row), self.blocks.num_shareable(sequence))
+        return _num_equal(self.sequence(row).token_ids, sequence.token_ids, num_known * size, max_blocks * size) // size
 
     def _begin(self, row: int, num_sealed: int) -> None:
         """The blocks that the row computes next are underway."""

@@ -114,6 +114,25 @@ class OutOfBlocksError(RuntimeError):
     """More blocks were requested than are free. Callers check first, so this is a defect of the caller."""
 
 
+_MAX_CHANGES = 1 << 16
+"""Changes that a pool remembers."""
+
+
+class CachedStart:
+    """The cached blocks at the start of a sequence that waits, as far as it was looked at; `num_free` of them have no
+    holder. It holds nothing itself: `BlockPool.is_current` says whether all of it still is as it was."""
+
+    __slots__ = ("blocks", "num_changes", "num_free", "pool", "version")
+
+    def __init__(self, pool: "BlockPool", version: int) -> None:
+        self.pool = pool
+        self.version = version
+        """Another one whenever anything here is another."""
+        self.blocks: list[BlockId] = []
+        self.num_free = 0
+        self.num_changes = pool.num_changes
+
+
 class BlockPool:
     """Hands out blocks and takes them back, least recently used first.
 
@@ -132,6 +151,16 @@ class BlockPool:
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
         self._num_held_sealed = 0
+        # Blocks that a CachedStart may have; and those of them that got their first holder, lost their last one or
+        # cannot be hit any more, each once until it is found again.
+        self._found: set[BlockId] = set()
+        self._changes: list[BlockId] = []
+        self._num_forgotten = 0
+
+    @property
+    def num_changes(self) -> int:
+        """Blocks of any CachedStart that changed so far."""
+        return self._num_forgotten + len(self._changes)
 
     @property
     def num_free(self) -> int:
@@ -187,6 +216,8 @@ class BlockPool:
             if content is not None:
                 del self._by_hash[content]
                 self._hashes[block] = None
+                if block in self._found:
+                    self._note_changes((block,))
                 if self.log is not None:
                     self.log.removed(content)
             self._ref_counts[block] = 1
@@ -205,12 +236,9 @@ class BlockPool:
                 if count == 1:
                     (unnamed if hashes[block] is None else cached).append(block)
         self._num_held_sealed -= len(cached)
+        self._note_changes(cached)
         self._free.extend_first(unnamed)
         self._free.extend(cached)
-
-    def hit(self, content: BlockHash) -> BlockId | None:
-        """The block sealed under this hash."""
-        return self._by_hash.get(content)
 
     def hits(self, hashes: Iterable[BlockHash]) -> list[BlockId]:
         """The blocks sealed under the first of these hashes, up to the first that is not there."""
@@ -223,6 +251,35 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def extend(self, start: CachedStart, blocks: list[BlockId], version: int) -> None:
+        """The sequence continues with these cached blocks."""
+        start.version = version
+        start.blocks += blocks
+        start.num_free += self.num_free_of(blocks)
+        self._found.update(blocks)
+
+    def is_current(self, start: CachedStart) -> bool:
+        """Whether all blocks can be hit and have holders, or none, as they had when they were found. Costs O(1) where
+        no block of any CachedStart changed since the last call."""
+        if start.pool is not self or start.num_changes < self._num_forgotten:
+            return False
+        if start.num_changes < self.num_changes:
+            recent = self._changes[start.num_changes - self._num_forgotten :]
+            if not set(recent).isdisjoint(start.blocks):
+                return False
+            start.num_changes = self.num_changes
+        return True
+
+    def _note_changes(self, blocks: Iterable[BlockId]) -> None:
+        if not self._found:
+            return
+        changed = self._found.intersection(blocks)
+        self._found -= changed
+        self._changes += changed
+        if len(self._changes) > _MAX_CHANGES:
+            self._num_forgotten += len(self._changes)
+            self._changes.clear()
+
     def touch(self, blocks: Iterable[BlockId]) -> None:
         """Adds one reference to each block; blocks that had no holder are no longer free."""
         counts, hashes = self._ref_counts, self._hashes
@@ -234,6 +291,7 @@ class BlockPool:
                 free.append(block)
         if free:
             self._free.remove(free)
+            self._note_changes(free)
             self._num_held_sealed += sum(hashes[block] is not None for block in free)
 
     def seal(self, block: BlockId, content: BlockHash) -> bool:
@@ -267,6 +325,7 @@ class BlockPool:
         if name not in self._by_hash and (block := self._by_hash.pop(content, None)) is not None:
             self._by_hash[name] = block
             self._hashes[block] = name
+            self._note_changes((block,))
 
     def free_blocks(self) -> tuple[BlockId, ...]:
         """The free blocks in the order in which they will be handed out."""

@@ -4,14 +4,16 @@ sections 4.2 to 4.5).
 This is bookkeeping only; workers move tensors before they run the step whose plan names the pairs.
 """
 
+import heapq
 import math
+import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Self
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
+from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, CachedStart
 from scheduler_svc.core.cache_log import CachedTokens, CacheLog
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import RequestKey
@@ -39,6 +41,9 @@ class BlockManager:
         self.pool = BlockPool(num_blocks)
         self._watermark_blocks = math.ceil(watermark * num_blocks)
         self._retired: deque[Sequence] = deque()
+        self._num_versions = 0
+        self.num_looked_up = 0
+        """Blocks that `cached_start` found so far, each of which may have cost a hash."""
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> Self:
@@ -65,7 +70,7 @@ class BlockManager:
         Raises OutOfBlocksError.
         """
         if len(sequences) == 1:
-            return [self._allocate_one(sequences[0], self.hits(sequences[0]))]
+            return [self._allocate_one(sequences[0], self.cached_start(sequences[0]).blocks)]
         before: dict[BlockHash, BlockId] = {}
         num_computed: list[int] = []
         for sequence in sequences:
@@ -79,37 +84,42 @@ class BlockManager:
             self._read(log, sequence, len(shared))
         self.pool.touch(shared)
         fresh = self.pool.allocate(self.blocks_for(sequence.num_tokens) - len(shared))
-        sequence.block_table = [*shared, *fresh]
+        sequence.block_table, sequence.cached_start = [*shared, *fresh], None
         return len(shared) * self.block_size
 
     def _shared(self, sequence: Sequence, before: Mapping[BlockHash, BlockId]) -> list[BlockId]:
         """The blocks at the start of a sequence that it takes from those `before` it, or else from the cache. Those
         before it come first: one that may take few cached blocks has its own of the same content, and nobody holds the
         cached ones then."""
+        cached = self.cached_start(sequence).blocks
         shared: list[BlockId] = []
-        for content in self._shareable(sequence):
-            block = before.get(content)
-            if block is None:
-                block = self.pool.hit(content)
-            if block is None:
+        for index, content in enumerate(self._shareable(sequence)):
+            if content in before:
+                shared.append(before[content])
+            elif index < len(cached):
+                shared.append(cached[index])
+            else:
                 break
-            shared.append(block)
         return shared
 
     def blocks_to_allocate(self, sequences: SequenceOf[Sequence]) -> int:
-        """Free blocks that `allocate` takes, cached ones included."""
+        """Free blocks that `allocate` takes, cached ones included. Follows from the sequences and what `versions` names
+        of the cache."""
         if len(sequences) == 1:
-            hits = self.hits(sequences[0])
-            return self.blocks_for(sequences[0].num_tokens) - len(hits) + self.pool.num_free_of(hits)
+            start = self.cached_start(sequences[0])
+            return self.blocks_for(sequences[0].num_tokens) - len(start.blocks) + start.num_free
         known: set[BlockHash] = set()
         needed = 0
         for sequence in sequences:
             needed += self.blocks_for(sequence.num_tokens)
-            for content in self._shareable(sequence):
-                block = None if content in known else self.pool.hit(content)
-                if content not in known and block is None:
+            cached = self.cached_start(sequence).blocks
+            for index, content in enumerate(self._shareable(sequence)):
+                if content in known:
+                    needed -= 1
+                elif index < len(cached):
+                    needed -= self.pool.ref_count(cached[index]) > 0
+                else:
                     break
-                needed -= block is None or self.pool.ref_count(block) > 0
             known.update(self._full(sequence))
         return needed
 
@@ -202,41 +212,54 @@ class BlockManager:
         """The blocks of retired sequences."""
         return [sequence.block_table for sequence in self._retired]
 
-    def hits(self, sequence: Sequence) -> list[BlockId]:
-        """The cached blocks that hold the start of the sequence. Hashes little further than there are hits."""
-        return self._hits(sequence, self._num_shareable(sequence))
+    def cached_start(self, sequence: Sequence, max_blocks: int = sys.maxsize) -> CachedStart:
+        """The cached blocks that hold the start of a sequence that waits or is swapped, of its first `max_blocks` or
+        more. Hashes little further than there are. What was found before is looked at again only where it changed."""
+        start = sequence.cached_start
+        if start is None or not self.pool.is_current(start):
+            start = sequence.cached_start = CachedStart(self.pool, self._next_version())
+        first, max_blocks = len(start.blocks), min(max_blocks, self.num_shareable(sequence))
+        count = _HASHES_AT_FIRST
+        while (num_known := len(start.blocks)) < max_blocks:
+            end = min(first + count, max_blocks)
+            found = self.pool.hits(sequence.prefix_hashes.between(num_known, end, sequence.token_ids))
+            if found:
+                self.num_looked_up += len(found)
+                self.pool.extend(start, found, self._next_version())
+            if len(start.blocks) < end:
+                break
+            count *= 4
+        return start
 
-    def _hits(self, sequence: Sequence, max_blocks: int) -> list[BlockId]:
-        end = _HASHES_AT_FIRST
-        blocks: list[BlockId] = []
-        while True:
-            start, end = len(blocks), min(end, max_blocks)
-            blocks += self.pool.hits(sequence.prefix_hashes.between(start, end, sequence.token_ids))
-            if len(blocks) < end or end == max_blocks:
-                return blocks
-            end *= 4
+    def _next_version(self) -> int:
+        self._num_versions += 1
+        return self._num_versions
+
+    def versions(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        """What `blocks_to_allocate`, and `blocks_needed` of a swap in, follow from besides the sequences."""
+        return [self.cached_start(sequence).version for sequence in sequences]
 
     def num_cached(self, sequence: Sequence) -> int:
         """Cached blocks at the start of a sequence that waits, looked for among its first _MAX_HASHES_AT_ARRIVAL. The
         call at its arrival hashes these, so that the step that admits it need not."""
-        return len(self._hits(sequence, min(self._num_shareable(sequence), _MAX_HASHES_AT_ARRIVAL)))
+        return len(self.cached_start(sequence, _MAX_HASHES_AT_ARRIVAL).blocks)
 
     def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
         """How many blocks at the start of the sequence are cached, and the hashes of at most `count` blocks after
         those, as far as the sequence may take them from others."""
-        start = len(self.hits(sequence))
-        end = min(start + count, self._num_shareable(sequence))
+        start = len(self.cached_start(sequence).blocks)
+        end = min(start + count, self.num_shareable(sequence))
         return start, sequence.prefix_hashes.between(start, end, sequence.token_ids)
 
     def _shareable(self, sequence: Sequence) -> list[BlockHash]:
         """Hashes of the blocks that the sequence may take from others."""
-        return sequence.prefix_hashes.first(self._num_shareable(sequence), sequence.token_ids)
+        return sequence.prefix_hashes.first(self.num_shareable(sequence), sequence.token_ids)
 
     def _full(self, sequence: Sequence) -> list[BlockHash]:
         """Hashes of all its full blocks."""
         return sequence.prefix_hashes.first(sequence.num_tokens // self.block_size, sequence.token_ids)
 
-    def _num_shareable(self, sequence: Sequence) -> int:
+    def num_shareable(self, sequence: Sequence) -> int:
         """Blocks that the sequence may take from others."""
         return sequence.max_cached_tokens // self.block_size
 
@@ -331,6 +354,7 @@ class SwapSpace:
             self.free(sequence)
             back = [gpu_of[block] for block in each.from_host]
             sequence.block_table = [*each.hits, *back, *pool.allocate(each.num_new)]
+            sequence.cached_start = None
         return SwappedIn(
             list(gpu_of.items()),
             [self._num_computed(each, sequence) for each, sequence in zip(returns, sequences, strict=True)],
@@ -358,7 +382,7 @@ class SwapSpace:
         return sequence.block_table[: self._blocks.blocks_for(sequence.num_swapped_tokens)]
 
     def _return(self, sequence: Sequence) -> _Return:
-        hits = self._blocks.hits(sequence)
+        hits = self._blocks.cached_start(sequence).blocks
         from_host = sequence.block_table[len(hits) :]
         return _Return(hits, from_host, self._blocks.blocks_for(sequence.num_tokens) - len(hits) - len(from_host))
 
@@ -380,9 +404,10 @@ class BlocksUnderway:
     """Full blocks that rows are computing now, and the requests that wait for them instead of computing them too.
 
     A block is underway from the moment that a row enters the batch to compute it until it is sealed or the row is
-    released. A request whose next blocks are underway is held back (see `admission`); once they are sealed it takes
-    them from the prefix cache. It never waits for a block that cannot come: a row that is released for any reason
-    releases all that wait for it, and so does one that computed something that is not finite.
+    released. A request whose next blocks are underway is held back (see `admission`) until the row sealed the last one
+    that both share; then it takes them from the prefix cache. It never waits for a block that cannot come: a row that
+    is released for any reason releases all that wait for it, and so does one that computed something that is not
+    finite.
 
     Each block counts for the first row that began it.
     """
@@ -390,10 +415,12 @@ class BlocksUnderway:
     def __init__(self, block_size: int, token_budget: int) -> None:
         self.window = max(1, _STEPS_AHEAD * token_budget // block_size)
         """The most blocks behind its last sealed one that a row has here."""
-        self._min_run = max(1, min(_MIN_TOKENS, int(_MIN_SHARE * token_budget)) // block_size)
+        self.min_run = max(1, min(_MIN_TOKENS, int(_MIN_SHARE * token_budget)) // block_size)
+        """So many blocks are worth waiting for."""
         self._row_of: dict[BlockHash, int] = {}
         self._of_row: dict[int, dict[BlockHash, None]] = {}
-        self._waiters: dict[BlockHash, list[RequestKey]] = {}
+        # Heaps of requests that wait for a row, with the number of its blocks that are to be sealed first.
+        self._waiters: dict[int, list[tuple[int, RequestKey]]] = {}
         self._released: list[RequestKey] = []
         self._unnamed: dict[int, None] = {}
 
@@ -415,17 +442,18 @@ class BlocksUnderway:
         """All blocks that are underway, and their rows."""
         return list(self._row_of.items())
 
-    def awaited(self) -> list[BlockHash]:
-        """The blocks that requests wait for, requests that are gone included."""
-        return list(self._waiters)
+    def awaited(self) -> list[tuple[int, int]]:
+        """Rows, and the number of blocks of each that requests wait for, requests that are gone included."""
+        return [(row, num_blocks) for row, waiters in self._waiters.items() for num_blocks, _ in waiters]
 
     def is_known(self, key: RequestKey) -> bool:
-        """Whether the request waits for a block, or `take_released` is about to name it."""
-        return key in self._released or any(key in keys for keys in self._waiters.values())
+        """Whether the request waits for a row, or `take_released` is about to name it."""
+        waiting = (each for waiters in self._waiters.values() for _, each in waiters)
+        return key in self._released or key in waiting
 
     def is_worth_it(self, num_blocks: int) -> bool:
         """Whether others might wait for so many blocks."""
-        return num_blocks >= self._min_run
+        return num_blocks >= self.min_run
 
     def computes(self, row: int) -> bool:
         """Whether the row has blocks underway."""
@@ -443,37 +471,39 @@ class BlocksUnderway:
         own = self._of_row.get(row, {})
         for content in hashes:
             if content in own:
-                del own[content]
-                self._end(content)
+                del own[content], self._row_of[content]
         if not own:
             self._of_row.pop(row, None)
+
+    def release_waiters(self, row: int, num_sealed: int) -> None:
+        """The first so many blocks of the row can be hit."""
+        waiters = self._waiters.get(row)
+        if waiters is None:
+            return
+        while waiters and waiters[0][0] <= num_sealed:
+            self._released.append(heapq.heappop(waiters)[1])
+        if not waiters:
+            del self._waiters[row]
 
     def stop(self, row: int) -> None:
         """Nobody may wait for this row any more."""
         self._unnamed.pop(row, None)
         for content in self._of_row.pop(row, ()):
-            self._end(content)
+            del self._row_of[content]
+        self._released += [key for _, key in self._waiters.pop(row, ())]
 
-    def last_of(self, hashes: SequenceOf[BlockHash]) -> BlockHash | None:
-        """The last of the leading blocks of these that are underway; None if they are too few to wait for."""
-        count = 0
-        while count < len(hashes) and hashes[count] in self._row_of:
-            count += 1
-        return hashes[count - 1] if self.is_worth_it(count) else None
+    def row_of(self, hashes: SequenceOf[BlockHash]) -> int | None:
+        """The row that computes the last of these blocks; None if one of them is not underway, or they are too few to
+        wait for."""
+        if not self.is_worth_it(len(hashes)) or not all(content in self._row_of for content in hashes):
+            return None
+        return self._row_of[hashes[-1]]
 
-    def row_of(self, content: BlockHash) -> int:
-        """The row that computes a block that is underway."""
-        return self._row_of[content]
-
-    def hold(self, key: RequestKey, content: BlockHash) -> None:
-        """The request waits until this block is no longer underway."""
-        self._waiters.setdefault(content, []).append(key)
+    def hold(self, key: RequestKey, row: int, num_blocks: int) -> None:
+        """The request waits until the row sealed its first so many blocks, or nobody may wait for it any more."""
+        heapq.heappush(self._waiters.setdefault(row, []), (num_blocks, key))
 
     def take_released(self) -> list[RequestKey]:
         """Requests that need not wait any more, since the last call."""
         keys, self._released = self._released, []
         return keys
-
-    def _end(self, content: BlockHash) -> None:
-        del self._row_of[content]
-        self._released += self._waiters.pop(content, ())

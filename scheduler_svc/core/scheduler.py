@@ -48,6 +48,9 @@ _MAX_BLOCKS_LOOKED_UP = 4096
 """After so many cached blocks of admitted groups, and blocks that held groups may share, a step looks at no further
 group: each of these blocks may cost a hash."""
 
+_COMPARED_PER_LOOKED_UP = 4
+"""So many blocks whose tokens are compared count as one that is looked up."""
+
 _MAX_DISPLACED = 128
 """Groups that one step displaces, likewise. No other group is admitted before the one that they make room for."""
 
@@ -430,12 +433,16 @@ class Scheduler:
         if not batch.underway.has_any:
             return False
         batch.name_underway()
-        num_cached, hashes = batch.blocks.next_hashes(group.computing[0], batch.underway.window)
-        last = batch.underway.last_of(hashes)
-        if last is None or batch.rows.order[batch.underway.row_of(last)] > group.order:
+        sequence, num_looked_up = group.computing[0], batch.blocks.num_looked_up
+        num_cached, hashes = batch.blocks.next_hashes(sequence, batch.underway.min_run)
+        row = batch.underway.row_of(hashes)
+        if row is None or batch.rows.order[row] > group.order:
             return False
-        self._num_blocks_looked_up += num_cached + len(hashes)
-        batch.underway.hold(group.request.key, last)
+        num_known = num_cached + len(hashes)
+        num_blocks = batch.num_in_common(row, sequence, num_known)
+        num_looked_up = batch.blocks.num_looked_up - num_looked_up + len(hashes)
+        self._num_blocks_looked_up += num_looked_up + (num_blocks - num_known) // _COMPARED_PER_LOOKED_UP
+        batch.underway.hold(group.request.key, row, num_blocks)
         self.waiting.hold(group.request.key)
         return True
 

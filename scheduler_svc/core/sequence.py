@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from quire.logprob_columns import LogprobLog
 from scheduler_svc.core.beam_search import BeamSearch, Candidates, Hypothesis
-from scheduler_svc.core.block_pool import BlockId, PrefixHashes
+from scheduler_svc.core.block_pool import BlockId, CachedStart, PrefixHashes
 from scheduler_svc.core.request import EmittedSequence, Request
 
 
@@ -43,7 +43,7 @@ class Sequence:
     `row` is its slot in the worker's batch, None unless it runs or waits there to be forked. While it is swapped,
     `block_table` names blocks of the host pool, which hold keys and values of its first `num_swapped_tokens` tokens.
     If sequences are selected at the end, `cumulative_logprob` sums log probabilities, and `held_back` keeps those to
-    be delivered.
+    be delivered. While it waits or is swapped, `cached_start` is what `BlockManager` found of it in the prefix cache.
     """
 
     request: Request
@@ -57,6 +57,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     cumulative_logprob: float = 0.0
     held_back: LogprobLog = field(default_factory=LogprobLog)
+    cached_start: CachedStart | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -91,6 +92,7 @@ class Sequence:
         self.token_ids = list(parent.token_ids)
         self.prefix_hashes = parent.prefix_hashes.copy()
         self.held_back = parent.held_back.copy()
+        self.cached_start = None
 
     def end_reason(self) -> FinishReason | None:
         """Whether the sequence ends with its newest token."""

@@ -125,6 +125,10 @@ class ContiguousBlocks(BlockManager):
             self.pool.buddy.free(*piece)
         return sum(size for _, size in pieces)
 
+    def versions(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        """Never the same: which regions are free may have changed."""
+        return [self._next_version()]
+
     def has_room(self, num_blocks: int, *, reserve: int = 0, alone: bool = False) -> bool:
         """Whether so many blocks are free. None need be left: those that run never grow beyond their regions."""
         return num_blocks <= self.pool.num_free
@@ -193,9 +197,6 @@ class ContiguousBlocks(BlockManager):
         self.num_needed_slots += num_regions * request.max_len
 
     # Nothing is shared or cached
-
-    def hits(self, sequence: Sequence) -> list[BlockId]:
-        return []
 
     def num_cached(self, sequence: Sequence) -> int:
         return 0

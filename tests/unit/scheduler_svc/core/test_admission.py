@@ -10,14 +10,15 @@ import pytest
 from scheduler_svc.core import block_pool, kv_cache
 from scheduler_svc.core import scheduler as scheduler_module
 from scheduler_svc.core.batch import Batch
-from scheduler_svc.core.block_pool import BlockHash
+from scheduler_svc.core.block_pool import BlockHash, BlockPool
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.kv_cache import BlockManager, VictimTables
 from scheduler_svc.core.policy import FairPolicy
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.step import StepPlan, StepResult
-from tests.support.core_driver import Driver, expected_output, make_config, make_request
+from tests.support.core_driver import Driver, continued, expected_output, make_config, make_request
 
 
 def make_driver(max_in_flight: int = 1, **config) -> Driver:
@@ -354,17 +355,63 @@ def test_many_arrivals_are_admitted_some_a_step_with_one_look_at_those_who_run(c
 
 
 def test_requests_that_wait_for_the_blocks_of_another_one_are_looked_at_some_a_step(counted, monkeypatch):
-    monkeypatch.setattr(scheduler_module, "_MAX_BLOCKS_LOOKED_UP", 64)
+    monkeypatch.setattr(scheduler_module, "_MAX_BLOCKS_LOOKED_UP", 24)
     driver = Driver(make_config(num_blocks=400, max_num_seqs=40, max_num_batched_tokens=64, max_model_len=200))
     for handle in range(10):
         driver.submit(make_request(handle, prompt=[5] * 128, max_tokens=4))
     driver.plan()
     looks = counted(BlockManager, "next_hashes")
-    # Each may share 31 blocks.
+    # Each may share 31 blocks. 2 of them are looked up, and 4 of the others that are compared count as one more.
     driver.plan()
     assert len(looks) == 3
     driver.run_until_idle()
     assert driver.finished == {*range(10)}
+
+
+def test_who_waits_for_a_long_prompt_is_looked_at_once_and_holds_up_nobody(monkeypatch):
+    monkeypatch.setattr(scheduler_module, "_MAX_BLOCKS_LOOKED_UP", 512)
+    driver = make_driver(num_blocks=2000)
+    long = [7 + index % 40 for index in range(1200)]
+    driver.submit(make_request(0, prompt=long, max_tokens=2))
+    plan(driver)
+    looks: list[int] = []
+    next_hashes = BlockManager.next_hashes
+
+    def look(blocks: BlockManager, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
+        looks.append(sequence.request.key.handle)
+        return next_hashes(blocks, sequence, count)
+
+    monkeypatch.setattr(BlockManager, "next_hashes", look)
+    for handle in range(1, 9):
+        driver.submit(make_request(handle, prompt=[*long, handle], max_tokens=2))
+    plan(driver)
+    plan(driver)
+    handle, num_steps = 100, []
+    while not driver.outputs[0]:
+        driver.submit(make_request(handle, prompt_len=5, max_tokens=2))
+        num_steps.append(steps_to_first_token(driver, handle))
+        handle += 1
+    # The last one comes after the followers, two of which are admitted in a step.
+    assert num_steps[-1] <= 5
+    assert set(num_steps[:-1]) == {1}
+    # At the start, and when it is admitted.
+    assert all(looks.count(follower) <= 3 for follower in range(1, 9))
+    driver.run_until_idle()
+    assert driver.finished == {*range(9), *range(100, handle)}
+    assert {driver.usage[follower].cached_tokens for follower in range(1, 9)} == {1200}
+
+
+def test_who_shares_a_part_of_a_long_prompt_starts_when_that_is_computed():
+    driver = make_driver()
+    long = [7 + index % 40 for index in range(1200)]
+    driver.submit(make_request(0, prompt=long, max_tokens=2))
+    plan(driver)
+    driver.submit(make_request(1, prompt=[*long[:401], *[3] * 20], max_tokens=2))
+    # 32 tokens a step are computed.
+    assert steps_to_first_token(driver, 1) < 16
+    assert driver.usage.get(0) is None
+    driver.run_until_idle()
+    assert driver.usage[1].cached_tokens == 400
 
 
 def test_cached_prompts_are_admitted_some_a_step(monkeypatch):
@@ -459,6 +506,38 @@ def run_steps(scheduler: Scheduler, count: int) -> None:
         plan = scheduler.schedule(0.0)
         assert plan is not None
         scheduler.apply(StepResult(plan.step_id, np.zeros(len(plan.samples), np.int64)), 0.0)
+
+
+@pytest.mark.parametrize("policy", PolicyKind)
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_a_prompt_that_does_not_fit_is_looked_up_once_while_nothing_of_it_changes(policy, num_sequences, monkeypatch):
+    config = make_config(num_blocks=600, max_model_len=3000, max_num_batched_tokens=2000, policy=policy)
+    scheduler = Scheduler(config)
+    # What steps evict from here on is of the first of these.
+    for handle, length in ((0, 700), (1, 1600)):
+        scheduler.submit(make_request(handle, prompt=[5 + handle] * length, max_tokens=2), 0.0)
+        run_steps(scheduler, 2)
+    scheduler.submit(make_request(2, prompt_len=300, max_tokens=200), 0.0)
+    run_steps(scheduler, 2)
+    large = make_request(3, prompt=[6] * 1600 + [7] * 570, max_tokens=60, num_sequences=num_sequences)
+    scheduler.submit(continued(large, [1] * num_sequences), 0.0)
+    run_steps(scheduler, 2)
+    num_looked_at = 0
+    for name in ("hits", "num_free_of"):
+        original = getattr(BlockPool, name)
+
+        def count(pool: BlockPool, each: Any, original: Any = original) -> Any:
+            nonlocal num_looked_at
+            num_looked_at += len(each)
+            return original(pool, each)
+
+        monkeypatch.setattr(BlockPool, name, count)
+    free = scheduler.batch.blocks.pool.sealed_hashes()
+    run_steps(scheduler, 40)
+    assert set(free) - set(scheduler.batch.blocks.pool.sealed_hashes()), "nothing was evicted"
+    assert large.key in scheduler.waiting
+    # Of 400 blocks that are cached.
+    assert num_looked_at <= 40 * 64
 
 
 def test_a_prompt_is_hashed_no_further_than_it_may_be_cached_before_it_is_computed(hashed):
