@@ -14,10 +14,10 @@ import numpy as np
 
 from quire.arrays import encode_int32
 from quire.logprob_columns import LogprobColumns
-from quire.prefix_hashes import HASH_BYTES
+from quire.prefix_hashes import HASH_BYTES, hash_chain, pack, root_hash
 from quire.scheduler.v1 import recording_pb2
 from scheduler_svc.core.beam_search import BeamParameters, Candidates, EarlyStopping
-from scheduler_svc.core.block_pool import BlockHash, BlockId, PrefixHashes
+from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
 from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.step import Array, SampleLogprobs, StepInFlight, StepPlan, StepResult
@@ -332,10 +332,37 @@ def sealed_of(message: recording_pb2.RecordedSealed) -> list[tuple[BlockId, Bloc
     ]
 
 
-def rename_message(
-    content: BlockHash, tenant: str, token_ids: SequenceOf[int], block_size: int, hider: TokenHider
-) -> Operation:
-    """The block that was restored as `content` is the last one of these tokens of a tenant, which fill blocks."""
-    tokens = hidden(hider, token_ids).tolist()
-    hashes = PrefixHashes(tenant, block_size).first(len(tokens) // block_size, tokens)
-    return Operation(rename=recording_pb2.RecordedRename(name=hider.name_of(content), hash=hashes[-1]))
+class HiddenHashes:
+    """The hashes of some consecutive blocks of a tenant's sequence as the recording has them, of hidden tokens: each is
+    computed once, on first use. They follow those `before`, or are the sequence's first."""
+
+    def __init__(self, tenant: str, block_size: int, before: "HiddenHashes | None", token_ids: list[int]) -> None:
+        self._tenant = tenant
+        self._block_size = block_size
+        self._before = before
+        self._first = 0 if before is None else before.end
+        self._token_ids = token_ids
+        self._hashes: list[BlockHash] = []
+        self.end = self._first + len(token_ids) // block_size
+        """The blocks of the sequence up to the last one of these."""
+
+    def of(self, index: int, hider: TokenHider) -> BlockHash:
+        """The hash of the sequence's block with this index, which is not behind `end`."""
+        part = self
+        while index < part._first:
+            assert part._before is not None
+            part = part._before
+        return part._all(hider)[index - part._first]
+
+    def _all(self, hider: TokenHider) -> list[BlockHash]:
+        if not self._hashes:
+            parent = root_hash(self._tenant) if self._before is None else self._before._all(hider)[-1]
+            tokens = hidden(hider, self._token_ids, self._first * self._block_size)
+            self._hashes = hash_chain(parent, pack(tokens.tolist()), 4 * self._block_size)
+            self._token_ids = []
+        return self._hashes
+
+
+def rename_message(content: BlockHash, hashes: HiddenHashes, index: int, hider: TokenHider) -> Operation:
+    """The block that was restored as `content` is the one with this index of a sequence."""
+    return Operation(rename=recording_pb2.RecordedRename(name=hider.name_of(content), hash=hashes.of(index, hider)))

@@ -367,6 +367,8 @@ class _ObservedHashes(PrefixHashes):
         super().__init__(tenant, block_size)
         self._tenant = tenant
         self._restored = restored
+        # Of the blocks up to the last one that was reported; forks share them.
+        self._hidden: messages.HiddenHashes | None = None
 
     def _compute(self, count: int, token_ids: Sequence[int]) -> None:
         known = len(self._hashes)
@@ -375,14 +377,21 @@ class _ObservedHashes(PrefixHashes):
 
     def report(self, start: int, token_ids: Sequence[int]) -> None:
         """Says of which restored blocks the tokens are known now, from the hash number `start` on."""
-        if self._restored.hashes and not self._restored.hashes.isdisjoint(self._hashes[start:]):
-            for index in range(start, len(self._hashes)):
-                tokens = token_ids[: (index + 1) * self._block_size]
-                self._restored.found(self._hashes[index], self._tenant, tokens, self._block_size)
+        restored, size = self._restored.hashes, self._block_size
+        found = [index for index in range(start, len(self._hashes)) if self._hashes[index] in restored]
+        if not found:
+            return
+        num_hidden = 0 if self._hidden is None else self._hidden.end
+        if num_hidden <= found[-1]:
+            tokens = list(token_ids[num_hidden * size : (found[-1] + 1) * size])
+            self._hidden = messages.HiddenHashes(self._tenant, size, self._hidden, tokens)
+        assert self._hidden is not None
+        for index in found:
+            self._restored.found(self._hashes[index], self._hidden, index)
 
     def copy(self) -> PrefixHashes:
         twin = _ObservedHashes(self._tenant, self._block_size, self._restored)
-        twin._hashes, twin._parent = list(self._hashes), self._parent
+        twin._hashes, twin._parent, twin._hidden = list(self._hashes), self._parent, self._hidden
         return twin
 
 
@@ -398,8 +407,7 @@ class _Restored:
         self._put = put
         self._hider = hider
 
-    def found(self, content: BlockHash, tenant: str, token_ids: Sequence[int], block_size: int) -> None:
-        if content in self.hashes:
-            self.hashes.discard(content)
-            tokens = list(token_ids)
-            self._put(partial(messages.rename_message, content, tenant, tokens, block_size, self._hider))
+    def found(self, content: BlockHash, hashes: messages.HiddenHashes, index: int) -> None:
+        """The block is the one with this index of a sequence with these hashes."""
+        self.hashes.discard(content)
+        self._put(partial(messages.rename_message, content, hashes, index, self._hider))
