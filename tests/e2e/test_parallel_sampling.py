@@ -4,6 +4,9 @@ import pytest
 import pytest_asyncio
 
 from quire.client import ChatMessage, FinishReason, GenerationOptions, SequenceFinished, TokenChunk
+from quire.common.v1 import common_pb2
+from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
+from quire.rpc.channel import open_channel
 from tests.support.serving import Served, serving
 
 pytestmark = pytest.mark.extended
@@ -83,3 +86,25 @@ async def test_best_of_returns_the_likeliest_of_the_samples(served: Served):
     picked = await served.client.chat(message, options)
     assert [sequence.text for sequence in picked.sequences] == best
     assert picked.usage.generated_tokens == 6 * 24
+
+
+async def test_a_group_continues_where_some_of_its_sequences_have_output(served: Served):
+    # An eighth of the pool: prompts that are not shared would not fit.
+    request = generation_pb2.GenerateRequest(
+        token_ids=common_pb2.TokenIds(ids=[40 + index % 50 for index in range(128)]),
+        sampling=common_pb2.SamplingParameters(n=12, seed=5, temperature=1.0),
+        stopping=common_pb2.StoppingParameters(max_tokens=20, ignore_eos=True),
+        output=common_pb2.OutputOptions(prompt_logprobs=1),
+    )
+    async with open_channel(served.server.grpc_address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        whole = await stub.Generate(request, wait_for_ready=True, timeout=60)
+        for counts in ([5, 0] * 6, [0] * 11 + [20]):
+            again = generation_pb2.GenerateRequest()
+            again.CopyFrom(request)
+            for sequence, count in zip(whole.sequences, counts, strict=True):
+                again.continue_from.add(token_ids=sequence.token_ids[:count])
+            rest = await stub.Generate(again, timeout=60)
+            for sequence, before, count in zip(rest.sequences, whole.sequences, counts, strict=True):
+                assert list(sequence.token_ids) == list(before.token_ids[count:])
+            assert [each.chosen.token_id for each in rest.prompt_logprobs] == request.token_ids.ids[1:]
