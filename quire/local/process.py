@@ -12,13 +12,15 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import grpc
 import grpc.aio
@@ -102,7 +104,7 @@ class SupervisedProcess:
         self._spec = spec
         self._report = report
         self._backoff = backoff
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: _Child | None = None
         self._refusals: list[str] = []
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -146,15 +148,19 @@ class SupervisedProcess:
 
     def signal(self, number: signal.Signals) -> None:
         """Sends the process a signal, if it runs."""
-        # Not Process.send_signal, which reaps a process that has just ended and so takes its status from asyncio.
-        if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self._process.pid, number)
+        if self._process is not None:
+            self._process.signal(number)
 
     async def _supervise(self) -> None:
         while not self._stopping.is_set():
             started_at = time.monotonic()
-            status = await self._run_once()
+            try:
+                status = await self._run_once()
+            except OSError as error:  # too many open files or processes, or no memory: of a moment
+                delay_s = self._backoff.delay_s(0.0)
+                self._report(f"{self.name} cannot be started: {error}; trying again in {delay_s:g} s")
+                await self._wait_to_stop(delay_s)
+                continue
             if self._stopping.is_set():
                 return
             if status == CONFIGURATION_EXIT_STATUS and not self._spec.is_proven():
@@ -166,38 +172,42 @@ class SupervisedProcess:
             died = status not in (0, LOST_PEER_EXIT_STATUS)
             delay_s = self._backoff.delay_s(time.monotonic() - started_at, died=died)
             self._report(f"{self.name} {_describe(status)}; starting it again in {delay_s:g} s")
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), delay_s)
+            await self._wait_to_stop(delay_s)
+
+    async def _wait_to_stop(self, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), timeout_s)
 
     async def _run_once(self) -> int:
-        """Starts the process, waits for its end, returns its status."""
+        """Starts the process, waits for its end, returns its status. Raises OSError where it cannot be started, and
+        leaves nothing of it behind then."""
         self._refusals = []
-        pipes = [await _LinePipe.open(self._read_error_line)]
-        if self._spec.on_output:
-            pipes.append(await _LinePipe.open(self._spec.on_output))
+        pipes: list[_LinePipe] = []
         try:
-            process = await self._spawn(pipes)
+            pipes.append(await _LinePipe.open(self._read_error_line))
+            if self._spec.on_output:
+                pipes.append(await _LinePipe.open(self._spec.on_output))
+            child = await self._spawn(pipes)
             try:
-                return await process.wait()
+                return await child.wait()
             except BaseException:
                 self.kill()
-                await process.wait()
+                await child.wait()
                 raise
             finally:
                 self._process = None
                 # Processes that it started must not outlive it.
-                _kill_group(process.pid)
+                _kill_group(child.pid)
         finally:
             for pipe in pipes:
                 await pipe.finish(_PIPES_GRACE_S)
 
-    async def _spawn(self, pipes: Sequence["_LinePipe"]) -> asyncio.subprocess.Process:
+    async def _spawn(self, pipes: Sequence["_LinePipe"]) -> "_Child":
         """The first pipe is for its stderr, the second, if any, for its stdout."""
         try:
-            self._process = process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", _LAUNCHER, str(os.getpid())),
-                *self._spec.command(),
-                stdin=asyncio.subprocess.DEVNULL,
+            self._process = child = await _Child.start(
+                [sys.executable, "-I", "-S", _LAUNCHER, str(os.getpid()), *self._spec.command()],
+                stdin=subprocess.DEVNULL,
                 # Without a reader it goes to our stderr: our stdout is for the ready line only.
                 stdout=pipes[1].write_end if len(pipes) > 1 else 2,
                 stderr=pipes[0].write_end,
@@ -212,7 +222,7 @@ class SupervisedProcess:
         self.starts += 1
         if self._stopping.is_set():
             self.signal(signal.SIGTERM)
-        return process
+        return child
 
     def _read_error_line(self, line: str) -> None:
         if _REFUSAL.fullmatch(line):
@@ -233,6 +243,63 @@ def _describe(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name}"
 
 
+class _Child:
+    """A process that a thread of its own starts and waits for.
+
+    asyncio starts a process first and then the thread that waits for it: at the limit of threads, it leaves a process
+    that nothing waits for. The kernel kills the child when the thread ends (launch.py), which is after the child.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], ended: asyncio.Future[int]) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._ended = ended
+
+    @classmethod
+    async def start(cls, command: Sequence[str], **options: Any) -> Self:
+        """`options` are those of subprocess.Popen. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        started: asyncio.Future[subprocess.Popen[bytes]] = loop.create_future()
+        ended: asyncio.Future[int] = loop.create_future()
+
+        def run() -> None:
+            # The loop may be closed by then: this process ends.
+            with suppress(RuntimeError):
+                try:
+                    process = subprocess.Popen[bytes](command, **options)
+                except Exception as error:
+                    loop.call_soon_threadsafe(started.set_exception, error)
+                    return
+                loop.call_soon_threadsafe(started.set_result, process)
+                loop.call_soon_threadsafe(ended.set_result, process.wait())
+
+        try:
+            threading.Thread(target=run, name="child", daemon=True).start()
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, str(error)) from error
+        try:
+            return cls(await asyncio.shield(started), ended)
+        except asyncio.CancelledError:
+            started.add_done_callback(_kill_started)
+            raise
+
+    async def wait(self) -> int:
+        """The status of its end, negative for a signal."""
+        return await asyncio.shield(self._ended)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends it a signal, unless it has ended."""
+        # Not Popen.send_signal, which would reap it here.
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+def _kill_started(started: asyncio.Future[subprocess.Popen[bytes]]) -> None:
+    if started.exception() is None:
+        _kill_group(started.result().pid)
+
+
 class _LinePipe:
     """A pipe into which a child process writes lines, read in a task until all who hold the other end are gone.
 
@@ -242,6 +309,7 @@ class _LinePipe:
 
     def __init__(self, write_end: int, transport: asyncio.ReadTransport, reading: asyncio.Task[None]) -> None:
         self.write_end = write_end
+        self._is_write_end_closed = False
         self._transport = transport
         self._reading = reading
 
@@ -250,17 +318,26 @@ class _LinePipe:
         """`on_line` takes each line without its end; bytes that are not UTF-8 are replaced."""
         read_end, write_end = os.pipe()
         reader = asyncio.StreamReader()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", buffering=0)
-        )
+        file = os.fdopen(read_end, "rb", buffering=0)
+        try:
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), file
+            )
+        except BaseException:
+            file.close()
+            os.close(write_end)
+            raise
         return cls(write_end, transport, asyncio.create_task(_read_lines(reader, on_line)))
 
     def close_write_end(self) -> None:
-        """Closes our own copy of the other end, once the child has its copy, or will never have one."""
-        os.close(self.write_end)
+        """Closes our own copy of the other end, once the child has its copy, or will never have one. Idempotent."""
+        if not self._is_write_end_closed:
+            self._is_write_end_closed = True
+            os.close(self.write_end)
 
     async def finish(self, grace_s: float) -> None:
         """Reads what is still in the pipe, for at most `grace_s` seconds, and closes it."""
+        self.close_write_end()
         await asyncio.wait([self._reading], timeout=grace_s)
         self._reading.cancel()
         self._transport.close()
@@ -291,9 +368,32 @@ class HangLimits:
 
 
 async def watch(
-    process: SupervisedProcess, socket_path: Path, limits: HangLimits, report: Callable[[str], None]
+    process: SupervisedProcess,
+    socket_path: Path,
+    limits: HangLimits,
+    report: Callable[[str], None],
+    backoff: RestartBackoff | None = None,
 ) -> None:
     """Checks the health of `process` at its unix socket, without end, and kills it when it is silent for too long.
+
+    What ends the checks, such as too many open files here, is reported, and they begin anew after a wait.
+    """
+    backoff = backoff or RestartBackoff()
+    while True:
+        started_at = time.monotonic()
+        try:
+            await _watch(process, socket_path, limits, report)
+        except Exception as error:
+            delay_s = backoff.delay_s(time.monotonic() - started_at)
+            reason = str(error) or type(error).__name__
+            report(f"health checks of {process.name} failed: {reason}; beginning them again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+
+
+async def _watch(
+    process: SupervisedProcess, socket_path: Path, limits: HangLimits, report: Callable[[str], None]
+) -> NoReturn:
+    """Raises OSError where this process is out of files: then it cannot tell whether the other one is silent.
 
     Silence is counted in checks without an answer and not in time, so that a pause of this process does not count.
     """
@@ -310,7 +410,8 @@ async def watch(
                 start, num_silent = process.starts, 0
             if checked_start != start or not process.is_running:
                 continue
-            if listening_start != start and (is_answered or _listens(socket_path)):
+            listens = is_answered or _listens(socket_path)
+            if listening_start != start and listens:
                 listening_start, num_silent = start, 0
             num_silent = 0 if is_answered else num_silent + 1
             has_listened = listening_start == start
@@ -331,7 +432,8 @@ async def _answers(stub: Any, timeout_s: float) -> bool:
 
 
 def _listens(socket_path: Path) -> bool:
-    """Whether a process listens there; a stopped one does too, since the kernel accepts connections for it."""
+    """Whether a process listens there; a stopped one does too, since the kernel accepts connections for it. Raises
+    OSError where there is no socket to find out with."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         return probe.connect_ex(str(socket_path)) in (0, errno.EAGAIN)

@@ -1,12 +1,16 @@
 """One supervised process, with tiny programs that stand in for a service."""
 
 import asyncio
+import errno
 import os
 import signal
+import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -166,6 +170,63 @@ async def test_what_a_dead_process_started_does_not_keep_it_from_being_started_a
     code = "import subprocess, sys; subprocess.Popen(['sleep', '60']); sys.exit(1)"
     supervision = supervise(code)
     await until_true(lambda: supervision.process.starts >= 2)
+
+
+def num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def fail_at_the_limit(*_: object, **__: object) -> None:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def fail_to_start_a_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "failure"),
+    [
+        (os, "pipe", fail_at_the_limit),
+        (subprocess, "Popen", fail_at_the_limit),
+        (threading.Thread, "start", fail_to_start_a_thread),
+    ],
+    ids=["no pipe", "no process", "no thread"],
+)
+async def test_a_process_that_dies_while_none_can_be_started_is_started_once_one_can(
+    supervise, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, failure: Callable[..., None]
+) -> None:
+    supervision = supervise("print('up', flush=True)\n" + WAIT_FOR_SIGNAL)
+    pid = await supervision.until_up()
+    supervision.output.clear()
+    open_files = num_open_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failure)
+        os.kill(pid, signal.SIGKILL)
+        await until_true(lambda: supervision.task.done() or len(supervision.reports) >= 4)
+    assert not supervision.task.done()
+    assert all("cannot be started: [Errno" in line for line in supervision.reports[1:4])
+    assert supervision.reports[1].endswith("; trying again in 0.02 s")
+    assert await supervision.until_up() != pid
+    assert num_open_files() <= open_files
+
+
+async def test_a_second_pipe_that_cannot_be_opened_leaves_no_first_one(
+    supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_files, opened, pipe = num_open_files(), [], os.pipe
+
+    def open_every_other() -> tuple[int, int]:
+        opened.append(None)
+        return pipe() if len(opened) % 2 else fail_at_the_limit()  # type: ignore[return-value]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pipe", open_every_other)
+        supervision = supervise(WAIT_FOR_SIGNAL)
+        await until_true(lambda: supervision.task.done() or len(supervision.reports) >= 5)
+    assert len(supervision.reports) >= 5
+    await supervision.process.stop(0)
+    await until_true(lambda: num_open_files() <= open_files)
 
 
 async def test_stop_lets_the_process_end_by_itself(supervise, tmp_path: Path) -> None:
@@ -345,6 +406,38 @@ async def test_a_service_that_is_between_two_starts_is_not_silent(make_watched, 
     checks.clear()
     await until_true(lambda: len(checks) > 6)
     assert watched.reports == []
+
+
+async def test_hang_detection_that_fails_is_reported_and_begins_anew(
+    make_watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "open_channel", fail_at_the_limit)
+        watched = make_watched("serving")
+        await watched.start()
+        await until_true(lambda: watched.tasks[1].done() or len(watched.reports) >= 2)
+    failed = "health checks of thing failed: [Errno 24] Too many open files; beginning them again in"
+    assert watched.reports[:2] == [f"{failed} 0.1 s", f"{failed} 0.2 s"]
+    starts = watched.process.starts
+    os.kill(watched.process.pid, signal.SIGSTOP)
+    await until_true(lambda: watched.process.starts > starts, timeout_s=60)
+    assert KILLED in watched.reports
+
+
+async def test_a_service_is_not_killed_where_the_checks_find_no_socket_to_ask_with(
+    make_watched, checks: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = make_watched("serving")
+    await until_true(lambda: True in checks, timeout_s=60)
+    pid = watched.process.pid
+    checks.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "_listens", fail_at_the_limit)
+        os.kill(pid, signal.SIGSTOP)
+        await until_true(lambda: checks.count(False) > 4, timeout_s=60)
+        os.kill(pid, signal.SIGCONT)
+    assert watched.process.pid == pid
+    assert KILLED not in watched.reports
 
 
 async def test_a_pause_that_is_short_enough_is_forgiven(make_watched, checks: list[bool]) -> None:
