@@ -60,6 +60,8 @@ def _connection(flags: CredentialFlags, url: str) -> http.client.HTTPConnection:
     if parts.scheme not in ("http", "https") or not host or parts.path.strip("/"):
         raise ConfigurationError(f'--url: "{url}" is not valid: expected http://HOST:PORT or https://HOST:PORT')
     if parts.scheme == "http":
+        if flags.client_tls() is not None:
+            raise ConfigurationError(f'--url: "{url}" is not encrypted, but flags of TLS are given; use https://')
         return http.client.HTTPConnection(host, port, timeout=_SILENCE_S)
     used = flags.tls_ca_file
     try:

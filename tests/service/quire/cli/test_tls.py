@@ -1,6 +1,7 @@
 """All commands that call a gateway, where it speaks TLS and asks for certificates."""
 
 import io
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -92,3 +93,19 @@ def test_the_blocking_client_speaks_tls(gateway: FakeGatewayThread, tmp_path: Pa
         assert client.generate("x").sequences[0].text == "x!"
     with Client(gateway.address, tls=ClientTls(str(identity.authority))) as stranger, pytest.raises(Unavailable):
         stranger.generate("x", timeout_s=60)
+
+
+@pytest.mark.parametrize("command", [["top"], ["status", "--watch"]], ids=" ".join)
+@pytest.mark.parametrize("flag", ["--tls", "--tls-ca-file=ca.pem", "--tls-server-name=quire.example"])
+def test_a_feed_in_clear_is_refused_where_flags_of_tls_are_given(
+    capsys: pytest.CaptureFixture[str], command: list[str], flag: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert main([*command, "--api-key=secret", flag, "--url", url]) == 2
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    assert capsys.readouterr().err.splitlines() == [
+        f'quire {command[0]}: error: --url: "{url}" is not encrypted, but flags of TLS are given; use https://'
+    ]
