@@ -23,7 +23,7 @@ from quire.client.types import (
     TokenChunk,
     Tokenization,
 )
-from quire.client.waiting import Event, call, client_closed, next_response, sleep
+from quire.client.waiting import Event, call, cancelled_once, client_closed, next_response
 from quire.gateway.v1 import generation_pb2, model_pb2
 from quire.rpc.errors import QuireError, Unavailable
 
@@ -41,15 +41,16 @@ class Stream:
         completed: The last event, once it has come.
     """
 
-    def __init__(self, recovery: Recovery) -> None:
-        """Makes the first call."""
+    def __init__(self, recovery: Recovery, client_is_closed: Event) -> None:
+        """Makes the first call. Raises Cancelled where `client_is_closed` is set."""
         self.completed: RequestCompleted | None = None
         self.request_id = recovery.request_id if isinstance(recovery, Resumption) else None
         self._recovery = recovery
         self._is_closed = False
         self._is_cut = False
         self._closing = Event()
-        self._call = recovery.call()
+        self._client_is_closed = client_is_closed
+        self._call = self._make_call()
 
     def __enter__(self) -> Self:
         return self
@@ -90,9 +91,13 @@ class Stream:
         if self._is_cut:
             raise client_closed() from None
         if not self._is_closed:
-            self._call = self._recovery.call()
+            self._call = self._make_call()
             if self._is_closed or self._is_cut:
                 self._call.cancel()
+
+    def _make_call(self) -> Any:
+        with cancelled_once(self._client_is_closed):
+            return self._recovery.call()
 
     @property
     def text(self) -> Iterator[str]:
@@ -144,6 +149,7 @@ class Client:
         self._channel: grpc.Channel = open_channel(grpc, address, tls)
         self._stubs = make_stubs(self._channel, api_key)
         self._streams: WeakSet[Stream] = WeakSet()
+        self._is_closed = Event()
         # The blocking client needs it: a thread may close the client while others start streams.
         self._lock = threading.Lock()
 
@@ -156,6 +162,7 @@ class Client:
     def close(self) -> None:
         """Closes the connection; running calls are cancelled, and raise Cancelled."""
         with self._lock:
+            self._is_closed.set()
             streams = list(self._streams)
         for stream in streams:
             stream.cut()
@@ -301,12 +308,13 @@ class Client:
         attempts = Attempts(self._retry, CallTime.of(timeout_s), is_idempotent)
         while True:
             try:
-                response = call(method, request, attempts.time.left_s())
+                with cancelled_once(self._is_closed):
+                    response = call(method, request, attempts.time.left_s())
             except QuireError as error:
                 delay_s = attempts.delay_after(error)
             else:
                 return read(response)
-            sleep(delay_s)
+            self._is_closed.wait(delay_s)
 
     def _stream(
         self,
@@ -318,7 +326,10 @@ class Client:
     ) -> Stream:
         attempts = Attempts(self._retry, CallTime.of(timeout_s), is_idempotent=False)
         resume_stream = self._stubs.generation.ResumeStream if durable else None
-        stream = Stream(make_recovery(method, request, resume_stream, attempts))
+        stream = Stream(make_recovery(method, request, resume_stream, attempts), self._is_closed)
         with self._lock:
             self._streams.add(stream)
+            is_closed = self._is_closed.is_set()
+        if is_closed:
+            stream.cut()
         return stream

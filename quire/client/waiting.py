@@ -5,18 +5,15 @@
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import grpc
 
-from quire.rpc.errors import Cancelled, from_rpc_error
+from quire.rpc.errors import Cancelled, QuireError, from_rpc_error
 
 Event = threading.Event
-sleep = time.sleep
-async_sleep = asyncio.sleep
 
 
 class AsyncEvent:
@@ -27,6 +24,9 @@ class AsyncEvent:
 
     def set(self) -> None:
         self._event.set()
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
 
     async def wait(self, timeout_s: float) -> None:
         """Returns when the event is set, or after `timeout_s` seconds."""
@@ -39,8 +39,22 @@ def client_closed() -> Cancelled:
     return Cancelled("the client was closed")
 
 
+@contextmanager
+def cancelled_once(closed: AsyncEvent | Event) -> Generator[None, None, None]:
+    """Raises Cancelled for whatever gRPC raises where a call is made once the channel is closed: ValueError in one API,
+    UsageError in the other."""
+    try:
+        yield
+    except QuireError:
+        raise
+    except Exception:
+        if closed.is_set():
+            raise client_closed() from None
+        raise
+
+
 async def async_call(method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
-    """The answer of a unary call; its failure as QuireError, Cancelled where the channel was closed."""
+    """The answer of a unary call; its failure as QuireError, Cancelled where the channel was closed meanwhile."""
     try:
         return await method(request, timeout=timeout_s)
     except grpc.RpcError as error:

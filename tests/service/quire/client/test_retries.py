@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from quire.client import AsyncClient, Client, RequestCompleted, RetryPolicy, SequenceFinished, TokenChunk
-from quire.rpc.errors import InvalidArgument, QuireError, ResourceExhausted, Unavailable
+from quire.rpc.errors import Cancelled, InvalidArgument, QuireError, ResourceExhausted, Unavailable
 from tests.support.fake_gateway import start_fake_gateway
 from tests.support.flaky_gateway import EitherClient, FlakyGeneration
+from tests.support.processes import until_true
 from tests.support.resetting_proxy import ResettingProxy, resetting_proxy
 
 FULL = ResourceExhausted("the queue is full", reason="QUEUE_FULL", retry_after_ms=20)
@@ -209,3 +210,49 @@ async def test_closing_a_stream_ends_its_wait(kind) -> None:
             await generation.called.wait()
             await client.close_stream(stream)
             assert await reading == []
+
+
+@pytest.mark.parametrize("method", ["tokenize", "generate", "events"])
+async def test_closing_the_client_ends_the_wait_of_every_call_with_cancelled(kind, method: str) -> None:
+    late = ResourceExhausted("the queue is full", retry_after_ms=60_000)
+    async with calling(kind, late, retry=RetryPolicy()) as (client, generation):
+        call = client.events("hi") if method == "events" else client.call(method, "hi")
+        asking = asyncio.create_task(call)
+        async with asyncio.timeout(30):
+            await generation.called.wait()
+            await until_true(lambda: generation.num_calls == 1)
+            await client.close()
+            with pytest.raises(Cancelled):
+                await asking
+    assert generation.num_calls == 1
+
+
+@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize("retry", [None, PATIENT], ids=["no policy", "a policy"])
+async def test_every_call_of_a_closed_client_is_cancelled(kind, retry: RetryPolicy | None, durable: bool) -> None:
+    async with calling(kind, retry=retry) as (client, generation):
+        await client.close()
+        for method in ("tokenize", "generate"):
+            with pytest.raises(Cancelled, match="the client was closed"):
+                await client.call(method, "hi")
+        with pytest.raises(Cancelled, match="the client was closed"):
+            await client.events("hi", durable=durable)
+    assert generation.num_calls == 0
+
+
+async def test_a_lost_stream_whose_client_is_closed_as_it_goes_on_is_cancelled(kind, monkeypatch) -> None:
+    async with calling(kind, GONE, retry=PATIENT) as (client, _):
+        stream = client.client.generate_stream("halfway", durable=True)
+        recovery = stream._recovery
+        goes_on = recovery.call
+
+        def close_first() -> object:
+            closing = client.client.close()
+            if closing is not None:
+                with pytest.raises(StopIteration):
+                    closing.send(None)
+            return goes_on()
+
+        monkeypatch.setattr(type(recovery), "call", lambda _: close_first())
+        with pytest.raises(Cancelled):
+            await client.read(stream)
