@@ -108,16 +108,21 @@ async def _start_server(
 
 
 async def _run_and_drain(loop: StepLoop, requests: Requests, drain_timeout_s: float) -> None:
-    """Drives the steps until cancelled, and then on until the live requests are done or the time is over."""
+    """Drives the steps until cancelled, and then on until the live requests are done, the time is over or the steps
+    have ended by themselves."""
     driver = asyncio.create_task(loop.run())
     try:
         await asyncio.shield(driver)
     except asyncio.CancelledError:
         ending = asyncio.create_task(requests.end_once_unread())
+        draining = asyncio.create_task(loop.drain(drain_timeout_s))
         try:
-            await loop.drain(drain_timeout_s)
+            await asyncio.wait([driver, draining], return_when=asyncio.FIRST_COMPLETED)
+            if driver.done() and (error := driver.exception()) is not None:
+                _logger.warning("draining ends early: %s", error)
         finally:
             ending.cancel()
+            draining.cancel()
         raise
     finally:
         driver.cancel()

@@ -16,6 +16,7 @@ from quire.logs import REQUEST_ID
 from quire.progress import LoadProgress
 from quire.rpc.patience import LAST_LOOK_S
 from quire.rpc.tls import TlsIdentity
+from quire.settings import ConfigurationError
 from quire.tracing import TraceContext
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
 from scheduler_svc.core.pins import PIN_CLIENT
@@ -42,7 +43,9 @@ from scheduler_svc.service.worker_link import (
     WorkerLink,
     WorkerLostError,
     WorkerRefusedError,
+    WorkerTakenError,
     attach_workers,
+    epoch_of_start,
 )
 from scheduler_svc.service.worker_messages import ConstraintPrepared, PromptLogprobsRouter, ReplicaInfo
 from scheduler_svc.settings import SchedulerSettings
@@ -66,7 +69,7 @@ class StepLoop:
         is_attached: Whether workers are attached now.
         loading: How far the workers are with loading their model; None while they do not say.
         is_draining: Whether new requests are refused for good.
-        epoch: Rises with every attachment.
+        epoch: Rises with every attempt to attach; see `epoch_of_start`.
         version: Rises where other workers are attached than before, by their pool, model or limits.
         retry: When a request that is refused for a full queue may come back.
         pins: Pins prefixes for callers.
@@ -91,7 +94,7 @@ class StepLoop:
         self.is_attached = False
         self.loading: LoadProgress | None = None
         self.is_draining = False
-        self.epoch = int(time.time() * 1e3)
+        self.epoch = epoch_of_start(time.time())
         self.version = 0
         self.retry = RetryAdvisor()
         self.pins = PinCalls(lambda: self.scheduler, self.retry, self._note_pins)
@@ -223,7 +226,9 @@ class StepLoop:
     # Steps
 
     async def run(self) -> None:
-        """Attaches the workers, drives them, and starts again whenever they are lost. Runs until it is cancelled."""
+        """Attaches the workers, drives them, and starts again whenever they are lost. Runs until it is cancelled, or
+        raises ConfigurationError once a newer scheduler has the workers: if both went on, neither would finish a
+        step."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
             link = await self._attach()
@@ -373,6 +378,10 @@ class StepLoop:
                 link = await attach_workers(self.worker_addresses, self.epoch, _ATTACH_TIMEOUT_S, self._tls)
                 self._take_over(link)
                 return link
+            except WorkerTakenError as error:
+                raise ConfigurationError(
+                    f"{error}; the newer one keeps it. A worker takes one scheduler: name it in one --workers"
+                ) from error
             except WorkerLostError as error:
                 self._set_loading(error.loading)
                 # Not each byte that was read.

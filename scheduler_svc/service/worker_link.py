@@ -34,6 +34,10 @@ _RUN = "/quire.worker.v1.WorkerService/Run"
 _CHECK_INTERVAL_S = 1.0
 _MAX_SILENT_CHECKS = 10
 """A live worker sends a heartbeat every half second."""
+_ATTEMPT_BITS = 20
+_OTHER_SCHEDULER = frozenset({"NEWER_SCHEDULER", "EPOCH_ATTACHED"})
+"""Reasons with which a worker says that it has another scheduler. An epoch is attached once, so EPOCH_ATTACHED is about
+one that started in the same millisecond."""
 _STEP_FAILURES = frozenset({"STEP_FAILED", "UNEXPECTED"})
 """Reasons with which a worker says that it could not run or take a step."""
 _CALL_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
@@ -83,6 +87,10 @@ class WorkerRefusedError(WorkerLostError):
     """The worker is of a release that does not fit: attaching fails until one of the two is replaced."""
 
 
+class WorkerTakenError(WorkerLostError):
+    """The worker has a scheduler that started later than this one, and keeps it."""
+
+
 class WorkerFaultyError(WorkerLostError):
     """The worker is alive, and hangs or answers nonsense."""
 
@@ -105,6 +113,16 @@ class RanksDisagreeError(WorkerFaultyError):
     @property
     def detail(self) -> str | None:
         return str(self)
+
+
+def epoch_of_start(started_at_s: float) -> int:
+    """The epoch before the first attachment of a scheduler, which adds 1 for each attempt. So the start decides which
+    of two schedulers is the newer one, however often either of them has tried.
+
+    Args:
+        started_at_s: in seconds since the Unix epoch.
+    """
+    return int(started_at_s * 1e3) << _ATTEMPT_BITS
 
 
 class WorkerLink:
@@ -138,7 +156,7 @@ class WorkerLink:
     @classmethod
     async def attach(cls, address: str, epoch: int, timeout_s: float, tls: TlsIdentity | None = None) -> "WorkerLink":
         """Attaches a worker under a new epoch. Raises WorkerLostError where that fails or takes longer than the
-        time."""
+        time, WorkerTakenError where a newer scheduler has it."""
         channel = _open(address, tls)
         # Requests are serialized here, once for all ranks, so the call takes bytes.
         call = channel.stream_stream(_RUN, response_deserializer=worker_pb2.RunResponse.FromString)()
@@ -156,8 +174,7 @@ class WorkerLink:
             handshake.cancel()
             await asyncio.wait([handshake])
             if isinstance(error, (*_CALL_ERRORS, FailedPrecondition, InvalidArgument)):
-                kind = WorkerRefusedError if _is_other_release(error) else WorkerLostError
-                raise kind(f"cannot attach to worker {address}: {_describe(error)}") from error
+                raise _kind_of_refusal(error)(f"cannot attach to worker {address}: {_describe(error)}") from error
             raise
 
     async def send(self, plan: StepPlan) -> None:
@@ -323,10 +340,14 @@ async def attach_workers(
     return links[0] if len(links) == 1 else WorkerGroup(links, epoch)
 
 
-def _is_other_release(error: Exception) -> bool:
+def _kind_of_refusal(error: Exception) -> type[WorkerLostError]:
     if isinstance(error, grpc.aio.AioRpcError):
         error = from_rpc_error(error)
-    return isinstance(error, FailedPrecondition) and error.reason == "PROTOCOL_VERSION"
+    if not isinstance(error, FailedPrecondition):
+        return WorkerLostError
+    if error.reason in _OTHER_SCHEDULER:
+        return WorkerTakenError
+    return WorkerRefusedError if error.reason == "PROTOCOL_VERSION" else WorkerLostError
 
 
 def _open(address: str, tls: TlsIdentity | None) -> grpc.aio.Channel:

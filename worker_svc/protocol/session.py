@@ -130,10 +130,15 @@ class Sessions:
             now: monotonic, in seconds.
 
         Raises:
-            FailedPrecondition: a higher epoch was seen, or this very epoch is attached now.
+            FailedPrecondition: a higher epoch is attached now (NEWER_SCHEDULER) or was seen (STALE_EPOCH), or this very
+                epoch is attached now (EPOCH_ATTACHED).
         """
         highest = self._highest_epoch
         if highest is not None and epoch < highest and not self._is_vacant(now):
+            if self._is_attached:
+                raise FailedPrecondition(
+                    f"scheduler_epoch is {epoch}; a scheduler of epoch {highest} is attached", reason="NEWER_SCHEDULER"
+                )
             raise FailedPrecondition(
                 f"scheduler_epoch is {epoch}; this worker has seen {highest}", reason="STALE_EPOCH"
             )
@@ -145,9 +150,13 @@ class Sessions:
         self._current = Session(epoch, self._worker_generation, self._max_steps_in_flight)
         return self._current
 
+    @property
+    def _is_attached(self) -> bool:
+        return self._current is not None and not self._current.ended
+
     def _is_vacant(self, now: float) -> bool:
         """Whether no scheduler has been attached since a stale epoch was first refused, long enough ago."""
-        if self._current is not None and not self._current.ended:
+        if self._is_attached:
             self._vacant_since = None
             return False
         if self._vacant_since is None:

@@ -1,19 +1,27 @@
 """The scheduler service when gateways and workers leave, hang, come back, or are slow."""
 
 import asyncio
+import contextlib
 import dataclasses
 import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from google.rpc import code_pb2
 
+from quire.rpc.channel import open_channel
 from quire.rpc.errors import from_rpc_error, invalid_field
-from quire.scheduler.v1 import scheduler_pb2
+from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.settings import ConfigurationError
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.service import servicer, worker_link
+from scheduler_svc.service.app import serve
 from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError
 from scheduler_svc.service.worker_messages import StepAnswer, step_answer
+from scheduler_svc.settings import SchedulerSettings
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.sampling import make_row_sampling
 from tests.support.scheduler_process import (
@@ -209,6 +217,56 @@ async def test_a_step_that_waits_for_the_one_before_it_does_not_hang(tmp_path):
         assert (await state_of(stub)).scheduler_epoch == first_epoch
         stream.close()
     await worker.stop()
+
+
+@contextlib.asynccontextmanager
+async def serving(socket: Path, worker: FakeWorker, **settings: Any) -> AsyncIterator[tuple[asyncio.Task[None], Any]]:
+    """The task of a scheduler service that may end by itself, and a stub that is connected to it."""
+    listen = f"unix:{socket}"
+    values: dict[str, Any] = {"listen": listen, "workers": (worker.address,), "log_level": "warning"}
+    task = asyncio.create_task(serve(SchedulerSettings(**(values | settings))))
+    async with open_channel(listen) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        await stub.GetState(scheduler_pb2.GetStateRequest(), wait_for_ready=True, timeout=60)
+        await wait_attached(stub)
+        yield task, stub
+    task.cancel()
+
+
+async def test_the_older_of_two_schedulers_at_one_worker_ends_and_the_newer_one_keeps_it(worker, tmp_path):
+    """As where one address is in the --workers of both: neither would finish a step if they took it in turns."""
+    async with (
+        serving(tmp_path / "older.sock", worker) as (older, _),
+        running_scheduler(str(tmp_path / "newer.sock"), worker.address) as newer,
+    ):
+        async with asyncio.timeout(60):
+            with pytest.raises(ConfigurationError, match="the newer one keeps it") as raised:
+                await older
+        assert worker.address in str(raised.value)
+        await wait_attached(newer)
+        first_epoch = (await state_of(newer)).scheduler_epoch
+        stream, _ = await GatewayStream.open(newer)
+        await stream.submit(make_submit(1, max_tokens=60))
+        await stream.read_until_over(1)
+        assert stream.outputs[1] == expected_tokens(1, max_tokens=60)
+        assert (await state_of(newer)).scheduler_epoch == first_epoch
+        stream.close()
+
+
+async def test_a_scheduler_that_drains_ends_at_once_where_a_newer_one_has_its_worker(worker, tmp_path):
+    async with serving(tmp_path / "older.sock", worker, drain_timeout=3600.0) as (older, stub):
+        stream, _ = await GatewayStream.open(stub)
+        worker.hang.set()
+        await stream.submit(make_submit(1))
+        async with asyncio.timeout(60):
+            while not (await state_of(stub)).running_requests:
+                pass
+            older.cancel()
+            async with running_scheduler(str(tmp_path / "newer.sock"), worker.address):
+                worker.hang.clear()
+                with pytest.raises(asyncio.CancelledError):
+                    await older
+        stream.close()
 
 
 async def test_connect_is_unavailable_until_a_worker_is_attached(tmp_path):

@@ -1,4 +1,4 @@
-"""Which losses of a worker say something against a step."""
+"""Which losses of a worker say something against a step, and which of two schedulers is the newer one."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ import grpc.aio
 import pytest
 
 from quire.rpc.errors import FailedPrecondition, Internal, InvalidArgument, QuireError, Unavailable, to_rpc_status
-from scheduler_svc.service.worker_link import WorkerHangsError, WorkerLostError
+from scheduler_svc.service.worker_link import WorkerHangsError, WorkerLostError, epoch_of_start
 
 
 def make_lost(cause: Exception | None) -> WorkerLostError:
@@ -75,3 +75,9 @@ def test_a_worker_that_hangs_is_unexplained():
 @pytest.mark.parametrize("reason", ["SUPERSEDED", "SESSION_ENDED", "STEP_GAP"])
 def test_a_worker_that_lives_and_says_why_it_left_is_explained(reason):
     assert not make_lost(make_rpc_error(FailedPrecondition("no more", reason=reason))).is_unexplained
+
+
+def test_the_start_orders_the_epochs_of_two_schedulers_however_often_the_older_one_tries():
+    older, newer = epoch_of_start(1_790_000_000.000), epoch_of_start(1_790_000_000.001)
+    attempts_in_two_days = 5 * 86_400 * 2
+    assert older < older + attempts_in_two_days < newer < newer + attempts_in_two_days < 1 << 63
