@@ -3,7 +3,10 @@
 import enum
 import itertools
 import sys
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
+
+import numpy as np
 
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.kv_cache import SwapSpace, VictimTables
@@ -60,8 +63,8 @@ class Room:
         self._running = running
         self._swapped = swapped
         self._pins = pins
-        # The group that all victims made too little room for, and what ran and was free then.
-        self._futile: tuple[RequestKey, int, int] | None = None
+        # The group that all candidates made too little room for, what ran then, how many they were, and what was free.
+        self._futile: tuple[tuple[RequestKey, int, int], int] | None = None
         # Blocks that the group that was looked at last takes, and the versions of what is cached of it.
         self._taken: tuple[RequestKey, list[int], int] | None = None
 
@@ -96,26 +99,25 @@ class Room:
             if not (alone and (blocks.reclaim() or self._pins.give_way(blocks.pool))):
                 return False
 
-    def victims(self, group: SequenceGroup, lowest: int, to_grow: int) -> list[SequenceGroup]:
-        """The groups of order `lowest` and above that make room for `group`, the last ones first and no more than it
-        takes; none if even all of them would not make enough."""
+    def victims(self, group: SequenceGroup, candidates: SequenceOf[SequenceGroup], to_grow: int) -> list[SequenceGroup]:
+        """The first of these running groups that make room for `group`, no more than it takes; none if even all of them
+        would not make enough."""
         rows, blocks, running = self._batch.rows, self._batch.blocks, self._running
         needed, reserve = self._blocks_needed(group, to_grow)
         missing = blocks.missing(needed, reserve=reserve)
         missing_rows = len(group.unfinished) - rows.num_free
         # If all leave, the group runs alone, as every group can.
-        all_leave = running.first().order >= lowest
+        all_leave = len(candidates) == len(running)
+        futile = (group.request.key, running.num_changes, len(candidates))
         if not all_leave:
-            may_leave = rows.active & (rows.order >= lowest)
+            may_leave = rows.active & np.isin(rows.order, [each.order for each in candidates])
             # As if none shared: mostly that is too little already.
-            if missing > int(rows.num_slots[may_leave].sum()) // blocks.block_size or self._was_futile(group):
+            if missing > int(rows.num_slots[may_leave].sum()) // blocks.block_size or self._was_futile(futile):
                 return []
         starts = [blocks.cached_start(sequence) for sequence in group.computing]
         tables = VictimTables(blocks.pool, taken=[block for start in starts for block in start.blocks])
         victims: list[SequenceGroup] = []
-        for victim in reversed(running):
-            if victim.order < lowest:
-                break
+        for victim in candidates:
             victims.append(victim)
             missing_rows -= len(victim.unfinished)
             missing -= sum(tables.free(sequence.block_table) for sequence in victim.unfinished)
@@ -123,16 +125,15 @@ class Room:
                 return victims
         if all_leave:
             return victims
-        self._futile = (group.request.key, running.num_changes, blocks.pool.num_free)
+        self._futile = futile, blocks.pool.num_free
         return []
 
-    def _was_futile(self, group: SequenceGroup) -> bool:
-        """Whether no group has left since all victims of this one were found to be too few."""
+    def _was_futile(self, attempt: tuple[RequestKey, int, int]) -> bool:
+        """Whether nothing has changed since all candidates of a group were found to be too few."""
         if self._futile is None:
             return False
-        key, num_changes, num_free = self._futile
-        is_same = key == group.request.key and num_changes == self._running.num_changes
-        return is_same and self._batch.blocks.pool.num_free <= num_free
+        before, num_free = self._futile
+        return before == attempt and self._batch.blocks.pool.num_free <= num_free
 
     def _blocks_needed(self, group: SequenceGroup, to_grow: int) -> tuple[int, int]:
         """Free blocks that the group takes as it enters, and those that must be left then, unless it runs alone."""

@@ -23,6 +23,7 @@ class RowTable:
     """One entry per row of the worker. Entries of rows that are not `active` mean nothing.
 
     num_tokens    int64: tokens of the sequence, those included that steps in flight will sample
+    num_entered   int64: tokens that the sequence had when it entered the batch
     num_computed  int64: tokens whose keys and values are in the pool once all steps in flight are done
     num_slots     int64: slots of the sequence's block table
     num_sealed    int64: blocks at the start of the block table that are sealed, or need not be
@@ -45,9 +46,10 @@ class RowTable:
 
     def __init__(self, max_num_rows: int) -> None:
         self.sequences: list[Sequence | None] = [None] * max_num_rows
-        numbers, flags = np.zeros((12, max_num_rows), dtype=np.int64), np.zeros((7, max_num_rows), dtype=bool)
+        numbers, flags = np.zeros((13, max_num_rows), dtype=np.int64), np.zeros((7, max_num_rows), dtype=bool)
         self.num_tokens, self.num_computed, self.num_slots, self.num_sealed, self.max_len, self.order = numbers[:6]
-        self.client, self.handle, self.index, self.num_prompt, self.num_emitted, self.num_logprobs = numbers[6:]
+        self.client, self.handle, self.index, self.num_prompt, self.num_emitted, self.num_logprobs = numbers[6:12]
+        self.num_entered = numbers[12]
         self.active, self.seals_chunks, self.is_plain, self.wants_logprobs = flags[:4]
         self.prefills, self.shares_tail, self.dependent = flags[4:]
         self.incarnation = np.zeros(max_num_rows, dtype=np.int64)
@@ -81,7 +83,7 @@ class RowTable:
     def activate(self, row: int, sequence: Sequence, block_size: int, num_computed: int, num_sealed: int) -> None:
         """The row computes from now on. The first `num_computed` tokens of its sequence are computed."""
         self.active[row] = True
-        self.num_tokens[row] = sequence.num_tokens
+        self.num_tokens[row] = self.num_entered[row] = sequence.num_tokens
         self.num_computed[row] = num_computed
         self.num_slots[row] = len(sequence.block_table) * block_size
         self.num_sealed[row] = num_sealed
@@ -93,6 +95,7 @@ class RowTable:
         parent, which is all its tokens."""
         self.active[child] = True
         self.num_tokens[child] = self.num_computed[child] = self.num_tokens[parent]
+        self.num_entered[child] = self.num_entered[parent]
         self.num_slots[child] = self.num_slots[parent]
         self.num_sealed[child] = self.num_sealed[parent]
         self.prefills[child] = False
@@ -360,6 +363,24 @@ class Batch:
         finished = SequenceStatus.FINISHED
         for sequence in sequences:
             sequence.status = finished
+
+    def rows_by_tenant(self) -> Counter[str]:
+        """How many rows each tenant holds."""
+        return Counter(sequence.request.tenant for sequence in self.rows.sequences if sequence is not None)
+
+    def blocks_by_tenant(self) -> Counter[str]:
+        """How many blocks each tenant holds, as if none were shared."""
+        held = Counter[str]()
+        for sequence in self.rows.sequences:
+            if sequence is not None:
+                held[sequence.request.tenant] += len(sequence.block_table)
+        return held
+
+    def num_new_tokens(self, group: SequenceGroup) -> int:
+        """Tokens that each sequence of a running group got since the group entered, counting steps in flight."""
+        row = group.computing[0].row
+        assert row is not None
+        return int(self.rows.num_tokens[row] - self.rows.num_entered[row])
 
     # Blocks
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, KeysView
 from collections.abc import Sequence as SequenceOf
 
+from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.request import MAX_PRIORITY, Request, RequestKey, check_shared_bound
 from scheduler_svc.core.sequence import SequenceGroup
@@ -131,6 +132,14 @@ class GroupQueue:
     def last_of(self, tenant: str) -> SequenceGroup:
         """The tenant's group with the highest order."""
         return self._by_order[self._of_tenant[tenant][-1]]
+
+    def newest_of(self, tenant: str) -> Iterator[SequenceGroup]:
+        """The tenant's groups that are not held, the highest order first."""
+        return (self._by_order[order] for order in reversed(self._of_tenant.get(tenant, ())))
+
+    def newest_from(self, lowest: int) -> list[SequenceGroup]:
+        """The groups of this order and above that are not held, the highest first."""
+        return [self._by_order[order] for order in reversed(self._orders[bisect_left(self._orders, lowest) :])]
 
     def add(self, group: SequenceGroup) -> None:
         """Adds a group that is not here."""
@@ -260,10 +269,12 @@ class Policy:
         while len(running):
             yield running.last()
 
-    def displaces_from(self, entering: SequenceGroup) -> int | None:
-        """The lowest order of running groups that this one may displace if there is no room for it otherwise; None
-        if it may displace none."""
-        return None
+    def displaced_by(
+        self, entering: SequenceGroup, running: GroupQueue, batch: Batch, *, lacks_rows: bool
+    ) -> SequenceOf[SequenceGroup]:
+        """The running groups that this one may displace if there is no room for it otherwise, in the order in which
+        they leave. It lacks rows, or else blocks."""
+        return ()
 
     def charge(self, plan: StepPlan, prefills: Array, tenants: Array) -> None:
         """A step was planned. `prefills`, bool[rows], says which rows had not sampled before it, `tenants`, str[rows],
@@ -282,12 +293,16 @@ class PriorityPolicy(Policy):
     def order(self, request: Request, arrival: int) -> int:
         return (MAX_PRIORITY - request.priority) * self._ORDERS_PER_PRIORITY + arrival
 
-    def displaces_from(self, entering: SequenceGroup) -> int | None:
-        return (MAX_PRIORITY - entering.request.priority + 1) * self._ORDERS_PER_PRIORITY
+    def displaced_by(
+        self, entering: SequenceGroup, running: GroupQueue, batch: Batch, *, lacks_rows: bool
+    ) -> SequenceOf[SequenceGroup]:
+        return running.newest_from((MAX_PRIORITY - entering.request.priority + 1) * self._ORDERS_PER_PRIORITY)
 
 
 PREFILL_WEIGHT = 1
 SAMPLE_WEIGHT = 2
+TURN = 32
+"""Tokens that each sequence of a group gets before another tenant displaces the group."""
 
 
 class FairPolicy(Policy):
@@ -303,6 +318,11 @@ class FairPolicy(Policy):
     group. Under memory pressure the tenant with the highest counter is preempted, newest group first. A tenant that
     comes back after it wanted nothing starts from the lowest counter of those who wait or are swapped, or, if none
     does, from that of the tenant whose turn came last, so that idle time is not saved up.
+
+    Counters alone would let one tenant's wide and long requests keep all others out until they end. So a group that
+    finds no room displaces groups of tenants whose counter is higher and who hold at least twice what its own tenant
+    would hold with it: rows, or where those suffice blocks, as if none were shared. Each of them has had TURN tokens
+    since it entered. Tenants that hold alike do not displace each other, so nothing goes back and forth.
 
     Bound: let tenants f and g both have waiting or swapped requests all through some time in which nothing is computed
     again, and let c_f >= c_g at a moment t of it. When a group of f last entered the batch, at s, c_f(s) <= c_g(s).
@@ -363,6 +383,28 @@ class FairPolicy(Policy):
                 heapq.heapreplace(heap, (count, -running.last_of(tenant).order, tenant))
             else:
                 heapq.heappop(heap)
+
+    def displaced_by(
+        self, entering: SequenceGroup, running: GroupQueue, batch: Batch, *, lacks_rows: bool
+    ) -> SequenceOf[SequenceGroup]:
+        def size_of(group: SequenceGroup) -> int:
+            if lacks_rows:
+                return len(group.unfinished)
+            return sum(batch.blocks.blocks_for(each.num_tokens) for each in group.computing)
+
+        tenant = entering.request.tenant
+        held = batch.rows_by_tenant() if lacks_rows else batch.blocks_by_tenant()
+        wanted, counter = held[tenant] + size_of(entering), self._counter(tenant)
+        ahead = [each for each, size in held.items() if size >= 2 * wanted and self._counter(each) > counter]
+        displaced: list[SequenceGroup] = []
+        for other in sorted(ahead, key=self._counter, reverse=True):
+            for group in running.newest_of(other):
+                if held[other] < 2 * wanted:
+                    break
+                if batch.num_new_tokens(group) >= TURN:
+                    displaced.append(group)
+                    held[other] -= size_of(group)
+        return displaced
 
     def charge(self, plan: StepPlan, prefills: Array, tenants: Array) -> None:
         # All rows may sample: they are counted by tenant without a look at each. Few compute a chunk.

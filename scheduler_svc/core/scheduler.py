@@ -324,12 +324,13 @@ class Scheduler:
         """Preempts groups for the next one, if the policy lets it displace others; none if that is futile."""
         if self.trials.are_on or not len(self.running) or (group := self._next()) is None:
             return
-        lowest = self.policy.displaces_from(group)
-        if lowest is None or self.running.last().order < lowest:
+        lacks_rows = self._room.lacks_rows(group)
+        candidates = self.policy.displaced_by(group, self.running, self.batch, lacks_rows=lacks_rows)
+        if not candidates:
             return
         to_grow = self._room.to_grow()
         if not self._room.fits(group, to_grow):
-            for victim in self._room.victims(group, lowest, to_grow)[:_MAX_DISPLACED]:
+            for victim in self._room.victims(group, candidates, to_grow)[:_MAX_DISPLACED]:
                 self._preempt(victim, now)
 
     def _preempt_for_decodes(self, now: float) -> bool:

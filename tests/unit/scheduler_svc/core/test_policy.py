@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
-from scheduler_svc.core.policy import SAMPLE_WEIGHT, FairPolicy, GroupQueue
+from scheduler_svc.core.policy import SAMPLE_WEIGHT, TURN, FairPolicy, GroupQueue
 from scheduler_svc.core.sequence import SequenceGroup
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 from tests.support.tiers import few_examples
@@ -173,6 +173,74 @@ def test_a_flood_of_one_tenant_does_not_hold_up_another():
     order = order_of_ends(driver)
     assert [order.index(handle) for handle in range(100, 105)] == [1, 3, 5, 7, 9]
     assert len(order) == 105
+
+
+def make_wide_driver(**config) -> Driver:
+    """One with two requests of tenant "wide", which hold all rows for hundreds of steps and have had a turn, and 18
+    more of them that wait."""
+    driver = make_driver(PolicyKind.FAIR, **({"max_num_seqs": 8, "num_blocks": 1000, "max_model_len": 1000} | config))
+    for handle in range(20):
+        driver.submit(make_request(handle, max_tokens=500, num_sequences=4, tenant="wide"))
+    driver.run_steps(TURN + 1)
+    assert running(driver) == {0, 1}
+    return driver
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 1000])
+def test_wide_requests_of_one_tenant_do_not_keep_another_out(num_host_blocks):
+    driver = make_wide_driver(num_host_blocks=num_host_blocks)
+    small = [make_request(handle, max_tokens=20, tenant="small") for handle in (20, 21)]
+    for request in small:
+        driver.submit(request)
+    # It begins with the counter of the other tenant, which is ahead a step later.
+    driver.run_steps(2)
+    # The newer one made room for both, and the older one keeps its rows.
+    assert running(driver) == {0, 20, 21}
+    driver.run_steps(20)
+    assert driver.finished == {20, 21}
+    driver.run_steps(1)
+    assert running(driver) == {0, 1}
+    for request in small:
+        assert driver.outputs[request.key.handle] == expected_output(request)
+
+
+def test_a_tenant_that_fills_the_pool_does_not_keep_another_out():
+    driver = make_driver(PolicyKind.FAIR, num_blocks=40, max_model_len=150)
+    for handle in range(2):
+        driver.submit(make_request(handle, prompt_len=30, max_tokens=45, tenant="long"))
+    driver.run_steps(TURN + 5)
+    assert running(driver) == {0, 1}
+    small = make_request(2, prompt_len=16, max_tokens=8, tenant="small")
+    driver.submit(small)
+    driver.run_steps(2)
+    assert running(driver) == {0, 2}
+    driver.run_until_idle()
+    assert driver.outputs[2] == expected_output(small)
+
+
+def test_a_displaced_request_has_its_turn_before_a_small_one_displaces_it_again():
+    driver = make_wide_driver(num_host_blocks=1000)
+    handle, num_steps = 20, 300
+    for _ in range(num_steps):
+        if not any(group.request.tenant == "small" for group in driver.scheduler.groups()):
+            handle += 1
+            driver.submit(make_request(handle, max_tokens=4, tenant="small"))
+        driver.run_steps(1)
+    # A small one waits for a turn at most, and takes some steps itself.
+    assert handle - 20 > num_steps // (TURN + 10)
+    wide = [group for group in driver.scheduler.groups() if group.preemptions]
+    assert wide
+    for group in wide:
+        assert group.request.tenant == "wide"
+        assert group.preemptions <= group.sequences[0].num_output_tokens // TURN
+
+
+def test_tenants_that_hold_alike_do_not_displace_each_other():
+    driver = make_driver(PolicyKind.FAIR, max_num_seqs=8, num_blocks=1000, max_model_len=1000)
+    for handle in range(16):
+        driver.submit(make_request(handle, max_tokens=3 * TURN, tenant=f"tenant-{handle}"))
+    driver.run_until_idle()
+    assert driver.scheduler.num_preemptions == 0
 
 
 def test_who_asks_for_little_at_a_time_gets_more_turns():
