@@ -1,7 +1,8 @@
 """The limits on what is kept of durable requests, and how much each takes of them."""
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
 from typing import Protocol
 
 from quire.rpc.errors import ResourceExhausted
@@ -69,10 +70,10 @@ class DurableRoom:
     def __init__(self, limits: DurableLimits) -> None:
         self.limits = limits
         self.requests: dict[Handle, Charged] = {}
-        # Running requests and their charges, by tenant; those that are over, oldest first, with their charges.
+        # By tenant: running requests and their charges; those that are over, oldest first, with their charges.
         self._num_running: Counter[str] = Counter()
         self._charge_running: Counter[str] = Counter()
-        self._over: list[tuple[Handle, int]] = []
+        self._over: dict[str, list[tuple[Handle, int]]] = {}
         self._is_summed = True
 
     def add(self, handle: Handle, request: Charged) -> None:
@@ -90,21 +91,33 @@ class DurableRoom:
         self._is_summed = False
 
     def make_room(self, tenant: str, charge: int, *, accepted_before: bool) -> list[Handle]:
-        """Returns the requests that are over and must be forgotten to make room for a new one, the oldest first. Raises
+        """Returns the requests that are over and must be forgotten to make room for a new one: one after the other the
+        oldest of the tenant that holds most of what is short, counting the new one. So who floods loses its own. Raises
         ResourceExhausted where the new one has no room; one that was accepted before, here or by another scheduler, has
         grown since, and has room."""
         self._sum_up()
         if not accepted_before:
             self._check_room(tenant, charge)
-        limits = self.limits
-        num_kept = len(self.requests)
-        kept = self._charge_running.total() + sum(each for _, each in self._over)
-        forgotten = []
-        for handle, own in self._over:
-            if num_kept < limits.max_requests and kept + charge <= limits.max_tokens:
-                break
-            forgotten.append(handle)
-            num_kept, kept = num_kept - 1, kept - own
+        over = {each: deque(kept) for each, kept in self._over.items()}
+        num_held = self._num_running + Counter({each: len(kept) for each, kept in over.items()}) + Counter([tenant])
+        charges = self._charge_running + Counter({each: sum(own for _, own in kept) for each, kept in over.items()})
+        charges[tenant] += charge
+        forgotten: list[Handle] = []
+        for held, limit in ((num_held, self.limits.max_requests), (charges, self.limits.max_tokens)):
+            excess = held.total() - limit
+            holders = [(-size, each) for each, size in held.items() if over.get(each)]
+            heapify(holders)
+            while excess > 0 and holders:
+                _, largest = holders[0]
+                handle, own = over[largest].popleft()
+                forgotten.append(handle)
+                excess -= own if held is charges else 1
+                num_held[largest] -= 1
+                charges[largest] -= own
+                if over[largest]:
+                    heapreplace(holders, (-held[largest], largest))
+                else:
+                    heappop(holders)
         return forgotten
 
     def _check_room(self, tenant: str, charge: int) -> None:
@@ -148,7 +161,7 @@ class DurableRoom:
 
     def _count(self, handle: Handle, request: Charged) -> None:
         if request.is_over:
-            self._over.append((handle, request.charge))
+            self._over.setdefault(request.tenant, []).append((handle, request.charge))
         else:
             self._num_running[request.tenant] += 1
             self._charge_running[request.tenant] += request.charge

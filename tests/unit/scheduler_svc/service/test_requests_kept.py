@@ -165,6 +165,38 @@ def test_a_tenant_that_keeps_as_much_as_it_may_leaves_others_an_equal_share(benc
     assert (caught.value.reason, caught.value.retry_after_ms) == ("DURABLE_LIMIT", 1000)
 
 
+@pytest.mark.parametrize("limits", [DurableLimits(8, 10**6, 60.0), DurableLimits(1000, 8 * 11, 60.0)])
+def test_a_tenant_that_floods_makes_room_for_it_from_its_own_requests_that_are_over(limits):
+    """Whether requests or tokens run out. The one of the other tenant is the oldest of all."""
+    bench = Bench(limits=limits)
+    connection = bench.connect()
+    kept = bench.admit(make_request(1, prompt_len=5, max_tokens=6, tenant="quiet"), connection, durable=True)
+    bench.step(*[kept] * 5)
+    bench.step(kept, ends=True)
+    for handle in range(2, 22):
+        owned = bench.admit(make_request(handle, prompt_len=5, max_tokens=6, tenant="flood"), connection, durable=True)
+        bench.step(*[owned] * 5)
+        bench.step(owned, ends=True)
+    assert bench.requests.num_durable == 8
+    assert bench.requests.find("quiet", "request-1") is kept
+    for handle in range(2, 15):
+        with pytest.raises(NotFound):
+            bench.requests.find("flood", f"request-{handle}")
+
+
+def test_room_for_a_tenant_that_holds_little_comes_from_the_one_that_holds_most():
+    bench = Bench(limits=DurableLimits(10, 10**6, 60.0))
+    connection = bench.connect()
+    for handle, tenant in enumerate("abbbbccccc"):
+        bench.step(bench.admit(make_request(handle, tenant=tenant), connection, durable=True), ends=True)
+    for handle in (10, 11):
+        bench.admit(make_request(handle, tenant="a"), connection, durable=True)
+    assert bench.requests.num_durable == 10
+    for tenant, handle in (("c", 5), ("b", 1)):
+        with pytest.raises(NotFound):
+            bench.requests.find(tenant, f"request-{handle}")
+
+
 @pytest.mark.parametrize("limits", [DurableLimits(0, 10_000, 60.0), DurableLimits(8, 10, 60.0)])
 def test_where_no_durable_request_has_room_none_is_taken(limits):
     bench = Bench(limits=limits)
