@@ -62,7 +62,8 @@ class StepFlags(ServiceFlags):
 
     step_timeout: float = setting(
         60.0,
-        "seconds after which an unanswered step means a lost worker; a worker that is in one for twice as long ends",
+        "seconds after which an unanswered step means a lost worker; a worker that is in one for twice as long ends; "
+        "requests whose constraint takes longer to compile fail",
         minimum=0.1,
         metavar="SECONDS",
     )

@@ -43,6 +43,8 @@ class Preparations:
         self._wanted: OrderedDict[str, dict[bytes, None]] = OrderedDict()
         self._held: dict[bytes, list[RequestKey]] = {}
         self._num_begun = 0
+        # Numbers that nobody waits for any more; their answers may still come.
+        self._given_up: set[int] = set()
 
     def arrived(self, request: Request, num_waiting: int) -> None:
         """A request joined the queue. Prepares its constraint now, unless it will wait for long."""
@@ -85,12 +87,22 @@ class Preparations:
 
         Raises ValueError if nothing of this number is underway.
         """
+        if number in self._given_up:
+            self._given_up.remove(number)
+            return []
         if number not in self._underway:
             raise ValueError(f"preparation {number} was answered; underway are {sorted(self._underway)}")
         parameters = self._underway.pop(number)
         self._ready[parameters] = None
         if len(self._ready) > NUM_KEPT:
             del self._ready[next(iter(self._ready))]
+        return self._held.pop(parameters, [])
+
+    def give_up(self, number: int) -> list[RequestKey]:
+        """The workers take too long for it: others take its turn. Returns the requests that waited for it. KeyError if
+        nothing of this number is underway."""
+        parameters = self._underway.pop(number)
+        self._given_up.add(number)
         return self._held.pop(parameters, [])
 
     def refused(self, rows: Collection[int]) -> None:

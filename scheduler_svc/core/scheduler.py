@@ -427,6 +427,16 @@ class Scheduler:
         for key, queue in itertools.product(self.preparations.done(number), (self.waiting, self.swapped)):
             queue.release(key)
 
+    def give_up_preparation(self, number: int, detail: str) -> dict[ClientId, ClientEvents]:
+        """The workers take too long to compile a constraint, as `detail` says. Returns the failures of the requests
+        that waited for it; others with this constraint have it prepared again when they are next."""
+        events: dict[ClientId, ClientEvents] = {}
+        for key in self.preparations.give_up(number):
+            if (group := self.group(key)) is not None:
+                for client, failure in self._fail(group, detail, reason="CONSTRAINT_TIMEOUT").items():
+                    events.setdefault(client, ClientEvents()).failed += failure.failed
+        return events
+
     def _hold(self, group: SequenceGroup) -> bool:
         """Holds a group that waits if rows are computing enough of its next blocks. Returns whether it did. Groups
         behind it pass meanwhile. It never waits for a group that it goes before."""

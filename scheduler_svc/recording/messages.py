@@ -190,6 +190,10 @@ def prepared_message(number: int) -> Operation:
     return Operation(prepared=recording_pb2.RecordedPrepared(number=number))
 
 
+def give_up_preparation_message(number: int) -> Operation:
+    return Operation(give_up_preparation=recording_pb2.RecordedPrepared(number=number))
+
+
 def take_preparations_message() -> Operation:
     return Operation(take_preparations=recording_pb2.RecordedTakePreparations())
 

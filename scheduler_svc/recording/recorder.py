@@ -264,6 +264,12 @@ class _RecordedScheduler(Scheduler):
             lambda: super(_RecordedScheduler, self).prepared(number), lambda _: messages.prepared_message(number)
         )
 
+    def give_up_preparation(self, number: int, detail: str) -> dict[ClientId, ClientEvents]:
+        return self._tell(
+            lambda: super(_RecordedScheduler, self).give_up_preparation(number, detail),
+            lambda _: messages.give_up_preparation_message(number),
+        )
+
     def take_preparations(self) -> list[Preparation]:
         if not self.preparations.has_wanted:
             return []

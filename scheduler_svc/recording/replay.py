@@ -177,6 +177,8 @@ class Replayer:
                 scheduler.batch.blocks.pool.rename(BlockHash(rename.name), BlockHash(rename.hash))
             case "prepared":
                 scheduler.prepared(operation.prepared.number)
+            case "give_up_preparation":
+                scheduler.give_up_preparation(operation.give_up_preparation.number, "")
             case "take_preparations":
                 scheduler.take_preparations()
             case "take_over":

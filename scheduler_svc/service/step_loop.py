@@ -14,7 +14,6 @@ from collections.abc import Callable
 from quire.histograms import Distribution
 from quire.logs import REQUEST_ID
 from quire.progress import LoadProgress
-from quire.rpc.patience import LAST_LOOK_S
 from quire.rpc.tls import TlsIdentity
 from quire.settings import ConfigurationError
 from quire.tracing import TraceContext
@@ -26,6 +25,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.core.step import ClientEvents, RequestFailure, Usage
 from scheduler_svc.recording.recorder import Recorder
+from scheduler_svc.service.awaited import Awaited
 from scheduler_svc.service.cache_feed import CacheFeed
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.outbox import SequenceProgress
@@ -118,12 +118,8 @@ class StepLoop:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        # The time of sending, by step in flight.
-        self._sent_at: dict[int, float] = {}
-        # When the attached workers answered last, or were attached.
-        self._answered_at = time.monotonic()
-        # Since when the oldest step in flight takes too long, as far as heartbeats have shown it.
-        self._overdue_at: float | None = None
+        # Steps in flight, and constraints that workers compile beside them.
+        self._steps, self._preparations = Awaited(settings.step_timeout), Awaited(settings.step_timeout)
         # Whether the attached workers have answered a step or sent a heartbeat.
         self._has_heard = False
         # Whether the workers that were lost last were alive, and hung or answered nonsense.
@@ -283,7 +279,7 @@ class StepLoop:
                 if plan is None:
                     break
                 planned = time.monotonic()
-                self._sent_at[plan.step_id] = started
+                self._steps.sent(plan.step_id, started)
                 self._prompt_logprobs.planned(plan, scheduler.batch.rows)
                 self._metrics.planned(plan, planned - started)
                 if self.watchers.are_any:
@@ -292,6 +288,7 @@ class StepLoop:
                 self.trace.planned(plan, started, planned)
                 self.trace.part("send", plan.step_id, planned, time.monotonic())
             for preparation in scheduler.take_preparations():
+                self._preparations.sent(preparation.number, time.monotonic())
                 await link.prepare(preparation)
 
     async def _receive_results(self, link: WorkerLink | WorkerGroup) -> None:
@@ -304,14 +301,14 @@ class StepLoop:
             now = time.monotonic()
             if answer is None:
                 self._check_progress(now, link)
+                self._check_preparations(scheduler, now)
                 continue
             if isinstance(answer, ConstraintPrepared):
+                self._preparations.answered(answer.number, now)
                 self._take_prepared(scheduler, answer.number, link)
                 continue
-            self._answered_at = now
-            self._overdue_at = None
             result = answer.result
-            step_s = now - self._sent_at.pop(result.step_id, now)
+            step_s = self._steps.answered(result.step_id, now)
             self._metrics.stepped(step_s)
             if self.watchers.are_any:
                 self.watchers.answered(result.step_id, step_s)
@@ -337,20 +334,24 @@ class StepLoop:
         self._wake.set()
 
     def _check_progress(self, now: float, link: WorkerLink | WorkerGroup) -> None:
-        """A heartbeat came: the process is alive, but its device may hang. Raises WorkerHangsError.
+        """A heartbeat came: the process is alive, but its device may hang. Raises WorkerHangsError."""
+        if (late := self._steps.late(now)) is not None:
+            raise WorkerHangsError(f"worker {link.address} has not answered a step for {late[1]:.1f} s")
 
-        A step is given up by a second look, since an answer may wait to be read where this process stood still.
-        """
-        if not self._sent_at:
+    def _check_preparations(self, scheduler: Scheduler, now: float) -> None:
+        """Fails the requests whose constraint takes too long to compile; steps and other constraints go on."""
+        if (late := self._preparations.late(now)) is None:
             return
-        # A step that was sent before the last answer came has waited for it.
-        seconds = now - max(min(self._sent_at.values()), self._answered_at)
-        if seconds <= self._settings.step_timeout:
-            return
-        if self._overdue_at is None:
-            self._overdue_at = now
-        elif now - self._overdue_at > LAST_LOOK_S:
-            raise WorkerHangsError(f"worker {link.address} has not answered a step for {seconds:.1f} s")
+        number, seconds = late
+        self._preparations.answered(number, now)
+        detail = f"the workers have not compiled the constraint of this request for {seconds:.1f} s"
+        events = scheduler.give_up_preparation(number, detail)
+        num_failed = sum(len(batch.failed) for batch in events.values())
+        _logger.warning(
+            "a constraint is not compiled for %.1f s; %d requests that wait for it fail", seconds, num_failed
+        )
+        self._emit(0, events)
+        self._wake.set()
 
     def _emit(self, step_id: int, events: dict[ClientId, ClientEvents]) -> None:
         """Hands out what happened to requests and pins."""
@@ -412,9 +413,8 @@ class StepLoop:
         self._judge_loss(scheduler, was_alive=info.is_same_worker(before) and not self._was_faulty)
         self.replica = info
         self.version += not info.is_like(before)
-        self._sent_at.clear()
-        self._answered_at = time.monotonic()
-        self._overdue_at = None
+        for awaited in (self._steps, self._preparations):
+            awaited.clear(time.monotonic())
         self._prompt_logprobs.clear()
         self.trace.attached(config, info.vocab_size)
         self.loading = None

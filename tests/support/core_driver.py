@@ -446,6 +446,15 @@ class Driver:
         self.check()
         return True
 
+    def give_up_next(self) -> None:
+        """The worker takes too long for the next constraint, and answers after that."""
+        number = self.told.popleft().number
+        for events in self.scheduler.give_up_preparation(number, "it takes too long").values():
+            self._record(events)
+        self.check()
+        self.scheduler.prepared(number)
+        self.check()
+
     def _failing_rows(self, plan: StepPlan) -> dict[int, tuple[int, int]]:
         sequences = {row: self.scheduler.batch.rows.sequences[row] for row in plan.rows.tolist()}
         return {

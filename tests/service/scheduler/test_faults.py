@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,34 @@ async def test_a_worker_that_hangs_is_given_up_after_the_step_timeout(worker, tm
         assert stream.outputs[1] == expected_tokens(1, max_tokens=20)
         assert stream.outputs[2] == expected_tokens(2, max_tokens=30)
         stream.close()
+
+
+async def test_a_constraint_that_the_worker_never_compiles_fails_its_requests_and_disturbs_no_other(tmp_path):
+    worker = FakeWorker(heartbeat_interval_s=0.02)
+    answers = [Future[None](), None, None]
+    compiled = iter(answers)
+    worker.prepare = lambda row_sampling: next(compiled)
+    async with running_scheduler(str(tmp_path / "s.sock"), await worker.start(), step_timeout=0.3) as stub:
+        await wait_attached(stub)
+        epoch = (await state_of(stub)).scheduler_epoch
+        stream, _ = await GatewayStream.open(stub)
+        await stream.submit(make_submit(1, has_constraint=True))
+        other = make_row_sampling(temperature=0.5)
+        await stream.submit(make_submit(2, has_constraint=True, row_sampling=other, max_tokens=60))
+        await stream.submit(make_submit(3, max_tokens=60))
+        await stream.read_until_over(1, 2, 3)
+        assert (stream.failed[1].code, stream.failed[1].reason) == (code_pb2.INTERNAL, "CONSTRAINT_TIMEOUT")
+        for handle in (2, 3):
+            assert stream.outputs[handle] == expected_tokens(handle, max_tokens=60)
+        # The answer that nobody waits for any more.
+        assert answers[0] is not None
+        answers[0].set_result(None)
+        await stream.submit(make_submit(4, has_constraint=True))
+        await stream.read_until_over(4)
+        assert stream.outputs[4] == expected_tokens(4)
+        assert (await state_of(stub)).scheduler_epoch == epoch
+        stream.close()
+    await worker.stop()
 
 
 async def test_a_step_that_waits_for_the_one_before_it_does_not_hang(tmp_path):

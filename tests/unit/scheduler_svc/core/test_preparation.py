@@ -154,3 +154,42 @@ def test_a_request_that_is_gone_is_not_waited_for() -> None:
 def test_an_answer_that_nobody_asked_for_is_refused() -> None:
     with pytest.raises(ValueError, match="preparation 7 was answered"):
         make_driver().scheduler.prepared(7)
+
+
+def test_a_constraint_that_is_never_compiled_fails_the_requests_that_wait_for_it_and_no_other() -> None:
+    driver = make_driver()
+    stuck, other, behind = constrained(1), constrained(2, b"b"), constrained(3, b"c")
+    for request in (stuck, other, behind, make_request(4)):
+        driver.submit(request)
+    (first, _) = told(driver)
+    driver.plan()
+    driver.deliver()
+    events = driver.scheduler.give_up_preparation(first.number, "it takes too long")
+    driver.told.popleft()
+    (failure,) = events[stuck.key.client].failed
+    assert (failure.key, failure.reason, failure.message) == (stuck.key, "CONSTRAINT_TIMEOUT", "it takes too long")
+    assert prepare(driver) == [b"b", b"c"]
+    run(driver)
+    assert driver.finished == {2, 3, 4}
+    assert driver.outputs[2] == expected_output(other)
+    # Its answer comes after all: it releases nobody, and who asks again is answered at once.
+    driver.scheduler.prepared(first.number)
+    driver.submit(constrained(5))
+    assert prepare(driver) == [b"a"]
+    run(driver)
+    assert 5 in driver.finished
+
+
+def test_who_waits_further_behind_has_a_constraint_that_was_given_up_prepared_again() -> None:
+    driver = make_driver(max_num_seqs=1)
+    for request in (make_request(1, max_tokens=3), make_request(3), constrained(2)):
+        driver.submit(request)
+    (first,) = told(driver)
+    driver.plan()
+    driver.deliver()
+    assert driver.scheduler.give_up_preparation(first.number, "it takes too long") == {}
+    driver.told.clear()
+    run(driver)
+    assert prepare(driver) == [b"a"]
+    run(driver)
+    assert driver.finished == {1, 2, 3}

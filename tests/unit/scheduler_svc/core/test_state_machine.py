@@ -206,6 +206,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The worker has compiled one of them."""
         self.driver.compile_next()
 
+    @precondition(lambda self: self.driver.told)
+    @rule()
+    def give_up(self):
+        """The worker takes too long for one of them."""
+        before = set(self.driver.failed)
+        self.driver.give_up_next()
+        self.killed |= self.driver.failed - before
+
     def _at_stake(self):
         """How many tokens each request has that a loss of the worker would count for."""
         scheduler = self.driver.scheduler

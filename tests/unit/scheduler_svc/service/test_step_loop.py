@@ -71,8 +71,7 @@ async def test_with_the_last_request_the_loop_is_idle(loop):
 def test_a_step_that_is_overdue_is_given_up_by_a_second_look_alone(loop):
     """As where scheduler or worker stood still: its answer comes behind the first heartbeat."""
     link: Any = SimpleNamespace(address="w:1")
-    loop._sent_at = {1: 0.0}
-    loop._answered_at = 0.0
+    loop._steps.sent(1, 0.0)
     for now in (59.0, 61.0, 61.1):
         loop._check_progress(now, link)
     with pytest.raises(WorkerHangsError, match=r"^worker w:1 has not answered a step for 61\.5 s$"):
