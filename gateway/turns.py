@@ -2,6 +2,9 @@
 
 import asyncio
 import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 
 _TURN_S = 0.005
 TOKENS_PER_TURN = 50
@@ -19,3 +22,60 @@ class Turns:
         if time.perf_counter() - self._began_at >= _TURN_S:
             await asyncio.sleep(0)
             self._began_at = time.perf_counter()
+
+
+class TenantTurns:
+    """Turns of long work that many calls may do at once: of all of them one has a turn, which takes half of the event
+    loop's time at most, and tenants take turns, however many calls each has. With `Turns` each call would have one in
+    every turn of the loop."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        # Whose turn it is, or was last.
+        self._last = ""
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def do(self, tenant: str, work: Callable[[], bool]) -> None:
+        """Calls `work`, which takes a millisecond at most, until it returns True."""
+        is_done = False
+        while not is_done:
+            async with self._turn(tenant):
+                began_at = time.perf_counter()
+                while not (is_done := work()) and time.perf_counter() - began_at < _TURN_S:
+                    pass
+                # As long for everything else: a token passes through several turns of the loop on its way to a client.
+                await asyncio.sleep(time.perf_counter() - began_at)
+
+    @asynccontextmanager
+    async def _turn(self, tenant: str) -> AsyncGenerator[None]:
+        if self._is_taken:
+            await self._wait(tenant)
+        self._is_taken, self._last = True, tenant
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _wait(self, tenant: str) -> None:
+        given = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(given)
+        try:
+            await given
+        except asyncio.CancelledError:
+            if not given.cancelled():
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        """Gives the turn to the next call; nobody has it where none waits."""
+        if self._last in self._waiting:
+            self._waiting.move_to_end(self._last)
+        while self._waiting:
+            tenant, own = next(iter(self._waiting.items()))
+            given = own.popleft()
+            if not own:
+                del self._waiting[tenant]
+            if not given.done():
+                given.set_result(None)
+                return
+        self._is_taken = False

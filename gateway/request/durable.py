@@ -6,8 +6,8 @@ read here survives its scheduler, and a returning client finds it here whatever 
 """
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,7 @@ from gateway.request.answer_memory import CallMemory
 from gateway.request.types import GenerationRequest
 from gateway.request.violations import Violations
 from gateway.text.tokenizer import Tokenizer
-from gateway.turns import TOKENS_PER_TURN, Turns
+from gateway.turns import TOKENS_PER_TURN, TenantTurns
 from quire.rpc.errors import Aborted
 
 MAX_KEPT_TOKENS = 2_000_000
@@ -91,6 +91,9 @@ class DurableReads:
         # Finished requests without a client, oldest first; they are evicted to make room.
         self._over: dict[_Read, None] = {}
         self._is_closed = False
+        self._turns = TenantTurns()
+        # The requests that a call resumes now, and the call that does so next, if any.
+        self._next: dict[tuple[str, str], asyncio.Future[None] | None] = {}
 
     def __len__(self) -> int:
         """The number of requests that are read without a client."""
@@ -136,10 +139,46 @@ class DurableReads:
     async def find(self, tenant: str, request_id: str, offsets: Sequence[ClientOffset], memory: CallMemory) -> Found:
         """Finds a durable request, here or at a scheduler, without changing it.
 
+        All of its output is made again for the client. So one call at a time does that for a request, and of those that
+        wait meanwhile only the newest goes on: it would take the request from the others.
+
         Raises:
             NotFound: the tenant has none with this id.
             InvalidArgument: an offset is beyond the output of the request.
+            Aborted: a newer call resumes it.
         """
+        async with self._resuming(tenant, request_id):
+            return await self._find(tenant, request_id, offsets, memory)
+
+    @asynccontextmanager
+    async def _resuming(self, tenant: str, request_id: str) -> AsyncGenerator[None]:
+        name = tenant, request_id
+        if name in self._next:
+            if (before := self._next[name]) is not None and not before.done():
+                before.set_exception(_taken_over(request_id))
+            self._next[name] = turn = asyncio.get_running_loop().create_future()
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled() and turn.exception() is None:
+                    self._pass_on(name)
+                raise
+        self._next.setdefault(name, None)
+        try:
+            yield
+        finally:
+            self._pass_on(name)
+
+    def _pass_on(self, name: tuple[str, str]) -> None:
+        """The call that resumes a request is done; the next one that waits has its turn."""
+        turn = self._next[name]
+        if turn is None or turn.done():
+            del self._next[name]
+        else:
+            self._next[name] = None
+            turn.set_result(None)
+
+    async def _find(self, tenant: str, request_id: str, offsets: Sequence[ClientOffset], memory: CallMemory) -> Found:
         while True:
             earlier = self._ledger.get(tenant, request_id)
             if earlier is None or not earlier.is_resumable:
@@ -147,9 +186,7 @@ class DurableReads:
             _check_offsets(offsets, earlier.request)
             live = self._ledger.prepare(earlier.request, self._tokenizer)
             memory.count(live)
-            turns = Turns()
-            while not live.catch_up(earlier, TOKENS_PER_TURN):
-                await turns.pause()
+            await self._turns.do(tenant, partial(live.catch_up, earlier, TOKENS_PER_TURN))
             if self._ledger.get(tenant, request_id) is earlier and earlier.is_resumable:
                 num_had = live.num_computed_tokens
                 go_on = partial(self._replicas.hand_over, earlier)
@@ -172,8 +209,7 @@ class DurableReads:
         earlier = self._ledger.get(request.tenant, request.request_id)
         if earlier is not None and earlier.request.durable:
             self._ledger.close(earlier)
-            description = f'request "{request.request_id}" is read by another call now'
-            earlier.fail(Aborted(description, reason="REQUEST_TAKEN_OVER"))
+            earlier.fail(_taken_over(request.request_id))
         if found.here is not None:
             self._ledger.enter(found.here)
             return found.here
@@ -269,6 +305,10 @@ class DurableReads:
 
 def _generated(live: LiveRequest, base: float) -> Callable[[], float]:
     return lambda: max(live.num_computed_tokens - base, 0.0)
+
+
+def _taken_over(request_id: str) -> Aborted:
+    return Aborted(f'request "{request_id}" is read by another call now', reason="REQUEST_TAKEN_OVER")
 
 
 def _num_tokens(live: LiveRequest) -> int:

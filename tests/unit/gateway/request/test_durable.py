@@ -124,12 +124,13 @@ async def test_it_ends_when_nobody_has_come_back_in_time(reads, account, ledger,
 async def test_a_copy_of_what_another_call_has_taken_counts_no_more(reads, ledger, monkeypatch):
     has_copied, goes_on = asyncio.Event(), asyncio.Event()
 
-    async def pause(self):
-        has_copied.set()
-        await goes_on.wait()
+    async def do(self, tenant, work):
+        while not work():
+            has_copied.set()
+            await goes_on.wait()
 
     monkeypatch.setattr(durable, "TOKENS_PER_TURN", 1)
-    monkeypatch.setattr(durable.Turns, "pause", pause)
+    monkeypatch.setattr(durable.TenantTurns, "do", do)
     earlier = make_live(ledger, 50)
     with AnswerMemory(per_call=1 << 20, per_key=1 << 20, total=1 << 20).call("key", STREAMED) as memory:
         finding = asyncio.create_task(reads.find("acme", "story", [], memory))
@@ -144,6 +145,42 @@ async def test_a_copy_of_what_another_call_has_taken_counts_no_more(reads, ledge
         memory.count(another)
         add_tokens(another, 10)
         assert memory.num_bytes == num_bytes
+
+
+async def test_of_calls_that_resume_it_at_once_one_copies_at_a_time_and_only_the_newest_waits(
+    reads, account, ledger, monkeypatch
+):
+    copied = []
+    catch_up = LiveRequest.catch_up
+    monkeypatch.setattr(durable, "TOKENS_PER_TURN", 1)
+    monkeypatch.setattr(
+        LiveRequest, "catch_up", lambda self, *arguments: copied.append(self) or catch_up(self, *arguments)
+    )
+    with AnswerMemory(per_call=1 << 20, per_key=1 << 20, total=1 << 20).call("key", STREAMED) as memory:
+        complete(make_live(ledger, 50))
+
+        async def resume():
+            return reads.take(await reads.find("acme", "story", [], memory), memory)
+
+        calls = [asyncio.create_task(resume()) for _ in range(20)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    first, *superseded, last = outcomes
+    assert all(isinstance(error, Aborted) and error.reason == "REQUEST_TAKEN_OVER" for error in superseded)
+    assert ledger.get("acme", "story") is last
+    # One call of `catch_up` for each token and one for the end, of the first and of the last call.
+    assert copied == [first] * 51 + [last] * 51
+
+
+async def test_a_call_that_resumes_it_and_leaves_while_it_waits_lets_the_next_one_go_on(reads, account, ledger):
+    with AnswerMemory(per_call=1 << 20, per_key=1 << 20, total=1 << 20).call("key", STREAMED) as memory:
+        complete(make_live(ledger, 50))
+        calls = [asyncio.create_task(reads.find("acme", "story", [], memory)) for _ in range(2)]
+        await asyncio.sleep(0)
+        calls[1].cancel()
+        await asyncio.wait(calls)
+        found = await reads.find("acme", "story", [], memory)
+        assert calls[0].result().num_generated_tokens == found.num_generated_tokens == 50
+        assert not reads._next
 
 
 async def test_what_is_over_is_kept_for_as_long_and_then_forgotten(reads, account, ledger, replicas):

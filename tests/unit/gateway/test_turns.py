@@ -1,0 +1,72 @@
+"""Long work that many calls do at once leaves the event loop to others, and tenants have turns alike."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from gateway import turns
+from gateway.turns import TenantTurns
+
+
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn is one piece of work."""
+    monkeypatch.setattr(turns, "_TURN_S", 0.0)
+
+
+def in_pieces(log: list[str], name: str, count: int) -> Callable[[], bool]:
+    left = iter(range(count - 1, -1, -1))
+
+    def work() -> bool:
+        log.append(name)
+        return next(left) == 0
+
+    return work
+
+
+async def test_of_many_calls_one_has_a_turn_at_a_time():
+    shared, log = TenantTurns(), list[str]()
+    calls = [asyncio.create_task(shared.do("acme", in_pieces(log, str(number), 5))) for number in range(20)]
+    most_at_once = 0
+    while not all(call.done() for call in calls):
+        before = len(log)
+        await asyncio.sleep(0)
+        most_at_once = max(most_at_once, len(log) - before)
+    assert most_at_once == 1
+    assert len(log) == 100
+
+
+async def test_tenants_take_turns_however_many_calls_each_has():
+    shared, log = TenantTurns(), list[str]()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(20):
+            group.create_task(shared.do("flood", in_pieces(log, "flood", 5)))
+        group.create_task(shared.do("quiet", in_pieces(log, "quiet", 5)))
+    assert len(log) == 105
+    assert log[:14].count("quiet") == 5
+
+
+async def test_a_call_that_is_cancelled_passes_its_turn_on():
+    shared, log = TenantTurns(), list[str]()
+    calls = [asyncio.create_task(shared.do("acme", in_pieces(log, str(number), 3))) for number in range(6)]
+    await asyncio.sleep(0)
+    # One that has just been given its turn, and one that waits.
+    for call in (calls[1], calls[4]):
+        call.cancel()
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert [outcome is None for outcome in outcomes] == [True, False, True, True, False, True]
+    await shared.do("acme", in_pieces(log, "last", 1))
+    assert log[-1] == "last"
+
+
+async def test_work_that_fails_passes_its_turn_on():
+    def fail() -> bool:
+        raise ZeroDivisionError
+
+    shared, log = TenantTurns(), list[str]()
+    outcomes = await asyncio.gather(
+        shared.do("acme", fail), shared.do("acme", in_pieces(log, "next", 2)), return_exceptions=True
+    )
+    assert isinstance(outcomes[0], ZeroDivisionError)
+    assert log == ["next"] * 2
