@@ -23,6 +23,10 @@ MAX_SIZE = 50_000
 A gateway takes messages of up to 64 MiB, and neither side does anything else while it makes or reads one.
 """
 
+_REPLAYED_AT_ONCE = 4096
+"""How much of a replay goes out together, counted as in MAX_SIZE. It takes a millisecond to make, and a gateway some
+tens of them to detokenize, in which it gets nothing else."""
+
 End = SequenceEnd | RequestEnd | RequestFailure
 
 
@@ -251,24 +255,74 @@ class History:
     def since(self, held: Held, handle: Handle) -> tuple[ClientEvents, list[PromptLogprobs]]:
         """Copies what a reader does not have, under the handle that it knows the request by."""
         events = ClientEvents()
-        for index, output in sorted(self._outputs.items()):
-            if index in held.ended:
-                continue
-            skipped = max(held.num_tokens.get(index, 0) - output.first, 0)
-            token_ids = output.token_ids[skipped:]
-            first_event = len(events.handles)
-            if len(output.logprobs):
-                events.with_logprobs += range(first_event, first_event + len(token_ids))
-                events.logprobs.append(output.logprobs.columns().part(skipped, len(output.logprobs)))
-            events.handles += [handle] * len(token_ids)
-            events.sequence_indices += [index] * len(token_ids)
-            events.offsets += range(output.first + skipped, output.first + len(output.token_ids))
-            events.token_ids += token_ids
-        ends = [end for index, end in sorted(self._ends.items()) if index not in held.ended]
+        for index in self.indices():
+            if index not in held.ended:
+                self.add_tokens(events, handle, index, held.num_tokens.get(index, 0))
+        self.add_ends(events, handle, held.ended)
+        return events, self.prompt_logprobs_since(held.end_of_prompt_logprobs, handle)
+
+    def indices(self) -> list[int]:
+        """The sequences that have tokens here."""
+        return sorted(self._outputs)
+
+    def add_tokens(
+        self, events: ClientEvents, handle: Handle, index: int, begin: int, max_tokens: int | None = None
+    ) -> int:
+        """Adds the tokens of a sequence from offset `begin` on, or from its first one here; returns how many."""
+        output = self._outputs[index]
+        skipped = max(begin - output.first, 0)
+        end = len(output.token_ids) if max_tokens is None else min(skipped + max_tokens, len(output.token_ids))
+        token_ids = output.token_ids[skipped:end]
+        first_event = len(events.handles)
+        if len(output.logprobs) and token_ids:
+            events.with_logprobs += range(first_event, first_event + len(token_ids))
+            events.logprobs.append(output.logprobs.part(skipped, end))
+        events.handles += [handle] * len(token_ids)
+        events.sequence_indices += [index] * len(token_ids)
+        events.offsets += range(output.first + skipped, output.first + end)
+        events.token_ids += token_ids
+        return len(token_ids)
+
+    def add_ends(self, events: ClientEvents, handle: Handle, ended: frozenset[int]) -> None:
+        """Adds all ends but those of the sequences that have ended for the reader."""
+        ends = [end for index, end in sorted(self._ends.items()) if index not in ended]
         for end in (*ends, *self._completed, *self._failed):
             add_end(events, end, handle)
-        entries = [entry.since(held.end_of_prompt_logprobs) for entry in self._prompt_logprobs]
-        return events, [replace(entry, handle=handle) for entry in entries if entry is not None]
+
+    def prompt_logprobs_since(self, position: int, handle: Handle) -> list[PromptLogprobs]:
+        entries = [entry.since(position) for entry in self._prompt_logprobs]
+        return [replace(entry, handle=handle) for entry in entries if entry is not None]
+
+
+class Replay:
+    """The events that a reader lacks of a history from the first token on, in parts. The history may grow meanwhile:
+    its events are to be put into the outbox themselves once `on_done` was called, with the last part."""
+
+    def __init__(
+        self, history: History, held: Held, handle: Handle, charge_per_token: int, on_done: Callable[[], object]
+    ) -> None:
+        """`charge_per_token` counts a token with its log probabilities."""
+        self._history = history
+        self._num_tokens = dict(held.num_tokens)
+        self._ended = held.ended
+        self._max_tokens = max(_REPLAYED_AT_ONCE // charge_per_token, 1)
+        self._on_done = on_done
+        self.handle = handle
+        self.is_done = False
+
+    def next_part(self) -> ClientEvents:
+        """The next tokens. The ends come with the last ones."""
+        events, room = ClientEvents(), self._max_tokens
+        for index in self._history.indices():
+            if index not in self._ended:
+                begin = self._num_tokens.get(index, 0)
+                count = self._history.add_tokens(events, self.handle, index, begin, room)
+                self._num_tokens[index], room = begin + count, room - count
+        if room > 0:
+            self.is_done = True
+            self._history.add_ends(events, self.handle, self._ended)
+            self._on_done()
+        return events
 
 
 # The messages to one gateway
@@ -335,6 +389,9 @@ class Outbox:
     def __init__(self) -> None:
         self._waiting: deque[Outgoing] = deque()
         self._sent: deque[Outgoing] = deque()
+        # Replays take turns with each other, and together with what happens now.
+        self._replays: dict[Handle, Replay] = {}
+        self._is_replays_turn = False
         self._num_taken = 0
         self._readiness: Readiness | None = None
         self._cache: Callable[[], CacheUpdate] | None = None
@@ -353,6 +410,16 @@ class Outbox:
         """Must come before the events of the same step, so that they never go out after the tokens that follow them."""
         for entry in entries:
             self._make_room(entry.columns.size).prompt_logprobs.append(entry)
+
+    def put_replay(self, replay: Replay) -> None:
+        """Sends what a reader lacks, part by part. Nothing else of its request must be put before the replay is done or
+        dropped."""
+        self._replays[replay.handle] = replay
+        self._wake.set()
+
+    def drop_replay(self, handle: Handle) -> None:
+        """No effect where there is none."""
+        self._replays.pop(handle, None)
 
     def put_refusal(self, handle: Handle, error: QuireError) -> None:
         self._make_room(1).refusals.append((handle, error))
@@ -416,12 +483,14 @@ class Outbox:
 
     def poll(self) -> Outgoing | None:
         """The message that may be sent now, or None. Events need credit, readiness and the cache do not."""
-        may_send_events = bool(self._waiting) and self._credit != 0
+        may_send_events = bool(self._waiting or self._replays) and self._credit != 0
         if self.is_closed or not (may_send_events or self._readiness is not None or self._cache is not None):
             return None
         outgoing = Outgoing()
         if may_send_events:
-            outgoing = self._waiting.popleft()
+            is_replay = bool(self._replays) and (self._is_replays_turn or not self._waiting)
+            self._is_replays_turn = not is_replay
+            outgoing = self._next_of_replays() if is_replay else self._waiting.popleft()
             self._sent.append(outgoing)
             if self._credit is not None:
                 self._credit -= 1
@@ -429,6 +498,14 @@ class Outbox:
         if self._cache is not None:
             outgoing.cache, self._cache = self._cache(), None
         return outgoing
+
+    def _next_of_replays(self) -> Outgoing:
+        handle, replay = next(iter(self._replays.items()))
+        del self._replays[handle]
+        events = replay.next_part()
+        if not replay.is_done:
+            self._replays[handle] = replay
+        return Outgoing(batches=[events])
 
     def _make_room(self, size: int) -> Outgoing:
         """The message with room for an item of this size."""

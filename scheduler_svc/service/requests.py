@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, count
 from typing import Protocol
 
@@ -24,6 +25,7 @@ from scheduler_svc.service.outbox import (
     History,
     Outbox,
     PromptLogprobs,
+    Replay,
     SequenceProgress,
     add_end,
     by_request,
@@ -95,6 +97,9 @@ class OwnedRequest:
     durable: Durable | None
     end_of_prompt_logprobs: int
     """The first position of the prompt whose log probability has yet to come."""
+    comes_in_parts: bool = False
+    """Whether a reader that comes later may get the output in parts. It needs all at once of a request that selects
+    among its sequences at the end, and log probabilities of the prompt before all else."""
     history: History = field(default_factory=History)
     reader: Reader | None = None
     is_over: bool = False
@@ -168,7 +173,7 @@ class Requests:
     @property
     def num_unread(self) -> int:
         """Requests that have no reader."""
-        return len(self._by_handle) - len(self._readers)
+        return sum(owned.reader is None for owned in list(self._by_handle.values()))
 
     @property
     def num_durable(self) -> int:
@@ -272,6 +277,7 @@ class Requests:
             retention_s=self.durable_grace_s,
             durable=durable,
             end_of_prompt_logprobs=request.sampling.prompt_logprobs_start,
+            comes_in_parts=not request.selects and request.sampling.prompt_logprobs is None,
         )
         request = replace(request, key=owned.key)
         if durable is not None:
@@ -325,14 +331,24 @@ class Requests:
         Raises AlreadyExists where the reader's handle stands for another live request, and changes nothing.
         """
         self._free_handle(reader, but=owned)
+        outbox = reader.connection.outbox
+        if owned.durable is not None and owned.comes_in_parts:
+            # All of its output is kept, so it goes out in parts, as far as the reader takes it and no other one comes.
+            self._set_reader(owned, reader, None if owned.reader == reader else _taken_over(owned))
+            self._update(owned)
+            del self._readers[owned.key.handle]
+            go_on = partial(self._readers.__setitem__, owned.key.handle, reader)
+            charge_per_token = owned.durable.charge_per_token
+            outbox.put_replay(Replay(owned.history, held, reader.handle, charge_per_token, go_on))
+            return
         events, prompt_logprobs = owned.history.since(held, reader.handle)
         if owned.durable is None:
             owned.history.clear()
         self._set_reader(owned, reader, None if owned.reader == reader else _taken_over(owned))
         self._update(owned)
-        reader.connection.outbox.put_prompt_logprobs(prompt_logprobs)
+        outbox.put_prompt_logprobs(prompt_logprobs)
         if not events.is_empty:
-            reader.connection.outbox.put(0, events)
+            outbox.put(0, events)
 
     def detach(self, owned: OwnedRequest) -> None:
         """Nobody reads a request any more; its retention begins."""
@@ -474,7 +490,9 @@ class Requests:
         """Gives a request another reader, or none; the one before gets the error. `_update` must follow."""
         before, owned.reader = owned.reader, reader
         if before is not None:
-            del self._readers[owned.key.handle]
+            # It has none while the reader is sent what it lacks.
+            self._readers.pop(owned.key.handle, None)
+            before.connection.outbox.drop_replay(before.handle)
             del before.connection.reads[before.handle]
             if error is not None:
                 before.connection.outbox.put_refusal(before.handle, error)

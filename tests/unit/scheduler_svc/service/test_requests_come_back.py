@@ -8,11 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Handle, Request
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step import ClientEvents, RequestEnd, SequenceEnd
+from scheduler_svc.service import outbox
 from scheduler_svc.service.outbox import Held, Outgoing, PromptLogprobs
-from scheduler_svc.service.requests import OwnedRequest
+from scheduler_svc.service.requests import OwnedRequest, Reader
 from tests.support.core_driver import make_request
 from tests.support.logprobs import Line, columns_of
 from tests.support.request_bench import NO_USAGE, Bench, ends_of, has, offsets_of, take_all
@@ -283,3 +284,69 @@ class ReadersComeAndGo(RuleBasedStateMachine):
 
 TestReadersComeAndGo = ReadersComeAndGo.TestCase
 TestReadersComeAndGo.settings = settings(stateful_step_count=30, deadline=None)
+
+
+def resume(bench, owned, connection, handle=50):
+    bench.requests.attach(owned, Reader(connection, Handle(handle)), Held())
+
+
+def test_a_long_durable_request_comes_in_parts_with_what_happens_meanwhile_between_them(bench, monkeypatch):
+    monkeypatch.setattr(outbox, "_REPLAYED_AT_ONCE", 10)
+    first, second = bench.connect("gateway-a"), bench.connect("gateway-b")
+    long = bench.admit(make_request(1, max_tokens=100), first, durable=True)
+    other = bench.admit(make_request(2, max_tokens=100), second)
+    bench.step(*[long] * 35)
+    resume(bench, long, second)
+    taken = []
+    while len(offsets_of(taken, 50)) < 35:
+        before = len(offsets_of(taken, 2))
+        bench.step(other, long)
+        for _ in range(2):
+            outgoing = second.outbox.poll()
+            if outgoing is not None:
+                taken.append(outgoing)
+                assert sum(len(batch.handles) for batch in outgoing.batches) <= 10
+        # The other request waits for one part at most.
+        assert len(offsets_of(taken, 2)) > before
+    bench.step(other, long)
+    bench.step(long, ends=True)
+    taken += take_all(second)
+    num_tokens = bench.requests.find("", "request-1").history.num_tokens
+    assert offsets_of(taken, 50) == list(range(num_tokens))
+    assert ends_of(taken) == [50]
+
+
+def test_a_reader_that_is_replaced_costs_nothing_more(bench, monkeypatch):
+    monkeypatch.setattr(outbox, "_REPLAYED_AT_ONCE", 10)
+    owned = bench.admit(make_request(1, max_tokens=1000), bench.connect(), durable=True)
+    bench.step(*[owned] * 500)
+    copied = []
+    add_tokens = outbox.History.add_tokens
+    monkeypatch.setattr(
+        outbox.History, "add_tokens", lambda self, *arguments: copied.append(1) or add_tokens(self, *arguments)
+    )
+    connections = [bench.connect(f"gateway-{number}") for number in range(20)]
+    for connection in connections:
+        resume(bench, owned, connection)
+    assert not copied
+    for connection in connections[:-1]:
+        (refused,) = take_all(connection)
+        assert not refused.batches
+    assert offsets_of(take_all(connections[-1]), 50) == list(range(500))
+    assert len(copied) == 51
+
+
+def test_a_request_whose_reader_leaves_before_it_has_all_is_there_for_the_next_one(bench, monkeypatch):
+    monkeypatch.setattr(outbox, "_REPLAYED_AT_ONCE", 10)
+    owned = bench.admit(make_request(1, max_tokens=1000), bench.connect(), durable=True)
+    bench.step(*[owned] * 40)
+    second = bench.connect("gateway-b")
+    resume(bench, owned, second)
+    second.outbox.poll()
+    bench.requests.close(second)
+    bench.step(owned)
+    assert bench.requests.num_unread == 1
+    third = bench.connect("gateway-c")
+    resume(bench, owned, third)
+    assert bench.requests.num_unread == 0
+    assert offsets_of(take_all(third), 50) == list(range(41))
