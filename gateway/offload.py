@@ -1,0 +1,150 @@
+"""Runs long work of callers in threads, fairly by tenant: tokenizing, rendering of conversations, and the like."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar, TypeVarTuple
+
+from quire.rpc.errors import ResourceExhausted
+
+LONG_BYTES = 64 * 1024
+"""Work of more bytes is long; one thread never runs it, so that short work never waits for it."""
+MAX_WAITING_BYTES = 64 << 20
+"""The default maximum of the bytes that wait for a thread, of all tenants together; a tenant may have half of it."""
+# What a job costs besides its bytes, so that many tiny jobs are not free.
+_OVERHEAD_BYTES = 1024
+# An estimate: the end of the work before it is not known.
+_RETRY_AFTER_MS = 1000
+
+Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
+
+
+class _Flow:
+    """The short or the long jobs of one tenant that wait, in the order of their arrival.
+
+    Attributes:
+        served: The virtual time up to which the flow has been served, in bytes.
+        jobs: The cost of each job, by the future that starts it.
+    """
+
+    __slots__ = ("jobs", "served")
+
+    def __init__(self, served: int) -> None:
+        self.served = served
+        self.jobs: dict[asyncio.Future[None], int] = {}
+
+    @property
+    def finish(self) -> int:
+        """The virtual time up to which the flow is served when its next job has run."""
+        return self.served + next(iter(self.jobs.values()))
+
+
+class FairExecutor:
+    """Threads that tenants share by bytes of work: while several wait, each gets the same bytes per second.
+
+    The order is that of self-clocked fair queueing (Golestani 1994). The short and the long jobs of a tenant wait in
+    two queues, and long jobs leave one thread to short ones, so that short jobs wait for short jobs only. Where there
+    is one thread, it runs both in turn.
+
+    All methods are called on one event loop; the functions that it runs must be safe in threads.
+    """
+
+    def __init__(self, num_threads: int, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
+        """A tenant may have half of `max_waiting_bytes` waiting, and always one job."""
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="offload")
+        self._num_free = num_threads
+        self._num_free_for_long = max(1, num_threads - 1)
+        self._max_waiting_bytes = max_waiting_bytes
+        self._flows: dict[tuple[str, bool], _Flow] = {}
+        self._virtual_time = 0
+        self._waiting_bytes: Counter[str] = Counter()
+
+    async def run(
+        self, tenant: str, num_bytes: int, function: Callable[[*Arguments], Result], *arguments: *Arguments
+    ) -> Result:
+        """The result of a function that a thread runs when its tenant has its turn. The time that it takes should be in
+        proportion to `num_bytes`. A cancelled call gives up its turn; a function that runs is not interrupted.
+
+        Raises:
+            ResourceExhausted: too many bytes wait already.
+        """
+        is_long = num_bytes > LONG_BYTES
+        await self._turn(tenant, num_bytes + _OVERHEAD_BYTES, is_long)
+        # Shielded: the thread is in use until the function returns, also if the caller is gone.
+        running = asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        running.add_done_callback(lambda _: self._leave(is_long))
+        return await asyncio.shield(running)
+
+    def shutdown(self) -> None:
+        """Runs nothing more; running functions are not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _turn(self, tenant: str, cost: int, is_long: bool) -> None:
+        """Waits until a thread is free for this job. Returns with the thread taken."""
+        if self._is_free(is_long):
+            # No job that could run is waiting: `_leave` leaves none behind.
+            self._take(is_long)
+            return
+        self._check_room(tenant, cost)
+        flow = self._flows.setdefault((tenant, is_long), _Flow(self._virtual_time))
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        flow.jobs[turn] = cost
+        self._waiting_bytes[tenant] += cost
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                # The turn came at the same time as the cancellation.
+                self._leave(is_long)
+            else:
+                self._remove((tenant, is_long), turn)
+            raise
+
+    def _check_room(self, tenant: str, cost: int) -> None:
+        own, total = self._waiting_bytes[tenant], self._waiting_bytes.total()
+        if not own:
+            return
+        if own + cost > self._max_waiting_bytes // 2:
+            fact, limit = f"{own:,} bytes of this tenant's requests wait", self._max_waiting_bytes // 2
+        elif total + cost > self._max_waiting_bytes:
+            fact, limit = f"{total:,} bytes of requests wait", self._max_waiting_bytes
+        else:
+            return
+        raise ResourceExhausted(
+            f"{fact} to be processed, and {cost:,} more would exceed {limit:,}; try again, and send fewer "
+            "long ones at once",
+            reason="WORK_QUEUE_FULL",
+            retry_after_ms=_RETRY_AFTER_MS,
+        )
+
+    def _is_free(self, is_long: bool) -> bool:
+        return self._num_free > 0 and (not is_long or self._num_free_for_long > 0)
+
+    def _take(self, is_long: bool) -> None:
+        self._num_free -= 1
+        self._num_free_for_long -= is_long
+
+    def _leave(self, is_long: bool) -> None:
+        """Frees the thread of a job, and starts the jobs whose turn it is."""
+        self._num_free += 1
+        self._num_free_for_long += is_long
+        while startable := [(flow.finish, key) for key, flow in self._flows.items() if self._is_free(key[1])]:
+            finish, key = min(startable)
+            flow = self._flows[key]
+            turn = next(iter(flow.jobs))
+            flow.served = finish
+            self._virtual_time = max(self._virtual_time, finish)
+            self._remove(key, turn)
+            self._take(key[1])
+            turn.set_result(None)
+
+    def _remove(self, key: tuple[str, bool], turn: asyncio.Future[None]) -> None:
+        """Removes a waiting job. A flow without jobs is forgotten; the next one begins at the virtual time."""
+        tenant, flow = key[0], self._flows[key]
+        self._waiting_bytes[tenant] -= flow.jobs.pop(turn)
+        if not flow.jobs:
+            del self._flows[key]
+        if not self._waiting_bytes[tenant]:
+            del self._waiting_bytes[tenant]
