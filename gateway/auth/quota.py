@@ -4,13 +4,14 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import NoReturn
 
 from quire.rpc.errors import InvalidArgument, QuireError, ResourceExhausted, Unauthenticated, Unavailable
 
 # An estimate: the end of a running request is not known.
 _CONCURRENCY_RETRY_MS = 1000
-# A request that ends in one of these errors before it generated a token is not charged.
+# What a request is refused with, here or later.
 _REFUSALS = (InvalidArgument, ResourceExhausted, Unavailable)
 
 
@@ -69,12 +70,33 @@ class TokenBucket:
         self._filled_at = max(now, self._filled_at)
 
 
+class Refund(Enum):
+    """What a refused request gets back: its place in `requests_per_minute` and the tokens of its prompt, or less."""
+
+    ALL = auto()
+    PROMPT = auto()
+    NOTHING = auto()
+
+
+def _refund_before_it_ran(error: QuireError) -> Refund:
+    """The caller's error was found by the work that the rates limit, such as tokenizing."""
+    return Refund.NOTHING if isinstance(error, InvalidArgument) else Refund.ALL
+
+
 class Use:
-    """One running request: `generated` returns how many tokens it has generated; `charged` of them are charged."""
+    """One running request.
+
+    Attributes:
+        generated: Returns how many tokens it has generated; `charged` of them are charged.
+        prompt_tokens: How many tokens of its prompt are charged.
+        refund: What it gets back if it ends by this refusal before it has generated a token. Never what was computed.
+    """
 
     def __init__(self, generated: Callable[[], float], charged: float = 0.0) -> None:
         self.generated = generated
         self.charged = charged
+        self.prompt_tokens = 0
+        self.refund: Callable[[QuireError], Refund] = _refund_before_it_ran
 
     def uncharged(self) -> float:
         """Tokens since the last call; negative if fewer are counted now."""
@@ -84,9 +106,9 @@ class Use:
 
 
 class Account:
-    """Admits requests of one key. A request that is refused, here or later, is not charged.
+    """Admits requests of one key, before their prompts are tokenized.
 
-    The prompt is charged when a request is admitted, the output as it is generated. A running request is never ended
+    The prompt is charged when its length is known, the output as it is generated. A running request is never ended
     because of its output: tokens beyond the limit make the level negative, and no request is admitted until it has
     recovered.
     """
@@ -120,8 +142,8 @@ class Account:
         """The key is no longer valid: running requests go on, new ones are refused."""
         self._is_closed = True
 
-    def check(self, num_tokens: int = 1) -> None:
-        """Checks whether a request with a prompt of that many tokens would be admitted now.
+    def check(self, num_tokens: int = 1, num_requests: int = 1) -> None:
+        """Checks whether a request with a prompt of that many tokens, or several together, would be admitted now.
 
         Raises:
             Unauthenticated: the key was revoked since the call began.
@@ -130,20 +152,17 @@ class Account:
         with self.counting_refusals():
             self._check_open()
             limit = self._limits.max_concurrent_requests
-            if limit is not None and len(self._running) >= limit:
+            if limit is not None and len(self._running) + num_requests > limit:
                 _refuse_concurrency(f"{len(self._running)} requests of this API key run", limit, _CONCURRENCY_RETRY_MS)
             now = self._clock()
-            _check_rate(self._requests, 1, now, "requests_per_minute")
-            if self._tokens is not None:
-                for use in self._running:
-                    self._charge(use)
-                _check_rate(self._tokens, num_tokens, now, "tokens_per_minute")
+            _check_rate(self._requests, num_requests, now, "requests_per_minute")
+            self._check_tokens(num_tokens, now)
 
     def check_call(self, num_requests: int) -> None:
-        """Checks whether a call that makes that many requests at once can ever be admitted.
+        """Checks whether a call that makes that many requests at once would be admitted now.
 
         Raises:
-            ResourceExhausted: it can never be admitted. The error has no time to wait.
+            ResourceExhausted: as `check` does. The error has no time to wait if it can never be admitted.
         """
         with self.counting_refusals():
             limit = self._limits.max_concurrent_requests
@@ -152,6 +171,7 @@ class Account:
             if self._requests is not None and num_requests > self._requests.per_minute:
                 advice = f"the call makes {num_requests} requests at once, so it can never be admitted"
                 _refuse_rate(advice, self._requests.per_minute, "requests_per_minute", None)
+        self.check(num_requests=num_requests)
 
     def check_resumption(self) -> None:
         """Checks whether an admitted request may be read again now. Raises as `check` does."""
@@ -169,21 +189,32 @@ class Account:
             raise
 
     @contextmanager
-    def admitted(self, num_tokens: int, generated: Callable[[], float] = lambda: 0) -> Iterator[Use]:
-        """Counts a running request during the context. Its prompt has `num_tokens`; `generated` returns the number of
-        tokens that it has generated. Raises as `check` does; then nothing is charged."""
+    def admitted(self, num_tokens: int = 0, generated: Callable[[], float] = lambda: 0) -> Iterator[Use]:
+        """Counts a running request during the context. Its prompt has `num_tokens`, unless `charge_prompt` says later
+        how many; `generated` returns the number of tokens that it has generated. Raises as `check` does; then nothing
+        is charged."""
         self.check(num_tokens)
-        self._take(1, num_tokens)
         use = Use(generated)
+        self._take(1, num_tokens)
+        use.prompt_tokens = num_tokens
         self._running.add(use)
         try:
             yield use
-        except _REFUSALS:
-            if not generated():
-                self._take(-1, -num_tokens)
+        except _REFUSALS as error:
+            refund = Refund.NOTHING if use.generated() else use.refund(error)
+            if refund is not Refund.NOTHING:
+                self._take(-1 if refund is Refund.ALL else 0, -use.prompt_tokens)
             raise
         finally:
             self.end(use)
+
+    def charge_prompt(self, use: Use, num_tokens: int) -> None:
+        """Charges the prompt of an admitted request. Raises ResourceExhausted if `tokens_per_minute` does not cover
+        it."""
+        with self.counting_refusals():
+            self._check_tokens(num_tokens, self._clock())
+        self._take(0, num_tokens)
+        use.prompt_tokens += num_tokens
 
     @contextmanager
     def resumed(self, use: Use, generated: Callable[[], float]) -> Iterator[Use]:
@@ -211,6 +242,12 @@ class Account:
         if use in self._running:
             self._running.remove(use)
             self._charge(use)
+
+    def _check_tokens(self, num_tokens: int, now: float) -> None:
+        if self._tokens is not None:
+            for use in self._running:
+                self._charge(use)
+            _check_rate(self._tokens, num_tokens, now, "tokens_per_minute")
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -74,7 +74,7 @@ class LiveRequest:
         last_replica: Address of the scheduler that has it or had it last; None before the first one.
         num_repeated: How many of the tokens that are still to come were counted before, by another stream.
         submissions: How often it was sent to a scheduler, except to those that drained.
-        is_prepared: Whether it may be submitted; not while it takes tokens that its caller holds.
+        is_prepared: Whether it may be submitted; not before all requests of its call are valid.
         moves: How often it left a scheduler that had no worker, since its last token.
         model: The model of the scheduler that its tokens come from, or that has it; unknown before.
         prompt_logprobs: Log probabilities of the prompt tokens that the request asks for, as far as they came.
@@ -131,6 +131,18 @@ class LiveRequest:
     def is_completed(self) -> bool:
         """Whether all of it came, and it did not fail."""
         return self.usage is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended by an error of its own: of its scheduler, or of this gateway."""
+        return self._error is not None
+
+    @property
+    def may_have_run(self) -> bool:
+        """Whether its prompt may have been computed. It was not if no scheduler got it, or if it failed without any
+        output."""
+        has_output = self.num_generated_tokens or len(self.prompt_logprobs)
+        return bool(has_output or (self.submissions and not self.has_failed))
 
     @property
     def is_resumable(self) -> bool:

@@ -4,11 +4,12 @@ import asyncio
 import secrets
 from collections import abc
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from typing import TypeVar
 
-from gateway.auth.caller import Caller, current_caller
+from gateway.auth.caller import current_caller
+from gateway.auth.quota import Refund
 from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
 from gateway.replicas.calls import no_such_request
@@ -28,13 +29,13 @@ from gateway.request.durable import ClientOffset, DurableReads
 from gateway.request.limits import Limits, limits_of
 from gateway.request.prepare import CallParameters, continue_from, prepare
 from gateway.request.spans import RequestSpan
-from gateway.request.types import ChatPrompt, GenerationRequest, RequestOptions
+from gateway.request.types import ChatPrompt, RequestOptions
 from gateway.request.validation import check_call
 from gateway.settings import GatewaySettings
 from gateway.turns import Turns
 from quire.logs import set_request_id
 from quire.rpc.errors import Cancelled, QuireError, Unavailable
-from quire.tracing import TraceContext, Tracer
+from quire.tracing import Tracer
 
 REFUSAL_S = 0.5
 """A scheduler that refuses a request does so within this time."""
@@ -119,36 +120,71 @@ class Generator:
         return limits_of(self._settings, welcomes, self.model.tokenizer.longest_token_bytes)
 
     @asynccontextmanager
-    async def run(
-        self, options: RequestOptions, call: CallParameters | None = None, *, memory: CallMemory
-    ) -> AsyncGenerator[LiveRequest]:
-        """Runs a request during the context. Leaving the context earlier aborts it, unless it is durable. Requests of
-        one call share `call` and `memory`.
+    async def run(self, options: RequestOptions, *, memory: CallMemory) -> AsyncGenerator[LiveRequest]:
+        """Runs a request during the context. Leaving the context earlier aborts it, unless it is durable.
 
         Raises:
             QuireError: the request is refused; nothing was submitted.
         """
+        async with self.admitted(options, CallParameters(), memory=memory) as live:
+            self.start(live)
+            yield live
+
+    @asynccontextmanager
+    async def admitted(
+        self, options: RequestOptions, call: CallParameters, *, memory: CallMemory
+    ) -> AsyncGenerator[LiveRequest]:
+        """A request that is valid and counted in the limits of its key; `start` submits it. Leaving the context aborts
+        it, unless it is durable and was started. Requests of one call share `call` and `memory`.
+
+        Raises:
+            QuireError: the request is refused.
+        """
         operation = "chat" if isinstance(options.prompt, ChatPrompt) else "text_completion"
-        with RequestSpan(self._tracer, self.model.name, operation) as span:
+        with RequestSpan(self._tracer, self.model.name, operation) as span, ExitStack() as stack:
             caller = current_caller()
             with self.arriving():
                 caller.account.check()
-                request = await self._prepare(options, caller, span.context, call or CallParameters())
+                limits = await self.limits()
+                turns = Turns()
+                call.check(options, limits, caller.visible(self.model.name))
+                await turns.pause()
+                priority = caller.priority_of(options.priority, options.priority_sign)
+                request_id = self._request_id(options, caller.tenant)
+                # Counted before it is tokenized: what a key may request in a minute limits that work too.
+                use = stack.enter_context(caller.account.admitted())
+                request = await prepare(
+                    options,
+                    call,
+                    self.model,
+                    limits,
+                    request_id=request_id,
+                    tenant=caller.tenant,
+                    priority=priority,
+                    trace=span.context,
+                )
+                use.refund = lambda error: Refund.PROMPT
                 set_request_id(request.request_id)
                 memory.expect(request, options.asked("stopping.max_tokens"))
+                caller.account.charge_prompt(use, len(request.prompt_token_ids))
                 live = self._ledger.open(request, self.model.tokenizer)
+                live.is_prepared = False
+                use.generated, use.refund = (lambda: live.num_computed_tokens), partial(_refund, live)
                 memory.count(live)
             span.opened(live)
             try:
-                admitted = caller.account.admitted(len(live.request.prompt_token_ids), lambda: live.num_computed_tokens)
-                with admitted as use, self.metrics.track(live), self.durable_reads.read(caller.account, use, live):
+                with self.metrics.track(live), self.durable_reads.read(caller.account, use, live):
                     if options.continue_from:
                         await continue_from(live, options.continue_from)
-                    if not live.is_over:
-                        self.replicas.place(live)
                     yield live
             finally:
                 self._leave(live)
+
+    def start(self, live: LiveRequest) -> None:
+        """Submits an admitted request."""
+        live.is_prepared = True
+        if not live.is_over:
+            self.replicas.place(live)
 
     @asynccontextmanager
     async def resume(self, request_id: str, offsets: Sequence[ClientOffset]) -> AsyncGenerator[LiveRequest]:
@@ -205,27 +241,13 @@ class Generator:
         else:
             raise no_such_request(request_id)
 
-    async def _prepare(
-        self, options: RequestOptions, caller: Caller, trace: TraceContext | None, call: CallParameters
-    ) -> GenerationRequest:
-        turns = Turns()
-        limits = await self.limits()
-        call.check(options, limits, caller.visible(self.model.name))
-        await turns.pause()
-        priority = caller.priority_of(options.priority, options.priority_sign)
-        if options.request_id is not None:
-            self.durable_reads.drop_completed(caller.tenant, options.request_id)
-            self._ledger.check_unused(caller.tenant, options.request_id)
-        return await prepare(
-            options,
-            call,
-            self.model,
-            limits,
-            request_id=options.request_id or f"{self._settings.request_id_prefix}{secrets.token_hex(16)}",
-            tenant=caller.tenant,
-            priority=priority,
-            trace=trace,
-        )
+    def _request_id(self, options: RequestOptions, tenant: str) -> str:
+        """The id of a request: the caller's, or a new one. Raises AlreadyExists if another request has it."""
+        if options.request_id is None:
+            return f"{self._settings.request_id_prefix}{secrets.token_hex(16)}"
+        self.durable_reads.drop_completed(tenant, options.request_id)
+        self._ledger.check_unused(tenant, options.request_id)
+        return options.request_id
 
 
 @asynccontextmanager
@@ -239,7 +261,8 @@ async def running(
 ) -> AsyncGenerator[list[LiveRequest]]:
     """The running requests, in order. Leaving the context aborts those that run. `memory` is the call's.
 
-    If one of them is refused, none runs, and the context raises what `refusal` makes of its position and its error.
+    All are checked, tokenized and charged before the first one is submitted. If one of them is refused, none runs, and
+    the context raises what `refusal` makes of its position and its error.
     Log probabilities of prompts count as often as the answer has them: once, or with each sequence.
     """
     try:
@@ -255,7 +278,7 @@ async def running(
             try:
                 if position % _ENDED_AT_ONCE == 0:
                     stack.push_async_callback(asyncio.sleep, 0)
-                live.append(await stack.enter_async_context(generator.run(options, parameters, memory=memory)))
+                live.append(await stack.enter_async_context(generator.admitted(options, parameters, memory=memory)))
                 await turns.pause()
                 request = live[-1].request
                 copies = request.sampling.n if shows_prompt_by_sequence else 1
@@ -265,7 +288,17 @@ async def running(
                 # Ends the requests before it with the original error, and not with the front end's version of it.
                 await stack.__aexit__(type(error), error, error.__traceback__)
                 raise refusal(position, error) from error
+        for each in live:
+            generator.start(each)
+            await turns.pause()
         yield live
+
+
+def _refund(live: LiveRequest, error: QuireError) -> Refund:
+    """What a refused request gets back. One that ended with another request of its call may have been computed."""
+    if live.may_have_run:
+        return Refund.NOTHING
+    return Refund.ALL if live.has_failed else Refund.PROMPT
 
 
 async def answer(live: Sequence[LiveRequest], make: Callable[[Sequence[Result]], Answer]) -> Answer:

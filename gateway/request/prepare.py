@@ -365,7 +365,6 @@ async def continue_from(live: LiveRequest, held: Sequence[HeldSequence]) -> None
         InvalidArgument: a sequence had ended before its last token.
     """
     turns = Turns()
-    live.is_prepared = False
     for position, (stream, sequence) in enumerate(zip(live.sequences, held, strict=True)):
         token_ids = sequence.token_ids
         stream.skip(len(token_ids), sequence.num_characters, cumulative_logprob=sequence.cumulative_logprob)
@@ -380,7 +379,6 @@ async def continue_from(live: LiveRequest, held: Sequence[HeldSequence]) -> None
                 f"string {stream.finished.stop_string!r:.80}",
             )
         stream.drop_skipped()
-    live.is_prepared = True
     live.end_if_complete()
 
 

@@ -105,10 +105,11 @@ class TextService:
             check_prompt(violations, prefix, limits, missing=_MISSING_PREFIX, chat_field="chat.messages")
             violations.check_range("time_to_live_ms", time_to_live_ms, 1, MAX_TIME_TO_LIVE_MS)
             violations.raise_if_any()
-            field, token_ids = await self._encode_prefix(prefix)
-            check_prompt_tokens(field, token_ids, limits)
             lifetime_ms = _DEFAULT_TIME_TO_LIVE_MS if time_to_live_ms is None else time_to_live_ms
-            with caller.account.admitted(len(token_ids)):
+            with caller.account.admitted() as use:
+                field, token_ids = await self._encode_prefix(prefix)
+                check_prompt_tokens(field, token_ids, limits)
+                caller.account.charge_prompt(use, len(token_ids))
                 calls = self._generator.replicas.calls
                 return await calls.pin(caller.tenant, token_ids, lifetime_ms, timeout_s=timeout_s)
 

@@ -140,7 +140,7 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
             set, there are more after the first hundred.
         emits: While it is clear, no step is made.
         repeats_events: Each step repeats the tokens of the step before.
-        refusal: Answers to the next submits instead of tokens.
+        refusal: Answers to the next submits instead of tokens; None accepts one.
         answers_aborts: Says what an aborted request has cost, where it is asked.
         drains: Answers DRAINING to new streams and to every submit; what runs goes on.
         refuses_connections: Connect answers UNAVAILABLE, as without a worker.
@@ -168,7 +168,7 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
     answers_aborts: bool = True
     drains: bool = False
     epoch: int = 1000
-    refusal: deque[scheduler_pb2.RequestFailure] = field(default_factory=deque)
+    refusal: deque[scheduler_pb2.RequestFailure | None] = field(default_factory=deque)
     emits: asyncio.Event = field(default_factory=asyncio.Event)
     submits: list[scheduler_pb2.Submit] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -406,8 +406,7 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
         self.submits.append(submit)
         if self.drains:
             self.fail(submit.handle, code=code_pb2.UNAVAILABLE, reason="DRAINING", message="the scheduler drains")
-        elif self.refusal:
-            failure = self.refusal.popleft()
+        elif self.refusal and (failure := self.refusal.popleft()) is not None:
             failure.handle = submit.handle
             self.send(scheduler_pb2.TokenEvents(failed=[failure]))
         else:

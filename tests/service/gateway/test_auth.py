@@ -19,6 +19,11 @@ from tests.support.metrics import read_metrics
 from tests.support.scheduler_process import until
 
 MODEL = "quire-tiny"
+# More tokens than the model takes; that is known once they are counted.
+TOO_LONG = "a " * 1500
+FULL = scheduler_pb2.RequestFailure(
+    code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="the queue is full", reason="QUEUE_FULL"
+)
 
 
 @pytest.fixture(params=["grpc", "http"])
@@ -167,6 +172,33 @@ async def test_a_batch_that_is_refused_for_one_of_its_prompts_costs_nothing(sche
         scheduler.emits.set()
         assert (await front.generate(["hello"] * 3)).text
         assert (await front.generate()).reason == "RATE_LIMIT_EXCEEDED"
+
+
+async def test_no_prompt_of_a_call_is_submitted_before_all_are_valid(scheduler, keys):
+    async with running_gateway(scheduler, keys_files=(keys.path,)) as gateway, fronts_of(gateway, "http") as fronts:
+        front = holder(fronts, keys, limits=Limits(tokens_per_minute=100))
+        for _ in range(5):
+            assert (await front.generate(["word " * 20, TOO_LONG])).reason == "CONTEXT_LENGTH_EXCEEDED"
+        assert not scheduler.submits
+        assert (await front.generate("word " * 20)).text
+
+
+async def test_a_prompt_that_may_have_been_computed_is_charged_if_another_one_of_its_call_is_refused(scheduler, keys):
+    async with running_gateway(scheduler, keys_files=(keys.path,)) as gateway, fronts_of(gateway, "http") as fronts:
+        front = holder(fronts, keys, limits=Limits(tokens_per_minute=100))
+        scheduler.emits.clear()
+        scheduler.refusal += [None, FULL]
+        assert (await front.generate(["word " * 60, "word " * 20])).reason == "QUEUE_FULL"
+        scheduler.emits.set()
+        assert (await front.generate("word " * 60)).reason == "RATE_LIMIT_EXCEEDED"
+        assert (await front.generate("word " * 20)).text
+
+
+async def test_a_request_is_counted_before_it_is_tokenized(fronts, keys):
+    front = holder(fronts, keys, limits=Limits(requests_per_minute=2))
+    for _ in range(2):
+        assert (await front.generate(TOO_LONG)).reason == "CONTEXT_LENGTH_EXCEEDED"
+    assert (await front.generate(TOO_LONG)).reason == "RATE_LIMIT_EXCEEDED"
 
 
 @pytest.mark.parametrize(

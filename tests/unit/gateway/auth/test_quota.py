@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.auth.quota import Account, Limits, TokenBucket
-from quire.rpc.errors import Cancelled, Internal, ResourceExhausted, Unauthenticated, Unavailable
+from gateway.auth.quota import Account, Limits, Refund, TokenBucket
+from quire.rpc.errors import Cancelled, Internal, InvalidArgument, ResourceExhausted, Unauthenticated, Unavailable
 
 
 class Clock:
@@ -143,6 +143,51 @@ def test_a_request_that_is_refused_later_costs_nothing(clock, error):
     with pytest.raises(type(error)), account.admitted(100):
         raise error
     account.check(100)
+
+
+def test_a_callers_error_that_its_tokens_show_costs_a_request(clock):
+    account = Account(Limits(requests_per_minute=1, tokens_per_minute=100), clock)
+    with pytest.raises(InvalidArgument), account.admitted():
+        raise InvalidArgument("the prompt is too long")
+    assert refusal(account).metadata["limit"] == "requests_per_minute"
+
+
+@pytest.mark.parametrize(("refund", "left"), [(Refund.ALL, 100), (Refund.PROMPT, 100), (Refund.NOTHING, 40)])
+def test_a_refused_request_gets_back_what_it_did_not_use(clock, refund, left):
+    account = Account(Limits(requests_per_minute=2, tokens_per_minute=100), clock)
+
+    def be_refused():
+        with account.admitted() as use:
+            account.charge_prompt(use, 60)
+            use.refund = lambda error: refund
+            raise ResourceExhausted("the queue is full")
+
+    with pytest.raises(ResourceExhausted):
+        be_refused()
+    account.check(left)
+    assert left == 100 or refusal(account, left + 1).metadata["limit"] == "tokens_per_minute"
+    run_one(account, 0)
+    if refund is Refund.ALL:
+        account.check()
+    else:
+        assert refusal(account).metadata["limit"] == "requests_per_minute"
+
+
+def test_a_prompt_beyond_the_rate_is_refused_when_its_length_is_known(clock):
+    account = Account(Limits(tokens_per_minute=100), clock)
+    run_one(account, 60)
+    with pytest.raises(ResourceExhausted, match="tokens per minute"), account.admitted() as use:
+        account.charge_prompt(use, 41)
+    account.check(40)
+
+
+def test_a_call_whose_requests_are_not_all_admitted_now_is_refused_before_the_first(clock):
+    account = Account(Limits(requests_per_minute=3), clock)
+    run_one(account)
+    with pytest.raises(ResourceExhausted) as raised:
+        account.check_call(3)
+    assert raised.value.retry_after_ms == 20_000
+    account.check_call(2)
 
 
 @pytest.mark.parametrize("error", [Internal("failed"), Cancelled("by id"), RuntimeError("a fault")])
