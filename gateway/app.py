@@ -7,7 +7,6 @@ import logging
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from gateway.api.kserve.servicer import KServeServicer, UnservedMethods
 from gateway.auth.keys import Authenticator, KeyRing, NoAuthenticator
 from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
+from gateway.offload import FairExecutor
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.members import Resolver
 from gateway.replicas.pool import Replicas
@@ -182,7 +182,7 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         self._generator.model.constraints.close()
-        self._generator.model.executor.shutdown(wait=False)
+        self._generator.model.executor.shutdown()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
@@ -286,7 +286,7 @@ def _make_generator(
     tracer: Tracer | None,
     resolver: Resolver | None,
 ) -> Generator:
-    executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="text")
+    executor = FairExecutor(settings.tokenizer_threads)
     model = ServedModel.open(
         path,
         settings.served_model_name,

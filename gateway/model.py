@@ -1,11 +1,11 @@
 """The served model without its weights: name, tokenizer, chat template, defaults."""
 
 from collections.abc import Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from gateway.offload import FairExecutor
 from gateway.request.constraints import ConstraintChecker
 from gateway.request.types import RequestOptions, write
 from gateway.request.validation import check_numbers
@@ -33,15 +33,15 @@ class ServedModel:
     tokenizer_config: Mapping[str, Any]
     """The content of tokenizer_config.json (`ModelDirectory.tokenizer_config`)."""
     constraints: ConstraintChecker
-    executor: Executor
-    """Runs long tokenization and rendering."""
+    executor: FairExecutor
+    """Runs long work of callers, such as tokenizing."""
 
     @classmethod
     def open(
         cls,
         path: Path,
         name: str | None,
-        executor: Executor,
+        executor: FairExecutor,
         *,
         tool_format: str | None = None,
         reasoning_format: str | None = None,

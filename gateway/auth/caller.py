@@ -90,6 +90,12 @@ def current_caller() -> Caller:
     return _current.get()
 
 
+def current_tenant() -> str:
+    """The tenant of the current call; the default tenant outside of calls, for work of the gateway itself."""
+    caller = _current.get(None)
+    return DEFAULT_TENANT if caller is None else caller.tenant
+
+
 def set_caller(caller: Caller) -> None:
     """Sets the caller of the current task, and of tasks that it starts from now on."""
     _current.set(caller)

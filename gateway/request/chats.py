@@ -1,11 +1,12 @@
 """Prepares chats: the prompt, the format of the answer, and the constraint from tools and response format."""
 
-import asyncio
 import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gateway.auth.caller import current_tenant
+from gateway.offload import FairExecutor
 from gateway.request.types import ChatPrompt
 from gateway.text.chat import Chat
 from gateway.text.formats.answer import HARMONY, HARMONY_REASONING, THINKING_MARKS, AnswerFormat
@@ -45,11 +46,14 @@ class PreparedChat:
     constraint: Constraint | None
 
 
-async def prepare_chat(prompt: ChatPrompt, chat: Chat, tokenizer: Tokenizer, *, is_constrained: bool) -> PreparedChat:
+async def prepare_chat(
+    prompt: ChatPrompt, chat: Chat, tokenizer: Tokenizer, executor: FairExecutor, *, is_constrained: bool
+) -> PreparedChat:
     """The prompt and the constraint of a checked chat. `is_constrained`: the caller gave a constraint of all text.
 
     Raises:
         InvalidArgument: the template refuses the conversation, or the model does not support these tools and format.
+        ResourceExhausted: too much long work waits for `executor`.
     """
     text = await chat.render(prompt)
     thinking = chat.thinking_after(prompt, text)
@@ -63,7 +67,7 @@ async def prepare_chat(prompt: ChatPrompt, chat: Chat, tokenizer: Tokenizer, *, 
         if size <= _INLINE_CHARACTERS:
             constraint = _constraint(prompt, offered, chat, tokenizer)
         else:
-            constraint = await asyncio.to_thread(_constraint, prompt, offered, chat, tokenizer)
+            constraint = await executor.run(current_tenant(), size, _constraint, prompt, offered, chat, tokenizer)
     if constraint is not None and not constraint.HasField("begins_after"):
         must_match = prompt.response_format is not None or (offered is not None and offered.is_forced)
         opening = _set_beginning(constraint, answer_format, must_match=must_match)

@@ -117,13 +117,14 @@ async def prepare(
 
     Raises:
         InvalidArgument: its prompt is too long, its answer too large, or the caller's tokens cannot be its output.
+        ResourceExhausted: too many long texts wait to be tokenized.
     """
     turns = Turns()
     answer_format, constraint_field = PLAIN, ""
     if isinstance(options.prompt, ChatPrompt):
         has_constraint = options.sampling.HasField("constraint")
         prompt = options.prompt
-        chat = await prepare_chat(prompt, model.chat, model.tokenizer, is_constrained=has_constraint)
+        chat = await prepare_chat(prompt, model.chat, model.tokenizer, model.executor, is_constrained=has_constraint)
         field, token_ids, answer_format = "messages", chat.token_ids, chat.answer_format
         if chat.constraint is not None:
             options = _with_constraint(options, chat.constraint)

@@ -1,11 +1,9 @@
 """Renders conversations as prompts with the chat template of the model directory."""
 
-import asyncio
 import copy
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, NoReturn
@@ -18,6 +16,8 @@ import jinja2.parser
 import jinja2.sandbox
 from google.protobuf import json_format
 
+from gateway.auth.caller import current_tenant
+from gateway.offload import FairExecutor
 from gateway.request.types import ChatMessage, ChatPrompt
 from gateway.text.formats.answer import THINKING_MARKS, reasoning_format_of, tool_format_of
 from gateway.text.formats.thinking import Thinking
@@ -154,7 +154,7 @@ class Chat:
         model_name: str,
         template: ChatTemplate | None,
         tokenizer: Tokenizer,
-        executor: Executor,
+        executor: FairExecutor,
         *,
         tool_template: ChatTemplate | None = None,
         tool_format: str | None = None,
@@ -186,10 +186,10 @@ class Chat:
         if template is None:
             description = f'cannot be used: model "{self._model_name}" has no chat template; send text instead'
             raise _refusal("messages", description, reason="NO_CHAT_TEMPLATE")
-        render = functools.partial(template.render, prompt)
-        if _size(prompt) <= _INLINE_CHARACTERS:
-            return render()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, render)
+        size = _size(prompt)
+        if size <= _INLINE_CHARACTERS:
+            return template.render(prompt)
+        return await self._executor.run(current_tenant(), size, template.render, prompt)
 
     async def encode(self, prompt: ChatPrompt) -> list[int]:
         """Token ids of the rendered prompt. Its only special tokens are those that the template writes.

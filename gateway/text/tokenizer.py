@@ -1,10 +1,8 @@
 """Text to token ids and back, as tokenizer.json and tokenizer_config.json of the model directory define it."""
 
-import asyncio
 import functools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
@@ -12,12 +10,16 @@ from typing import Any, Self
 import tokenizers
 import tokenizers.models
 
+from gateway.auth.caller import current_tenant
+from gateway.offload import FairExecutor
 from gateway.text.detokenizer import CleanedUp, Detokenizer, TextPieces, cleaned_up
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 
 # Up to this many characters or tokens (about a millisecond of work) run on the event loop; more run in a thread.
 _INLINE_LENGTH = 4096
+# The usual text of a token.
+_BYTES_PER_TOKEN = 4
 # Several times the vocabulary of any model. It bounds the memory that a damaged file makes us take.
 _MAX_SIZE = 1 << 22
 _NO_CONFIG: Mapping[str, Any] = MappingProxyType({})
@@ -44,7 +46,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self, tokenizer: tokenizers.Tokenizer, executor: Executor, config: Mapping[str, Any] = _NO_CONFIG
+        self, tokenizer: tokenizers.Tokenizer, executor: FairExecutor, config: Mapping[str, Any] = _NO_CONFIG
     ) -> None:
         """`config` is the content of tokenizer_config.json. Raises ConfigurationError for a malformed token in it, and
         for an id beyond that of any model."""
@@ -73,7 +75,7 @@ class Tokenizer:
         self._silent: dict[frozenset[str], _SilentIds] = {frozenset(): self._not_plain_text}
 
     @classmethod
-    def open(cls, directory: ModelDirectory, executor: Executor) -> Self:
+    def open(cls, directory: ModelDirectory, executor: FairExecutor) -> Self:
         """The tokenizer of a model; `executor` runs long work.
 
         As in transformers, add_bos_token and add_eos_token of tokenizer_config.json have no effect: tokenizer.json
@@ -93,8 +95,8 @@ class Tokenizer:
         """Token ids of `text`, optionally with the special tokens of the tokenizer's post-processor."""
         if len(text) <= _INLINE_LENGTH:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._encode_long, text, add_special_tokens)
+        size = len(text)
+        return await self._executor.run(current_tenant(), size, self._encode_long, text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, include_special_tokens: bool) -> str:
         """Text of a few token ids; unknown ids have no text."""
@@ -105,14 +107,15 @@ class Tokenizer:
         """Like `decode`, for any number of ids."""
         if len(token_ids) <= _INLINE_LENGTH:
             return self.decode(token_ids, include_special_tokens=include_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._decode_long, token_ids, include_special_tokens)
+        size = _BYTES_PER_TOKEN * len(token_ids)
+        return await self._executor.run(current_tenant(), size, self._decode_long, token_ids, include_special_tokens)
 
     async def spell(self, token_ids: Sequence[int]) -> list[str]:
         """The tokens as the vocabulary spells them; an empty string for an unknown id."""
         if len(token_ids) <= _INLINE_LENGTH:
             return self._spell(token_ids)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._spell, token_ids)
+        size = _BYTES_PER_TOKEN * len(token_ids)
+        return await self._executor.run(current_tenant(), size, self._spell, token_ids)
 
     @cached_property
     def token_texts(self) -> "TokenTexts":

@@ -2,12 +2,12 @@
 
 import functools
 import string
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from gateway.offload import FairExecutor
 from gateway.text.tokenizer import Tokenizer
 
 BOS, EOS = "<s>", "</s>"
@@ -57,10 +57,10 @@ def byte_fallback() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def wrapped(tokenizer: tokenizers.Tokenizer, executor: ThreadPoolExecutor | None = None) -> Tokenizer:
+def wrapped(tokenizer: tokenizers.Tokenizer, executor: FairExecutor | None = None) -> Tokenizer:
     """The gateway's tokenizer around a copy of it."""
     copy = tokenizers.Tokenizer.from_str(tokenizer.to_str())
-    return Tokenizer(copy, executor or ThreadPoolExecutor(1))
+    return Tokenizer(copy, executor or FairExecutor(1))
 
 
 def write_model_directory(directory: Path, tokenizer: tokenizers.Tokenizer, **files: str) -> Path:

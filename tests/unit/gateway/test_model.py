@@ -1,11 +1,11 @@
 """What the gateway reads from a model directory."""
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from gateway.model import ServedModel
+from gateway.offload import FairExecutor
 from gateway.replicas.events import Welcome
 from gateway.request.limits import limits_of
 from gateway.request.prepare import resolve
@@ -20,8 +20,9 @@ from tests.support.tokenizers import byte_level, write_model_directory
 
 @pytest.fixture
 def executor():
-    with ThreadPoolExecutor(1) as pool:
-        yield pool
+    pool = FairExecutor(1)
+    yield pool
+    pool.shutdown()
 
 
 def open_model(tmp_path, executor, **files):

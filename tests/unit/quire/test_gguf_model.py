@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer
 
+from gateway.offload import FairExecutor
 from gateway.text.tokenizer import Tokenizer
 from quire import gguf_tokenizer, model_directory
 from quire.compatibility import ModelFingerprint
@@ -97,8 +97,7 @@ def test_sentence_pieces_are_merged_by_their_scores(
     byte_fallback().save(str(model / "tokenizer.json"))
     (model / "model.safetensors").symlink_to(directory / "model.safetensors")
     file = write_gguf(tmp_path / "m.gguf", model)
-    with ThreadPoolExecutor(1) as executor:
-        tokenizer = Tokenizer.open(ModelDirectory.open(file), executor)
+    tokenizer = Tokenizer.open(ModelDirectory.open(file), FairExecutor(1))
     expected = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
     for text in TEXTS[:5]:
         found = tokens_of(file, text)

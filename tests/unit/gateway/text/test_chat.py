@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.model import ServedModel
+from gateway.offload import FairExecutor
 from gateway.request.types import ChatMessage, ChatPrompt
 from gateway.text.chat import ChatTemplate, common_prefix
 from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall
@@ -117,16 +117,17 @@ KNOWS_BOTS_ALONE = (
 @pytest.fixture
 def prefix_of(tmp_path):
     """The text of what is pinned for messages under a template."""
-    with ThreadPoolExecutor(1) as executor:
+    executor = FairExecutor(1)
 
-        def call(template, *messages):
-            directory = write_model_directory(tmp_path / "model", byte_level(), chat_template__jinja=template)
-            model = ServedModel.open(directory, None, executor)
-            return model.tokenizer.decode(
-                asyncio.run(model.chat.encode_prefix(ChatPrompt(messages))), include_special_tokens=True
-            )
+    def call(template, *messages):
+        directory = write_model_directory(tmp_path / "model", byte_level(), chat_template__jinja=template)
+        model = ServedModel.open(directory, None, executor)
+        return model.tokenizer.decode(
+            asyncio.run(model.chat.encode_prefix(ChatPrompt(messages))), include_special_tokens=True
+        )
 
-        yield call
+    yield call
+    executor.shutdown()
 
 
 def test_a_system_message_is_shared_up_to_what_the_user_says(prefix_of):

@@ -1,15 +1,18 @@
 """A model directory's tokenizer returns what transformers' AutoTokenizer returns; long work runs in a thread."""
 
+import asyncio
 import json
 import string
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
+from gateway.auth.caller import Access, Caller, set_caller
+from gateway.auth.quota import Account, Limits
 from gateway.model import ServedModel
+from gateway.offload import FairExecutor
 from gateway.request.types import ChatMessage, ChatPrompt
 from gateway.text.tokenizer import Tokenizer
 from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_NONE, TemplateOptions, Tool, ToolChoice
@@ -100,20 +103,23 @@ LEGACY = {
 }
 
 
-class CountingExecutor(ThreadPoolExecutor):
-    """Counts what it is given."""
+class CountingExecutor(FairExecutor):
+    """Notes for which tenants it is given work."""
 
-    num_submitted = 0
+    def __init__(self, num_threads):
+        super().__init__(num_threads)
+        self.tenants = []
 
-    def submit(self, *args, **kwargs):
-        self.num_submitted += 1
-        return super().submit(*args, **kwargs)
+    async def run(self, tenant, num_bytes, function, *arguments):
+        self.tenants.append(tenant)
+        return await super().run(tenant, num_bytes, function, *arguments)
 
 
 @pytest.fixture
 def executor():
-    with CountingExecutor(1) as pool:
-        yield pool
+    pool = CountingExecutor(1)
+    yield pool
+    pool.shutdown()
 
 
 def written(folder, tokenizer: tokenizers.Tokenizer, **files: object):
@@ -222,7 +228,7 @@ async def test_long_texts_and_many_tokens_go_to_a_thread(executor, repeats, num_
     assert token_ids == byte_level().encode(text).ids
     decoded = await tokenizer.decode_any(token_ids, include_special_tokens=include_special_tokens)
     assert decoded == ("<s>" if include_special_tokens else "") + text
-    assert executor.num_submitted == num_threaded
+    assert len(executor.tenants) == num_threaded
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback()], ids=["byte level", "byte fallback"])
@@ -252,8 +258,18 @@ async def test_no_text_has_more_bytes_than_its_tokens_may_spell(tokenizer):
 
 def test_a_token_id_beyond_all_vocabularies_takes_no_memory() -> None:
     tokenizer = tokenizers.Tokenizer(models.BPE({"a": 0, "b": (1 << 32) - 1}, []))
-    with (
-        ThreadPoolExecutor(1) as executor,
-        pytest.raises(ConfigurationError, match="the tokenizer has the token id 4294967295; at most 4194303 are"),
-    ):
-        Tokenizer(tokenizer, executor)
+    with pytest.raises(ConfigurationError, match="the tokenizer has the token id 4294967295; at most 4194303 are"):
+        Tokenizer(tokenizer, FairExecutor(1))
+
+
+async def test_long_work_is_that_of_the_callers_tenant(executor):
+    tokenizer = wrapped(byte_level(), executor)
+
+    async def encode(tenant: str | None) -> None:
+        if tenant is not None:
+            set_caller(Caller(tenant, Access(), Account(Limits(), lambda: 0.0)))
+        await tokenizer.encode("the cat " * 1000, add_special_tokens=False)
+
+    for tenant in ("acme", "other", None):
+        await asyncio.create_task(encode(tenant))
+    assert executor.tenants == ["acme", "other", "default"]
