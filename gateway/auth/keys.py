@@ -351,10 +351,13 @@ class KeyRing:
             self.refresh()
 
     def refresh(self) -> None:
-        """Reads changed files again. If one is invalid, all keys stay as they were."""
+        """Reads changed files again. If one is invalid, all keys stay as they were. Closes accounts of expired keys,
+        and opens those whose `expires_at` was moved."""
+        self._read_changes()
         for known in self._by_hash.values():
-            if self._is_expired(known.entry):
-                known.caller.account.close()
+            known.caller.account.is_closed = self._is_expired(known.entry)
+
+    def _read_changes(self) -> None:
         signatures = [_signature(path) for path in self._paths]
         if signatures == self._signatures:
             return
@@ -388,7 +391,7 @@ class KeyRing:
                 account.change_limits(entry.limits)
             self._by_hash[entry.hash] = _Known(entry, Caller(entry.tenant, entry.access, account))
         for removed in before.values():
-            removed.caller.account.close()
+            removed.caller.account.is_closed = True
 
     def _is_expired(self, entry: KeyEntry) -> bool:
         return entry.expires_at is not None and self._now() >= entry.expires_at

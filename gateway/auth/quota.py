@@ -111,6 +111,10 @@ class Account:
     The prompt is charged when its length is known, the output as it is generated. A running request is never ended
     because of its output: tokens beyond the limit make the level negative, and no request is admitted until it has
     recovered.
+
+    Attributes:
+        is_closed: Whether the key is invalid now, because it was revoked or has expired: running requests continue, new
+            ones are refused.
     """
 
     def __init__(
@@ -123,7 +127,7 @@ class Account:
         self._requests: TokenBucket | None = None
         self._tokens: TokenBucket | None = None
         self._running: set[Use] = set()
-        self._is_closed = False
+        self.is_closed = False
         self.change_limits(limits)
 
     def change_limits(self, limits: Limits) -> None:
@@ -132,15 +136,6 @@ class Account:
         self._limits = limits
         self._requests = _resized(self._requests, limits.requests_per_minute, now)
         self._tokens = _resized(self._tokens, limits.tokens_per_minute, now)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the key is no longer valid."""
-        return self._is_closed
-
-    def close(self) -> None:
-        """The key is no longer valid: running requests go on, new ones are refused."""
-        self._is_closed = True
 
     def check(self, num_tokens: int = 1, num_requests: int = 1) -> None:
         """Checks whether a request with a prompt of that many tokens, or several together, would be admitted now.
@@ -250,7 +245,7 @@ class Account:
             _check_rate(self._tokens, num_tokens, now, "tokens_per_minute")
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self.is_closed:
             raise Unauthenticated("the API key is no longer valid", reason="INVALID_API_KEY")
 
     def _take(self, num_requests: int, num_tokens: int) -> None:

@@ -259,6 +259,23 @@ def test_a_key_expires_while_the_gateway_runs(path):
         caller.account.check()
 
 
+def test_a_key_that_expired_is_valid_again_when_its_end_is_moved(path):
+    end = NOON + timedelta(hours=1)
+    write_keys(path, [make_entry("k-1", "a", "acme", expires_at=end)])
+    times = [NOON]
+    ring = KeyRing([path], now=lambda: times[-1])
+    times.append(end)
+    ring.refresh()
+    write_keys(path, [make_entry("k-1", "a", "acme", expires_at=end + timedelta(hours=1))])
+    ring.refresh()
+    account = ring.authenticate(bearer("a")).account
+    account.check()
+    times.append(end + timedelta(hours=1))
+    ring.refresh()
+    with pytest.raises(Unauthenticated):
+        account.check()
+
+
 def test_added_changed_and_revoked_keys_are_seen_at_the_next_look(path):
     ring = KeyRing([path])
     revoked = ring.authenticate(bearer("b"))

@@ -69,7 +69,7 @@ def test_each_refusal_is_told_once_and_failures_of_what_was_admitted_are_none(cl
     refusal(account)
     with pytest.raises(ResourceExhausted):
         account.check_resumption()
-    account.close()
+    account.is_closed = True
     with pytest.raises(Unauthenticated):
         account.check()
     assert reasons[2:] == ["RATE_LIMIT_EXCEEDED"] * 2 + ["INVALID_API_KEY"]
@@ -209,7 +209,7 @@ def test_a_refusal_after_the_first_token_is_paid_for(clock):
 def test_a_closed_account_admits_nothing_while_what_runs_goes_on(clock):
     account = Account(Limits(max_concurrent_requests=5), clock)
     with account.admitted(1):
-        account.close()
+        account.is_closed = True
         with pytest.raises(Unauthenticated) as raised:
             account.check()
     assert raised.value.reason == "INVALID_API_KEY"
