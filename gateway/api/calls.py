@@ -97,8 +97,8 @@ def respond(generator: Generator, call: Call, keep_alive_s: float) -> Response:
     live: list[LiveRequest] = []
     return StreamedResponse(
         partial(_stream, generator, call, live),
-        # A request without a replica waits for a scheduler, and fails if none connects.
-        lambda: bool(live) and all(each.replica is not None for each in live),
+        # A request without a replica has ended, or waits for a scheduler and fails if none connects.
+        lambda: bool(live) and all(each.replica is not None or each.is_over for each in live),
         keep_alive_s,
         names,
         headers,

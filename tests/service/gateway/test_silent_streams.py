@@ -19,6 +19,7 @@ BODIES = {
 }
 COMMENT = ": keep-alive"
 SHORT_S = 0.1
+EOS = 2
 
 
 def wait_for_refusals(monkeypatch, wait_s):
@@ -55,6 +56,22 @@ async def test_headers_come_before_the_first_token_and_comments_while_nothing_co
         rest = [line async for line in lines if line not in ("", COMMENT)]
     assert rest[-1] == "data: [DONE]"
     assert all(line.startswith("data: ") for line in rest)
+
+
+async def test_comments_come_after_one_of_several_prompts_has_ended(scheduler):
+    scheduler.step_delay_s = 60
+    scheduler.rule = lambda prompt, position: EOS if len(prompt) < 5 else 100
+    async with (
+        running_gateway(scheduler, sse_keepalive=SHORT_S) as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=30) as http,
+        http.stream("POST", COMPLETIONS, json=BODIES[COMPLETIONS] | {"prompt": ["a", "word " * 20]}) as response,
+    ):
+        before = []
+        async for line in response.aiter_lines():
+            if line == COMMENT:
+                break
+            before.append(line)
+    assert '"finish_reason":"stop"' in "".join(before)
 
 
 async def test_comments_are_nothing_to_the_client_of_openai(scheduler):
