@@ -406,7 +406,8 @@ class TlsListener:
 
 
 class _ConnectionState(h11.Connection):
-    """h11's state of one connection. It refuses a body of very many chunks that are short on average."""
+    """h11's state of one connection. It refuses a body of very many chunks that are short on average, and a body whose
+    length may be read in two ways: a proxy that reads the other one takes the rest for the next request."""
 
     def __init__(self, max_incomplete_event_size: int) -> None:
         super().__init__(h11.SERVER, max_incomplete_event_size)
@@ -423,7 +424,16 @@ class _ConnectionState(h11.Connection):
                 raise h11.RemoteProtocolError("the chunks of a body are too short")
         elif isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0
+            _check_framing(event)
         return event
+
+
+def _check_framing(request: h11.Request) -> None:
+    """Raises RemoteProtocolError for a body that RFC 9112 (6.1) calls faulty: with Content-Length besides
+    Transfer-Encoding, or of HTTP/1.0 with Transfer-Encoding. h11 checks all else of the framing."""
+    names = {name for name, _ in request.headers}
+    if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
+        raise h11.RemoteProtocolError("the length of the body is ambiguous")
 
 
 class HttpConnection(H11Protocol):
@@ -470,7 +480,7 @@ class HttpConnection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Called for what is not HTTP. An answer that has begun cannot be followed by another one."""
-        if self.conn.our_state is h11.SEND_RESPONSE:
+        if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
             super().send_400_response(msg)
         else:
             self._cut("sent what is not HTTP")

@@ -115,6 +115,45 @@ async def test_what_is_no_http_closes_the_connection_without_a_fault_here(
     assert not [each for each in faults if each.startswith("Fatal error")]
 
 
+CHUNKED = ("transfer-encoding: chunked",)
+SMUGGLED = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("version", "headers", "body"),
+    [
+        ("1.1", ("content-length: 5", *CHUNKED), b"0\r\n\r\n"),
+        ("1.1", (*CHUNKED, "content-length: 0"), b"0\r\n\r\n"),
+        ("1.1", (*CHUNKED, *CHUNKED), b"0\r\n\r\n"),
+        ("1.1", ("transfer-encoding: gzip, chunked",), b"0\r\n\r\n"),
+        ("1.1", ("transfer-encoding: identity",), b""),
+        ("1.0", ("connection: keep-alive", *CHUNKED), b"0\r\n\r\n"),
+        ("1.1", ("content-length: 0", "content-length: 5"), b""),
+        ("1.1", ("content-length: 0, 5",), b""),
+        ("1.1", ("content-length: +0",), b""),
+        ("1.1", ("content-length : 0",), b""),
+        ("1.1", CHUNKED, b"zz\r\n"),
+        ("1.1", CHUNKED, b"-1\r\n"),
+        ("1.1", CHUNKED, b"0x1\r\nx\r\n0\r\n\r\n"),
+        ("1.1", CHUNKED, b"1\r\nxyz0\r\n\r\n"),
+        ("1.1", CHUNKED, b"1" * 30 + b"\r\n"),
+        ("1.1", (" folded: first",), b""),
+        ("1.1", ("no colon",), b""),
+        ("1.1", ("nul: \0",), b""),
+    ],
+)
+async def test_nothing_behind_a_body_of_faulty_length_is_a_request(gateway, version, headers, body):
+    head = "\r\n".join((f"POST /v1/completions HTTP/{version}", "host: localhost", *headers, "", ""))
+    if headers == (" folded: first",):
+        head = head.replace("host: localhost\r\n", "")
+    with await connection_to(gateway) as connection:
+        connection.sendall(head.encode() + body + SMUGGLED)
+        answers = await read_to_end(connection)
+    assert answers.startswith(b"HTTP/1.1 400")
+    assert b"connection: close" in answers.lower()
+    assert answers.count(b"HTTP/1.1 ") == 1
+
+
 async def pieces(body: bytes, size: int):
     for begin in range(0, len(body), size):
         yield body[begin : begin + size]
