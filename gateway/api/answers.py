@@ -160,12 +160,14 @@ def error_answer(error: Exception, names: ParamNames, request_id: str | None = N
     found = _client_request_id.get() or request_id or secrets.token_hex(16)
     _logger.error("request %s failed unexpectedly", shortened(found), exc_info=error, extra={REQUEST_ID: found})
     message = f"an unexpected error; the server's log has the request id {shortened(found)} and tells more"
-    return ErrorAnswer(500, message, "unexpected", headers={"x-request-id": found})
+    return ErrorAnswer(500, message, "unexpected", headers={"x-request-id": found, "x-should-retry": "false"})
 
 
 def _of_quire_error(error: QuireError) -> ErrorAnswer:
     status = _STATUSES_BY_REASON.get(error.reason) or _STATUSES.get(error.code, 500)
-    headers = {}
+    headers: dict[str, str] = {}
+    if not error.is_retryable and _is_retried(status):
+        headers["x-should-retry"] = "false"
     if error.retry_after_ms is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
     elif status == HTTPStatus.SERVICE_UNAVAILABLE:
@@ -177,6 +179,11 @@ def _of_quire_error(error: QuireError) -> ErrorAnswer:
         param=error.violations[0].field if error.violations else None,
         headers=headers,
     )
+
+
+def _is_retried(status: int) -> bool:
+    """Whether the clients of OpenAI and Anthropic retry a request with this status, unless x-should-retry is false."""
+    return status in {408, 409, 429} or status >= 500
 
 
 def error_response(answer: ErrorAnswer, dialect: Dialect = OPENAI) -> Response:

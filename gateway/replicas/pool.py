@@ -402,7 +402,7 @@ class Replicas:
             live.submissions -= 1
             self._draining.add(link.address)
             self.place(live)
-        elif isinstance(error, FailedPrecondition) and error.reason == "MODEL_CHANGED":
+        elif error.reason == "MODEL_CHANGED":
             # It takes nothing new until it is connected again, with a welcome that names its new model.
             self._draining.add(link.address)
             if self._candidates(live):
@@ -505,9 +505,9 @@ class Replicas:
         cleared.clear()
 
 
-def _model_changed(live: LiveRequest, model: ModelFingerprint) -> FailedPrecondition:
+def _model_changed(live: LiveRequest, model: ModelFingerprint) -> Unavailable:
     parts = ", ".join(differing_parts(live.model, model))
-    return FailedPrecondition(
+    return Unavailable(
         f"the replicas have another model than the one that this request began with (before and now: {parts}); it "
         "cannot go on: send it again",
         reason="MODEL_CHANGED",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from gateway.replicas.live import LiveRequest, TokenBytes
 from gateway.request.types import GenerationRequest
 from quire.logprob_columns import POSITION_BYTES, TOP_BYTES
-from quire.rpc.errors import QuireError, ResourceExhausted, invalid_field
+from quire.rpc.errors import FailedPrecondition, QuireError, invalid_field
 
 # Measured: an id in one list, and a piece of text in another.
 _ID_BYTES = 40
@@ -159,7 +159,7 @@ class CallMemory:
         self._ends.append(end)
 
     def raise_if_ended(self) -> None:
-        """Raises ResourceExhausted if the call was ended for the memory of answers."""
+        """Raises FailedPrecondition if the call was ended for the memory of answers."""
         if self._error is not None:
             raise self._error
 
@@ -221,7 +221,7 @@ class AnswerMemory:
 
     def _end(self, call: CallMemory, reason: str) -> None:
         self._close(call)
-        call.end(ResourceExhausted(f"{reason}; {call.form.way_out}", reason="ANSWER_TOO_LARGE"))
+        call.end(FailedPrecondition(f"{reason}; {call.form.way_out}", reason="ANSWER_TOO_LARGE"))
 
     def _close(self, call: CallMemory) -> None:
         use = self._keys.get(call.key)

@@ -36,6 +36,8 @@ DOMAIN = "quire"
 _MAX_MESSAGE_CHARACTERS = 1000
 _MAX_VIOLATIONS = 5
 _MAX_VIOLATION_CHARACTERS = 300
+# An error that a retry may cure has one of these, or RESOURCE_EXHAUSTED with a time to wait.
+_RETRYABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 _DETAILS_KEY = "grpc-status-details-bin"
 
 
@@ -81,6 +83,13 @@ class QuireError(Exception):
         self.violations: tuple[FieldViolation, ...] = tuple(violations)
         self.retry_after_ms = retry_after_ms
         self.metadata: dict[str, str] = dict(metadata or {})
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether the same request may succeed later. A limit that is reached says when; else waiting does not help."""
+        return self.code in _RETRYABLE or (
+            self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and self.retry_after_ms is not None
+        )
 
 
 class InvalidArgument(QuireError):

@@ -30,8 +30,9 @@ _MAX_HANDLE = 2**31 - 1
 _BLOCKS_AT_ONCE = 1024
 """The number of blocks that are converted before the event loop gets a turn: about a millisecond."""
 
-_FAILURE_CODES = {MODEL_CHANGED: code_pb2.FAILED_PRECONDITION, "INVALID_SAMPLING": code_pb2.INVALID_ARGUMENT}
-"""The statuses of failures that the request or its model causes; all other failures are INTERNAL."""
+_FAILURE_CODES = {MODEL_CHANGED: code_pb2.UNAVAILABLE, "INVALID_SAMPLING": code_pb2.INVALID_ARGUMENT}
+"""The statuses of failures that are not INTERNAL: after a change of the model a retry succeeds, and sampling that the
+worker cannot do is a fault of the request."""
 
 _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from quire.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions
 from quire.model_directory import resolve_model
-from quire.rpc.errors import FailedPrecondition, Unavailable
+from quire.rpc.errors import Unavailable
 from tests.support.fake_scheduler import FakeScheduler, counting_rule
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
 from tests.support.processes import until_true
@@ -125,7 +125,7 @@ def without_weights(tmp_path: Path) -> str:
 def fail_for_model(scheduler: FakeScheduler) -> None:
     """Says what a scheduler does whose worker came back with another model."""
     for handle in list(scheduler.live):
-        scheduler.fail(handle, code=code_pb2.FAILED_PRECONDITION, reason="MODEL_CHANGED", message="send it again")
+        scheduler.fail(handle, code=code_pb2.UNAVAILABLE, reason="MODEL_CHANGED", message="send it again")
 
 
 async def test_a_request_of_a_changed_model_goes_on_at_a_replica_that_has_the_one_before(without_weights):
@@ -161,7 +161,7 @@ async def test_a_request_of_a_changed_model_fails_where_no_replica_has_the_one_b
         await scheduler.until(lambda: scheduler.live)
         fail_for_model(scheduler)
         error = await reading
-        assert isinstance(error, FailedPrecondition)
+        assert isinstance(error, Unavailable)
         assert (error.reason, error.message) == ("MODEL_CHANGED", "send it again")
     await scheduler.stop()
 
@@ -182,7 +182,7 @@ async def test_a_scheduler_that_comes_back_with_another_model_gets_requests_with
         scheduler.emits.set()
         await scheduler.start()
         error = await begun
-        assert isinstance(error, FailedPrecondition)
+        assert isinstance(error, Unavailable)
         assert error.reason == "MODEL_CHANGED"
         assert "(before and now: weights w1 and w2); it cannot go on: send it again" in error.message
         assert (await waiting).token_ids == expected_ids("waiting", 8)

@@ -174,7 +174,7 @@ async def test_requests_fail_where_the_worker_comes_back_with_another_model_and_
         line = "the worker came back with another model (before and now: weights w1 and w2)"
         for handle in (1, 2):
             failure = stream.failed[handle]
-            assert (failure.code, failure.reason) == (code_pb2.FAILED_PRECONDITION, "MODEL_CHANGED")
+            assert (failure.code, failure.reason) == (code_pb2.UNAVAILABLE, "MODEL_CHANGED")
             assert failure.message == f"{line}; this request began with the one before and cannot go on: send it again"
         assert [each for each in log.messages if line in each] == [f"{line}; 2 live requests fail"]
         assert (await state_of(stub)).gpu_pool.pinned_blocks == 0

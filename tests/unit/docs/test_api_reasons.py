@@ -18,6 +18,49 @@ def test_docs_and_code_name_the_same_reasons() -> None:
     assert documented_reasons() == given_reasons() - default_reasons()
 
 
+# Without one of these statuses no client retries. RESOURCE_EXHAUSTED needs a time to wait besides.
+RETRIED = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
+RETRYABLE = {
+    "BODIES_FULL",
+    "CONCURRENCY_LIMIT",
+    "CONSTRAINTS_QUEUE_FULL",
+    "CONSTRAINTS_UNAVAILABLE",
+    "DRAINING",
+    "DURABLE_LIMIT",
+    "LOADING",
+    "MODEL_CHANGED",
+    "NO_SCHEDULER",
+    "NO_WORKER",
+    "PIN_LOST",
+    "PIN_QUOTA",
+    "QUEUE_FULL",
+    "RATE_LIMIT_EXCEEDED",
+    "SHUTTING_DOWN",
+    "SLOW_READER",
+    "SLOW_SENDER",
+    "WATCHERS",
+    "WORK_QUEUE_FULL",
+}
+
+
+def test_the_reasons_that_a_retry_may_cure_have_a_status_that_clients_retry() -> None:
+    statuses = documented_statuses()
+    assert statuses.keys() == documented_reasons()
+    assert {reason for reason, found in statuses.items() if found & RETRIED} == RETRYABLE
+
+
+def documented_statuses() -> dict[str, set[str]]:
+    """The statuses of each reason in docs/api_head.md."""
+    head = (ROOT / "docs" / "api_head.md").read_text(encoding="utf-8")
+    section = head.partition("### Reasons\n")[2].partition("\n## ")[0].replace("\n  ", " ")
+    entries = (line[2:].partition(" (") for line in section.splitlines() if line.startswith("- `"))
+    return {
+        reason: set(re.findall(r"`([A-Z_]+)`", statuses.partition("):")[0]))
+        for names, _, statuses in entries
+        for reason in re.findall(r"`(\w+)`", names)
+    }
+
+
 def documented_reasons() -> set[str]:
     head = (ROOT / "docs" / "api_head.md").read_text(encoding="utf-8")
     return explained_names(head, "Reasons")

@@ -13,7 +13,7 @@ from gateway.api.answers import OPENAI, LazyList, WholeResponse, as_json, json_p
 from gateway.api.calls import Call
 from gateway.request.answer_memory import AnswerMemory
 from gateway.request.generator import Generator
-from quire.rpc.errors import ResourceExhausted
+from quire.rpc.errors import FailedPrecondition
 
 
 @pytest.mark.parametrize(
@@ -93,18 +93,18 @@ async def test_a_body_that_fails_after_its_start_is_left_incomplete(size):
     async def make():
         if size:
             yield bytes(size)
-        raise ResourceExhausted("too much", reason="ANSWER_TOO_LARGE")
+        raise FailedPrecondition("too much", reason="ANSWER_TOO_LARGE")
 
     start, *pieces = await sent(make)
     if size:
         assert start["status"] == 200
         assert all(piece["more_body"] for piece in pieces)
     else:
-        assert start["status"] == 429
+        assert start["status"] == 400
         assert b"too much" in pieces[0]["body"]
 
 
-@pytest.mark.parametrize(("ended_at", "status"), [(0, 429), (150, 200)])
+@pytest.mark.parametrize(("ended_at", "status"), [(0, 400), (150, 200)])
 async def test_an_answer_that_is_ended_for_its_memory_while_it_is_written_says_so_unless_it_has_begun(
     monkeypatch, ended_at, status
 ):
@@ -139,5 +139,5 @@ async def test_an_answer_that_is_ended_for_its_memory_while_it_is_written_says_s
     start, *pieces = await messages_of(response)
     assert start["status"] == status
     assert pieces[-1].get("more_body", False) == (status == 200)
-    if status == 429:
+    if status == 400:
         assert b"--max-answer-bytes" in pieces[0]["body"]

@@ -40,6 +40,16 @@ def test_every_error_has_its_status(kind, status, type_):
     assert json.loads(OPENAI.error_body(answer)) == {"error": body}
 
 
+@pytest.mark.parametrize("retry_after_ms", [None, 2000])
+@pytest.mark.parametrize("kind", errors.QuireError.__subclasses__())
+def test_clients_retry_exactly_the_errors_that_a_retry_may_cure(kind, retry_after_ms):
+    error = kind("what happened", retry_after_ms=retry_after_ms)
+    answer = error_answer(error, short)
+    # The rule of the clients of OpenAI and Anthropic.
+    is_retried = answer.status in {408, 409, 429} or answer.status >= 500
+    assert (is_retried and answer.headers.get("x-should-retry") != "false") == error.is_retryable
+
+
 def test_every_error_of_the_hierarchy_is_known():
     for kind in errors.QuireError.__subclasses__():
         assert error_answer(kind("x"), short).status != 500 or kind is errors.Internal

@@ -21,7 +21,7 @@ from gateway.request.answer_memory import (
 from gateway.request.generator import results_of
 from quire.arrays import encode_int32
 from quire.common.v1 import common_pb2
-from quire.rpc.errors import InvalidArgument, ResourceExhausted
+from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.logprobs import Line, token_logprobs
 from tests.support.parameters import make_request
@@ -142,10 +142,10 @@ async def test_a_call_that_holds_too_much_is_ended_and_says_what_helps(ledger, m
             assert num_tokens < 1000
         assert most <= num_tokens < 2 * most
         with pytest.raises(
-            ResourceExhausted, match=r"--max-answer-bytes is 50,000; stream the answer, or ask for fewer"
+            FailedPrecondition, match=r"--max-answer-bytes is 50,000; stream the answer, or ask for fewer"
         ):
             await live.result()
-        with pytest.raises(ResourceExhausted):
+        with pytest.raises(FailedPrecondition):
             call.raise_if_ended()
         assert (memory.num_bytes, call.num_bytes) == (0, 0)
         call.add(10_000)
