@@ -8,7 +8,7 @@ from typing import Any, cast
 from google.protobuf.json_format import MessageToDict
 
 from gateway.request.counting import MAX_VALUES_OF_TEXTS, num_values_in
-from gateway.request.limits import MAX_TOOL_SCHEMA_BYTES, MAX_TOOLS
+from gateway.request.limits import MAX_CALL_ID_LENGTH, MAX_TOOL_SCHEMA_BYTES, MAX_TOOLS
 from gateway.request.types import ChatMessage, ChatPrompt
 from gateway.request.violations import Violations, shortened, utf8_size
 from quire.gateway.v1.generation_pb2 import (
@@ -64,6 +64,8 @@ def _check_calls(violations: Violations, messages: Sequence[ChatMessage], field:
             where = f"{path}.tool_calls[{number}]"
             if not call.id:
                 violations.add(f"{where}.id", "is empty; it must be the id by which the result refers to the call")
+            if len(call.id) > MAX_CALL_ID_LENGTH:
+                violations.add(f"{where}.id", f"has {len(call.id):,} characters; the max is {MAX_CALL_ID_LENGTH}")
             if not _NAME.fullmatch(call.name):
                 violations.add(f"{where}.name", f'is "{shortened(call.name)}"; {_NAME_RULE}')
             num_values += num_values_in(call.arguments)

@@ -12,6 +12,8 @@ MAX_SEED = 2**64 - 1
 MAX_REQUEST_ID_LENGTH = 128
 # In characters; OpenAI's limit.
 MAX_NAME_LENGTH = 64
+MAX_CALL_ID_LENGTH = 128
+"""The maximum length of the id of a tool call, in characters; ids of known APIs have up to 64."""
 MAX_LENGTH_PENALTY = 10
 MAX_BEAM_CANDIDATES = 2048
 MAX_LOGIT_BIAS = 1024

@@ -1,16 +1,20 @@
 """Responses that this gateway keeps in memory for `previous_response_id`."""
 
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import cast
 
-from gateway.request.types import ChatMessage, ChatPrompt
-from gateway.request.validation import texts_of
-from gateway.request.violations import utf8_size
+from google.protobuf.message import Message
+
+from gateway.request.types import ChatMessage
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
 
-# The memory of the Python objects of a message without its texts, and of a response without its messages.
+# The memory of the Python objects of a message without its values, of a tool call without its texts, and of a response
+# without its messages.
 _MESSAGE_BYTES = 400
+_CALL_BYTES = 300
 _RESPONSE_BYTES = 1000
 
 
@@ -23,8 +27,26 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        texts = sum(map(utf8_size, texts_of(ChatPrompt(self.messages))))
-        return _RESPONSE_BYTES + len(self.body) + _MESSAGE_BYTES * len(self.messages) + texts
+        return _RESPONSE_BYTES + len(self.body) + sum(map(_memory_of, self.messages))
+
+
+def _memory_of(message: ChatMessage) -> int:
+    """The memory of a message with all its fields, whatever they are."""
+    return _MESSAGE_BYTES + sum(_memory_of_value(getattr(message, each.name)) for each in fields(message))
+
+
+def _memory_of_value(value: object) -> int:
+    match value:
+        case None:
+            return 0
+        case str():
+            return sys.getsizeof(value)
+        case Message():
+            return _CALL_BYTES + value.ByteSize()
+        case list() | tuple():
+            return sum(map(_memory_of_value, cast(Sequence[object], value)))
+        case _:
+            raise TypeError(f"the memory of a {type(value).__name__} in a message is not known")
 
 
 @dataclass(slots=True)

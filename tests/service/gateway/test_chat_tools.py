@@ -254,6 +254,7 @@ BAD = [
     ({"tool_choice": pb.ToolChoice(mode=cast(Any, 9))}, "tool_choice.mode", "is 9"),
     ({"messages": [message(role="user", tool_calls=[call()])]}, "messages[0].tool_calls", "only assistant calls"),
     ({"messages": [message(tool_calls=[call(id="")])]}, "messages[0].tool_calls[0].id", "is empty"),
+    ({"messages": [message(tool_calls=[call(id="x" * 129)])]}, "messages[0].tool_calls[0].id", "the max is 128"),
     ({"messages": [message(tool_calls=[call(name="?")])]}, "messages[0].tool_calls[0].name", '"?"'),
     ({"messages": [message(tool_calls=[call(arguments="1")])]}, "messages[0].tool_calls[0].arguments", "JSON object"),
     ({"messages": [message(tool_calls=[call(), call()])]}, "messages[0].tool_calls", "must be unique"),

@@ -190,6 +190,9 @@ async def test_an_effort_that_the_template_does_not_know_is_a_hint(client, says)
     assert answer.choices[0].message.content == "Yes."
 
 
+CALL_OF_A_LONG_ID = {"id": "x" * 129, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -199,6 +202,10 @@ async def test_an_effort_that_the_template_does_not_know_is_a_hint(client, says)
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name"),
         ({"tools": [], "extra_body": {"chat_template_kwargs": {"colour": 1}}}, "chat_template_kwargs.colour"),
         ({"messages": [*HELLO, {"role": "tool", "tool_call_id": "x", "content": "y"}]}, "messages[1].tool_call_id"),
+        (
+            {"messages": [*HELLO, {"role": "assistant", "tool_calls": [CALL_OF_A_LONG_ID]}]},
+            "messages[1].tool_calls[0].id",
+        ),
         (
             {"extra_body": {"continue_final_message": True, "add_generation_prompt": True}},
             "continue_final_message",

@@ -165,6 +165,7 @@ async def test_an_effort_is_a_hint_where_the_template_knows_none(http):
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
         ({"tools": [TOOL | {"parameters": {"type": "array"}}]}, "tools[0].parameters.type"),
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "call_id": "x" * 129, "name": "f", "arguments": "{}"}]}, "input[0]"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}, "text.format"),
     ],
 )
@@ -181,6 +182,8 @@ async def test_what_is_wrong_with_a_response_is_named_as_its_body_has_it(http, b
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}, "tools": []},
          "output_config.format"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "messages[0]"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x" * 129, "name": "f",
+          "input": {}}]}]}, "the max is 128"),
     ],
 )  # fmt: skip
 async def test_what_is_wrong_with_a_message_is_named_as_its_body_has_it(http, body, expected):

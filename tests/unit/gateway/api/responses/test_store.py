@@ -1,9 +1,13 @@
 """Responses that a gateway keeps."""
 
+from dataclasses import fields
+from typing import Any
+
 import pytest
 
 from gateway.api.responses.store import ResponseStore, StoredResponse
 from gateway.request.types import ChatMessage
+from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.rpc.errors import InvalidArgument, NotFound
 
 RESPONSE = StoredResponse(b"{}", (ChatMessage("user", "hello"),))
@@ -58,3 +62,24 @@ def test_memory_grows_with_texts_and_messages():
     long = StoredResponse(b"{}", (ChatMessage("user", "hello" * 1000),))
     assert long.num_bytes >= SIZE + 4000
     assert StoredResponse(b"{}", (*RESPONSE.messages, *RESPONSE.messages)).num_bytes > SIZE
+
+
+LONG = "x" * 1_000_000
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(ChatMessage) if each.name != "tool_calls"])
+def test_every_field_of_a_message_counts(name):
+    values: dict[str, Any] = {"role": "user", "content": "", name: LONG}
+    message = ChatMessage(**values)
+    assert StoredResponse(b"", [message]).num_bytes >= len(LONG)
+
+
+@pytest.mark.parametrize("name", [each.name for each in ToolCall.DESCRIPTOR.fields])
+def test_every_field_of_a_tool_call_counts(name):
+    message = ChatMessage("assistant", "", tool_calls=[ToolCall(**{name: LONG})])
+    assert StoredResponse(b"", [message]).num_bytes >= len(LONG)
+
+
+def test_a_text_counts_with_the_memory_that_it_takes():
+    # One character beyond the basic plane makes every character of a text take four bytes.
+    assert StoredResponse(b"", [ChatMessage("user", LONG + "\U0001f98a")]).num_bytes >= 4_000_000
