@@ -188,7 +188,7 @@ def fail_to_start_a_thread(_: threading.Thread) -> None:
     ("owner", "name", "failure"),
     [
         (os, "pipe", fail_at_the_limit),
-        (subprocess, "Popen", fail_at_the_limit),
+        (subprocess.Popen, "__init__", fail_at_the_limit),
         (threading.Thread, "start", fail_to_start_a_thread),
     ],
     ids=["no pipe", "no process", "no thread"],
