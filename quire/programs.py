@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any, Self, TypeVar
 
 from quire.client import AsyncClient, ChatMessage, Generation, GenerationOptions, PinnedPrefix
-from quire.rpc.errors import InvalidArgument, QuireError, ResourceExhausted
+from quire.rpc.errors import InvalidArgument, PermissionDenied, QuireError, ResourceExhausted
 
 _PIN_S = 60.0
 _UNPIN_TIMEOUT_S = 5.0
@@ -58,7 +58,7 @@ class Program:
         prefix: A text, which branches continue, or the messages of a conversation.
         options: The default options of all calls.
         pin: Protect the prefix from eviction. A prefix that cannot be pinned, because it is shorter than a block or
-            exceeds the quota of pins, is cached while there is room.
+            exceeds the quota of pins, or because the key may not pin, is cached while there is room.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Program:
 
     async def __aenter__(self) -> Self:
         if self._pins:
-            with contextlib.suppress(InvalidArgument, ResourceExhausted):
+            with contextlib.suppress(InvalidArgument, PermissionDenied, ResourceExhausted):
                 await self._renew()
                 self._renewal = asyncio.create_task(self._keep())
         return self

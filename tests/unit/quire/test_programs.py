@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from quire.programs import Program, join
-from quire.rpc.errors import DeadlineExceeded, Internal, InvalidArgument, QuireError, ResourceExhausted, Unavailable
+from quire.rpc.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    PermissionDenied,
+    QuireError,
+    ResourceExhausted,
+    Unavailable,
+)
 
 
 class FakeClient:
@@ -70,7 +78,10 @@ async def client() -> Any:
     return FakeClient()
 
 
-@pytest.mark.parametrize("error", [ResourceExhausted("quota", reason="PIN_QUOTA"), InvalidArgument("too short")])
+@pytest.mark.parametrize(
+    "error",
+    [ResourceExhausted("quota", reason="PIN_QUOTA"), InvalidArgument("too short"), PermissionDenied("no may_pin")],
+)
 async def test_a_prefix_that_cannot_be_pinned_is_used_all_the_same(client, error) -> None:
     client.errors = [error]
     async with Program(client, "a document") as program:
