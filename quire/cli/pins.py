@@ -13,9 +13,13 @@ from quire.settings import ConfigurationError, load_settings, setting
 
 @dataclass(frozen=True, slots=True)
 class PinFlags(ModelFlags):
-    """Keeps the start of prompts cached: the argument, or all of stdin. Prints the pin's id first."""
+    """Keeps the start of prompts cached: the argument, the text of --file, or all of stdin. Prints the pin's id
+    first."""
 
-    prefix: str | None = setting(None, "the prefix; without it all of stdin", positional=True)
+    prefix: str | None = setting(None, "the prefix; without it and without --file, all of stdin", positional=True)
+    file: str | None = setting(
+        None, "file whose text is the prefix; - is stdin", variable="QUIRE_PIN_FILE", metavar="FILE"
+    )
     # Not QUIRE_SYSTEM, which is a message to `quire chat`.
     system: bool = setting(
         False, "the prefix is the system message at the start of conversations", variable="QUIRE_PIN_SYSTEM"
@@ -40,9 +44,11 @@ class UnpinFlags(ConnectionFlags):
 def pin(argv: Sequence[str]) -> int:
     """Prints the pin; 0 when the prefix is pinned."""
     flags = load_settings(PinFlags, argv, os.environ, program="quire pin")
-    text = read_text("-").removesuffix("\n") if flags.prefix is None else flags.prefix
+    if flags.prefix is not None and flags.file is not None:
+        raise ConfigurationError("give a prefix or --file, not both")
+    text = read_text(flags.file or "-").removesuffix("\n") if flags.prefix is None else flags.prefix
     if not text:
-        raise ConfigurationError("the prefix is empty; give one as argument or on stdin")
+        raise ConfigurationError("the prefix is empty; give one as argument, by --file or on stdin")
     prefix = [ChatMessage("system", text)] if flags.system else text
     time_to_live_ms = None if flags.time_to_live is None else round(flags.time_to_live * 1000)
     with Client(flags.address, api_key=flags.api_key, tls=flags.client_tls()) as client:

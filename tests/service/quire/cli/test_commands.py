@@ -123,7 +123,7 @@ def test_a_command_called_wrongly_is_one_line_and_status_2(run: Run, arguments: 
     assert stderr.count("\n") == 1
 
 
-def test_pin_and_unpin(run: Run, gateway: FakeGatewayThread) -> None:
+def test_pin_and_unpin(run: Run, gateway: FakeGatewayThread, tmp_path: Path) -> None:
     assert run("pin", "be kind", "--time-to-live=1.5", "--model=fake") == (0, "pin 16 tokens for 1.5 s\n", "")
     status, stdout, _ = run("pin", "--system", "--format=json", stdin="be kind\n")
     assert status == 0
@@ -132,6 +132,8 @@ def test_pin_and_unpin(run: Run, gateway: FakeGatewayThread) -> None:
     assert (text.text, text.time_to_live_ms, text.model) == ("be kind", 1500, "fake")
     assert [(m.role, m.content) for m in chat.chat.messages] == [("system", "be kind")]
     assert not chat.HasField("time_to_live_ms")
+    (tmp_path / "prefix").write_text("be kind\n")
+    assert run("pin", "--file", str(tmp_path / "prefix"))[0] == 0
     assert run("unpin", "pin") == (0, "", "")
     assert run("unpin", "other") == (1, "", 'quire unpin: error: no pin "other"\n')
 
@@ -140,6 +142,8 @@ def test_pin_and_unpin(run: Run, gateway: FakeGatewayThread) -> None:
     ("arguments", "expected"),
     [
         (("pin",), "the prefix is empty"),
+        (("pin", "x", "--file=y"), "give a prefix or --file, not both"),
+        (("pin", "--file=/no/such"), "cannot read /no/such"),
         (("pin", "x", "--time-to-live=0"), "the least value is 0.001"),
         (("unpin",), "give the id of a pin"),
     ],
