@@ -175,7 +175,7 @@ def hub_name(name_or_path: str | None) -> HubName | None:
 
     What exists here is a path. What begins with ".", "/" or "~", or has no slash, is a path in any case.
     """
-    if name_or_path is None or name_or_path == EMBEDDED_MODEL or Path(name_or_path).expanduser().exists():
+    if name_or_path is None or name_or_path == EMBEDDED_MODEL or Path(name_or_path).exists():
         return None
     return HubName.parse(name_or_path)
 
@@ -195,7 +195,10 @@ def resolve_model(name_or_path: str | Path | None, *, with_weights: bool = True,
         return _embedded_model()
     if isinstance(name_or_path, str) and (name := hub_name(name_or_path)) is not None:
         return download(name, with_weights=with_weights, report=report)
-    path = Path(name_or_path).expanduser()
+    try:
+        path = Path(name_or_path).expanduser()
+    except RuntimeError as error:  # "~" of a user who is not known
+        raise ConfigurationError(f"model directory {name_or_path} cannot be found: {error}") from error
     if not (path.is_dir() or _is_gguf(path)):
         raise _not_a_directory(path)
     return path

@@ -96,6 +96,11 @@ def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
     assert error_of(tmp_path / "no").startswith(f"model directory {tmp_path / 'no'} does not exist; {TAKEN}")
 
 
+def test_the_home_of_an_unknown_user_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigurationError, match=r"^model directory ~no-such-user/x cannot be found: .*home directory"):
+        resolve_model("~no-such-user/x")
+
+
 def test_a_file_is_no_directory(tmp_path: Path) -> None:
     file = tmp_path / "f"
     file.touch()
