@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from gateway.settings import GatewaySettings
 from quire.settings import load_settings
@@ -69,7 +70,7 @@ def test_a_worker_on_a_gpu_takes_the_place_and_the_name_of_the_other(services: d
     """With `--scale worker=0`. The scheduler waits for it if its profile is asked for."""
     on_cpu, on_gpu = services["worker"], services["worker-gpu"]
     assert on_gpu["profiles"] == ["gpu"]
-    assert on_gpu["networks"] == {"inside": {"aliases": ["worker"]}}
+    assert on_gpu["networks"] == {"inside": {"aliases": ["worker"]}, "egress": {}}
     assert services["scheduler"]["depends_on"]["worker-gpu"] == {"condition": "service_healthy", "required": False}
     assert on_gpu["command"] == [*on_cpu["command"][:-1], "cuda"]
     (device,) = on_gpu["deploy"]["resources"]["reservations"]["devices"]
@@ -102,7 +103,18 @@ def test_only_the_gateway_is_published_and_only_on_loopback(services: dict[str, 
     assert published == [f"127.0.0.1:50051:{gateway.grpc_port}", f"127.0.0.1:8000:{gateway.http_port}"]
     for name in ("worker", "scheduler"):
         assert "ports" not in services[name]
-        assert services[name]["networks"] == ["inside"]
+
+
+def test_what_speaks_without_authentication_reaches_hubs_and_collectors_and_is_reached_by_nobody_else() -> None:
+    compose = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))
+    is_internal = {name: network.get("internal", False) for name, network in compose["networks"].items()}
+    members = {
+        name: [key for key, service in compose["services"].items() if name in service["networks"]]
+        for name in is_internal
+    }
+    assert is_internal == {"inside": True, "egress": False, "outside": False}
+    assert members["egress"] == ["worker", "worker-gpu", "scheduler"]
+    assert not set(members["outside"]) & set(members["egress"])
 
 
 def test_a_second_gateway_is_the_first_on_other_ports_and_starts_only_when_asked_for(services: dict[str, Any]) -> None:
