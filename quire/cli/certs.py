@@ -26,6 +26,11 @@ class CertsFlags:
     host: tuple[str, ...] = setting((), "name or address of a service, besides localhost; with commas", metavar="HOST")
     days: int = setting(365, "days for which the certificates are valid", minimum=1, maximum=36500)
     authority_days: int = setting(3650, "days for which a new authority is valid", minimum=1, maximum=36500)
+    renew_authority: bool = setting(
+        False,
+        "make a new authority, which ca.pem trusts besides those from before, and renew nothing else: the next call "
+        "does, once every process has this ca.pem",
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,14 +40,20 @@ def main(argv: Sequence[str]) -> int:
     directory = flags.tls_dir
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if has_authority(directory):
-            authority = Authority.open(directory)
-        else:
+        before = Authority.open(directory) if has_authority(directory) else None
+        if before is None or flags.renew_authority:
             authority = Authority.make(flags.authority_days, now)
             authority.write(directory)
             print(f"{directory}: a new authority; keep ca.key away from the services")
-        for role in Role:
-            target = _directory_of(role, flags)
+        else:
+            authority = before
+        targets = {role: _directory_of(role, flags) for role in Role}
+        if before is not None and flags.renew_authority:
+            print("certificates are as before: give ca.pem to every process, then call this without --renew-authority")
+            return 0
+        if authority.not_valid_after < now + dt.timedelta(days=flags.days):
+            print(f"{directory}: the authority ends on {authority.not_valid_after:%Y-%m-%d}; see --renew-authority")
+        for role, target in targets.items():
             certificate = authority.issue(target, role, (*LOCAL_HOSTS, *flags.host), flags.days, now)
             print(f"{target / f'{role}.pem'}: valid until {certificate.not_valid_after_utc:%Y-%m-%d}")
     except OSError as error:

@@ -28,6 +28,11 @@ class Authority:
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
 
+    @property
+    def not_valid_after(self) -> dt.datetime:
+        """When it ends, and with it all that it has signed."""
+        return self.certificate.not_valid_after_utc
+
     @classmethod
     def make(cls, days: int, now: dt.datetime) -> "Authority":
         """A new authority with a new key."""
@@ -35,7 +40,8 @@ class Authority:
         # A unique name: in a file with two authorities, it identifies the issuer of a certificate.
         name = _name(f"Quire certificate authority {secrets.token_hex(4)}")
         builder = (
-            _builder(name, name, key.public_key(), days, now)
+            _builder(name, name, key.public_key(), now)
+            .not_valid_after(now + dt.timedelta(days=days))
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_key_usage(signs_certificates=True), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
@@ -44,34 +50,49 @@ class Authority:
 
     @classmethod
     def open(cls, directory: Path) -> "Authority":
-        """Reads the authority in a directory. ConfigurationError when it cannot be read."""
+        """Reads the authority in a directory, of several trusted ones that of ca.key. ConfigurationError when it cannot
+        be read."""
         try:
-            certificate = x509.load_pem_x509_certificate((directory / AUTHORITY_FILE).read_bytes())
+            certificates = x509.load_pem_x509_certificates((directory / AUTHORITY_FILE).read_bytes())
             key = serialization.load_pem_private_key((directory / _AUTHORITY_KEY_FILE).read_bytes(), None)
         except (OSError, ValueError, TypeError) as error:
             raise ConfigurationError(f"{directory}: the authority cannot be read: {error}") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise ConfigurationError(f"{directory / _AUTHORITY_KEY_FILE}: not a key that quire certs made")
-        return cls(certificate, key)
+        for certificate in certificates:
+            if certificate.public_key() == key.public_key():
+                return cls(certificate, key)
+        raise ConfigurationError(
+            f"{directory / AUTHORITY_FILE}: no certificate belongs to {_AUTHORITY_KEY_FILE}; give both of one authority"
+        )
 
     def write(self, directory: Path) -> None:
-        """Writes its key and its certificate into a directory."""
+        """Writes its key and its certificate into a directory, which still trusts authorities that it trusted."""
+        path = directory / AUTHORITY_FILE
+        trusted = path.read_bytes() if path.exists() else b""
+        # The key last: should this end in between, the authority from before is still whole.
+        _write(path, self.certificate.public_bytes(serialization.Encoding.PEM) + trusted, 0o644)
         _write_key(directory / _AUTHORITY_KEY_FILE, self.key)
-        _write(directory / AUTHORITY_FILE, self.certificate.public_bytes(serialization.Encoding.PEM), 0o644)
 
     def issue(self, directory: Path, role: Role, hosts: Sequence[str], days: int, now: dt.datetime) -> x509.Certificate:
-        """Writes a new key and certificate of a role into a directory and replaces older ones."""
+        """Writes a new key and certificate of a role into a directory and replaces older ones. The certificate ends
+        with the authority at the latest. ConfigurationError where that has ended."""
+        if self.not_valid_after <= now:
+            raise ConfigurationError(
+                f"the authority ended on {self.not_valid_after:%Y-%m-%d}; --renew-authority makes a new one"
+            )
         key = ec.generate_private_key(ec.SECP256R1())
         names = [*(_host_name(host) for host in hosts), x509.UniformResourceIdentifier(f"{ROLE_URI}{role}")]
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         builder = (
-            _builder(_name(f"quire {role}"), self.certificate.subject, key.public_key(), days, now)
+            _builder(_name(f"quire {role}"), self.certificate.subject, key.public_key(), now)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_key_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .add_extension(_signed_by(self.key), critical=False)
+            .not_valid_after(min(now + dt.timedelta(days=days), self.not_valid_after))
         )
         certificate = builder.sign(self.key, hashes.SHA256())
         _write_key(directory / f"{role}.key", key)
@@ -91,7 +112,7 @@ def has_authority(directory: Path) -> bool:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int, now: dt.datetime
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, now: dt.datetime
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
@@ -100,7 +121,6 @@ def _builder(
         .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _BACKDATED)
-        .not_valid_after(now + dt.timedelta(days=days))
     )
 
 

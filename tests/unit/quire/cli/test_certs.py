@@ -1,13 +1,17 @@
 """`quire certs`: what it writes, and what it leaves alone."""
 
+import datetime as dt
 import stat
 from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 
 from quire.cli.main import main
+from quire.rpc.certificates import Authority
 from quire.rpc.tls import Role, TlsIdentity
+from quire.settings import ConfigurationError
 
 
 def names_of(path: Path) -> list[str]:
@@ -52,6 +56,59 @@ def test_an_authority_without_one_of_its_files_is_not_replaced(
 def test_a_host_that_is_none_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["certs", "--tls-dir", str(tmp_path), "--host", "füße"]) == 2
     assert "--host" in capsys.readouterr().err
+
+
+def certificates_of(path: Path) -> list[x509.Certificate]:
+    return x509.load_pem_x509_certificates(path.read_bytes())
+
+
+def test_no_certificate_outlives_its_authority(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certs", "--tls-dir", str(tmp_path), "--days=30", "--authority-days=3"]) == 0
+    (authority,) = certificates_of(tmp_path / "ca.pem")
+    for role in Role:
+        (certificate,) = certificates_of(tmp_path / f"{role}.pem")
+        assert certificate.not_valid_after_utc == authority.not_valid_after_utc
+    assert "the authority ends on" in capsys.readouterr().out
+
+
+def test_an_authority_that_has_ended_signs_nothing(tmp_path: Path) -> None:
+    now = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+    authority = Authority.make(3, now)
+    with pytest.raises(ConfigurationError, match=r"^the authority ended on 2026-01-04; --renew-authority"):
+        authority.issue(tmp_path, Role.WORKER, (), 1, now + dt.timedelta(days=3))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_new_authority_is_trusted_beside_the_old_one_and_signs_at_the_next_call(tmp_path: Path) -> None:
+    def signer_of(role: Role) -> x509.Name:
+        (certificate,) = certificates_of(tmp_path / role / f"{role}.pem")
+        return certificate.issuer
+
+    call = ["certs", "--tls-dir", str(tmp_path), "--by-role"]
+    assert main(call) == 0
+    (old,) = certificates_of(tmp_path / "ca.pem")
+    assert main([*call, "--renew-authority"]) == 0
+    new, kept = certificates_of(tmp_path / "ca.pem")
+    assert kept == old
+    assert new.subject != old.subject
+    for role in Role:
+        assert certificates_of(tmp_path / role / "ca.pem") == [new, old]
+        assert signer_of(role) == old.subject
+    assert main(call) == 0
+    assert certificates_of(tmp_path / "ca.pem") == [new, old]
+    assert {signer_of(role) for role in Role} == {new.subject}
+    # Without the old one, which is deleted by hand, everything goes on.
+    (tmp_path / "ca.pem").write_bytes(new.public_bytes(serialization.Encoding.PEM))
+    assert main(call) == 0
+    assert {signer_of(role) for role in Role} == {new.subject}
+
+
+def test_an_authority_whose_key_is_of_another_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        assert main(["certs", "--tls-dir", str(tmp_path / name)]) == 0
+    (tmp_path / "a" / "ca.key").write_bytes((tmp_path / "b" / "ca.key").read_bytes())
+    assert main(["certs", "--tls-dir", str(tmp_path / "a")]) == 2
+    assert "no certificate belongs to ca.key" in capsys.readouterr().err
 
 
 def test_by_role_a_directory_has_what_its_role_needs_and_no_more(tmp_path: Path) -> None:
