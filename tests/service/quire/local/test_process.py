@@ -64,7 +64,8 @@ class Supervision:
 
     async def until_up(self) -> int:
         """Waits for the line "up"; returns the pid."""
-        await until_true(lambda: "up" in self.output)
+        # A child may print before the loop hears from its thread that it has started.
+        await until_true(lambda: "up" in self.output and self.process.is_running)
         return self.process.pid
 
 
@@ -208,7 +209,7 @@ async def test_a_process_that_dies_while_none_can_be_started_is_started_once_one
     assert all("cannot be started: [Errno" in line for line in supervision.reports[1:4])
     assert supervision.reports[1].endswith("; trying again in 0.02 s")
     assert await supervision.until_up() != pid
-    assert num_open_files() <= open_files
+    await until_true(lambda: num_open_files() <= open_files)
 
 
 async def test_a_second_pipe_that_cannot_be_opened_leaves_no_first_one(
@@ -431,6 +432,7 @@ async def test_a_service_is_not_killed_where_the_checks_find_no_socket_to_ask_wi
     await until_true(lambda: True in checks, timeout_s=60)
     pid = watched.process.pid
     checks.clear()
+    watched.reports.clear()
     with monkeypatch.context() as patch:
         patch.setattr(process, "_listens", fail_at_the_limit)
         os.kill(pid, signal.SIGSTOP)
