@@ -13,7 +13,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import grpc.aio
+
 from quire.client import AsyncClient, Constraint, GenerationOptions
+from quire.gateway.v1.generation_pb2 import ResumeStreamRequest
 from quire.rpc.address import TcpAddress, parse_address
 from quire.rpc.errors import QuireError
 
@@ -203,6 +206,85 @@ async def exploding_constraint(target: Target, rng: random.Random) -> str:
     return "answered"
 
 
+async def many_empty_entries(target: Target, rng: random.Random) -> str:
+    """Two million empty messages in one list of a gRPC call."""
+    method, field = rng.choice(
+        (
+            ("/quire.gateway.v1.GenerationService/ResumeStream", 2),
+            ("/quire.gateway.v1.GenerationService/Chat", 1),
+            ("/quire.gateway.v1.GenerationService/Chat", 11),
+            ("/inference.GRPCInferenceService/ModelInfer", 6),
+        )
+    )
+    return await _call(target, method, bytes((field << 3 | 2, 0)) * ((2 << 20) - 64))
+
+
+async def many_numbers(target: Target, rng: random.Random) -> str:
+    """Two million numbers where a few texts, or an object of a template's arguments, are expected."""
+    numbers = b"[" + b"1," * (2_000_000) + b"1]"
+    messages = b'"messages": [{"role": "user", "content": "hi"}]'
+    path, field = rng.choice(
+        (
+            ("/v1/messages", b'"max_tokens": 1, "system": '),
+            ("/v1/messages/count_tokens", b'"system": '),
+            ("/v1/chat/completions", b'"tools": '),
+        )
+    )
+    return await _exchange(target, _post(path, b"{" + messages + b", " + field + numbers + b"}"))
+
+
+async def many_arguments(target: Target, rng: random.Random) -> str:
+    """As many arguments for the chat template as are allowed, and many more."""
+    call = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    arguments = {"enable_thinking": [1] * rng.choice((4_000, 1_000_000))}
+    return await _send(target, "/v1/chat/completions", call | {"chat_template_kwargs": arguments})
+
+
+async def many_choices(target: Target, rng: random.Random) -> str:
+    """As many choices as a constraint may have."""
+    choices = [f"{rng.randrange(1000)} {number}" for number in range(99_000)]
+    return await _send(target, "/v1/completions", {"prompt": "Once", "guided_choice": choices})
+
+
+async def wide_unread_stream(target: Target, rng: random.Random) -> str:
+    """A stream of 128 samples that nobody reads."""
+    call = {"prompt": "Once", "n": 128, "max_tokens": 900, "stream": True, "ignore_eos": True}
+    return await _exchange(target, _post("/v1/completions", json.dumps(call).encode()), held_s=_HELD_S, reads=False)
+
+
+async def many_resumptions(target: Target, rng: random.Random) -> str:
+    """Fifty calls at once that resume one durable stream of eight samples."""
+    request_id = f"storm-{rng.randrange(1 << 60)}"
+    options = GenerationOptions(n=8, max_tokens=900, ignore_eos=True)
+    async with AsyncClient(target.grpc) as client:
+        try:
+            async with (
+                asyncio.timeout(_LONG_S),
+                client.generate_stream("Once", options, request_id=request_id, durable=True) as stream,
+            ):
+                async for _ in stream:
+                    break
+        except QuireError as error:
+            return f"{error.code.name} {error.reason}"
+        except TimeoutError:
+            return f"nothing for {_LONG_S:.0f} s"
+    resume = ResumeStreamRequest(request_id=request_id).SerializeToString()
+    method = "/quire.gateway.v1.GenerationService/ResumeStream"
+    answers = await asyncio.gather(*(_call(target, method, resume) for _ in range(50)))
+    return " ".join(sorted(set(answers)))
+
+
+async def _call(target: Target, method: str, data: bytes) -> str:
+    """Calls a method with bytes and reads all answers. Returns the status."""
+    async with grpc.aio.insecure_channel(target.grpc) as channel:
+        try:
+            async for _ in channel.unary_stream(method)(data, timeout=_LONG_S):
+                pass
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+    return "answered"
+
+
 Kind = Callable[[Target, random.Random], Awaitable[str]]
 KINDS: tuple[Kind, ...] = (
     wide_completion,
@@ -220,6 +302,12 @@ KINDS: tuple[Kind, ...] = (
     left_stream,
     come_and_go,
     exploding_constraint,
+    many_empty_entries,
+    many_numbers,
+    many_arguments,
+    many_choices,
+    wide_unread_stream,
+    many_resumptions,
 )
 
 
