@@ -75,11 +75,13 @@ class Pool:
     def longest_sequence(self, prompt_tokens: int, num_sequences: int) -> int:
         """The maximum number of tokens of each of `num_sequences` sequences of one prompt, if they run alone.
 
-        They share the full blocks of the prompt and nothing else. The last token of each is never computed.
+        They share the full blocks of the prompt and nothing else; all of the prompt, if each gets one token only. The
+        last token of each is never computed.
         """
         shared = prompt_tokens // self.block_size
         own = (self.num_blocks - shared) // num_sequences
-        return (shared + own) * self.block_size + 1
+        longest = (shared + own) * self.block_size + 1
+        return max(longest, prompt_tokens + 1) if prompt_tokens <= self.num_blocks * self.block_size else longest
 
 
 @dataclass(frozen=True, slots=True)

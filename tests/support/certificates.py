@@ -5,7 +5,7 @@ from pathlib import Path
 
 from quire.cli.certs import LOCAL_HOSTS
 from quire.rpc.certificates import Authority
-from quire.rpc.tls import Role
+from quire.rpc.tls import AUTHORITY_FILE, Role
 
 
 def make_certificates(directory: Path, *, authority: Authority | None = None, age_days: int = 0) -> Authority:
@@ -13,6 +13,8 @@ def make_certificates(directory: Path, *, authority: Authority | None = None, ag
     directory.mkdir(exist_ok=True)
     made_at = dt.datetime.now(dt.UTC) - dt.timedelta(days=age_days)
     authority = authority or Authority.make(365, made_at)
+    # An authority that is written beside another one is trusted besides it.
+    (directory / AUTHORITY_FILE).unlink(missing_ok=True)
     authority.write(directory)
     for role in Role:
         authority.issue(directory, role, LOCAL_HOSTS, 1, made_at)

@@ -232,7 +232,7 @@ def call(**fields):
 NO_NUMBER = pb.TemplateOptions()
 NO_NUMBER.arguments.update({"enable_thinking": [float("nan")]})
 BAD = [
-    ({"tools": [pb.Tool(name=f"t{number}") for number in range(129)]}, "tools", "has 129 entries; the max is 128"),
+    ({"tools": [pb.Tool(name=f"t{number}") for number in range(129)]}, "tools", "has more than 128 entries"),
     ({"tools": [pb.Tool(name="no spaces")]}, "tools[0].name", '"no spaces"'),
     ({"tools": [WEATHER, WEATHER]}, "tools[1].name", "must be unique"),
     ({"tools": [pb.Tool(name="f", parameters="[1]")]}, "tools[0].parameters", "must be a JSON schema"),
