@@ -7,6 +7,7 @@ parsed. Both take time in proportion to what is allowed and not to what was sent
 depend on the model, are the validator's.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -49,6 +50,7 @@ _CONTAINERS: tuple[type, ...] = (dict, list)
 _CONTINUES = 0x80
 _CONTINUING = bytes(range(_CONTINUES, 256))
 _MAX_SHIFT = 63
+_VARINT_BYTES = re.compile(rb"[\x80-\xff]{0,9}[\x00-\x7f]")
 _VARINT, _DELIMITED = 0, 2
 # The bytes of a value by its wire type: fixed numbers, and the begin and the end of a group.
 _WIDTHS = {1: 8, 5: 4, 3: 0, 4: 0}
@@ -228,10 +230,13 @@ class CountedMessage:
                     tag = data[position]
                     position += 1
                     if tag >= _CONTINUES:
-                        tag, position = _varint(data, position - 1)
+                        # Each further byte counts: tags and sizes may be padded to ten.
+                        begin = position
+                        tag, position = _varint(data, begin - 1)
+                        num_fields += position - begin
                     wire_type = tag & 7
                     if wire_type == _VARINT:
-                        _, position = _varint(data, position)
+                        position = _end_of_varint(data, position)
                         continue
                     if wire_type != _DELIMITED:
                         # The fields of a group are counted as if they were those of the message around it.
@@ -240,7 +245,9 @@ class CountedMessage:
                     size = data[position]
                     position += 1
                     if size >= _CONTINUES:
-                        size, position = _varint(data, position - 1)
+                        begin = position
+                        size, position = _varint(data, begin - 1)
+                        num_fields += position - begin
                     begin, position = position, position + size
                     field = fields.get(tag >> 3)
                     if field is None or position > end:
@@ -265,6 +272,16 @@ def _num_entries(data: bytes, begin: int, end: int, width: int | None) -> int:
         return (end - begin) // width
     # The last byte of each integer is the one that does not continue.
     return len(data[begin:end].translate(None, _CONTINUING))
+
+
+def _end_of_varint(data: bytes, position: int) -> int:
+    """The position behind a number, in the same time for one of ten bytes. Raises IndexError if it has no end."""
+    if data[position] < _CONTINUES:
+        return position + 1
+    found = _VARINT_BYTES.match(data, position)
+    if found is None:
+        raise IndexError("a number of more than 10 bytes")
+    return found.end()
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:

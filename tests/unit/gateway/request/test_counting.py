@@ -18,7 +18,13 @@ from gateway.request.counting import (
     check_values,
     num_values_in,
 )
-from quire.gateway.v1.generation_pb2 import ChatRequest, DetokenizeRequest, GenerateRequest, ResumeStreamRequest
+from quire.gateway.v1.generation_pb2 import (
+    ChatRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    HeldSequence,
+    ResumeStreamRequest,
+)
 from quire.inference.open_inference_pb2 import ModelInferRequest
 from quire.rpc.errors import InvalidArgument
 
@@ -147,6 +153,21 @@ def test_packed_and_unpacked_numbers_are_counted():
     unpacked = b"\x08\x05" * 200_000
     with pytest.raises(InvalidArgument, match=r"more than 131,136 fields and entries, .* send lists of numbers packed"):
         CountedMessage(DetokenizeRequest, LIMITS).parse(unpacked)
+
+
+@pytest.mark.parametrize("field", [b"\xb8\x80\x80\x80\x00\x00", b"\x3a\x80\x80\x80\x80\x00"])
+def test_padded_tags_and_sizes_count_by_their_bytes(field):
+    counted = CountedMessage(GenerateRequest, LIMITS)
+    counted.parse(field * 20_000)
+    with pytest.raises(InvalidArgument, match=r"more than 131,136 fields and entries"):
+        counted.parse(field * 30_000)
+
+
+def test_entries_behind_a_number_of_ten_bytes_are_counted():
+    padded = b"\x38" + b"\x80" * 9 + b"\x00"
+    data = padded + GenerateRequest(continue_from=[HeldSequence()] * 2).SerializeToString()
+    with pytest.raises(InvalidArgument, match="continue_from has more than 1 entries"):
+        CountedMessage(GenerateRequest, _Exactly(8, 1)).parse(data)
 
 
 def test_token_ids_may_take_all_of_a_message():
