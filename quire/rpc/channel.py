@@ -5,6 +5,7 @@ import grpc.aio
 from quire.rpc.address import TcpAddress, is_local, parse_address
 from quire.rpc.server import DEFAULT_MAX_MESSAGE_BYTES
 from quire.rpc.tls import TlsIdentity
+from quire.rpc.transport import TRANSPORT
 
 
 def open_channel(
@@ -26,9 +27,10 @@ def open_channel(
     options: list[tuple[str, int | str]] = [*channel_options(address, max_message_bytes=max_message_bytes)]
     if host_name is not None:
         options.append(("grpc.default_authority", host_name))
-    if tls is None or not isinstance(parse_address(address), TcpAddress):
-        return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, tls.read().channel_credentials(), options=options)
+    credentials = None
+    if tls is not None and isinstance(parse_address(address), TcpAddress):
+        credentials = tls.read().channel_credentials()
+    return TRANSPORT.get().channel(address, credentials, options)
 
 
 def channel_options(address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:

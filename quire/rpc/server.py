@@ -16,11 +16,12 @@ from google.protobuf import descriptor_pool
 from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health_pb2_grpc
 
-from quire.rpc.address import AddressInUse, TcpAddress, UnixAddress, check_bindable, parse_address
+from quire.rpc.address import AddressInUse, TcpAddress, UnixAddress, parse_address
 from quire.rpc.admin_servicer import ADMIN_SERVICE, AdminServicer
 from quire.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthServicer, add_reflection
 from quire.rpc.interceptors import Arrivals, CallEnds, ErrorInterceptor
 from quire.rpc.tls import ServerTls, role_interceptors
+from quire.rpc.transport import TRANSPORT
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 UNLIMITED_MESSAGE_BYTES = -1
@@ -86,9 +87,10 @@ class AdminServer:
             ConfigurationError: the files of `tls` cannot be used.
         """
         wanted = TcpAddress(_ADMIN_HOST, port)
-        check_bindable(wanted)
+        transport = TRANSPORT.get()
+        transport.check_bindable(wanted)
         guards = (*role_interceptors(wanted, tls), ErrorInterceptor())
-        server = grpc.aio.server(interceptors=guards, options=[("grpc.so_reuseport", 0)])
+        server = transport.server(guards, [("grpc.so_reuseport", 0)])
         channelz.add_channelz_servicer(server)
         servicer = AdminServicer()
         servicer.add_to(server)
@@ -161,17 +163,18 @@ class RpcServer:
             ConfigurationError: an address is malformed or not of this machine, or files of TLS cannot be used.
         """
         wanted = [parse_address(address)]
-        check_bindable(wanted[0], reuse_port=reuse_port)
+        transport = TRANSPORT.get()
+        transport.check_bindable(wanted[0], reuse_port=reuse_port)
         if local_socket is not None:
             wanted.append(UnixAddress(local_socket))
-            check_bindable(wanted[1])
+            transport.check_bindable(wanted[1])
         arrivals, health = Arrivals(), HealthServicer(service_names)
         ends = () if on_call_end is None else (CallEnds(frozenset(_methods_of(service_names)), on_call_end),)
         guards = (*ends, *role_interceptors(wanted[0], tls), ErrorInterceptor(), *interceptors)
         options = _options(max_message_bytes, limits, reuse_port=reuse_port, is_watched=admin_port is not None)
         # Calls to the local socket do not count: it serves on when the port is handed over.
         counted = [(arrivals, *guards), guards][: len(wanted)]
-        servers = [grpc.aio.server(interceptors=each, options=options) for each in counted]
+        servers = [transport.server(each, options) for each in counted]
         for server in servers:
             register(server)
             health_pb2_grpc.add_HealthServicer_to_server(health, server)

@@ -1,0 +1,58 @@
+"""Random bytes and numbers of services: one seam, so that a simulation can draw them from its seed.
+
+What must not be guessed (keys, nonces, ids that grant something) and what only spreads load in time come from the same
+source. Draws of tokens do not: they are functions of a request's seed and a position.
+"""
+
+import os
+import random
+import uuid
+from contextvars import ContextVar
+from typing import Protocol
+
+
+class Entropy(Protocol):
+    """A source of random bytes."""
+
+    def random_bytes(self, count: int) -> bytes: ...
+
+
+class SystemEntropy:
+    """The operating system's."""
+
+    def random_bytes(self, count: int) -> bytes:
+        return os.urandom(count)
+
+
+ENTROPY: ContextVar[Entropy] = ContextVar("quire entropy", default=SystemEntropy())  # noqa: B039  (it has no state)
+"""To be set only by a simulation, in the context of a simulated process."""
+
+
+def random_bytes(count: int) -> bytes:
+    """Bytes that nobody can guess."""
+    return ENTROPY.get().random_bytes(count)
+
+
+def random_hex(num_bytes: int) -> str:
+    """Twice as many hexadecimal digits that nobody can guess."""
+    return random_bytes(num_bytes).hex()
+
+
+def random_bits(count: int) -> int:
+    """A number in [0, 2**count)."""
+    return int.from_bytes(random_bytes((count + 7) // 8)) >> (-count % 8)
+
+
+def random_uuid() -> uuid.UUID:
+    """A random UUID (version 4)."""
+    return uuid.UUID(bytes=random_bytes(16), version=4)
+
+
+def uniform(low: float, high: float) -> float:
+    """A number in [low, high], with 53 random bits; for delays, jitter and choices."""
+    return low + (high - low) * (random_bits(53) / 2**53)
+
+
+def generator() -> random.Random:
+    """A generator seeded once from the source, for those who draw often."""
+    return random.Random(random_bytes(32))
