@@ -1,0 +1,558 @@
+"""What Quire relies on in grpc.aio, held against real connections and against the simulated one. A difference between
+them is a failure: of the simulation, or of what we believe about gRPC."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf.wrappers_pb2 import StringValue
+
+from quire.rpc.channel import open_channel
+from quire.rpc.errors import FieldViolation, InvalidArgument, ResourceExhausted, from_rpc_error
+from quire.rpc.interceptors import CallEnds
+from quire.rpc.server import RpcServer
+from tests.sim.world.network import Network
+from tests.sim.world.patches import simulated_modules
+from tests.sim.world.transport import SimTransport
+from tests.sim.world.world import World
+
+_SERVICE = "test.Probe"
+_LIMIT_S = 30.0
+EOF = cast(Any, grpc.aio).EOF
+
+
+@dataclass
+class Setting:
+    """A server and whoever calls it, over one transport."""
+
+    address: str
+    servers: list[RpcServer] = field(default_factory=list)
+    seen: list[Any] = field(default_factory=list)
+    """What handlers note."""
+    in_server: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]] = lambda make: make()
+    """Runs a coroutine in the server's process."""
+    cut_connections: Callable[[], None] | None = None
+
+    async def serve(self, kind: str, handler: Any, **options: Any) -> str:
+        """Serves one method, /test.Probe/Call, of a kind such as "unary_stream"."""
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        method = make(
+            handler,
+            request_deserializer=StringValue.FromString,
+            response_serializer=StringValue.SerializeToString,
+        )
+        handlers = grpc.method_handlers_generic_handler(_SERVICE, {"Call": method})
+
+        async def start() -> str:
+            server = await RpcServer.start(
+                self.address, lambda server: server.add_generic_rpc_handlers((handlers,)), [], **options
+            )
+            self.servers.append(server)
+            return server.address
+
+        return await self.in_server(start)
+
+    async def stop(self, grace_s: float) -> None:
+        await self.in_server(lambda: self.servers[-1].stop(grace_s))
+
+
+def call(channel: grpc.aio.Channel, kind: str, method: str = "Call") -> Any:
+    return getattr(channel, kind)(
+        f"/{_SERVICE}/{method}",
+        request_serializer=StringValue.SerializeToString,
+        response_deserializer=StringValue.FromString,
+    )
+
+
+def text(value: str) -> StringValue:
+    return StringValue(value=value)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(_LIMIT_S):
+        while not condition():  # noqa: ASYNC110 (the other side may be in another loop)
+            await asyncio.sleep(0.001)
+
+
+async def outcome(awaitable: Awaitable[Any]) -> Any:
+    """What it gives, or the name of how it fails."""
+    try:
+        result = await awaitable
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+    except asyncio.CancelledError:
+        return "cancelled"
+    except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+        return type(error).__name__
+    return result.value if isinstance(result, StringValue) else result
+
+
+# Behaviours. Each returns what it saw, and its expectation stands beside it.
+
+_BEHAVIOURS: list[tuple[Callable[[Setting], Awaitable[Any]], Any]] = []
+
+
+def behaves(expected: Any) -> Callable[[Any], Any]:
+    def add(behaviour: Any) -> Any:
+        _BEHAVIOURS.append((behaviour, expected))
+        return behaviour
+
+    return add
+
+
+async def _echo(request: Any, context: Any) -> Any:
+    return text(f"{request.value}!")
+
+
+@behaves("hi!")
+async def unary_answers(setting: Setting) -> Any:
+    async with open_channel(await setting.serve("unary_unary", _echo)) as channel:
+        return await outcome(call(channel, "unary_unary")(text("hi")))
+
+
+@behaves("UNIMPLEMENTED")
+async def unknown_method(setting: Setting) -> Any:
+    async with open_channel(await setting.serve("unary_unary", _echo)) as channel:
+        return await outcome(call(channel, "unary_unary", "Nothing")(text("hi")))
+
+
+@behaves(("INVALID_ARGUMENT", "BAD", ["field: is bad"], 70, "told"))
+async def errors_carry_details(setting: Setting) -> Any:
+    async def refuse(request: Any, context: Any) -> Any:
+        if request.value == "full":
+            raise ResourceExhausted("the queue is full", reason="QUEUE_FULL", retry_after_ms=70)
+        raise InvalidArgument("it is bad", reason="BAD", violations=[FieldViolation("field", "is bad")])
+
+    async with open_channel(await setting.serve("unary_unary", refuse)) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as first:
+            await call(channel, "unary_unary")(text("bad"))
+        with pytest.raises(grpc.aio.AioRpcError) as second:
+            await call(channel, "unary_unary")(text("full"))
+    bad, full = from_rpc_error(first.value), from_rpc_error(second.value)
+    told = "told" if "grpc-status-details-bin" in dict(first.value.trailing_metadata() or ()) else None
+    violations = [f"{each.field}: {each.description}" for each in bad.violations]
+    return bad.code.name, bad.reason, violations, full.retry_after_ms, told
+
+
+@behaves("INTERNAL")
+async def unexpected_error_is_internal(setting: Setting) -> Any:
+    async def fail(request: Any, context: Any) -> Any:
+        raise KeyError("a fault")
+
+    async with open_channel(await setting.serve("unary_unary", fail)) as channel:
+        return await outcome(call(channel, "unary_unary")(text("hi")))
+
+
+@behaves("INVALID_ARGUMENT")
+async def damaged_request_is_refused(setting: Setting) -> Any:
+    async with open_channel(await setting.serve("unary_unary", _echo)) as channel:
+        return await outcome(channel.unary_unary(f"/{_SERVICE}/Call")(b"\xff\xff\xff"))
+
+
+@behaves((("x-one", "1"), ("x-two", "2"), "DEADLINE"))
+async def metadata_goes_both_ways(setting: Setting) -> Any:
+    async def handler(request: Any, context: Any) -> Any:
+        setting.seen.append(dict(context.invocation_metadata() or ()).get("x-one"))
+        await context.send_initial_metadata((("x-two", "2"),))
+        return text("DEADLINE" if context.time_remaining() is not None else "")
+
+    async with open_channel(await setting.serve("unary_unary", handler)) as channel:
+        made = call(channel, "unary_unary")(text("hi"), metadata=(("x-one", "1"),), timeout=30)
+        answer = await made
+        back = dict(await made.initial_metadata())
+    return ("x-one", setting.seen[0]), ("x-two", back["x-two"]), answer.value
+
+
+@behaves((["0", "1", "2"], "OK", []))
+async def unary_stream_ends(setting: Setting) -> Any:
+    async def count(request: Any, context: Any) -> AsyncIterator[Any]:
+        for number in range(3):
+            yield text(str(number))
+
+    async with open_channel(await setting.serve("unary_stream", count)) as channel:
+        made = call(channel, "unary_stream")(text("go"))
+        values = [each.value async for each in made]
+        return (
+            values,
+            (await made.code()).name,
+            [each.value async for each in call(channel, "unary_stream")(text(""))][3:],
+        )
+
+
+@behaves((["a", "b"], "ABORTED", True))
+async def messages_before_an_error_arrive(setting: Setting) -> Any:
+    """Also where the error was there before the first one was read."""
+
+    async def fail_late(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield text("a")
+        yield text("b")
+        setting.seen.append("sent")
+        await context.abort(grpc.StatusCode.ABORTED, "over")
+
+    async with open_channel(await setting.serve("unary_stream", fail_late)) as channel:
+        made = call(channel, "unary_stream")(text("go"))
+        await until(lambda: bool(setting.seen))
+        await asyncio.sleep(0.02)
+        values = []
+        code = None
+        try:
+            async for each in made:
+                values.append(each.value)
+        except grpc.aio.AioRpcError as error:
+            code = error.code().name
+        return values, code, made.done()
+
+
+@behaves("ab")
+async def stream_unary_collects(setting: Setting) -> Any:
+    async def join(requests: Any, context: Any) -> Any:
+        return text("".join([each.value async for each in requests]))
+
+    async def parts() -> AsyncIterator[Any]:
+        yield text("a")
+        yield text("b")
+
+    async with open_channel(await setting.serve("stream_unary", join)) as channel:
+        return await outcome(call(channel, "stream_unary")(parts()))
+
+
+async def _echo_each(requests: Any, context: Any) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield text(f"{request.value}!")
+
+
+@behaves(["a!", "b!", "EOF", "OK"])
+async def stream_stream_talks(setting: Setting) -> Any:
+    async with open_channel(await setting.serve("stream_stream", _echo_each)) as channel:
+        made = call(channel, "stream_stream")()
+        seen = []
+        for value in "ab":
+            await made.write(text(value))
+            seen.append((await made.read()).value)
+        await made.done_writing()
+        seen.append("EOF" if await made.read() is EOF else "?")
+        return [*seen, (await made.code()).name]
+
+
+@behaves(("NOT_FOUND", "InvalidStateError"))
+async def read_raises_what_ended_the_stream(setting: Setting) -> Any:
+    async def refuse(requests: Any, context: Any) -> AsyncIterator[Any]:
+        async for _ in requests:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "none")
+            yield text("")
+
+    async with open_channel(await setting.serve("stream_stream", refuse)) as channel:
+        made = call(channel, "stream_stream")()
+        await made.write(text("a"))
+        first = await outcome(made.read())
+        await until(made.done)
+        return first, await outcome(made.write(text("b")))
+
+
+@behaves(("cancelled", True, "CANCELLED", ["cancelled"]))
+async def cancel_reaches_the_handler(setting: Setting) -> Any:
+    async def wait(request: Any, context: Any) -> Any:
+        setting.seen.append("began")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            setting.seen.append("cancelled")
+            raise
+
+    async with open_channel(await setting.serve("unary_unary", wait)) as channel:
+        made = call(channel, "unary_unary")(text("hi"))
+        waiting = asyncio.ensure_future(outcome(made))
+        await until(lambda: bool(setting.seen))
+        made.cancel()
+        result = await waiting
+        await until(lambda: len(setting.seen) > 1)
+        return result, made.cancelled(), (await made.code()).name, setting.seen[1:]
+
+
+@behaves(("cancelled", ["generator", "cancelled"]))
+async def cancel_ends_a_stream_and_its_generators(setting: Setting) -> Any:
+    async def endless(requests: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            yield text("a")
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            setting.seen.append("cancelled")
+            raise
+        finally:
+            setting.seen.insert(0, "generator")
+
+    async with open_channel(await setting.serve("stream_stream", endless)) as channel:
+        made = call(channel, "stream_stream")()
+        assert (await made.read()).value == "a"
+        reading = asyncio.ensure_future(outcome(made.read()))
+        await asyncio.sleep(0.01)
+        made.cancel()
+        result = await reading
+        await until(lambda: len(setting.seen) > 1)
+        return result, setting.seen
+
+
+@behaves(("DEADLINE_EXCEEDED", ["cancelled", True]))
+async def deadline_ends_both_sides(setting: Setting) -> Any:
+    async def wait(request: Any, context: Any) -> Any:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await until(lambda: context.time_remaining() == 0)
+            setting.seen.extend(["cancelled", context.time_remaining() == 0])
+            raise
+
+    async with open_channel(await setting.serve("unary_unary", wait)) as channel:
+        result = await outcome(call(channel, "unary_unary")(text("hi"), timeout=0.15))
+        await until(lambda: len(setting.seen) > 1)
+        return result, setting.seen
+
+
+@behaves("RESOURCE_EXHAUSTED")
+async def large_requests_are_refused(setting: Setting) -> Any:
+    address = await setting.serve("unary_unary", _echo, max_message_bytes=1000)
+    async with open_channel(address) as channel:
+        return await outcome(call(channel, "unary_unary")(text("x" * 2000)))
+
+
+@behaves("RESOURCE_EXHAUSTED")
+async def large_answers_are_refused(setting: Setting) -> Any:
+    async def large(request: Any, context: Any) -> Any:
+        return text("x" * 2000)
+
+    async with open_channel(await setting.serve("unary_unary", large), max_message_bytes=1000) as channel:
+        return await outcome(call(channel, "unary_unary")(text("hi")))
+
+
+@behaves((True, True))
+async def writer_waits_for_a_reader_that_does_not_read(setting: Setting) -> Any:
+    chunk, count = text("x" * 65_536), 256
+
+    async def flood(request: Any, context: Any) -> AsyncIterator[Any]:
+        for number in range(count):
+            setting.seen.append(number)
+            yield chunk
+
+    async with open_channel(await setting.serve("unary_stream", flood)) as channel:
+        made = call(channel, "unary_stream")(text("go"))
+        await made.read()
+        before = -1
+        while before != len(setting.seen):
+            before = len(setting.seen)
+            await asyncio.sleep(0.02)
+        num_read = 1
+        while await made.read() is not EOF:
+            num_read += 1
+        return before < count, num_read == count
+
+
+@behaves((True, True))
+async def client_waits_for_a_server_that_does_not_read(setting: Setting) -> Any:
+    chunk, count = text("x" * 65_536), 256
+
+    async def slow(requests: Any, context: Any) -> Any:
+        await anext(requests)
+        await until(lambda: "go on" in setting.seen)
+        num = 1
+        async for _ in requests:
+            num += 1
+        return text(str(num))
+
+    async with open_channel(await setting.serve("stream_unary", slow)) as channel:
+        made = call(channel, "stream_unary")()
+        sent: list[int] = []
+
+        async def write() -> None:
+            for number in range(count):
+                await made.write(chunk)
+                sent.append(number)
+            await made.done_writing()
+
+        writing = asyncio.ensure_future(write())
+        before = -1
+        while before != len(sent):
+            before = len(sent)
+            await asyncio.sleep(0.02)
+        setting.seen.append("go on")
+        await writing
+        return before < count, (await made).value == str(count)
+
+
+@behaves(("UNAVAILABLE", "hi!"))
+async def a_call_fails_at_once_without_a_server_unless_it_waits(setting: Setting) -> Any:
+    address = await setting.serve("unary_unary", _echo)
+    await setting.stop(0)
+    async with open_channel(address) as channel:
+        first = await outcome(call(channel, "unary_unary")(text("hi")))
+        waiting = asyncio.ensure_future(
+            outcome(call(channel, "unary_unary")(text("hi"), wait_for_ready=True, timeout=30))
+        )
+        await asyncio.sleep(0.05)
+        setting.address = address
+        await setting.serve("unary_unary", _echo)
+        return first, await waiting
+
+
+@behaves(("UNAVAILABLE", ["began", "cancelled"]))
+async def stop_ends_calls(setting: Setting) -> Any:
+    async def wait(request: Any, context: Any) -> AsyncIterator[Any]:
+        setting.seen.append("began")
+        yield text("a")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            setting.seen.append("cancelled")
+            raise
+
+    async with open_channel(await setting.serve("unary_stream", wait)) as channel:
+        made = call(channel, "unary_stream")(text("go"))
+        await made.read()
+        await setting.stop(0)
+        return await outcome(made.read()), setting.seen
+
+
+@behaves(("b", "EOF", "UNAVAILABLE"))
+async def stop_with_grace_lets_calls_end(setting: Setting) -> Any:
+    async def two(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield text("a")
+        await until(lambda: "stopping" in setting.seen)
+        await asyncio.sleep(0.05)
+        yield text("b")
+
+    async with open_channel(await setting.serve("unary_stream", two)) as channel:
+        made = call(channel, "unary_stream")(text("go"))
+        await made.read()
+        setting.seen.append("stopping")
+        stopping = asyncio.ensure_future(setting.stop(20))
+        second = (await made.read()).value
+        end = "EOF" if await made.read() is EOF else "?"
+        await stopping
+        return second, end, await outcome(call(channel, "unary_stream")(text("go")).read())
+
+
+@behaves(("cancelled", "UsageError", ["cancelled"]))
+async def closing_a_channel_ends_its_calls(setting: Setting) -> Any:
+    async def wait(request: Any, context: Any) -> Any:
+        setting.seen.append("began")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            setting.seen.append("cancelled")
+            raise
+
+    channel = open_channel(await setting.serve("unary_unary", wait))
+    made = call(channel, "unary_unary")
+    waiting = asyncio.ensure_future(outcome(made(text("hi"))))
+    await until(lambda: bool(setting.seen))
+    await channel.close()
+    result = await waiting
+    await until(lambda: len(setting.seen) > 1)
+
+    async def again() -> Any:
+        return await made(text("hi"))
+
+    return result, await outcome(again()), setting.seen[1:]
+
+
+@behaves([("other", "UNIMPLEMENTED"), ("other", "OK"), ("other", "CANCELLED")])
+async def interceptors_see_how_calls_end(setting: Setting) -> Any:
+    ends: list[tuple[str, str]] = []
+
+    async def handler(request: Any, context: Any) -> Any:
+        if request.value == "wait":
+            setting.seen.append("began")
+            await asyncio.Event().wait()
+        return text("")
+
+    reports = CallEnds(frozenset(), lambda method, code: ends.append((method, code.name)))
+    async with open_channel(await setting.serve("unary_unary", handler, interceptors=(reports,))) as channel:
+        await outcome(call(channel, "unary_unary", "Nothing")(text("")))
+        await call(channel, "unary_unary")(text(""))
+        made = call(channel, "unary_unary")(text("wait"))
+        await until(lambda: bool(setting.seen))
+        made.cancel()
+        await until(lambda: len(ends) == 3)
+        return ends
+
+
+@behaves(["IDLE", "READY", "IDLE"])
+async def connectivity_is_told(setting: Setting) -> Any:
+    channel = open_channel(await setting.serve("unary_unary", _echo))
+    states = [channel.get_state().name]
+    await channel.channel_ready()
+    states.append(channel.get_state().name)
+    await setting.stop(0)
+    await until(lambda: channel.get_state().name != "READY")
+    states.append(channel.get_state().name)
+    await channel.close()
+    return states
+
+
+@behaves(("cancelled", True))
+async def a_cancelled_reader_cancels_its_call(setting: Setting) -> Any:
+    async def wait(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield text("a")
+        await asyncio.Event().wait()
+
+    async with open_channel(await setting.serve("unary_stream", wait)) as channel:
+        made = call(channel, "unary_stream")(text("go"))
+        await made.read()
+        reading = asyncio.ensure_future(outcome(made.read()))
+        await asyncio.sleep(0.01)
+        reading.cancel()
+        return await reading, made.cancelled()
+
+
+async def over_grpc(setting: Setting, behaviour: Callable[[Setting], Awaitable[Any]]) -> Any:
+    try:
+        async with asyncio.timeout(_LIMIT_S):
+            return await behaviour(setting)
+    finally:
+        for server in setting.servers:
+            await server.stop(0)
+
+
+def over_the_simulation(behaviour: Callable[[Setting], Awaitable[Any]], seed: int) -> Any:
+    with World(seed) as world, simulated_modules():
+        network = Network(world)
+        server, client = world.node("server"), world.node("client")
+        for node in (server, client):
+            SimTransport.install(network, node)
+
+        async def in_server(make: Callable[[], Awaitable[Any]]) -> Any:
+            async def run() -> Any:
+                return await make()
+
+            task = server.start(run)
+            while not task.done():  # noqa: ASYNC110 (it runs in another loop)
+                await asyncio.sleep(0.001)
+            return task.result()
+
+        setting = Setting("server:0", in_server=in_server)
+
+        async def run_client() -> Any:
+            return await behaviour(setting)
+
+        task = client.start(run_client)
+        world.run(task.done, limit_s=_LIMIT_S)
+        assert not server.errors
+        assert not client.errors
+        return task.result()
+
+
+@pytest.mark.parametrize(("behaviour", "expected"), [pytest.param(*each, id=each[0].__name__) for each in _BEHAVIOURS])
+@pytest.mark.parametrize("transport", ["tcp", "unix", "simulated"])
+async def test_transports_behave_alike(
+    transport: str, behaviour: Callable[[Setting], Awaitable[Any]], expected: Any, tmp_path: Path
+) -> None:
+    if transport == "simulated":
+        for seed in range(5):
+            assert over_the_simulation(behaviour, seed) == expected
+    else:
+        address = "127.0.0.1:0" if transport == "tcp" else f"unix:{tmp_path / 'socket'}"
+        assert await over_grpc(Setting(address), behaviour) == expected

@@ -1,0 +1,239 @@
+"""A world: simulated processes on one virtual clock. All that happens in it is a function of its seed.
+
+Between two events no time passes. The seed picks which process goes on first where several can, how long messages and
+jobs take, and how far each clock is off. The world knows its history by a hash, so that two runs can be compared.
+"""
+
+import gc
+import hashlib
+import heapq
+import itertools
+import random
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from contextvars import Context, copy_context
+from typing import Any
+
+from quire.clock import CLOCK
+from quire.entropy import ENTROPY
+from tests.sim.world.loop import NodeLoop
+
+_START_UNIX_S = 1_800_000_000.0
+_MAX_TURNS_AT_ONCE = 100_000
+_MAX_JOB_S = 0.002
+_MAX_CLOCK_DRIFT = 1e-4
+_MAX_CLOCK_OFFSET_S = 2.0
+
+
+class StuckError(Exception):
+    """Nothing can happen any more, or the time is over, and what was waited for has not happened."""
+
+
+class Node:
+    """A simulated process, from its start to its end; one that is restarted is another node of the same host.
+
+    Attributes:
+        host: The machine that it runs on.
+        errors: Errors that nobody caught.
+    """
+
+    def __init__(self, world: "World", host: str, number: int) -> None:
+        self.host = host
+        self.name = f"{host}#{number}"
+        self.is_dead = False
+        self.is_stopped = False
+        self.errors: list[dict[str, Any]] = []
+        self._world = world
+        self._random = random.Random(f"{world.seed} {self.name}")
+        drift = world.random.uniform(-_MAX_CLOCK_DRIFT, _MAX_CLOCK_DRIFT)
+        self._rate = 1.0 + drift
+        self._boot_s = world.random.uniform(10, 1e6)
+        self._unix_offset_s = _START_UNIX_S + world.random.uniform(-_MAX_CLOCK_OFFSET_S, _MAX_CLOCK_OFFSET_S)
+        self.context = copy_context()
+        self.context.run(CLOCK.set, self)
+        self.context.run(ENTROPY.set, self)
+        self.loop = NodeLoop(self)
+        self.on_end: list[Callable[[], None]] = []
+        """Called where the process ends, as the kernel closes what it held."""
+
+    def monotonic(self) -> float:
+        return self._boot_s + self._world.now * self._rate
+
+    def unix_ns(self) -> int:
+        return round((self._unix_offset_s + self._world.now) * 1e9)
+
+    def random_bytes(self, count: int) -> bytes:
+        return self._random.randbytes(count)
+
+    def set_back(self, seconds: float) -> None:
+        """An operator corrects the clock; what is monotonic stays so."""
+        self._world.note("clock", self.name, round(seconds, 6))
+        self._unix_offset_s -= seconds
+
+    def start(self, main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Runs a coroutine in the process; returns its task."""
+        return self.context.copy().run(lambda: self.loop.create_task(main()))
+
+    def kill(self) -> None:
+        """kill -9: nothing of it runs any more, not even a `finally`; the kernel closes its connections."""
+        if self.is_dead:
+            return
+        self._world.note("kill", self.name)
+        self.is_dead = True
+        self._world.keep(self.loop.cut())
+        for close in self.on_end:
+            close()
+
+    def stop(self) -> None:
+        """SIGSTOP: nothing runs until `go_on`, and nobody is told."""
+        self._world.note("stop", self.name)
+        self.is_stopped = True
+
+    def go_on(self) -> None:
+        self._world.note("continue", self.name)
+        self.is_stopped = False
+
+    # What the loop needs
+
+    def wake_at(self, when: float, handle: Any) -> None:
+        at = (when - self._boot_s) / self._rate
+
+        def fire() -> None:
+            if not handle.cancelled():
+                self.loop.put(handle)
+
+        self._world.at(at, fire)
+
+    def run_job(self, job: Callable[[], None], seconds: float | None = None) -> None:
+        """What a thread does: takes time, then happens at once. While the process is stopped, it waits."""
+        duration = self._world.random.uniform(0, _MAX_JOB_S) if seconds is None else seconds
+
+        def run() -> None:
+            if self.is_stopped:
+                self._world.after(_MAX_JOB_S, run)
+            elif not self.is_dead:
+                self._world.note("job", self.name)
+                self.context.copy().run(job)
+
+        self._world.after(duration, run)
+
+    def failed(self, context: dict[str, Any]) -> None:
+        self.errors.append(context)
+
+
+class World:
+    """Everything that there is. Use it as a context manager: `with World(seed) as world`.
+
+    Attributes:
+        now: Seconds since its beginning.
+        random: Draws everything that chance decides.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.now = 0.0
+        self.random = random.Random(seed)
+        self.nodes: list[Node] = []
+        self.num_events = 0
+        self.story: list[str] | None = None
+        """Lines of what happens, where somebody wants to read them."""
+        self._numbers: dict[str, itertools.count[int]] = {}
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._kept: list[Any] = []
+
+    def __enter__(self) -> "World":
+        # Collections would run finalizers at moments that depend on what the process did before.
+        self._collected = gc.isenabled()
+        gc.disable()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in self.nodes:
+            if not node.is_dead:
+                self._kept.append(node.loop.cut())
+        # Suspended coroutines are closed now. Whatever their `finally` blocks do, it happens to no one.
+        with _silent_finalizers():
+            self._kept.clear()
+            self._events.clear()
+            self.nodes.clear()
+            if self._collected:
+                gc.enable()
+            gc.collect()
+
+    @property
+    def digest(self) -> str:
+        """A hash of all that has happened."""
+        return self._hash.hexdigest()
+
+    def note(self, *what: object) -> None:
+        """Something happened: it counts for the digest. To be called only with what is the same in every process."""
+        self.num_events += 1
+        line = f"{self.now!r} {what!r}"
+        self._hash.update(line.encode())
+        if self.story is not None:
+            self.story.append(line)
+
+    def node(self, host: str) -> Node:
+        """A new process."""
+        number = next(self._numbers.setdefault(host, itertools.count()))
+        node = Node(self, host, number)
+        self.nodes.append(node)
+        self.note("start", node.name)
+        return node
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        """Does something at a time; at once where that is past."""
+        heapq.heappush(self._events, (max(when, self.now), next(self._order), action))
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        self.at(self.now + seconds, action)
+
+    def keep(self, things: list[Any]) -> None:
+        """Keeps what a killed process had in the middle of something."""
+        self._kept.append(things)
+
+    def run(self, until: Callable[[], bool], limit_s: float) -> None:
+        """Lets things happen until a condition holds.
+
+        Raises:
+            StuckError: it does not hold after so many virtual seconds, or nothing can happen any more.
+        """
+        end = self.now + limit_s
+        num_turns = 0
+        while not until():
+            ready = [node for node in self.nodes if node.loop.has_work and not node.is_stopped]
+            if ready:
+                node = ready[0] if len(ready) == 1 else self.random.choice(ready)
+                before = node.loop.num_handles
+                node.loop.turn()
+                self.note("turn", node.name, node.loop.num_handles - before)
+                num_turns += 1
+                if num_turns > _MAX_TURNS_AT_ONCE:
+                    raise StuckError(f"{node.name} runs and runs, and no time passes (seed {self.seed})")
+                continue
+            if not self._events:
+                raise StuckError(f"nothing can happen any more (seed {self.seed}, second {self.now:.3f})")
+            when, _, action = heapq.heappop(self._events)
+            if when > end:
+                heapq.heappush(self._events, (when, next(self._order), action))
+                raise StuckError(f"not within {limit_s:g} s (seed {self.seed}, second {self.now:.3f})")
+            if when > self.now:
+                num_turns = 0
+            self.now = when
+            action()
+
+
+@contextmanager
+def _silent_finalizers() -> Iterator[None]:
+    before = sys.unraisablehook
+    sys.unraisablehook = lambda _: None
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+__all__ = ["Context", "Node", "StuckError", "World"]
