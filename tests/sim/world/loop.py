@@ -121,6 +121,10 @@ class NodeLoop(asyncio.AbstractEventLoop):
     def create_task(  # type: ignore[override]
         self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: Context | None = None
     ) -> asyncio.Task[Any]:
+        if self._is_cut:
+            # Only what is closed at the end of a world comes here: it must not begin anything.
+            coro.close()
+            return self.create_future()  # type: ignore[return-value]
         self._num_tasks += 1
         number = self._num_tasks
         context = context or self._default_context()

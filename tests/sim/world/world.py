@@ -4,15 +4,19 @@ Between two events no time passes. The seed picks which process goes on first wh
 jobs take, and how far each clock is off. The world knows its history by a hash, so that two runs can be compared.
 """
 
+import asyncio
 import gc
 import hashlib
 import heapq
 import itertools
+import logging
 import random
 import sys
+import warnings
+from asyncio import events
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
-from contextvars import Context, copy_context
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from typing import Any
 
 from quire.clock import CLOCK
@@ -21,6 +25,7 @@ from tests.sim.world.loop import NodeLoop
 
 _START_UNIX_S = 1_800_000_000.0
 _MAX_TURNS_AT_ONCE = 100_000
+_MAX_CLOSINGS = 20
 _MAX_JOB_S = 0.002
 _MAX_CLOCK_DRIFT = 1e-4
 _MAX_CLOCK_OFFSET_S = 2.0
@@ -81,7 +86,7 @@ class Node:
             return
         self._world.note("kill", self.name)
         self.is_dead = True
-        self._world.keep(self.loop.cut())
+        self._world.end(self)
         for close in self.on_end:
             close()
 
@@ -135,6 +140,7 @@ class World:
         self.now = 0.0
         self.random = random.Random(seed)
         self.nodes: list[Node] = []
+        self._live: list[Node] = []
         self.num_events = 0
         self.story: list[str] | None = None
         """Lines of what happens, where somebody wants to read them."""
@@ -148,17 +154,19 @@ class World:
         # Collections would run finalizers at moments that depend on what the process did before.
         self._collected = gc.isenabled()
         gc.disable()
+        # What is there already need not be visited at the end.
+        gc.freeze()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for node in self.nodes:
-            if not node.is_dead:
-                self._kept.append(node.loop.cut())
+        self._kept.extend(node.loop.cut() for node in self._live)
         # Suspended coroutines are closed now. Whatever their `finally` blocks do, it happens to no one.
         with _silent_finalizers():
+            for thing in itertools.chain.from_iterable(self._kept):
+                if isinstance(thing, asyncio.Task):
+                    _close(thing)
             self._kept.clear()
             self._events.clear()
-            self.nodes.clear()
             if self._collected:
                 gc.enable()
             gc.collect()
@@ -181,6 +189,7 @@ class World:
         number = next(self._numbers.setdefault(host, itertools.count()))
         node = Node(self, host, number)
         self.nodes.append(node)
+        self._live.append(node)
         self.note("start", node.name)
         return node
 
@@ -191,9 +200,10 @@ class World:
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         self.at(self.now + seconds, action)
 
-    def keep(self, things: list[Any]) -> None:
-        """Keeps what a killed process had in the middle of something."""
-        self._kept.append(things)
+    def end(self, node: Node) -> None:
+        """A process was killed. What it had in the middle of something is kept as it is."""
+        self._kept.append(node.loop.cut())
+        self._live.remove(node)
 
     def run(self, until: Callable[[], bool], limit_s: float) -> None:
         """Lets things happen until a condition holds.
@@ -204,7 +214,7 @@ class World:
         end = self.now + limit_s
         num_turns = 0
         while not until():
-            ready = [node for node in self.nodes if node.loop.has_work and not node.is_stopped]
+            ready = [node for node in self._live if node.loop.has_work and not node.is_stopped]
             if ready:
                 node = ready[0] if len(ready) == 1 else self.random.choice(ready)
                 before = node.loop.num_handles
@@ -226,14 +236,27 @@ class World:
             action()
 
 
+def _close(task: asyncio.Task[Any]) -> None:
+    """Closes the coroutine of a task whose loop is cut. One that goes on waiting in a `finally` is closed again."""
+    outer = events._get_running_loop()
+    events._set_running_loop(task.get_loop())
+    try:
+        for _ in range(_MAX_CLOSINGS):
+            with suppress(BaseException):
+                task.get_coro().close()
+                return
+    finally:
+        events._set_running_loop(outer)
+
+
 @contextmanager
 def _silent_finalizers() -> Iterator[None]:
     before = sys.unraisablehook
     sys.unraisablehook = lambda _: None
+    logging.disable()
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     finally:
+        logging.disable(logging.NOTSET)
         sys.unraisablehook = before
-
-
-__all__ = ["Context", "Node", "StuckError", "World"]

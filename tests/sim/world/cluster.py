@@ -1,0 +1,240 @@
+"""A replica in a world: the real scheduler service, the real worker service down to its device, and a gateway's
+replicas with their clients. A supervisor starts anew what dies."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from gateway.replicas.ledger import Ledger
+from gateway.replicas.live import LiveRequest
+from gateway.replicas.pool import Replicas
+from gateway.text.tokenizer import Tokenizer
+from quire import clock
+from quire.compatibility import UNKNOWN_MODEL
+from quire.rpc.errors import QuireError
+from scheduler_svc.service.app import serve
+from scheduler_svc.settings import SchedulerSettings
+from tests.sim.world.device import HashRunner, SimDeviceLoop, undisturbed
+from tests.sim.world.network import Network, Weather
+from tests.sim.world.transport import SimTransport
+from tests.sim.world.world import Node, World
+from tests.support.fake_worker import FakeWorkerConfig
+from tests.support.parameters import make_request
+from worker_svc.metrics import WorkerMetrics
+from worker_svc.protocol.stream import Worker, WorkerServicer, start_server
+
+WORKER, SCHEDULER, GATEWAY = "worker:7001", "scheduler:7002", "gateway"
+_VOCAB_SIZE = 250
+_HOSTS = ("worker", "scheduler", "gateway")
+
+
+class _Detokenizer:
+    """Text is not what worlds are about."""
+
+    def push(self, token_id: int) -> str:
+        return "x"
+
+    def flush(self) -> str:
+        return ""
+
+
+class _Tokenizer:
+    def detokenizer(self, **_: Any) -> _Detokenizer:
+        return _Detokenizer()
+
+
+@dataclass
+class Story:
+    """A request, and what it must say."""
+
+    prompt: list[int]
+    max_tokens: int
+    said: list[int] | None = None
+    error: QuireError | None = None
+    live: LiveRequest | None = None
+    num_losses: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.said is not None or self.error is not None
+
+
+class FalseAnswerError(AssertionError):
+    """A stream says something else than it does undisturbed."""
+
+
+@dataclass
+class Cluster:
+    """Three hosts: a worker, its scheduler, and a gateway."""
+
+    world: World
+    config: FakeWorkerConfig
+    settings: dict[str, Any] = field(default_factory=dict)
+    weather: Weather | None = None
+    stories: list[Story] = field(default_factory=list)
+    runners: list[HashRunner] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.network = Network(self.world, self.weather)
+        self.running: dict[str, Node] = {}
+        self.replicas: Replicas | None = None
+        self._tasks: dict[str, Any] = {}
+        self._start("worker", self._run_worker)
+        self._start("scheduler", self._run_scheduler)
+        self._start("gateway", self._run_gateway)
+
+    def _start(self, host: str, main: Callable[[Node], Coroutine[Any, Any, Any]]) -> None:
+        node = self.world.node(host)
+        self.running[host] = node
+        SimTransport.install(self.network, node)
+        task = node.start(lambda: main(node))
+        self._tasks[host] = task
+        node.on_end.append(lambda: self._restart(host, main))
+
+        def ended(done: asyncio.Task[Any]) -> None:
+            if not done.cancelled() and (error := done.exception()) is not None:
+                raise AssertionError(f"{node.name} failed") from error
+
+        task.add_done_callback(ended)
+
+    def _restart(self, host: str, main: Callable[[Node], Coroutine[Any, Any, Any]]) -> None:
+        self.world.after(self.world.random.uniform(0.05, 1.5), lambda: self._start(host, main))
+
+    async def _run_worker(self, node: Node) -> None:
+        config = self.config
+        runner = HashRunner(
+            config.num_blocks, config.block_size, config.vocab_size, num_host_blocks=config.num_host_blocks
+        )
+        self.runners.append(runner)
+        servicer = WorkerServicer(WorkerMetrics())
+        servicer.open(Worker(config.info(), runner, cast(Any, SimDeviceLoop(node, runner))))
+        server = await start_server(servicer, WORKER)
+        server.set_serving(True)
+        await asyncio.Event().wait()
+
+    async def _run_scheduler(self, node: Node) -> None:
+        values: dict[str, Any] = {"listen": SCHEDULER, "workers": (WORKER,), "log_level": "error"} | self.settings
+        await serve(SchedulerSettings(**values))
+
+    async def _run_gateway(self, node: Node) -> None:
+        self.ledger = Ledger(max_chunk_tokens=64, clock=clock.monotonic)
+        self.replicas = Replicas(
+            [SCHEDULER],
+            self.ledger,
+            gateway_id="gateway",
+            architecture="FakeForCausalLM",
+            model=UNKNOWN_MODEL,
+            connect_timeout_s=600,
+            failover_delay_s=1.0,
+            reconnect_grace_s=10.0,
+        )
+        await self.replicas.run()
+
+    def ask(self, prompt: list[int], max_tokens: int) -> None:
+        """A client of the gateway sends a greedy request."""
+        story = Story(prompt, max_tokens)
+        number = len(self.stories)
+        self.stories.append(story)
+        self.world.note("ask", number, len(prompt), max_tokens)
+        self.running["gateway"].start(lambda: self._read(number, story))
+
+    async def _read(self, number: int, story: Story) -> None:
+        request = make_request(
+            f"request {number}", prompt=story.prompt, max_tokens=story.max_tokens, eos_token_ids=(), nonce=number + 1
+        )
+        assert self.replicas is not None
+        live = story.live = self.ledger.open(request, cast(Tokenizer, _Tokenizer()))
+        self.replicas.place(live)
+        try:
+            sequences, _ = await live.result()
+            story.said = list(sequences[0].token_ids)
+        except QuireError as error:
+            story.error = error
+        finally:
+            self.replicas.release(live)
+            self.ledger.close(live)
+        self.world.note("answer", number, story.said, None if story.error is None else story.error.reason)
+
+    def check(self) -> None:
+        """Raises FalseAnswerError where a stream, over or not, says what it must not, or a device misused a block."""
+        for number, story in enumerate(self.stories):
+            if story.said is None:
+                continue
+            expected = undisturbed(story.prompt, story.max_tokens, self.config.vocab_size)
+            if story.said != expected:
+                raise FalseAnswerError(f"request {number} says {story.said}, not {expected} (seed {self.world.seed})")
+        for runner in self.runners:
+            if runner.faults:
+                raise FalseAnswerError(f"a step misused a block (seed {self.world.seed})") from runner.faults[0]
+        for node in self.world.nodes:
+            if node.errors:
+                raise FalseAnswerError(f"{node.name}: {node.errors[0]} (seed {self.world.seed})")
+
+    @property
+    def are_over(self) -> bool:
+        return all(story.is_over for story in self.stories)
+
+
+def draw_config(world: World) -> FakeWorkerConfig:
+    """A small worker, whose pool is too small for all requests at once as often as not."""
+    draw = world.random
+    config = FakeWorkerConfig(vocab_size=_VOCAB_SIZE, max_model_len=256)
+    return replace(
+        config,
+        block_size=draw.choice((2, 4, 16)),
+        num_blocks=draw.choice((160, 200, 400)),
+        num_host_blocks=draw.choice((0, 32, 128)),
+        max_num_rows=draw.choice((4, 16, 64)),
+        max_num_batched_tokens=draw.choice((16, 64, 512)),
+    )
+
+
+def draw_requests(cluster: Cluster, count: int, over_s: float) -> None:
+    """Requests at drawn times; many begin alike."""
+    world, draw = cluster.world, cluster.world.random
+    shared = [draw.randrange(16, _VOCAB_SIZE) for _ in range(64)]
+    for _ in range(count):
+        prompt = shared[: draw.choice((0, 7, 16, 33, 64))]
+        prompt += [draw.randrange(16, _VOCAB_SIZE) for _ in range(draw.randrange(1, 40))]
+        max_tokens = draw.randrange(1, 60)
+        world.at(draw.uniform(0, over_s), lambda prompt=prompt, max_tokens=max_tokens: cluster.ask(prompt, max_tokens))
+
+
+def draw_faults(cluster: Cluster, count: int, over_s: float) -> None:
+    """Kills, breaks and pauses at drawn times."""
+    world, network, draw = cluster.world, cluster.network, cluster.world.random
+
+    def kill(host: str) -> None:
+        cluster.running[host].kill()
+
+    def pause(host: str, seconds: float) -> None:
+        node = cluster.running[host]
+        node.stop()
+        world.after(seconds, node.go_on)
+
+    def cut(ways: Sequence[tuple[str, str]], seconds: float) -> None:
+        for source, destination in ways:
+            network.cut(source, destination)
+            world.after(seconds, lambda a=source, b=destination: network.heal(a, b))
+
+    def reset() -> None:
+        if network.connections:
+            draw.choice(network.connections).reset()
+
+    for _ in range(count):
+        at = draw.uniform(0, over_s)
+        match draw.choice(("kill", "kill", "pause", "cut", "cut both", "reset")):
+            case "kill":
+                host = draw.choice(("worker", "scheduler"))
+                world.at(at, lambda host=host: kill(host))
+            case "pause":
+                host, seconds = draw.choice(_HOSTS), draw.uniform(0.01, 15)
+                world.at(at, lambda host=host, seconds=seconds: pause(host, seconds))
+            case "cut" | "cut both" as kind:
+                source, destination = draw.sample(_HOSTS, 2)
+                ways = [(source, destination), (destination, source)][: 1 if kind == "cut" else 2]
+                seconds = draw.uniform(0.01, 30)
+                world.at(at, lambda ways=ways, seconds=seconds: cut(ways, seconds))
+            case _:
+                world.at(at, reset)

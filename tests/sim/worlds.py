@@ -1,0 +1,63 @@
+"""Runs worlds: `python -m tests.sim.worlds SEED COUNT` prints the digest of each."""
+
+import sys
+import time
+from dataclasses import dataclass
+
+from tests.sim.world.cluster import Cluster, draw_config, draw_faults, draw_requests
+from tests.sim.world.patches import simulated_modules
+from tests.sim.world.world import World
+
+_NUM_REQUESTS = 12
+_NUM_FAULTS = 5
+_TROUBLE_S = 3.0
+_LIMIT_S = 200.0
+"""Faults begin within three seconds and last half a minute at most; after that everything has to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a world."""
+
+    digest: str
+    num_events: int
+    seconds: float
+    num_tokens: int
+    errors: tuple[str, ...]
+
+
+def run_world(seed: int, *, num_requests: int = _NUM_REQUESTS, num_faults: int = _NUM_FAULTS) -> Outcome:
+    """Runs one replica and its requests under the faults of a seed.
+
+    Raises:
+        FalseAnswerError: a stream says what it must not.
+        StuckError: not everything has ended in time.
+    """
+    with World(seed) as world, simulated_modules():
+        cluster = Cluster(world, draw_config(world))
+        draw_requests(cluster, num_requests, _TROUBLE_S)
+        draw_faults(cluster, num_faults, _TROUBLE_S)
+        world.run(lambda: len(cluster.stories) == num_requests and cluster.are_over, _LIMIT_S)
+        cluster.check()
+        errors = tuple(story.error.reason for story in cluster.stories if story.error is not None)
+        num_tokens = sum(len(story.said or ()) for story in cluster.stories)
+        return Outcome(world.digest, world.num_events, world.now, num_tokens, errors)
+
+
+def main(first: int, count: int) -> None:
+    """Prints a line for each world; how fast they were goes to stderr."""
+    started, num_events, seconds = time.process_time(), 0, 0.0
+    for seed in range(first, first + count):
+        outcome = run_world(seed)
+        num_events, seconds = num_events + outcome.num_events, seconds + outcome.seconds
+        print(seed, outcome.digest, outcome.num_events, f"{outcome.seconds:.3f}", *outcome.errors)
+    used = time.process_time() - started
+    print(
+        f"{count} worlds, {num_events} events, {seconds:.0f} virtual s: "
+        f"{used:.1f} s of CPU, {num_events / used:.0f} events a second",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
