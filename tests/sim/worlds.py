@@ -4,7 +4,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from tests.sim.world.cluster import Cluster, draw_config, draw_faults, draw_requests
+from tests.sim.world.cluster import Cluster, checked_cores, draw_config, draw_faults, draw_requests, draw_settings
 from tests.sim.world.patches import simulated_modules
 from tests.sim.world.world import World
 
@@ -33,14 +33,16 @@ def run_world(seed: int, *, num_requests: int = _NUM_REQUESTS, num_faults: int =
         FalseAnswerError: a stream says what it must not.
         StuckError: not everything has ended in time.
     """
-    with World(seed) as world, simulated_modules():
-        cluster = Cluster(world, draw_config(world))
+    with World(seed) as world, simulated_modules(), checked_cores() as cores:
+        cluster = Cluster(world, draw_config(world), cores, draw_settings(world))
         draw_requests(cluster, num_requests, _TROUBLE_S)
         draw_faults(cluster, num_faults, _TROUBLE_S)
         world.run(lambda: len(cluster.stories) == num_requests and cluster.are_over, _LIMIT_S)
         cluster.check()
+        # What clients have left behind ends soon after.
+        world.run(lambda: cluster.is_quiet, _LIMIT_S)
         errors = tuple(story.error.reason for story in cluster.stories if story.error is not None)
-        num_tokens = sum(len(story.said or ()) for story in cluster.stories)
+        num_tokens = sum(len(said) for story in cluster.stories for said in story.said)
         return Outcome(world.digest, world.num_events, world.now, num_tokens, errors)
 
 

@@ -2,9 +2,11 @@
 replicas with their clients. A supervisor starts anew what dies."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
+from unittest.mock import patch
 
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
@@ -12,7 +14,15 @@ from gateway.replicas.pool import Replicas
 from gateway.text.tokenizer import Tokenizer
 from quire import clock
 from quire.compatibility import UNKNOWN_MODEL
+from quire.prefix_hashes import BlockHash
 from quire.rpc.errors import QuireError
+from scheduler_svc.core import invariants
+from scheduler_svc.core.block_pool import BlockId
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.request import ClientId, RequestKey
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.step import ClientEvents, StepResult
+from scheduler_svc.service import step_loop
 from scheduler_svc.service.app import serve
 from scheduler_svc.settings import SchedulerSettings
 from tests.sim.world.device import HashRunner, SimDeviceLoop, undisturbed
@@ -46,18 +56,34 @@ class _Tokenizer:
 
 @dataclass
 class Story:
-    """A request, and what it must say."""
+    """A request, and what became of it.
+
+    Attributes:
+        leaves_after_s: When its client leaves; None where it waits for the end.
+        live: The gateway's entry, once there is one.
+        has_ended, has_left: Whether it was answered, or its client left before.
+        error: What it failed with.
+    """
 
     prompt: list[int]
     max_tokens: int
-    said: list[int] | None = None
-    error: QuireError | None = None
+    num_sequences: int = 1
+    tenant: str = ""
+    priority: int = 0
+    leaves_after_s: float | None = None
     live: LiveRequest | None = None
-    num_losses: int = 0
+    has_ended: bool = False
+    has_left: bool = False
+    error: QuireError | None = None
 
     @property
     def is_over(self) -> bool:
-        return self.said is not None or self.error is not None
+        return self.has_ended or self.has_left or self.error is not None
+
+    @property
+    def said(self) -> list[list[int]]:
+        """The tokens of each sequence so far."""
+        return [] if self.live is None else [list(stream.token_ids) for stream in self.live.sequences]
 
 
 class FalseAnswerError(AssertionError):
@@ -70,6 +96,7 @@ class Cluster:
 
     world: World
     config: FakeWorkerConfig
+    cores: list["CheckedScheduler"]
     settings: dict[str, Any] = field(default_factory=dict)
     weather: Weather | None = None
     stories: list[Story] = field(default_factory=list)
@@ -131,24 +158,33 @@ class Cluster:
         )
         await self.replicas.run()
 
-    def ask(self, prompt: list[int], max_tokens: int) -> None:
+    def ask(self, story: Story) -> None:
         """A client of the gateway sends a greedy request."""
-        story = Story(prompt, max_tokens)
         number = len(self.stories)
         self.stories.append(story)
-        self.world.note("ask", number, len(prompt), max_tokens)
+        self.world.note("ask", number, len(story.prompt), story.max_tokens)
         self.running["gateway"].start(lambda: self._read(number, story))
 
     async def _read(self, number: int, story: Story) -> None:
         request = make_request(
-            f"request {number}", prompt=story.prompt, max_tokens=story.max_tokens, eos_token_ids=(), nonce=number + 1
+            f"request {number}",
+            story.tenant,
+            prompt=story.prompt,
+            max_tokens=story.max_tokens,
+            num_sequences=story.num_sequences,
+            eos_token_ids=(),
+            nonce=number + 1,
+            priority=story.priority,
         )
         assert self.replicas is not None
         live = story.live = self.ledger.open(request, cast(Tokenizer, _Tokenizer()))
         self.replicas.place(live)
         try:
-            sequences, _ = await live.result()
-            story.said = list(sequences[0].token_ids)
+            async with asyncio.timeout(story.leaves_after_s):
+                await live.result()
+            story.has_ended = True
+        except TimeoutError:
+            story.has_left = True
         except QuireError as error:
             story.error = error
         finally:
@@ -158,22 +194,62 @@ class Cluster:
 
     def check(self) -> None:
         """Raises FalseAnswerError where a stream, over or not, says what it must not, or a device misused a block."""
+        where = f"(seed {self.world.seed}, second {self.world.now:.3f})"
         for number, story in enumerate(self.stories):
-            if story.said is None:
-                continue
             expected = undisturbed(story.prompt, story.max_tokens, self.config.vocab_size)
-            if story.said != expected:
-                raise FalseAnswerError(f"request {number} says {story.said}, not {expected} (seed {self.world.seed})")
+            for said in story.said:
+                if said != (expected if story.has_ended else expected[: len(said)]):
+                    raise FalseAnswerError(f"request {number} says {said}, not {expected} {where}")
         for runner in self.runners:
             if runner.faults:
-                raise FalseAnswerError(f"a step misused a block (seed {self.world.seed})") from runner.faults[0]
+                raise FalseAnswerError(f"a step misused a block {where}") from runner.faults[0]
         for node in self.world.nodes:
             if node.errors:
-                raise FalseAnswerError(f"{node.name}: {node.errors[0]} (seed {self.world.seed})")
+                raise FalseAnswerError(f"{node.name}: {node.errors[0]} {where}")
 
     @property
     def are_over(self) -> bool:
         return all(story.is_over for story in self.stories)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is held for requests any more, by the gateway or by the scheduler that lives."""
+        return not len(self.ledger) and not (self.cores and self.cores[-1].num_live)
+
+
+class CheckedScheduler(Scheduler):
+    """The core, whose invariants hold after every operation that changes it from outside."""
+
+    def abort(self, key: RequestKey) -> bool:
+        done = super().abort(key)
+        invariants.check(self)
+        return done
+
+    def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
+        events = super().apply(result, now)
+        invariants.check(self)
+        return events
+
+    def void_in_flight(self, now: float) -> None:
+        super().void_in_flight(now)
+        invariants.check(self)
+
+    def restore_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
+        super().restore_sealed(sealed)
+        invariants.check(self)
+
+
+@contextmanager
+def checked_cores() -> Iterator[list[CheckedScheduler]]:
+    """Inside the block, services make cores that check themselves; yields the list that they come to, in order."""
+    cores: list[CheckedScheduler] = []
+
+    def make(config: SchedulerConfig) -> CheckedScheduler:
+        cores.append(CheckedScheduler(config))
+        return cores[-1]
+
+    with patch.object(step_loop, "Scheduler", make):
+        yield cores
 
 
 def draw_config(world: World) -> FakeWorkerConfig:
@@ -190,15 +266,32 @@ def draw_config(world: World) -> FakeWorkerConfig:
     )
 
 
+def draw_settings(world: World) -> dict[str, Any]:
+    """Settings of the scheduler."""
+    draw = world.random
+    return {
+        "policy": draw.choice(("fcfs", "priority", "fair")),
+        "preemption_mode": draw.choice(("auto", "swap", "recompute")),
+        "max_steps_in_flight": draw.choice((1, 2, 2, 4)),
+        "max_prefill_share": draw.choice((0.1, 0.5, 1.0)),
+    }
+
+
 def draw_requests(cluster: Cluster, count: int, over_s: float) -> None:
-    """Requests at drawn times; many begin alike."""
+    """Requests at drawn times; many begin alike, and some clients leave."""
     world, draw = cluster.world, cluster.world.random
     shared = [draw.randrange(16, _VOCAB_SIZE) for _ in range(64)]
     for _ in range(count):
         prompt = shared[: draw.choice((0, 7, 16, 33, 64))]
-        prompt += [draw.randrange(16, _VOCAB_SIZE) for _ in range(draw.randrange(1, 40))]
-        max_tokens = draw.randrange(1, 60)
-        world.at(draw.uniform(0, over_s), lambda prompt=prompt, max_tokens=max_tokens: cluster.ask(prompt, max_tokens))
+        story = Story(
+            prompt + [draw.randrange(16, _VOCAB_SIZE) for _ in range(draw.randrange(1, 40))],
+            max_tokens=draw.randrange(1, 60),
+            num_sequences=draw.choice((1, 1, 2, 3)),
+            tenant=draw.choice(("", "a", "b")),
+            priority=draw.choice((0, 0, 1, -1)),
+            leaves_after_s=draw.choice((None, None, None, draw.uniform(0, 3))),
+        )
+        world.at(draw.uniform(0, over_s), lambda story=story: cluster.ask(story))
 
 
 def draw_faults(cluster: Cluster, count: int, over_s: float) -> None:
