@@ -20,6 +20,7 @@ from tests.sim.world.network import Network
 from tests.sim.world.patches import simulated_modules
 from tests.sim.world.transport import SimTransport
 from tests.sim.world.world import World
+from tests.support.cut_link import CutLink
 
 _SERVICE = "test.Probe"
 _LIMIT_S = 30.0
@@ -36,7 +37,8 @@ class Setting:
     """What handlers note."""
     in_server: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]] = lambda make: make()
     """Runs a coroutine in the server's process."""
-    cut_connections: Callable[[], None] | None = None
+    network: Network | None = None
+    link: CutLink | None = None
 
     async def serve(self, kind: str, handler: Any, **options: Any) -> str:
         """Serves one method, /test.Probe/Call, of a kind such as "unary_stream"."""
@@ -56,6 +58,22 @@ class Setting:
             return server.address
 
         return await self.in_server(start)
+
+    async def behind_a_link(self, address: str) -> str:
+        """An address that leads to the server by a connection that can be reset."""
+        if self.network is not None:
+            return address
+        self.link = CutLink(address)
+        await self.link.start()
+        return self.link.address
+
+    def reset_connections(self) -> None:
+        if self.link is not None:
+            self.link.reset()
+        else:
+            assert self.network is not None
+            for connection in list(self.network.connections):
+                connection.reset()
 
     async def stop(self, grace_s: float) -> None:
         await self.in_server(lambda: self.servers[-1].stop(grace_s))
@@ -508,6 +526,97 @@ async def a_cancelled_reader_cancels_its_call(setting: Setting) -> Any:
         return await reading, made.cancelled()
 
 
+@behaves(("UNAVAILABLE", ["began", "cancelled"], "hi!"))
+async def a_lost_connection_ends_its_calls_and_the_next_one_connects_again(setting: Setting) -> Any:
+    async def wait(request: Any, context: Any) -> Any:
+        if request.value == "hi":
+            return text("hi!")
+        setting.seen.append("began")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            setting.seen.append("cancelled")
+            raise
+
+    async with open_channel(await setting.behind_a_link(await setting.serve("unary_unary", wait))) as channel:
+        waiting = asyncio.ensure_future(outcome(call(channel, "unary_unary")(text("wait"))))
+        await until(lambda: bool(setting.seen))
+        setting.reset_connections()
+        result = await waiting
+        await until(lambda: len(setting.seen) > 1)
+        return result, setting.seen, await outcome(call(channel, "unary_unary")(text("hi"), wait_for_ready=True))
+
+
+@behaves(("UNAVAILABLE", "InvalidStateError"))
+async def a_stream_over_a_lost_connection_says_so_to_its_reader(setting: Setting) -> Any:
+    address = await setting.behind_a_link(await setting.serve("stream_stream", _echo_each))
+    async with open_channel(address) as channel:
+        made = call(channel, "stream_stream")()
+        await made.write(text("a"))
+        await made.read()
+        reading = asyncio.ensure_future(outcome(made.read()))
+        await asyncio.sleep(0.01)
+        setting.reset_connections()
+        return await reading, await outcome(made.write(text("b")))
+
+
+@behaves(["a!", "b!"])
+async def messages_keep_their_order_and_arrive_without_a_reader(setting: Setting) -> Any:
+    async with open_channel(await setting.serve("stream_stream", _echo_each)) as channel:
+        made = call(channel, "stream_stream")()
+        for value in "ab":
+            await made.write(text(value))
+        await made.done_writing()
+        await asyncio.sleep(0.02)
+        return [each.value async for each in made]
+
+
+@behaves(("cancelled", "UsageError"))
+async def closing_a_channel_ends_a_stream_that_is_read(setting: Setting) -> Any:
+    async def wait(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield text("a")
+        await asyncio.Event().wait()
+
+    channel = open_channel(await setting.serve("unary_stream", wait))
+    made = call(channel, "unary_stream")
+    stream = made(text("go"))
+    await stream.read()
+    reading = asyncio.ensure_future(outcome(stream.read()))
+    await asyncio.sleep(0.01)
+    await channel.close()
+
+    async def again() -> Any:
+        return await made(text("go")).read()
+
+    return await reading, await outcome(again())
+
+
+@behaves(("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"))
+async def a_deadline_holds_for_calls_that_wait_for_a_connection(setting: Setting) -> Any:
+    address = await setting.serve("unary_unary", _echo)
+    await setting.stop(0)
+    async with open_channel(address) as channel:
+        first = await outcome(call(channel, "unary_unary")(text("hi"), wait_for_ready=True, timeout=0.05))
+        stream = call(channel, "unary_unary")(text("hi"), wait_for_ready=True, timeout=0.05)
+        return first, (await stream.code()).name
+
+
+@behaves(["DEADLINE_EXCEEDED", "b", "OK"])
+async def what_handlers_set_reaches_the_caller(setting: Setting) -> Any:
+    async def handler(request: Any, context: Any) -> Any:
+        if request.value == "code":
+            context.set_code(grpc.StatusCode.DEADLINE_EXCEEDED)
+            context.set_details("too late")
+        context.set_trailing_metadata((("x-end", "b"),))
+        return text("OK")
+
+    async with open_channel(await setting.serve("unary_unary", handler)) as channel:
+        failed = await outcome(call(channel, "unary_unary")(text("code")))
+        made = call(channel, "unary_unary")(text(""))
+        answer = await outcome(made)
+        return [failed, dict(await made.trailing_metadata())["x-end"], answer]
+
+
 async def over_grpc(setting: Setting, behaviour: Callable[[Setting], Awaitable[Any]]) -> Any:
     try:
         async with asyncio.timeout(_LIMIT_S):
@@ -515,6 +624,8 @@ async def over_grpc(setting: Setting, behaviour: Callable[[Setting], Awaitable[A
     finally:
         for server in setting.servers:
             await server.stop(0)
+        if setting.link is not None:
+            setting.link.cut()
 
 
 def over_the_simulation(behaviour: Callable[[Setting], Awaitable[Any]], seed: int) -> Any:
@@ -533,7 +644,7 @@ def over_the_simulation(behaviour: Callable[[Setting], Awaitable[Any]], seed: in
                 await asyncio.sleep(0.001)
             return task.result()
 
-        setting = Setting("server:0", in_server=in_server)
+        setting = Setting("server:0", in_server=in_server, network=network)
 
         async def run_client() -> Any:
             return await behaviour(setting)

@@ -11,7 +11,7 @@ class CutLink:
     """Passes bytes on in both directions until it is cut: then its connections are reset and its port is closed."""
 
     def __init__(self, target: str) -> None:
-        self._host, _, self._port = target.rpartition(":")
+        self._target = target
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._is_cut = False
@@ -35,12 +35,18 @@ class CutLink:
         self._writers.clear()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(self._host, int(self._port))
+        there, back = await self._connect()
         self._writers |= {writer, back}
         if self._is_cut:
             self.cut()
         with contextlib.suppress(OSError):
             await asyncio.gather(self._pass_on(reader, back), self._pass_on(there, writer))
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._target.startswith("unix:"):
+            return await asyncio.open_unix_connection(self._target.removeprefix("unix:"))
+        host, _, port = self._target.rpartition(":")
+        return await asyncio.open_connection(host, int(port))
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer):
@@ -51,7 +57,7 @@ class CutLink:
 
 @contextlib.asynccontextmanager
 async def cut_link(target: str) -> AsyncIterator[CutLink]:
-    """A link to "HOST:PORT" that is cut when the block ends, if not before."""
+    """A link to "HOST:PORT" or "unix:PATH" that is cut when the block ends, if not before."""
     link = CutLink(target)
     await link.start()
     try:
