@@ -8,11 +8,8 @@ from tests.sim.world.cluster import Cluster, checked_cores, draw_config, draw_fa
 from tests.sim.world.patches import simulated_modules
 from tests.sim.world.world import World
 
-_NUM_REQUESTS = 12
-_NUM_FAULTS = 5
-_TROUBLE_S = 3.0
 _LIMIT_S = 200.0
-"""Faults begin within three seconds and last half a minute at most; after that everything has to end."""
+"""Faults begin within ten seconds and last half a minute at most; after that everything has to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +23,7 @@ class Outcome:
     errors: tuple[str, ...]
 
 
-def run_world(seed: int, *, num_requests: int = _NUM_REQUESTS, num_faults: int = _NUM_FAULTS) -> Outcome:
+def run_world(seed: int) -> Outcome:
     """Runs one replica and its requests under the faults of a seed.
 
     Raises:
@@ -35,8 +32,9 @@ def run_world(seed: int, *, num_requests: int = _NUM_REQUESTS, num_faults: int =
     """
     with World(seed) as world, simulated_modules(), checked_cores() as cores:
         cluster = Cluster(world, draw_config(world), cores, draw_settings(world))
-        draw_requests(cluster, num_requests, _TROUBLE_S)
-        draw_faults(cluster, num_faults, _TROUBLE_S)
+        num_requests, over_s = world.random.choice((4, 12, 12, 30)), world.random.choice((0.3, 3.0, 10.0))
+        draw_requests(cluster, num_requests, over_s)
+        draw_faults(cluster, world.random.randrange(9), over_s)
         world.run(lambda: len(cluster.stories) == num_requests and cluster.are_over, _LIMIT_S)
         cluster.check()
         # What clients have left behind ends soon after.

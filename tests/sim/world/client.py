@@ -34,13 +34,22 @@ class SimChannel(_channel.Channel):
         self._channel = core
 
     async def _close(self, grace: float | None) -> None:
-        """As the base class does, which finds the calls in a set of tasks: in an order that differs between runs."""
+        """As the base class does: it cancels the calls that tasks of grpc.aio work for, and others live on. The base
+        class finds those tasks in a set, in an order that differs between runs."""
         core: Any = self._channel
         if core.closed():
             return
         core.closing()
-        if grace and core.calls:
-            await asyncio.wait([asyncio.ensure_future(call.status()) for call in core.calls], timeout=grace)
+        found: list[tuple[asyncio.Task[Any], Any]] = []
+        for task in core.loop.tasks:
+            stack = task.get_stack(limit=1)
+            owner = stack[0].f_locals.get("self") if stack else None
+            if isinstance(owner, grpc.aio.Call) and getattr(owner, "_cython_call", None) in core.calls:
+                found.append((task, owner))
+        if grace and found:
+            await asyncio.wait([task for task, _ in found], timeout=grace)
+        for _, call in found:
+            call.cancel()
         core.close()
 
 
@@ -95,12 +104,8 @@ class ChannelCore:
 
     def close(self) -> None:
         self._is_closed = True
-        for call in list(self.calls):
-            call.cancel_by_channel()
-        if self._connection is not None:
-            self._connection.close_client()
-            self._connection = None
         self._set_state(_Connectivity.SHUTDOWN)
+        self._leave_connection()
 
     def closed(self) -> bool:
         return self._is_closed
@@ -137,6 +142,14 @@ class ChannelCore:
                 calls.remove(call)
         if call.stream_id is not None:
             self._streams.pop(call.stream_id, None)
+        if self._is_closed:
+            self._leave_connection()
+
+    def _leave_connection(self) -> None:
+        """The connection of a closed channel lasts as long as its calls."""
+        if not self.calls and self._connection is not None:
+            self._connection.close_client()
+            self._connection = None
 
     def _start(self, call: "CallCore", connection: Connection) -> None:
         stream_id = next(self._ids)
@@ -324,10 +337,6 @@ class CallCore:
         status = Status(grpc.StatusCode.CANCELLED, details)
         self._set_status(status)
         self._abandon(status)
-
-    def cancel_by_channel(self) -> None:
-        """The channel closes under the call."""
-        self.cancel("Channel closed!")
 
     async def status(self) -> Status:
         while self._status is None:

@@ -259,7 +259,7 @@ def draw_config(world: World) -> FakeWorkerConfig:
     return replace(
         config,
         block_size=draw.choice((2, 4, 16)),
-        num_blocks=draw.choice((160, 200, 400)),
+        num_blocks=draw.choice((130, 160, 400)),
         num_host_blocks=draw.choice((0, 32, 128)),
         max_num_rows=draw.choice((4, 16, 64)),
         max_num_batched_tokens=draw.choice((16, 64, 512)),
@@ -280,11 +280,11 @@ def draw_settings(world: World) -> dict[str, Any]:
 def draw_requests(cluster: Cluster, count: int, over_s: float) -> None:
     """Requests at drawn times; many begin alike, and some clients leave."""
     world, draw = cluster.world, cluster.world.random
-    shared = [draw.randrange(16, _VOCAB_SIZE) for _ in range(64)]
+    stems = [[draw.randrange(16, _VOCAB_SIZE) for _ in range(64)] for _ in range(draw.choice((1, 4)))]
     for _ in range(count):
-        prompt = shared[: draw.choice((0, 7, 16, 33, 64))]
+        prompt = draw.choice(stems)[: draw.choice((0, 7, 33, 64, 64))]
         story = Story(
-            prompt + [draw.randrange(16, _VOCAB_SIZE) for _ in range(draw.randrange(1, 40))],
+            prompt + [draw.randrange(16, _VOCAB_SIZE) for _ in range(draw.choice((0, 1, 2, 40)) or not prompt)],
             max_tokens=draw.randrange(1, 60),
             num_sequences=draw.choice((1, 1, 2, 3)),
             tenant=draw.choice(("", "a", "b")),

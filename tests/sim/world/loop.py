@@ -50,6 +50,11 @@ class NodeLoop(asyncio.AbstractEventLoop):
     def has_work(self) -> bool:
         return bool(self._ready)
 
+    @property
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        """Those that are not done, in the order of their start; `asyncio.all_tasks` has them in order of addresses."""
+        return [task for task in self._tasks.values() if not task.done()]
+
     def turn(self) -> None:
         """Calls what is ready now; what that makes ready waits for the next turn."""
         outer, hooks = events._get_running_loop(), sys.get_asyncgen_hooks()
