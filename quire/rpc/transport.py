@@ -43,5 +43,5 @@ class GrpcTransport:
         return grpc.aio.server(interceptors=interceptors, options=options)
 
 
-TRANSPORT: ContextVar[Transport] = ContextVar("quire transport", default=GrpcTransport())  # noqa: B039  (it has no state)
+TRANSPORT: ContextVar[Transport] = ContextVar("quire transport", default=GrpcTransport())  # noqa: B039
 """To be set only by a simulation, in the context of a simulated process."""
