@@ -256,10 +256,12 @@ def draw_config(world: World) -> FakeWorkerConfig:
     """A small worker, whose pool is too small for all requests at once as often as not."""
     draw = world.random
     config = FakeWorkerConfig(vocab_size=_VOCAB_SIZE, max_model_len=256)
+    block_size = draw.choice((2, 4, 16))
     return replace(
         config,
-        block_size=draw.choice((2, 4, 16)),
-        num_blocks=draw.choice((130, 160, 400)),
+        block_size=block_size,
+        # Three sequences of the longest request fit, so that none is refused.
+        num_blocks=draw.choice((560, 640, 1600)) // block_size,
         num_host_blocks=draw.choice((0, 32, 128)),
         max_num_rows=draw.choice((4, 16, 64)),
         max_num_batched_tokens=draw.choice((16, 64, 512)),
