@@ -140,9 +140,10 @@ class LiveRequest:
     @property
     def may_have_run(self) -> bool:
         """Whether its prompt may have been computed. It was not if no scheduler got it, or if it failed without any
-        output."""
+        output; but workers find that they cannot sample only after they computed the prompt."""
         has_output = self.num_generated_tokens or len(self.prompt_logprobs)
-        return bool(has_output or (self.submissions and not self.has_failed))
+        was_refused = self._error is not None and self._error.reason != "INVALID_SAMPLING"
+        return bool(has_output or (self.submissions and not was_refused))
 
     @property
     def is_resumable(self) -> bool:

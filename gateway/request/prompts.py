@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gateway.auth.caller import Caller, current_caller
+from gateway.auth.quota import Refund
 from gateway.replicas.calls import Pin
 from gateway.request.generator import Generator
 from gateway.request.limits import MAX_TIME_TO_LIVE_MS, Limits
@@ -110,6 +111,7 @@ class TextService:
                 field, token_ids = await self._encode_prefix(prefix)
                 check_prompt_tokens(field, token_ids, limits)
                 caller.account.charge_prompt(use, len(token_ids))
+                use.refund = _refund_of_pin
                 calls = self._generator.replicas.calls
                 return await calls.pin(caller.tenant, token_ids, lifetime_ms, timeout_s=timeout_s)
 
@@ -139,3 +141,8 @@ class TextService:
         limits = await self._generator.limits()
         check_model(model, caller.visible(self._model.name))
         return caller, limits
+
+
+def _refund_of_pin(error: QuireError) -> Refund:
+    """A pin that ended while it was computed was not refused."""
+    return Refund.NOTHING if error.reason == "PIN_LOST" else Refund.ALL

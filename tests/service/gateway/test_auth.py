@@ -194,6 +194,17 @@ async def test_a_prompt_that_may_have_been_computed_is_charged_if_another_one_of
         assert (await front.generate("word " * 20)).text
 
 
+async def test_a_prompt_after_which_nothing_can_be_sampled_is_charged(fronts, keys, scheduler):
+    """Workers find that once they have computed the prompt."""
+    front = holder(fronts, keys, limits=Limits(tokens_per_minute=100))
+    invalid = scheduler_pb2.RequestFailure(
+        code=grpc.StatusCode.INVALID_ARGUMENT.value[0], message="no token may follow", reason="INVALID_SAMPLING"
+    )
+    scheduler.refusal.append(invalid)
+    assert (await front.generate("word " * 60)).reason == "INVALID_SAMPLING"
+    assert (await front.generate("word " * 60)).reason == "RATE_LIMIT_EXCEEDED"
+
+
 async def test_a_request_is_counted_before_it_is_tokenized(fronts, keys):
     front = holder(fronts, keys, limits=Limits(requests_per_minute=2))
     for _ in range(2):

@@ -23,8 +23,16 @@ from quire.cli.main import main
 from quire.client import AsyncClient, Client, GenerationOptions
 from quire.client.connection import KeyedChannel
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
+from quire.gateway.v1.prefix_pb2 import PinPrefixRequest
 from quire.inference import open_inference_pb2
-from quire.rpc.errors import NotFound, PermissionDenied, ResourceExhausted, Unauthenticated, from_rpc_error
+from quire.rpc.errors import (
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+    from_rpc_error,
+)
 from quire.rpc.server import RpcServer
 from tests.support.gateway_process import error_of, running_gateway, stream_request
 from tests.support.grpc_types import EOF, health_stub
@@ -232,6 +240,20 @@ async def test_a_pin_costs_its_tokens(gateway, keys):
         with pytest.raises(ResourceExhausted) as raised:
             await client.generate(LONG_TEXT)
     assert raised.value.reason == "RATE_LIMIT_EXCEEDED"
+
+
+async def test_a_pin_that_ends_while_it_is_computed_costs_its_tokens(gateway, keys, scheduler):
+    poor = keys.add("poor", access=Access(may_pin=True), limits=Limits(tokens_per_minute=30))
+    gateway.gateway.authenticator.refresh()
+    pin = gateway.channel.unary_unary("/quire.gateway.v1.PrefixService/PinPrefix")
+    request = PinPrefixRequest(text=LONG_TEXT, time_to_live_ms=10).SerializeToString()
+    for error, reason in (
+        (ResourceExhausted("too many blocks", reason="PIN_QUOTA"), "PIN_QUOTA"),
+        (Unavailable("the pin ended", reason="PIN_LOST"), "PIN_LOST"),
+        (None, "RATE_LIMIT_EXCEEDED"),
+    ):
+        scheduler.pin_error = error
+        assert (await error_of(pin(request, metadata=bearer(poor)))).reason == reason
 
 
 async def test_replicas_and_metrics_are_for_operators(gateway, keys, key):
