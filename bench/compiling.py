@@ -21,9 +21,9 @@ from quire.client import AsyncClient, Constraint, GenerationOptions
 from quire.common.v1 import common_pb2
 from quire.constraints.matcher import Template, Vocabulary
 from quire.constraints.program import program_of
-from quire.local import LocalServer, ServeSettings
 from quire.model_directory import ModelDirectory, resolve_model
 from quire.rpc.errors import QuireError
+from quire_cli.supervisor import LocalServer, ServeSettings
 
 _MAX_TOKENS = 400
 

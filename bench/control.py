@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from bench.paced_worker import Pace
 from bench.report import Series, write_results
 from quire.client import AsyncClient, GenerationOptions, TokenChunk
-from quire.local import LocalServer, ServeSettings
-from quire.local.commands import Programs
 from quire.rpc.channel import open_channel
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire_cli.supervisor import LocalServer, ServeSettings
+from quire_cli.supervisor.commands import Programs
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from bench.gpu_model import config_of, write_model
 from bench.served import send_at_once
 from bench.step_trace_busy import busy_share
 from quire.load import LoadRequest, Report
-from quire.local import LocalServer, ServeSettings
+from quire_cli.supervisor import LocalServer, ServeSettings
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -22,8 +22,8 @@ import numpy as np
 
 from bench.report import Series, write_results
 from quire.client import AsyncClient, GenerationOptions
-from quire.local import LocalServer, ServeSettings
 from quire.rpc.errors import QuireError, ResourceExhausted
+from quire_cli.supervisor import LocalServer, ServeSettings
 
 _PROMPTS = ("Once upon a time", "The old man and the", "Question: What is the opposite of hot?", "In the morning she")
 _MAX_TOKENS = 120

@@ -24,10 +24,10 @@ from pathlib import Path
 
 from bench.report import Series, write_results
 from quire.client import AsyncClient, BeamSearch, ChatMessage, GenerationOptions, SequenceFinished, TokenChunk
-from quire.local import LocalServer, ServeSettings
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import QuireError
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire_cli.supervisor import LocalServer, ServeSettings
 
 _NUM_TOKENS = 160
 _STREAM_TIMEOUT_S, _READY_TIMEOUT_S = 180.0, 90.0

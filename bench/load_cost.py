@@ -12,8 +12,8 @@ from pathlib import Path
 from bench.paced_worker import Pace
 from bench.report import Series, write_results
 from quire.load import LoadResult, Report
-from quire.local import LocalServer, ServeSettings
-from quire.local.commands import Programs
+from quire_cli.supervisor import LocalServer, ServeSettings
+from quire_cli.supervisor.commands import Programs
 
 _PROMPT_LEN = 16
 
@@ -74,7 +74,7 @@ async def _bench(arguments: argparse.Namespace, backend: str, url: str) -> Repor
             "max-concurrency": arguments.streams,
             "out": out,
         }
-        command = [sys.executable, "-m", "quire.cli.main", "bench", *(f"--{name}={flags[name]}" for name in flags)]
+        command = [sys.executable, "-m", "quire_cli.main", "bench", *(f"--{name}={flags[name]}" for name in flags)]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
         if await process.wait():
             raise RuntimeError(f"quire bench ended with {process.returncode}")

@@ -18,7 +18,7 @@ from pathlib import Path
 from bench.models import SHAPES, write_model
 from bench.report import Series, write_results
 from quire.load import LoadResult, Report, Statistics
-from quire.local import LocalServer, ServeSettings
+from quire_cli.supervisor import LocalServer, ServeSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +110,7 @@ async def _measure(settings: ServeSettings, load: Sequence[str], out: Path) -> S
 
 
 def _quire(command: str, flags: Sequence[str], out: Path) -> Sequence[Report]:
-    program = [sys.executable, "-m", "quire.cli.main", command]
+    program = [sys.executable, "-m", "quire_cli.main", command]
     if subprocess.run([*program, *flags, f"--out={out}"], stdout=subprocess.DEVNULL, check=False).returncode:
         raise SystemExit(f"quire {command} failed (above)")
     return [run.report for run in LoadResult.read(out).runs]

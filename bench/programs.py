@@ -20,8 +20,8 @@ from typing import Any
 from bench.models import SHAPES, write_model
 from bench.report import Series, median_ratio, write_results
 from quire.client import AsyncClient, ChatMessage, Generation, GenerationOptions
-from quire.local import LocalServer, ServeSettings
 from quire.programs import Costs, Program, Prompt, join
+from quire_cli.supervisor import LocalServer, ServeSettings
 
 _EXAMPLES = Path(__file__).parent.parent / "examples" / "programs"
 _BRANCHES = 8

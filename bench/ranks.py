@@ -12,7 +12,7 @@ from bench.models import SHAPES, write_model
 from bench.report import Series, median_ratio, write_results
 from bench.served import send_at_once
 from bench.split import make_work
-from quire.local import LocalServer, ServeSettings
+from quire_cli.supervisor import LocalServer, ServeSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -27,13 +27,13 @@ from gateway.app import Gateway
 from gateway.replicas.members import Resolver
 from gateway.replicas.routing import RoutingPolicy
 from gateway.settings import GatewaySettings
-from quire.cli.bench.driver import Driver, Pacing
-from quire.cli.bench.grpc_client import GrpcServer
 from quire.client import AsyncClient, GenerationOptions
 from quire.load import Chat, Constant, Dataset, LoadRequest, Report, make_report, shared_prefix, take
 from quire.load.requests import FIRST_TOKEN_ID, frozen
-from quire.local import LocalServer, ServeSettings
 from quire.rpc.address import DnsName
+from quire_cli.bench.driver import Driver, Pacing
+from quire_cli.bench.grpc_client import GrpcServer
+from quire_cli.supervisor import LocalServer, ServeSettings
 
 _TIMEOUT_S = 300
 _NAME = "dns:///replicas.test:50052"

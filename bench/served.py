@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quire.cli.bench.driver import Driver, Pacing
-from quire.cli.bench.grpc_client import GrpcServer
 from quire.load import LoadRequest, Report, make_report, sharegpt, take
+from quire_cli.bench.driver import Driver, Pacing
+from quire_cli.bench.grpc_client import GrpcServer
 
 _TIMEOUT_S = 900
 

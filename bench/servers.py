@@ -91,7 +91,7 @@ def _server(text: str) -> tuple[str, str]:
 
 def _bench(name: str, url: str, seed: int, load: str, path: Path) -> None:
     flags = ["--backend=openai", f"--url={url}", f"--name={name}", f"--seed={seed}", f"--out={path}"]
-    command = [sys.executable, "-m", "quire.cli.main", "bench", *flags, *shlex.split(load)]
+    command = [sys.executable, "-m", "quire_cli.main", "bench", *flags, *shlex.split(load)]
     print(shlex.join(["quire", "bench", *command[4:]]), flush=True)
     if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
         raise SystemExit(f"quire bench against {name} failed (above)")

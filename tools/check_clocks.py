@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_CHECKED = ("gateway", "scheduler_svc", "worker_svc", "quire/client", "quire/local", "quire/rpc")
+_CHECKED = ("gateway", "scheduler_svc", "worker_svc", "quire/client", "quire/rpc", "quire_cli/supervisor")
 _FORBIDDEN_MODULES = frozenset({"time", "random", "secrets", "uuid"})
 _FORBIDDEN_CALLS = frozenset({"os.urandom", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"})
 

@@ -24,7 +24,7 @@ SCRIPTS = Path(sysconfig.get_path("scripts"))
 # Runs in the empty environment, outside of the checkout.
 TRIAL = """
 import ctypes, importlib.util, pathlib, sys
-import quire.client, quire.cli.main
+import quire.client, quire_cli.main
 from quire.model_directory import ModelDirectory, resolve_model
 assert pathlib.Path(quire.client.__file__).is_relative_to(sys.prefix), quire.client.__file__
 assert ModelDirectory.open(resolve_model(None)).architecture == "LlamaForCausalLM"
@@ -73,7 +73,7 @@ def check_contents(wheel: Path) -> None:
         "quire/py.typed",
     ):
         assert needed in names, f"{wheel.name} lacks {needed}"
-    ours = {"quire", "gateway", "scheduler_svc", "worker_svc", "kernels", "simulator"}
+    ours = {"quire", "gateway", "scheduler_svc", "worker_svc", "kernels", "simulator", "quire_cli"}
     strange = {name.split("/")[0] for name in names} - ours
     assert all(".dist-info" in name or ".libs" in name for name in strange), strange
     assert headers["Description-Content-Type"] == "text/markdown"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from quire.cli.main import COMMANDS
 from quire.settings import Option, flags_of
+from quire_cli.main import COMMANDS
 
 _SERVICES = ("serve", "gateway", "scheduler", "worker")
 _HEADS = {

@@ -21,7 +21,7 @@ CONFIGURATION_EXIT_STATUS = 2
 LOST_PEER_EXIT_STATUS = 75
 """The exit status of a process that lost a process which it cannot run without (EX_TEMPFAIL: try again)."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_OUR_PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels")
+_OUR_PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels", "quire_cli")
 # Distributions that are not named as their modules are.
 _DISTRIBUTIONS = {"zmq": "pyzmq"}
 _REQUIREMENT_OF_EXTRA = re.compile(r"(?P<name>[\w.-]+).*extra == ['\"](?P<extra>\w+)['\"]")

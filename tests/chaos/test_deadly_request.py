@@ -7,9 +7,9 @@ import pytest
 import pytest_asyncio
 
 from quire.client import AsyncClient, GenerationOptions
-from quire.local import LocalServer, ServeSettings
-from quire.local.commands import Programs
 from quire.rpc.errors import Internal
+from quire_cli.supervisor import LocalServer, ServeSettings
+from quire_cli.supervisor.commands import Programs
 from tests.support.deadly_worker import DEADLY_SEED, HANGING_SEED
 from tests.support.processes import until_true
 from tests.support.serving import forked, forked_worker

@@ -18,7 +18,7 @@ from tests.support.processes import is_alive, until_true
 pytestmark = pytest.mark.extended
 
 NUM_STREAMS = 12
-PROGRAM = "import sys; from quire.cli.main import main; sys.exit(main(['serve', *sys.argv[1:]]))"
+PROGRAM = "import sys; from quire_cli.main import main; sys.exit(main(['serve', *sys.argv[1:]]))"
 FLAGS = ["--dtype=float32", "--num-threads=1", "--num-gpu-blocks=512", "--log-level=warning", "--drain-timeout=1"]
 
 

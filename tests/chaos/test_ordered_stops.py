@@ -8,8 +8,8 @@ from contextlib import suppress
 import pytest
 
 from quire.client import AsyncClient, GenerationOptions
-from quire.local import LocalServer, ServeSettings
 from quire.rpc.errors import QuireError
+from quire_cli.supervisor import LocalServer, ServeSettings
 from tests.support.processes import until_true
 
 pytestmark = pytest.mark.extended

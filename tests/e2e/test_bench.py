@@ -14,7 +14,7 @@ import pytest
 from quire.load import LoadResult
 from tests.support.serving import Served, forked
 
-COMMAND = (sys.executable, "-m", "quire.cli.main")
+COMMAND = (sys.executable, "-m", "quire_cli.main")
 SHORT = ("--dataset=fixed", "--prompt-len=12", "--output-len=6", "--warm-up-requests=1")
 
 
@@ -22,7 +22,7 @@ SHORT = ("--dataset=fixed", "--prompt-len=12", "--output-len=6", "--warm-up-requ
 async def bench_process(
     *flags: str, command: tuple[str, ...] | None = None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    command = command or forked("quire.cli.main", "quire.cli.bench.command", "httpx")
+    command = command or forked("quire_cli.main", "quire_cli.bench.command", "httpx")
     process = await asyncio.create_subprocess_exec(
         *command,
         "bench",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.main import main
 from quire.client import AsyncClient, ClientTls, GenerationOptions
+from quire_cli.main import main
 from tests.support.compose import COMPOSE, ROOT, WITH_TLS, default_of, services_of
 from tests.support.containers import Container, Machine, containers_of_pods
 from tests.support.keys import KeysFile

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu_serving import make_requests, serve
-from quire.local import ServeSettings
+from quire_cli.supervisor import ServeSettings
 
 pytestmark = pytest.mark.extended
 

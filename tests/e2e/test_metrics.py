@@ -21,7 +21,7 @@ pytestmark = pytest.mark.extended
 ELSEWHERE = {"up", "ALERTS", "quire_certificate_seconds_left"} | {rule["record"] for rule in RULES if "record" in rule}
 
 
-_SERVE = "import sys; from quire.cli.main import main; sys.exit(main(['serve', *sys.argv[1:]]))"
+_SERVE = "import sys; from quire_cli.main import main; sys.exit(main(['serve', *sys.argv[1:]]))"
 
 
 class Served:

@@ -28,7 +28,7 @@ def test_a_model_is_downloaded_once_for_all_processes_and_served_by_its_name(tmp
     tiny = resolve_model(None)
     files = {path.name: path.read_bytes() for path in tiny.iterdir() if path.is_file()}
     with LocalHub({"org/tiny": files}) as hub:
-        command = [sys.executable, "-m", "quire.cli.main", "serve", "--model", "org/tiny", "--num-threads", "1"]
+        command = [sys.executable, "-m", "quire_cli.main", "serve", "--model", "org/tiny", "--num-threads", "1"]
         server = subprocess.Popen(
             [*command, "--grpc-port", "0", "--http-port", "0"],
             env={**os.environ, **hub.environ(tmp_path)},

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from quire.client import GenerationOptions
-from quire.local.commands import Programs
+from quire_cli.supervisor.commands import Programs
 from tests.support.killing import TooLateError, until_hit
 from tests.support.scheduler_process import until
 from tests.support.serving import Served, serving

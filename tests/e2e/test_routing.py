@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from quire.client import AsyncClient, ChatMessage, GenerationOptions
-from quire.local import LocalServer
+from quire_cli.supervisor import LocalServer
 from tests.support.gateway_process import running_gateway
 from tests.support.killing import kill
 from tests.support.serving import serving

@@ -10,8 +10,8 @@ import pytest
 
 from quire.client import AsyncClient, GenerationOptions, TokenChunk
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
-from quire.local import LocalServer, ServeSettings
 from quire.rpc.errors import Cancelled, NotFound
+from quire_cli.supervisor import LocalServer, ServeSettings
 from tests.support.processes import until_true
 from tests.support.serving import forked_programs, serving
 from tests.support.shared_port import clients_of_both

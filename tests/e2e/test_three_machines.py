@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.main import main
-from quire.local.commands import child_environ
+from quire_cli.main import main
+from quire_cli.supervisor.commands import child_environ
 from tests.support.compose import ROOT
 from tests.support.keys import KeysFile
 
@@ -92,7 +92,7 @@ class Service:
         program, *words = shlex.split(unit["Service"]["ExecStart"])
         assert program == "/opt/quire/bin/quire"
         self._name, self._network = name, network
-        self._command = network.command(name, sys.executable, "-m", "quire.cli.main", *words)
+        self._command = network.command(name, sys.executable, "-m", "quire_cli.main", *words)
         self._environment = child_environ(os.environ) | variables_of(name, directory)
         self._process: asyncio.subprocess.Process | None = None
 
@@ -178,7 +178,7 @@ class Stream:
     def __init__(self, network: Network, directory: Path, api_key: str) -> None:
         flags = ("--address", f"{HOSTS['gateway']}:50051", "--tls-ca-file", str(directory / "certs" / "ca.pem"))
         more = ("--max-tokens", str(TOKENS), "--temperature", "0", "--ignore-eos", "Once upon a time")
-        self._command = network.command("client", sys.executable, "-m", "quire.cli.main", "generate", *flags, *more)
+        self._command = network.command("client", sys.executable, "-m", "quire_cli.main", "generate", *flags, *more)
         self._environment = child_environ(os.environ) | {"QUIRE_API_KEY": api_key}
         self._process: asyncio.subprocess.Process | None = None
         self._text = b""

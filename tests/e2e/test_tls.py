@@ -14,12 +14,12 @@ import openai
 import pytest
 
 from quire.client import AsyncClient, ClientTls, GenerationOptions
-from quire.local.commands import Programs, child_environ
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import PermissionDenied, Unavailable, from_rpc_error
 from quire.rpc.tls import Role, TlsIdentity
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
+from quire_cli.supervisor.commands import Programs, child_environ
 from tests.support.certificates import make_certificates
 from tests.support.killing import kill
 from tests.support.ports import free_port

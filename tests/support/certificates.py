@@ -3,9 +3,9 @@
 import datetime as dt
 from pathlib import Path
 
-from quire.cli.certs import LOCAL_HOSTS
 from quire.rpc.certificates import Authority
 from quire.rpc.tls import AUTHORITY_FILE, Role
+from quire_cli.certs import LOCAL_HOSTS
 
 
 def make_certificates(directory: Path, *, authority: Authority | None = None, age_days: int = 0) -> Authority:

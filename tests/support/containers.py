@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.local.commands import child_environ
+from quire_cli.supervisor.commands import child_environ
 from tests.support.compose import ROOT
 from tests.support.ports import free_port
 from tools.kubernetes_manifests import Manifests
@@ -95,7 +95,7 @@ class Machine:
     async def _process(self, name: str, container: Container) -> AsyncIterator[None]:
         words = [self._here(word, container) for word in container.arguments]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "quire.cli.main", *words),
+            *(sys.executable, "-m", "quire_cli.main", *words),
             env=self._environment(container),
             stdout=asyncio.subprocess.DEVNULL,
         )

@@ -48,7 +48,7 @@ class Request:
         for name in os.environ.keys() - self.environ.keys():
             del os.environ[name]
         os.environ.update(self.environ)
-        # As quire.local.launch has it.
+        # As quire_cli.supervisor.launch has it.
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         sys.argv = self.words

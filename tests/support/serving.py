@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.client import AsyncClient, ClientTls
-from quire.local import LocalServer, ServeSettings
-from quire.local.commands import Programs, child_environ, worker_name
 from quire.rpc.channel import open_channel
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire_cli.supervisor import LocalServer, ServeSettings
+from quire_cli.supervisor.commands import Programs, child_environ, worker_name
 from tests.support.scheduler_process import until, wait_nothing_in_use
 
 _SERVICE = Path(__file__).with_name("forked_service.py")

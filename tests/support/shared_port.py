@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from quire.client import AsyncClient
-from quire.local import LocalServer
+from quire_cli.supervisor import LocalServer
 
 _NAMES = ("gateway", "gateway-1")
 

@@ -19,7 +19,6 @@ from gateway.auth import keys as key_ring
 from gateway.auth.caller import Access
 from gateway.auth.quota import Limits
 from gateway.server.grpc import AuthInterceptor
-from quire.cli.main import main
 from quire.client import AsyncClient, Client, GenerationOptions
 from quire.client.connection import KeyedChannel
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
@@ -34,6 +33,7 @@ from quire.rpc.errors import (
     from_rpc_error,
 )
 from quire.rpc.server import RpcServer
+from quire_cli.main import main
 from tests.support.gateway_process import error_of, running_gateway, stream_request
 from tests.support.grpc_types import EOF, health_stub
 from tests.support.keys import KeysFile

@@ -17,11 +17,11 @@ from grpc_channelz.v1 import channelz_pb2
 from grpc_health.v1 import health_pb2
 
 from gateway.settings import GatewaySettings
-from quire.cli.certs import LOCAL_HOSTS
 from quire.rpc.certificates import Authority
 from quire.rpc.channel import open_channel
 from quire.rpc.tls import Role, TlsIdentity
 from quire.settings import ConfigurationError, load_settings
+from quire_cli.certs import LOCAL_HOSTS
 from tests.support.certificates import make_certificates
 from tests.support.gateway_process import RunningGateway, running_gateway
 from tests.support.grpc_types import channelz_stub, health_stub

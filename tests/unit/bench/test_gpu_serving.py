@@ -7,7 +7,7 @@ import pytest
 
 from bench import gpu_serving
 from bench.gpu_serving import Attempts, serve_once
-from quire.local import ServeSettings
+from quire_cli.supervisor import ServeSettings
 
 
 def test_what_fails_is_raised_after_all_else_was_tried() -> None:

@@ -9,7 +9,7 @@ from quire.rpc import errors
 from tests.support.documents import explained_names
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc")
+PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "quire_cli")
 REASON = re.compile(r"[A-Z]+(_[A-Z]+)*")
 GIVEN = re.compile(r"\bdefault_reason\b|\breason\s*=|\brequest_failure\b|\bRequestFailure\b")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import quire.cli
+import quire_cli
 from gateway.settings import GatewaySettings
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
@@ -109,7 +109,7 @@ def test_the_checks_find_what_is_wrong(tmp_path: Path, known_flags: set[str], fi
 def flags_of_settings() -> Iterator[str]:
     """Those of the services and of every command of `quire`."""
     modules = [
-        importlib.import_module(module.name) for module in pkgutil.walk_packages(quire.cli.__path__, "quire.cli.")
+        importlib.import_module(module.name) for module in pkgutil.walk_packages(quire_cli.__path__, "quire_cli.")
     ]
     classes = {*SERVICES, *(value for module in modules for value in vars(module).values() if isinstance(value, type))}
     for cls in filter(dataclasses.is_dataclass, classes):

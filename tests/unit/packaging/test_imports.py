@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels", "simulator")
+PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels", "simulator", "quire_cli")
 
 # Imports the modules in turn and prints, for each, what is imported by then.
 IMPORT_IN_TURN = """
@@ -27,10 +27,10 @@ SERVICES = ("gateway", "worker_svc", "scheduler_svc")
 PROCESSES: Sequence[Mapping[str, tuple[str, ...]]] = [
     {
         "quire": ("grpc", "numpy"),
-        "quire.cli.main": ("numpy", "tokenizers", "starlette", *SERVICES),
+        "quire_cli.main": ("numpy", "tokenizers", "starlette", *SERVICES),
         "quire.client": ("numpy", "tokenizers", "starlette", *SERVICES),
         "quire.rpc.server": ("numpy", "tokenizers", "starlette", *SERVICES),
-        "quire.cli.serve": ("tokenizers", "starlette"),
+        "quire_cli.serve": ("tokenizers", "starlette"),
         "quire.tracing": TRACES,
         "simulator.engine": (),
         "scheduler_svc.__main__": (),

@@ -13,11 +13,11 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from quire.cli.main import main
 from quire.rpc.tls import Role
+from quire_cli.main import main
 from tests.support.compose import ROOT
 from tests.unit.docs.test_metrics import scheduler_registry
-from tests.unit.quire.cli.test_certs import names_of
+from tests.unit.quire_cli.test_certs import names_of
 from tools.check_kubernetes import (
     DEFAULT,
     RENDERED,

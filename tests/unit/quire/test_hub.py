@@ -16,11 +16,11 @@ import huggingface_hub.constants
 import pytest
 
 from quire import hub as hub_module
-from quire.cli.pull import DownloadLine, Stopped, fetch
 from quire.hub import Parts, pull
 from quire.model_directory import HubName, ModelDirectory, hub_name, resolve_model
 from quire.progress import DOWNLOADING, LoadProgress
 from quire.settings import ConfigurationError
+from quire_cli.pull import DownloadLine, Stopped, fetch
 from tests.support.hub import LocalHub, commit_of
 from tests.support.processes import wait_true
 
@@ -251,7 +251,7 @@ def test_several_at_once_download_a_large_file_once(hub: LocalHub, cache: Path) 
 
 @pytest.mark.extended
 def test_a_process_that_ends_leaves_what_it_has(hub: LocalHub, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "quire.cli.main", "pull", "org/large"]
+    command = [sys.executable, "-m", "quire_cli.main", "pull", "org/large"]
     environ = {**os.environ, **hub.environ(tmp_path)}
     for number, status, cut in ((signal.SIGKILL, -signal.SIGKILL, 15 << 20), (signal.SIGTERM, 143, 5 << 20)):
         hub.cuts["model.safetensors"], hub.stalled = [cut], threading.Event()

@@ -104,4 +104,4 @@ def test_signals_change_the_level_of_a_service_that_runs(root_logger: logging.Lo
 
 
 def test_a_line_in_json_holds_any_text() -> None:
-    assert json.loads(json_line("serve", "info", "quire.local", "é\n\x00"))["message"] == "é\n\x00"
+    assert json.loads(json_line("serve", "info", "quire_cli.supervisor", "é\n\x00"))["message"] == "é\n\x00"

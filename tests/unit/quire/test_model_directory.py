@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from quire import model_directory
-from quire.local import ServeSettings
-from quire.local.server import check_servable
 from quire.model_directory import SUPPORTED_ARCHITECTURES, ModelDirectory, resolve_model, weight_files
 from quire.settings import ConfigurationError
+from quire_cli.supervisor import ServeSettings
+from quire_cli.supervisor.server import check_servable
 
 Make = Callable[..., Path]
 

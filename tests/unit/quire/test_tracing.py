@@ -13,13 +13,13 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from gateway.settings import GatewaySettings
-from quire.local.server import check_servable
-from quire.local.settings import ServeSettings
 from quire.logs import configure_logging
 from quire.rpc.tls import Role
 from quire.settings import ConfigurationError, load_settings
 from quire.tracing import TraceContext, open_tracer, parse_endpoint
 from quire.tracing.otlp import ReportingExporter, make_tracer
+from quire_cli.supervisor.server import check_servable
+from quire_cli.supervisor.settings import ServeSettings
 from scheduler_svc.settings import SchedulerSettings
 from tests.support.certificates import make_certificates
 from tests.support.trace_collector import trace_collector

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from quire.local.settings import ServeSettings
 from quire.model_directory import resolve_model
 from quire.settings import ConfigurationError, load_settings
+from quire_cli.supervisor.settings import ServeSettings
 from tests.support.graph_recorder import CallingRecorder
 from tests.support.in_process import load_worker
 from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM

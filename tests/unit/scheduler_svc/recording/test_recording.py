@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from quire.cli.main import main
 from quire.settings import ConfigurationError
+from quire_cli.main import main
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.recording import files
@@ -243,7 +243,7 @@ def test_a_replay_that_is_interrupted_says_how_far_it_came(
     report = replay(path, show=interrupt)
     assert report.is_interrupted
     assert report.num_operations > 0
-    monkeypatch.setattr("quire.cli.replay.replay", lambda *_, **__: report)
+    monkeypatch.setattr("quire_cli.replay.replay", lambda *_, **__: report)
     assert main(["replay", str(path)]) == 130
     told = capsys.readouterr()
     assert f"{report.num_operations} operations" in told.out

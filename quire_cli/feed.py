@@ -1,0 +1,224 @@
+"""The feed of a gateway's page (/ui/feed), for commands that show the same numbers in a terminal."""
+
+import http.client
+import json
+import ssl
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from quire.rpc.errors import NotFound, PermissionDenied, Unauthenticated, Unavailable
+from quire.settings import ConfigurationError, setting
+from quire_cli.flags import CredentialFlags
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+# The gateway says something every second.
+_SILENCE_S = 10.0
+_MAX_TIMES, _MAX_STEPS = 1000, 64
+_COUNTERS = ("generated_tokens", "computed_tokens", "steps", "preemptions")
+
+
+@dataclass(frozen=True, slots=True)
+class FeedFlags(CredentialFlags):
+    """The gateway."""
+
+    url: str = setting(DEFAULT_URL, "HTTP address of the gateway", metavar="URL")
+
+
+def read_feed(flags: CredentialFlags, url: str) -> Generator[tuple[str, dict[str, Any]], None, None]:
+    """Names and objects of the events, without the memory of replicas, until the gateway ends the feed.
+
+    Raises:
+        ConfigurationError: the URL or a file of TLS is wrong.
+        QuireError: no gateway answers, or it refuses the key.
+    """
+    connection = _connection(flags, url)
+    headers = {} if flags.api_key is None else {"authorization": f"Bearer {flags.api_key}"}
+    with closing(connection):
+        try:
+            connection.request("GET", "/ui/feed?memory=0", headers=headers)
+            answer = connection.getresponse()
+            if answer.status != http.HTTPStatus.OK:
+                _refuse(answer, url)
+            if not (answer.getheader("content-type") or "").startswith("text/event-stream"):
+                raise NotFound(f"{url} answers, but not as a gateway of Quire does")
+            yield from _events(answer)
+        except (OSError, http.client.HTTPException) as error:
+            reason = "nothing came for 10 s" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+            raise Unavailable(f"{url}: {reason}") from error
+
+
+def _connection(flags: CredentialFlags, url: str) -> http.client.HTTPConnection:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigurationError(f'--url: "{url}" is not valid: {error}') from error
+    if parts.scheme not in ("http", "https") or not host or parts.path.strip("/"):
+        raise ConfigurationError(f'--url: "{url}" is not valid: expected http://HOST:PORT or https://HOST:PORT')
+    if parts.scheme == "http":
+        if flags.client_tls() is not None:
+            raise ConfigurationError(f'--url: "{url}" is not encrypted, but flags of TLS are given; use https://')
+        return http.client.HTTPConnection(host, port, timeout=_SILENCE_S)
+    used = flags.tls_ca_file
+    try:
+        context = ssl.create_default_context(cafile=used)
+        if flags.tls_cert_file is not None:
+            used = flags.tls_cert_file
+            context.load_cert_chain(used, flags.tls_key_file)
+    except OSError as error:
+        raise ConfigurationError(f"{used} cannot be used for TLS: {error.strerror or error}") from error
+    return http.client.HTTPSConnection(host, port, timeout=_SILENCE_S, context=context)
+
+
+def _refuse(answer: http.client.HTTPResponse, url: str) -> None:
+    """Raises the error that the gateway answered with."""
+    text = answer.read(4096)
+    try:
+        message = str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = f"it answered {answer.status}"
+    match answer.status:
+        case 401:
+            raise Unauthenticated(f"{message}; QUIRE_API_KEY takes the key of an operator", reason="INVALID_API_KEY")
+        case 403:
+            raise PermissionDenied(message, reason="OPERATORS_ONLY")
+        case 404:
+            raise NotFound(f"the gateway at {url} has no feed: it was started with --no-ui, or is older")
+        case _:
+            raise Unavailable(f"the gateway at {url} gives no feed: {message}")
+
+
+def _events(answer: http.client.HTTPResponse) -> Iterator[tuple[str, dict[str, Any]]]:
+    name = ""
+    while line := answer.readline():
+        text = line.decode().rstrip("\r\n")
+        if text.startswith("event: "):
+            name = text.removeprefix("event: ")
+        elif text.startswith("data: "):
+            yield name, json.loads(text.removeprefix("data: "))
+
+
+@dataclass(slots=True)
+class ReplicaNumbers:
+    """The numbers of one replica: the newest ones, rates over the last second or more, and times of the last minute."""
+
+    address: str
+    numbers: Mapping[str, Any] | None = None
+    rates: Mapping[str, float] | None = None
+    problem: str | None = None
+    steps: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=_MAX_STEPS))
+    waiting: list[Mapping[str, Any]] = field(default_factory=list)
+    _first_tokens: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MAX_TIMES))
+    _before: tuple[float, Mapping[str, Any]] | None = None
+
+    def take(self, frame: Mapping[str, Any]) -> None:
+        """Adds a frame of the feed."""
+        now: float = frame["unix_seconds"]
+        numbers: Mapping[str, Any] = frame["numbers"]
+        self.numbers, self.problem, self.waiting = numbers, None, frame["waiting"]
+        self.steps.extend(frame["steps"])
+        self._first_tokens.extend((now, each["queue_ms"] + each["prefill_ms"]) for each in frame["ended"])
+        while self._first_tokens and self._first_tokens[0][0] < now - 60:
+            self._first_tokens.popleft()
+        before = self._before
+        if before is None or any(numbers[name] < before[1][name] for name in _COUNTERS):
+            self._before = now, numbers
+        elif (seconds := now - before[0]) >= 1:
+            self.rates = {name: (numbers[name] - before[1][name]) / seconds for name in _COUNTERS}
+            self._before = now, numbers
+
+    def time_to_first_token_ms(self, share: float) -> float | None:
+        """A percentile of the requests that ended in the last minute; None where there is none."""
+        times = sorted(ms for _, ms in self._first_tokens)
+        return times[min(len(times) - 1, int(share * len(times)))] if times else None
+
+    @property
+    def kv_use(self) -> float:
+        """The share of blocks in use."""
+        pool = self.numbers["gpu_pool"] if self.numbers is not None else {}
+        return pool["used_blocks"] / pool["total_blocks"] if pool.get("total_blocks") else 0.0
+
+
+@dataclass(slots=True)
+class Deployment:
+    """What the feed of one gateway has said so far."""
+
+    gateway: Mapping[str, Any] | None = None
+    replicas: dict[str, ReplicaNumbers] = field(default_factory=dict)
+
+    def take(self, name: str, value: Mapping[str, Any]) -> None:
+        """Adds an event."""
+        match name:
+            case "gateway":
+                self.gateway = value
+                listed = {each["address"] for each in value["replicas"]}
+                for address in self.replicas.keys() - listed:
+                    del self.replicas[address]
+                for each in value["replicas"]:
+                    replica = self.of(each["address"])
+                    if not each["connected"]:
+                        replica.problem = each["problem"] or "not connected"
+            case "frame":
+                self.of(value["replica"]).take(value)
+            case "problem":
+                self.of(value["replica"]).problem = value["problem"]
+            case _:
+                """Of a later version."""
+
+    def of(self, address: str) -> ReplicaNumbers:
+        """A replica by its address."""
+        return self.replicas.setdefault(address, ReplicaNumbers(address))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are rates of each replica, or a reason why there are none."""
+        return self.gateway is not None and all(
+            each.rates is not None or each.problem is not None for each in self.replicas.values()
+        )
+
+    def health_of(self, replica: ReplicaNumbers) -> str:
+        """One word, and the reason where it is not ready."""
+        known = [] if self.gateway is None else self.gateway["replicas"]
+        state = next((each for each in known if each["address"] == replica.address), None)
+        if replica.problem is not None or state is None or not state["connected"]:
+            return f"not connected: {replica.problem}" if replica.problem else "not connected"
+        if state["ready"]:
+            return "ready"
+        return "drains" if replica.numbers and replica.numbers["draining"] else "no worker"
+
+
+def object_of(deployment: Deployment, replica: ReplicaNumbers) -> dict[str, Any]:
+    """What is known of a replica, for JSON: its numbers as the feed has them, and rates a second."""
+    return {
+        "replica": replica.address,
+        "health": deployment.health_of(replica),
+        "rates": replica.rates,
+        "first_token_ms": replica.time_to_first_token_ms(0.5),
+        "numbers": replica.numbers,
+    }
+
+
+def milliseconds(value: float | None) -> str:
+    """A time for people; "-" for none."""
+    if value is None:
+        return "-"
+    return f"{value:.0f} ms" if value < 10_000 else f"{value / 1000:.1f} s"
+
+
+def line_of(deployment: Deployment, replica: ReplicaNumbers) -> str:
+    """The numbers of a replica in one plain line."""
+    health = deployment.health_of(replica)
+    if replica.numbers is None:
+        return f"replica {replica.address}: {health}"
+    numbers, rates = replica.numbers, replica.rates or {}
+    first_token = milliseconds(replica.time_to_first_token_ms(0.5))
+    return (
+        f"replica {replica.address}: {health}, running {numbers['running_requests']}, "
+        f"waiting {numbers['waiting_requests']}, swapped {numbers['swapped_requests']}, "
+        f"{rates.get('generated_tokens', 0):.0f} tokens/s, first token {first_token}, "
+        f"KV {replica.kv_use:.0%}, preemptions {numbers['preemptions']}"
+    )

@@ -1,0 +1,88 @@
+"""`quire serve`: all processes of one machine, until a signal comes."""
+
+import asyncio
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+from quire.logs import json_line
+from quire.model_directory import hub_name
+from quire.progress import ProgressLine
+from quire.rpc.process import CONFIGURATION_EXIT_STATUS
+from quire.settings import load_settings
+from quire_cli.pull import Stopped, fetch
+from quire_cli.supervisor import LocalServer, ServeSettings, ServiceRefused
+from quire_cli.supervisor.process import print_error
+from quire_cli.supervisor.server import report_on_stderr
+
+PROGRAM = "quire serve"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# The services know what to do.
+_LOG_LEVEL_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves until SIGTERM or SIGINT; the first lets live requests finish, a second ends everything at once.
+
+    Returns:
+        0 after the first signal, 128 + its number after a second one, 2 when a service refused its configuration.
+    """
+    settings = load_settings(ServeSettings, argv, os.environ, program=PROGRAM)
+    if (name := hub_name(settings.model)) is not None:
+        # Once for all processes, before any starts: they have the same commit, now and when they start again.
+        try:
+            settings = dataclasses.replace(settings, model=str(fetch(name)))
+        except Stopped as stopped:
+            report_on_stderr(str(stopped))
+            return 0
+    try:
+        return asyncio.run(_serve(settings))
+    except ServiceRefused as refusal:
+        # All other services have ended, so this is the last line.
+        print(refusal, file=sys.stderr, flush=True)
+        return CONFIGURATION_EXIT_STATUS
+
+
+async def _serve(settings: ServeSettings) -> int:
+    line = ProgressLine()
+    is_json = settings.log_format == "json"
+
+    def report(text: str) -> None:
+        if is_json:
+            print_error(json_line("serve", "info", "quire_cli.supervisor", text))
+        else:
+            line.clear()
+            report_on_stderr(text)
+
+    # In a log, `report` says every few seconds how far the model is.
+    shows_progress = sys.stderr.isatty() and not is_json
+    server = LocalServer(
+        settings, report=report, progress=(lambda text: line.show(f"quire: {text}")) if shows_progress else None
+    )
+    serving = asyncio.current_task()
+    signals: list[int] = []
+
+    def on_signal(number: int) -> None:
+        signals.append(number)
+        if len(signals) == 1 and serving is not None:
+            serving.cancel()
+        else:
+            server.kill()
+
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    for number in _LOG_LEVEL_SIGNALS:
+        loop.add_signal_handler(number, server.signal, number)
+    with suppress(asyncio.CancelledError):
+        async with server:
+            with suppress(asyncio.CancelledError):
+                await server.wait_ready()
+                line.clear()
+                print(f"quire: ready grpc={server.grpc_address} http={server.http_address}", flush=True)
+                await server.wait_failed()
+            report("stopping; live requests get time to finish, a second signal ends them")
+    return 0 if len(signals) < 2 else 128 + signals[-1]

@@ -1,0 +1,151 @@
+"""Which processes `quire serve` starts, and with which command lines. The services listen on unix sockets of ours."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import quire
+from gateway.settings import GatewaySettings
+from quire.processors import num_processors
+from quire.settings import to_argv
+from quire_cli.supervisor.settings import ServeSettings
+from scheduler_svc.settings import SchedulerSettings
+from worker_svc.settings import WorkerSettings
+
+
+def _module(name: str) -> tuple[str, ...]:
+    # -P: a folder of that name in the working directory must not stand in for the service.
+    return (sys.executable, "-P", "-m", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """How each service is called, without its flags. Tests put stand-ins here."""
+
+    worker: tuple[str, ...] = _module("worker_svc")
+    scheduler: tuple[str, ...] = _module("scheduler_svc")
+    gateway: tuple[str, ...] = _module("gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """The command lines of one `quire serve`, whose sockets lie in `directory`.
+
+    Attributes:
+        rendezvous_port: Of the ranks of a model, if there are several.
+        probe_keys: The file of the supervisor's own key, where the gateway requires keys.
+    """
+
+    settings: ServeSettings
+    programs: Programs
+    directory: Path
+    rendezvous_port: int = 0
+    probe_keys: Path | None = None
+
+    def worker(self, rank: int) -> list[str]:
+        """Only the first rank serves the port of the metrics."""
+        values = self._values(
+            listen=self.worker_address(rank),
+            metrics_port=self.settings.worker_metrics_port if rank == 0 else None,
+            admin_port=None,
+            num_threads=self._num_threads(),
+            tensor_parallel_rank=rank,
+            tensor_parallel_address=f"127.0.0.1:{self.rendezvous_port}",
+        )
+        return [*self.programs.worker, *to_argv(WorkerSettings, values)]
+
+    def scheduler(self) -> list[str]:
+        values = self._values(
+            listen=self.scheduler_address,
+            workers=tuple(self.worker_address(rank) for rank in self.ranks),
+            metrics_port=self.settings.scheduler_metrics_port,
+            admin_port=None,
+        )
+        return [*self.programs.scheduler, *to_argv(SchedulerSettings, values)]
+
+    def gateway(self, number: int, grpc_port: int, http_port: int) -> list[str]:
+        """All gateways share the two ports; each has the next port of metrics and of channelz."""
+        own_keys = () if self.probe_keys is None else (self.probe_keys,)
+        values = self._values(
+            schedulers=(self.scheduler_address,),
+            grpc_port=grpc_port,
+            http_port=http_port,
+            reuse_port=True,
+            hand_over=len(self.gateways) > 1,
+            local_socket=self.socket(gateway_name(number)),
+            metrics_port=_own_port(self.settings.gateway_metrics_port, number),
+            admin_port=_own_port(self.settings.admin_port, number),
+            keys_files=(*self.settings.keys_files, *own_keys),
+        )
+        return [*self.programs.gateway, *to_argv(GatewaySettings, values)]
+
+    def _values(self, **own: object) -> dict[str, object]:
+        shared = {field.name: getattr(self.settings, field.name) for field in dataclasses.fields(self.settings)}
+        # Its values are in the settings already.
+        return {**shared, **own, "config": None}
+
+    def _num_threads(self) -> int | None:
+        """The number of threads of one worker. By default each of several workers would use all processors."""
+        size = self.settings.tensor_parallel_size
+        if self.settings.num_threads is not None or size == 1:
+            return self.settings.num_threads
+        return max(num_processors() // size, 1)
+
+    @property
+    def ranks(self) -> range:
+        """The workers that share the model."""
+        return range(self.settings.tensor_parallel_size)
+
+    @property
+    def gateways(self) -> range:
+        """The gateways, which share their ports."""
+        return range(self.settings.gateways)
+
+    def worker_address(self, rank: int) -> str:
+        """The address of a worker."""
+        return f"unix:{self.socket(worker_name(rank))}"
+
+    def gateway_address(self, number: int) -> str:
+        """The unix socket of one gateway, besides the shared ports."""
+        return f"unix:{self.socket(gateway_name(number))}"
+
+    @property
+    def scheduler_address(self) -> str:
+        """The address of the scheduler."""
+        return f"unix:{self.socket('scheduler')}"
+
+    def socket(self, name: str) -> Path:
+        """The private address of the process with this name."""
+        return self.directory / f"{name}.sock"
+
+
+def worker_name(rank: int) -> str:
+    """The name of a rank's process."""
+    return f"worker-{rank}" if rank else "worker"
+
+
+def gateway_name(number: int) -> str:
+    """The name of a gateway's process."""
+    return f"gateway-{number}" if number else "gateway"
+
+
+def _own_port(first: int | None, number: int) -> int | None:
+    """The port of one gateway, where gateway 0 has `first`; 0 makes each pick a free one."""
+    return first + number if first else first
+
+
+def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the services: without `QUIRE_*`, which the flags replace, and with the path of this code."""
+    inherited = {name: value for name, value in environ.items() if not name.startswith("QUIRE_")}
+    code = str(Path(quire.__file__).resolve().parent.parent)
+    paths = [code, *filter(None, [inherited.get("PYTHONPATH")])]
+    # The libraries log every peer that goes away; our services log that themselves.
+    return {
+        "GRPC_VERBOSITY": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        **inherited,
+        "PYTHONPATH": os.pathsep.join(paths),
+    }

@@ -1,0 +1,394 @@
+"""All processes of one machine, from the first check to the last socket."""
+
+import asyncio
+import fcntl
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from signal import Signals
+from types import TracebackType
+from typing import Self
+
+from gateway.auth.keys import KeyEntry, hash_of, make_key, read_keys, write_keys
+from quire.client import AsyncClient, GenerationOptions
+from quire.model_directory import ModelDirectory, resolve_model, weight_files
+from quire.progress import STARTING, LoadProgress
+from quire.rpc.address import ReservedPort
+from quire.rpc.errors import QuireError, ResourceExhausted, Unavailable
+from quire.rpc.tls import Role, TlsIdentity
+from quire.settings import ConfigurationError
+from quire.tracing import check_installed
+from quire_cli.supervisor.commands import Commands, Programs, child_environ, gateway_name, worker_name
+from quire_cli.supervisor.process import HangLimits, RestartBackoff, ServiceSpec, SupervisedProcess, print_error, watch
+from quire_cli.supervisor.settings import ServeSettings
+
+# Packages that the services need and a client does not: without them a service would crash at each start.
+_NEEDED = ("jinja2", "safetensors", "starlette", "tokenizers", "torch", "uvicorn")
+# A gateway prints a line on stdout that begins like this, once it listens on both ports, and flushes it.
+_LISTENING = "quire-gateway: listening "
+# The maximum that a gateway needs to end after its live requests have drained; the others have nothing to drain.
+_EXIT_GRACE_S = 5.0
+_ONE_TOKEN = GenerationOptions(max_tokens=1, temperature=0.0)
+_CANARY_RETRY_S = 0.05
+_PROGRESS_EVERY_S = 5.0
+_DRAW_EVERY_S = 0.25
+_PROBE = "quire-serve-probe"
+_DIRECTORY_PREFIX = "quire-"
+_LOCK = "lock"
+# The path of a unix socket has at most 107 bytes, which a long TMPDIR would exceed.
+_MAX_PARENT_BYTES = 60
+
+
+def report_on_stderr(line: str) -> None:
+    """Tells the user how starting, restarting and stopping go."""
+    print_error(f"quire: {line}")
+
+
+class LocalServer:
+    """Worker, scheduler and gateways of one replica as supervised child processes.
+
+    The gateways listen on the same two ports, among which the kernel spreads new connections. Each port is reserved
+    until the server stops, so that a gateway that is started again finds it free.
+
+    An async context manager: entering starts the processes and returns when all gateways listen, leaving stops them in
+    order, or kills them where an exception leaves the block. No process, socket or directory stays behind.
+
+    Raises on entering:
+        ConfigurationError: the settings cannot be served here, or a service refused them (ServiceRefused).
+    """
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        *,
+        programs: Programs | None = None,
+        report: Callable[[str], None] = report_on_stderr,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            report: is told how starting, restarting and stopping go, in lines that stay.
+            progress: is told how far the model is loaded, often, each time in a line for the one before; without it
+                `report` is, every few seconds.
+        """
+        self._settings = settings
+        self._report = report
+        self._progress = progress
+        self._programs = programs or Programs()
+        self._ports: list[ReservedPort] = []
+        self._directory: RunDirectory | None = None
+        self._commands: Commands | None = None
+        self._probe_key: str | None = None
+        self._not_listening = {gateway_name(number) for number in range(settings.gateways)}
+        self._all_listen = asyncio.Event()
+        self._stages: list[list[SupervisedProcess]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._watches: list[asyncio.Task[None]] = []
+
+    @property
+    def grpc_address(self) -> str:
+        """HOST:PORT of the gRPC API."""
+        return self._listening()[0]
+
+    @property
+    def http_address(self) -> str:
+        """HOST:PORT of the HTTP API."""
+        return self._listening()[1]
+
+    @property
+    def scheduler_address(self) -> str:
+        """The address at which the scheduler answers GetState, once entered."""
+        return self._started().scheduler_address
+
+    def gateway_address(self, number: int) -> str:
+        """The unencrypted unix socket of one gateway in the private directory, once entered."""
+        return self._started().gateway_address(number)
+
+    def process(self, name: str) -> SupervisedProcess:
+        """The process "worker" (of further ranks "worker-1" and so on), "scheduler" or "gateway" (further ones
+        "gateway-1" and so on), once entered.
+
+        KeyError for another name.
+        """
+        return {process.name: process for process in itertools.chain(*self._stages)}[name]
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._commands = self._prepare()
+            self._stages = self._make_processes(self._commands)
+            self._report(f"starting worker, scheduler and {self._describe_gateways()}")
+            # Workers take longest, so they start first.
+            self._tasks = [process.start() for stage in reversed(self._stages) for process in stage]
+            self._watches = self._watch_for_hangs(self._commands)
+            await self._unless_failed(asyncio.ensure_future(self._all_listen.wait()))
+        except BaseException:
+            await self._abandon()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            await self.stop()
+        else:
+            await self._abandon()
+
+    async def wait_ready(self) -> None:
+        """Waits until a request succeeds through each gateway: sends a real one of one token while the model loads.
+
+        Raises:
+            ServiceRefused: a service refused its configuration.
+            QuireError: a request failed for another reason than that no process serves yet.
+        """
+        await self._unless_failed(asyncio.ensure_future(self._canaries()))
+
+    async def wait_failed(self) -> None:
+        """Waits until a service refuses its configuration and raises ServiceRefused; for ever where none does."""
+        await self._unless_failed(asyncio.get_running_loop().create_future())
+
+    async def stop(self) -> None:
+        """Stops all in order. Gateways finish their live requests first, for up to the drain timeout. Idempotent."""
+        for watching in self._watches:
+            watching.cancel()
+        try:
+            for number, stage in enumerate(self._stages):
+                grace_s = _EXIT_GRACE_S + (self._settings.drain_timeout if number == 0 else 0.0)
+                await asyncio.gather(*(process.stop(grace_s) for process in stage))
+            await asyncio.gather(*self._tasks, *self._watches, return_exceptions=True)
+        finally:
+            self.kill()
+            for port in self._ports:
+                port.release()
+            if self._directory is not None:
+                self._directory.remove()
+
+    def signal(self, number: Signals) -> None:
+        """Sends a signal to all processes that run."""
+        for process in itertools.chain(*self._stages):
+            process.signal(number)
+
+    def kill(self) -> None:
+        """Kills all processes at once; `stop` returns soon after."""
+        for process in itertools.chain(*self._stages):
+            process.kill()
+
+    async def _abandon(self) -> None:
+        self.kill()
+        await self.stop()
+
+    async def _unless_failed(self, awaited: asyncio.Future) -> None:
+        """Waits for `awaited`, or for the first service that gives up, whose error it raises."""
+        try:
+            await asyncio.wait([awaited, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in self._tasks:
+                if task.done():
+                    task.result()
+            await awaited
+        finally:
+            awaited.cancel()
+
+    async def _canaries(self) -> None:
+        """One after the other: while the model loads, the first one waits for all."""
+        commands = self._started()
+        for number in commands.gateways:
+            address = commands.gateway_address(number)
+            await _wait_until_served(address, self._probe_key, self._report, self._progress)
+
+    def _started(self) -> Commands:
+        if self._commands is None:
+            raise RuntimeError("nothing is started yet")
+        return self._commands
+
+    def _listening(self) -> tuple[str, str]:
+        if not self._all_listen.is_set():
+            raise RuntimeError("the gateway does not listen yet")
+        grpc, http, *_ = self._ports
+        return str(grpc.address), str(http.address)
+
+    def _describe_gateways(self) -> str:
+        return "gateway" if self._settings.gateways == 1 else f"{self._settings.gateways} gateways"
+
+    def _prepare(self) -> Commands:
+        """Reserves what must be there before the first process."""
+        settings = self._settings
+        check_servable(settings)
+        self._ports.append(ReservedPort.reserve(settings.grpc_host, settings.grpc_port))
+        self._ports.append(ReservedPort.reserve(settings.http_host, settings.http_port))
+        self._directory = RunDirectory.make()
+        probe_keys = None
+        if settings.keys_files:
+            # A key by which this process finds out whether requests succeed, of a tenant of its own.
+            self._probe_key, probe_keys = make_key(), self._directory.path / "probe-keys.json"
+            write_keys(probe_keys, [KeyEntry(id=_PROBE, sha256=hash_of(self._probe_key).hex(), tenant=_PROBE)])
+        rendezvous_port = 0
+        if settings.tensor_parallel_size > 1:
+            # Kept, since rank 0 listens only some seconds later, and again after each restart.
+            self._ports.append(ReservedPort.lend())
+            rendezvous_port = self._ports[-1].address.port
+        return Commands(
+            settings, self._programs, self._directory.path, rendezvous_port=rendezvous_port, probe_keys=probe_keys
+        )
+
+    def _read_gateway_line(self, name: str, line: str) -> None:
+        if not line.startswith(_LISTENING):
+            print_error(line)
+            return
+        self._not_listening.discard(name)
+        if not self._not_listening:
+            self._all_listen.set()
+
+    def _watch_for_hangs(self, commands: Commands) -> list[asyncio.Task[None]]:
+        settings = self._settings
+        if settings.hang_timeout == 0:
+            return []
+        limits = HangLimits(settings.hang_timeout, settings.start_timeout)
+        return [
+            asyncio.create_task(
+                watch(process, commands.socket(process.name), limits, self._report), name=f"watch {process.name}"
+            )
+            for process in itertools.chain(*self._stages)
+        ]
+
+    def _make_processes(self, commands: Commands) -> list[list[SupervisedProcess]]:
+        """In the order in which they stop: each drains while those behind it still serve, gateways all at once."""
+        environ = child_environ(os.environ)
+        grpc_port, http_port = (port.address.port for port in self._ports[:2])
+        gateways = [
+            ServiceSpec(
+                gateway_name(number),
+                partial(commands.gateway, number, grpc_port, http_port),
+                environ,
+                partial(self._read_gateway_line, gateway_name(number)),
+                # The other gateways keep serving, and a loaded model is worth more than an early report.
+                is_proven=self._all_listen.is_set,
+            )
+            for number in commands.gateways
+        ]
+        scheduler = ServiceSpec("scheduler", commands.scheduler, environ)
+        # All ranks at once: one that is not being stopped leaves when another one ends, and would be started again.
+        workers = [ServiceSpec(worker_name(rank), partial(commands.worker, rank), environ) for rank in commands.ranks]
+        stages = [gateways, [scheduler], workers]
+        return [
+            [SupervisedProcess(spec, report=self._report, backoff=RestartBackoff()) for spec in stage]
+            for stage in stages
+        ]
+
+
+class RunDirectory:
+    """The private directory of the sockets of one `quire serve`, ours as long as this process holds the lock in it.
+
+    A supervisor that is killed leaves its directory behind. Its lock is free then, so the next supervisor removes it.
+    """
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock: int | None = lock
+
+    @classmethod
+    def make(cls) -> Self:
+        """Makes one, and removes those whose lock is free."""
+        parent = Path(tempfile.gettempdir())
+        if len(os.fsencode(parent)) > _MAX_PARENT_BYTES:
+            parent = Path("/tmp")
+        _remove_abandoned(parent)
+        path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=parent))
+        # The lock gets its name once it is taken, so that no other process can take it before.
+        new = path / f"{_LOCK}.new"
+        lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        new.rename(path / _LOCK)
+        return cls(path, lock)
+
+    def remove(self) -> None:
+        """Removes it with everything in it. Idempotent."""
+        if self._lock is None:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = None
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for path in parent.glob(f"{_DIRECTORY_PREFIX}*"):
+        # A directory whose lock cannot be opened or taken belongs to another user, or is in use.
+        with suppress(OSError):
+            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid == os.getuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def check_servable(settings: ServeSettings) -> None:
+    """Finds out before any process starts whether these settings can work here. ConfigurationError, one line."""
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(f"not installed: {', '.join(missing)}; install quire[all]")
+    check_installed(settings.otlp_traces_endpoint)
+    model = ModelDirectory.open(resolve_model(settings.model))
+    weight_files(model.path)
+    model.tokenizer_json()
+    if settings.tls_dir is not None:
+        TlsIdentity.of(settings.tls_dir, Role.GATEWAY)
+    if settings.public_cert is not None and settings.public_key is not None:
+        TlsIdentity(settings.public_cert, settings.public_key, None).read()
+    for path in settings.keys_files:
+        read_keys(path)
+    if settings.grpc_port and settings.grpc_port == settings.http_port:
+        raise ConfigurationError(f"--grpc-port and --http-port are both {settings.grpc_port}; they must differ")
+
+
+async def _wait_until_served(
+    address: str, api_key: str | None, report: Callable[[str], None], progress: Callable[[str], None] | None
+) -> None:
+    """Sends a request of one token until it succeeds; reports the wait meanwhile.
+
+    Raises:
+        QuireError: the request failed for another reason than that no process serves yet, or that all are busy.
+    """
+    loop = asyncio.get_running_loop()
+    started_at = loop.time()
+    async with AsyncClient(address, api_key=api_key) as client:
+        found: list[LoadProgress] = []
+        tasks = [asyncio.create_task(_send_until_it_succeeds(client)), asyncio.create_task(_follow(client, found))]
+        sending = tasks[0]
+        every_s = _PROGRESS_EVERY_S if progress is None else _DRAW_EVERY_S
+        try:
+            while not (await asyncio.wait([sending], timeout=every_s))[0]:
+                what = found[-1] if found else STARTING
+                (progress or report)(f"loading the model: {what} ({loop.time() - started_at:.0f} s)")
+            await sending
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+
+async def _follow(client: AsyncClient, found: list[LoadProgress]) -> None:
+    """Asks the gateway for the progress of its replica, which comes with the refusal of a call."""
+    while True:
+        try:
+            await client.server_info()
+            await asyncio.sleep(_PROGRESS_EVERY_S)
+        except QuireError as error:
+            if (loading := LoadProgress.of_metadata(error.metadata)) is not None:
+                found[:] = [loading]
+            await asyncio.sleep(_CANARY_RETRY_S)
+
+
+async def _send_until_it_succeeds(client: AsyncClient) -> None:
+    while True:
+        try:
+            await client.generate([0], _ONE_TOKEN)
+            return
+        except (Unavailable, ResourceExhausted):
+            await asyncio.sleep(_CANARY_RETRY_S)

@@ -1,0 +1,214 @@
+"""`quire top`: the numbers of the page /ui in a terminal, until Ctrl-C; one plain snapshot where there is none."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from quire.rpc.errors import Unavailable
+from quire.settings import load_settings, setting
+from quire_cli.feed import Deployment, FeedFlags, ReplicaNumbers, line_of, milliseconds, read_feed
+
+PROGRAM = "quire top"
+_RETRY_S = 1.0
+_BAR = 20
+_STEP_ROWS, _WAITING_ROWS = 6, 6
+_TABLE_WIDTH = 64
+"""Columns of a terminal that tables need; in a smaller one there are sentences."""
+_HEAD_HEIGHT = 8
+"""Lines of a terminal that has room for more than numbers."""
+_COLUMN_GAP = 3
+_MIN_NAME = 10
+_BAR_COLUMN = ""
+_COLUMNS = ("running", "waiting", "swapped", "rows", "tokens/s", "first token", "KV", _BAR_COLUMN, "preempted")
+_OMITTED_FIRST = (_BAR_COLUMN, "rows", "swapped", "preempted", "first token")
+"""Columns that a small terminal does without, in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopFlags(FeedFlags):
+    """Shows queues, batch, tokens per second, memory and the last steps of all replicas, live."""
+
+    interval: float = setting(0.5, "seconds between two pictures", minimum=0.1, maximum=60, metavar="SECONDS")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Draws until Ctrl-C."""
+    flags = load_settings(TopFlags, argv, os.environ, program=PROGRAM)
+    if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+        return snapshot(flags)
+    try:
+        _draw(flags)
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def snapshot(flags: FeedFlags) -> int:
+    """Prints one line a replica, once rates are known."""
+    deployment = Deployment()
+    with closing(read_feed(flags, flags.url)) as events:
+        for name, value in events:
+            deployment.take(name, value)
+            if deployment.is_known:
+                break
+    print(headline(deployment, flags.url))
+    for replica in deployment.replicas.values():
+        print(line_of(deployment, replica))
+    return 0
+
+
+def headline(deployment: Deployment, url: str) -> str:
+    """What is shown, in one line."""
+    gateway = deployment.gateway or {}
+    return f"{gateway.get('model', '?')} at {url} (quire {gateway.get('version', '?')})"
+
+
+def _draw(flags: TopFlags) -> None:
+    console = Console()
+    deployment, drawn_at = Deployment(), 0.0
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        for event in _events_for_ever(flags):
+            if event is None:
+                live.update(Text(f"no gateway answers at {flags.url}; trying again", style="red"), refresh=True)
+                continue
+            deployment.take(*event)
+            if time.monotonic() - drawn_at >= flags.interval:
+                drawn_at = time.monotonic()
+                live.update(picture(deployment, flags.url, console.width, console.height), refresh=True)
+
+
+def _events_for_ever(flags: TopFlags) -> Iterator[tuple[str, dict[str, Any]] | None]:
+    """The events; None where there is no gateway, which is tried again. An error of the first connection is raised."""
+    has_answered = False
+    while True:
+        try:
+            for event in read_feed(flags, flags.url):
+                has_answered = True
+                yield event
+        except Unavailable:
+            if not has_answered:
+                raise
+        yield None
+        time.sleep(_RETRY_S)
+
+
+def picture(deployment: Deployment, url: str, width: int, height: int) -> RenderableType:
+    """All replicas, then the steps and the queue of each, as far as a terminal of this size has room."""
+    parts: list[RenderableType] = []
+    if height >= _HEAD_HEIGHT:
+        parts.append(Text(headline(deployment, url), style="bold", no_wrap=True, overflow="ellipsis"))
+    if width < _TABLE_WIDTH:
+        parts += [_sentence(deployment, replica) for replica in deployment.replicas.values()]
+    else:
+        parts.append(_replicas(deployment, width))
+        room = height - 6 - len(deployment.replicas)
+        for replica in deployment.replicas.values():
+            for table, rows in ((_steps(replica), _STEP_ROWS), (_waiting(replica), _WAITING_ROWS)):
+                if table is not None and room >= rows + 4:
+                    parts.append(table)
+                    room -= min(rows, table.row_count) + 4
+    if height >= _HEAD_HEIGHT:
+        parts.append(Text("Ctrl-C ends", style="dim"))
+    return Group(*parts)
+
+
+def _sentence(deployment: Deployment, replica: ReplicaNumbers) -> Text:
+    """The numbers of a replica, which has no name if it is the only one."""
+    line = line_of(deployment, replica)
+    return Text(line.removeprefix(f"replica {replica.address}: ") if len(deployment.replicas) == 1 else line)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place == 0 else "right", overflow="ellipsis", no_wrap=True)
+    return table
+
+
+def _replicas(deployment: Deployment, width: int) -> Table:
+    """One row a replica, with as many columns as can be read."""
+    rows = [_cells(replica) for replica in deployment.replicas.values()]
+    names = [(Text(replica.address), _health(deployment, replica)) for replica in deployment.replicas.values()]
+    widths = {title: max([len(title), *(len(row[title]) for row in rows)]) for title in _COLUMNS}
+    for title in _OMITTED_FIRST:
+        if sum(widths.values()) + _COLUMN_GAP * len(widths) + 2 * (_MIN_NAME + _COLUMN_GAP) <= width:
+            break
+        widths.pop(title, None)
+    left = width - sum(widths.values()) - _COLUMN_GAP * (len(widths) + 2)
+    health_width = min(max([len("health"), *(len(health) for _, health in names)]), left - _MIN_NAME)
+    table = _table("", "replica", "health", *widths)
+    table.columns[0].max_width, table.columns[1].max_width = left - health_width, health_width
+    for name, row in zip(names, rows, strict=True):
+        table.add_row(*name, *(row[title] for title in widths))
+    return table
+
+
+def _health(deployment: Deployment, replica: ReplicaNumbers) -> Text:
+    health = deployment.health_of(replica)
+    return Text(health, style="green" if health == "ready" else "red")
+
+
+def _cells(replica: ReplicaNumbers) -> dict[str, Text]:
+    """The numbers of a replica by the titles of their columns."""
+    numbers, rates = replica.numbers, replica.rates or {}
+    if numbers is None:
+        return {title: Text("-") for title in _COLUMNS}
+    texts = (
+        Text(str(numbers["running_requests"])),
+        Text(str(numbers["waiting_requests"])),
+        Text(str(numbers["swapped_requests"])),
+        Text(f"{numbers['running_sequences']}/{numbers['max_num_seqs']}"),
+        Text(f"{rates.get('generated_tokens', 0):.0f}"),
+        Text(milliseconds(replica.time_to_first_token_ms(0.5))),
+        Text(f"{replica.kv_use:.0%}"),
+        _bar(replica.kv_use),
+        Text(str(numbers["preemptions"])),
+    )
+    return dict(zip(_COLUMNS, texts, strict=True))
+
+
+def _bar(share: float) -> Text:
+    filled = round(share * _BAR)
+    style = "green" if share < 0.8 else "yellow" if share < 0.95 else "red"
+    return Text("█" * filled, style=style).append("░" * (_BAR - filled), style="dim")
+
+
+def _steps(replica: ReplicaNumbers) -> Table | None:
+    if not replica.steps:
+        return None
+    table = _table(
+        f"last steps of {escape(replica.address)}",
+        "step",
+        "decodes",
+        "chunk tokens",
+        "entered",
+        "preempted",
+        "copied",
+        "plan",
+    )
+    for step in list(replica.steps)[-_STEP_ROWS:]:
+        names = ("step_id", "num_decodes", "num_chunk_tokens", "num_entered", "num_preempted", "num_copied")
+        table.add_row(*(str(step[name]) for name in names), f"{step['plan_us'] / 1000:.2f} ms")
+    return table
+
+
+def _waiting(replica: ReplicaNumbers) -> Table | None:
+    if not replica.waiting:
+        return None
+    table = _table(f"who waits at {escape(replica.address)}", "request", "tokens", "for", "because")
+    for each in replica.waiting[:_WAITING_ROWS]:
+        waited = milliseconds(each["waited_ms"])
+        reason = each["reason"].replace("_", " ")
+        table.add_row(escape(each["request_id"]), str(each["tokens_to_compute"]), waited, reason)
+    return table

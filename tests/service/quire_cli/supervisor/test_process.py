@@ -1,0 +1,463 @@
+"""One supervised process, with tiny programs that stand in for a service."""
+
+import asyncio
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire_cli.supervisor import process
+from quire_cli.supervisor.process import (
+    HangLimits,
+    RestartBackoff,
+    ServiceRefused,
+    ServiceSpec,
+    SupervisedProcess,
+    watch,
+)
+from quire_cli.supervisor.server import report_on_stderr
+from tests.support.processes import is_alive, lines_of, until_true
+
+WAIT_FOR_SIGNAL = "import signal; signal.pause()"
+NOTE_TERM = """
+import pathlib, signal, sys
+def stop(*_):
+    pathlib.Path({file!r}).write_text("terminated")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+print("up", flush=True)
+signal.pause()
+"""
+IGNORE_TERM = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+while True: signal.pause()
+"""
+FAIL_TWICE = """
+import pathlib, signal, sys
+file = pathlib.Path({file!r})
+starts = len(file.read_text().splitlines()) if file.exists() else 0
+with file.open("a") as f: f.write("started\\n")
+if starts < 2: sys.exit(7)
+signal.pause()
+"""
+REFUSE = """
+import sys
+print("before", "quire thing: error: no room", "after", sep="\\n", file=sys.stderr)
+sys.exit(2)
+"""
+
+
+class Supervision:
+    """A process under supervision, and all that is said about it."""
+
+    def __init__(self, code: str, report: Callable[[str], None] | None = None) -> None:
+        self.reports: list[str] = []
+        self.output: list[str] = []
+        command = [sys.executable, "-I", "-S", "-c", code]
+        spec = ServiceSpec("thing", lambda: command, dict(os.environ), self.output.append)
+        backoff = RestartBackoff(first_s=0.01)
+        self.process = SupervisedProcess(spec, report=report or self.reports.append, backoff=backoff)
+        self.task = self.process.start()
+
+    async def until_up(self) -> int:
+        """Waits for the line "up"; returns the pid."""
+        # A child may print before the loop hears from its thread that it has started.
+        await until_true(lambda: "up" in self.output and self.process.is_running)
+        return self.process.pid
+
+
+@pytest.fixture
+async def supervise() -> AsyncIterator[Callable[[str], Supervision]]:
+    supervisions: list[Supervision] = []
+
+    def start(code: str) -> Supervision:
+        supervisions.append(Supervision(code))
+        return supervisions[-1]
+
+    yield start
+    for supervision in supervisions:
+        await supervision.process.stop(0)
+        await asyncio.gather(supervision.task, return_exceptions=True)
+
+
+async def test_a_process_that_dies_is_started_again_with_growing_waits(supervise, tmp_path: Path) -> None:
+    file = tmp_path / "starts"
+    supervision = supervise(FAIL_TWICE.format(file=str(file)))
+    await until_true(lambda: len(lines_of(file)) == 3)
+    assert supervision.reports == [
+        "thing ended with status 7; starting it again in 0.01 s",
+        "thing ended with status 7; starting it again in 0.02 s",
+    ]
+    assert supervision.process.starts == 3
+    assert not supervision.task.done()
+
+
+async def test_a_process_that_is_killed_is_started_again(supervise) -> None:
+    supervision = supervise("print('up', flush=True)\n" + WAIT_FOR_SIGNAL)
+    pid = await supervision.until_up()
+    supervision.output.clear()
+    os.kill(pid, signal.SIGKILL)
+    assert await supervision.until_up() != pid
+    assert supervision.reports == ["thing was killed by SIGKILL; starting it again in 0.01 s"]
+
+
+@contextmanager
+def unread_stderr(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Our stderr is a pipe whose reader has gone."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with monkeypatch.context() as patch, os.fdopen(write_end, "w") as pipe:
+        patch.setattr(sys, "stderr", pipe)
+        yield
+        # What could not be written would be tried again when the file is closed.
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), write_end)
+
+
+async def test_a_stderr_that_nobody_reads_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys; print('going', file=sys.stderr); print('up', flush=True); sys.exit(1)"
+    with unread_stderr(monkeypatch):
+        supervision = Supervision(code, report_on_stderr)
+        await until_true(lambda: supervision.task.done() or len(supervision.output) >= 3)
+        assert not supervision.task.done()
+        await supervision.process.stop(0)
+        await asyncio.gather(supervision.task, return_exceptions=True)
+
+
+async def test_a_process_that_is_told_to_end_is_started_again_at_once_however_often(supervise, tmp_path: Path) -> None:
+    supervision = supervise(NOTE_TERM.format(file=str(tmp_path / "end")))
+    for _ in range(4):
+        pid = await supervision.until_up()
+        supervision.output.clear()
+        os.kill(pid, signal.SIGTERM)
+    await supervision.until_up()
+    assert supervision.reports == ["thing ended with status 0; starting it again in 0.01 s"] * 4
+
+
+async def test_a_process_that_lost_a_peer_is_started_again_at_once_however_often(supervise) -> None:
+    supervision = supervise("import sys; sys.exit(75)")
+    await until_true(lambda: len(supervision.reports) >= 4)
+    assert supervision.reports[:4] == ["thing ended with status 75; starting it again in 0.01 s"] * 4
+
+
+async def test_status_2_is_final(supervise) -> None:
+    supervision = supervise("import sys; sys.exit(2)")
+    with pytest.raises(ServiceRefused, match="thing"):
+        await asyncio.wait_for(supervision.task, 30)
+    assert supervision.process.starts == 1
+    with pytest.raises(RuntimeError, match="does not run"):
+        _ = supervision.process.pid
+
+
+async def test_the_reason_of_a_refusal_is_carried_and_not_printed(supervise, capfd: pytest.CaptureFixture[str]) -> None:
+    supervision = supervise(REFUSE)
+    with pytest.raises(ServiceRefused, match=r"^quire thing: error: no room$"):
+        await asyncio.wait_for(supervision.task, 30)
+    assert capfd.readouterr().err == "before\nafter\n"
+
+
+async def test_what_looks_like_a_refusal_is_printed_when_it_is_none(
+    supervise, capfd: pytest.CaptureFixture[str]
+) -> None:
+    supervision = supervise("import sys; print('quire thing: error: no room', file=sys.stderr); sys.exit(1)")
+    await until_true(lambda: supervision.reports)
+    assert "quire thing: error: no room\n" in capfd.readouterr().err
+
+
+async def test_what_a_dead_process_started_does_not_keep_it_from_being_started_again(supervise) -> None:
+    code = "import subprocess, sys; subprocess.Popen(['sleep', '60']); sys.exit(1)"
+    supervision = supervise(code)
+    await until_true(lambda: supervision.process.starts >= 2)
+
+
+def num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def fail_at_the_limit(*_: object, **__: object) -> None:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def fail_to_start_a_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "failure"),
+    [
+        (os, "pipe", fail_at_the_limit),
+        (subprocess.Popen, "__init__", fail_at_the_limit),
+        (threading.Thread, "start", fail_to_start_a_thread),
+    ],
+    ids=["no pipe", "no process", "no thread"],
+)
+async def test_a_process_that_dies_while_none_can_be_started_is_started_once_one_can(
+    supervise, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, failure: Callable[..., None]
+) -> None:
+    supervision = supervise("print('up', flush=True)\n" + WAIT_FOR_SIGNAL)
+    pid = await supervision.until_up()
+    supervision.output.clear()
+    open_files = num_open_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failure)
+        os.kill(pid, signal.SIGKILL)
+        await until_true(lambda: supervision.task.done() or len(supervision.reports) >= 4)
+    assert not supervision.task.done()
+    assert all("cannot be started: [Errno" in line for line in supervision.reports[1:4])
+    assert supervision.reports[1].endswith("; trying again in 0.02 s")
+    assert await supervision.until_up() != pid
+    await until_true(lambda: num_open_files() <= open_files)
+
+
+async def test_a_second_pipe_that_cannot_be_opened_leaves_no_first_one(
+    supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_files, opened, pipe = num_open_files(), [], os.pipe
+
+    def open_every_other() -> tuple[int, int]:
+        opened.append(None)
+        return pipe() if len(opened) % 2 else fail_at_the_limit()  # type: ignore[return-value]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pipe", open_every_other)
+        supervision = supervise(WAIT_FOR_SIGNAL)
+        await until_true(lambda: supervision.task.done() or len(supervision.reports) >= 5)
+    assert len(supervision.reports) >= 5
+    await supervision.process.stop(0)
+    await until_true(lambda: num_open_files() <= open_files)
+
+
+async def test_stop_lets_the_process_end_by_itself(supervise, tmp_path: Path) -> None:
+    file = tmp_path / "end"
+    supervision = supervise(NOTE_TERM.format(file=str(file)))
+    pid = await supervision.until_up()
+    await supervision.process.stop(60)
+    assert file.read_text() == "terminated"
+    assert not is_alive(pid)
+    assert supervision.reports == []
+    await supervision.process.stop(60)
+
+
+async def test_stop_kills_a_process_that_does_not_end(supervise) -> None:
+    supervision = supervise(IGNORE_TERM)
+    pid = await supervision.until_up()
+    async with asyncio.timeout(30):
+        await supervision.process.stop(0.1)
+    assert not is_alive(pid)
+
+
+async def test_kill_takes_the_children_of_the_process_too(supervise) -> None:
+    code = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, 'up', sep='\\n', flush=True)"
+    supervision = supervise(f"{code}\n{WAIT_FOR_SIGNAL}")
+    await supervision.until_up()
+    grandchild = int(supervision.output[0])
+    supervision.process.kill()
+    await until_true(lambda: not is_alive(grandchild))
+
+
+async def test_a_process_has_its_own_group_for_ctrl_c_and_our_session_for_its_niceness_to_count(supervise) -> None:
+    pid = await supervise('print("up", flush=True); ' + WAIT_FOR_SIGNAL).until_up()
+    assert os.getpgid(pid) == pid
+    assert os.getsid(pid) == os.getsid(0)
+
+
+async def test_stop_during_the_wait_before_a_restart_returns_at_once(supervise) -> None:
+    supervision = supervise("import sys; sys.exit(1)")
+    await until_true(lambda: len(supervision.reports) >= 6)
+    async with asyncio.timeout(30):
+        await supervision.process.stop(60)
+    assert supervision.task.done()
+
+
+async def test_cancelling_the_supervision_kills_the_process(supervise) -> None:
+    supervision = supervise("print('up', flush=True)\n" + WAIT_FOR_SIGNAL)
+    pid = await supervision.until_up()
+    supervision.task.cancel()
+    await asyncio.wait([supervision.task], timeout=30)
+    assert not is_alive(pid)
+
+
+async def test_a_line_of_any_length_and_bytes_does_no_harm(supervise) -> None:
+    code = "import os; os.write(1, b'\\xff\\n'); print('x' * 1_000_000); print('up', flush=True)"
+    supervision = supervise(f"{code}\n{WAIT_FOR_SIGNAL}")
+    await supervision.until_up()
+    assert supervision.output[0] == "\ufffd"
+    assert max(map(len, supervision.output)) < 1_000_000
+
+
+# The watchdog and a supervised process that serves gRPC health, and then does not.
+
+
+LIMITS = HangLimits(hang_timeout_s=0.9, start_timeout_s=300.0)
+# Says "up" when it listens. Where it is told to stop itself, it never answers.
+SERVICE = """
+import asyncio, os, signal, sys
+from quire.rpc.server import RpcServer
+async def serve():
+    server = await RpcServer.start(sys.argv[1], lambda _: None, [])
+    server.set_serving(sys.argv[2] == "serving")
+    print("up", flush=True)
+    if sys.argv[2] == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    await asyncio.Event().wait()
+asyncio.run(serve())
+"""
+DOES_NOT_LISTEN = "import signal; print('up', flush=True); signal.pause()"
+KILLED = "thing answers no health check for 0.9 s; killing it"
+
+
+class Watched:
+    """A service under supervision and watch."""
+
+    def __init__(self, directory: Path, code: str, state: str, limits: HangLimits) -> None:
+        socket = directory / "s"
+        command = [sys.executable, "-c", code, f"unix:{socket}", state]
+        self.reports: list[str] = []
+        self.output: list[str] = []
+        spec = ServiceSpec("thing", lambda: command, dict(os.environ), self.output.append)
+        self.process = SupervisedProcess(spec, report=lambda line: None, backoff=RestartBackoff(first_s=0.01))
+        self.tasks = [
+            self.process.start(),
+            asyncio.create_task(watch(self.process, socket, limits, self.reports.append)),
+        ]
+
+    async def start(self) -> None:
+        """Returns when the service that runs now listens."""
+        await until_true(lambda: "up" in self.output, timeout_s=60)
+
+    async def stop(self) -> None:
+        self.tasks[1].cancel()
+        await self.process.stop(0)
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+@pytest.fixture
+async def make_watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator:
+    made: list[Watched] = []
+
+    def make(state: str, *, code: str = SERVICE, limits: HangLimits = LIMITS) -> Watched:
+        made.append(Watched(tmp_path_factory.mktemp("w"), code, state, limits))
+        return made[-1]
+
+    yield make
+    for watched in made:
+        await watched.stop()
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """What each check of the watch found so far."""
+    found: list[bool] = []
+    check = process._answers
+
+    async def check_and_note(stub: object, timeout_s: float) -> bool:
+        found.append(await check(stub, timeout_s))
+        return found[-1]
+
+    monkeypatch.setattr(process, "_answers", check_and_note)
+    return found
+
+
+@pytest.mark.parametrize("state", ["serving", "loading"])
+async def test_a_service_that_hangs_is_killed_and_started_again(make_watched, state: str) -> None:
+    watched = make_watched(state)
+    await watched.start()
+    # On a busy machine it may be silent for so long by itself, before and after.
+    starts = watched.process.starts
+    watched.output.clear()
+    os.kill(watched.process.pid, signal.SIGSTOP)
+    await until_true(lambda: watched.process.starts > starts)
+    assert set(watched.reports) == {KILLED}
+    await watched.start()
+
+
+async def test_a_service_that_hangs_before_any_check_was_answered_is_killed(make_watched) -> None:
+    watched = make_watched("stopped")
+    await watched.start()
+    await until_true(lambda: watched.process.starts >= 2)
+    assert watched.reports[0] == KILLED
+    # The next one hangs as early.
+    await until_true(lambda: watched.process.starts >= 3, timeout_s=60)
+    assert watched.reports[:2] == [KILLED, KILLED]
+
+
+async def test_a_service_that_does_not_listen_yet_is_left_alone(make_watched, checks: list[bool]) -> None:
+    watched = make_watched("", code=DOES_NOT_LISTEN)
+    await watched.start()
+    await until_true(lambda: len(checks) > 6)
+    assert watched.process.starts == 1
+    assert watched.reports == []
+
+
+async def test_a_service_that_never_listens_is_killed_at_the_start_limit(make_watched) -> None:
+    watched = make_watched("", code=DOES_NOT_LISTEN, limits=HangLimits(hang_timeout_s=0.9, start_timeout_s=1.5))
+    await until_true(lambda: watched.process.starts >= 2)
+    assert watched.reports[0] == "thing does not listen after 1.5 s; killing it"
+
+
+async def test_a_service_that_is_between_two_starts_is_not_silent(make_watched, checks: list[bool]) -> None:
+    watched = make_watched("serving")
+    await watched.start()
+    watched.process._backoff = RestartBackoff(first_s=300.0)
+    os.kill(watched.process.pid, signal.SIGKILL)
+    await until_true(lambda: not watched.process.is_running)
+    checks.clear()
+    await until_true(lambda: len(checks) > 6)
+    assert watched.reports == []
+
+
+async def test_hang_detection_that_fails_is_reported_and_begins_anew(
+    make_watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "open_channel", fail_at_the_limit)
+        watched = make_watched("serving")
+        await watched.start()
+        await until_true(lambda: watched.tasks[1].done() or len(watched.reports) >= 2)
+    failed = "health checks of thing failed: [Errno 24] Too many open files; beginning them again in"
+    assert watched.reports[:2] == [f"{failed} 0.1 s", f"{failed} 0.2 s"]
+    starts = watched.process.starts
+    os.kill(watched.process.pid, signal.SIGSTOP)
+    await until_true(lambda: watched.process.starts > starts, timeout_s=60)
+    assert KILLED in watched.reports
+
+
+async def test_a_service_is_not_killed_where_the_checks_find_no_socket_to_ask_with(
+    make_watched, checks: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = make_watched("serving")
+    await until_true(lambda: True in checks, timeout_s=60)
+    pid = watched.process.pid
+    checks.clear()
+    watched.reports.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "_listens", fail_at_the_limit)
+        os.kill(pid, signal.SIGSTOP)
+        await until_true(lambda: checks.count(False) > 4, timeout_s=60)
+        os.kill(pid, signal.SIGCONT)
+    assert watched.process.pid == pid
+    assert KILLED not in watched.reports
+
+
+async def test_a_pause_that_is_short_enough_is_forgiven(make_watched, checks: list[bool]) -> None:
+    watched = make_watched("serving", limits=HangLimits(hang_timeout_s=5.4, start_timeout_s=300.0))
+    await until_true(lambda: True in checks, timeout_s=60)
+    pid = watched.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    checks.clear()
+    await until_true(lambda: False in checks, timeout_s=60)
+    os.kill(pid, signal.SIGCONT)
+    checks.clear()
+    await until_true(lambda: len(checks) > 2, timeout_s=60)
+    assert watched.process.pid == pid
+    assert watched.reports == []

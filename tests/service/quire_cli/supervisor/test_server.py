@@ -1,0 +1,158 @@
+"""LocalServer with stand-ins: programs that wait for SIGTERM, and a fake gateway."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.client import AsyncClient
+from quire.rpc.address import AddressInUse
+from quire.settings import ConfigurationError
+from quire_cli.supervisor import LocalServer, ServeSettings, ServiceRefused, server
+from quire_cli.supervisor.commands import Programs
+from tests.support.processes import is_alive, until_true
+
+WAITS = (sys.executable, "-S", "-c", "import signal; signal.pause()")
+REFUSES = (sys.executable, "-S", "-c", "import sys; sys.exit(2)")
+GATEWAY = (sys.executable, "-m", "tests.support.fake_gateway")
+STAND_INS = Programs(worker=WAITS, scheduler=WAITS, gateway=GATEWAY)
+
+
+@pytest.fixture(autouse=True)
+def temporary_directory(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The server's temporary directories in a place of their own, which must be empty at the end."""
+    tmp_path_factory.getbasetemp()  # pytest's own is made on first use, and must not be made there
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield
+        assert list(Path(directory).iterdir()) == []
+
+
+def make_server(model_directory: Path, programs: Programs = STAND_INS, **settings) -> LocalServer:
+    values = {"grpc_port": 0, "http_port": 0, "model": str(model_directory), "drain_timeout": 1.0} | settings
+    return LocalServer(ServeSettings(**values), programs=programs, report=lambda line: None)
+
+
+def pids_of(server: LocalServer) -> list[int]:
+    return [server.process(name).pid for name in ("worker", "scheduler", "gateway")]
+
+
+async def test_it_serves_where_it_says_and_leaves_nothing_behind(model_directory: Path) -> None:
+    async with make_server(model_directory) as server:
+        await server.wait_ready()
+        async with AsyncClient(server.grpc_address) as client:
+            assert (await client.generate("hi")).text == "hi!"
+        host, _, port = server.http_address.rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.close()
+        await writer.wait_closed()
+        pids = pids_of(server)
+        assert all(map(is_alive, pids))
+    assert not any(map(is_alive, pids))
+
+
+async def test_a_failing_block_leaves_nothing_behind(model_directory: Path) -> None:
+    pids: list[int] = []
+
+    async def fail() -> None:
+        async with make_server(model_directory) as server:
+            pids.extend(pids_of(server))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+    assert pids
+    assert not any(map(is_alive, pids))
+
+
+async def test_a_killed_gateway_comes_back_at_the_same_ports(model_directory: Path) -> None:
+    async with make_server(model_directory) as server:
+        addresses = (server.grpc_address, server.http_address)
+        first = server.process("gateway").pid
+        os.kill(first, signal.SIGKILL)
+        await until_true(lambda: server.process("gateway").starts == 2)
+        await asyncio.wait_for(server.wait_ready(), 30)
+        assert (server.grpc_address, server.http_address) == addresses
+
+
+async def test_a_killed_worker_comes_back(model_directory: Path) -> None:
+    async with make_server(model_directory) as server:
+        os.kill(server.process("worker").pid, signal.SIGKILL)
+        await until_true(lambda: server.process("worker").starts == 2)
+
+
+@pytest.mark.parametrize("service", ["worker", "scheduler", "gateway"])
+async def test_a_service_that_refuses_its_configuration_ends_all(model_directory: Path, service: str) -> None:
+    programs = Programs(**{"worker": WAITS, "scheduler": WAITS, "gateway": GATEWAY, service: REFUSES})
+
+    async def serve() -> None:
+        async with make_server(model_directory, programs) as server:
+            await server.wait_failed()
+
+    with pytest.raises(ServiceRefused, match=service):
+        await asyncio.wait_for(serve(), 30)
+
+
+async def test_a_failed_canary_is_told(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(AsyncClient, "generate", refuse)
+    async with make_server(model_directory) as server:
+        with pytest.raises(ZeroDivisionError):
+            await server.wait_ready()
+
+
+async def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"^model directory {tmp_path}/nothing does not exist; --model takes"):
+        await make_server(tmp_path / "nothing").__aenter__()
+
+
+async def test_a_model_without_weights_or_tokenizer_is_one_line(model_directory: Path) -> None:
+    (model_directory / "tokenizer.json").unlink()
+    with pytest.raises(ConfigurationError, match=r"has no tokenizer\.json"):
+        await make_server(model_directory).__aenter__()
+    (model_directory / "model.safetensors").unlink()
+    with pytest.raises(ConfigurationError, match="safetensors"):
+        await make_server(model_directory).__aenter__()
+
+
+@pytest.mark.parametrize("flag", ["grpc_port", "http_port"])
+async def test_a_port_in_use_is_one_line(model_directory: Path, flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        with pytest.raises(AddressInUse, match=f"^cannot listen on 127.0.0.1:{port}: the port is in use$"):
+            await make_server(model_directory, **{flag: port}).__aenter__()
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"grpc_port": 9, "http_port": 9}, "--grpc-port and --http-port"),
+    ],
+)
+async def test_settings_that_cannot_be_served_are_refused(model_directory: Path, settings: dict, flag: str) -> None:
+    with pytest.raises(ConfigurationError, match=flag):
+        await make_server(model_directory, **settings).__aenter__()
+
+
+async def test_a_package_that_is_not_installed_is_one_line(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "find_spec", lambda name: None if name in ("torch", "uvicorn") else object())
+    with pytest.raises(ConfigurationError, match=r"^not installed: torch, uvicorn; install quire\[all\]$"):
+        await make_server(model_directory).__aenter__()
+
+
+async def test_addresses_and_processes_are_unknown_before_the_start(model_directory: Path) -> None:
+    server = make_server(model_directory)
+    with pytest.raises(RuntimeError, match="does not listen yet"):
+        _ = server.grpc_address
+    with pytest.raises(KeyError):
+        server.process("worker")

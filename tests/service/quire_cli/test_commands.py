@@ -1,0 +1,348 @@
+"""`quire generate`, `quire chat` and `quire status` against a fake gateway."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quire.common.v1 import common_pb2
+from quire.rpc.process import missing_package
+from quire_cli.main import COMMANDS, GROUPS, main
+from tests.support.fake_gateway import FakeGatewayThread
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(gateway: FakeGatewayThread, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command against the fake gateway; returns status, stdout and stderr."""
+
+    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        status = main([*arguments, "--address", gateway.address])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def test_generate_streams_the_answer_to_a_prompt(run: Run) -> None:
+    assert run("generate", "once upon") == (0, "once upon!\n", "")
+
+
+def test_generate_reads_the_prompt_from_stdin(run: Run) -> None:
+    assert run("generate", stdin="two\nlines\n") == (0, "two\nlines!\n", "")
+
+
+def test_generate_passes_flags_on(run: Run, gateway: FakeGatewayThread) -> None:
+    run("generate", "x", "--temperature=0", "--seed=7", "--max-tokens=3", "--stop=a, b", "--stop=c", "--model=fake")
+    (request,) = gateway.generation.requests
+    assert request.sampling.HasField("temperature")
+    assert (request.sampling.seed, request.stopping.max_tokens, request.model) == (7, 3, "fake")
+    assert list(request.stopping.stop) == ["a, b", "c"]
+
+
+@pytest.mark.parametrize("command", [["generate", "x"], ["chat"]])
+def test_beam_search_flags_reach_the_gateway(run: Run, gateway: FakeGatewayThread, command: list[str]) -> None:
+    flags = ["--beam-width=4", "--length-penalty=-0.5", "--early-stopping=never"]
+    status, stdout, stderr = run(*command, *flags, stdin="x\n")
+    assert (status, stdout, stderr) == (0, "x!\n", "")
+    run(*command, "--beam-width=2", stdin="x\n")
+    given, plain = (request.sampling.beam_search for request in gateway.generation.requests)
+    assert (given.beam_width, given.length_penalty) == (4, -0.5)
+    assert given.early_stopping == common_pb2.EARLY_STOPPING_NEVER
+    assert plain == common_pb2.BeamSearchParameters(beam_width=2)
+
+
+def test_the_environment_names_a_served_model_and_not_a_directory(
+    run: Run, gateway: FakeGatewayThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_MODEL", "/models/somewhere")
+    run("generate", "x")
+    monkeypatch.setenv("QUIRE_SERVED_MODEL_NAME", "fake")
+    run("generate", "x")
+    run("generate", "x", "--model=other")
+    assert [request.model for request in gateway.generation.requests] == ["", "fake", "other"]
+
+
+def test_generate_of_one_prompt_as_json(run: Run) -> None:
+    status, stdout, _ = run("generate", "a b", "--format=json")
+    assert status == 0
+    assert json.loads(stdout) == {"prompt": "a b", "text": "a b!", "token_ids": [0, 1], "finish_reason": "length"}
+
+
+def test_a_file_of_prompts_is_answered_in_order(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text("".join(f"prompt {i}\n\n" for i in range(100)))
+    expected = "".join(f"prompt {i}!\n" for i in range(100))
+    assert run("generate", "--file", str(file)) == (0, expected, "")
+
+
+def test_a_file_with_a_bad_prompt_answers_the_others_and_fails(run: Run) -> None:
+    status, stdout, stderr = run("generate", "--file=-", "--format=json", stdin="one\nbad\nfull\n")
+    assert status == 1
+    one, bad, full = map(json.loads, stdout.splitlines())
+    assert one == {"prompt": "one", "text": "one!", "token_ids": [1, 2], "finish_reason": "stop"}
+    assert bad == {"prompt": "bad", "error": {"code": "INVALID_ARGUMENT", "message": "prompt is bad"}}
+    assert full["text"] == "full!"
+    assert stderr == "quire generate: error: prompt 'bad': prompt is bad\n"
+
+
+def test_a_refused_prompt_is_one_line(run: Run) -> None:
+    assert run("generate", "bad") == (1, "", "quire generate: error: prompt is bad\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("generate",), "the prompt is empty"),
+        (("generate", "x", "--file", "y"), "not both"),
+        (("generate", "--file", "/no/such/file"), "cannot read /no/such/file"),
+        (("generate", "--file", "-"), "holds no prompt"),
+        (("generate", "a\udcff"), r"the argument 'a\udcff' is not UTF-8"),
+        (("generate", "x", "--length-penalty=1"), "--length-penalty is for beam search, which needs --beam-width"),
+        (("generate", "x", "--early-stopping=true"), "needs --beam-width"),
+        (("generate", "x", "--beam-width=2", "--early-stopping=soon"), "expected one of false, true, never"),
+        (("generate", "x", "--max-tokens", "many"), '--max-tokens: "many" is not valid'),
+    ],
+)
+def test_a_command_called_wrongly_is_one_line_and_status_2(run: Run, arguments: tuple[str, ...], expected: str) -> None:
+    status, stdout, stderr = run(*arguments)
+    assert (status, stdout) == (2, "")
+    assert stderr.startswith("quire generate: error: ")
+    assert expected in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_pin_and_unpin(run: Run, gateway: FakeGatewayThread, tmp_path: Path) -> None:
+    assert run("pin", "be kind", "--time-to-live=1.5", "--model=fake") == (0, "pin 16 tokens for 1.5 s\n", "")
+    status, stdout, _ = run("pin", "--system", "--format=json", stdin="be kind\n")
+    assert status == 0
+    assert json.loads(stdout) == {"pin_id": "pin", "pinned_tokens": 16, "pinned_blocks": 1, "time_to_live_ms": 300_000}
+    text, chat = gateway.generation.requests
+    assert (text.text, text.time_to_live_ms, text.model) == ("be kind", 1500, "fake")
+    assert [(m.role, m.content) for m in chat.chat.messages] == [("system", "be kind")]
+    assert not chat.HasField("time_to_live_ms")
+    (tmp_path / "prefix").write_text("be kind\n")
+    assert run("pin", "--file", str(tmp_path / "prefix"))[0] == 0
+    assert run("unpin", "pin") == (0, "", "")
+    assert run("unpin", "other") == (1, "", 'quire unpin: error: no pin "other"\n')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("pin",), "the prefix is empty"),
+        (("pin", "x", "--file=y"), "give a prefix or --file, not both"),
+        (("pin", "--file=/no/such"), "cannot read /no/such"),
+        (("pin", "x", "--time-to-live=0"), "the least value is 0.001"),
+        (("unpin",), "give the id of a pin"),
+    ],
+)
+def test_a_pin_command_called_wrongly_is_one_line(run: Run, arguments: tuple[str, ...], expected: str) -> None:
+    status, stdout, stderr = run(*arguments)
+    assert (status, stdout) == (2, "")
+    assert expected in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_chat_with_piped_lines_keeps_the_conversation(run: Run, gateway: FakeGatewayThread) -> None:
+    status, stdout, stderr = run("chat", "--system=be kind", stdin="hello\n\nand now\n/exit\nnever\n")
+    assert (status, stdout, stderr) == (0, "hello!\nand now!\n", "")
+    assert [(m.role, m.content) for m in gateway.generation.requests[-1].messages] == [
+        ("system", "be kind"),
+        ("user", "hello"),
+        ("assistant", "hello!"),
+        ("user", "and now"),
+    ]
+
+
+def test_chat_forgets_a_message_that_failed_and_goes_on(run: Run, gateway: FakeGatewayThread) -> None:
+    status, stdout, stderr = run("chat", stdin="bad\nagain\n")
+    assert (status, stdout) == (1, "again!\n")
+    assert stderr == "quire chat: error: prompt is bad\n"
+    assert [m.content for m in gateway.generation.requests[-1].messages] == ["again"]
+
+
+def test_chat_reset_forgets_all_but_the_system_message(run: Run, gateway: FakeGatewayThread) -> None:
+    run("chat", "--system=s", stdin="one\n/reset\ntwo\n")
+    assert [m.content for m in gateway.generation.requests[-1].messages] == ["s", "two"]
+
+
+def test_chat_does_not_send_a_mistyped_command(run: Run, gateway: FakeGatewayThread) -> None:
+    status, stdout, stderr = run("chat", stdin="/resett\n/usr/bin is a path\n")
+    assert (status, stdout) == (0, "/usr/bin is a path!\n")
+    assert stderr.startswith("quire chat: there is no command /resett; /exit leaves")
+    assert [m.content for m in gateway.generation.requests[-1].messages] == ["/usr/bin is a path"]
+
+
+def test_status_shows_health_models_and_replicas(run: Run, gateway: FakeGatewayThread) -> None:
+    status, stdout, _ = run("status")
+    assert status == 0
+    health, model, replica = stdout.splitlines()
+    assert health.startswith(f"serving at {gateway.address}")
+    assert model == "model fake: LlamaForCausalLM, float32, 128 tokens, chat template"
+    assert replica == "replica unix:s: 64 blocks of 16 tokens, 8 sequences and 0 tokens a step, on a fake"
+
+
+def test_status_as_json(run: Run) -> None:
+    status, stdout, _ = run("status", "--format=json")
+    assert status == 0
+    described = json.loads(stdout)
+    assert described["serving"] is True
+    assert described["models"][0]["name"] == "fake"
+    assert described["replicas"][0]["connected"] is True
+
+
+@pytest.mark.parametrize("command", ["generate", "status"])
+def test_no_gateway_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["x"] if command == "generate" else []
+    assert main([command, *arguments, "--address=127.0.0.1:1"]) == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"quire {command}: error: no gateway answers")
+    assert stderr.count("\n") == 1
+
+
+def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, message in (
+        ("sreve", '"sreve" is not a command; did you mean serve?'),
+        ("xyzzy", '"xyzzy" is not a command; there are serve, chat, '),
+        ("--model", '"--model" comes before a command; flags come after it, as in quire serve --model'),
+    ):
+        assert main([command]) == 2
+        assert capsys.readouterr().err.startswith(f"quire: error: {message}")
+
+
+def test_a_missing_extra_is_one_line() -> None:
+    code = "import sys; sys.modules['torch'] = None; from quire_cli.main import main; sys.exit(main(['worker']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    message = "torch is not installed; install quire[worker]"
+    assert (done.returncode, done.stderr) == (2, f"quire worker: error: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "extras"),
+    [
+        ("huggingface_hub.errors", "quire[gateway] or quire[worker]"),
+        ("zmq", "quire[events]"),
+        ("rich.box", "quire[top]"),
+        ("grpc", "quire again"),
+    ],
+)
+def test_a_missing_package_names_the_extras_that_have_it(module: str, extras: str) -> None:
+    error = missing_package(ModuleNotFoundError(name=module))
+    assert str(error) == f"{module} is not installed; install {extras}"
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "quire COMMAND" in capsys.readouterr().out
+    assert main(["help", "pull"]) == 0
+    assert "usage: quire pull" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("quire 0.")
+    assert main([]) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, "quire COMMAND" in shown.err) == ("", True)
+
+
+def test_help_has_each_command_once_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert re.findall(r"^  ([\w-]+)  ", text, re.MULTILINE) == list(COMMANDS)
+    assert re.findall(r"^(\S.*):$", text, re.MULTILINE) == list(GROUPS)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("prompts", ["'a b c'", "--file <(printf 'a\\nb\\nc\\n')"])
+def test_a_reader_that_leaves_is_no_traceback(gateway: FakeGatewayThread, prompts: str) -> None:
+    command = f"{sys.executable} -m quire_cli.main generate {prompts} --address {gateway.address} | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--help", "--version", "serve --help", "keys list {keys}", "certs --tls-dir={new}"]
+)
+def test_output_that_nobody_takes_fails_in_one_line_at_most(
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = tmp_path / "keys.json"
+    assert main(["keys", "add", str(keys), "--tenant=a"]) == 0
+    capsys.readouterr()
+    words = arguments.format(keys=keys, new=tmp_path / "certs").split()
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = f"quire {words[0]}" if words[0].isalpha() else "quire"
+    full = f"{program}: error: cannot write: No space left on device\n"
+    for descriptor, expected in ((writer, ""), (os.open("/dev/full", os.O_WRONLY), full)):
+        with os.fdopen(descriptor, "w") as stdout:
+            monkeypatch.setattr(sys, "stdout", stdout)
+            assert main(words) == 1
+            assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("prompts", ["'a b c'", "--file <(printf 'a\\nb\\nc\\n')"])
+def test_a_full_disk_is_one_line(gateway: FakeGatewayThread, prompts: str) -> None:
+    command = f"{sys.executable} -m quire_cli.main generate {prompts} --address {gateway.address} > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "quire generate: error: cannot write: No space left on device\n")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "pin"])
+def test_input_that_is_no_utf8_is_one_line(gateway: FakeGatewayThread, command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "quire_cli.main", command, "--address", gateway.address],
+        input=b"hi \xff\n",
+        env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.decode().splitlines()
+    assert "stdin is not UTF-8" in line
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(gateway: FakeGatewayThread) -> None:
+    terminal, device = pty.openpty()
+    # Scripts start what runs in the background with Ctrl-C ignored.
+    ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+    command = [*ignoring, sys.executable, "-m", "quire_cli.main", "chat", "--address", gateway.address]
+    chat = subprocess.Popen(command, stdin=device, stdout=device, stderr=device, start_new_session=True)
+    os.close(device)
+    seen = ""
+
+    def read_until(text: str) -> None:
+        nonlocal seen
+        while text not in seen:
+            assert select.select([terminal], [], [], 60)[0], seen
+            seen += os.read(terminal, 1024).decode()
+        seen = seen.partition(text)[2]
+
+    try:
+        read_until("> ")
+        os.write(terminal, b"endless\n")
+        read_until("endless!")
+        chat.send_signal(signal.SIGINT)
+        read_until("(stopped)")
+        gateway.wait_left()
+        read_until("> ")
+        os.write(terminal, b"hello\n")
+        read_until("hello!")
+        read_until("> ")
+        os.write(terminal, b"/exit\n")
+        assert chat.wait(60) == 0
+    finally:
+        chat.kill()
+        chat.wait()
+        os.close(terminal)

@@ -1,0 +1,239 @@
+"""`quire top` and `quire status --watch` over the feed of a gateway."""
+
+import asyncio
+import io
+import json
+import os
+import pty
+import signal
+import struct
+import sys
+import termios
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.screen import Screen
+
+from gateway.auth.caller import Access
+from quire.scheduler.v1 import scheduler_pb2
+from quire_cli.feed import Deployment
+from quire_cli.main import main
+from quire_cli.top import picture
+from tests.support.fake_scheduler import FakeScheduler
+from tests.support.gateway_process import running_gateway
+from tests.support.hub import LocalHub
+from tests.support.keys import KeysFile
+
+
+def make_frame(seconds: float, generated: int) -> scheduler_pb2.WatchResponse:
+    frame = scheduler_pb2.WatchResponse(unix_seconds=seconds)
+    numbers = frame.numbers
+    numbers.ready = True
+    numbers.running_requests, numbers.waiting_requests, numbers.swapped_requests = 3, 2, 1
+    numbers.running_sequences, numbers.max_num_seqs, numbers.preemptions = 5, 8, 4
+    numbers.generated_tokens = generated
+    numbers.gpu_pool.total_blocks, numbers.gpu_pool.used_blocks = 200, 50
+    frame.steps.add(step_id=17, num_decodes=5, plan_us=250)
+    frame.waiting.add(request_id="[bold]evil", reason=scheduler_pb2.WAIT_REASON_BLOCKS, waited_ms=1500)
+    frame.ended.add(queue_ms=30, prefill_ms=12)
+    return frame
+
+
+@pytest.fixture
+async def url(tmp_path, monkeypatch):
+    """Of a gateway whose scheduler has generated 100 tokens a second for two seconds."""
+    monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+    scheduler = FakeScheduler(frames=[make_frame(1.0, 0), make_frame(3.0, 200)])
+    await scheduler.start()
+    async with running_gateway(scheduler) as running:
+        yield running.http_url
+    await scheduler.stop()
+
+
+async def test_without_a_terminal_top_prints_one_plain_snapshot(url, capsys):
+    assert await asyncio.to_thread(main, ["top", "--url", url]) == 0
+    head, line = capsys.readouterr().out.splitlines()
+    assert head.startswith(f"quire-tiny at {url}")
+    assert line.endswith(
+        "ready, running 3, waiting 2, swapped 1, 100 tokens/s, first token 42 ms, KV 25%, preemptions 4"
+    )
+
+
+async def test_top_shows_each_of_two_replicas(capsys):
+    frames = [make_frame(1.0, 0), make_frame(3.0, 200)]
+    schedulers = [FakeScheduler(frames=list(frames)) for _ in range(2)]
+    for scheduler in schedulers:
+        await scheduler.start()
+    async with running_gateway(*schedulers) as running:
+        assert await asyncio.to_thread(main, ["top", "--url", running.http_url]) == 0
+    for scheduler in schedulers:
+        await scheduler.stop()
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.partition(": ")[0] for line in lines] == [f"replica {each.address}" for each in schedulers]
+    assert all("ready, running 3" in line for line in lines)
+
+
+def make_deployment(num_replicas: int) -> Deployment:
+    """Replicas of one step and one request that waits, each; the last one has not said anything yet if there are
+    several."""
+    deployment = Deployment()
+    addresses = [f"unix:/tmp/quire-{index}/scheduler.sock" for index in range(num_replicas)]
+    replicas = [{"address": each, "connected": True, "ready": True, "problem": None} for each in addresses]
+    deployment.take("gateway", {"model": "m", "version": "1", "replicas": replicas})
+    frame = make_frame(1.0, 0)
+    numbers = {each.name: getattr(frame.numbers, each.name) for each in frame.numbers.DESCRIPTOR.fields}
+    names = ("num_decodes", "num_chunk_tokens", "num_entered", "num_preempted", "num_copied")
+    for address in addresses[: max(1, num_replicas - 1)]:
+        deployment.take(
+            "frame",
+            {
+                "replica": address,
+                "unix_seconds": 1.0,
+                "numbers": numbers | {"gpu_pool": {"total_blocks": 200, "used_blocks": 50}},
+                "waiting": [
+                    {"request_id": "[bold]evil", "tokens_to_compute": 9, "waited_ms": 1500, "reason": "blocks"}
+                ],
+                "steps": [{"step_id": 17, "plan_us": 250} | dict.fromkeys(names, 0)],
+                "ended": [],
+            },
+        )
+    return deployment
+
+
+def drawn(deployment: Deployment, width: int, height: int) -> list[str]:
+    """What is on a screen of this size."""
+    console = Console(width=width, height=height, record=True, file=io.StringIO())
+    console.print(Screen(picture(deployment, "http://h:1", width, height)))
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def test_a_wide_terminal_shows_everything_and_reads_no_markup():
+    text = "\n".join(drawn(make_deployment(1), 200, 40))
+    assert all(each in text for each in ("[bold]evil", "blocks", "5/8", "25%", "█████░", "0.25 ms", "Ctrl-C ends"))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+@pytest.mark.parametrize("width", [64, 72, 80, 100, 120])
+def test_a_smaller_terminal_shows_fewer_columns_and_none_of_them_is_cut(width, num_replicas):
+    _, _, titles, *rest = drawn(make_deployment(num_replicas), width, 40)
+    assert {"replica", "health", "running", "waiting", "tokens/s", "KV"} <= set(titles.split())
+    assert "…" not in titles
+    assert any(line.lstrip().startswith("unix:/") and " ready " in line and " 25% " in f"{line} " for line in rest)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+@pytest.mark.parametrize(("width", "height"), [(20, 5), (40, 10), (63, 24)])
+def test_in_a_tiny_terminal_the_numbers_are_sentences(width, height, num_replicas):
+    lines = drawn(make_deployment(num_replicas), width, height)
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+    text = " ".join(lines)
+    assert ("running 3" in text) or num_replicas > 1
+    assert ("scheduler.sock" in "".join(lines)) == (num_replicas > 1)
+
+
+async def test_errors_are_one_line(url, capsys, tmp_path):
+    assert await asyncio.to_thread(main, ["top", "--url", "http://127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err.startswith("quire top: error: no gateway answers (http://127.0.0.1:1: ")
+    assert main(["top", "--url", "ftp://x"]) == 2
+    assert "expected http://HOST:PORT" in capsys.readouterr().err
+
+
+def test_replicas_that_the_gateway_no_longer_has_are_not_shown() -> None:
+    deployment = Deployment()
+    for address in ("unix:/tmp/a", "unix:/tmp/b"):
+        replicas = [{"address": address, "connected": True, "ready": True, "problem": None}]
+        deployment.take("gateway", {"model": "m", "version": "1", "replicas": replicas})
+        assert list(deployment.replicas) == [address]
+
+
+def test_an_address_that_is_no_gateway_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with LocalHub({}) as other:
+        other.status = 200
+        assert main(["top", "--url", other.endpoint]) == 1
+        assert (
+            capsys.readouterr().err
+            == f"quire top: error: {other.endpoint} answers, but not as a gateway of Quire does\n"
+        )
+    for url, problem in (("http://h:99999", "Port out of range 0-65535"), ("http://[h", "Invalid IPv6 URL")):
+        assert main(["top", "--url", url]) == 2
+        assert capsys.readouterr().err == f'quire top: error: --url: "{url}" is not valid: {problem}\n'
+    missing = tmp_path / "ca.pem"
+    assert main(["top", "--url", "https://127.0.0.1:1", "--tls-ca-file", str(missing)]) == 2
+    assert capsys.readouterr().err == f"quire top: error: {missing} cannot be used for TLS: No such file or directory\n"
+
+
+async def test_only_operators_watch(capsys, tmp_path, monkeypatch):
+    scheduler, keys = FakeScheduler(frames=[make_frame(1.0, 0), make_frame(3.0, 200)]), KeysFile(tmp_path / "keys.json")
+    tenant, operator = keys.add("acme"), keys.add("staff", access=Access(is_operator=True))
+    await scheduler.start()
+    async with running_gateway(scheduler, keys_files=(keys.path,)) as running:
+        for key, status, message in ((None, 1, "QUIRE_API_KEY"), (tenant, 1, "for operators"), (operator, 0, "")):
+            if key is None:
+                monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+            else:
+                monkeypatch.setenv("QUIRE_API_KEY", key)
+            assert await asyncio.to_thread(main, ["top", "--url", running.http_url]) == status
+            assert message in capsys.readouterr().err
+    await scheduler.stop()
+
+
+async def read_until(descriptor: int, text: str) -> str:
+    """What a program wrote to its terminal, until it says this."""
+    loop, found = asyncio.get_running_loop(), ""
+    async with asyncio.timeout(60):
+        while text not in found:
+            found += (await loop.run_in_executor(None, os.read, descriptor, 65536)).decode(errors="replace")
+    return found
+
+
+@pytest.mark.extended
+async def test_top_draws_in_a_terminal_and_ctrl_c_ends_it(url):
+    ours, theirs = pty.openpty()
+    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+    environ = os.environ | {"TERM": "xterm"}
+    program = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "quire_cli.main",
+        "top",
+        "--url",
+        url,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environ,
+    )
+    os.close(theirs)
+    assert "last steps of" in await read_until(ours, "who waits at")
+    # Another size is drawn at the next picture.
+    ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    await read_until(ours, "Ctrl-C ends")
+    program.send_signal(signal.SIGINT)
+    async with asyncio.timeout(60):
+        assert await program.wait() == 0
+    os.close(ours)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("form", ["text", "json"])
+async def test_status_prints_a_line_a_second_until_it_is_interrupted(url, form):
+    program = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "quire_cli.main", "status", "--watch", "--url", url, "--format", form),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert program.stdout is not None
+    async with asyncio.timeout(60):
+        lines = [(await program.stdout.readline()).decode() for _ in range(2)]
+        program.send_signal(signal.SIGINT)
+        assert await program.wait() == 0
+    if form == "text":
+        assert all("running 3, waiting 2" in line for line in lines)
+    else:
+        numbers = [json.loads(line) for line in lines]
+        assert [each["numbers"]["running_requests"] for each in numbers] == [3, 3]
+        assert {each["health"] for each in numbers} == {"ready"}
+        assert numbers[0]["rates"]["generated_tokens"] == 100

@@ -1,0 +1,182 @@
+"""`quire serve` has the flags of all services, and hands each what it knows."""
+
+import dataclasses
+import inspect
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.settings import GatewaySettings
+from quire.settings import ConfigurationError, load_settings
+from quire_cli.supervisor.commands import Commands, Programs, child_environ
+from quire_cli.supervisor.server import check_servable
+from quire_cli.supervisor.settings import ServeSettings
+from scheduler_svc.settings import SchedulerSettings
+from tests.support.certificates import make_certificates
+from worker_svc.settings import WorkerSettings
+
+SERVICES = (GatewaySettings, SchedulerSettings, WorkerSettings)
+# What the supervisor decides itself.
+OWN = {
+    "listen",
+    "workers",
+    "schedulers",
+    "metrics_port",
+    "reuse_port",
+    "hand_over",
+    # With one replica there is nothing to choose.
+    "routing",
+    "local_socket",
+    "log_level",
+    "tensor_parallel_rank",
+    "tensor_parallel_address",
+}
+# What has the same name and is not the same.
+APART = {"listen", "metrics_port", "admin_port", "log_level", "max_num_seqs", "max_num_batched_tokens"}
+PROGRAMS = Programs(worker=("/w",), scheduler=("/s",), gateway=("/g",))
+
+
+def values_of(settings: Any) -> dict[str, object]:
+    return {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+
+
+def make_commands(**settings) -> Commands:
+    return Commands(ServeSettings(**settings), PROGRAMS, Path("/run/q"))
+
+
+@pytest.mark.parametrize("cls", SERVICES)
+def test_every_flag_of_a_service_is_one_of_serve_or_the_supervisor_decides_it(cls: type) -> None:
+    assert set(values_of(cls())) - set(values_of(ServeSettings())) <= OWN
+
+
+def test_a_flag_is_declared_in_one_place() -> None:
+    classes = {base for cls in (*SERVICES, ServeSettings) for base in cls.__mro__}
+    declared = Counter(name for cls in classes for name in inspect.get_annotations(cls))
+    assert {name for name, times in declared.items() if times > 1} <= APART
+
+
+def test_the_services_get_their_flags_and_each_other() -> None:
+    commands = make_commands(model="/m", max_num_seqs=7, num_gpu_blocks=9, worker_metrics_port=1, log_level="debug")
+    worker = load_settings(WorkerSettings, commands.worker(0)[1:], {}, program="w")
+    scheduler = load_settings(SchedulerSettings, commands.scheduler()[1:], {}, program="s")
+    gateway = load_settings(GatewaySettings, commands.gateway(0, 11, 12)[1:], {}, program="g")
+    assert (worker.listen, worker.model, worker.max_num_seqs, worker.num_gpu_blocks) == (
+        "unix:/run/q/worker.sock",
+        "/m",
+        7,
+        9,
+    )
+    assert (worker.metrics_port, scheduler.metrics_port) == (1, None)
+    assert (scheduler.listen, scheduler.workers, scheduler.max_num_seqs) == (
+        "unix:/run/q/scheduler.sock",
+        ("unix:/run/q/worker.sock",),
+        7,
+    )
+    assert (gateway.grpc_port, gateway.http_port, gateway.model) == (11, 12, "/m")
+    assert gateway.schedulers == ("unix:/run/q/scheduler.sock",)
+    assert {worker.log_level, scheduler.log_level, gateway.log_level} == {"debug"}
+
+
+@pytest.mark.parametrize(("text", "size"), [("0", 0), ("1.5GiB", 3 << 29)])
+def test_the_swap_space_reaches_the_worker(text: str, size: int) -> None:
+    served = load_settings(ServeSettings, [f"--swap-space={text}"], {}, program="quire serve")
+    command = Commands(served, PROGRAMS, Path("/run/q")).worker(0)
+    assert load_settings(WorkerSettings, command[1:], {}, program="w").swap_space == size
+
+
+def test_a_swap_space_that_is_no_size_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r'^--swap-space: "-1" is not valid: expected a size such as'):
+        load_settings(ServeSettings, ["--swap-space=-1"], {}, program="quire serve")
+
+
+def test_each_rank_gets_its_number_its_share_of_the_threads_and_where_to_meet() -> None:
+    commands = Commands(ServeSettings(tensor_parallel_size=2, worker_metrics_port=1), PROGRAMS, Path("/run/q"), 4711)
+    ranks = [load_settings(WorkerSettings, commands.worker(rank)[1:], {}, program="w") for rank in (0, 1)]
+    assert [(each.tensor_parallel_rank, each.tensor_parallel_size) for each in ranks] == [(0, 2), (1, 2)]
+    assert {each.tensor_parallel_address for each in ranks} == {"127.0.0.1:4711"}
+    assert [each.metrics_port for each in ranks] == [1, None]
+    assert ranks[0].num_threads == ranks[1].num_threads == max(len(os.sched_getaffinity(0)) // 2, 1)
+    scheduler = load_settings(SchedulerSettings, commands.scheduler()[1:], {}, program="s")
+    assert scheduler.workers == tuple(each.listen for each in ranks)
+
+
+def test_a_gateway_that_is_alone_keeps_its_ports_while_it_drains() -> None:
+    gateway = load_settings(GatewaySettings, make_commands().gateway(0, 11, 12)[1:], {}, program="g")
+    assert (gateway.reuse_port, gateway.hand_over) == (True, False)
+
+
+def test_gateways_share_two_ports_and_have_all_others_for_themselves() -> None:
+    commands = make_commands(gateways=3, admin_port=7000, gateway_metrics_port=9100)
+    gateways = [
+        load_settings(GatewaySettings, commands.gateway(number, 11, 12)[1:], {}, program="g") for number in range(3)
+    ]
+    assert {(each.grpc_port, each.http_port, each.reuse_port) for each in gateways} == {(11, 12, True)}
+    assert all(each.hand_over for each in gateways)
+    assert [each.admin_port for each in gateways] == [7000, 7001, 7002]
+    assert [each.metrics_port for each in gateways] == [9100, 9101, 9102]
+    sockets = [f"unix:{each.local_socket}" for each in gateways]
+    assert sockets == [commands.gateway_address(number) for number in range(3)]
+    assert len(set(sockets)) == 3
+
+
+def test_port_0_lets_each_gateway_pick_its_own_and_none_stays_none() -> None:
+    commands = make_commands(gateways=2, admin_port=0)
+    for number in range(2):
+        settings = load_settings(GatewaySettings, commands.gateway(number, 11, 12)[1:], {}, program="g")
+        assert (settings.admin_port, settings.metrics_port) == (0, None)
+
+
+@pytest.mark.parametrize("flag", ["--admin-port", "--gateway-metrics-port"])
+def test_ports_that_would_count_beyond_the_last_one_are_refused(flag: str) -> None:
+    def load(port: int) -> ServeSettings:
+        return load_settings(ServeSettings, ["--gateways=3", f"{flag}={port}"], {}, program="quire serve")
+
+    load(65533)
+    with pytest.raises(ConfigurationError, match=f"^{flag} is 65534; 3 gateways .* at most 65533$"):
+        load(65534)
+
+
+def test_defaults_stay_defaults() -> None:
+    commands = make_commands()
+    arguments = (commands.gateway(0, 50051, 8000), commands.scheduler(), commands.worker(0))
+    for cls, command in zip(SERVICES, arguments, strict=True):
+        given = values_of(load_settings(cls, command[1:], {}, program="x"))
+        assert {name for name, value in values_of(cls()).items() if value != given[name]} <= OWN, cls
+
+
+def test_what_the_gateway_would_refuse_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigurationError, match=r"^--max-message-bytes: .* the least value is 1024$"):
+        load_settings(ServeSettings, ["--max-message-bytes=1000"], {}, program="quire serve")
+
+
+def test_the_services_inherit_the_environment_but_for_our_variables() -> None:
+    environ = child_environ({"PATH": "/bin", "QUIRE_MODEL": "x", "PYTHONPATH": "/p"})
+    assert environ["PATH"] == "/bin"
+    assert "QUIRE_MODEL" not in environ
+    code, _, rest = environ["PYTHONPATH"].partition(os.pathsep)
+    assert (Path(code) / "quire_cli" / "supervisor").is_dir()
+    assert rest == "/p"
+
+
+@pytest.mark.parametrize("cls", [GatewaySettings, ServeSettings])
+def test_asking_clients_for_certificates_without_any_of_ones_own_is_refused(cls: type) -> None:
+    with pytest.raises(ConfigurationError, match="--tls-dir"):
+        load_settings(cls, ["--tls-client-auth"], {}, program="q")
+    assert load_settings(cls, ["--tls-client-auth", "--tls-dir=certs"], {}, program="q").tls_client_auth
+
+
+@pytest.mark.parametrize("given", ["--public-cert=x.pem", "--public-key=x.key"])
+def test_a_public_certificate_without_its_key_is_refused(given: str) -> None:
+    with pytest.raises(ConfigurationError, match="--public-cert and --public-key go together"):
+        load_settings(ServeSettings, [given], {}, program="quire serve")
+
+
+def test_a_public_certificate_that_cannot_be_used_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    settings = ServeSettings(public_cert=tmp_path / "gateway.pem", public_key=tmp_path / "worker.key")
+    with pytest.raises(ConfigurationError, match=r"worker\.key"):
+        check_servable(settings)
+    check_servable(ServeSettings(public_cert=tmp_path / "gateway.pem", public_key=tmp_path / "gateway.key"))

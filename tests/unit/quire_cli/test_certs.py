@@ -1,0 +1,129 @@
+"""`quire certs`: what it writes, and what it leaves alone."""
+
+import datetime as dt
+import stat
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+
+from quire.rpc.certificates import Authority
+from quire.rpc.tls import Role, TlsIdentity
+from quire.settings import ConfigurationError
+from quire_cli.main import main
+
+
+def names_of(path: Path) -> list[str]:
+    certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(name.value) for name in names]
+
+
+def test_every_role_gets_a_certificate_for_its_hosts(tmp_path: Path) -> None:
+    assert main(["certs", "--tls-dir", str(tmp_path / "new"), "--host", "gpu-1.example,10.0.0.7"]) == 0
+    for role in Role:
+        assert TlsIdentity.of(tmp_path / "new", role).read().certificate
+        names = names_of(tmp_path / "new" / f"{role}.pem")
+        assert {"localhost", "127.0.0.1", "gpu-1.example", "10.0.0.7", f"quire://role/{role}"} <= set(names)
+
+
+def test_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
+    assert main(["certs", "--tls-dir", str(tmp_path)]) == 0
+    for name in ("ca.key", *(f"{role}.key" for role in Role)):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+
+
+def test_a_second_call_renews_everything_but_the_authority(tmp_path: Path) -> None:
+    assert main(["certs", "--tls-dir", str(tmp_path)]) == 0
+    authority, worker = (tmp_path / "ca.pem").read_bytes(), (tmp_path / "worker.pem").read_bytes()
+    assert main(["certs", "--tls-dir", str(tmp_path)]) == 0
+    assert (tmp_path / "ca.pem").read_bytes() == authority
+    assert (tmp_path / "worker.pem").read_bytes() != worker
+
+
+@pytest.mark.parametrize("name", ["ca.pem", "ca.key"])
+def test_an_authority_without_one_of_its_files_is_not_replaced(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["certs", "--tls-dir", str(tmp_path)]) == 0
+    (tmp_path / name).unlink()
+    assert main(["certs", "--tls-dir", str(tmp_path)]) == 2
+    assert "the authority cannot be read" in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
+
+
+def test_a_host_that_is_none_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certs", "--tls-dir", str(tmp_path), "--host", "füße"]) == 2
+    assert "--host" in capsys.readouterr().err
+
+
+def certificates_of(path: Path) -> list[x509.Certificate]:
+    return x509.load_pem_x509_certificates(path.read_bytes())
+
+
+def test_no_certificate_outlives_its_authority(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certs", "--tls-dir", str(tmp_path), "--days=30", "--authority-days=3"]) == 0
+    (authority,) = certificates_of(tmp_path / "ca.pem")
+    for role in Role:
+        (certificate,) = certificates_of(tmp_path / f"{role}.pem")
+        assert certificate.not_valid_after_utc == authority.not_valid_after_utc
+    assert "the authority ends on" in capsys.readouterr().out
+
+
+def test_an_authority_that_has_ended_signs_nothing(tmp_path: Path) -> None:
+    now = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+    authority = Authority.make(3, now)
+    with pytest.raises(ConfigurationError, match=r"^the authority ended on 2026-01-04; --renew-authority"):
+        authority.issue(tmp_path, Role.WORKER, (), 1, now + dt.timedelta(days=3))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_new_authority_is_trusted_beside_the_old_one_and_signs_at_the_next_call(tmp_path: Path) -> None:
+    def signer_of(role: Role) -> x509.Name:
+        (certificate,) = certificates_of(tmp_path / role / f"{role}.pem")
+        return certificate.issuer
+
+    call = ["certs", "--tls-dir", str(tmp_path), "--by-role"]
+    assert main(call) == 0
+    (old,) = certificates_of(tmp_path / "ca.pem")
+    assert main([*call, "--renew-authority"]) == 0
+    new, kept = certificates_of(tmp_path / "ca.pem")
+    assert kept == old
+    assert new.subject != old.subject
+    for role in Role:
+        assert certificates_of(tmp_path / role / "ca.pem") == [new, old]
+        assert signer_of(role) == old.subject
+    assert main(call) == 0
+    assert certificates_of(tmp_path / "ca.pem") == [new, old]
+    assert {signer_of(role) for role in Role} == {new.subject}
+    # Without the old one, which is deleted by hand, everything goes on.
+    (tmp_path / "ca.pem").write_bytes(new.public_bytes(serialization.Encoding.PEM))
+    assert main(call) == 0
+    assert {signer_of(role) for role in Role} == {new.subject}
+
+
+def test_an_authority_whose_key_is_of_another_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        assert main(["certs", "--tls-dir", str(tmp_path / name)]) == 0
+    (tmp_path / "a" / "ca.key").write_bytes((tmp_path / "b" / "ca.key").read_bytes())
+    assert main(["certs", "--tls-dir", str(tmp_path / "a")]) == 2
+    assert "no certificate belongs to ca.key" in capsys.readouterr().err
+
+
+def test_by_role_a_directory_has_what_its_role_needs_and_no_more(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert main(["certs", "--tls-dir", str(tmp_path), "--by-role"]) == 0
+    for role in Role:
+        assert {path.name for path in (tmp_path / role).iterdir()} == {"ca.pem", f"{role}.pem", f"{role}.key"}
+        assert TlsIdentity.of(tmp_path / role, role).authority
+    assert {path.name for path in tmp_path.iterdir()} == {"ca.pem", "ca.key", *Role}
+
+
+def test_by_role_everyone_believes_all_whom_the_directory_names(tmp_path: Path) -> None:
+    assert main(["certs", "--tls-dir", str(tmp_path), "--by-role"]) == 0
+    assert main(["certs", "--tls-dir", str(tmp_path / "next"), "--by-role"]) == 0
+    both = (tmp_path / "ca.pem").read_bytes() + (tmp_path / "next" / "ca.pem").read_bytes()
+    (tmp_path / "ca.pem").write_bytes(both)
+    assert main(["certs", "--tls-dir", str(tmp_path), "--by-role"]) == 0
+    assert (tmp_path / "worker" / "ca.pem").read_bytes() == both

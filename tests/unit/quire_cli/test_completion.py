@@ -1,0 +1,60 @@
+"""`quire completion`: what the shell completes."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from quire_cli.main import COMMANDS, main
+
+# Asks the script as bash does when the user presses Tab.
+_ASK = """
+source "$1"; shift
+COMP_WORDS=("$@"); COMP_CWORD=$(( $# - 1 ))
+_shtab_quire
+echo "${COMPREPLY[@]}"
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        printed: list[str] = []
+        patch.setattr("builtins.print", printed.append)
+        assert main(["completion", "bash"]) == 0
+    path = tmp_path_factory.mktemp("completion") / "quire.sh"
+    path.write_text("\n".join(printed))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (["ser"], {"serve"}),
+        ([""], set(COMMANDS)),
+        (["serve", "--ke"], {"--keys-file"}),
+        (["serve", "--policy", ""], {"fcfs", "priority", "fair"}),
+        (["keys", ""], {"add", "list", "revoke"}),
+        (["keys", "add", "--ten"], {"--tenant"}),
+        (["bench", "plot", "--p"], {"--plot"}),
+        (["generate", "--beam"], {"--beam-width"}),
+    ],
+)
+def test_bash_completes_commands_flags_and_choices(script: Path, words: list[str], completed: set[str]) -> None:
+    run = subprocess.run(
+        ["bash", "-c", _ASK, "ask", str(script), "quire", *words], capture_output=True, text=True, check=True
+    )
+    assert set(run.stdout.split()) == completed
+
+
+def test_every_shell_has_a_script_and_another_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for shell in ("zsh", "tcsh"):
+        assert main(["completion", shell]) == 0
+        assert "--keys-file" in capsys.readouterr().out
+    assert main(["completion"]) == 2
+    assert main(["completion", "fish"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert errors == [
+        "quire completion: error: give the shell: bash, zsh, tcsh",
+        'quire completion: error: shell: "fish" is not valid: expected one of bash, zsh, tcsh',
+    ]
