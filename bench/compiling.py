@@ -21,7 +21,8 @@ from quire.client import AsyncClient, Constraint, GenerationOptions
 from quire.common.v1 import common_pb2
 from quire.constraints.matcher import Template, Vocabulary
 from quire.constraints.program import program_of
-from quire.model_directory import ModelDirectory, resolve_model
+from quire.model_directory import ModelDirectory
+from quire.model_source import resolve_model
 from quire.rpc.errors import QuireError
 from quire_cli.supervisor import LocalServer, ServeSettings
 

@@ -26,7 +26,8 @@ from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import MaskMaker, Template, Vocabulary
 from quire.constraints.program import program_of
-from quire.model_directory import ModelDirectory, resolve_model
+from quire.model_directory import ModelDirectory
+from quire.model_source import resolve_model
 
 _LARGE = 128_000
 _SPECIAL = ("<pad>", "<s>", "</s>")

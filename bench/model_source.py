@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from quire.model_directory import ModelDirectory, resolve_model
+from quire.model_directory import ModelDirectory
+from quire.model_source import resolve_model
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.step import StepPlan, StepResult
 from scheduler_svc.service.worker_messages import step_answer, step_message

@@ -16,7 +16,7 @@ from enum import Enum
 
 import numpy as np
 
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 from quire.rpc.process import run_service
 from quire.settings import load_settings
 from worker_svc.device.device_loop import DeviceLoop

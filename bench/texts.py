@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 
 
 def real_prompts(lengths: Sequence[int]) -> list[list[int]]:

@@ -35,7 +35,7 @@ from gateway.vllm_metrics import VllmMetrics
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.inference import open_inference_pb2
 from quire.metrics import MetricsServer, register_process
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import Unavailable
 from quire.rpc.process import in_daemon_thread

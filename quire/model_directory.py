@@ -9,7 +9,6 @@ from typing import Any, Self
 from quire.gguf_header import LFS_POINTER, name_of_model, parts_of
 from quire.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.gguf_model import describe
-from quire.progress import Report, no_report
 from quire.settings import ConfigurationError
 
 SUPPORTED_ARCHITECTURES = (
@@ -43,10 +42,6 @@ _CACHED = "models--"
 
 _SPECIAL_TOKEN_NAMES = ("_token", "additional_special_tokens", "extra_special_tokens")
 
-_PACKAGE = Path(__file__).resolve().parent
-# A wheel carries the model inside the package; a checkout has it beside.
-_ASSETS = (_PACKAGE / "assets", _PACKAGE.parent / "assets")
-
 
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
@@ -78,10 +73,10 @@ class ModelDirectory:
     def open(cls, path: Path | str) -> Self:
         """Reads the directory; ConfigurationError, one line, when something is missing, broken or not supported."""
         path = Path(path)
-        if _is_gguf(path):
+        if is_gguf(path):
             return cls._of_gguf(path)
         if not path.is_dir():
-            raise _not_a_directory(path)
+            raise not_a_directory(path)
         config = _read_json(path / "config.json")
         if config is None:
             raise ConfigurationError(f"model directory {path} has no config.json; {_EXPECTED}")
@@ -170,65 +165,13 @@ class HubName:
         return cls(match["repository"], match["revision"], match["file"] and match["file"].removeprefix("/"))
 
 
-def hub_name(name_or_path: str | None) -> HubName | None:
-    """The model of a hub that `--model` names; None where it is a path or the embedded model.
-
-    What exists here is a path. What begins with ".", "/" or "~", or has no slash, is a path in any case.
-    """
-    if name_or_path is None or name_or_path == EMBEDDED_MODEL or Path(name_or_path).exists():
-        return None
-    return HubName.parse(name_or_path)
-
-
-def resolve_model(name_or_path: str | Path | None, *, with_weights: bool = True, report: Report = no_report) -> Path:
-    """The directory of a model: a path, or the name of the embedded model, or the snapshot in the cache of the hub that
-    ORG/NAME names, which is downloaded where it is not there. None stands for the embedded model.
-
-    Args:
-        with_weights: Whether a download includes the weights; without them it has all that a gateway reads.
-        report: Is told how far a download is.
-
-    Raises:
-        ConfigurationError: there is no such directory, or no way to have the model.
-    """
-    if name_or_path is None or (str(name_or_path) == EMBEDDED_MODEL and not Path(name_or_path).is_dir()):
-        return _embedded_model()
-    if isinstance(name_or_path, str) and (name := hub_name(name_or_path)) is not None:
-        return download(name, with_weights=with_weights, report=report)
-    try:
-        path = Path(name_or_path).expanduser()
-    except RuntimeError as error:  # "~" of a user who is not known
-        raise ConfigurationError(f"model directory {name_or_path} cannot be found: {error}") from error
-    if not (path.is_dir() or _is_gguf(path)):
-        raise _not_a_directory(path)
-    return path
-
-
-def check_local_model(name_or_path: str | None) -> None:
-    """Raises ConfigurationError where `--model` names a directory that is not there, or has no model that is supported.
-    Of a GGUF file only that it is there, as to read it takes long; a hub is not asked."""
-    if hub_name(name_or_path) is None:
-        path = resolve_model(name_or_path)
-        if not _is_gguf(path):
-            ModelDirectory.open(path)
-
-
-def download(name: HubName, *, with_weights: bool = True, report: Report = no_report) -> Path:
-    """A model of the hub as `quire.hub.pull` gives it. Raises ConfigurationError."""
-    try:
-        # Imported here because it takes a while, and only models of a hub need it.
-        from quire.hub import Parts, pull
-    except ValueError as error:
-        # It reads the address of the hub when it is imported.
-        raise ConfigurationError(f"huggingface_hub does not take its variables, HF_ENDPOINT first: {error}") from error
-    return pull(name, Parts.ALL if with_weights else Parts.WITHOUT_WEIGHTS, report)
-
-
-def _is_gguf(path: Path) -> bool:
+def is_gguf(path: Path) -> bool:
+    """Whether the model is a GGUF file."""
     return path.suffix == GGUF_SUFFIX and path.is_file()
 
 
-def _not_a_directory(path: Path) -> ConfigurationError:
+def not_a_directory(path: Path) -> ConfigurationError:
+    """The error for a path that is no model."""
     problem = "is a file" if path.exists() else "does not exist"
     return ConfigurationError(f"model directory {path} {problem}; {_EXPECTED}")
 
@@ -241,7 +184,7 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
         ConfigurationError: there is neither, the index is malformed, or names a file that is missing or elsewhere; a
             part is missing; a file is a pointer of Git LFS.
     """
-    if _is_gguf(directory):
+    if is_gguf(directory):
         return parts_of(directory)
     single, index = directory / _SINGLE_FILE, directory / _INDEX_FILE
     if single.is_file() or index.is_file():
@@ -287,13 +230,6 @@ def _files_of_index(index: Path) -> tuple[Path, ...]:
         if not (index.parent / name).is_file():
             raise ConfigurationError(f"{index}: shard {name} is missing")
     return tuple(index.parent / name for name in names)
-
-
-def _embedded_model() -> Path:
-    for assets in _ASSETS:
-        if (assets / EMBEDDED_MODEL / "config.json").is_file():
-            return assets / EMBEDDED_MODEL
-    raise ConfigurationError(f"the embedded model {EMBEDDED_MODEL} is not installed; give a directory by --model")
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:

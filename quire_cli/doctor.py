@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.finding import Finding, Verdict
-from quire.model_directory import HubName, ModelDirectory, hub_name, resolve_model, weight_files
+from quire.model_directory import HubName, ModelDirectory, weight_files
+from quire.model_source import hub_name, resolve_model
 from quire.processors import available_memory, num_processors
 from quire.rpc.process import missing_package
 from quire.settings import ConfigurationError, load_settings, setting

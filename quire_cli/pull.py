@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from quire.model_directory import HubName, download
+from quire.model_directory import HubName
+from quire.model_source import download
 from quire.progress import LoadProgress, ProgressLine
 from quire.rpc.process import in_daemon_thread
 from quire.settings import ConfigurationError, load_settings, setting

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from quire.logs import json_line
-from quire.model_directory import hub_name
+from quire.model_source import hub_name
 from quire.progress import ProgressLine
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS
 from quire.settings import load_settings

@@ -7,7 +7,7 @@ import threading
 
 from quire.logs import configure_logging
 from quire.metrics import MetricsServer, register_process
-from quire.model_directory import check_local_model
+from quire.model_source import check_local_model
 from quire.rpc.process import imports_that_stay
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open

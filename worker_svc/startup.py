@@ -17,7 +17,8 @@ from kernels.cpu.library import LibraryUnavailableError, find_open_mp
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.constraints.matcher import Vocabulary
-from quire.model_directory import ModelDirectory, resolve_model
+from quire.model_directory import ModelDirectory
+from quire.model_source import resolve_model
 from quire.processors import available_memory, num_processors
 from quire.progress import PROFILING, READING, RECORDING, WARMING_UP, LoadProgress, Report, no_report
 from quire.rpc.address import is_local

@@ -17,7 +17,8 @@ from typing import Self
 
 from gateway.auth.keys import KeyEntry, hash_of, make_key, read_keys, write_keys
 from quire.client import AsyncClient, GenerationOptions
-from quire.model_directory import ModelDirectory, resolve_model, weight_files
+from quire.model_directory import ModelDirectory, weight_files
+from quire.model_source import resolve_model
 from quire.progress import STARTING, LoadProgress
 from quire.rpc.address import ReservedPort
 from quire.rpc.errors import QuireError, ResourceExhausted, Unavailable

@@ -8,7 +8,8 @@ import pytest
 import pytest_asyncio
 
 from quire.client import BeamSearch, Constraint, GenerationOptions, StructuralTag, StructuralTags
-from quire.model_directory import ModelDirectory, resolve_model
+from quire.model_directory import ModelDirectory
+from quire.model_source import resolve_model
 from tests.support.killing import MAX_TOKENS, Streams, kill, until_hit
 from tests.support.serving import Served, serving
 

@@ -10,7 +10,8 @@ import pytest
 import tokenizers
 
 from quire.client import Client, GenerationOptions
-from quire.model_directory import ModelDirectory, resolve_model
+from quire.model_directory import ModelDirectory
+from quire.model_source import resolve_model
 from tests.support.gguf_files import write_gguf
 from tests.support.hub import LocalHub, commit_of
 from tests.support.serving import serving

@@ -12,7 +12,7 @@ from google.rpc import code_pb2
 from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 from tests.support.chat_models import write_chat_model
 from tests.support.fake_scheduler import FakeScheduler, counting_rule, scripted
 from tests.support.gateway_process import running_gateway

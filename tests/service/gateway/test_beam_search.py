@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 from tests.support.fake_scheduler import Hypothesis
 from tests.support.gateway_process import collect, running_gateway, stream_request
 from tests.support.grpc_types import EOF

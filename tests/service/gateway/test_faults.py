@@ -13,7 +13,7 @@ from gateway.replicas.live import LiveRequest
 from gateway.text.tokenizer import Tokenizer as GatewayTokenizer
 from quire.arrays import decode_int32, encode_int32
 from quire.gateway.v1 import generation_pb2
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 from quire.rpc.errors import Cancelled, DeadlineExceeded, Internal, NotFound, ResourceExhausted, Unavailable
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_scheduler import FakeScheduler, counting_rule

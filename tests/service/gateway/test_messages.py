@@ -9,7 +9,7 @@ import pytest_asyncio
 from google.rpc import code_pb2
 from tokenizers import Tokenizer
 
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_scheduler import FakeScheduler, scripted
 from tests.support.gateway_process import running_gateway

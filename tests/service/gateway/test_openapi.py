@@ -11,7 +11,7 @@ from gateway.api.openai.schemas import ChatBody
 from gateway.api.openapi import OPEN_PATHS
 from gateway.api.ui.access import is_below
 from gateway.auth.caller import Access
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import running_gateway
 from tests.support.keys import KeysFile

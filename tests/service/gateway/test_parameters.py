@@ -5,7 +5,7 @@ from tokenizers import Tokenizer
 from quire.arrays import decode_int32
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 from tests.support.fake_scheduler import scripted
 from tests.support.gateway_process import collect, stream_request
 from tests.support.parameters import row_sampling

@@ -10,7 +10,7 @@ from quire.arrays import decode_int32
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, model_pb2
 from quire.gateway.v1.prefix_pb2 import PinPrefixRequest, UnpinPrefixRequest
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 from quire.rpc.errors import (
     DeadlineExceeded,
     Internal,

@@ -11,7 +11,7 @@ from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError
 from tokenizers import Tokenizer
 
 from quire.arrays import decode_int32
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_scheduler import FakeScheduler, scripted
 from tests.support.gateway_process import running_gateway

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2 as pb
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 from tests.support.chat_models import write_chat_model
 from tests.support.tokenizers import id_of
 from tests.support.two_gateways import TwoGateways, two_gateways

@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from tokenizers import Tokenizer
 
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 from tests.support.fake_scheduler import FakeScheduler, scripted
 from tests.support.gateway_process import running_gateway
 from tests.support.tokenizers import id_of

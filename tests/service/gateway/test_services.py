@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from tokenizers import Tokenizer
 
 from quire.gateway.v1 import generation_pb2, model_pb2
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 from quire.rpc.errors import InvalidArgument, NotFound, Unavailable
 from quire.version import VERSION
 from tests.support.fake_scheduler import FakeScheduler

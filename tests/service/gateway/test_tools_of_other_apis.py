@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from quire.arrays import decode_int32
 from quire.common.v1 import common_pb2
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 from tests.support.chat_models import write_chat_model
 from tests.support.fake_scheduler import scripted
 from tests.support.gateway_process import running_gateway

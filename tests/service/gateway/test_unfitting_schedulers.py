@@ -10,7 +10,7 @@ from google.rpc import code_pb2
 from tokenizers import Tokenizer
 
 from quire.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 from quire.rpc.errors import Unavailable
 from tests.support.fake_scheduler import FakeScheduler, counting_rule
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request

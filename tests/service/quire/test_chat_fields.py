@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from tokenizers import Tokenizer
 
 from quire.client import AsyncClient, ChatMessage, FinishReason, TokenChunk, Tool, ToolCall
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 from quire.rpc.errors import InvalidArgument
 from tests.support.chat_models import write_chat_model
 from tests.support.fake_scheduler import FakeScheduler, scripted

@@ -40,7 +40,7 @@ PROCESSES: Sequence[Mapping[str, tuple[str, ...]]] = [
         "gateway.__main__": (),
         "gateway.app": TRACES,
     },
-    {"kernels": ("numpy",), "quire.model_directory": ("grpc", "tokenizers")},
+    {"kernels": ("numpy",), "quire.model_source": ("grpc", "tokenizers")},
 ]
 
 

@@ -21,7 +21,8 @@ from quire.compatibility import ModelFingerprint
 from quire.gguf_header import GgufFields, GgufHeader
 from quire.gguf_model import GgufDescription, describe
 from quire.gguf_tokenizer import _merges_of
-from quire.model_directory import ModelDirectory, resolve_model, weight_files
+from quire.model_directory import ModelDirectory, weight_files
+from quire.model_source import resolve_model
 from quire.settings import ConfigurationError
 from tests.support.gguf_files import write_gguf
 from tests.support.models import make_model

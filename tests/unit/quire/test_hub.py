@@ -17,7 +17,8 @@ import pytest
 
 from quire import hub as hub_module
 from quire.hub import Parts, pull
-from quire.model_directory import HubName, ModelDirectory, hub_name, resolve_model
+from quire.model_directory import HubName, ModelDirectory
+from quire.model_source import hub_name, resolve_model
 from quire.progress import DOWNLOADING, LoadProgress
 from quire.settings import ConfigurationError
 from quire_cli.pull import DownloadLine, Stopped, fetch

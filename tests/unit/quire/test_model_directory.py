@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from quire import model_directory
-from quire.model_directory import SUPPORTED_ARCHITECTURES, ModelDirectory, resolve_model, weight_files
+from quire import model_source
+from quire.model_directory import SUPPORTED_ARCHITECTURES, ModelDirectory, weight_files
+from quire.model_source import resolve_model
 from quire.settings import ConfigurationError
 from quire_cli.supervisor import ServeSettings
 from quire_cli.supervisor.server import check_servable
@@ -245,7 +246,7 @@ def test_resolve_takes_a_path_or_the_embedded_model(
     with pytest.raises(ConfigurationError, match="does not exist"):
         resolve_model("./some/model")
     embedded = tmp_path / "assets" / "quire-tiny"
-    monkeypatch.setattr(model_directory, "_ASSETS", (tmp_path / "none", tmp_path / "assets"))
+    monkeypatch.setattr(model_source, "_ASSETS", (tmp_path / "none", tmp_path / "assets"))
     with pytest.raises(ConfigurationError, match="quire-tiny is not installed"):
         resolve_model(None)
     embedded.mkdir(parents=True)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from quire.model_directory import resolve_model, weight_files
+from quire.model_directory import weight_files
+from quire.model_source import resolve_model
 from quire.settings import ConfigurationError
 from scheduler_svc.core.step import StepWork
 from simulator.hardware import Hardware

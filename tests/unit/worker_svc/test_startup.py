@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 from quire.settings import ConfigurationError, load_settings
 from quire_cli.supervisor.settings import ServeSettings
 from tests.support.graph_recorder import CallingRecorder

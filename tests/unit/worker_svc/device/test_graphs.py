@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 from quire.settings import ConfigurationError
 from tests.support.cpu_kernels import without_packed_products
 from tests.support.fake_cuda import FakeCuda

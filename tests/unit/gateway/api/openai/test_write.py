@@ -11,7 +11,7 @@ from gateway.api.answers import as_json
 from gateway.api.openai.write import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from gateway.replicas.events import Logprob, PositionLogprobs
 from gateway.text.tokenizer import TokenTexts
-from quire.model_directory import resolve_model
+from quire.model_source import resolve_model
 from tests.support.tokenizers import byte_fallback, byte_level, byte_level_bytes, wrapped
 
 CAT = byte_level().encode(" cat", add_special_tokens=False).ids
