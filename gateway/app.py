@@ -18,7 +18,6 @@ from gateway.api.grpc.servicers import GenerationServicer, ModelServicer, Prefix
 from gateway.api.kserve.servicer import KServeServicer, UnservedMethods
 from gateway.auth.keys import Authenticator, KeyRing, NoAuthenticator
 from gateway.metrics import GatewayMetrics
-from gateway.model import ServedModel
 from gateway.offload import FairExecutor
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.members import Resolver
@@ -27,6 +26,7 @@ from gateway.replicas.routing import RoutingPolicy
 from gateway.request.counting import EntryLimits
 from gateway.request.generator import Generator
 from gateway.request.prompts import TextService
+from gateway.request.served_model import ServedModel
 from gateway.server.connections import BodyMemory, HttpServer
 from gateway.server.grpc import AuthInterceptor, IdleCalls, SlowClientInterceptor, TraceInterceptor, add_service
 from gateway.server.http import make_http_app

@@ -26,7 +26,7 @@ from gateway.replicas.events import Chunk, Completed, Finished, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import IN_PIECES, AnswerForm, CallMemory
 from gateway.request.generator import Generator, Result, answer_event, events, results_of, running
-from gateway.request.types import RequestOptions
+from gateway.types import RequestOptions
 from quire.rpc.errors import QuireError
 
 _HEADER_VALUE = re.compile(r"[!-~]{1,256}")

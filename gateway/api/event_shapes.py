@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from gateway.api.answers import ErrorBody, ErrorDetail
-from gateway.api.anthropic.write import AnthropicError
 from gateway.api.shapes import (
     AnsweredMessage,
     AnsweredText,
     AnsweredThinking,
     AnsweredToolUse,
+    AnthropicError,
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,

@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from pydantic_core import PydanticCustomError, to_json
 
 from gateway.api.body import BodyLimits, Model, load_json, validated, validated_by_turns
-from gateway.request.types import ChatMessage
 from gateway.request.violations import Violations
 from gateway.turns import Turns
+from gateway.types import ChatMessage
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoiceMode
 
 _MESSAGE = re.compile(r"messages\[(\d+)\].*")

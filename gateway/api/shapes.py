@@ -412,3 +412,23 @@ class GatewayVersion(Shape):
 
 
 AnyObject = dict[str, Any]
+
+
+class ErrorDetails(BaseModel):
+    """The fields of an error that clients use to recover from it."""
+
+    error_code: str
+    unsupported: list[str]
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+    details: ErrorDetails | None = None
+
+
+class AnthropicError(BaseModel):
+    """An error in Anthropic's shape."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorDetail

@@ -8,9 +8,9 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.link import SchedulerLink
 from gateway.replicas.request_messages import request_from_submit
-from gateway.request.types import GenerationRequest
 from quire.arrays import encode_int32
 from quire.histograms import Distribution
 from quire.rpc.errors import FieldViolation, NotFound, QuireError, Unavailable

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.request.types import optional
 from gateway.text.formats.output import ToolCallDelta
+from gateway.types import optional
 from quire.arrays import decode_int32, decode_logprobs
 from quire.common.v1 import common_pb2
 from quire.compatibility import ModelFingerprint, ProtocolVersions

@@ -17,9 +17,9 @@ from gateway.replicas.events import (
     SequenceEnded,
     TokenRun,
 )
+from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.live import Arrivals, LiveRequest
 from gateway.replicas.sequence import SequenceStream, TokenGapError
-from gateway.request.types import GenerationRequest
 from gateway.text.stop import StopStrings
 from gateway.text.tokenizer import Tokenizer
 from quire.rpc.errors import AlreadyExists, FieldViolation, QuireError

@@ -18,8 +18,8 @@ from gateway.replicas.events import (
     TokenRun,
     Usage,
 )
+from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.sequence import SequenceStream, TokenGapError
-from gateway.request.types import GenerationRequest
 from gateway.turns import Turns
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, differing_parts
 from quire.gateway.v1.generation_pb2 import ToolCall

@@ -3,12 +3,13 @@
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.sequence import SequenceStream
-from gateway.request.types import GenerationRequest, optional
 from gateway.text.formats.answer import PLAIN, AnswerFormat
 from gateway.text.formats.parser import OfferedTool
 from gateway.text.formats.thinking import Thinking
+from gateway.types import optional
 from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
 from quire.rpc.errors import invalid_field

@@ -13,8 +13,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.live import LiveRequest, TokenBytes
-from gateway.request.types import GenerationRequest
 from quire.logprob_columns import POSITION_BYTES, TOP_BYTES
 from quire.rpc.errors import FailedPrecondition, QuireError, invalid_field
 

@@ -9,8 +9,8 @@ from google.protobuf.json_format import MessageToDict
 
 from gateway.request.counting import MAX_VALUES_OF_TEXTS, num_values_in
 from gateway.request.limits import MAX_CALL_ID_LENGTH, MAX_TOOL_SCHEMA_BYTES, MAX_TOOLS
-from gateway.request.types import ChatMessage, ChatPrompt
 from gateway.request.violations import Violations, shortened, utf8_size
+from gateway.types import ChatMessage, ChatPrompt
 from quire.gateway.v1.generation_pb2 import (
     TOOL_CHOICE_MODE_NONE,
     TOOL_CHOICE_MODE_REQUIRED,

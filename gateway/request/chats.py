@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from gateway.auth.caller import current_tenant
 from gateway.offload import FairExecutor
-from gateway.request.types import ChatPrompt
 from gateway.text.chat import Chat
 from gateway.text.formats.answer import HARMONY, HARMONY_REASONING, THINKING_MARKS, AnswerFormat
 from gateway.text.formats.grammars import (
@@ -23,6 +22,7 @@ from gateway.text.formats.notations import text_parameters
 from gateway.text.formats.parser import OfferedTool
 from gateway.text.formats.thinking import Thinking
 from gateway.text.tokenizer import Tokenizer
+from gateway.types import ChatPrompt
 from quire.common.v1.common_pb2 import Constraint, StructuralTag
 from quire.constraints.json_schema import ConstraintError, read_schema
 from quire.gateway.v1.generation_pb2 import (

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from gateway.auth.quota import Account, Use
+from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.pool import Replicas
 from gateway.request.answer_memory import CallMemory
-from gateway.request.types import GenerationRequest
 from gateway.request.violations import Violations
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import TOKENS_PER_TURN, TenantTurns

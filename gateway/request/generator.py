@@ -11,7 +11,6 @@ from typing import TypeVar
 from gateway.auth.caller import current_caller
 from gateway.auth.quota import Refund
 from gateway.metrics import GatewayMetrics
-from gateway.model import ServedModel
 from gateway.replicas.calls import no_such_request
 from gateway.replicas.events import Chunk, Completed, Event, Finished, GeneratedSequence, Usage
 from gateway.replicas.ledger import Ledger
@@ -28,11 +27,12 @@ from gateway.request.answer_memory import (
 from gateway.request.durable import ClientOffset, DurableReads
 from gateway.request.limits import Limits, limits_of
 from gateway.request.prepare import CallParameters, continue_from, prepare
+from gateway.request.served_model import ServedModel
 from gateway.request.spans import RequestSpan
-from gateway.request.types import ChatPrompt, RequestOptions
 from gateway.request.validation import check_call
 from gateway.settings import GatewaySettings
 from gateway.turns import Turns
+from gateway.types import ChatPrompt, RequestOptions
 from quire.logs import set_request_id
 from quire.rpc.errors import Cancelled, QuireError, Unavailable
 from quire.tracing import Tracer

@@ -10,26 +10,18 @@ from functools import partial
 
 import numpy as np
 
-from gateway.model import ServedModel
+from gateway.replicas.generation_request import GenerationRequest, Parameters
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import check_answer_size
 from gateway.request.chats import prepare_chat
 from gateway.request.limits import DRAWING, NUMBERS, Limits
-from gateway.request.types import (
-    ChatPrompt,
-    GenerationRequest,
-    HeldSequence,
-    Parameters,
-    Prompt,
-    RequestOptions,
-    TextPrompt,
-    TokenPrompt,
-)
+from gateway.request.served_model import ServedModel
 from gateway.request.validation import check_another, check_request, resolve_max_tokens
 from gateway.request.violations import Violations, renamed
 from gateway.text.formats.answer import PLAIN
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import TOKENS_PER_TURN, Turns
+from gateway.types import ChatPrompt, HeldSequence, Prompt, RequestOptions, TextPrompt, TokenPrompt
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,
     Constraint,

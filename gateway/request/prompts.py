@@ -9,9 +9,9 @@ from gateway.replicas.calls import Pin
 from gateway.request.generator import Generator
 from gateway.request.limits import MAX_TIME_TO_LIVE_MS, Limits
 from gateway.request.prepare import encode_prompt
-from gateway.request.types import ChatPrompt, Prompt, TextPrompt
 from gateway.request.validation import check_messages, check_model, check_prompt, check_prompt_tokens, texts_of
 from gateway.request.violations import Violations, renamed
+from gateway.types import ChatPrompt, Prompt, TextPrompt
 from quire.rpc.errors import FieldViolation, QuireError, invalid_field
 
 _DEFAULT_TIME_TO_LIVE_MS = 5 * 60 * 1000

@@ -13,8 +13,8 @@ from typing import Self
 
 import grpc
 
+from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.live import LiveRequest
-from gateway.request.types import GenerationRequest
 from quire.rpc.errors import QuireError
 from quire.tracing import AttributeValue, Span, TraceContext, Tracer
 

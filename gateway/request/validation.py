@@ -24,15 +24,8 @@ from gateway.request.limits import (
     NUMBERS,
     Limits,
 )
-from gateway.request.types import (
-    MAX_ENTRIES,
-    ChatPrompt,
-    Prompt,
-    RequestOptions,
-    TextPrompt,
-    TokenPrompt,
-)
 from gateway.request.violations import Violations, shortened, shown, utf8_size
+from gateway.types import MAX_ENTRIES, ChatPrompt, Prompt, RequestOptions, TextPrompt, TokenPrompt
 from quire.common.v1.common_pb2 import EarlyStopping
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
 

@@ -18,10 +18,10 @@ from google.protobuf import json_format
 
 from gateway.auth.caller import current_tenant
 from gateway.offload import FairExecutor
-from gateway.request.types import ChatMessage, ChatPrompt
 from gateway.text.formats.answer import THINKING_MARKS, reasoning_format_of, tool_format_of
 from gateway.text.formats.thinking import Thinking
 from gateway.text.tokenizer import Tokenizer
+from gateway.types import ChatMessage, ChatPrompt
 from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_NONE, TemplateOptions, Tool, ToolCall
 from quire.rpc.errors import FieldViolation, InvalidArgument, invalid_field
 from quire.settings import ConfigurationError

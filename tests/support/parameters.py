@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from gateway.request.types import GenerationRequest, Prompt, RequestOptions, TextPrompt, write
+from gateway.replicas.generation_request import GenerationRequest
+from gateway.types import Prompt, RequestOptions, TextPrompt, write
 from quire.common.v1.common_pb2 import OutputOptions, RowSampling, SamplingParameters, StoppingParameters
 from quire.scheduler.v1 import scheduler_pb2
 

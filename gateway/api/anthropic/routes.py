@@ -18,17 +18,17 @@ from gateway.api.anthropic.read import (
     parse_body,
     prompt_of,
 )
-from gateway.api.anthropic.write import ANTHROPIC, AnthropicError, MessageShaper
+from gateway.api.anthropic.write import ANTHROPIC, MessageShaper
 from gateway.api.body import BodyLimits, read_body
 from gateway.api.calls import respond
 from gateway.api.event_shapes import MessageEvent
 from gateway.api.openapi import ApiRoute
-from gateway.api.shapes import AnsweredMessage, MessageTokens
+from gateway.api.shapes import AnsweredMessage, AnthropicError, MessageTokens
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED
 from gateway.request.generator import Generator
 from gateway.request.prompts import TextService
-from gateway.request.types import RequestOptions
+from gateway.types import RequestOptions
 
 _PATH = "/v1/messages"
 

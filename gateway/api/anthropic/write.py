@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel
 from pydantic_core import from_json
 
 from gateway.api.answers import Dialect, ErrorAnswer
 from gateway.api.blocks import Block, BlockEvent, BlockKind, Blocks, Step, blocks_of, output_of
+from gateway.api.shapes import AnthropicError, AnthropicErrorDetail, ErrorDetails
 from gateway.replicas.events import Chunk, Finished, FinishReason, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Result
@@ -23,26 +23,6 @@ _ERROR_TYPES = {
     504: "timeout_error",
 }
 _STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.TOOL_CALLS: "tool_use"}
-
-
-class ErrorDetails(BaseModel):
-    """The fields of an error that clients use to recover from it."""
-
-    error_code: str
-    unsupported: list[str]
-
-
-class AnthropicErrorDetail(BaseModel):
-    type: str
-    message: str
-    details: ErrorDetails | None = None
-
-
-class AnthropicError(BaseModel):
-    """An error in Anthropic's shape."""
-
-    type: Literal["error"] = "error"
-    error: AnthropicErrorDetail
 
 
 def _error(answer: ErrorAnswer) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import AS_MESSAGE, STREAMED
 from gateway.request.generator import REFUSAL_S, Generator, Result, answer, answer_event
 from gateway.request.prompts import TextService
-from gateway.request.types import RequestOptions, optional
 from gateway.request.validation import find_model
+from gateway.types import RequestOptions, optional
 from quire.gateway.v1.generation_pb2 import (
     CancelRequest,
     CancelResponse,

@@ -27,9 +27,9 @@ from gateway.request.counting import (
     num_values_in,
 )
 from gateway.request.generator import Result
-from gateway.request.types import RequestOptions, TextPrompt
 from gateway.request.violations import Violations, renamed, shortened
 from gateway.text.tokenizer import TokenTexts
+from gateway.types import RequestOptions, TextPrompt
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import QuireError
 

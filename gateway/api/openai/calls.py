@@ -13,9 +13,9 @@ from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED
 from gateway.request.generator import Generator
 from gateway.request.limits import MAX_REQUEST_ID_LENGTH
-from gateway.request.types import Prompt, RequestOptions, TextPrompt
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import Turns
+from gateway.types import Prompt, RequestOptions, TextPrompt
 from quire.rpc.errors import invalid_field
 
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from gateway.api.fields import TOOL_CHOICES, Strict, effort_arguments, make_tool
-from gateway.request.types import ChatMessage
 from gateway.request.violations import Violations, shortened
+from gateway.types import ChatMessage
 from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, ToolChoice
 from quire.rpc.errors import invalid_field
 

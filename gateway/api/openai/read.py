@@ -27,15 +27,8 @@ from gateway.api.openai.schemas import (
     GenerationBody,
     check_supported,
 )
-from gateway.request.types import (
-    ChatPrompt,
-    Prompt,
-    RequestOptions,
-    TextPrompt,
-    TokenPrompt,
-    write,
-)
 from gateway.request.violations import Violations
+from gateway.types import ChatPrompt, Prompt, RequestOptions, TextPrompt, TokenPrompt, write
 from quire.common.v1 import common_pb2
 from quire.common.v1.common_pb2 import OutputOptions, SamplingParameters, StoppingParameters
 

@@ -25,11 +25,11 @@ from gateway.api.shapes import (
     Tokens,
 )
 from gateway.auth.caller import current_caller
-from gateway.model import ServedModel
 from gateway.request.generator import Generator
 from gateway.request.prompts import TextService
-from gateway.request.types import ChatPrompt, TextPrompt
+from gateway.request.served_model import ServedModel
 from gateway.request.validation import find_model
+from gateway.types import ChatPrompt, TextPrompt
 from quire.rpc.errors import QuireError, Unimplemented, invalid_field
 
 # This many tokens are written in less than a millisecond.

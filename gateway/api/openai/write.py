@@ -26,9 +26,9 @@ from gateway.replicas.events import (
 )
 from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Result
-from gateway.request.types import Prompt, TextPrompt
 from gateway.text.detokenizer import TextPieces
 from gateway.text.tokenizer import Tokenizer, TokenTexts
+from gateway.types import Prompt, TextPrompt
 from quire.common.v1.common_pb2 import StoppingParameters
 from quire.version import VERSION
 

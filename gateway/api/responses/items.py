@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.request.types import ChatMessage
 from gateway.request.violations import Violations, shortened
+from gateway.types import ChatMessage
 from quire.rpc.errors import invalid_field
 
 _DEFAULT_LIMIT, _MAX_LIMIT = 20, 100

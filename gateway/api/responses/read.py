@@ -25,8 +25,8 @@ from gateway.api.fields import (
     tag_of,
     without_group,
 )
-from gateway.request.types import ChatMessage, ChatPrompt, RequestOptions, write
 from gateway.request.violations import Violations, shortened
+from gateway.types import ChatMessage, ChatPrompt, RequestOptions, write
 from quire.common.v1.common_pb2 import AnyJsonObject, Constraint, OutputOptions, SamplingParameters, StoppingParameters
 from quire.gateway.v1.generation_pb2 import TemplateOptions, ToolCall, ToolChoice
 

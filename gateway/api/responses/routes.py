@@ -33,7 +33,7 @@ from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED_AND_REPEATED
 from gateway.request.generator import Generator
 from gateway.request.prompts import TextService
-from gateway.request.types import ChatMessage, RequestOptions
+from gateway.types import ChatMessage, RequestOptions
 from quire.rpc.errors import invalid_field
 
 _ID_PREFIX = "resp_"

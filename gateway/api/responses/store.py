@@ -8,7 +8,7 @@ from typing import cast
 
 from google.protobuf.message import Message
 
-from gateway.request.types import ChatMessage
+from gateway.types import ChatMessage
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
 
 # The memory of the Python objects of a message without its values, of a tool call without its texts, and of a response

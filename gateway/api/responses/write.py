@@ -16,8 +16,8 @@ from gateway.api.responses.read import ResponseBody
 from gateway.replicas.events import Chunk, Finished, FinishReason, PositionLogprobs, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Result
-from gateway.request.types import ChatMessage
 from gateway.text.tokenizer import TokenTexts
+from gateway.types import ChatMessage
 from quire.gateway.v1.generation_pb2 import ToolCall
 
 _IN_PROGRESS, _COMPLETED, _INCOMPLETE, _CANCELLED = "in_progress", "completed", "incomplete", "cancelled"

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 
 import pytest
 
-from gateway import model
+from gateway.request import served_model
 from gateway.text.chat import ChatTemplate
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import RunningGateway, running_gateway
@@ -22,7 +22,7 @@ def _templates_are_compiled_once() -> Iterator[None]:
         return compiled[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "ChatTemplate", compile_once)
+        patch.setattr(served_model, "ChatTemplate", compile_once)
         yield
 
 

@@ -5,8 +5,8 @@ from typing import ClassVar
 import pytest
 
 from gateway.api.fields import Conversation, Part, check_fields
-from gateway.request.types import ChatMessage
 from gateway.request.violations import Violations
+from gateway.types import ChatMessage
 from quire.gateway.v1.generation_pb2 import ToolCall
 
 CALL = ToolCall(id="1", name="look", arguments="{}")

@@ -9,14 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.request.limits import MAX_CALL_PARAMETER_ENTRIES, MAX_CALL_STOP_BYTES, Limits, Pool
-from gateway.request.types import (
-    ChatMessage,
-    ChatPrompt,
-    Prompt,
-    TextPrompt,
-    TokenPrompt,
-)
 from gateway.request.validation import check_call, check_request, resolve_max_tokens
+from gateway.types import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from quire.common.v1.common_pb2 import EARLY_STOPPING_NEVER
 from quire.rpc.errors import InvalidArgument
 from tests.support.parameters import make_options

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.model import ServedModel
 from gateway.offload import FairExecutor
-from gateway.request.types import ChatMessage, ChatPrompt
+from gateway.request.served_model import ServedModel
 from gateway.text.chat import ChatTemplate, common_prefix
+from gateway.types import ChatMessage, ChatPrompt
 from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall
 from quire.rpc.errors import InvalidArgument
 from quire.settings import ConfigurationError

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 
 from gateway.auth.caller import Access, Caller, set_caller
 from gateway.auth.quota import Account, Limits
-from gateway.model import ServedModel
 from gateway.offload import FairExecutor
-from gateway.request.types import ChatMessage, ChatPrompt
+from gateway.request.served_model import ServedModel
 from gateway.text.tokenizer import Tokenizer
+from gateway.types import ChatMessage, ChatPrompt
 from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_NONE, TemplateOptions, Tool, ToolChoice
 from quire.settings import ConfigurationError
 from tests.support.tokenizers import BOS, EOS, byte_fallback, byte_level, wrapped, write_model_directory

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gateway.api.anthropic.read import MessageBody, conversation_of, options_of, param_name, parse_body, prompt_of
-from gateway.request.types import ChatMessage, ChatPrompt, RequestOptions
+from gateway.types import ChatMessage, ChatPrompt, RequestOptions
 from quire.common.v1.common_pb2 import Constraint
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoice, ToolChoiceMode
 from quire.rpc.errors import InvalidArgument

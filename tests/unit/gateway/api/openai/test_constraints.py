@@ -7,7 +7,7 @@ import pytest
 
 from gateway.api.openai.read import chat_options, completion_options, param_name
 from gateway.api.openai.schemas import ChatBody, CompletionBody
-from gateway.request.types import ChatPrompt
+from gateway.types import ChatPrompt
 from quire.common.v1.common_pb2 import AnyJsonObject, Choice, Constraint, StructuralTag, StructuralTags
 from quire.rpc.errors import InvalidArgument
 from tests.support.openai_bodies import parse

@@ -5,7 +5,7 @@ from google.protobuf.json_format import MessageToDict
 
 from gateway.api.openai.read import chat_options, param_name
 from gateway.api.openai.schemas import ChatBody
-from gateway.request.types import ChatMessage, ChatPrompt
+from gateway.types import ChatMessage, ChatPrompt
 from quire.gateway.v1.generation_pb2 import (
     TOOL_CHOICE_MODE_AUTO,
     TOOL_CHOICE_MODE_REQUIRED,

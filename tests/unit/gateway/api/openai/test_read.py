@@ -8,7 +8,7 @@ import pytest
 from gateway.api.openai.calls import CompletionCall
 from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
 from gateway.api.openai.schemas import ChatBody, CompletionBody
-from gateway.request.types import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
+from gateway.types import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,
     EARLY_STOPPING_NEVER,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.api.responses.store import ResponseStore, StoredResponse
-from gateway.request.types import ChatMessage
+from gateway.types import ChatMessage
 from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.rpc.errors import InvalidArgument, NotFound
 

@@ -11,9 +11,9 @@ from gateway.api.answers import ErrorAnswer, as_json
 from gateway.api.responses.read import ResponseBody
 from gateway.api.responses.write import ResponseHead, ResponseShaper
 from gateway.replicas.events import Chunk, Finished, FinishReason, GeneratedSequence, Usage
-from gateway.request.types import ChatMessage
 from gateway.text.formats.output import ToolCallDelta
 from gateway.text.tokenizer import TokenTexts
+from gateway.types import ChatMessage
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.gateway.v1.generation_pb2 import ToolCall
 from tests.support.tokenizers import byte_level, wrapped

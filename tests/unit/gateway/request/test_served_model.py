@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from gateway.model import ServedModel
 from gateway.offload import FairExecutor
 from gateway.replicas.events import Welcome
 from gateway.request.limits import limits_of
 from gateway.request.prepare import resolve
-from gateway.request.types import ChatMessage, ChatPrompt
+from gateway.request.served_model import ServedModel
 from gateway.settings import GatewaySettings
+from gateway.types import ChatMessage, ChatPrompt
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import SCHEDULER_PROTOCOL, UNKNOWN_MODEL
 from quire.settings import ConfigurationError, load_settings

@@ -7,11 +7,11 @@ from typing import Any, Self
 
 from gateway.offload import FairExecutor
 from gateway.request.constraints import ConstraintChecker
-from gateway.request.types import RequestOptions, write
 from gateway.request.validation import check_numbers
 from gateway.request.violations import Violations
 from gateway.text.chat import Chat, ChatTemplate, special_token_texts
 from gateway.text.tokenizer import Tokenizer
+from gateway.types import RequestOptions, write
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import ModelFingerprint
 from quire.model_directory import ModelDirectory
@@ -94,7 +94,8 @@ def _sampling_defaults(directory: ModelDirectory) -> SamplingParameters:
         kind, expected = (int, "an integer") if name == "top_k" else (int | float, "a number")
         if isinstance(value, bool) or not isinstance(value, kind):
             raise ConfigurationError(f"{name} in {file} is {value!r}, not {expected}")
-    defaults, as_written = SamplingParameters(), {}
+    defaults = SamplingParameters()
+    as_written: dict[str, Any] = {}
     for name in _DEFAULTS:
         write(defaults, f"sampling.{name}", given.get(name), as_written)
     if given.get("do_sample") is False:
