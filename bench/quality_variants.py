@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from bench.pool import fill_pool
+from bench.filled_pool import fill_pool
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.replay import make_forward
 from worker_svc.layers.attention import AttentionMetadata

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from bench.filled_pool import fill_pool
 from bench.models import write_model
-from bench.pool import fill_pool
 from bench.report import Series, write_results
 from kernels.cpu.bindings import ProductShape
 from kernels.cpu.library import Operation

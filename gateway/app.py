@@ -21,12 +21,12 @@ from gateway.metrics import GatewayMetrics
 from gateway.offload import FairExecutor
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.members import Resolver
-from gateway.replicas.pool import Replicas
+from gateway.replicas.replica_set import Replicas
 from gateway.replicas.routing import RoutingPolicy
 from gateway.request.counting import EntryLimits
 from gateway.request.generator import Generator
-from gateway.request.prompts import TextService
 from gateway.request.served_model import ServedModel
+from gateway.request.text_service import TextService
 from gateway.server.connections import BodyMemory, HttpServer
 from gateway.server.grpc import AuthInterceptor, IdleCalls, SlowClientInterceptor, TraceInterceptor, add_service
 from gateway.server.http import make_http_app

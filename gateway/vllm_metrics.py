@@ -15,9 +15,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from gateway.metrics import GatewayMetrics, ReplicaRecord
-from gateway.replicas.calls import ReplicaLoad
 from gateway.replicas.events import FinishReason
-from gateway.replicas.pool import Replicas
+from gateway.replicas.replica_set import Replicas
+from gateway.replicas.scheduler_calls import ReplicaLoad
 from quire.histograms import Distribution
 
 _LABELS = ("model_name", "engine")

@@ -15,7 +15,7 @@ from gateway.auth.quota import Account, Use
 from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
-from gateway.replicas.pool import Replicas
+from gateway.replicas.replica_set import Replicas
 from gateway.request.answer_memory import CallMemory
 from gateway.request.violations import Violations
 from gateway.text.tokenizer import Tokenizer

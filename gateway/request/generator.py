@@ -11,11 +11,11 @@ from typing import TypeVar
 from gateway.auth.caller import current_caller
 from gateway.auth.quota import Refund
 from gateway.metrics import GatewayMetrics
-from gateway.replicas.calls import no_such_request
 from gateway.replicas.events import Chunk, Completed, Event, Finished, GeneratedSequence, Usage
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
-from gateway.replicas.pool import Replicas
+from gateway.replicas.replica_set import Replicas
+from gateway.replicas.scheduler_calls import no_such_request
 from gateway.request.answer_memory import (
     STREAMED,
     AnswerForm,

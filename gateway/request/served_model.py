@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from gateway.offload import FairExecutor
-from gateway.request.constraints import ConstraintChecker
+from gateway.request.constraint_checker import ConstraintChecker
 from gateway.request.validation import check_numbers
 from gateway.request.violations import Violations
 from gateway.text.chat import Chat, ChatTemplate, special_token_texts

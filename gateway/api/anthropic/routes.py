@@ -20,14 +20,14 @@ from gateway.api.anthropic.read import (
 )
 from gateway.api.anthropic.write import ANTHROPIC, MessageShaper
 from gateway.api.body import BodyLimits, read_body
-from gateway.api.calls import respond
 from gateway.api.event_shapes import MessageEvent
 from gateway.api.openapi import ApiRoute
+from gateway.api.respond import respond
 from gateway.api.shapes import AnsweredMessage, AnthropicError, MessageTokens
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED
 from gateway.request.generator import Generator
-from gateway.request.prompts import TextService
+from gateway.request.text_service import TextService
 from gateway.types import RequestOptions
 
 _PATH = "/v1/messages"
@@ -46,7 +46,7 @@ def _always_reasons(generator: Generator) -> bool:
 
 
 class MessageCall:
-    """One message. See gateway.api.calls.Call."""
+    """One message. See gateway.api.respond.Call."""
 
     dialect = ANTHROPIC
     shows_prompt_by_choice = False

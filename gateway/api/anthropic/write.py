@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from gateway.api.answer_blocks import Block, BlockEvent, BlockKind, Blocks, Step, blocks_of, output_of
 from gateway.api.answers import Dialect, ErrorAnswer
-from gateway.api.blocks import Block, BlockEvent, BlockKind, Blocks, Step, blocks_of, output_of
 from gateway.api.shapes import AnthropicError, AnthropicErrorDetail, ErrorDetails
 from gateway.replicas.events import Chunk, Finished, FinishReason, Usage
 from gateway.replicas.live import LiveRequest
@@ -45,7 +45,7 @@ ANTHROPIC = Dialect(_error, names_events=True, id_headers=("x-request-id", "requ
 
 
 class MessageShaper:
-    """Writes one message. See gateway.api.calls.Shaper."""
+    """Writes one message. See gateway.api.respond.Shaper."""
 
     def __init__(self, message_id: str, model: str, live: LiveRequest, *, shows_thinking: bool) -> None:
         """Without `shows_thinking`, thinking blocks are empty."""

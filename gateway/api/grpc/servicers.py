@@ -8,13 +8,13 @@ from typing import TypeVar
 
 import grpc.aio
 
-from gateway.api.grpc import convert
+from gateway.api.grpc import gateway_messages
 from gateway.auth.caller import current_caller
 from gateway.replicas.events import Event
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import AS_MESSAGE, STREAMED
 from gateway.request.generator import REFUSAL_S, Generator, Result, answer, answer_event
-from gateway.request.prompts import TextService
+from gateway.request.text_service import TextService
 from gateway.request.validation import find_model
 from gateway.types import RequestOptions, optional
 from quire.gateway.v1.generation_pb2 import (
@@ -63,27 +63,29 @@ class GenerationServicer:
         self._model_name = generator.model.name
 
     async def Generate(self, request: GenerateRequest, context: Context) -> GenerateResponse:
-        return await self._respond(GenerateResponse, convert.options_of_generate(request))
+        return await self._respond(GenerateResponse, gateway_messages.options_of_generate(request))
 
     async def GenerateStream(
         self, request: GenerateStreamRequest, context: Context
     ) -> AsyncIterator[GenerateStreamResponse]:
         async with aclosing(
-            self._stream(GenerateStreamResponse, convert.options_of_generate(request), context)
+            self._stream(GenerateStreamResponse, gateway_messages.options_of_generate(request), context)
         ) as responses:
             async for response in responses:
                 yield response
 
     async def Chat(self, request: ChatRequest, context: Context) -> ChatResponse:
-        return await self._respond(ChatResponse, convert.options_of_chat(request))
+        return await self._respond(ChatResponse, gateway_messages.options_of_chat(request))
 
     async def ChatStream(self, request: ChatStreamRequest, context: Context) -> AsyncIterator[ChatStreamResponse]:
-        async with aclosing(self._stream(ChatStreamResponse, convert.options_of_chat(request), context)) as responses:
+        async with aclosing(
+            self._stream(ChatStreamResponse, gateway_messages.options_of_chat(request), context)
+        ) as responses:
             async for response in responses:
                 yield response
 
     async def ResumeStream(self, request: ResumeStreamRequest, context: Context) -> AsyncIterator[ResumeStreamResponse]:
-        async with self._generator.resume(request.request_id, convert.client_offsets(request)) as live:
+        async with self._generator.resume(request.request_id, gateway_messages.client_offsets(request)) as live:
             async for response in self._responses(ResumeStreamResponse, live, _with_headers(live.events(), context)):
                 yield response
 
@@ -94,12 +96,12 @@ class GenerationServicer:
     async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
         tokenized = await self._texts.tokenize(
             optional(request, "model"),
-            convert.prompt_of(request, "input"),
+            gateway_messages.prompt_of(request, "input"),
             add_special_tokens=request.add_special_tokens or not request.HasField("add_special_tokens"),
         )
-        if len(tokenized.token_ids) <= convert.FEW_TOKENS:
-            return convert.tokenized_response(tokenized)
-        return await asyncio.to_thread(convert.tokenized_response, tokenized)
+        if len(tokenized.token_ids) <= gateway_messages.FEW_TOKENS:
+            return gateway_messages.tokenized_response(tokenized)
+        return await asyncio.to_thread(gateway_messages.tokenized_response, tokenized)
 
     async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
         text = await self._texts.detokenize(
@@ -116,7 +118,7 @@ class GenerationServicer:
 
     def _whole(self, kind: type[Response], live: LiveRequest, results: Sequence[Result]) -> Response:
         ((sequences, usage),) = results
-        return convert.generated_response(
+        return gateway_messages.generated_response(
             kind, live.request.request_id, self._model_name, sequences, usage, live.prompt_logprobs
         )
 
@@ -138,7 +140,7 @@ class GenerationServicer:
     ) -> AsyncIterator[StreamResponse]:
         request_id = live.request.request_id
         async for event in events:
-            make = partial(convert.stream_response, kind, request_id, self._model_name, event)
+            make = partial(gateway_messages.stream_response, kind, request_id, self._model_name, event)
             yield await answer_event(live, event, make)
 
 
@@ -179,12 +181,12 @@ class ModelServicer:
             version=VERSION,
             gateway_id=self._gateway_id,
             replicas=self._replicas() if current_caller().access.is_operator else [],
-            limits=convert.limits_message(limits),
+            limits=gateway_messages.limits_message(limits),
         )
 
     def _replicas(self) -> list[Replica]:
         return [
-            convert.replica_message(address, link.is_connected, link.welcome, link.loading)
+            gateway_messages.replica_message(address, link.is_connected, link.welcome, link.loading)
             for address, link in self._generator.replicas.links.items()
         ]
 
@@ -209,7 +211,7 @@ class PrefixServicer:
     async def PinPrefix(self, request: PinPrefixRequest, context: Context) -> PinPrefixResponse:
         pin = await self._texts.pin(
             optional(request, "model"),
-            convert.prompt_of(request, "prefix"),
+            gateway_messages.prompt_of(request, "prefix"),
             optional(request, "time_to_live_ms"),
             timeout_s=context.time_remaining(),
         )

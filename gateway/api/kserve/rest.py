@@ -20,7 +20,7 @@ from gateway.api.answers import (
     error_response,
 )
 from gateway.api.body import BodyLimits, max_entries, read_model
-from gateway.api.kserve.convert import MAX_ELEMENTS, MAX_PARAMETERS
+from gateway.api.kserve.inference import MAX_ELEMENTS, MAX_PARAMETERS
 from gateway.api.kserve.servicer import KServeServicer
 from gateway.api.openai.write import LOWEST
 from gateway.api.openapi import ApiRoute

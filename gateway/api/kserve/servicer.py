@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 
-from gateway.api.kserve.convert import (
+from gateway.api.kserve.inference import (
     INPUTS,
     MODEL_VERSION,
     OUTPUTS,

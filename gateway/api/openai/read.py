@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from gateway.api.body import BodyLimits, read_body, validated
 from gateway.api.fields import LongList, parse, without_group
-from gateway.api.openai.constraints import constraint_of, constraint_path
+from gateway.api.openai.constraint_fields import constraint_of, constraint_path
 from gateway.api.openai.conversation import (
     ConversationFields,
     Message,

@@ -9,12 +9,12 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.api.answers import as_json, error_answer, error_response
 from gateway.api.body import BodyLimits
-from gateway.api.calls import respond
 from gateway.api.event_shapes import ChatEvent, CompletionEvent
-from gateway.api.openai.calls import ChatCall, CompletionCall
+from gateway.api.openai.completion_calls import ChatCall, CompletionCall
 from gateway.api.openai.read import chat_prompt, read_request
 from gateway.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.api.openapi import ApiRoute
+from gateway.api.respond import respond
 from gateway.api.shapes import (
     AnyObject,
     ChatCompletion,
@@ -26,8 +26,8 @@ from gateway.api.shapes import (
 )
 from gateway.auth.caller import current_caller
 from gateway.request.generator import Generator
-from gateway.request.prompts import TextService
 from gateway.request.served_model import ServedModel
+from gateway.request.text_service import TextService
 from gateway.request.validation import find_model
 from gateway.types import ChatPrompt, TextPrompt
 from quire.rpc.errors import QuireError, Unimplemented, invalid_field

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from gateway.api.body import max_entries
 from gateway.api.fields import Strict
-from gateway.api.openai.constraints import ConstraintFields, check_constraints
+from gateway.api.openai.constraint_fields import ConstraintFields, check_constraints
 from gateway.api.openai.conversation import (
     ConversationFields,
     Message,

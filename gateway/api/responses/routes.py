@@ -12,9 +12,9 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.api.answers import OPENAI, ErrorAnswer, as_json
 from gateway.api.body import BodyLimits, read_body
-from gateway.api.calls import respond
 from gateway.api.event_shapes import ResponseEvent
 from gateway.api.openapi import ApiRoute
+from gateway.api.respond import respond
 from gateway.api.responses.items import input_items, item_page
 from gateway.api.responses.read import (
     InputBody,
@@ -32,7 +32,7 @@ from gateway.auth.caller import current_caller
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED_AND_REPEATED
 from gateway.request.generator import Generator
-from gateway.request.prompts import TextService
+from gateway.request.text_service import TextService
 from gateway.types import ChatMessage, RequestOptions
 from quire.rpc.errors import invalid_field
 
@@ -41,7 +41,7 @@ _PATH = "/v1/responses/{response_id}"
 
 
 class ResponseCall:
-    """One response. See gateway.api.calls.Call. Its id is the id of its request, by which it can be cancelled."""
+    """One response. See gateway.api.respond.Call. Its id is the id of its request, by which it can be cancelled."""
 
     shows_prompt_by_choice = False
     stream_form = STREAMED_AND_REPEATED

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.api.answer_blocks import Block, BlockEvent, BlockKind, Blocks, Step, blocks_of, output_of
 from gateway.api.answers import OPENAI, ErrorAnswer, LazyList
-from gateway.api.blocks import Block, BlockEvent, BlockKind, Blocks, Step, blocks_of, output_of
 from gateway.api.openai.write import chat_logprobs
 from gateway.api.responses.read import ResponseBody
 from gateway.replicas.events import Chunk, Finished, FinishReason, PositionLogprobs, Usage
@@ -52,7 +52,7 @@ def answer_message(blocks: Iterable[Block]) -> ChatMessage:
 
 
 class ResponseShaper:
-    """Writes one response. See gateway.api.calls.Shaper.
+    """Writes one response. See gateway.api.respond.Shaper.
 
     Attributes:
         dialect: The form of errors: in a stream they are numbered like its other events.

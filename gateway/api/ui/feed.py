@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from gateway.api.ui.convert import frame_object, is_long
+from gateway.api.ui.watch_messages import frame_object, is_long
 from gateway.auth.caller import Caller
 from gateway.replicas.link import SchedulerLink
 from gateway.request.generator import Generator

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 from starlette.routing import BaseRoute, Route
 
 from gateway.api.openai.schemas import ChatBody
-from gateway.api.ui import access, convert, feed
+from gateway.api.ui import access, feed, watch_messages
 from gateway.auth.caller import current_caller
 from gateway.auth.keys import Authenticator, NoAuthenticator
 from gateway.request.generator import Generator
@@ -106,6 +106,6 @@ async def _read_block(generator: Generator, request: Request) -> dict[str, Any]:
     text = query.get("block", "")
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) < 1 << 31):
         raise invalid_field("block", f'is "{text[:40]}"; it must be the number of a block')
-    asked = convert.block_request(int(text), is_host=query.get("host") == "1")
+    asked = watch_messages.block_request(int(text), is_host=query.get("host") == "1")
     answer = await link.ask("ReadBlock", asked, _BLOCK_TIMEOUT_S)
-    return convert.block_object(answer, current_caller().tenant, generator.model.tokenizer.token_texts.text_of)
+    return watch_messages.block_object(answer, current_caller().tenant, generator.model.tokenizer.token_texts.text_of)

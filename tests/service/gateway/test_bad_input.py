@@ -217,7 +217,7 @@ async def test_bad_conversations(gateway, messages, field):
 
 
 async def test_too_many_messages_are_refused_before_they_are_converted(gateway, monkeypatch):
-    monkeypatch.setattr("gateway.api.grpc.convert.ChatMessage", None)
+    monkeypatch.setattr("gateway.api.grpc.gateway_messages.ChatMessage", None)
     messages = [generation_pb2.ChatMessage()] * 65_536
     chat = generation_pb2.ChatMessages(messages=messages)
     for call, field in [

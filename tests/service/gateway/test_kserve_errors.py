@@ -4,7 +4,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from gateway.api.kserve.convert import read_inputs
+from gateway.api.kserve.inference import read_inputs
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, QuireError, from_rpc_error
 from tests.service.gateway.test_kserve import SERVICE, infer, make_request

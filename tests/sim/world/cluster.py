@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
-from gateway.replicas.pool import Replicas
+from gateway.replicas.replica_set import Replicas
 from gateway.text.tokenizer import Tokenizer
 from quire import clock
 from quire.compatibility import UNKNOWN_MODEL

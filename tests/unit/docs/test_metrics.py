@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from gateway.metrics import GatewayMetrics
-from gateway.replicas.pool import Replicas
+from gateway.replicas.replica_set import Replicas
 from gateway.vllm_metrics import VllmMetrics
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.service.durable import DurableLimits

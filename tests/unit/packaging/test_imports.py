@@ -73,7 +73,7 @@ def test_only_converters_servicers_and_clients_see_other_generated_code_than_par
 
 
 VIEWERS = {
-    "gateway/replicas/calls.py",
+    "gateway/replicas/scheduler_calls.py",
     "gateway/replicas/events.py",
     "gateway/replicas/link.py",
     "worker_svc/protocol/stream.py",

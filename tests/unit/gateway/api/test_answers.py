@@ -8,9 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.api import calls
 from gateway.api.answers import OPENAI, LazyList, WholeResponse, as_json, json_pieces
-from gateway.api.calls import Call
+from gateway.api.respond import Call, respond
 from gateway.request.answer_memory import AnswerMemory
 from gateway.request.generator import Generator
 from quire.rpc.errors import FailedPrecondition
@@ -123,8 +122,8 @@ async def test_an_answer_that_is_ended_for_its_memory_while_it_is_written_says_s
     async def shaper(*_):
         return SimpleNamespace(whole=lambda _: {"choices": LazyList(entries)})
 
-    monkeypatch.setattr(calls, "running", lambda *_, **__: contextlib.nullcontext([]))
-    monkeypatch.setattr(calls, "results_of", nothing)
+    monkeypatch.setattr("gateway.api.respond.running", lambda *_, **__: contextlib.nullcontext([]))
+    monkeypatch.setattr("gateway.api.respond.results_of", nothing)
     generator = SimpleNamespace(call_memory=lambda form: memory.call("key", form))
     call: Any = SimpleNamespace(
         id="x",
@@ -135,7 +134,7 @@ async def test_an_answer_that_is_ended_for_its_memory_while_it_is_written_says_s
         shaper=shaper,
         param_name=lambda _, field: field,
     )
-    response = calls.respond(cast(Generator, generator), cast(Call, call), 15.0)
+    response = respond(cast(Generator, generator), cast(Call, call), 15.0)
     start, *pieces = await messages_of(response)
     assert start["status"] == status
     assert pieces[-1].get("more_body", False) == (status == 200)

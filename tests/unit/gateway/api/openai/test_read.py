@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.openai.calls import CompletionCall
+from gateway.api.openai.completion_calls import CompletionCall
 from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
 from gateway.api.openai.schemas import ChatBody, CompletionBody
 from gateway.types import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt

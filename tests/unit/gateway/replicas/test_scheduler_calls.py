@@ -6,8 +6,8 @@ from typing import cast
 
 import pytest
 
-from gateway.replicas.calls import SchedulerCalls
 from gateway.replicas.link import SchedulerLink
+from gateway.replicas.scheduler_calls import SchedulerCalls
 from quire.rpc.errors import NotFound, QuireError, Unavailable
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.processes import until_true
@@ -72,7 +72,7 @@ async def test_what_no_replica_has_is_not_found_unless_one_could_not_be_asked(re
 
 
 async def test_a_replica_that_hangs_does_not_hold_up_who_reads_on_elsewhere(monkeypatch):
-    monkeypatch.setattr("gateway.replicas.calls._TIMEOUT_S", 300.0)
+    monkeypatch.setattr("gateway.replicas.scheduler_calls._TIMEOUT_S", 300.0)
     hanging = having(9)
     hanging.answers = asyncio.Event()
     async with asyncio.timeout(60):
@@ -80,7 +80,7 @@ async def test_a_replica_that_hangs_does_not_hold_up_who_reads_on_elsewhere(monk
 
 
 async def test_a_cancellation_is_answered_by_the_first_replica_and_reaches_the_others_later(monkeypatch):
-    monkeypatch.setattr("gateway.replicas.calls._TIMEOUT_S", 300.0)
+    monkeypatch.setattr("gateway.replicas.scheduler_calls._TIMEOUT_S", 300.0)
     hanging = having(5)
     hanging.answers = asyncio.Event()
     async with asyncio.timeout(60):

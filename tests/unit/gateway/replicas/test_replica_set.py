@@ -19,7 +19,7 @@ from gateway.replicas.events import (
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
-from gateway.replicas.pool import Replicas
+from gateway.replicas.replica_set import Replicas
 from quire.compatibility import UNKNOWN_MODEL
 from quire.rpc.errors import ResourceExhausted, Unavailable
 from tests.support.parameters import make_request
@@ -33,7 +33,7 @@ FAILOVER_DELAY_S = 0.02
 @pytest.fixture(autouse=True)
 def _one_look(monkeypatch):
     """The second one would take longer than all delays here."""
-    monkeypatch.setattr("gateway.replicas.pool.LAST_LOOK_S", 0.0)
+    monkeypatch.setattr("gateway.replicas.replica_set.LAST_LOOK_S", 0.0)
 
 
 class Scheduler:

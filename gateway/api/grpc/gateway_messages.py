@@ -21,7 +21,7 @@ from gateway.replicas.events import (
 )
 from gateway.request.durable import ClientOffset
 from gateway.request.limits import MAX_LOGIT_BIAS, MAX_N, Limits
-from gateway.request.prompts import TokenizedText
+from gateway.request.text_service import TokenizedText
 from gateway.types import (
     ChatMessage,
     ChatPrompt,

@@ -5,7 +5,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.api.kserve.convert import INPUTS, OUTPUTS, Inference, read_inference
+from gateway.api.kserve.inference import INPUTS, OUTPUTS, Inference, read_inference
 from gateway.api.openai.schemas import CompletionBody
 from quire.common.v1.common_pb2 import Choice, Constraint
 from quire.inference import open_inference_pb2 as pb

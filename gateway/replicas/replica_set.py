@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
-from gateway.replicas.calls import SchedulerCalls
 from gateway.replicas.events import EventBatch, Welcome
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.link import SchedulerLink, SchedulerRefusedError
 from gateway.replicas.live import Arrivals, LiveRequest
 from gateway.replicas.members import Members, Resolver, may_be_several
 from gateway.replicas.routing import Candidate, Router, RoutingPolicy
+from gateway.replicas.scheduler_calls import SchedulerCalls
 from quire import compatibility
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, check_model, check_protocol, differing_parts
 from quire.rpc.errors import FailedPrecondition, QuireError, ResourceExhausted, Unavailable

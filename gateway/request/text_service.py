@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from gateway.auth.caller import Caller, current_caller
 from gateway.auth.quota import Refund
-from gateway.replicas.calls import Pin
+from gateway.replicas.scheduler_calls import Pin
 from gateway.request.generator import Generator
 from gateway.request.limits import MAX_TIME_TO_LIVE_MS, Limits
 from gateway.request.prepare import encode_prompt

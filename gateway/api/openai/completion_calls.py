@@ -20,7 +20,7 @@ from quire.rpc.errors import invalid_field
 
 
 class _Call:
-    """The common part of both. See gateway.api.calls.Call."""
+    """The common part of both. See gateway.api.respond.Call."""
 
     dialect = OPENAI
     stream_form = STREAMED

@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from gateway.request import constraints as checking
-from gateway.request.constraints import ConstraintChecker, FairTurns
+from gateway.request import constraint_checker as checking
+from gateway.request.constraint_checker import ConstraintChecker, FairTurns
 from quire.common.v1.common_pb2 import Choice, Constraint
 from quire.rpc.errors import InvalidArgument, ResourceExhausted, Unavailable
 from tests.support.processes import until_true
