@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections import abc
+from collections import Counter, abc
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
@@ -34,7 +34,7 @@ from gateway.settings import GatewaySettings
 from gateway.turns import Turns
 from gateway.types import ChatPrompt, RequestOptions
 from quire.logs import set_request_id
-from quire.rpc.errors import Cancelled, QuireError, Unavailable
+from quire.rpc.errors import Cancelled, QuireError, ResourceExhausted, Unavailable
 from quire.tracing import Tracer
 
 REFUSAL_S = 0.5
@@ -49,6 +49,41 @@ _SIZE_OF_A_SEQUENCE = 10
 _TOKENS_OF_A_LOGPROB = 16
 # After this many requests have ended, other calls get a turn.
 _ENDED_AT_ONCE = 16
+MAX_PREPARED = 4096
+"""The maximum number of requests that calls with several prompts prepare at once. A scheduler's queue bounds requests
+once they are submitted, and none of a call is before all are valid."""
+_RETRY_AFTER_MS = 1000
+
+
+class Preparations:
+    """Counts the requests that calls with several prompts prepare, by tenant."""
+
+    def __init__(self) -> None:
+        self._num_requests: Counter[str] = Counter()
+
+    @contextmanager
+    def hold(self, tenant: str, num_requests: int) -> abc.Generator[None]:
+        """Counts the requests of a call during the context. One call of each tenant is always taken.
+
+        Raises:
+            ResourceExhausted: too many are prepared already, in all or by this tenant, who may have half of them.
+        """
+        own, total = self._num_requests[tenant], self._num_requests.total()
+        if own and (own + num_requests > MAX_PREPARED // 2 or total + num_requests > MAX_PREPARED):
+            raise ResourceExhausted(
+                f"{own:,} prompts of this tenant's calls are prepared, and {total:,} of all; {num_requests:,} more "
+                f"would exceed {MAX_PREPARED // 2:,} of one tenant or {MAX_PREPARED:,} of all; try again, and send "
+                "fewer at once",
+                reason="WORK_QUEUE_FULL",
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+        self._num_requests[tenant] += num_requests
+        try:
+            yield
+        finally:
+            self._num_requests[tenant] -= num_requests
+            if not self._num_requests[tenant]:
+                del self._num_requests[tenant]
 
 
 class Generator:
@@ -66,6 +101,7 @@ class Generator:
         self.model = model
         self.replicas = replicas
         self.is_draining = False
+        self.preparations = Preparations()
         self._takes_nothing = False
         self._ledger = ledger
         self._settings = settings
@@ -265,12 +301,16 @@ async def running(
     the context raises what `refusal` makes of its position and its error.
     Log probabilities of prompts count as often as the answer has them: once, or with each sequence.
     """
+    caller, preparing = current_caller(), ExitStack()
     try:
         check_call(requests[0], len(requests), await generator.limits())
-        current_caller().account.check_call(len(requests))
+        caller.account.check_call(len(requests))
+        if len(requests) > 1:
+            preparing.enter_context(generator.preparations.hold(caller.tenant, len(requests)))
     except QuireError as error:
         raise refusal(0, error) from error
     async with AsyncExitStack() as stack:
+        stack.enter_context(preparing)
         live: list[LiveRequest] = []
         num_logprobs = 0
         parameters, turns = CallParameters(), Turns()
@@ -291,6 +331,7 @@ async def running(
         for each in live:
             generator.start(each)
             await turns.pause()
+        preparing.close()
         yield live
 
 

@@ -15,7 +15,8 @@ from gateway.replicas.events import (
     PositionLogprobs,
     Usage,
 )
-from gateway.request.generator import answer, answer_event
+from gateway.request.generator import MAX_PREPARED, Preparations, answer, answer_event
+from quire.rpc.errors import ResourceExhausted
 
 POSITION = PositionLogprobs(Logprob(1, -0.5, 1), tuple(Logprob(token, -0.5, token) for token in range(1, 21)))
 
@@ -63,3 +64,20 @@ async def test_a_large_answer_is_made_beside_the_event_loop(requests, in_a_threa
     made = await answer(requests, lambda results: (threading.get_ident(), [usage for _, usage in results]))
     assert made == (made[0], [Usage(1, 1)] * len(requests))
     assert (made[0] != threading.get_ident()) == in_a_thread
+
+
+def refusal(preparations: Preparations, tenant: str) -> str:
+    with pytest.raises(ResourceExhausted) as raised, preparations.hold(tenant, 1):
+        pass
+    assert raised.value.retry_after_ms
+    return raised.value.message
+
+
+def test_a_tenant_prepares_half_of_what_all_may_and_one_call_in_any_case():
+    preparations = Preparations()
+    with preparations.hold("a", MAX_PREPARED // 2), preparations.hold("b", 1):
+        assert "2,048 prompts of this tenant's calls are prepared" in refusal(preparations, "a")
+        with preparations.hold("b", MAX_PREPARED // 2 - 1), preparations.hold("c", 1024):
+            assert "5,120 of all" in refusal(preparations, "c")
+    with preparations.hold("a", 1), preparations.hold("a", 1):
+        pass
