@@ -14,7 +14,7 @@ from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
-from quire.tracing import Tracer
+from quire.tracing.spans import Tracer
 from quire.version import VERSION
 
 _CLOSE_TIMEOUT_S = 2.0
