@@ -19,7 +19,7 @@ from bench.models import write_model
 from bench.report import Series, write_results
 from kernels.cpu.bindings import ProductShape
 from kernels.cpu.library import Operation
-from kernels.cpu.recording import RecordedCall, record
+from kernels.recording import RecordedCall, record
 from quire.settings import ConfigurationError
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.replay import room_for

@@ -24,7 +24,7 @@ import worker_svc.app
 import worker_svc.startup
 from kernels import ops
 from kernels.cpu.library import find_open_mp
-from kernels.cpu.recording import record
+from kernels.recording import record
 from quire.settings import ConfigurationError
 from worker_svc.models.registry import load_model
 from worker_svc.parallel.ranks import Ranks

@@ -19,7 +19,7 @@ from typing import Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from kernels.cpu.recording import NotRecordableError, record
+from kernels.recording import NotRecordableError, record
 from quire.settings import ConfigurationError
 from worker_svc.device.kv_pool import KvPool, zeros
 from worker_svc.layers.attention import AttentionMetadata

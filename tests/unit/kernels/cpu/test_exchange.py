@@ -9,8 +9,8 @@ import torch
 from kernels import exchange
 from kernels.backends import recording_with
 from kernels.cpu.library import SLOT_BYTES, Library
-from kernels.cpu.recording import Recorder
 from kernels.exchange import SharedGroup
+from kernels.recording import Recorder
 from tests.support.cpu_kernels import IMPLEMENTATION_PARAMS, ISAS, make_implementation, parametrize_pairwise
 from tests.support.shared_groups import together
 

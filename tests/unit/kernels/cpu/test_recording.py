@@ -10,9 +10,9 @@ from kernels import ops
 from kernels.backends import recording_with
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import Library
-from kernels.cpu.recording import NotRecordableError, Recorder, Recording
-from kernels.cpu.recording import record as make_recording
 from kernels.packed_weight import Rounding
+from kernels.recording import NotRecordableError, Recorder, Recording
+from kernels.recording import record as make_recording
 from tests.support.cpu_kernels import ISA_PARAMS, ISAS, parametrize_pairwise, torch_threads
 
 MOST_TOKENS, MOST_ROWS, BLOCK = 40, 8, 4

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.cpu.recording import NotRecordableError
 from kernels.int8 import line_bytes
+from kernels.recording import NotRecordableError
 from tests.support.cpu_kernels import ISAS, torch_threads, without_packed_products
 from tests.support.models import VOCAB_SIZE, make_shape
 from tests.support.more_models import NATIVE, make_family
