@@ -1,6 +1,7 @@
 """The simulation itself: time, processes, threads and the network."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import grpc.aio
 import pytest
 
 from quire import clock, entropy
+from quire.logs import configure_logging
 from quire.rpc.channel import open_channel
 from quire.rpc.server import RpcServer
 from tests.sim.world.network import Network
@@ -26,6 +28,15 @@ def run(world: World, node: Node, main: Callable[[], Awaitable[Any]], limit_s: f
     task = node.start(start)
     world.run(task.done, limit_s)
     return task.result()
+
+
+def test_a_world_leaves_the_log_of_the_tests_as_it_was() -> None:
+    root = logging.getLogger()
+    before = list(root.handlers), root.level
+    with World(1):
+        configure_logging("worker", "error")
+        assert (list(root.handlers), root.level) != before
+    assert (list(root.handlers), root.level) == before
 
 
 def test_sleep_takes_virtual_time_by_the_clock_of_each_process() -> None:

@@ -156,6 +156,9 @@ class World:
         gc.disable()
         # What is there already need not be visited at the end.
         gc.freeze()
+        # Services configure the log of their process, which here is that of the tests.
+        root = logging.getLogger()
+        self._log_handlers, self._log_level = list(root.handlers), root.level
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -170,6 +173,9 @@ class World:
             if self._collected:
                 gc.enable()
             gc.collect()
+        root = logging.getLogger()
+        root.handlers[:] = self._log_handlers
+        root.setLevel(self._log_level)
 
     @property
     def digest(self) -> str:
