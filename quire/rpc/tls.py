@@ -5,6 +5,8 @@ they are then; connections that are open keep what they began with. Unix sockets
 open the file may call.
 """
 
+import asyncio
+import contextlib
 import functools
 import logging
 import ssl
@@ -27,6 +29,7 @@ AUTHORITY_FILE = "ca.pem"
 ROLE_URI = "quire://role/"
 """Certificates name the role of their holder by a URI among the subject's alternative names."""
 _HEALTH = "/grpc.health.v1.Health/"
+_FIRST_MESSAGE_S = 1.0
 _KEEPING = "%s; keeping the certificate from before"
 _logger = logging.getLogger(__name__)
 
@@ -223,6 +226,11 @@ class RoleInterceptor(grpc.aio.ServerInterceptor):
         if not self._roles & shown:
             wanted, had = " or ".join(sorted(self._roles)), ", ".join(sorted(shown)) or "no role"
             message = f"this is for {wanted}; the caller's certificate names {had}"
+            if hasattr(request, "__aiter__"):
+                # A status that meets the first write of a stream reaches grpc.aio's clients as INTERNAL.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_FIRST_MESSAGE_S):
+                        await anext(aiter(request), None)
             await abort_with(PermissionDenied(message, reason="WRONG_ROLE"), context, method)
         return request
 
