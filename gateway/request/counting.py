@@ -3,7 +3,7 @@
 Every list and map has a maximum number of entries, by the name of its field, in `MAX_ENTRIES` and for all others
 `DEFAULT_MAX_ENTRIES`. The entries of a field count together over the whole message, in a protobuf message as in a body
 of JSON. A message of protobuf is counted in its bytes, before it is parsed; a body in two steps, in its bytes and as
-parsed. Both take time in proportion to what is allowed and not to what was sent. Exact limits, which may be lower or
+parsed. Counting stops at the first maximum that is exceeded. Exact limits, which may be lower or
 depend on the model, are the validator's.
 """
 
