@@ -273,19 +273,24 @@ class Lifelines:
         port, token, host = offer.split(" ", 2)
         try:
             connection = socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S)
-            # Before the token is sent, because the side that accepted the connection expects a goodbye.
-            self._connections.append(connection)
-            connection.sendall(token.encode())
-            connection.settimeout(None)
-            # A rank that shuts down before it accepts the connection resets it, and did not die.
-            first_word = connection.recv(1)
         except OSError as error:
             _logger.info("no lifeline to rank %d: %s", rank, error)
             return
-        if first_word == _GOODBYE:
-            self._leave(f"rank {rank} shut down")
-        elif first_word == _TAKEN:
-            self._hold(connection, rank)
+        with connection:
+            # Before the token is sent, because the side that accepted the connection expects a goodbye.
+            self._connections.append(connection)
+            try:
+                connection.sendall(token.encode())
+                connection.settimeout(None)
+                # A rank that shuts down before it accepts the connection resets it, and did not die.
+                first_word = connection.recv(1)
+            except OSError as error:
+                _logger.info("no lifeline to rank %d: %s", rank, error)
+                return
+            if first_word == _GOODBYE:
+                self._leave(f"rank {rank} shut down")
+            elif first_word == _TAKEN:
+                self._hold(connection, rank)
 
     def _accept(self, listener: socket.socket, token: bytes) -> None:
         with listener:
@@ -296,18 +301,18 @@ class Lifelines:
                     if secrets.compare_digest(_receive(connection, len(token)), token):
                         break
                 connection.close()
-        self._connections.append(connection)
-        with suppress(OSError):
-            connection.sendall(_TAKEN)
-        self._hold(connection, 0)
+        with connection:
+            self._connections.append(connection)
+            with suppress(OSError):
+                connection.sendall(_TAKEN)
+            self._hold(connection, 0)
 
     def _hold(self, connection: socket.socket, rank: int) -> None:
-        with connection:
-            connection.settimeout(None)
-            try:
-                last_word = connection.recv(1)
-            except OSError:
-                last_word = b""
+        connection.settimeout(None)
+        try:
+            last_word = connection.recv(1)
+        except OSError:
+            last_word = b""
         self._leave(f"rank {rank} shut down" if last_word == _GOODBYE else f"rank {rank} died")
 
 

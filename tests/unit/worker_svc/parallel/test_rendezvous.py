@@ -44,6 +44,27 @@ def test_a_rank_that_ends_in_order_says_so_to_the_rank_that_holds_its_connection
     assert reasons.get() == "rank 1 shut down"
 
 
+@pytest.mark.parametrize("answer", [b"", b".", b"+"])
+def test_a_connection_closes_in_whichever_way_it_ends(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+    create_connection = socket.create_connection
+
+    def create_and_keep(*arguments: Any) -> socket.socket:
+        made.append(create_connection(*arguments))
+        return made[0]
+
+    monkeypatch.setattr(socket, "create_connection", create_and_keep)
+    lifelines, _ = make_lifelines()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        lifelines.connect(1, f"{listener.getsockname()[1]} token 127.0.0.1")
+        with listener.accept()[0] as connection:
+            assert connection.recv(5) == b"token"
+            connection.sendall(answer)
+    for thread in [thread for thread in threading.enumerate() if thread.name == "lifeline 1"]:
+        thread.join(30)
+    assert made[0].fileno() == -1
+
+
 def test_a_connection_that_takes_long_to_come_about_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     may_fail = threading.Event()
 
