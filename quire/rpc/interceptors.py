@@ -4,8 +4,9 @@ import asyncio
 import functools
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import aclosing, contextmanager
+from types import AsyncGeneratorType
 from typing import Any, NoReturn
 
 import grpc
@@ -71,7 +72,9 @@ class Arrivals(grpc.aio.ServerInterceptor):
 class CallEnds(grpc.aio.ServerInterceptor):
     """Reports each call that is over: its method and its status.
 
-    To be the first interceptor of a server: refusals of those behind it are reported, too. A call that its client
+    To be the first interceptor of a server: refusals of those behind it are reported, too. And gRPC keeps what
+    `context.abort` raises with the call, in a cycle: without the frames of its traceback, all of which are behind this
+    interceptor, the request is not kept until a garbage collection. A call that its client
     cancelled is CANCELLED, one whose deadline passed DEADLINE_EXCEEDED; where requests are a stream, a handler may take
     either for the end of them, and the call is OK. Calls of health are not reported: supervisors ask all the time.
     """
@@ -98,16 +101,26 @@ class CallEnds(grpc.aio.ServerInterceptor):
         if is_generator(behavior):
 
             async def generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-                with self._reported(name, context):
-                    async with aclosing(behavior(request, context)) as responses:
-                        async for response in responses:
-                            yield response
+                answering = behavior(request, context)
+                del request
+                try:
+                    with self._reported(name, context):
+                        async with aclosing(answering) as responses:
+                            async for response in responses:
+                                yield response
+                except grpc.aio.AbortError as aborted:
+                    raise aborted.with_traceback(None) from None
 
             return generator
 
         async def coroutine(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            with self._reported(name, context):
-                return await behavior(request, context)
+            answering = behavior(request, context)
+            del request
+            try:
+                with self._reported(name, context):
+                    return await answering
+            except grpc.aio.AbortError as aborted:
+                raise aborted.with_traceback(None) from None
 
         return coroutine
 
@@ -170,14 +183,13 @@ async def abort_with(error: Exception, context: grpc.aio.ServicerContext, method
         _logger.error("%s failed unexpectedly", method, exc_info=error)
         error = Internal("an unexpected error; see the server's log", reason="UNEXPECTED")
     status = to_rpc_status(error)
-    # gRPC keeps what `abort` raises with the call, in a cycle. With the error and its traceback the request would be
-    # kept, too, until a garbage collection that a few large requests do not cause.
+    # What `abort` raises would keep the error, and with its traceback the request.
     del error
     try:
         await context.abort(status.code, status.details, tuple(status.trailing_metadata or ()))
     except grpc.aio.AbortError as aborted:
         aborted.__context__ = None
-        raise aborted.with_traceback(None) from None
+        raise
     raise AssertionError("context.abort returned")
 
 
@@ -186,9 +198,10 @@ def _guarded(behavior: Behavior, *, method: str, decode: Callable[[Any], Any]) -
     if is_generator(behavior):
 
         async def generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            responses = None
+            decoded = responses = None
             try:
-                responses = behavior(decode(request), context)
+                decoded = decode(request)
+                responses = behavior(decoded, context)
                 async for response in responses:
                     yield response
             except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
@@ -198,18 +211,29 @@ def _guarded(behavior: Behavior, *, method: str, decode: Callable[[Any], Any]) -
             finally:
                 if responses is not None:
                     await responses.aclose()
+                await _close(decoded)
 
         return generator
 
     async def coroutine(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        decoded = None
         try:
-            return await behavior(decode(request), context)
+            decoded = decode(request)
+            return await behavior(decoded, context)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:
             await abort_with(error, context, method)
+        finally:
+            await _close(decoded)
 
     return coroutine
+
+
+async def _close(requests: Any) -> None:
+    """Closes the requests of a stream; one request as such needs nothing. A task that reads them is about to end."""
+    if isinstance(requests, AsyncGeneratorType) and not requests.ag_running:
+        await requests.aclose()
 
 
 def decoder(deserialize: Callable[[bytes], Any] | None) -> Callable[[Any], Any]:
@@ -233,8 +257,13 @@ def decoder(deserialize: Callable[[bytes], Any] | None) -> Callable[[Any], Any]:
 
 async def _decode_each(decode: Callable[[Any], Any], requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     """The requests of a stream. It ends where the call is over or the server stopped, which gRPC raises as errors."""
+    received = aiter(requests)
     try:
-        async for request in requests:
+        async for request in received:
             yield decode(request)
     except grpc.aio.BaseError as error:
         _logger.debug("no more requests: %s", error)
+    finally:
+        # gRPC's generator is in a cycle with what made it, and has the last message until it is closed.
+        if isinstance(received, AsyncGenerator):
+            await received.aclose()

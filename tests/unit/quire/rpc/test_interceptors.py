@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
-import weakref
+import tracemalloc
+from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +12,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from quire.rpc.channel import open_channel
 from quire.rpc.errors import InvalidArgument
-from quire.rpc.interceptors import Arrivals, ErrorInterceptor
+from quire.rpc.interceptors import Arrivals
+from quire.rpc.server import RpcServer
 from tests.support.processes import until_true
 
 CALL: Any = SimpleNamespace(method="/x/Y")
@@ -53,32 +57,57 @@ async def test_the_handler_is_the_one_that_would_have_been():
     assert await Arrivals().intercept_service(continuation, CALL) is handler
 
 
-class _Request:
-    """What a handler holds when it raises."""
+async def _refuse_one(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    raise InvalidArgument(f"{len(request)} bytes")
 
 
-async def test_a_refused_call_keeps_nothing_of_its_request(tmp_path):
-    held: list[weakref.ref[_Request]] = []
+async def _refuse_one_by_stream(request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    yield b""
+    raise InvalidArgument(f"{len(request)} bytes")
 
-    async def refuse(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        value = _Request()
-        held.append(weakref.ref(value))
-        raise InvalidArgument("no")
 
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("x", {"Y": grpc.unary_unary_rpc_method_handler(refuse)}),)
-    )
-    address = f"unix:{tmp_path}/server"
-    server.add_insecure_port(address)
-    await server.start()
+async def _refuse_first(requests: Any, context: grpc.aio.ServicerContext) -> bytes:
+    async for request in requests:
+        raise InvalidArgument(f"{len(request)} bytes")
+    return b""
+
+
+async def _refuse_first_by_stream(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    async for request in requests:
+        yield b""
+        raise InvalidArgument(f"{len(request)} bytes")
+
+
+@pytest.mark.parametrize(
+    ("make_handler", "refuse"),
+    [
+        (grpc.unary_unary_rpc_method_handler, _refuse_one),
+        (grpc.unary_stream_rpc_method_handler, _refuse_one_by_stream),
+        (grpc.stream_unary_rpc_method_handler, _refuse_first),
+        (grpc.stream_stream_rpc_method_handler, _refuse_first_by_stream),
+        (grpc.stream_stream_rpc_method_handler, _refuse_first),
+    ],
+)
+async def test_a_refused_call_keeps_nothing_of_its_request(make_handler: Any, refuse: Any, tmp_path: Path) -> None:
+    """Without garbage collections, which few large requests do not cause."""
+
+    def register(server: grpc.aio.Server) -> None:
+        handler = make_handler(refuse, request_deserializer=bytes)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("x", {"Y": handler}),))
+
+    size, count = 1 << 20, 10
+    server = await RpcServer.start(f"unix:{tmp_path}/server", register, [], on_call_end=lambda *_: None)
     gc.disable()
+    tracemalloc.start()
     try:
-        async with grpc.aio.insecure_channel(address) as channel:
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await channel.unary_unary("/x/Y")(b"", timeout=60)
-            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            await until_true(lambda: held[0]() is None, 60)
+        async with open_channel(server.address) as channel:
+            for _ in range(count):
+                caller = channel.stream_stream("/x/Y")(iter([bytes(size)]), timeout=60)
+                with pytest.raises(grpc.aio.AioRpcError, match=f"{size} bytes"):
+                    _ = [answer async for answer in caller]
+                del caller
+            await until_true(lambda: tracemalloc.get_traced_memory()[0] < 2 * size, 20)
     finally:
+        tracemalloc.stop()
         gc.enable()
-        await server.stop(None)
+        await server.stop(0)
