@@ -22,6 +22,7 @@ import numpy as np
 
 from bench.report import Series, write_results
 from quire.client import AsyncClient, GenerationOptions
+from quire.rpc.address import TcpAddress, parse_address
 from quire.rpc.errors import QuireError, ResourceExhausted
 from quire_cli.supervisor import LocalServer, ServeSettings
 
@@ -149,6 +150,8 @@ async def _run(arguments: argparse.Namespace) -> tuple[Findings, dict[str, dict[
     async with LocalServer(settings) as server:
         await server.wait_ready()
         processes = [server.process(name) for name in ("gateway", "scheduler", "worker")]
+        http_address = parse_address(server.http_address)
+        assert isinstance(http_address, TcpAddress)
         limits = httpx.Limits(max_connections=arguments.streams)
         async with (
             AsyncClient(server.grpc_address) as grpc,
@@ -163,7 +166,7 @@ async def _run(arguments: argparse.Namespace) -> tuple[Findings, dict[str, dict[
             attack = await _start_attack(server, arguments)
             async with asyncio.TaskGroup() as group:
                 watching = [
-                    group.create_task(_watch_health(server.http_address, findings)),
+                    group.create_task(_watch_health(http_address, findings)),
                     group.create_task(_watch_memory(server, findings)),
                 ]
                 streaming = [
@@ -211,15 +214,21 @@ async def _stream_until(ends_at: float, caller: OrdinaryCaller, expected: str, f
             findings.stream_s.append(time.monotonic() - started)
 
 
-async def _watch_health(address: str, findings: Findings) -> None:
+async def _watch_health(address: TcpAddress, findings: Findings) -> None:
     """Asks by a new connection each time, as load balancers do."""
+    request = f"GET /health HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode()
     while True:
         started = time.monotonic()
-        async with httpx.AsyncClient(timeout=_HEALTH_TIMEOUT_S) as client:
-            try:
-                (await client.get(f"http://{address}/health")).raise_for_status()
-            except httpx.HTTPError as error:
-                findings.failures[f"/health: {type(error).__name__} {error}"] += 1
+        try:
+            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection(address.host, address.port)
+                with contextlib.closing(writer):
+                    writer.write(request)
+                    answer = await reader.read()
+            if not answer.startswith(b"HTTP/1.1 200"):
+                findings.failures[f"/health: {answer[:100]!r}"] += 1
+        except (OSError, TimeoutError) as error:
+            findings.failures[f"/health: {type(error).__name__} {error}"] += 1
         findings.health_s.append(time.monotonic() - started)
         await asyncio.sleep(_HEALTH_EVERY_S)
 

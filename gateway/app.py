@@ -31,6 +31,7 @@ from gateway.server.connections import BodyMemory, HttpServer
 from gateway.server.grpc import AuthInterceptor, IdleCalls, SlowClientInterceptor, TraceInterceptor, add_service
 from gateway.server.http import make_http_app
 from gateway.settings import GatewaySettings
+from gateway.turns import TenantTurns
 from gateway.vllm_metrics import VllmMetrics
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.inference import open_inference_pb2
@@ -121,7 +122,8 @@ class Gateway:
         generator = _make_generator(settings, path, gateway_id, ledger, metrics, tls, tracer, resolver)
         authenticator = _make_authenticator(settings, metrics)
         kserve = KServeServicer(generator)
-        app = make_http_app(generator, kserve, metrics, authenticator, settings, started_at_s=int(time.time()))
+        turns = TenantTurns()
+        app = make_http_app(generator, kserve, metrics, authenticator, settings, turns, started_at_s=int(time.time()))
         bodies = BodyMemory(settings.max_total_body_bytes)
         http = HttpServer(app, settings, bodies, metrics.count_refused_connection, tls.public)
         idle_calls = IdleCalls()
@@ -130,7 +132,10 @@ class Gateway:
             idle_calls,
             AuthInterceptor(authenticator, _SERVICE_NAMES, metrics.count_refused_caller),
             SlowClientInterceptor(
-                bodies, sender_timeout_s=settings.slow_sender_timeout, reader_timeout_s=settings.slow_reader_timeout
+                bodies,
+                turns,
+                sender_timeout_s=settings.slow_sender_timeout,
+                reader_timeout_s=settings.slow_reader_timeout,
             ),
             *([] if tracer is None else [TraceInterceptor()]),
         ]

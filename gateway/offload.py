@@ -6,10 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, TypeVarTuple
 
+from gateway.turns import LONG_BYTES
 from quire.rpc.errors import ResourceExhausted
 
-LONG_BYTES = 64 * 1024
-"""Work of more bytes is long; one thread never runs it, so that short work never waits for it."""
 MAX_WAITING_BYTES = 64 << 20
 """The default maximum of the bytes that wait for a thread, of all tenants together; a tenant may have half of it."""
 # What a job costs besides its bytes, so that many tiny jobs are not free.
@@ -45,8 +44,8 @@ class FairExecutor:
     """Threads that tenants share by bytes of work: while several wait, each gets the same bytes per second.
 
     The order is that of self-clocked fair queueing (Golestani 1994). The short and the long jobs of a tenant wait in
-    two queues, and long jobs leave one thread to short ones, so that short jobs wait for short jobs only. Where there
-    is one thread, it runs both in turn.
+    two queues; jobs of more than LONG_BYTES are long. They leave one thread to short ones, so that short jobs wait for
+    short jobs only. Where there is one thread, it runs both in turn.
 
     All methods are called on one event loop; the functions that it runs must be safe in threads.
     """

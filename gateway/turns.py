@@ -5,10 +5,16 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar, TypeVarTuple
 
+LONG_BYTES = 64 * 1024
+"""What has more bytes takes long: a parser needs up to a millisecond for so many."""
 _TURN_S = 0.005
 TOKENS_PER_TURN = 50
 """Tokens to detokenize between two pauses. A token takes some ten microseconds, more with stop strings."""
+
+Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
 
 
 class Turns:
@@ -44,6 +50,15 @@ class TenantTurns:
                 while not (is_done := work()) and time.perf_counter() - began_at < _TURN_S:
                     pass
                 # As long for everything else: a token passes through several turns of the loop on its way to a client.
+                await asyncio.sleep(time.perf_counter() - began_at)
+
+    async def call(self, tenant: str, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
+        """The result of a function that takes long and cannot pause, such as a parser, in a turn of its own."""
+        async with self._turn(tenant):
+            began_at = time.perf_counter()
+            try:
+                return function(*arguments)
+            finally:
                 await asyncio.sleep(time.perf_counter() - began_at)
 
     @asynccontextmanager

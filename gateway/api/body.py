@@ -3,7 +3,7 @@
 import codecs
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, TypeAdapter, ValidationError
@@ -11,9 +11,10 @@ from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import Request
 
 from gateway.api.answers import ErrorAnswer, HttpError
+from gateway.auth.caller import current_tenant
 from gateway.request.counting import EntryLimits, check_json, check_values
 from gateway.request.violations import shortened
-from gateway.turns import Turns
+from gateway.turns import LONG_BYTES, TenantTurns, Turns
 from quire.rpc.errors import InvalidArgument, invalid_field
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -49,10 +50,12 @@ def max_entries(limit: int) -> BeforeValidator:
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Limits of the size of a body, in bytes and in entries. `IncomingBody` limits the time."""
+    """Limits of the size of a body, in bytes and in entries. `IncomingBody` limits the time. Long bodies are parsed in
+    `turns`."""
 
     max_bytes: int
     entries: EntryLimits
+    turns: TenantTurns = field(default_factory=TenantTurns)
 
 
 async def read_body(request: Request, limits: BodyLimits) -> bytes:
@@ -75,7 +78,7 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
 
 async def read_model(kind: type[Model], request: Request, limits: BodyLimits, union_types: Mapping[str, str]) -> Model:
     """The body of a request as `kind`. Raises as `read_body`, `load_json` and `validated` do."""
-    return validated(kind, await load_json(await read_body(request, limits), limits.entries), union_types)
+    return validated(kind, await load_json(await read_body(request, limits), limits), union_types)
 
 
 async def validated_by_turns(
@@ -114,25 +117,34 @@ def validated(kind: type[Model], fields: object, union_types: Mapping[str, str])
         raise _invalid(error, union_types) from error
 
 
-async def load_json(data: bytes, limits: EntryLimits) -> Any:
+async def load_json(data: bytes, limits: BodyLimits) -> Any:
     """The JSON value in `data`, counted.
 
     Raises:
         InvalidArgument: it is not JSON, or has too many entries.
     """
-    turns = Turns()
-    check_values(data, limits)
-    await turns.pause()
+    if len(data) <= LONG_BYTES:
+        check_values(data, limits.entries)
+        value = _parsed(data)
+        _check_entries(value, limits.entries)
+        return value
+    tenant, turns = current_tenant(), limits.turns
+    await turns.call(tenant, check_values, data, limits.entries)
+    value = await turns.call(tenant, _parsed, data)
+    await turns.call(tenant, _check_entries, value, limits.entries)
+    return value
+
+
+def _parsed(data: bytes) -> Any:
     try:
-        value = from_json(data.removeprefix(codecs.BOM_UTF8))
+        return from_json(data.removeprefix(codecs.BOM_UTF8))
     except ValueError as error:
         raise _malformed(str(error)) from error
-    finally:
-        await turns.pause()
+
+
+def _check_entries(value: Any, limits: EntryLimits) -> None:
     if isinstance(value, dict):
         check_json(cast(dict[str, Any], value), limits)
-        await turns.pause()
-    return value
 
 
 def _check_media_type(request: Request) -> None:

@@ -74,7 +74,7 @@ async def parse(
             entries.
     """
     turns, types = Turns(), union_types or {}
-    fields = await load_json(data, limits.entries)
+    fields = await load_json(data, limits)
     if isinstance(fields, dict):
         name = long_list.name
         if name in kind.model_fields and isinstance(fields.get(name), list):

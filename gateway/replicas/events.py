@@ -253,21 +253,22 @@ class EventBatch:
     failed: list[RequestFailed] = field(default_factory=list[RequestFailed])
     prompt_runs: list[PromptRun] = field(default_factory=list[PromptRun])
 
-    def parts(self, max_tokens: int) -> "list[EventBatch]":
+    def parts(self, max_tokens: int) -> "Iterator[EventBatch]":
         """Batches of at most that many tokens, or about as many ends, which together are this one when they are applied
-        in order. A request's completion is in the same part as its ends."""
+        in order; each is made when it is asked for. A request's completion is in the same part as its ends."""
         if sum(len(run.token_ids) for run in self.runs) + len(self.ended) <= max_tokens:
-            return [self]
-        batches = [EventBatch(prompt_runs=self.prompt_runs), EventBatch()]
-        room = max_tokens
+            yield self
+            return
+        yield EventBatch(prompt_runs=self.prompt_runs)
+        part, room = EventBatch(), max_tokens
         for run in self.runs:
             start = 0
             while start < len(run.token_ids):
                 if not room:
-                    batches.append(EventBatch())
-                    room = max_tokens
+                    yield part
+                    part, room = EventBatch(), max_tokens
                 piece = run.piece(start, start + room)
-                batches[-1].runs.append(piece)
+                part.runs.append(piece)
                 start += len(piece.token_ids)
                 room -= len(piece.token_ids)
         ends: dict[int, list[SequenceEnded]] = {completion.handle: [] for completion in self.completed}
@@ -275,12 +276,14 @@ class EventBatch:
             ends.setdefault(end.handle, []).append(end)
         completed = {completion.handle: completion for completion in self.completed}
         for handle, of_request in ends.items():
-            if len(batches[-1].ended) >= max_tokens or batches[-1].runs:
-                batches.append(EventBatch())
-            batches[-1].ended.extend(of_request)
+            if len(part.ended) >= max_tokens or part.runs:
+                yield part
+                part = EventBatch()
+            part.ended.extend(of_request)
             if handle in completed:
-                batches[-1].completed.append(completed[handle])
-        return [*batches, EventBatch(failed=self.failed)]
+                part.completed.append(completed[handle])
+        yield part
+        yield EventBatch(failed=self.failed)
 
 
 @dataclass(frozen=True, slots=True)

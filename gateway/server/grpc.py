@@ -18,11 +18,12 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
-from gateway.auth.caller import set_caller
+from gateway.auth.caller import current_tenant, set_caller
 from gateway.auth.keys import Authenticator
 from gateway.request.counting import CountedMessage, EntryLimits
 from gateway.request.spans import set_incoming_context
 from gateway.server.connections import BodyMemory
+from gateway.turns import LONG_BYTES, TenantTurns
 from quire.rpc.errors import DeadlineExceeded, InvalidArgument, PermissionDenied, QuireError, Unavailable
 from quire.rpc.health import REFLECTION_SERVICES
 from quire.rpc.interceptors import Behavior, Continuation, around, decoder, remake
@@ -163,9 +164,12 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
     generator functions, or write by themselves, without a limit.
     """
 
-    def __init__(self, bodies: BodyMemory, *, sender_timeout_s: float, reader_timeout_s: float) -> None:
-        """The request of a call counts in `bodies` until the call is over."""
+    def __init__(
+        self, bodies: BodyMemory, turns: TenantTurns, *, sender_timeout_s: float, reader_timeout_s: float
+    ) -> None:
+        """The request of a call counts in `bodies` until the call is over; a long one is parsed in one of `turns`."""
         self._bodies = bodies
+        self._turns = turns
         self._sender_timeout_s = sender_timeout_s
         self._reader_timeout_s = reader_timeout_s
 
@@ -209,11 +213,14 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
             try:
                 held.add(len(data))
                 held.complete()
-                return await behavior(decode(data), context)
+                return await behavior(await self._decoded(decode, data), context)
             finally:
                 held.release()
 
         return handle
+
+    async def _decoded(self, decode: Callable[[bytes], Any], data: bytes) -> Any:
+        return decode(data) if len(data) <= LONG_BYTES else await self._turns.call(current_tenant(), decode, data)
 
     def _writing(self, behavior: Behavior) -> Behavior:
         """Writes what a generator yields."""

@@ -34,6 +34,7 @@ from gateway.request.generator import Generator
 from gateway.request.spans import set_incoming_context
 from gateway.request.violations import shortened
 from gateway.settings import GatewaySettings
+from gateway.turns import TenantTurns
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import PermissionDenied, QuireError, Unauthenticated
 from quire.version import VERSION
@@ -50,11 +51,14 @@ def make_http_app(
     metrics: GatewayMetrics,
     authenticator: Authenticator,
     settings: GatewaySettings,
+    turns: TenantTurns,
     *,
     started_at_s: int,
 ) -> Starlette:
-    """The application. `started_at_s` is the time in seconds since the Unix epoch that models report as theirs."""
-    body_limits = BodyLimits(settings.max_message_bytes, EntryLimits(settings.max_chat_messages))
+    """The application. Long bodies are parsed in `turns`. `started_at_s` is the time in seconds since the Unix epoch that
+    models report as theirs."""
+    entries = EntryLimits(settings.max_chat_messages)
+    body_limits = BodyLimits(settings.max_message_bytes, entries, turns)
     routes = [
         *openai_routes(generator, body_limits, keep_alive_s=settings.sse_keepalive, started_at_s=started_at_s),
         *response_routes(

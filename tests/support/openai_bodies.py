@@ -1,7 +1,9 @@
-"""Bodies of the HTTP API as it parses them, without an event loop."""
+"""Bodies of the HTTP API as it parses them."""
 
+import asyncio
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from gateway.api.body import BodyLimits
@@ -14,10 +16,8 @@ BODY_LIMITS = BodyLimits(1 << 22, EntryLimits(max_messages=10_000))
 
 
 def parse(kind: type[BodyType], body: bytes | Mapping[str, Any], limits: BodyLimits = BODY_LIMITS) -> BodyType:
-    """The body as `parse_body` returns it, which waits for nothing but its turns. Raises as it does."""
+    """The body as `parse_body` returns it. Raises as it does."""
     parsing = parse_body(kind, body if isinstance(body, bytes) else json.dumps(body).encode(), limits)
-    try:
-        while True:
-            parsing.send(None)
-    except StopIteration as end:
-        return end.value
+    # In a thread: the caller may have an event loop.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, parsing).result()

@@ -126,7 +126,7 @@ async def test_a_batch_in_parts_is_the_batch(ledger, max_tokens):
         runs = [TokenRun(first.handle, 0, 0, ids_of("hello")), TokenRun(second.handle, 0, 0, ids_of("good day"))]
         ends = [finishing_batch(live, run.token_ids) for live, run in zip((first, second), runs, strict=True)]
         whole = make_batch(runs, [end for each in ends for end in each.ended], [e for x in ends for e in x.completed])
-        return whole.parts(max_tokens)
+        return list(whole.parts(max_tokens))
 
     lives = open_live(ledger, "a"), open_live(ledger, "b")
     for part in batches(*lives):

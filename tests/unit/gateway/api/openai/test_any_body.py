@@ -151,7 +151,7 @@ NESTED = st.recursive(
 async def test_strings_lists_and_objects_of_a_body_are_counted_before_they_are_made(value, ensure_ascii):
     data = json.dumps(value, ensure_ascii=ensure_ascii).encode()
     number = num_values(value)
-    assert await load_json(data, _Limits(number)) == value
+    assert await load_json(data, BodyLimits(1 << 22, _Limits(number))) == value
     if number:
         with pytest.raises(QuireError, match=f"has more than {number - 1:,} strings, lists and objects"):
-            await load_json(data, _Limits(number - 1))
+            await load_json(data, BodyLimits(1 << 22, _Limits(number - 1)))
