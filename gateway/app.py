@@ -39,7 +39,7 @@ from quire.metrics import MetricsServer, register_process
 from quire.model_source import resolve_model
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import Unavailable
-from quire.rpc.process import in_daemon_thread
+from quire.rpc.process import in_daemon_thread, return_freed_memory
 from quire.rpc.server import ConnectionLimits, RpcServer
 from quire.rpc.tls import AUTHORITY_FILE, Role, ServerTls, TlsIdentity
 from quire.tracing import Tracer, open_tracer
@@ -51,6 +51,7 @@ _KSERVE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 _SERVICE_NAMES = [service.full_name for service in (_GENERATION, _MODEL, _PREFIX, _KSERVE)]
 # The time for calls that have ended to send their last message.
 _STOP_GRACE_S = 1.0
+_RETURN_MEMORY_EVERY_S = 2.0
 # The time for HTTP clients to learn from the headers of an answer that they must open another connection, and the time
 # without gRPC calls after which all clients of gRPC have done so, or are idle.
 _HAND_OVER_S = 1.0
@@ -99,6 +100,7 @@ class Gateway:
             asyncio.create_task(generator.replicas.run(), name="schedulers"),
             asyncio.create_task(self._report_readiness(), name="readiness"),
             asyncio.create_task(authenticator.watch(), name="API keys"),
+            asyncio.create_task(return_freed_memory(_RETURN_MEMORY_EVERY_S), name="memory"),
         ]
 
     @classmethod

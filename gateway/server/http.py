@@ -55,8 +55,10 @@ def make_http_app(
     *,
     started_at_s: int,
 ) -> Starlette:
-    """The application. Long bodies are parsed in `turns`. `started_at_s` is the time in seconds since the Unix epoch that
-    models report as theirs."""
+    """The application. Long bodies are parsed in `turns`.
+
+    `started_at_s` is the time that models report as theirs, in seconds since the Unix epoch.
+    """
     entries = EntryLimits(settings.max_chat_messages)
     body_limits = BodyLimits(settings.max_message_bytes, entries, turns)
     routes = [
