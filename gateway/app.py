@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import time
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +31,7 @@ from gateway.server.http import make_http_app
 from gateway.settings import GatewaySettings
 from gateway.turns import TenantTurns
 from gateway.vllm_metrics import VllmMetrics
+from quire import clock, entropy
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.inference import open_inference_pb2
 from quire.metrics import MetricsServer, register_process
@@ -112,7 +111,7 @@ class Gateway:
         Raises:
             ConfigurationError: the model directory, a file or an address cannot be used, in one line.
         """
-        gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
+        gateway_id = f"gateway-{entropy.random_hex(6)}"
         metrics = metrics or GatewayMetrics(settings.tenant_metrics)
         tls = _Tls.of(settings)
         register_process(metrics.registry, tls.files)
@@ -125,7 +124,7 @@ class Gateway:
         authenticator = _make_authenticator(settings, metrics)
         kserve = KServeServicer(generator)
         turns = TenantTurns()
-        app = make_http_app(generator, kserve, metrics, authenticator, settings, turns, started_at_s=int(time.time()))
+        app = make_http_app(generator, kserve, metrics, authenticator, settings, turns, started_at_s=int(clock.unix_s()))
         bodies = BodyMemory(settings.max_total_body_bytes)
         http = HttpServer(app, settings, bodies, metrics.count_refused_connection, tls.public)
         idle_calls = IdleCalls()

@@ -5,7 +5,6 @@ scheduler. A request that is submitted again to another scheduler stays one requ
 its own in `requests`, and neither its prompt nor tokens that came before count again.
 """
 
-import time
 from collections import Counter as Tally
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from gateway.replicas.events import FinishReason, Usage
 from gateway.replicas.live import Arrivals, LiveRequest
+from quire import clock
 from quire.histograms import COUNTS, SECONDS, SHORT_SECONDS, SMALL_COUNTS, Distribution, TenantLabels
 from quire.metrics import CallCounts
 from quire.rpc.errors import QuireError
@@ -77,7 +77,7 @@ class RequestStatistics:
         self.completed.add(seconds)
         self.queued.add(usage.queue_ms / 1000)
         self.computed.add((usage.prefill_ms + usage.decode_ms) / 1000)
-        self.last_completed_at_s = time.time()
+        self.last_completed_at_s = clock.unix_s()
 
 
 @dataclass(slots=True)
@@ -358,7 +358,7 @@ class GatewayMetrics:
 
     @contextmanager
     def _tracked(self, live: LiveRequest, *, is_resumed: bool, num_known_tokens: int = 0) -> Iterator[None]:
-        started_at = time.monotonic()
+        started_at = clock.monotonic()
         outcome = "abandoned"
         try:
             with self._live.track_inprogress():
@@ -369,7 +369,7 @@ class GatewayMetrics:
             raise
         finally:
             self._requests.labels(outcome).inc()
-            seconds, usage = time.monotonic() - started_at, live.usage if outcome == "completed" else None
+            seconds, usage = clock.monotonic() - started_at, live.usage if outcome == "completed" else None
             self.statistics.add(seconds, usage)
             self._resubmissions.inc(max(live.submissions - 1, 0))
             num_new = live.num_generated_tokens - num_known_tokens

@@ -1,11 +1,12 @@
 """Fair use of the event loop, which all requests share."""
 
 import asyncio
-import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar, TypeVarTuple
+
+from quire import clock
 
 LONG_BYTES = 64 * 1024
 """What has more bytes takes long: a parser needs up to a millisecond for so many."""
@@ -21,13 +22,13 @@ class Turns:
     """Lets other tasks run during long work that waits for nothing, such as a check of a thousand prompts."""
 
     def __init__(self) -> None:
-        self._began_at = time.perf_counter()
+        self._began_at = clock.monotonic()
 
     async def pause(self) -> None:
         """Lets other tasks run if this one has had its turn. Call it at least every few milliseconds."""
-        if time.perf_counter() - self._began_at >= _TURN_S:
+        if clock.monotonic() - self._began_at >= _TURN_S:
             await asyncio.sleep(0)
-            self._began_at = time.perf_counter()
+            self._began_at = clock.monotonic()
 
 
 class TenantTurns:
@@ -46,20 +47,20 @@ class TenantTurns:
         is_done = False
         while not is_done:
             async with self._turn(tenant):
-                began_at = time.perf_counter()
-                while not (is_done := work()) and time.perf_counter() - began_at < _TURN_S:
+                began_at = clock.monotonic()
+                while not (is_done := work()) and clock.monotonic() - began_at < _TURN_S:
                     pass
                 # As long for everything else: a token passes through several turns of the loop on its way to a client.
-                await asyncio.sleep(time.perf_counter() - began_at)
+                await asyncio.sleep(clock.monotonic() - began_at)
 
     async def call(self, tenant: str, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
         """The result of a function that takes long and cannot pause, such as a parser, in a turn of its own."""
         async with self._turn(tenant):
-            began_at = time.perf_counter()
+            began_at = clock.monotonic()
             try:
                 return function(*arguments)
             finally:
-                await asyncio.sleep(time.perf_counter() - began_at)
+                await asyncio.sleep(clock.monotonic() - began_at)
 
     @asynccontextmanager
     async def _turn(self, tenant: str) -> AsyncGenerator[None]:

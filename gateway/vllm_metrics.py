@@ -6,7 +6,6 @@ gateways are right; the use of the KV cache is the whole replica's. docs/metrics
 """
 
 import asyncio
-import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from gateway.metrics import GatewayMetrics, ReplicaRecord
 from gateway.replicas.events import FinishReason
 from gateway.replicas.replica_set import Replicas
 from gateway.replicas.scheduler_calls import ReplicaLoad
+from quire import clock
 from quire.histograms import Distribution
 
 _LABELS = ("model_name", "engine")
@@ -209,7 +209,7 @@ class VllmMetrics(Collector):
         """Quire has no adapters. The gateway API inference extension reads the lists, and the time of the newest."""
         names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
         family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters; the value is the present time.", labels=names)
-        family.add_metric(["0", "", ""], time.time())
+        family.add_metric(["0", "", ""], clock.unix_s())
         return family
 
     def _family(

@@ -9,7 +9,6 @@ import asyncio
 import json
 import logging
 import math
-import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -28,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.request.generator import REFUSAL_S
 from gateway.request.violations import renamed, shortened
+from quire import entropy
 from quire.logs import REQUEST_ID
 from quire.rpc.errors import QuireError
 
@@ -157,7 +157,7 @@ def error_answer(error: Exception, names: ParamNames, request_id: str | None = N
             return answer
         case QuireError():
             return _of_quire_error(renamed(error, names))
-    found = _client_request_id.get() or request_id or secrets.token_hex(16)
+    found = _client_request_id.get() or request_id or entropy.random_hex(16)
     _logger.error("request %s failed unexpectedly", shortened(found), exc_info=error, extra={REQUEST_ID: found})
     message = f"an unexpected error; the server's log has the request id {shortened(found)} and tells more"
     return ErrorAnswer(500, message, "unexpected", headers={"x-request-id": found, "x-should-retry": "false"})

@@ -3,12 +3,12 @@
 It is set when a call arrives, also if authentication is off. Outside of calls there is none, and reading it raises.
 """
 
-import time
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
 
 from gateway.auth.quota import Account, Limits
+from quire import clock
 from quire.rpc.errors import FieldViolation, PermissionDenied
 
 DEFAULT_TENANT = "default"
@@ -82,7 +82,7 @@ class Caller:
 def anyone() -> Caller:
     """The caller if authentication is off: everything is allowed, nothing is limited."""
     access = Access(max_priority=HIGHEST_PRIORITY, may_pin=True, is_operator=True)
-    return Caller(DEFAULT_TENANT, access, Account(Limits(), time.monotonic))
+    return Caller(DEFAULT_TENANT, access, Account(Limits(), clock.monotonic))
 
 
 def current_caller() -> Caller:

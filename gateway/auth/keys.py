@@ -15,10 +15,9 @@ import json
 import logging
 import os
 import re
-import secrets
 import stat
 import tempfile
-import time
+from base64 import urlsafe_b64encode
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -30,6 +29,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from gateway.auth.caller import HIGHEST_PRIORITY, Access, Caller, anyone
 from gateway.auth.quota import Account, Limits
+from quire import clock, entropy
 from quire.rpc.errors import Unauthenticated
 from quire.settings import ConfigurationError
 
@@ -47,7 +47,7 @@ _logger = logging.getLogger(__name__)
 
 def make_key() -> str:
     """A new random key."""
-    return _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
+    return _PREFIX + urlsafe_b64encode(entropy.random_bytes(_RANDOM_BYTES)).rstrip(b"=").decode()
 
 
 def hash_of(key: str) -> KeyHash:
@@ -309,8 +309,8 @@ class KeyRing:
         self,
         paths: Sequence[Path],
         *,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        clock: Callable[[], float] = clock.monotonic,
+        now: Callable[[], datetime] = lambda: datetime.fromtimestamp(clock.unix_s(), UTC),
         on_reload_failure: Callable[[], None] = lambda: None,
         on_refusal: Callable[[str], None] = lambda reason: None,
     ) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from gateway.replicas.live import Arrivals, LiveRequest
 from gateway.replicas.sequence import SequenceStream, TokenGapError
 from gateway.text.stop import StopStrings
 from gateway.text.tokenizer import Tokenizer
+from quire import clock
 from quire.rpc.errors import AlreadyExists, FieldViolation, QuireError
 
 # Handles travel as int32.
@@ -60,7 +60,7 @@ class Ledger:
     It also counts calls that were let in and have not opened a request yet.
     """
 
-    def __init__(self, *, max_chunk_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, max_chunk_tokens: int, clock: Callable[[], float] = clock.monotonic) -> None:
         self._max_chunk_tokens = max_chunk_tokens
         self._clock = clock
         # Ids are unique within a tenant.

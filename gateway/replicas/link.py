@@ -3,9 +3,8 @@
 import asyncio
 import contextlib
 import logging
-import random
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from typing import Any, Protocol, cast
 
 import grpc
@@ -18,7 +17,7 @@ from gateway.replicas.request_messages import submit_message
 from gateway.replicas.routing import CachedBlocks
 from gateway.replicas.sequence import TokenGapError
 from gateway.turns import Turns
-from quire import compatibility
+from quire import compatibility, entropy
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.progress import LoadProgress
 from quire.rpc.channel import open_channel
@@ -48,13 +47,13 @@ _logger = logging.getLogger(__name__)
 class Backoff:
     """Delays that double from 10 to 250 ms; jitter keeps many gateways from coming back at once."""
 
-    def __init__(self, source: random.Random | None = None) -> None:
-        self._random = source or random.Random()
+    def __init__(self, uniform: Callable[[float, float], float] = entropy.uniform) -> None:
+        self._uniform = uniform
         self._delay_s = _MIN_BACKOFF_S
 
     def next_delay_s(self) -> float:
         delay_s, self._delay_s = self._delay_s, min(self._delay_s * 2, _MAX_BACKOFF_S)
-        return delay_s * self._random.uniform(0.5, 1.0)
+        return delay_s * self._uniform(0.5, 1.0)
 
     def reset(self) -> None:
         """Call it after a success."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from gateway.replicas.live import Arrivals, LiveRequest
 from gateway.replicas.members import Members, Resolver, may_be_several
 from gateway.replicas.routing import Candidate, Router, RoutingPolicy
 from gateway.replicas.scheduler_calls import SchedulerCalls
-from quire import compatibility
+from quire import compatibility, entropy
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, check_model, check_protocol, differing_parts
 from quire.rpc.errors import FailedPrecondition, QuireError, ResourceExhausted, Unavailable
 from quire.rpc.patience import LAST_LOOK_S
@@ -418,7 +417,7 @@ class Replicas:
         """The scheduler names the time until one place is free. Requests that wait for one come back spread over as
         many such times as there are requests."""
         one_s = (error.retry_after_ms or _DEFAULT_RETRY_MS) / 1000
-        return random.uniform(one_s, max(one_s, min(one_s * (1 + len(self._timers)), _MAX_RETRY_S)))
+        return entropy.uniform(one_s, max(one_s, min(one_s * (1 + len(self._timers)), _MAX_RETRY_S)))
 
     def _fail_over(self, live: LiveRequest) -> None:
         self._assign(live, None)

@@ -1,7 +1,6 @@
 """Unary calls to the schedulers: requests by their ids, and pinned prefixes. All replicas get them."""
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from google.protobuf.message import Message
 from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.link import SchedulerLink
 from gateway.replicas.request_messages import request_from_submit
+from quire import clock
 from quire.arrays import encode_int32
 from quire.histograms import Distribution
 from quire.rpc.errors import FieldViolation, NotFound, QuireError, Unavailable
@@ -193,7 +193,7 @@ async def _answers(asking: Mapping[asyncio.Task[Any], str], request_id: str, *, 
     pending = set(asking)
     deadline = None
     while pending:
-        timeout = None if deadline is None else max(deadline - time.monotonic(), 0)
+        timeout = None if deadline is None else max(deadline - clock.monotonic(), 0)
         done, pending = await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             break
@@ -204,7 +204,7 @@ async def _answers(asking: Mapping[asyncio.Task[Any], str], request_id: str, *, 
             else:
                 found[asking[task]] = answer
         if found and deadline is None:
-            deadline = time.monotonic() + others_wait_s
+            deadline = clock.monotonic() + others_wait_s
     if found:
         return found
     for error in errors:

@@ -1,7 +1,6 @@
 """The entry point of all front ends: runs, resumes and cancels requests, one or several per call."""
 
 import asyncio
-import secrets
 from collections import Counter, abc
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
@@ -33,6 +32,7 @@ from gateway.request.validation import check_call
 from gateway.settings import GatewaySettings
 from gateway.turns import Turns
 from gateway.types import ChatPrompt, RequestOptions
+from quire import entropy
 from quire.logs import set_request_id
 from quire.rpc.errors import Cancelled, QuireError, ResourceExhausted, Unavailable
 from quire.tracing import Tracer
@@ -280,7 +280,7 @@ class Generator:
     def _request_id(self, options: RequestOptions, tenant: str) -> str:
         """The id of a request: the caller's, or a new one. Raises AlreadyExists if another request has it."""
         if options.request_id is None:
-            return f"{self._settings.request_id_prefix}{secrets.token_hex(16)}"
+            return f"{self._settings.request_id_prefix}{entropy.random_hex(16)}"
         self.durable_reads.drop_completed(tenant, options.request_id)
         self._ledger.check_unused(tenant, options.request_id)
         return options.request_id

@@ -3,7 +3,6 @@ the caller already has."""
 
 import copy
 import math
-import secrets
 from collections.abc import MutableSequence, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from gateway.text.formats.answer import PLAIN
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import TOKENS_PER_TURN, Turns
 from gateway.types import ChatPrompt, HeldSequence, Prompt, RequestOptions, TextPrompt, TokenPrompt
+from quire import entropy
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,
     Constraint,
@@ -157,7 +157,7 @@ async def prepare(
         priority=priority,
         durable=options.durable,
         answer_format=answer_format,
-        nonce=secrets.randbits(64),
+        nonce=entropy.random_bits(64),
         trace=trace,
     )
     check_answer_size(request)
@@ -214,7 +214,7 @@ def resolve(
 
 def drawn_seed(sampling: SamplingParameters) -> int:
     """The seed of a request: its own, or a new random one."""
-    return sampling.seed if sampling.HasField("seed") else secrets.randbits(64)
+    return sampling.seed if sampling.HasField("seed") else entropy.random_bits(64)
 
 
 def _num_candidates(sampling: SamplingParameters) -> int:

@@ -5,7 +5,6 @@ prompt nor output, and only the codes of errors, since their texts may quote wha
 """
 
 import asyncio
-import time
 from collections.abc import Iterable
 from contextvars import ContextVar
 from types import TracebackType
@@ -15,6 +14,7 @@ import grpc
 
 from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.live import LiveRequest
+from quire import clock
 from quire.rpc.errors import QuireError
 from quire.tracing import AttributeValue, Span, TraceContext, Tracer
 
@@ -49,7 +49,7 @@ class RequestSpan:
             "gen_ai.request.model": model_name,
         }
         self._span = tracer and tracer.start(f"{operation} {model_name}", _incoming.get(), attributes)
-        self._started_at = time.monotonic()
+        self._started_at = clock.monotonic()
         self._live: LiveRequest | None = None
 
     @property
@@ -79,7 +79,7 @@ class RequestSpan:
         if self._span.is_recording:
             if self._live is not None:
                 self._span.set(_result_attributes(self._live))
-            latency_s = time.monotonic() - self._started_at
+            latency_s = clock.monotonic() - self._started_at
             self._span.set({"quire.outcome": _outcome(error), "gen_ai.latency.e2e": latency_s})
             _record_error(self._span, error)
         self._span.end()

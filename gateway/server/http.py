@@ -3,7 +3,6 @@ Prometheus."""
 
 import dataclasses
 import ipaddress
-import time
 from collections.abc import Callable, Collection, Sequence
 from http import HTTPStatus
 
@@ -35,6 +34,7 @@ from gateway.request.spans import set_incoming_context
 from gateway.request.violations import shortened
 from gateway.settings import GatewaySettings
 from gateway.turns import TenantTurns
+from quire import clock
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import PermissionDenied, QuireError, Unauthenticated
 from quire.version import VERSION
@@ -153,7 +153,7 @@ class EnvelopeMiddleware:
             set_client_request_id(request_id.decode("latin-1"))
         has_started = False
         kind: HttpAnswer | None = None
-        came_at = time.monotonic()
+        came_at = clock.monotonic()
 
         async def send_with_headers(message: Message) -> None:
             nonlocal has_started, kind
@@ -177,7 +177,7 @@ class EnvelopeMiddleware:
                 await send_answer(send_with_headers, answer, dialect=dialect_of(scope["path"]))
         finally:
             if kind is not None:
-                self._answers.end(kind, time.monotonic() - came_at)
+                self._answers.end(kind, clock.monotonic() - came_at)
 
 
 def _kind_of(scope: Scope, status: int) -> HttpAnswer | None:

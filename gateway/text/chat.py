@@ -22,6 +22,7 @@ from gateway.text.formats.answer import THINKING_MARKS, reasoning_format_of, too
 from gateway.text.formats.thinking import Thinking
 from gateway.text.tokenizer import Tokenizer
 from gateway.types import ChatMessage, ChatPrompt
+from quire import clock
 from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_NONE, TemplateOptions, Tool, ToolCall
 from quire.rpc.errors import FieldViolation, InvalidArgument, invalid_field
 from quire.settings import ConfigurationError
@@ -382,7 +383,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
+    return datetime.fromtimestamp(clock.unix_s()).strftime(format)
 
 
 def _to_json(

@@ -1,7 +1,6 @@
 """The paths of Anthropic's Messages API. The headers anthropic-version and anthropic-beta have no effect: unknown
 fields are refused whatever the headers say."""
 
-import secrets
 from collections.abc import Sequence
 from functools import partial
 
@@ -29,6 +28,7 @@ from gateway.request.answer_memory import STREAMED
 from gateway.request.generator import Generator
 from gateway.request.text_service import TextService
 from gateway.types import RequestOptions
+from quire import entropy
 
 _PATH = "/v1/messages"
 
@@ -53,7 +53,7 @@ class MessageCall:
     stream_form = STREAMED
 
     def __init__(self, body: MessageBody, model: str) -> None:
-        self.id = f"msg_{secrets.token_hex(16)}"
+        self.id = f"msg_{entropy.random_hex(16)}"
         self.streams = bool(body.stream)
         self._body = body
         self._model = model

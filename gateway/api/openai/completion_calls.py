@@ -1,8 +1,6 @@
 """Completions and chat completions as calls: their requests, and the writers of their answers."""
 
 import dataclasses
-import secrets
-import time
 from collections.abc import Sequence
 
 from gateway.api.answers import OPENAI
@@ -16,6 +14,7 @@ from gateway.request.limits import MAX_REQUEST_ID_LENGTH
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import Turns
 from gateway.types import Prompt, RequestOptions, TextPrompt
+from quire import clock, entropy
 from quire.rpc.errors import invalid_field
 
 
@@ -26,9 +25,9 @@ class _Call:
     stream_form = STREAMED
 
     def __init__(self, body: GenerationBody, prefix: str, model: str) -> None:
-        self.id = f"{prefix}-{body.request_id or secrets.token_hex(16)}"
+        self.id = f"{prefix}-{body.request_id or entropy.random_hex(16)}"
         self.streams = bool(body.stream)
-        self._head = Head(self.id, int(time.time()), model)
+        self._head = Head(self.id, int(clock.unix_s()), model)
         # The id of the request, by which it can be cancelled.
         self._request_id = self.id if body.request_id is None else body.request_id
 

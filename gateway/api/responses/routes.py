@@ -1,8 +1,6 @@
 """The paths of OpenAI's Responses API: make, get, delete and cancel a response."""
 
 import dataclasses
-import secrets
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -34,6 +32,7 @@ from gateway.request.answer_memory import STREAMED_AND_REPEATED
 from gateway.request.generator import Generator
 from gateway.request.text_service import TextService
 from gateway.types import ChatMessage, RequestOptions
+from quire import clock, entropy
 from quire.rpc.errors import invalid_field
 
 _ID_PREFIX = "resp_"
@@ -54,12 +53,12 @@ class ResponseCall:
                 "store",
                 "is true; this gateway keeps no responses, unless it is started with --max-stored-response-bytes",
             )
-        self.id = f"{_ID_PREFIX}{secrets.token_hex(16)}"
+        self.id = f"{_ID_PREFIX}{entropy.random_hex(16)}"
         self.streams = bool(body.stream)
         self._tenant = current_caller().tenant
         self._body = body
         self._store = store
-        self._head = ResponseHead(self.id, int(time.time()), model, store.keeps_any and body.store is not False)
+        self._head = ResponseHead(self.id, int(clock.unix_s()), model, store.keeps_any and body.store is not False)
         self._shaper: ResponseShaper | None = None
         self._conversation = conversation_of(body, store.earlier_messages(self._tenant, body.previous_response_id))
         self.dialect = dataclasses.replace(OPENAI, names_events=True, error_event=self._error_event)
@@ -117,7 +116,7 @@ def response_routes(
         if not response_id.startswith(_ID_PREFIX):
             store.find(tenant, response_id)
         await generator.cancel(response_id)
-        return JSONResponse(cancelled_response(ResponseHead(response_id, int(time.time()), model)))
+        return JSONResponse(cancelled_response(ResponseHead(response_id, int(clock.unix_s()), model)))
 
     async def list_input_items(request: Request) -> Response:
         """The items that a response answers, those of earlier turns included, the last one first."""

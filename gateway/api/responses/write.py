@@ -4,7 +4,6 @@ Each block of the answer is an item of `output`. A stream has events for a new i
 the last event has the whole response.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Result
 from gateway.text.tokenizer import TokenTexts
 from gateway.types import ChatMessage
+from quire import clock
 from quire.gateway.v1.generation_pb2 import ToolCall
 
 _IN_PROGRESS, _COMPLETED, _INCOMPLETE, _CANCELLED = "in_progress", "completed", "incomplete", "cancelled"
@@ -179,7 +179,7 @@ class ResponseShaper:
     ) -> dict[str, Any]:
         """The finished response, which may be stored."""
         status = _status(reason)
-        ended = {"completed_at": int(time.time()) if status == _COMPLETED else None, "usage": _usage_fields(usage)}
+        ended = {"completed_at": int(clock.unix_s()) if status == _COMPLETED else None, "usage": _usage_fields(usage)}
         if status == _INCOMPLETE:
             ended["incomplete_details"] = {"reason": "max_output_tokens"}
 

@@ -18,7 +18,7 @@ from tests.support.parameters import make_options, make_request
 
 
 def test_backoff_doubles_up_to_a_quarter_of_a_second_and_starts_over():
-    backoff = Backoff(random.Random(1))
+    backoff = Backoff(random.Random(1).uniform)
     delays = [backoff.next_delay_s() for _ in range(12)]
     assert 0.005 <= delays[0] <= 0.01
     assert all(0.125 <= delay <= 0.25 for delay in delays[5:])
