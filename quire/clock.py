@@ -20,12 +20,22 @@ class Clock(Protocol):
         """Nanoseconds since 1970, which an operator may set back."""
         ...
 
+    def thread_time(self) -> float:
+        """Seconds of processor time of the calling thread."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Makes the calling thread wait; not for tasks of an event loop."""
+        ...
+
 
 class ProcessClock:
     """The clock of this process."""
 
     monotonic = staticmethod(_process.monotonic)
     unix_ns = staticmethod(_process.time_ns)
+    thread_time = staticmethod(_process.thread_time)
+    sleep = staticmethod(_process.sleep)
 
 
 CLOCK: ContextVar[Clock] = ContextVar("quire clock", default=ProcessClock())  # noqa: B039  (it has no state)
@@ -45,3 +55,13 @@ def unix_ns() -> int:
 def unix_s() -> float:
     """Seconds since 1970."""
     return CLOCK.get().unix_ns() / 1e9
+
+
+def thread_time() -> float:
+    """Seconds of processor time of the calling thread, to be compared with each other."""
+    return CLOCK.get().thread_time()
+
+
+def sleep(seconds: float) -> None:
+    """Makes the calling thread wait; tasks await `asyncio.sleep`."""
+    CLOCK.get().sleep(seconds)

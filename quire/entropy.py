@@ -5,7 +5,6 @@ source. Draws of tokens do not: they are functions of a request's seed and a pos
 """
 
 import os
-import random
 import uuid
 from contextvars import ContextVar
 from typing import Protocol
@@ -48,11 +47,11 @@ def random_uuid() -> uuid.UUID:
     return uuid.UUID(bytes=random_bytes(16), version=4)
 
 
+def fraction() -> float:
+    """A number in [0, 1), with 53 random bits."""
+    return random_bits(53) / 2**53
+
+
 def uniform(low: float, high: float) -> float:
-    """A number in [low, high], with 53 random bits; for delays, jitter and choices."""
-    return low + (high - low) * (random_bits(53) / 2**53)
-
-
-def generator() -> random.Random:
-    """A generator seeded once from the source, for those who draw often."""
-    return random.Random(random_bytes(32))
+    """A number in [low, high]; for delays, jitter and choices."""
+    return low + (high - low) * fraction()
