@@ -15,7 +15,6 @@ import queue
 import re
 import shutil
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,6 +49,7 @@ from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers, disable_progress_bars
 from huggingface_hub.utils.logging import set_verbosity_error
 
+from quire import clock
 from quire.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.gguf_header import part_names
 from quire.model_directory import HubName, ModelDirectory, shard_names, weight_files
@@ -366,7 +366,7 @@ class _Partial(FileIO):
                     fcntl.flock(partial, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     count(partial.size)
-                    time.sleep(_LOCK_POLL_S)
+                    clock.sleep(_LOCK_POLL_S)
                     continue
                 # Another process may have completed or removed it between the opening and the lock.
                 if partial._is_current():

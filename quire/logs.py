@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
+from quire import clock
+
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 REQUEST_ID = "request_id"
@@ -63,7 +65,7 @@ def _set_level(level: str) -> None:
 
 def json_line(service: str, level: str, logger: str, message: str, others: Mapping[str, str] | None = None) -> str:
     """One record in JSON, without the end of the line."""
-    now = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    now = dt.datetime.fromtimestamp(clock.unix_s(), dt.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     fields = {"time": now, "level": level, "service": service, "logger": logger, "message": message, **(others or {})}
     return json.dumps(fields, ensure_ascii=False)
 

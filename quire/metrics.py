@@ -12,7 +12,6 @@ import socket
 import ssl
 import sys
 import threading
-import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import ThreadingWSGIServer, make_wsgi_app
 from prometheus_client.registry import Collector
 
+from quire import clock
 from quire.rpc.address import TcpAddress, check_bindable
 from quire.rpc.tls import HttpsFiles, Role, ServerTls, roles_of_certificate
 from quire.version import VERSION
@@ -213,7 +213,7 @@ class CertificateExpiry(Collector):
         )
         for path in self._files:
             try:
-                family.add_metric([str(path)], expires_at(path.read_text(encoding="ascii")) - time.time())
+                family.add_metric([str(path)], expires_at(path.read_text(encoding="ascii")) - clock.unix_s())
             except (OSError, ValueError) as error:
                 _logger.warning("%s: the end of its validity cannot be read: %s", path, error)
         yield family

@@ -8,11 +8,11 @@ status with which it refuses them, or in ReplicaState. Gateways show it in `/rea
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self, TextIO
 
+from quire import clock
 from quire.common.v1 import common_pb2
 
 STARTING = "starting"
@@ -99,7 +99,7 @@ class ProgressLine:
         self,
         stream: TextIO | None = None,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
         every_s: float = _LINE_EVERY_S,
     ) -> None:
         """`every_s`: the least time between two lines in a log."""

@@ -6,14 +6,13 @@ A durable stream goes on after a lost connection even without a policy.
 
 import copy
 import math
-import random
-import secrets
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from quire import entropy
 from quire.client.types import RequestCompleted, SequenceFinished, StreamEvent, TokenChunk
+from quire.clock import monotonic
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import AlreadyExists, NotFound, QuireError, ResourceExhausted, Unavailable
 
@@ -77,14 +76,14 @@ class CallTime:
     """
 
     end: float | None
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = monotonic
 
     @classmethod
     def of(cls, timeout_s: float | None) -> "CallTime":
         """From now on; a time of many years, which gRPC refuses, is no limit. ValueError for NaN."""
         if timeout_s is not None and math.isnan(timeout_s):
             raise ValueError("timeout_s is NaN")
-        return cls(None if timeout_s is None or timeout_s > _MAX_TIMEOUT_S else time.monotonic() + timeout_s)
+        return cls(None if timeout_s is None or timeout_s > _MAX_TIMEOUT_S else monotonic() + timeout_s)
 
     def left_s(self) -> float | None:
         """The remaining seconds, for gRPC."""
@@ -109,7 +108,7 @@ class Attempts:
     policy: RetryPolicy | None
     time: CallTime
     is_idempotent: bool
-    draw: Callable[[], float] = random.random
+    draw: Callable[[], float] = entropy.fraction
     _made: int = field(default=1, init=False)
     _in_vain: int = field(default=0, init=False)
 
@@ -325,11 +324,11 @@ def make_recovery(
         return Restart(start, attempts)
     request.durable = True
     # An id that cannot be guessed, known here even where no answer came.
-    request.request_id = request.request_id or f"req-{secrets.token_hex(16)}"
+    request.request_id = request.request_id or f"req-{entropy.random_hex(16)}"
     sampling = request.sampling
     if not sampling.HasField("seed"):
         # Known here, so that the request can be submitted anew when no server knows it any more.
-        sampling.seed = secrets.randbits(64)
+        sampling.seed = entropy.random_bits(64)
     num_sequences = sampling.n or 1
     chooses = sampling.HasField("beam_search") or sampling.best_of > num_sequences
 

@@ -3,7 +3,6 @@
 import datetime as dt
 import ipaddress
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from quire import entropy
 from quire.rpc.tls import AUTHORITY_FILE, ROLE_URI, Role
 from quire.settings import ConfigurationError
 
@@ -38,7 +38,7 @@ class Authority:
         """A new authority with a new key."""
         key = ec.generate_private_key(ec.SECP256R1())
         # A unique name: in a file with two authorities, it identifies the issuer of a certificate.
-        name = _name(f"Quire certificate authority {secrets.token_hex(4)}")
+        name = _name(f"Quire certificate authority {entropy.random_hex(4)}")
         builder = (
             _builder(name, name, key.public_key(), now)
             .not_valid_after(now + dt.timedelta(days=days))

@@ -5,7 +5,6 @@ OpenTelemetry's variables hold for what has no flag: sampler, headers, certifica
 
 import logging
 import threading
-import uuid
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -14,6 +13,7 @@ from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
+from quire import entropy
 from quire.tracing.spans import Tracer
 from quire.version import VERSION
 
@@ -93,7 +93,7 @@ def _resource_of(service: str) -> Resource:
             SERVICE_NAME: f"quire-{service}",
             "service.namespace": "quire",
             "service.version": VERSION,
-            "service.instance.id": str(uuid.uuid4()),
+            "service.instance.id": str(entropy.random_uuid()),
         }
     )
     theirs = dict(Resource.create().attributes)

@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from quire import clock
 from quire.rpc.channel import open_channel
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS, LOST_PEER_EXIT_STATUS
 from quire.settings import ConfigurationError
@@ -153,7 +153,7 @@ class SupervisedProcess:
 
     async def _supervise(self) -> None:
         while not self._stopping.is_set():
-            started_at = time.monotonic()
+            started_at = clock.monotonic()
             try:
                 status = await self._run_once()
             except OSError as error:  # too many open files or processes, or no memory: of a moment
@@ -170,7 +170,7 @@ class SupervisedProcess:
                 print_error(line)
             # A service that an operator ends by SIGTERM, for example to renew it, ends with status 0.
             died = status not in (0, LOST_PEER_EXIT_STATUS)
-            delay_s = self._backoff.delay_s(time.monotonic() - started_at, died=died)
+            delay_s = self._backoff.delay_s(clock.monotonic() - started_at, died=died)
             self._report(f"{self.name} {_describe(status)}; starting it again in {delay_s:g} s")
             await self._wait_to_stop(delay_s)
 
@@ -380,11 +380,11 @@ async def watch(
     """
     backoff = backoff or RestartBackoff()
     while True:
-        started_at = time.monotonic()
+        started_at = clock.monotonic()
         try:
             await _watch(process, socket_path, limits, report)
         except Exception as error:
-            delay_s = backoff.delay_s(time.monotonic() - started_at)
+            delay_s = backoff.delay_s(clock.monotonic() - started_at)
             reason = str(error) or type(error).__name__
             report(f"health checks of {process.name} failed: {reason}; beginning them again in {delay_s:g} s")
             await asyncio.sleep(delay_s)
