@@ -9,9 +9,7 @@ large for one file goes on in others:
 """
 
 import os
-import secrets
 import struct
-import time
 import zlib
 from collections.abc import Generator
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import BinaryIO
 
 from google.protobuf.message import DecodeError
 
+from quire import clock, entropy
 from quire.settings import ConfigurationError
 from quire.version import VERSION
 from scheduler_svc.recording.messages import Header
@@ -40,10 +39,10 @@ def new_header(*, has_token_ids: bool) -> Header:
     """Of the first file of a recording."""
     return Header(
         format_version=FORMAT_VERSION,
-        recording_id=secrets.token_bytes(8),
+        recording_id=entropy.random_bytes(8),
         version=VERSION,
         has_token_ids=has_token_ids,
-        started_unix_seconds=time.time(),
+        started_unix_seconds=clock.unix_s(),
     )
 
 

@@ -6,7 +6,6 @@ A recording never harms what it records: where it cannot go on, as on a full dis
 import logging
 import os
 import queue
-import secrets
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from typing import BinaryIO, TypeVar
 
 import numpy as np
 
+from quire import entropy
 from quire.settings import ConfigurationError
 from scheduler_svc.core.block_pool import BlockHash, BlockId, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
@@ -45,7 +45,7 @@ class Recorder:
     """A recording that is being written. `open` begins it; the cores that `make_scheduler` makes are recorded."""
 
     def __init__(self, path: Path, file: BinaryIO, header: Header, max_bytes: int) -> None:
-        self._hider = None if header.has_token_ids else TokenHider(secrets.token_bytes(TokenHider.KEY_BYTES))
+        self._hider = None if header.has_token_ids else TokenHider(entropy.random_bytes(TokenHider.KEY_BYTES))
         self._pending: queue.SimpleQueue[Callable[[], Operation] | None] = queue.SimpleQueue()
         self._is_open = True
         self._writer = _Writer(path, file, header, max_bytes)

@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import grpc.aio
 
+from quire import clock
 from quire.logs import configure_logging
 from quire.metrics import MetricsServer, register_process
 from quire.rpc.server import RpcServer
@@ -34,7 +34,7 @@ async def serve(settings: SchedulerSettings, on_attached: Callable[[], object] =
     configure_logging("scheduler", settings.log_level, settings.log_format)
     identity = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.SCHEDULER)
     metrics = SchedulerMetrics(settings.tenant_metrics)
-    spans = RequestSpans(open_tracer(settings.otlp_traces_endpoint, "scheduler"), time.monotonic)
+    spans = RequestSpans(open_tracer(settings.otlp_traces_endpoint, "scheduler"), clock.monotonic)
     limits = DurableLimits(
         settings.max_durable_requests, settings.max_durable_tokens, settings.durable_grace, settings.tenant_overflow
     )

@@ -10,7 +10,6 @@ Only `--kv-events` imports this module: pyzmq and msgspec are of the extra `quir
 import asyncio
 import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 
@@ -18,6 +17,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from quire import clock
 from quire.prefix_hashes import BlockHash, short
 from quire.settings import ConfigurationError
 from scheduler_svc.core.cache_log import CacheChanges
@@ -157,7 +157,7 @@ class KvEventPublisher:
 
     def publish(self, changes: CacheChanges, config: SchedulerConfig) -> None:
         """Sends the changes of a step, or keeps them for the next subscriber."""
-        payload = payload_of(events_of(changes, config.block_size), at=time.time(), as_maps=self._as_maps)
+        payload = payload_of(events_of(changes, config.block_size), at=clock.unix_s(), as_maps=self._as_maps)
         self._buffer.append((self._next_number.to_bytes(_NUMBER_BYTES, "big"), payload))
         self._num_bytes += len(payload)
         while len(self._buffer) > self._max_batches or (self._num_bytes > _MAX_BUFFER_BYTES and len(self._buffer) > 1):

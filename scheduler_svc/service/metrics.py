@@ -4,7 +4,6 @@ All of them count since this process began. A request that a gateway submits aga
 is a new one here: its time in the queue begins with its submission, and its tokens from before are not generated here.
 """
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -12,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire import clock
 from quire.histograms import COUNTS, SECONDS, SMALL_COUNTS, Histograms, TenantLabels
 from quire.metrics import CallCounts
 from scheduler_svc.core.scheduler import Scheduler
@@ -143,7 +143,7 @@ class _State(Collector):
             "kv_cache_usage", "Share of the GPU pool that is in use, 1 is all.", pool.num_used / pool.num_blocks
         )
         arrivals = [group.timeline.arrived for group in scheduler.waiting.all() if group.timeline.started is None]
-        oldest_s = time.monotonic() - min(arrivals) if arrivals else 0.0
+        oldest_s = clock.monotonic() - min(arrivals) if arrivals else 0.0
         yield _gauge("oldest_waiting_seconds", "How long the oldest request waits that no step had yet.", oldest_s)
         yield _gauges(
             "host_blocks", "Blocks of the host pool.", "state", {"free": host.num_free, "used": host.num_used}

@@ -1,9 +1,9 @@
 """Calls that pin prefixes: they return once the blocks are computed, and pins end in time though no step is planned."""
 
 import asyncio
-import time
 from collections.abc import Callable
 
+from quire import clock
 from scheduler_svc.core.pins import Pin
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.service.refusals import RetryAdvisor, refusals_as_errors
@@ -34,7 +34,7 @@ class PinCalls:
         scheduler = self._scheduler_of()
         assert scheduler is not None, "no worker was attached yet"
         with refusals_as_errors(self._retry):
-            pin = scheduler.pin(tenant, token_ids, time.monotonic(), time_to_live_s)
+            pin = scheduler.pin(tenant, token_ids, clock.monotonic(), time_to_live_s)
         self._changed(scheduler)
         if not pin.is_held:
             waiter = self._waiters.setdefault(pin, asyncio.get_running_loop().create_future())
@@ -67,7 +67,7 @@ class PinCalls:
     def _expire(self) -> None:
         scheduler = self._scheduler_of()
         assert scheduler is not None
-        scheduler.expire_pins(time.monotonic())
+        scheduler.expire_pins(clock.monotonic())
         self._changed(scheduler)
 
     def _changed(self, scheduler: Scheduler) -> None:
@@ -78,6 +78,6 @@ class PinCalls:
             self._timer.cancel()
             self._timer = None
         if (ends_at := scheduler.pins.next_end) is not None:
-            delay_s = max(ends_at - time.monotonic(), _MIN_TIMER_S)
+            delay_s = max(ends_at - clock.monotonic(), _MIN_TIMER_S)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._expire)
         self._on_change()

@@ -1,10 +1,10 @@
 """What callers are told whose requests the core refuses, and when they should come back."""
 
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from quire import clock
 from quire.rpc.errors import AlreadyExists, InvalidArgument, ResourceExhausted
 from scheduler_svc.core.request import DuplicateKeyError, NeverFitsError, PinQuotaError, QueueFullError, RefusedError
 
@@ -42,7 +42,7 @@ def refusals_as_errors(retry: RetryAdvisor) -> Iterator[None]:
     except DuplicateKeyError as error:
         raise AlreadyExists(str(error)) from error
     except QueueFullError as error:
-        retry_after_ms = retry.retry_after_ms(time.monotonic())
+        retry_after_ms = retry.retry_after_ms(clock.monotonic())
         raise ResourceExhausted(str(error), reason="QUEUE_FULL", retry_after_ms=retry_after_ms) from error
     except PinQuotaError as error:
         raise ResourceExhausted(str(error), reason="PIN_QUOTA") from error

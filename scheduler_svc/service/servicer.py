@@ -2,14 +2,13 @@
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import grpc.aio
 
-from quire import compatibility
+from quire import clock, compatibility
 from quire.arrays import decode_int32
 from quire.compatibility import ModelFingerprint, ProtocolVersions, check_model, check_protocol
 from quire.logs import REQUEST_ID
@@ -71,13 +70,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             if hello.wants_cache_updates:
                 self._cache.add(connection.outbox)
             while (outgoing := await connection.outbox.take()) is not None:
-                started = time.monotonic()
+                started = clock.monotonic()
                 for message in self._messages(outgoing, connection):
                     yield message
                 if not connection.outbox.has_credit:
                     self._requests.taken(connection, connection.outbox.num_sent)
                 if outgoing.batches:
-                    self._loop.trace.part("emit", outgoing.step_id, started, time.monotonic())
+                    self._loop.trace.part("emit", outgoing.step_id, started, clock.monotonic())
                 if self._is_outdated(version):
                     break
             # Else the gateway has opened another stream, and the link of this one may be broken.

@@ -8,9 +8,9 @@ next one is planned. `_receive_results` receives the result, applies it (`Schedu
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import Callable
 
+from quire import clock
 from quire.histograms import Distribution
 from quire.logs import REQUEST_ID
 from quire.progress import LoadProgress
@@ -94,7 +94,7 @@ class StepLoop:
         self.is_attached = False
         self.loading: LoadProgress | None = None
         self.is_draining = False
-        self.epoch = epoch_of_start(time.time())
+        self.epoch = epoch_of_start(clock.unix_s())
         self.version = 0
         self.retry = RetryAdvisor()
         self.pins = PinCalls(lambda: self.scheduler, self.retry, self._note_pins)
@@ -159,7 +159,7 @@ class StepLoop:
     def _submit(self, request: Request) -> SequenceGroup:
         assert self.scheduler is not None, "no worker was attached yet"
         with refusals_as_errors(self.retry):
-            self.scheduler.submit(request, time.monotonic())
+            self.scheduler.submit(request, clock.monotonic())
         return self.scheduler.waiting.get(request.key)
 
     def abort(self, key: RequestKey) -> bool:
@@ -199,7 +199,7 @@ class StepLoop:
         group = self._group(key)
         if group is None:
             return None
-        usage, line, now = usage_of(group), group.timeline, time.monotonic()
+        usage, line, now = usage_of(group), group.timeline, clock.monotonic()
         if line.started is None:
             return usage._replace(queue_s=now - line.arrived)
         if line.first_token is None:
@@ -235,7 +235,7 @@ class StepLoop:
                 _logger.warning("%s; its steps are void, running requests wait for its return", error)
                 self._take_loss(error)
             if self.scheduler is not None:
-                self.scheduler.void_in_flight(time.monotonic())
+                self.scheduler.void_in_flight(clock.monotonic())
                 self.cache.tell()
                 if self.num_live:
                     # Pins that held blocks are computed again.
@@ -274,11 +274,11 @@ class StepLoop:
             await self._wake.wait()
             self._wake.clear()
             while len(scheduler.in_flight) < depth:
-                started = time.monotonic()
+                started = clock.monotonic()
                 plan = scheduler.schedule(started)
                 if plan is None:
                     break
-                planned = time.monotonic()
+                planned = clock.monotonic()
                 self._steps.sent(plan.step_id, started)
                 self._prompt_logprobs.planned(plan, scheduler.batch.rows)
                 self._metrics.planned(plan, planned - started)
@@ -286,9 +286,9 @@ class StepLoop:
                     self.watchers.planned(scheduler, plan, started, planned)
                 await link.send(plan)
                 self.trace.planned(plan, started, planned)
-                self.trace.part("send", plan.step_id, planned, time.monotonic())
+                self.trace.part("send", plan.step_id, planned, clock.monotonic())
             for preparation in scheduler.take_preparations():
-                self._preparations.sent(preparation.number, time.monotonic())
+                self._preparations.sent(preparation.number, clock.monotonic())
                 await link.prepare(preparation)
 
     async def _receive_results(self, link: WorkerLink | WorkerGroup) -> None:
@@ -298,7 +298,7 @@ class StepLoop:
         while True:
             answer = await link.receive()
             self._has_heard = True
-            now = time.monotonic()
+            now = clock.monotonic()
             if answer is None:
                 self._check_progress(now, link)
                 self._check_preparations(scheduler, now)
@@ -321,7 +321,7 @@ class StepLoop:
                 raise InvalidAnswerError(f"worker {link.address}: {error}") from error
             self._wake.set()
             self.trace.answered(result.step_id, answer.worker_us, now)
-            self.trace.part("apply", result.step_id, now, time.monotonic())
+            self.trace.part("apply", result.step_id, now, clock.monotonic())
             self._requests.deliver_prompt_logprobs(prompt_logprobs)
             self._emit(result.step_id, events)
             self.cache.tell()
@@ -414,7 +414,7 @@ class StepLoop:
         self.replica = info
         self.version += not info.is_like(before)
         for awaited in (self._steps, self._preparations):
-            awaited.clear(time.monotonic())
+            awaited.clear(clock.monotonic())
         self._prompt_logprobs.clear()
         self.trace.attached(config, info.vocab_size)
         self.loading = None
@@ -484,7 +484,7 @@ class StepLoop:
         """The worker came back with another pool: live requests move over, in order of arrival."""
         _logger.warning("the worker came back with another geometry: %s", config)
         self.scheduler = self._make_core(config)
-        failures = self.scheduler.take_over(old, time.monotonic())
+        failures = self.scheduler.take_over(old, clock.monotonic())
         self.pins.wake_waiters()
         self._emit(0, {GATEWAYS: ClientEvents(failed=failures)})
 
@@ -543,7 +543,7 @@ class StepLoop:
     def _note_aborted(self, group: SequenceGroup | None) -> None:
         """A request was ended from outside; None where it still has other sequences. What it held is free."""
         if group is not None:
-            self._metrics.aborted(group, time.monotonic())
+            self._metrics.aborted(group, clock.monotonic())
         self._note_ended(0 if group is None else 1)
         self._wake.set()
 
@@ -554,7 +554,7 @@ class StepLoop:
         self._wake.set()
 
     def _note_ended(self, count: int) -> None:
-        self.retry.ended(count, time.monotonic())
+        self.retry.ended(count, clock.monotonic())
         self._note_idle()
 
     def _note_idle(self) -> None:

@@ -2,13 +2,13 @@
 
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TextIO
 
+from quire import clock
 from quire.rpc.errors import QuireError
 from quire.settings import ConfigurationError
 from quire.tracing import AttributeValue, Span, TraceContext, Tracer
@@ -45,7 +45,7 @@ class RequestSpans:
     """
 
     def __init__(
-        self, tracer: Tracer | None, clock: Callable[[], float], now_ns: Callable[[], int] = time.time_ns
+        self, tracer: Tracer | None, clock: Callable[[], float], now_ns: Callable[[], int] = clock.unix_ns
     ) -> None:
         self._tracer = tracer
         self._clock = clock

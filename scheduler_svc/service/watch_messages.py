@@ -1,6 +1,5 @@
 """What watchers are sent: the core's view as messages of quire.scheduler.v1."""
 
-import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire import clock
 from quire.arrays import encode_int32
 from quire.rpc.errors import Unavailable, invalid_field
 from quire.scheduler.v1 import scheduler_pb2
@@ -184,7 +184,7 @@ def frame(
     now: float,
 ) -> scheduler_pb2.WatchResponse:
     """All of a frame but memory. `now` is of the clock of the core's timelines."""
-    message = scheduler_pb2.WatchResponse(unix_seconds=time.time(), numbers=its_numbers)
+    message = scheduler_pb2.WatchResponse(unix_seconds=clock.unix_s(), numbers=its_numbers)
     message.steps.extend(notes)
     message.answers.extend(StepAnswer(step_id=each.step_id, total_us=round(each.seconds * 1e6)) for each in answers)
     message.ended.extend(

@@ -12,11 +12,11 @@ is made when the watcher has read the one before.
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from quire import clock
 from quire.rpc.errors import ResourceExhausted
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import ClientEvents, StepPlan, Usage
@@ -75,7 +75,7 @@ def interval_after(cost_s: float) -> float:
 class Watchers:
     """All who watch one replica."""
 
-    def __init__(self, now: Callable[[], ReplicaNow], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, now: Callable[[], ReplicaNow], clock: Callable[[], float] = clock.monotonic) -> None:
         self._now = now
         self._clock = clock
         self._watchers: list[_Watcher] = []
@@ -158,7 +158,7 @@ class Watchers:
     async def _make_frames(self) -> None:
         has_failed = False
         while True:
-            started = time.thread_time()
+            started = clock.thread_time()
             try:
                 self.look()
                 has_failed = False
@@ -171,7 +171,7 @@ class Watchers:
                 self._clear()
                 for watcher in self._watchers:
                     watcher.needs_all = True
-            cost_s, self._parts_s = time.thread_time() - started + self._parts_s, 0.0
+            cost_s, self._parts_s = clock.thread_time() - started + self._parts_s, 0.0
             await asyncio.sleep(interval_after(cost_s))
 
     def look(self) -> None:
@@ -215,18 +215,18 @@ class Watchers:
 
     def _parts(self, picture: Picture, frame: Frame, events: Events) -> Iterator[Frame]:
         """Everything, as frames that are made one by one. What happened is in the first one."""
-        started = time.thread_time()
+        started = clock.thread_time()
         parts = picture.parts()
         part = next(parts)
         while True:
             following = next(parts, None)
             made = _with_memory(frame, part, events)
             made.is_whole, made.more_follows = part.is_whole, following is not None
-            self._parts_s += time.thread_time() - started
+            self._parts_s += clock.thread_time() - started
             yield made
             if following is None:
                 return
-            started = time.thread_time()
+            started = clock.thread_time()
             frame, part, events = watch_messages.present_of(frame), following, NO_EVENTS
 
     def _notes(self, now: float) -> list[StepNote]:
