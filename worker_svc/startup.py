@@ -4,7 +4,6 @@ import ctypes
 import logging
 import os
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 
 from kernels import ops
 from kernels.cpu.library import LibraryUnavailableError, find_open_mp
+from quire import clock
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.constraints.matcher import Vocabulary
@@ -155,7 +155,7 @@ def make_worker(
     pool.populate(-(-limits.max_num_batched_tokens // settings.block_size) + limits.max_num_rows)
     device_loop.use(runner, is_lost=partial(is_lost, model.device), on_failure=ranks.fail)
     # One generation for all ranks, so that the same bytes of a step are right for each of them.
-    (negative_generation,) = ranks.smallest(-time.time_ns())
+    (negative_generation,) = ranks.smallest(-clock.unix_ns())
     info = WorkerInfo(-negative_generation, ranks.rank, ranks.size, pool.geometry, geometry, limits, fingerprint)
     if templates is None:
         return Worker(info, runner, device_loop, ranks.agree)
@@ -261,12 +261,12 @@ class LoggedProgress:
 
     def __init__(self, report: Report) -> None:
         self._report = report
-        self._last = time.monotonic()
+        self._last = clock.monotonic()
         self._phase = ""
 
     def __call__(self, progress: LoadProgress) -> None:
         self._report(progress)
-        now = time.monotonic()
+        now = clock.monotonic()
         is_new, is_done = progress.phase != self._phase, progress.percent == 100
         if is_new or is_done or now - self._last >= _PROGRESS_INTERVAL_S:
             self._last, self._phase = now, progress.phase

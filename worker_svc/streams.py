@@ -5,7 +5,6 @@ when it was queued, and nothing waits.
 """
 
 import itertools
-import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +12,8 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
+
+from quire import clock
 
 
 class Mark(Protocol):
@@ -123,7 +124,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self._marks: list[torch.cuda.Event] = []
-        self._times_ns: list[int] = []
+        self._times: list[float] = []
         self.mark()
 
     def mark(self) -> None:
@@ -133,13 +134,13 @@ class Stopwatch:
             event.record()
             self._marks.append(event)
         else:
-            self._times_ns.append(time.perf_counter_ns())
+            self._times.append(clock.monotonic())
 
     def stages_us(self) -> list[int]:
         """Duration of each stage in microseconds. To be called when the device has passed the last mark."""
         if self._on_cuda:
             return [round(a.elapsed_time(b) * 1000) for a, b in itertools.pairwise(self._marks)]
-        return [(b - a) // 1000 for a, b in itertools.pairwise(self._times_ns)]
+        return [int((b - a) * 1e6) for a, b in itertools.pairwise(self._times)]
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

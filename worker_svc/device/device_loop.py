@@ -9,12 +9,12 @@ import asyncio
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from quire import clock
 from quire.rpc.process import leave_process
 from worker_svc.step import AdmittedStep, StepOutput, SupersededError
 
@@ -78,7 +78,7 @@ class StepLane:
 class _StepJob:
     lane: StepLane
     admitted: AdmittedStep
-    queued_ns: int
+    queued_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class DeviceLoop:
         self._on_failure: Callable[[str], object] = lambda _: None
         self._leave = leave
         # Steps on the device, oldest first. Each call on it is one operation of the dict, so no lock is needed.
-        self._started_ns: dict[int, int] = {}
+        self._started_at: dict[int, float] = {}
         self._launcher = threading.Thread(target=self._launch_all, name=f"{name}-launch", daemon=True)
         self._waiter = threading.Thread(target=self._wait_all, name=f"{name}-wait", daemon=True)
 
@@ -137,9 +137,9 @@ class DeviceLoop:
     def stop(self, timeout_s: float) -> bool:
         """Finishes what is queued, then ends the threads; False when they have not ended in time."""
         self._jobs.put(None)
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.monotonic() + timeout_s
         for thread in (self._launcher, self._waiter):
-            thread.join(max(deadline - time.monotonic(), 0))
+            thread.join(max(deadline - clock.monotonic(), 0))
         return not (self._launcher.is_alive() or self._waiter.is_alive())
 
     def use(
@@ -160,7 +160,7 @@ class DeviceLoop:
 
     def submit(self, lane: StepLane, admitted: AdmittedStep) -> None:
         """Queues a step."""
-        self._jobs.put(_StepJob(lane, admitted, time.monotonic_ns()))
+        self._jobs.put(_StepJob(lane, admitted, clock.monotonic()))
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
         """Runs a function in the launching thread when all earlier steps are finished, if it is not cancelled yet."""
@@ -170,8 +170,8 @@ class DeviceLoop:
 
     def busy_ms(self) -> int:
         """How long the oldest unfinished step has been on the device; 0 when there is none."""
-        started = tuple(self._started_ns.values())
-        return max(time.monotonic_ns() - min(started), 0) // 1_000_000 if started else 0
+        started = tuple(self._started_at.values())
+        return max(int((clock.monotonic() - min(started)) * 1e3), 0) if started else 0
 
     def _launch_all(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -182,7 +182,7 @@ class DeviceLoop:
         self._running.put(None)
 
     def _call_in_turn(self, job: _CallJob) -> None:
-        if not self._started_ns:
+        if not self._started_at:
             job.run()
             return
         passed: Future[None] = Future()
@@ -192,10 +192,10 @@ class DeviceLoop:
 
     def _launch(self, job: _StepJob) -> None:
         assert self._runner is not None
-        now = time.monotonic_ns()
-        self._started_ns[id(job)] = now
+        now = clock.monotonic()
+        self._started_at[id(job)] = now
         try:
-            launched = self._runner.launch(job.admitted, (now - job.queued_ns) // 1000)
+            launched = self._runner.launch(job.admitted, int((now - job.queued_at) * 1e6))
         except Exception as error:
             job.lane.has_failed = True
             launched = _NotLaunched(error)
@@ -223,7 +223,7 @@ class DeviceLoop:
             self._check_device(job, error)
             self._end(job, error)
         else:
-            del self._started_ns[id(job)]
+            del self._started_at[id(job)]
             if not job.lane.has_ended:
                 job.lane.on_output(output)
 
@@ -237,7 +237,7 @@ class DeviceLoop:
             self._leave("the device accepts no more work from this process")
 
     def _end(self, job: _StepJob, error: Exception) -> None:
-        del self._started_ns[id(job)]
+        del self._started_at[id(job)]
         lane = job.lane
         lane.has_failed = True
         if not lane.has_ended:

@@ -4,7 +4,6 @@ import logging
 import math
 import os
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from kernels.host_memory import lazy_zeros, populate
 from kernels.int8 import line_bytes
+from quire import clock
 from quire.processors import available_memory
 from quire.settings import ConfigurationError
 from worker_svc.models.base import CausalLM
@@ -247,7 +247,7 @@ def _populate(layers: Sequence["weakref.ref[Tensor]"], end: int, *, rest: float 
     Returns:
         False if nothing more can be populated: the pool is gone, memory runs short, or the system cannot do it.
     """
-    deadline = time.monotonic() + max_s
+    deadline = clock.monotonic() + max_s
     for start in range(0, end, _POPULATED_AT_ONCE):
         num_bytes = min(_POPULATED_AT_ONCE, end - start)
         left = available_memory()
@@ -255,14 +255,14 @@ def _populate(layers: Sequence["weakref.ref[Tensor]"], end: int, *, rest: float 
             _logger.warning("memory runs short: %d bytes are available, and the KV pool will take more of it", left)
             return False
         for layer in layers:
-            started_at = time.monotonic()
+            started_at = clock.monotonic()
             if started_at >= deadline:
                 return True
             tensor = layer()
             if tensor is None or not all(populate(tensor, part + start, num_bytes) for part in (0, tensor.nbytes // 2)):
                 return False
             del tensor
-            time.sleep(rest * (time.monotonic() - started_at))
+            clock.sleep(rest * (clock.monotonic() - started_at))
     return True
 
 

@@ -6,7 +6,6 @@ results are copied to the host beside the next step. On the CPU all work is done
 """
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -16,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire import clock
 from worker_svc.device.batch import (
     SamplePlan,
     build_model_input,
@@ -338,7 +338,7 @@ class ModelRunner:
 
 def record_cuda_graphs(runner: ModelRunner, device: torch.device) -> None:
     """Records the graphs of a runner. If that fails, it logs a warning, and decodes run without graphs."""
-    started, (free, _) = time.monotonic(), torch.cuda.mem_get_info(device)
+    started, (free, _) = clock.monotonic(), torch.cuda.mem_get_info(device)
     try:
         num_graphs = runner.record_graphs(CudaGraphRecorder(device))
     except RuntimeError as error:
@@ -346,4 +346,4 @@ def record_cuda_graphs(runner: ModelRunner, device: torch.device) -> None:
         _logger.warning("decodes run without CUDA graphs, which cannot be recorded: %s", error, exc_info=error)
         return
     taken = (free - torch.cuda.mem_get_info(device)[0]) / 2**20
-    _logger.info("%d CUDA graphs in %.1f s and %.0f MiB", num_graphs, time.monotonic() - started, taken)
+    _logger.info("%d CUDA graphs in %.1f s and %.0f MiB", num_graphs, clock.monotonic() - started, taken)

@@ -9,14 +9,13 @@ Each rank but the first listens on the address from which it reaches rank 0, and
 If no connection can be made, or a machine vanishes without closing it, heartbeats remain.
 """
 
+import hmac
 import logging
 import mmap
 import os
-import secrets
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from kernels import exchange
 from kernels.exchange import MAX_RANKS
+from quire import clock, entropy
 from quire.rpc.address import TcpAddress, is_local, parse_address
 from quire.rpc.process import LOST_PEER_EXIT_STATUS, leave_process
 from quire.settings import ConfigurationError
@@ -134,10 +134,10 @@ def _open_store(address: TcpAddress, patience: Patience) -> TCPStore:
 
 def _wait_until_served(address: TcpAddress, deadline: float) -> None:
     """Returns soon after rank 0 listens, or at the deadline. A TCPStore alone retries at growing intervals."""
-    while time.monotonic() < deadline:
+    while clock.monotonic() < deadline:
         with suppress(OSError), socket.create_connection((address.host, address.port), timeout=_CONNECT_TIMEOUT_S):
             return
-        time.sleep(_CONNECT_INTERVAL_S)
+        clock.sleep(_CONNECT_INTERVAL_S)
 
 
 def _enter(served: TCPStore | None, address: TcpAddress, rank: int, size: int, patience: Patience) -> TCPStore:
@@ -146,7 +146,7 @@ def _enter(served: TCPStore | None, address: TcpAddress, rank: int, size: int, p
     A rank that was started again may find the store of its predecessor's group. That group is about to end: the other
     ranks see that this rank entered twice.
     """
-    deadline = time.monotonic() + patience.rendezvous.total_seconds()
+    deadline = clock.monotonic() + patience.rendezvous.total_seconds()
     while True:
         if served is None:
             _wait_until_served(address, deadline)
@@ -156,9 +156,9 @@ def _enter(served: TCPStore | None, address: TcpAddress, rank: int, size: int, p
                 return store
         except RuntimeError as error:
             _logger.debug("the store went away: %s", error)
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             raise RuntimeError(f"another process has been rank {rank} of {size} of the group at {address} all the time")
-        time.sleep(patience.heartbeat_s)
+        clock.sleep(patience.heartbeat_s)
 
 
 def _start_watch(address: TcpAddress, rank: int, size: int, patience: Patience, stopping: threading.Event) -> None:
@@ -185,7 +185,7 @@ def _watch(
     main = threading.main_thread()
     others = [other for other in range(size) if other != rank]
     heartbeats = dict.fromkeys(others, -1)
-    heard_at = dict.fromkeys(others, time.monotonic())
+    heard_at = dict.fromkeys(others, clock.monotonic())
     lifelines = Lifelines(leave)
     to_connect = [] if rank else others.copy()
     offer = lifelines.offer(address.host, address.port) if rank else None
@@ -198,7 +198,7 @@ def _watch(
                 to_connect.remove(other)
                 lifelines.connect(other, store.get(_lifeline(other)).decode())
             store.add(_heartbeat(rank), 1)
-            now = time.monotonic()
+            now = clock.monotonic()
             for other in others:
                 if store.add(_entered(other), 0) > 1:
                     leave(f"rank {other} was started again")
@@ -248,7 +248,7 @@ class Lifelines:
         Returns:
             The argument of rank 0's `connect`; empty if this rank cannot listen.
         """
-        token = secrets.token_hex(16)
+        token = entropy.random_hex(16)
         try:
             listener = socket.create_server((_own_host(first_host, first_port), 0), family=_family(first_host))
         except OSError as error:
@@ -298,7 +298,7 @@ class Lifelines:
                 connection, _ = listener.accept()
                 connection.settimeout(_CONNECT_TIMEOUT_S)
                 with suppress(OSError):
-                    if secrets.compare_digest(_receive(connection, len(token)), token):
+                    if hmac.compare_digest(_receive(connection, len(token)), token):
                         break
                 connection.close()
         with connection:
@@ -384,7 +384,7 @@ def _offer(file: int) -> Iterator[str]:
     The socket is in the abstract namespace: it is reached by the processes of one machine or one pod, and leaves
     nothing behind.
     """
-    name = f"quire-{secrets.token_hex(16)}"
+    name = f"quire-{entropy.random_hex(16)}"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0{name}")
         listener.listen()

@@ -7,7 +7,6 @@ that the scheduler knows the last step that ran.
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 
 import grpc.aio
 
+from quire import clock
 from quire.progress import STARTING, LoadProgress
 from quire.rpc.errors import FailedPrecondition, Internal, QuireError, Unavailable
 from quire.rpc.server import UNLIMITED_MESSAGE_BYTES, RpcServer
@@ -94,7 +94,7 @@ class Worker:
         Raises:
             FailedPrecondition: the epoch is stale, or attached at this moment.
         """
-        session = self._sessions.attach(epoch, time.monotonic())
+        session = self._sessions.attach(epoch, clock.monotonic())
         if self._supersede is not None:
             self._supersede(SupersededError(f"epoch {epoch} has taken this worker over"))
         self._supersede = on_superseded
