@@ -27,8 +27,8 @@ TRITON_CLIENT_INSTALLED := $(TRITON_CLIENT)/.quire-installed
 PROTOS := $(shell find protos -name '*.proto')
 CPU_KERNELS := $(wildcard kernels/cpu/*/*.cpp kernels/cpu/*/*.h kernels/cpu/CMakeLists.txt)
 
-CHECKS := check-format check-lint check-types check-imports check-protos check-api-docs check-site check-compose \
-	check-kubernetes
+CHECKS := check-format check-lint check-types check-imports check-clocks check-protos check-api-docs check-site \
+	check-compose check-kubernetes
 
 .PHONY: help setup protos serve test test-all test-long test-sanitizers test-mutation coverage triton-client check
 .PHONY: $(CHECKS) test-ui bench paper tiny site api-docs clean
@@ -94,6 +94,9 @@ check-types: setup ## types
 
 check-imports: setup ## who may import whom (.importlinter)
 	$(BIN)/lint-imports
+
+check-clocks: setup ## services take time and randomness from quire.clock and quire.entropy
+	$(BIN)/python -m tools.check_clocks
 
 check-protos: setup ## lint of the contracts
 	$(BIN)/python -m tools.lint_protos

@@ -6,13 +6,14 @@ Usage: python -m tools.check_clocks
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_CHECKED = ("gateway", "scheduler_svc", "worker_svc", "quire/client", "quire/rpc", "quire_cli/supervisor")
+_CHECKED = ("gateway", "scheduler_svc", "worker_svc", "quire", "quire_cli/supervisor")
+_SEAMS = (Path("quire/clock.py"), Path("quire/entropy.py"))
 _FORBIDDEN_MODULES = frozenset({"time", "random", "secrets", "uuid"})
-_FORBIDDEN_CALLS = frozenset({"os.urandom", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"})
+_FORBIDDEN_NAMES = frozenset({"os.urandom", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +30,37 @@ class Finding:
 
 def findings_in(source: str, path: Path) -> Iterator[Finding]:
     """The places in a module's source, in order."""
-    for node in sorted(_nodes(ast.parse(source)), key=lambda node: (node.lineno, node.col_offset)):
-        if isinstance(node, ast.Attribute):
-            yield Finding(path, node.lineno, _name_of(node))
-        else:
-            yield Finding(path, node.lineno, f"from {node.module} import {', '.join(each.name for each in node.names)}")
+    tree = ast.parse(source)
+    found = [*_imports(tree), *_reads(tree, dict(_modules(tree)))]
+    for line, _, what in sorted(found):
+        yield Finding(path, line, what)
 
 
-def _nodes(tree: ast.Module) -> Iterator[ast.Attribute | ast.ImportFrom]:
+def _modules(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """The forbidden modules that are imported, by the names that they have here."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((each.asname or each.name, each.name) for each in node.names if each.name in _FORBIDDEN_MODULES)
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[int, int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and any(
+            node.module in _FORBIDDEN_MODULES or f"{node.module}.{each.name}" in _FORBIDDEN_NAMES for each in node.names
+        ):
+            names = ", ".join(each.name for each in node.names)
+            yield node.lineno, node.col_offset, f"from {node.module} import {names}"
+
+
+def _reads(tree: ast.Module, modules: Mapping[str, str]) -> Iterator[tuple[int, int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             name = _name_of(node)
-            # Not `self.clock.time`: the first name is the module's.
-            is_of_module = isinstance(node.value, ast.Name) and node.value.id in _FORBIDDEN_MODULES
-            if is_of_module or any(name == each or name.endswith(f".{each}") for each in _FORBIDDEN_CALLS):
-                yield node
-        elif isinstance(node, ast.ImportFrom) and node.module in _FORBIDDEN_MODULES:
-            yield node
+            first, _, rest = name.partition(".")
+            if first in modules:
+                yield node.lineno, node.col_offset, f"{modules[first]}.{rest}"
+            elif any(name == each or name.endswith(f".{each}") for each in _FORBIDDEN_NAMES):
+                yield node.lineno, node.col_offset, name
 
 
 def _name_of(node: ast.expr) -> str:
@@ -60,9 +75,11 @@ def main() -> int:
         finding
         for package in _CHECKED
         for path in sorted(Path(package).rglob("*.py"))
+        if path not in _SEAMS
         for finding in findings_in(path.read_text(), path)
     ]
-    print(*found, sep="\n")
+    for each in found:
+        print(each)
     print(f"{len(found)} places in {len({each.path for each in found})} modules", file=sys.stderr)
     return int(bool(found))
 
