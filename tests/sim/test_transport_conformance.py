@@ -17,7 +17,6 @@ from quire.rpc.errors import FieldViolation, InvalidArgument, ResourceExhausted,
 from quire.rpc.interceptors import CallEnds
 from quire.rpc.server import RpcServer
 from tests.sim.world.network import Network
-from tests.sim.world.patches import simulated_modules
 from tests.sim.world.transport import SimTransport
 from tests.sim.world.world import World
 from tests.support.cut_link import CutLink
@@ -643,7 +642,7 @@ async def over_grpc(setting: Setting, behaviour: Callable[[Setting], Awaitable[A
 
 
 def over_the_simulation(behaviour: Callable[[Setting], Awaitable[Any]], seed: int) -> Any:
-    with World(seed) as world, simulated_modules():
+    with World(seed) as world:
         network = Network(world)
         server, client = world.node("server"), world.node("client")
         for node in (server, client):

@@ -14,7 +14,6 @@ from quire.logs import configure_logging
 from quire.rpc.channel import open_channel
 from quire.rpc.server import RpcServer
 from tests.sim.world.network import Network
-from tests.sim.world.patches import simulated_modules
 from tests.sim.world.transport import SimTransport
 from tests.sim.world.world import Node, StuckError, World
 
@@ -190,7 +189,7 @@ class Pair:
 
 
 def test_the_death_of_a_process_ends_its_connections_at_once() -> None:
-    with World(1) as world, simulated_modules():
+    with World(1) as world:
         pair = Pair(world)
         world.at(5, pair.server.kill)
         how, after = run(world, pair.client, pair.read)
@@ -200,7 +199,7 @@ def test_the_death_of_a_process_ends_its_connections_at_once() -> None:
 
 
 def test_the_death_of_a_machine_is_noticed_by_pings() -> None:
-    with World(1) as world, simulated_modules():
+    with World(1) as world:
         pair = Pair(world)
         world.at(5, lambda: pair.network.power_off("server"))
         how, after = run(world, pair.client, pair.read)
@@ -210,7 +209,7 @@ def test_the_death_of_a_machine_is_noticed_by_pings() -> None:
 
 @pytest.mark.parametrize(("source", "destination"), [("client", "server"), ("server", "client")])
 def test_a_way_that_is_cut_for_long_ends_connections_on_both_sides(source: str, destination: str) -> None:
-    with World(1) as world, simulated_modules():
+    with World(1) as world:
         pair = Pair(world)
         world.at(5, lambda: pair.network.cut(source, destination))
         how, _ = run(world, pair.client, pair.read)
@@ -219,7 +218,7 @@ def test_a_way_that_is_cut_for_long_ends_connections_on_both_sides(source: str, 
 
 
 def test_a_way_that_is_cut_for_a_moment_loses_nothing() -> None:
-    with World(1) as world, simulated_modules():
+    with World(1) as world:
         pair = Pair(world)
         world.at(19, lambda: pair.network.cut("server", "client"))
         world.at(22, lambda: pair.network.heal("server", "client"))
@@ -236,7 +235,7 @@ def test_a_way_that_is_cut_for_a_moment_loses_nothing() -> None:
 
 
 def test_both_ends_learn_of_a_reset() -> None:
-    with World(1) as world, simulated_modules():
+    with World(1) as world:
         pair = Pair(world)
         world.at(5, lambda: pair.network.connections[0].reset())
         how, _ = run(world, pair.client, pair.read)

@@ -5,7 +5,6 @@ import time
 from dataclasses import dataclass
 
 from tests.sim.world.cluster import Cluster, checked_cores, draw_config, draw_faults, draw_requests, draw_settings
-from tests.sim.world.patches import simulated_modules
 from tests.sim.world.world import World
 
 _LIMIT_S = 200.0
@@ -30,7 +29,7 @@ def run_world(seed: int) -> Outcome:
         FalseAnswerError: a stream says what it must not.
         StuckError: not everything has ended in time.
     """
-    with World(seed) as world, simulated_modules(), checked_cores() as cores:
+    with World(seed) as world, checked_cores() as cores:
         cluster = Cluster(world, draw_config(world), cores, draw_settings(world))
         num_requests, over_s = world.random.choice((4, 12, 12, 30)), world.random.choice((0.3, 3.0, 10.0))
         draw_requests(cluster, num_requests, over_s)

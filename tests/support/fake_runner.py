@@ -1,12 +1,12 @@
 """The model's place in a worker, taken by a rule: tokens are known before, and a step costs what the test says."""
 
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from quire import clock
 from quire.logprob_columns import LogprobColumns
 from tests.support.fake_pool import BlockError, FakePool
 from tests.support.fake_rows import FakeRows
@@ -126,7 +126,7 @@ class FakeRunner:
         """Runs a step to its end. BlockError when a row overwrites what another needs or reads what is not its own."""
         self.num_steps += 1
         self.hang.wait_until_clear()
-        started = time.perf_counter()
+        started = clock.monotonic()
         step, written = admitted.step, admitted.written_blocks
         if step.step_id == 1:
             # The first of a session: all rows of the one before are released.
@@ -143,9 +143,9 @@ class FakeRunner:
             non_finite_chunks=self._failing_chunks(step.batch),
         )
         # What the stand-in itself takes is part of the cost, not added to it.
-        time.sleep(max(started + self._step_seconds - time.perf_counter(), 0))
+        clock.sleep(max(started + self._step_seconds - clock.monotonic(), 0))
         self._seals.add(step.sealed, self.num_steps)
-        model_us = int((time.perf_counter() - started) * 1e6)
+        model_us = int((clock.monotonic() - started) * 1e6)
         return FakeStep(replace(output, timings=StepTimings(queue_us, 0, model_us, 0)))
 
     def _compute(self, batch: Batch) -> None:

@@ -6,13 +6,13 @@ Each step takes `step_seconds`. What a step may say is checked as in any worker.
 """
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire import clock
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.rpc.server import RpcServer
 from tests.support.fake_pool import BlockError
@@ -64,7 +64,7 @@ class FakeWorkerConfig:
         )
         model = ModelGeometry("FakeForCausalLM", "float32", self.vocab_size, self.max_model_len, "cpu", "a fake")
         limits = WorkerLimits(self.max_num_rows, self.max_num_batched_tokens, self.max_steps_in_flight, max_logprobs=20)
-        generation = self.generation or time.time_ns()
+        generation = self.generation or clock.unix_ns()
         return WorkerInfo(generation, self.rank, self.world_size, pool, model, limits, self.fingerprint)
 
 

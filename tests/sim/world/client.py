@@ -4,12 +4,13 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import grpc.aio
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
-from grpc.aio import _channel  # type: ignore[attr-defined]
+from grpc.aio import _channel, _utils  # type: ignore[attr-defined]
 
 from quire import clock, entropy
 from tests.sim.world.network import Connection, Network
@@ -19,6 +20,9 @@ from tests.sim.world.world import Node
 _CONNECT_TIMEOUT_S = 20.0
 _NO_PATIENCE_S = 7200.0
 _Connectivity = grpc.ChannelConnectivity
+
+# grpc.aio makes deadlines of `time.time()`. Outside of worlds the seam gives the same time.
+_utils.time = SimpleNamespace(time=clock.unix_s)
 
 
 class SimChannel(_channel.Channel):

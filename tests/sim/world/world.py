@@ -68,6 +68,12 @@ class Node:
     def unix_ns(self) -> int:
         return round((self._unix_offset_s + self._world.now) * 1e9)
 
+    def thread_time(self) -> float:
+        return self.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """What a thread would wait is part of its job."""
+
     def random_bytes(self, count: int) -> bytes:
         return self._random.randbytes(count)
 
