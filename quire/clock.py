@@ -24,7 +24,7 @@ class Clock(Protocol):
         """Seconds of processor time of the calling thread."""
         ...
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float, /) -> None:
         """Makes the calling thread wait; not for tasks of an event loop."""
         ...
 

@@ -71,7 +71,7 @@ class Node:
     def thread_time(self) -> float:
         return self.monotonic()
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float, /) -> None:
         """What a thread would wait is part of its job."""
 
     def random_bytes(self, count: int) -> bytes:
