@@ -151,9 +151,11 @@ class Gateway:
 
     async def run(self) -> None:
         """Runs until it is cancelled or stopped, or until a part of the gateway fails."""
-        done, _ = await asyncio.wait([self._http_task, *self._background], return_when=asyncio.FIRST_COMPLETED)
+        parts = [self._http_task, *self._background]
+        await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         if self._is_stopping:
             return
+        done = [task for task in parts if task.done()]
         for task in done:
             await task
         raise RuntimeError(f"{', '.join(task.get_name() for task in done)} ended")

@@ -126,7 +126,8 @@ class Account:
         self._limits = Limits()
         self._requests: TokenBucket | None = None
         self._tokens: TokenBucket | None = None
-        self._running: set[Use] = set()
+        # In the order of their admission: sums of fractions depend on it.
+        self._running: dict[Use, None] = {}
         self.is_closed = False
         self.change_limits(limits)
 
@@ -192,7 +193,7 @@ class Account:
         use = Use(generated)
         self._take(1, num_tokens)
         use.prompt_tokens = num_tokens
-        self._running.add(use)
+        self._running[use] = None
         try:
             yield use
         except _REFUSALS as error:
@@ -226,16 +227,16 @@ class Account:
     def replace(self, use: Use, generated: Callable[[], float]) -> Use:
         """Counts the tokens of a running request by another function, and charges or gives back the difference. `end`
         of the old `use` has no effect any more."""
-        self._running.discard(use)
+        self._running.pop(use, None)
         other = Use(generated, use.charged)
-        self._running.add(other)
+        self._running[other] = None
         self._charge(other)
         return other
 
     def end(self, use: Use) -> None:
         """Charges what the request generated since, and stops counting it. Idempotent."""
         if use in self._running:
-            self._running.remove(use)
+            del self._running[use]
             self._charge(use)
 
     def _check_tokens(self, num_tokens: int, now: float) -> None:

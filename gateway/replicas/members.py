@@ -153,7 +153,7 @@ class Members:
         if name.problem is not None:
             _logger.info("%s is resolved again", name.target)
         missing = (name.addresses | name.missed.keys()) - found
-        name.missed = {address: name.missed.get(address, 0) + 1 for address in missing}
+        name.missed = {address: name.missed.get(address, 0) + 1 for address in sorted(missing)}
         name.addresses, name.problem = found, None
 
     def _drop_gone(self) -> None:

@@ -197,7 +197,7 @@ async def _answers(asking: Mapping[asyncio.Task[Any], str], request_id: str, *, 
         done, pending = await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             break
-        for task in done:
+        for task in [each for each in asking if each in done]:
             answer = task.result()
             if isinstance(answer, QuireError):
                 errors.append(answer)

@@ -357,7 +357,7 @@ class TlsListener:
         self._make_protocol = make_protocol
         self._handshake_timeout_s = handshake_timeout_s
         self._places = places
-        self._handshakes: set[asyncio.Task[None]] = set()
+        self._handshakes: dict[asyncio.Task[None], None] = {}
         self._listener.setblocking(False)
         self._accepting = asyncio.get_running_loop().create_task(self._accept_all(), name="HTTPS")
         # Not before the event loop no longer watches it.
@@ -387,8 +387,8 @@ class TlsListener:
                 connection.close()
                 continue
             handshake = loop.create_task(self._handshake(connection, holder))
-            self._handshakes.add(handshake)
-            handshake.add_done_callback(self._handshakes.discard)
+            self._handshakes[handshake] = None
+            handshake.add_done_callback(self._handshakes.pop)
 
     async def _handshake(self, connection: socket.socket, holder: object) -> None:
         try:

@@ -108,7 +108,7 @@ class IdleCalls(grpc.aio.ServerInterceptor):
     stops would wait for them."""
 
     def __init__(self) -> None:
-        self._waiting: set[asyncio.Task[Any]] = set()
+        self._waiting: dict[asyncio.Task[Any], None] = {}
         self._has_ended = False
 
     def end(self) -> None:
@@ -135,7 +135,7 @@ class IdleCalls(grpc.aio.ServerInterceptor):
         while True:
             if self._has_ended:
                 raise _stopping()
-            self._waiting.add(task)
+            self._waiting[task] = None
             try:
                 request = await anext(iterator)
             except StopAsyncIteration:
@@ -146,7 +146,7 @@ class IdleCalls(grpc.aio.ServerInterceptor):
                     raise _stopping() from None
                 raise
             finally:
-                self._waiting.discard(task)
+                self._waiting.pop(task, None)
             yield request
 
 

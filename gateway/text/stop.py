@@ -9,7 +9,7 @@ class StopStrings:
     __slots__ = ("first_characters", "longest_first")
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
-        self.longest_first = tuple(sorted(set(stop_strings), key=len, reverse=True))
+        self.longest_first = tuple(sorted(dict.fromkeys(stop_strings), key=len, reverse=True))
         self.first_characters = frozenset(stop_string[0] for stop_string in self.longest_first)
 
 

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Self, TypeVar, Unpack
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import grpc.aio
 
@@ -148,7 +148,7 @@ class AsyncClient:
         self._retry = retry
         self._channel: grpc.aio.Channel = open_channel(grpc.aio, address, tls)
         self._stubs = make_stubs(self._channel, api_key)
-        self._streams: WeakSet[AsyncStream] = WeakSet()
+        self._streams: WeakKeyDictionary[AsyncStream, None] = WeakKeyDictionary()
         self._is_closed = AsyncEvent()
         # The blocking client needs it: a thread may close the client while others start streams.
         self._lock = threading.Lock()
@@ -334,7 +334,7 @@ class AsyncClient:
         resume_stream = self._stubs.generation.ResumeStream if durable else None
         stream = AsyncStream(make_recovery(method, request, resume_stream, attempts), self._is_closed)
         with self._lock:
-            self._streams.add(stream)
+            self._streams[stream] = None
             is_closed = self._is_closed.is_set()
         if is_closed:
             stream.cut()

@@ -49,13 +49,14 @@ class CacheDigest:
         """`call_later` is that of the event loop."""
         self._feed = feed
         self._call_later = call_later
-        self._gateways: set[Outbox] = set()
+        self._gateways: dict[Outbox, None] = {}
         self._is_watching = False
         self._sampling_bits = 0
-        self._told: set[bytes] = set()
+        # In the order in which they are told; those of a set have another one in every process.
+        self._told: dict[bytes, None] = {}
         self._is_cleared = False
-        self._removed: set[bytes] = set()
-        self._stored: set[bytes] = set()
+        self._removed: dict[bytes, None] = {}
+        self._stored: dict[bytes, None] = {}
         self._is_due = False
         # The first block that is not read yet; None where there is none, or where changes will tell of all blocks.
         self._unread: int | None = None
@@ -69,12 +70,12 @@ class CacheDigest:
             self._unread = 0
             self._read()
             self._tell()
-        self._gateways.add(gateway)
+        self._gateways[gateway] = None
         gateway.put_cache(self._snapshot(), self._snapshot)
 
     def remove(self, gateway: Outbox) -> None:
         """The gateway's stream is over, or it wanted nothing."""
-        self._gateways.discard(gateway)
+        self._gateways.pop(gateway, None)
         if self._is_watching and not self._gateways:
             self._is_watching = False
             self._feed.unwatch(self.note)
@@ -95,16 +96,16 @@ class CacheDigest:
             self._sampling_bits = sampling_bits_for(config.num_blocks)
             self._unread = None
         for content in self._sampled(changes.removed):
-            self._stored.discard(content)
+            self._stored.pop(content, None)
             if content in self._told and not self._is_cleared:
-                self._removed.add(content)
+                self._removed[content] = None
         self._store(changes.stored)
 
     def _store(self, blocks: Iterable[BlockHash]) -> None:
         for content in self._sampled(blocks):
-            self._removed.discard(content)
+            self._removed.pop(content, None)
             if self._is_cleared or content not in self._told:
-                self._stored.add(content)
+                self._stored[content] = None
         if not self._is_due:
             self._is_due = True
             self._call_later(_INTERVAL_S, self._tell)
@@ -133,7 +134,8 @@ class CacheDigest:
         self._is_due = False
         if self._is_cleared:
             self._told.clear()
-        self._told -= self._removed
+        for content in self._removed:
+            self._told.pop(content, None)
         self._told |= self._stored
         update = CacheUpdate(self._is_cleared, b"".join(self._removed), b"".join(self._stored), self._sampling_bits)
         self._is_cleared = False

@@ -326,9 +326,10 @@ async def attach_workers(
     """
     attaching = [asyncio.create_task(WorkerLink.attach(address, epoch, timeout_s, tls)) for address in addresses]
     try:
-        done, _ = await asyncio.wait(attaching, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
+        await asyncio.wait(attaching, return_when=asyncio.FIRST_EXCEPTION)
+        for task in attaching:
+            if task.done():
+                task.result()
         links = [task.result() for task in attaching]
         _check_places(links)
     except BaseException:

@@ -122,6 +122,28 @@ def test_threads_run_in_virtual_time() -> None:
         assert world.now > 0
 
 
+def test_a_group_cancels_its_tasks_in_the_same_order_always() -> None:
+    ended: list[int] = []
+
+    async def wait(number: int) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(number)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in range(20):
+                group.create_task(wait(number))
+            await asyncio.sleep(1)
+            group.create_task(asyncio.to_thread(lambda: 1 // 0))
+
+    with World(1) as world:
+        with pytest.raises(ExceptionGroup):
+            run(world, world.node("host"), main)
+        assert ended == list(range(20))
+
+
 def test_random_numbers_come_from_the_seed() -> None:
     def draw(seed: int) -> list[Any]:
         with World(seed) as world:

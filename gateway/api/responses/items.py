@@ -49,7 +49,7 @@ def item_page(items: Sequence[dict[str, Any]], parameters: Mapping[str, str]) ->
         InvalidArgument: a parameter is not known, or has a value that it cannot have.
     """
     violations = Violations()
-    for name in parameters.keys() - _PARAMETERS:
+    for name in sorted(parameters.keys() - _PARAMETERS):
         violations.add(name[:80], f"is not known here; the parameters are {', '.join(sorted(_PARAMETERS))}")
     order, after = parameters.get("order", "desc"), parameters.get("after")
     if order not in _ORDERS:

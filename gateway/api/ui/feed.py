@@ -54,10 +54,10 @@ async def _follow(generator: Generator, caller: Caller, events: asyncio.Queue[by
     watching: dict[SchedulerLink, asyncio.Task[None]] = {}
     try:
         while not (generator.is_draining or caller.account.is_closed):
-            links = set(generator.replicas.links.values())
-            for link in watching.keys() - links:
+            links = list(generator.replicas.links.values())
+            for link in [each for each in watching if each not in links]:
                 watching.pop(link).cancel()
-            for link in links - watching.keys():
+            for link in [each for each in links if each not in watching]:
                 watching[link] = asyncio.create_task(_watch(link, events, wants_memory=wants_memory))
             await events.put(event("gateway", gateway_state(generator)))
             await asyncio.sleep(_GATEWAY_INTERVAL_S)

@@ -31,6 +31,17 @@ class Process(Protocol):
         ...
 
 
+class _NodeTask(asyncio.Task[Any]):
+    """A task whose place in a set is the same in every process. asyncio has sets of tasks, as in a TaskGroup."""
+
+    def __init__(self, number: int, coro: Coroutine[Any, Any, Any], **options: Any) -> None:
+        self._number = number
+        super().__init__(coro, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class NodeLoop(asyncio.AbstractEventLoop):
     """First come, first served, as asyncio's own loops are: another order would invent impossible faults.
 
@@ -133,7 +144,7 @@ class NodeLoop(asyncio.AbstractEventLoop):
         self._num_tasks += 1
         number = self._num_tasks
         context = context or self._default_context()
-        task = asyncio.Task(coro, loop=self, name=name or f"task {number}", context=context)
+        task = _NodeTask(number, coro, loop=self, name=name or f"task {number}", context=context)
         self._tasks[number] = task
         task.add_done_callback(lambda _: self._tasks.pop(number, None))
         return task
