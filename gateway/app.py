@@ -38,7 +38,7 @@ from quire.metrics import MetricsServer, register_process
 from quire.model_source import resolve_model
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import Unavailable
-from quire.rpc.process import in_daemon_thread, return_freed_memory
+from quire.rpc.process import DaemonThreads, return_freed_memory
 from quire.rpc.server import ConnectionLimits, RpcServer
 from quire.rpc.tls import AUTHORITY_FILE, Role, ServerTls, TlsIdentity
 from quire.tracing import Tracer, open_tracer
@@ -118,8 +118,8 @@ class Gateway:
         ledger = Ledger(max_chunk_tokens=settings.max_chunk_tokens)
         tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
         # In a thread, since a model of a hub may have to be downloaded, and a signal ends that, too.
-        resolving = in_daemon_thread(partial(resolve_model, settings.model, with_weights=False), "download")
-        path = await asyncio.wrap_future(resolving)
+        resolve = partial(resolve_model, settings.model, with_weights=False)
+        path = await asyncio.get_running_loop().run_in_executor(DaemonThreads("download"), resolve)
         generator = _make_generator(settings, path, gateway_id, ledger, metrics, tls, tracer, resolver)
         authenticator = _make_authenticator(settings, metrics)
         kserve = KServeServicer(generator)

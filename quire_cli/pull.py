@@ -14,7 +14,7 @@ from pathlib import Path
 from quire.model_directory import HubName
 from quire.model_source import download
 from quire.progress import LoadProgress, ProgressLine
-from quire.rpc.process import in_daemon_thread
+from quire.rpc.process import DaemonThreads
 from quire.settings import ConfigurationError, load_settings, setting
 
 PROGRAM = "quire pull"
@@ -73,7 +73,7 @@ def fetch(name: HubName, *, with_weights: bool = True) -> Path:
         with _signals_stop(name):
             # In another thread, since this one does not take signals while the system looks up the hub's address.
             work = partial(download, name, with_weights=with_weights, report=shown.report)
-            downloading = in_daemon_thread(work, "download")
+            downloading = DaemonThreads("download").submit(work)
             while not wait([downloading], timeout=_LOOK_EVERY_S).done:
                 shown.look()
             return downloading.result()

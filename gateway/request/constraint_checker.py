@@ -13,6 +13,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Protocol
 
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.check_process import HEADER
@@ -33,12 +34,20 @@ Verdict = tuple[str, str] | None
 """The invalid field, relative to the constraint, and a description; None if the constraint is valid."""
 
 
+class Trial(Protocol):
+    """Compiles constraints where they do no harm: `TrialProcess`, or a simulated one."""
+
+    async def verdict(self, content: bytes) -> Verdict: ...
+    def close(self) -> None: ...
+
+
 class ConstraintChecker:
     """Checks whether constraints can be enforced. Verdicts are cached by content; a tenant's verdicts never evict those
     of a tenant that has fewer."""
 
-    def __init__(self, model_directory: Path) -> None:
-        self._trial = TrialProcess(model_directory)
+    def __init__(self, trial: Trial) -> None:
+        """`trial` compiles constraints, and is closed with this."""
+        self._trial = trial
         self._kept: dict[str, OrderedDict[bytes, Verdict]] = {}
         self._num_kept = 0
         self._turns = FairTurns(MAX_RUNNING, MAX_WAITING, MAX_WAITING_OF_TENANT)

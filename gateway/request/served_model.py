@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from gateway.offload import FairExecutor
-from gateway.request.constraint_checker import ConstraintChecker
+from gateway.request.constraint_checker import ConstraintChecker, TrialProcess
 from gateway.request.validation import check_numbers
 from gateway.request.violations import Violations
 from gateway.text.chat import Chat, ChatTemplate, special_token_texts
@@ -76,7 +76,7 @@ class ServedModel:
                 reasoning_format=reasoning_format,
             ),
             tokenizer_config=directory.tokenizer_config,
-            constraints=ConstraintChecker(directory.path),
+            constraints=ConstraintChecker(TrialProcess(directory.path)),
             executor=executor,
         )
 

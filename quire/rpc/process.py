@@ -11,9 +11,9 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
-from typing import NoReturn, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 from quire.logs import change_level
 from quire.settings import ConfigurationError
@@ -29,6 +29,7 @@ _REQUIREMENT_OF_EXTRA = re.compile(r"(?P<name>[\w.-]+).*extra == ['\"](?P<extra>
 # Extras that are made of others, or for developers.
 _COLLECTIONS = ("all", "dev")
 _logger = logging.getLogger(__name__)
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -130,20 +131,25 @@ def leave_out_of_collections() -> None:
     gc.freeze()
 
 
-def in_daemon_thread(work: Callable[[], _T], name: str) -> Future[_T]:
-    """The outcome of `work` in a thread that does not keep the process from ending, as those of an executor do."""
-    outcome: Future[_T] = Future()
-    # From now on it cannot be cancelled, so that there is always somewhere to put the result.
-    outcome.set_running_or_notify_cancel()
+class DaemonThreads(Executor):
+    """Runs each call in a thread of its own, which does not keep the process from ending, as those of a pool do."""
 
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
+    def __init__(self, name: str) -> None:
+        self._name = name
 
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return outcome
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        outcome: Future[_T] = Future()
+        # From now on it cannot be cancelled, so that there is always somewhere to put the result.
+        outcome.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                outcome.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        threading.Thread(target=run, name=self._name, daemon=True).start()
+        return outcome
 
 
 async def _until_signalled(main: Callable[[], Awaitable[None]]) -> None:

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from gateway.request import constraint_checker as checking
-from gateway.request.constraint_checker import ConstraintChecker, FairTurns
+from gateway.request.constraint_checker import ConstraintChecker, FairTurns, TrialProcess
 from quire.common.v1.common_pb2 import Choice, Constraint
 from quire.rpc.errors import InvalidArgument, ResourceExhausted, Unavailable
 from tests.support.processes import until_true
@@ -48,7 +48,7 @@ SMALL_AFTER_ALL = ("nested quantifiers", "a counted class", "an ambiguous regex"
 @pytest.fixture
 async def checker(tmp_path):
     directory = write_model_directory(tmp_path / "m", byte_level())
-    checker = ConstraintChecker(directory)
+    checker = ConstraintChecker(TrialProcess(directory))
     yield checker
     checker.close()
 
@@ -148,7 +148,7 @@ async def test_a_tokenizer_that_cannot_be_read_refuses_every_constraint(tmp_path
     directory = write_model_directory(tmp_path / "m", byte_level())
     content = json.loads((directory / "tokenizer.json").read_text())
     (directory / "tokenizer.json").write_text(json.dumps({**content, "decoder": None}))
-    checker = ConstraintChecker(directory)
+    checker = ConstraintChecker(TrialProcess(directory))
     with pytest.raises(InvalidArgument, match="cannot be enforced with the tokenizer of this model"):
         await checker.check(Constraint(regex="a"), "a")
     checker.close()
