@@ -12,12 +12,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from quire import clock
 from quire.rpc.process import leave_process
 from worker_svc.step import AdmittedStep, StepOutput, SupersededError
 
+Job = TypeVar("Job")
 T = TypeVar("T")
 
 _HANG_STEP_TIMEOUTS = 2.0
@@ -108,26 +109,64 @@ class _NotLaunched:
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
+class RunningStep:
+    """A step on the device."""
+
     job: _StepJob
     launched: Launched
+
+
+class JobThread(Generic[Job]):
+    """A thread that takes jobs in order. It does not keep the process from ending."""
+
+    def __init__(self, name: str, take: Callable[[Job], "Future[None] | None"]) -> None:
+        """`take` returns what the job has to wait for, and is called with it again after that; None once it is taken.
+        It must not raise."""
+        self._take = take
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        """Queues a job."""
+        self._jobs.put(job)
+
+    def finish(self, timeout_s: float) -> bool:
+        """Ends behind what is queued; False when it has not ended in time."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            while (earlier := self._take(job)) is not None:
+                earlier.result()
 
 
 class DeviceLoop:
     """Runs steps and calls one after the other, outside the event loop's thread."""
 
-    def __init__(self, name: str = "device", leave: Callable[[str], object] = leave_process) -> None:
-        """`leave` ends the process, for its supervisor to start another."""
-        self._jobs: queue.SimpleQueue[_StepJob | _CallJob | None] = queue.SimpleQueue()
-        self._running: queue.SimpleQueue[_Running | _CallJob | None] = queue.SimpleQueue()
+    def __init__(
+        self,
+        name: str = "device",
+        leave: Callable[[str], object] = leave_process,
+        thread: Callable[[str, Callable[[Any], "Future[None] | None"]], JobThread[Any]] = JobThread,
+    ) -> None:
+        """
+        Args:
+            leave: ends the process, for its supervisor to start another.
+            thread: makes each of the threads; a simulation has its own kind.
+        """
         self._runner: StepRunner | None = None
         self._is_lost: Callable[[], bool] = lambda: False
         self._on_failure: Callable[[str], object] = lambda _: None
         self._leave = leave
         # Steps on the device, oldest first. Each call on it is one operation of the dict, so no lock is needed.
         self._started_at: dict[int, float] = {}
-        self._launcher = threading.Thread(target=self._launch_all, name=f"{name}-launch", daemon=True)
-        self._waiter = threading.Thread(target=self._wait_all, name=f"{name}-wait", daemon=True)
+        self._launcher: JobThread[_StepJob | _CallJob] = thread(f"{name}-launch", self._take)
+        self._waiter: JobThread[RunningStep | _CallJob] = thread(f"{name}-wait", self._wait)
 
     def start(self) -> None:
         """Starts the threads."""
@@ -136,11 +175,9 @@ class DeviceLoop:
 
     def stop(self, timeout_s: float) -> bool:
         """Finishes what is queued, then ends the threads; False when they have not ended in time."""
-        self._jobs.put(None)
         deadline = clock.monotonic() + timeout_s
-        for thread in (self._launcher, self._waiter):
-            thread.join(max(deadline - clock.monotonic(), 0))
-        return not (self._launcher.is_alive() or self._waiter.is_alive())
+        # In this order: what the first one launches, the second one waits for.
+        return self._launcher.finish(timeout_s) and self._waiter.finish(max(deadline - clock.monotonic(), 0))
 
     def use(
         self,
@@ -160,12 +197,12 @@ class DeviceLoop:
 
     def submit(self, lane: StepLane, admitted: AdmittedStep) -> None:
         """Queues a step."""
-        self._jobs.put(_StepJob(lane, admitted, clock.monotonic()))
+        self._launcher.put(_StepJob(lane, admitted, clock.monotonic()))
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
         """Runs a function in the launching thread when all earlier steps are finished, if it is not cancelled yet."""
         future: Future[T] = Future()
-        self._jobs.put(_CallJob(function, future))
+        self._launcher.put(_CallJob(function, future))
         return future
 
     def busy_ms(self) -> int:
@@ -173,22 +210,17 @@ class DeviceLoop:
         started = tuple(self._started_at.values())
         return max(int((clock.monotonic() - min(started)) * 1e3), 0) if started else 0
 
-    def _launch_all(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if isinstance(job, _CallJob):
-                self._call_in_turn(job)
-            elif not job.lane.has_failed:
+    def _take(self, job: _StepJob | _CallJob) -> "Future[None] | None":
+        if isinstance(job, _StepJob):
+            if not job.lane.has_failed:
                 self._launch(job)
-        self._running.put(None)
-
-    def _call_in_turn(self, job: _CallJob) -> None:
-        if not self._started_at:
+        elif self._started_at:
+            passed: Future[None] = Future()
+            self._waiter.put(_CallJob(lambda: None, passed))
+            return passed
+        else:
             job.run()
-            return
-        passed: Future[None] = Future()
-        self._running.put(_CallJob(lambda: None, passed))
-        passed.result()
-        job.run()
+        return None
 
     def _launch(self, job: _StepJob) -> None:
         assert self._runner is not None
@@ -199,20 +231,19 @@ class DeviceLoop:
         except Exception as error:
             job.lane.has_failed = True
             launched = _NotLaunched(error)
-        running = _Running(job, launched)
+        running = RunningStep(job, launched)
         if self._runner.is_asynchronous:
-            self._running.put(running)
+            self._waiter.put(running)
         else:
             self._finish(running)
 
-    def _wait_all(self) -> None:
-        while (running := self._running.get()) is not None:
-            if isinstance(running, _CallJob):
-                running.run()
-            else:
-                self._finish(running)
+    def _wait(self, running: RunningStep | _CallJob) -> None:
+        if isinstance(running, _CallJob):
+            running.run()
+        else:
+            self._finish(running)
 
-    def _finish(self, running: _Running) -> None:
+    def _finish(self, running: RunningStep) -> None:
         job = running.job
         try:
             output = running.launched.wait()

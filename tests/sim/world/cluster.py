@@ -135,7 +135,7 @@ class Cluster:
         )
         self.runners.append(runner)
         servicer = WorkerServicer(WorkerMetrics())
-        servicer.open(Worker(config.info(), runner, cast(Any, SimDeviceLoop(node, runner))))
+        servicer.open(Worker(config.info(), runner, SimDeviceLoop(node, runner)))
         server = await start_server(servicer, WORKER)
         server.set_serving(True)
         await asyncio.Event().wait()

@@ -4,21 +4,18 @@ Keys and values are hashes of all tokens up to their slot. The next token of a r
 reads through its block table, so one block that is wrong, stale or early makes another token.
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from quire import clock
 from tests.sim.world.world import Node
 from tests.support.fake_pool import FakePool, Prefixes
 from tests.support.fake_runner import FakeRunner
-from worker_svc.device.device_loop import StepLane, StepRunner
-from worker_svc.step import AdmittedStep, SupersededError
-
-T = TypeVar("T")
+from worker_svc.device.device_loop import DeviceLoop, JobThread, RunningStep, StepRunner
 
 NUM_SPECIAL_TOKENS = 16
 _STEP_S, _TOKEN_S = 0.002, 0.000_02
@@ -36,6 +33,9 @@ class _ReadablePool(FakePool):
 
 class HashRunner(FakeRunner):
     """Its rows draw the token that the content of their blocks gives. Its pool is empty at first."""
+
+    # A step is launched when the device loop gets it, and its output is there when its time is over.
+    is_asynchronous = True
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int, *, num_host_blocks: int) -> None:
         super().__init__(num_blocks, block_size, vocab_size, num_host_blocks=num_host_blocks)
@@ -60,66 +60,43 @@ def undisturbed(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> list
     return prefixes.token_ids[len(prompt) :]
 
 
-class SimDeviceLoop:
-    """Runs steps one after the other, as `worker_svc.device.device_loop.DeviceLoop` does in its threads."""
+class _SimThread(JobThread[Any]):
+    """A thread of a device loop in a world. To wait for a launched step takes the time of the step."""
+
+    def __init__(self, node: Node, name: str, take: Callable[[Any], Future[None] | None]) -> None:
+        super().__init__(name, take)
+        self._node = node
+        self._waiting: deque[Any] = deque()
+        self._is_busy = False
+
+    def put(self, job: Any) -> None:
+        self._waiting.append(job)
+        if not self._is_busy:
+            self._next()
+
+    def _next(self) -> None:
+        self._is_busy = bool(self._waiting)
+        if self._is_busy:
+            job = self._waiting.popleft()
+            self._node.run_job(lambda: self._do(job), _seconds_of(job))
+
+    def _do(self, job: Any) -> None:
+        earlier = self._take(job)
+        if earlier is None:
+            self._next()
+        else:
+            earlier.add_done_callback(lambda _: self._do(job))
+
+
+def _seconds_of(job: Any) -> float:
+    if not isinstance(job, RunningStep):
+        return 0.0
+    return _STEP_S + _TOKEN_S * int(job.job.admitted.step.batch.num_new_tokens.sum())
+
+
+class SimDeviceLoop(DeviceLoop):
+    """A worker's own device loop, whose threads the world steps."""
 
     def __init__(self, node: Node, runner: StepRunner) -> None:
-        self._node = node
-        self._runner = runner
-        self._jobs: deque[tuple[float, Callable[[], None]]] = deque()
-        self._busy_since: float | None = None
-        self._is_running = False
-
-    def submit(self, lane: StepLane, admitted: AdmittedStep) -> None:
-        """Queues a step."""
-        batch = admitted.step.batch
-        seconds = _STEP_S + _TOKEN_S * int(batch.num_new_tokens.sum())
-        self._put(seconds, lambda: self._run_step(lane, admitted))
-
-    def call(self, function: Callable[[], T]) -> "Future[T]":
-        """Runs a function after all earlier steps."""
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function())
-                except BaseException as error:
-                    future.set_exception(error)
-
-        self._put(0.0, run)
-        return future
-
-    def busy_ms(self) -> int:
-        """How long the current step takes by now."""
-        return 0 if self._busy_since is None else int((clock.monotonic() - self._busy_since) * 1e3)
-
-    def _put(self, seconds: float, work: Callable[[], None]) -> None:
-        self._jobs.append((seconds, work))
-        if not self._is_running:
-            self._begin()
-
-    def _begin(self) -> None:
-        self._is_running = True
-        seconds, work = self._jobs.popleft()
-        self._busy_since = clock.monotonic() if seconds else None
-
-        def finish() -> None:
-            work()
-            self._busy_since = None
-            self._is_running = False
-            if self._jobs:
-                self._begin()
-
-        self._node.run_job(finish, seconds)
-
-    def _run_step(self, lane: StepLane, admitted: AdmittedStep) -> None:
-        if lane.has_failed:
-            return
-        try:
-            output = self._runner.launch(admitted).wait()
-        except (SupersededError, Exception) as error:
-            lane.has_failed = lane.has_ended = True
-            lane.on_failure(admitted.step.step_id, error)
-        else:
-            lane.on_output(output)
+        super().__init__(thread=functools.partial(_SimThread, node))
+        self.use(runner)
