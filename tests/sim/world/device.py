@@ -98,5 +98,5 @@ class SimDeviceLoop(DeviceLoop):
     """A worker's own device loop, whose threads the world steps."""
 
     def __init__(self, node: Node, runner: StepRunner) -> None:
-        super().__init__(thread=functools.partial(_SimThread, node))
+        super().__init__(leave=lambda _: node.kill(), thread=functools.partial(_SimThread, node))
         self.use(runner)
