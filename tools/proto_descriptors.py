@@ -41,22 +41,27 @@ def read_protos(protos: Path) -> list[ProtoFile]:
 
     Raises RuntimeError when protoc refuses a file; protoc has said why on stderr.
     """
-    sources = sorted(protos.rglob("*.proto"))
+    by_name = {file.name: file for file in read_descriptors(protos, "--include_source_info").file}
+    return [
+        _with_comments(by_name[source.relative_to(protos).as_posix()]) for source in sorted(protos.rglob("*.proto"))
+    ]
+
+
+def read_descriptors(protos: Path, *options: str) -> FileDescriptorSet:
+    """The files below `protos` as protoc describes them under these options. Raises RuntimeError, as above."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "descriptors"
         arguments = [
             "protoc",
             f"--proto_path={protos}",
             f"--proto_path={files('grpc_tools') / '_proto'}",
-            "--include_source_info",
             f"--descriptor_set_out={out}",
-            *map(str, sources),
+            *options,
+            *map(str, sorted(protos.rglob("*.proto"))),
         ]
         if protoc.main(arguments) != 0:
             raise RuntimeError(f"protoc failed on {protos}")
-        descriptors = FileDescriptorSet.FromString(out.read_bytes())
-    by_name = {file.name: file for file in descriptors.file}
-    return [_with_comments(by_name[source.relative_to(protos).as_posix()]) for source in sources]
+        return FileDescriptorSet.FromString(out.read_bytes())
 
 
 def _with_comments(file: FileDescriptorProto) -> ProtoFile:
