@@ -1,0 +1,105 @@
+"""Releases as they were, out of this repository's history, to run their services beside those of today."""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+ROOT = Path(__file__).resolve().parents[2]
+_LIBRARY = Path("kernels", "cpu", "libquire_cpu.so")
+
+
+class NoHistoryError(Exception):
+    """The history that is here does not reach the release."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Code that services can be started from: `python -P -m MODULE`, with `code` in PYTHONPATH."""
+
+    name: str
+    python: str
+    code: Path
+
+    @classmethod
+    def of_today(cls) -> Self:
+        return cls("today", sys.executable, ROOT)
+
+    @classmethod
+    def check_out(cls, version: str, directory: Path) -> Self:
+        """Puts the release into a new folder, with its stubs, its CPU library, and an interpreter that has the packages
+        of this one and no other Quire. Raises NoHistoryError."""
+        commit = commit_of(version)
+        directory.mkdir()
+        packed = directory.with_suffix(".tar")
+        _git("archive", f"--output={packed}", commit)
+        subprocess.run(["tar", "-x", "-f", packed, "-C", directory], check=True)
+        packed.unlink()
+        release = cls(f"{version} ({commit[:8]})", _make_python(directory), directory)
+        subprocess.run([release.python, "-P", "tools/generate_stubs.py"], cwd=directory, check=True)
+        _make_library(commit, directory)
+        return release
+
+    def write(self, file: Path) -> None:
+        """For `service_of_release`, which starts what the file says when it is called."""
+        new = file.with_suffix(".new")
+        new.write_text(f"{self.python}\n{self.code}\n", encoding="utf-8")
+        new.replace(file)
+
+    def runs(self, pid: int) -> bool:
+        """Whether a process that `service_of_release` started is of this release."""
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return command[0] == os.fsencode(self.python)
+
+
+def commit_of(version: str) -> str:
+    """The last commit whose quire/version.py says this version. Raises NoHistoryError."""
+    file, line = "quire/version.py", f'VERSION = "{version}"'
+    if line in _git("show", f"HEAD:{file}"):
+        return _git("rev-parse", "HEAD")
+    # The newest commit in which the line came or went: it went there, since it is not in the newest file.
+    changed = _git("log", "-1", "--format=%H", f"-S{line}", "--", file)
+    if changed and line in _git("show", f"{changed}^:{file}", is_optional=True):
+        return _git("rev-parse", f"{changed}^")
+    raise NoHistoryError(
+        f"no commit with {line} in {file}: this checkout has too little history; `git fetch --unshallow` gets it"
+    )
+
+
+def _git(*arguments: str, is_optional: bool = False) -> str:
+    result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    if result.returncode and not is_optional:
+        raise NoHistoryError(f"git {' '.join(arguments)}: {result.stderr.strip()}")
+    return result.stdout.strip()
+
+
+def _make_python(directory: Path) -> str:
+    """An interpreter of its own, since an editable install would lead this one to the code of today."""
+    home = directory / ".venv"
+    venv.create(home, symlinks=True, with_pip=False)
+    (packages,) = home.glob("lib/python*/site-packages")
+    # Folders in a .pth file are searched, and their own .pth files are not read.
+    shared = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (packages / "release.pth").write_text("\n".join([str(directory), *shared]) + "\n", encoding="utf-8")
+    return str(home / "bin" / "python")
+
+
+def _make_library(commit: str, directory: Path) -> None:
+    """Copies the library of today if its sources are the same, and builds it if not. Where today's was not built, for
+    want of a compiler, there is none, and the operations run in torch."""
+    if not (ROOT / _LIBRARY).exists():
+        return
+    is_same = not subprocess.run(["git", "diff", "--quiet", commit, "--", "kernels/cpu"], cwd=ROOT).returncode
+    if is_same:
+        shutil.copy(ROOT / _LIBRARY, directory / _LIBRARY)
+        return
+    build = directory / "build"
+    configure = ["cmake", "-S", directory, "-B", build, "-DCMAKE_BUILD_TYPE=Release"]
+    subprocess.run([*configure, f"-DPython_EXECUTABLE={sys.executable}"], check=True, stdout=subprocess.DEVNULL)
+    make = ["cmake", "--build", build, "--target", "quire_cpu", "--parallel", str(os.cpu_count() or 1)]
+    subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
+    shutil.copy(build / _LIBRARY, directory / _LIBRARY)

@@ -1,0 +1,19 @@
+"""Becomes a service of the release that a file names: `python -I -S service_of_release.py FILE MODULE FLAG...`.
+
+FILE has two lines, the interpreter and the folder of the code (tests.support.releases). It is read at each start, so
+what a supervisor starts next can be another release.
+"""
+
+import os
+import sys
+
+
+def main(file: str, module: str, *flags: str) -> None:
+    with open(file, encoding="utf-8") as lines:  # noqa: PTH123  (pathlib takes as long to import as all of this)
+        python, code = lines.read().splitlines()
+    os.environ["PYTHONPATH"] = code
+    os.execv(python, [python, "-P", "-m", module, *flags])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
