@@ -56,10 +56,11 @@ test: setup triton-client ## show each promise once; or run the tests that ARGS 
 test-all: setup triton-client ## run the tests that `make test` leaves out
 	$(PYTEST) $(IN_PARALLEL) -m "$(SECOND_TIER)" $(ARGS)
 
-test-long: setup triton-client test-sanitizers ## 1,000 examples of each property, fuzz, the soak, sanitizers
+test-long: setup triton-client test-sanitizers ## 1,000 examples of each property, fuzz, upgrades, the soak, sanitizers
 	QUIRE_TEST_PROFILE=long $(PYTEST) $(IN_PARALLEL) -m "" --timeout 3600 tests/unit \
 		tests/service/gateway/test_schemathesis.py
 	QUIRE_FUZZ_SECONDS=60 $(PYTEST) --timeout 600 tests/chaos/test_fuzz.py
+	$(PYTEST) --timeout 1800 tests/compat/rolling_upgrade.py
 	$(BIN)/python -m bench soak
 
 test-sanitizers: setup ## run the tests of the CPU kernels with sanitizers of addresses, undefined behavior and threads

@@ -9,8 +9,13 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
+
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from quire.common.v1 import common_pb2
 from quire.gguf_header import GgufHeader
@@ -125,6 +130,32 @@ def check_protocol(contract: str, ours: ProtocolVersions, theirs: ProtocolVersio
     raise FailedPrecondition(
         f"{them} speaks {theirs} of {contract}, {us} {ours}: they have none in common; upgrade {older}",
         reason="PROTOCOL_VERSION",
+    )
+
+
+def unknown_field(message: Message) -> str | None:
+    """A field that the sender has set and this release does not have, at any depth, as TYPE.NUMBER; None if there is
+    none. For messages of which nothing may be ignored."""
+    for unknown in UnknownFieldSet(message):
+        return f"{message.DESCRIPTOR.full_name}.{unknown.field_number}"
+    for name, is_repeated in _message_fields(message.DESCRIPTOR):
+        is_set = len(getattr(message, name)) if is_repeated else message.HasField(name)
+        if not is_set:
+            continue
+        value = getattr(message, name)
+        for each in value if is_repeated else (value,):
+            if (found := unknown_field(each)) is not None:
+                return found
+    return None
+
+
+@cache
+def _message_fields(descriptor: Descriptor) -> tuple[tuple[str, bool], ...]:
+    """The fields of a type that hold messages, maps of numbers left out, and whether they are lists."""
+    return tuple(
+        (field.name, field.is_repeated)
+        for field in descriptor.fields
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry
     )
 
 

@@ -12,7 +12,8 @@ from gateway.text.formats.thinking import Thinking
 from gateway.types import optional
 from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
-from quire.rpc.errors import invalid_field
+from quire.compatibility import unknown_field
+from quire.rpc.errors import Unavailable, invalid_field
 from quire.scheduler.v1 import scheduler_pb2
 from quire.tracing import TraceContext
 
@@ -57,8 +58,12 @@ def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
 def request_from_submit(submit: scheduler_pb2.Submit) -> GenerationRequest:
     """A durable request that any gateway can go on with; the inverse of `submit_message`.
 
-    Raises InvalidArgument if it is malformed.
+    Raises:
+        InvalidArgument: it is malformed.
+        Unavailable: the gateway that submitted it is of a newer release, and asked for what this one lacks.
     """
+    if (field := unknown_field(submit)) is not None:
+        raise _of_newer_release(f"has {field}")
     try:
         sampling = common_pb2.RowSampling.FromString(submit.row_sampling).sampling
     except DecodeError as error:
@@ -97,7 +102,7 @@ def _format_message(answer_format: AnswerFormat) -> scheduler_pb2.AnswerFormat:
 
 
 def _format_from(message: scheduler_pb2.AnswerFormat) -> AnswerFormat:
-    """Raises InvalidArgument if this gateway does not know the format."""
+    """Raises Unavailable if this gateway does not know the format."""
     try:
         return AnswerFormat(
             optional(message, "tool_format"),
@@ -106,7 +111,16 @@ def _format_from(message: scheduler_pb2.AnswerFormat) -> AnswerFormat:
             tuple(OfferedTool(tool.name, frozenset(tool.text_parameters)) for tool in message.tools),
         )
     except ValueError as error:
-        raise invalid_field("answer_format", f"is not known to this gateway: {error}") from error
+        raise _of_newer_release(f"has an answer_format in which {error}") from error
+
+
+def _of_newer_release(what: str) -> Unavailable:
+    """The caller may find another gateway, or this one upgraded."""
+    return Unavailable(
+        f"the request {what}, which this gateway's release lacks; a newer gateway can continue it",
+        reason="NEWER_REQUEST",
+        retry_after_ms=1000,
+    )
 
 
 def _emitted_message(stream: SequenceStream) -> scheduler_pb2.EmittedSequence:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf import descriptor_pool, message_factory
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -104,18 +103,20 @@ class Contracts:
 
 
 def unknown_fields(message: Message) -> Iterator[str]:
-    """The fields that were on the wire and that the message's type does not have, as TYPE.NUMBER, at any depth."""
+    """What was on the wire and the message's type does not have, at any depth: fields as TYPE.NUMBER, values of enums
+    as ENUM=NUMBER."""
     for unknown in UnknownFieldSet(message):
         yield f"{message.DESCRIPTOR.full_name}.{unknown.field_number}"
     for descriptor, value in message.ListFields():
-        if descriptor.type != FieldDescriptor.TYPE_MESSAGE:
-            continue
-        if descriptor.message_type.GetOptions().map_entry:
-            values = value.values() if descriptor.message_type.fields_by_name["value"].message_type else ()
-        else:
-            values = value if isinstance(value, Iterable) and not isinstance(value, Message) else (value,)
-        for each in values:
-            yield from unknown_fields(each)
+        values = list(value) if descriptor.is_repeated else [value]
+        if descriptor.message_type is not None and descriptor.message_type.GetOptions().map_entry:
+            descriptor, values = descriptor.message_type.fields_by_name["value"], list(value.values())
+        if descriptor.message_type is not None:
+            for each in values:
+                yield from unknown_fields(each)
+        elif descriptor.enum_type is not None:
+            known = descriptor.enum_type.values_by_number
+            yield from (f"{descriptor.enum_type.full_name}={each}" for each in values if each not in known)
 
 
 def decompressed(path: Path) -> bytes:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from quire.common.v1.common_pb2 import RowSampling as RowSamplingMessage
 from quire.common.v1.common_pb2 import SamplingParameters
+from quire.compatibility import unknown_field
 from quire.rpc.errors import InvalidArgument, invalid_field
 from quire.worker.v1 import worker_pb2
 from worker_svc.step import Int32Array, LogitRules, ModelGeometry, RowConstraint, RowSampling, WorkerLimits
@@ -47,6 +48,11 @@ class SamplingReader:
             asked = RowSamplingMessage.FromString(message.row_sampling)
         except DecodeError as error:
             raise invalid_field("row_sampling", f"is not a RowSampling message: {error}") from error
+        if (field := unknown_field(asked)) is not None:
+            # Ignored, it would give other tokens than the caller asked for, in silence.
+            raise invalid_field(
+                "row_sampling", f"has {field}, which this worker's release lacks: upgrade workers first"
+            )
         sampling = _filled(asked.sampling)
         for name in _NUMBERS:
             if not math.isfinite(getattr(sampling, name)):

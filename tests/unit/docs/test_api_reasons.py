@@ -29,6 +29,7 @@ RETRYABLE = {
     "DURABLE_LIMIT",
     "LOADING",
     "MODEL_CHANGED",
+    "NEWER_REQUEST",
     "NO_SCHEDULER",
     "NO_WORKER",
     "PIN_LOST",

@@ -14,6 +14,8 @@ from gateway.text.formats.answer import AnswerFormat
 from gateway.text.formats.parser import OfferedTool
 from gateway.text.formats.thinking import Thinking
 from quire.common.v1 import common_pb2
+from quire.rpc.errors import Unavailable
+from quire.scheduler.v1 import scheduler_pb2
 from tests.support.parameters import make_options, make_request
 
 
@@ -44,6 +46,22 @@ def test_a_durable_request_is_found_again_as_it_was_submitted(searches):
     for field in dataclasses.fields(request):
         expected, value = getattr(request, field.name), getattr(found, field.name)
         assert (list(value) == list(expected)) if field.name.endswith("_ids") else value == expected, field.name
+
+
+def test_a_durable_request_of_a_newer_gateway_is_left_to_one():
+    live = LiveRequest(make_request(durable=True), 7, (), max_chunk_tokens=1, clock=lambda: 0.0)
+    submit = submit_message(live).submit
+    submit.answer_format.MergeFrom(scheduler_pb2.AnswerFormat(tool_format="of-2031", thinking="none"))
+    with pytest.raises(Unavailable, match='"of-2031" is no format of tool calls, which this gateway') as raised:
+        request_from_submit(submit)
+    assert raised.value.reason == "NEWER_REQUEST"
+    submit = submit_message(live).submit
+    # A field with number 100, a varint, in the options of the output.
+    submit.output.MergeFromString(b"\xa0\x06\x01")
+    with pytest.raises(
+        Unavailable, match=r"has quire\.common\.v1\.OutputOptions\.100, which this gateway's release lacks"
+    ):
+        request_from_submit(submit)
 
 
 def test_the_scheduler_gets_the_stop_strings_of_durable_requests_alone():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from quire.arrays import encode_float32, encode_int32
+from quire.common.v1.common_pb2 import RowSampling, SamplingParameters
 from quire.compatibility import WORKER_PROTOCOL
 from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.worker.v1 import worker_pb2
@@ -187,6 +188,16 @@ def test_sampling_that_is_wrong_is_refused_for_its_row_alone(sampling: dict[str,
 def test_sampling_that_is_no_message_is_refused_for_its_row_alone() -> None:
     (assign,) = DECODER.decode(assign_request(row_sampling=b"\xff\xff")).row_changes.assign
     assert (assign.sampling.refusal or "").startswith("row_sampling is not a RowSampling message: ")
+
+
+def test_a_parameter_of_a_newer_gateway_is_refused_for_its_row_and_not_ignored() -> None:
+    # A field with number 100, a varint, in the parameters.
+    newer = RowSampling(sampling=SamplingParameters.FromString(b"\xa0\x06\x01"))
+    (assign,) = DECODER.decode(assign_request(row_sampling=newer.SerializeToString())).row_changes.assign
+    assert assign.sampling.refusal == (
+        "row_sampling has quire.common.v1.SamplingParameters.100, which this worker's release lacks: upgrade workers "
+        "first"
+    )
 
 
 def test_absent_parameters_change_nothing() -> None:
