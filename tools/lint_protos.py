@@ -1,7 +1,7 @@
 """Compiles the contracts, lints them, and compares them with those of each release, by buf (the package buf-bin).
 
 A field that a release has keeps its number, its type and its name; one that goes leaves its number reserved. The
-contracts of releases are tests/compat/VERSION/contracts.binpb.
+contracts of releases are tests/compat/VERSION/contracts.binpb.gz.
 
 usage: python -m tools.lint_protos
 """
@@ -24,7 +24,7 @@ def main() -> int:
         print(f"buf lint: failed: there is no {BUF}; `make setup` installs it with the package buf-bin")
         return 1
     outcomes = [_buf("lint")]
-    for contracts in sorted(RELEASES.glob("*/contracts.binpb")):
+    for contracts in sorted(RELEASES.glob("*/contracts.binpb.gz")):
         outcomes.append(_buf("breaking", "--against", str(contracts.relative_to(ROOT))))
     return 0 if all(outcomes) else 1
 

@@ -442,17 +442,21 @@ def _without_heartbeats(call: Call) -> Call:
     return kept
 
 
-def main() -> None:
+def main() -> int:
+    """Writes the folder; 1 in a version in development, whose messages nobody has to read."""
+    if ".dev" in VERSION:
+        print(f"{VERSION} is no release; set its version first: python -m tools.set_version", file=sys.stderr)
+        return 1
     directory = ROOT / VERSION
     recorded = asyncio.run(record())
     directory.mkdir(exist_ok=True)
     write_calls(directory / MESSAGES, recorded.calls)
-    (directory / RECORDING).write_bytes(gzip.compress(recorded.recording, mtime=0))
-    (directory / CONTRACTS).write_bytes(
-        read_descriptors(PROTOS, "--include_imports").SerializeToString(deterministic=True)
-    )
+    contracts = read_descriptors(PROTOS, "--include_imports").SerializeToString(deterministic=True)
+    for name, content in ((RECORDING, recorded.recording), (CONTRACTS, contracts)):
+        (directory / name).write_bytes(gzip.compress(content, mtime=0))
     for path in sorted(directory.iterdir()):
         print(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes")
+    return 0
 
 
 if __name__ == "__main__":

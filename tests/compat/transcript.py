@@ -2,9 +2,9 @@
 
 A folder for each release has
 
-    contracts.binpb    the FileDescriptorSet of its protos; message classes are made of it when it is read
-    messages.gz        what its services wrote to each other and to a client, call by call, as bytes
-    recording.gz       what its scheduler wrote with `--record`
+    contracts.binpb.gz  the FileDescriptorSet of its protos; message classes are made of it when it is read
+    messages.gz         what its services wrote to each other and to a client, call by call, as bytes
+    recording.gz        what its scheduler wrote with `--record`
 """
 
 import gzip
@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 ROOT = Path(__file__).parent
-CONTRACTS, MESSAGES, RECORDING = "contracts.binpb", "messages.gz", "recording.gz"
+CONTRACTS, MESSAGES, RECORDING = "contracts.binpb.gz", "messages.gz", "recording.gz"
 
 
 def releases() -> list[Path]:
@@ -58,7 +58,7 @@ def write_calls(path: Path, calls: Iterable[Call]) -> None:
 
 def read_calls(path: Path) -> Iterator[Call]:
     """What `write_calls` wrote."""
-    content = gzip.decompress(path.read_bytes())
+    content = decompressed(path)
     at = 0
     while at < len(content):
         end = content.index(b"\n", at)
@@ -82,7 +82,7 @@ class Contracts:
 
     @classmethod
     def read(cls, path: Path) -> "Contracts":
-        return cls(FileDescriptorSet.FromString(path.read_bytes()))
+        return cls(FileDescriptorSet.FromString(decompressed(path)))
 
     def message(self, name: str, data: bytes = b"") -> Any:
         """A message of this type, by its full name."""

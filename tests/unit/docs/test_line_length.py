@@ -6,7 +6,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 MAX_COLUMNS = 120
-GENERATED_OR_DATA = (".json", ".safetensors", ".png", ".svg", ".csv", ".jsonl", ".ipynb", "heldout.txt", "LICENSE")
+GENERATED_OR_DATA = (
+    ".json",
+    ".safetensors",
+    ".png",
+    ".svg",
+    ".csv",
+    ".jsonl",
+    ".ipynb",
+    ".gz",
+    "heldout.txt",
+    "LICENSE",
+)
 GENERATED_FOLDER = ROOT / "deploy" / "rendered"
 SKIPPED_FOLDERS = {"build", "dist", "node_modules", "__pycache__"}
 

@@ -8,6 +8,7 @@ import pytest
 
 from quire.version import VERSION
 from tools.list_requirements import list_requirements
+from tools.set_version import changed
 
 ROOT = Path(__file__).resolve().parents[3]
 PYPROJECT = ROOT / "pyproject.toml"
@@ -113,4 +114,24 @@ def test_the_version_is_where_the_build_looks_for_it() -> None:
     match = re.search(source["regex"], (ROOT / source["input"]).read_text(encoding="utf-8"))
     assert match is not None
     assert match["value"] == VERSION
-    assert f"## {VERSION}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_changelog_has_a_dated_section_of_each_release_and_one_for_what_comes() -> None:
+    sections = re.findall(r"(?m)^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    assert sections[0] == "Unreleased"
+    releases = [re.fullmatch(r"(\d+\.\d+\.\d+) \(\d{4}-\d\d-\d\d\)", section) for section in sections[1:]]
+    assert all(releases)
+    newest, here = (tuple(map(int, version.split(".")[:3])) for version in (releases[0][1], VERSION))
+    # A release's own commit has its section; what stands after it is the next one in development.
+    assert newest < here if ".dev" in VERSION else newest == here
+
+
+def test_every_place_names_the_version_of_what_stands_here() -> None:
+    marked = "9.8.7.dev6"
+    places = {path.relative_to(ROOT).as_posix(): text for path, text in changed(VERSION, marked)}
+    assert places.keys() >= {"Dockerfile", "compose.yaml", "deploy/chart/Chart.yaml", "deploy/chart/values.yaml"}
+    assert "version: 9.8.7-dev.6\nappVersion: 9.8.7.dev6\n" in places["deploy/chart/Chart.yaml"]
+    images = [
+        text for text in places.values() for text in re.findall(r"quire-[a-z-]+:(?:\$\{QUIRE_TAG:-)?([\w.]+)", text)
+    ]
+    assert set(images) == {marked}

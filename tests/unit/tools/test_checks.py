@@ -8,11 +8,12 @@ import pytest
 from tools import check_compose, check_kubernetes, lint_protos
 
 
-def test_the_contracts_are_linted(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_contracts_are_linted_and_compared_with_those_of_each_release(capfd: pytest.CaptureFixture[str]) -> None:
     assert lint_protos.main() == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].endswith("files compile")
-    assert lines[-1] == "buf lint: passed"
+    assert lines[1] == "buf lint: passed"
+    assert "buf breaking --against tests/compat/0.1.0/contracts.binpb.gz: passed" in lines[2:]
 
 
 def test_without_buf_the_lint_fails_and_says_how_to_get_it(
