@@ -1,9 +1,9 @@
 # Images of the services, each with what it needs and nothing else. Build one by its target:
 #
-#   docker build --target gateway --tag quire-gateway:0.1.0 .
-#   docker build --target scheduler --tag quire-scheduler:0.1.0 .
-#   docker build --target worker-cpu --tag quire-worker-cpu:0.1.0 --build-arg TORCH_INDEX_URL=... .
-#   docker build --target worker-cuda --tag quire-worker-cuda:0.1.0 .
+#   docker build --target gateway --tag quire-gateway:0.2.0.dev0 .
+#   docker build --target scheduler --tag quire-scheduler:0.2.0.dev0 .
+#   docker build --target worker-cpu --tag quire-worker-cpu:0.2.0.dev0 --build-arg TORCH_INDEX_URL=... .
+#   docker build --target worker-cuda --tag quire-worker-cuda:0.2.0.dev0 .
 #
 # TORCH_INDEX_URL is an index with the CPU build of torch: the default build for Linux brings gigabytes of CUDA, which
 # worker-cuda needs and worker-cpu does not. All packages are those of constraints.txt.
