@@ -3,11 +3,13 @@
 from collections.abc import AsyncIterator, Iterator, Mapping
 
 import pytest
+import pytest_asyncio
 
 from gateway.request import served_model
 from gateway.text.chat import ChatTemplate
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import RunningGateway, running_gateway
+from tests.support.rig import Rig, running_rig
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,3 +40,16 @@ async def scheduler() -> AsyncIterator[FakeScheduler]:
 async def gateway(scheduler: FakeScheduler) -> AsyncIterator[RunningGateway]:
     async with running_gateway(scheduler) as running:
         yield running
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
+async def shared_rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    async with running_rig(tmp_path_factory.mktemp("rig")) as running:
+        yield running
+
+
+@pytest.fixture
+def rig(shared_rig: Rig) -> Rig:
+    """For tests that leave nothing behind but what `reset` forgets."""
+    shared_rig.reset()
+    return shared_rig

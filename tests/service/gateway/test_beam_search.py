@@ -3,17 +3,14 @@
 import asyncio
 from typing import Any
 
-import grpc
 import pytest
 from tokenizers import Tokenizer
 
 from quire.common.v1 import common_pb2
-from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
+from quire.gateway.v1 import generation_pb2
 from quire.model_source import resolve_model
 from tests.support.fake_scheduler import Hypothesis
-from tests.support.gateway_process import collect, running_gateway, stream_request
-from tests.support.grpc_types import EOF
-from tests.support.parameters import row_sampling
+from tests.support.gateway_process import stream_request
 
 TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
 EOS = TOKENIZER.get_vocab()["</s>"]
@@ -74,20 +71,6 @@ def quiet(scheduler):
     return scheduler
 
 
-async def test_the_scheduler_gets_every_default(gateway, quiet):
-    request = stream_request(sampling=beam_search(4))
-    await delivered(gateway.generation.GenerateStream(request), quiet, HYPOTHESES[:1])
-    (submit,) = quiet.submits
-    beam = submit.sampling.beam_search
-    assert (beam.beam_width, beam.length_penalty) == (4, 1.0)
-    assert beam.HasField("length_penalty")
-    assert beam.early_stopping == common_pb2.EARLY_STOPPING_FALSE
-    assert (submit.sampling.n, submit.sampling.best_of) == (1, 4)
-    drawn_by = row_sampling(submit).sampling
-    assert (drawn_by.temperature, drawn_by.top_k, drawn_by.top_p, drawn_by.min_p) == (0, 0, 1, 0)
-    assert list(submit.eos_token_ids) == [2, 6]
-
-
 @pytest.mark.parametrize("early_stopping", ["FALSE", "TRUE", "NEVER"])
 async def test_given_values_reach_the_scheduler(gateway, quiet, early_stopping):
     value = common_pb2.EarlyStopping.Value(f"EARLY_STOPPING_{early_stopping}")
@@ -96,22 +79,6 @@ async def test_given_values_reach_the_scheduler(gateway, quiet, early_stopping):
     submit = quiet.submits[0].sampling
     assert (submit.n, submit.best_of) == (2, 3)
     assert (submit.beam_search.length_penalty, submit.beam_search.early_stopping) == (-0.5, value)
-
-
-async def test_defaults_of_the_model_on_how_to_draw_do_not_apply(scheduler, tmp_path):
-    from tests.support.tokenizers import byte_level, write_model_directory
-
-    directory = write_model_directory(tmp_path / "model", byte_level())
-    (directory / "generation_config.json").write_text(
-        '{"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5}'
-    )
-    scheduler.emits.clear()
-    async with running_gateway(scheduler, model=str(directory)) as gateway:
-        request = stream_request(sampling=beam_search(2))
-        await delivered(gateway.generation.GenerateStream(request), scheduler, [Hypothesis([65], -1.0)])
-    sampling = row_sampling(scheduler.submits[0]).sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0, 0, 1, 0)
-    assert sampling.repetition_penalty == 1.5
 
 
 async def test_hypotheses_become_the_sequences_of_a_whole_answer(gateway, quiet):
@@ -160,42 +127,3 @@ async def test_a_search_survives_the_loss_of_its_scheduler(gateway, quiet):
     first, second = quiet.submits
     assert not second.emitted
     assert second.sampling == first.sampling
-
-
-async def test_a_client_that_leaves_ends_the_search(gateway, quiet):
-    call = gateway.generation.GenerateStream(stream_request(sampling=beam_search(4), request_id="gone"))
-    waiting = asyncio.ensure_future(call.code())
-    await quiet.until(lambda: quiet.live)
-    call.cancel()
-    await quiet.until(lambda: quiet.aborted)
-    assert quiet.aborted == ["gone"]
-    assert await waiting == grpc.StatusCode.CANCELLED
-
-
-async def test_a_slow_client_gets_every_hypothesis_once_and_holds_up_nobody(gateway, quiet):
-    hypotheses = [
-        Hypothesis([40 + number] * 900, -9.0 * number, logprobs=[-0.01 * number] * 900) for number in range(8)
-    ]
-    request = stream_request(max_tokens=900, sampling=beam_search(8, n=8), output=common_pb2.OutputOptions(logprobs=0))
-    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_535)]
-    async with grpc.aio.insecure_channel(gateway.gateway.grpc_address, options) as channel:
-        slow = generation_pb2_grpc.GenerationServiceStub(channel).GenerateStream(request)
-        await quiet.until(lambda: quiet.live)
-        (handle,) = quiet.live
-        quiet.deliver(handle, hypotheses)
-        responses = [await slow.read()]
-        quiet.emits.set()
-        assert len((await collect(gateway.generation.GenerateStream(stream_request("other")))).token_ids) == 8
-        while (response := await slow.read()) is not EOF:
-            responses.append(response)
-    sequences = by_sequence(responses, 8)
-    assert [ids for _, ids, _ in sequences] == [each.token_ids for each in hypotheses]
-    assert all(len(response.chunk.token_ids) <= 256 for response in responses)
-    assert not quiet.aborted
-
-
-async def test_a_conversation_is_searched_too(gateway, quiet):
-    messages = [generation_pb2.ChatMessage(role="user", content="hi")]
-    request = generation_pb2.ChatRequest(messages=messages, sampling=beam_search(4, n=2))
-    answer = await delivered(gateway.generation.Chat(request), quiet, HYPOTHESES[:2])
-    assert [sequence.text for sequence in answer.sequences] == TEXTS[:2]

@@ -60,35 +60,6 @@ async def test_a_replica_that_appears_gets_requests_and_one_that_goes_gets_none(
             assert "quire_gateway_generated_tokens_total 24.0" in (await http.get("/metrics")).text
 
 
-async def test_requests_that_run_at_a_replica_that_goes_are_finished_there(scheduler, other):
-    dns = Dns(scheduler)
-    async with running_gateway(scheduler, resolver=Resolver(dns, 0.01), schedulers=(NAME,)) as gateway:
-        assert scheduler.wants_cache_updates
-        with scheduler.standing_still():
-            reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("a", max_tokens=9))))
-            await scheduler.until(lambda: scheduler.live)
-            dns.schedulers = [other]
-            await other.until_known()
-            await send(gateway, 2)
-            assert (len(scheduler.submits), len(other.submits)) == (1, 2)
-        assert len((await reading).token_ids) == 9
-        assert len(scheduler.submits) == 1
-
-
-async def test_requests_of_a_replica_that_died_and_was_replaced_move_at_once(scheduler, other):
-    dns = Dns(scheduler)
-    # They would wait for it for an hour.
-    settings = {"schedulers": (NAME,), "failover_delay": 3600.0}
-    async with running_gateway(scheduler, resolver=Resolver(dns, 0.01), **settings) as gateway:
-        scheduler.emits.clear()
-        reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("a", max_tokens=9))))
-        await scheduler.until(lambda: scheduler.live)
-        dns.schedulers = [other]
-        await scheduler.stop()
-        assert len((await reading).token_ids) == 9
-        await scheduler.start()
-
-
 async def test_readiness_names_a_name_that_cannot_be_resolved():
     async def resolve(name: DnsName) -> list[str]:
         raise OSError(-2, "Name or service not known")

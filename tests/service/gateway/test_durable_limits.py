@@ -10,7 +10,7 @@ from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import QuireError
 from tests.support.gateway_process import RunningGateway, error_of, stream_request
 from tests.support.keys import KeysFile
-from tests.support.scheduler_process import until, wait_nothing_in_use
+from tests.support.scheduler_process import until
 from tests.support.two_gateways import TwoGateways, two_gateways
 
 
@@ -76,22 +76,6 @@ async def holding(tmp_path, **limits) -> AsyncIterator[Holder]:
         yield Holder(two, key)
 
 
-async def test_what_was_left_is_charged_as_it_is_generated(tmp_path):
-    async with holding(tmp_path, tokens_per_minute=60) as holder:
-        await holder.begin_and_leave("story", 180)
-
-        async def debt_ms() -> int:
-            error = await holder.refusal()
-            assert error is None or error.metadata["limit"] == "tokens_per_minute"
-            return 0 if error is None else error.retry_after_ms or 0
-
-        async def is_paid_in_full() -> bool:
-            # 60 a minute were there: 120 are a debt of two minutes, and a slow machine has one to see it.
-            return await debt_ms() > 60_000
-
-        await until(is_paid_in_full)
-
-
 async def test_what_was_left_keeps_its_place_until_its_end(tmp_path):
     async with holding(tmp_path, max_concurrent_requests=2) as holder:
         for request_id in ("one", "two"):
@@ -103,32 +87,11 @@ async def test_what_was_left_keeps_its_place_until_its_end(tmp_path):
         await holder.wait_until_admitted()
 
 
-async def test_what_was_not_generated_is_not_charged(tmp_path):
-    async with holding(tmp_path, tokens_per_minute=300) as holder:
-        request = stream_request(request_id="story", max_tokens=1000, durable=True)
-        # It ends as soon as one of very many tokens is drawn.
-        request.stopping.stop_token_ids.extend(range(1, 100))
-        call = holder.two.first.generation.GenerateStream(request, metadata=holder.metadata)
-        await anext(aiter(call))
-        call.cancel()
-        await wait_nothing_in_use(holder.two.scheduler)
-        await holder.wait_until_admitted()
-
-
 async def test_whoever_resumes_goes_on_with_place_and_charge(tmp_path):
     async with holding(tmp_path, tokens_per_minute=180, max_concurrent_requests=1) as holder:
         await holder.begin_and_leave("story", 150)
         assert await holder.read("story", holder.two.first) == 150
         # The prompt, 150 tokens and no more.
-        assert await holder.refusal() is None
-
-
-async def test_another_call_takes_the_place_of_one_that_still_reads(tmp_path):
-    async with holding(tmp_path, max_concurrent_requests=1) as holder:
-        earlier = holder.begin("story", 150)
-        await anext(aiter(earlier))
-        assert await holder.read("story", holder.two.first) == 150
-        assert (await error_of(earlier)).reason == "REQUEST_TAKEN_OVER"
         assert await holder.refusal() is None
 
 

@@ -2,23 +2,16 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 from google.rpc import code_pb2
-from tokenizers import Tokenizer
 
-from quire.arrays import decode_int32
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2
-from quire.model_source import resolve_model
 from quire.scheduler.v1 import scheduler_pb2
-from tests.support.chat_models import write_chat_model
-from tests.support.fake_scheduler import FakeScheduler, counting_rule, scripted
+from tests.support.fake_scheduler import counting_rule
 from tests.support.fronts import (
     CHATS,
     FRONTS,
@@ -32,62 +25,29 @@ from tests.support.fronts import (
     Responses,
     fronts_that_take,
 )
-from tests.support.gateway_process import RunningGateway, running_gateway
+from tests.support.gateway_process import running_gateway
 from tests.support.parameters import row_sampling
-from tests.support.tokenizers import id_of
+from tests.support.rig import (
+    CALL,
+    EOS,
+    REASONED,
+    SPEECH,
+    TEXT,
+    TOKENIZER,
+    WEATHER,
+    WEATHER_SCHEMA,
+    Rig,
+    constraint_of,
+    prompt_of,
+)
 
-TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
-EOS = id_of(TOKENIZER, "</s>")
-TEXT = " there was a little dog."
-SPEECH = TOKENIZER.encode(TEXT, add_special_tokens=False).ids
 OF_GRPC = (GrpcGenerate, GrpcChat)
-
-WEATHER_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER: dict[str, Any] = {"name": "get_weather", "description": "Tells it.", "parameters": WEATHER_SCHEMA}
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-REASONED = f"<think>\nI need it.\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
 
 # Whether the answer is a stream, and how many tokens come in each step.
 FORMS = pytest.mark.parametrize(
     ("streams", "step"), [(False, 1), (True, 1), (True, 7)], ids=["whole", "stream", "stream of large steps"]
 )
 STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
-
-
-@dataclass(frozen=True)
-class Rig:
-    """One gateway for all tests here, and what is behind it."""
-
-    gateway: RunningGateway
-    scheduler: FakeScheduler
-    http: httpx.AsyncClient
-
-    def says(self, text: str) -> None:
-        self.scheduler.rule = scripted([*TOKENIZER.encode(text, add_special_tokens=False).ids, EOS])
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def shared(tmp_path_factory) -> AsyncIterator[Rig]:
-    scheduler = FakeScheduler()
-    await scheduler.start()
-    model = str(write_chat_model(tmp_path_factory.mktemp("model") / "model"))
-    async with (
-        running_gateway(scheduler, model=model, served_model_name="quire-tiny") as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
-    ):
-        yield Rig(gateway, scheduler, http)
-    await scheduler.stop()
-
-
-@pytest.fixture
-def rig(shared: Rig) -> Rig:
-    scheduler = shared.scheduler
-    scheduler.step_delay_s, scheduler.tokens_per_step = 0.001, 1
-    scheduler.emits.set()
-    for each in (scheduler.submits, scheduler.aborted, scheduler.refusal):
-        each.clear()
-    shared.says(TEXT)
-    return shared
 
 
 @pytest.fixture
@@ -106,15 +66,6 @@ def cases(*scenarios: tuple) -> list:
         for number, scenario in enumerate(scenarios)
         for front in fronts_that_take(*scenario[0])
     ]
-
-
-def prompt_of(submit: scheduler_pb2.Submit) -> list[int]:
-    return decode_int32(submit.prompt_token_ids, "prompt").tolist()
-
-
-def constraint_of(submit: scheduler_pb2.Submit) -> common_pb2.Constraint | None:
-    sampling = row_sampling(submit).sampling
-    return sampling.constraint if sampling.HasField("constraint") else None
 
 
 @over(FRONTS)
@@ -141,6 +92,7 @@ async def test_an_answer_has_its_text_its_end_and_its_usage(rig, front, streams,
         ({"stop": ["dog"], "include_stop_string": True}, " there was a little dog", "stop", "dog"),
         ({"stop": ["e"], "min_tokens": len(SPEECH) - 1}, TEXT, "stop", None),
         ({"stop_token_ids": [SPEECH[2]]}, TOKENIZER.decode(SPEECH[:2]), "stop", SPEECH[2]),
+        ({"stop_token_ids": [EOS]}, TEXT, "stop", EOS),
         ({"ignore_eos": True, "max_tokens": 2 * len(SPEECH) + 1}, TEXT * 2, "length", None),
         (
             {"ignore_eos": True, "include_special_tokens": True, "max_tokens": len(SPEECH) + 1},
@@ -492,3 +444,5 @@ async def test_without_a_scheduler_every_front_is_unavailable():
             assert refusal is not None
             assert refusal.status == "UNAVAILABLE"
             assert front is Messages or refusal.reason == "NO_SCHEDULER"
+        models = (await http.get("/v1/models")).json()["data"]
+        assert [(model["id"], model["max_model_len"]) for model in models] == [("quire-tiny", None)]

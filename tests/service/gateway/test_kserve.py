@@ -80,16 +80,6 @@ async def test_infer_answers_every_prompt_in_the_form_of_the_request(gateway, ra
         assert list(output.contents.bytes_contents) == texts
 
 
-async def test_parameters_of_the_request_and_texts_for_numbers_count(gateway):
-    request = make_request("hello", sampling={"max_tokens": "3"})
-    request.parameters["temperature"].double_param = 0.5
-    request.inputs.add(name="return_num_output_tokens", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
-    request.outputs.add(name="text_output")
-    response = await infer(gateway, request)
-    outputs = {output.name: output for output in response.outputs}
-    assert list(outputs["num_output_tokens"].contents.uint_contents) == [3]
-
-
 async def test_stream_answers_several_requests_and_an_error_ends_only_its_own(gateway):
     requests = [
         make_request("hello", stream=True, request_id="a", raw=True),
@@ -107,27 +97,6 @@ async def test_stream_answers_several_requests_and_an_error_ends_only_its_own(ga
         raw = [each.raw_output_contents[0][4:] if each.raw_output_contents else b"" for each in mine]
         typed = [b"".join(each.outputs[0].contents.bytes_contents) for each in mine]
         assert b"".join(raw + typed).decode() == await expected_text(gateway, prompt)
-
-
-async def test_metadata_and_readiness_tell_what_is_served(gateway):
-    metadata = await unary(
-        gateway, "ModelMetadata", pb.ModelMetadataRequest(name="quire-tiny"), pb.ModelMetadataResponse
-    )
-    assert "text_input" in [tensor.name for tensor in metadata.inputs]
-    assert (await unary(gateway, "ServerLive", pb.ServerLiveRequest(), pb.ServerLiveResponse)).live
-    assert (await unary(gateway, "ServerReady", pb.ServerReadyRequest(), pb.ServerReadyResponse)).ready
-    ready = [
-        (await unary(gateway, "ModelReady", pb.ModelReadyRequest(name=name), pb.ModelReadyResponse)).ready
-        for name in ("quire-tiny", "other")
-    ]
-    assert ready == [True, False]
-
-
-async def test_an_output_that_an_input_asks_for_comes_besides_the_text(gateway):
-    request = make_request("hello")
-    request.inputs.add(name="return_finish_reason", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
-    response = await infer(gateway, request)
-    assert [output.name for output in response.outputs] == ["text_output", "finish_reason"]
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -205,19 +174,6 @@ async def wait_none_is_live(gateway, scheduler) -> None:
     await scheduler.until(lambda: not scheduler.live)
     async with asyncio.timeout(30):
         await gateway.gateway._ledger.wait_until_empty()
-
-
-async def test_leaving_a_stream_ends_its_requests(gateway, scheduler):
-    call = gateway.channel.stream_stream(
-        SERVICE + "ModelStreamInfer",
-        request_serializer=pb.ModelInferRequest.SerializeToString,
-        response_deserializer=pb.ModelStreamInferResponse.FromString,
-    )()
-    await call.write(make_request("hello", stream=True, sampling={"max_tokens": 500, "ignore_eos": True}))
-    await call.read()
-    with scheduler.standing_still():
-        call.cancel()
-        await wait_none_is_live(gateway, scheduler)
 
 
 async def test_a_damaged_message_ends_the_stream_as_invalid(gateway):

@@ -1,16 +1,13 @@
 """Anthropic's Messages API in front of a fake scheduler."""
 
-import asyncio
 import json
 
 import httpx
 import pytest
 import pytest_asyncio
-from google.rpc import code_pb2
 from tokenizers import Tokenizer
 
 from quire.model_source import resolve_model
-from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_scheduler import FakeScheduler, scripted
 from tests.support.gateway_process import running_gateway
 from tests.support.keys import KeysFile
@@ -72,17 +69,6 @@ async def test_a_message_is_what_the_chat_says(client):
     assert counted.json() == {"input_tokens": chat["usage"]["prompt_tokens"]}
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason", "sequence"),
-    [({"max_tokens": 2}, "max_tokens", None), ({"stop_sequences": ["little"]}, "stop_sequence", "little")],
-)
-async def test_why_a_message_ended(client, fields, reason, sequence):
-    message = await create(client, **fields)
-    assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
-    (delta,) = [event["delta"] for event in await events_of(client, **fields) if event["type"] == "message_delta"]
-    assert delta == {"stop_reason": reason, "stop_sequence": sequence}
-
-
 async def test_a_stream_has_every_event_in_order(client):
     events = await events_of(client)
     kinds = [event["type"] for event in events]
@@ -113,14 +99,6 @@ async def test_an_empty_answer_has_no_blocks(client, scheduler):
     scheduler.rule = scripted([2])
     assert (await create(client))["content"] == []
     assert "content_block_start" not in [event["type"] for event in await events_of(client)]
-
-
-async def test_a_client_that_leaves_takes_its_request_with_it(client, scheduler):
-    scheduler.rule, scheduler.step_delay_s = scripted(SPEECH[:-1]), 0.01
-    making = asyncio.create_task(create(client, max_tokens=500))
-    await scheduler.until(lambda: scheduler.live)
-    making.cancel()
-    await scheduler.until(lambda: scheduler.aborted)
 
 
 @pytest.mark.parametrize(
@@ -182,27 +160,3 @@ async def test_a_key_comes_in_either_header(scheduler, tmp_path):
             assert answer.status_code == status
             if status == 401:
                 assert answer.json()["error"]["type"] == "authentication_error"
-
-
-async def test_a_refusal_by_the_scheduler_is_an_error_before_the_stream(client, scheduler):
-    scheduler.refusal.append(
-        scheduler_pb2.RequestFailure(code=code_pb2.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", message="full")
-    )
-    answer = await client.post(MESSAGES, json=HELLO | {"stream": True})
-    assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
-
-
-async def test_a_failure_in_the_middle_of_a_stream_is_its_last_event(client, scheduler):
-    scheduler.rule, scheduler.step_delay_s = scripted(SPEECH[:-1]), 0.01
-    async with client.stream("POST", MESSAGES, json=HELLO | {"stream": True, "max_tokens": 500}) as response:
-        lines = response.aiter_lines()
-        while "content_block_delta" not in await anext(lines):
-            pass
-        failure = {"code": code_pb2.INTERNAL, "reason": "STEP_REFUSED", "message": "it failed"}
-        scheduler.fail(scheduler.submits[-1].handle, **failure)
-        rest = [line async for line in lines if line]
-    assert rest[-2] == "event: error"
-    assert json.loads(rest[-1].removeprefix("data: ")) == {
-        "type": "error",
-        "error": {"type": "api_error", "message": "it failed"},
-    }

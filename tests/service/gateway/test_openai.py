@@ -9,8 +9,6 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from quire.arrays import decode_int32
-from quire.common.v1 import common_pb2
-from quire.gateway.v1 import generation_pb2
 from quire.model_source import resolve_model
 from tests.support.fake_scheduler import FakeScheduler, scripted
 from tests.support.gateway_process import running_gateway
@@ -47,31 +45,6 @@ async def complete(client, **fields) -> dict:
 async def error_of(client, path, **fields) -> tuple[int, dict]:
     response = await client.post(path, json=({"messages": HELLO} if path == CHAT else {"prompt": "hello"}) | fields)
     return response.status_code, response.json()["error"]
-
-
-async def test_the_scheduler_gets_what_it_gets_over_grpc(gateway, client, scheduler):
-    sampling = {
-        "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "seed": 5, "presence_penalty": 0.1,
-        "frequency_penalty": 0.2, "repetition_penalty": 1.1, "allowed_token_ids": [50, 60], "n": 1,
-    }  # fmt: skip
-    stopping = {"max_tokens": 7, "min_tokens": 2, "stop_token_ids": [9], "ignore_eos": True}
-    await client.post(
-        CHAT,
-        json={"messages": HELLO, "logit_bias": {"5": 1}, "bad_words": ["bad"], "stop": ["xyz"], "request_id": "a",
-              "logprobs": True, "top_logprobs": 2, "priority": -3, **sampling, **stopping},
-    )  # fmt: skip
-    request = generation_pb2.ChatRequest(
-        messages=[generation_pb2.ChatMessage(role="user", content="hello")],
-        sampling=common_pb2.SamplingParameters(logit_bias={5: 1}, bad_words=["bad"], **sampling),
-        stopping=common_pb2.StoppingParameters(stop=["xyz"], **stopping),
-        output=common_pb2.OutputOptions(logprobs=2),
-        request_id="a",
-        priority=3,
-    )
-    await gateway.generation.Chat(request)
-    over_http, over_grpc = scheduler.submits
-    over_grpc.handle, over_grpc.nonce = over_http.handle, over_http.nonce
-    assert over_http == over_grpc
 
 
 async def test_an_empty_prompt_is_what_the_tokenizer_puts_before_it(client, scheduler):
@@ -124,30 +97,6 @@ async def test_an_echo_of_a_truncated_prompt_begins_with_what_was_kept(client):
     answer = await complete(client, prompt="hello there", truncate_prompt_tokens=1, echo=True, max_tokens=1)
     last = TOKENIZER.decode(TOKENIZER.encode("hello there").ids[-1:])
     assert answer["choices"][0]["text"].startswith(last)
-
-
-async def test_the_end_of_a_text_says_why_it_ended(client, scheduler):
-    scheduler.rule = scripted([*SPEECH, 2])
-    cases = [
-        ({}, " there was a little dog.", "stop", None),
-        ({"max_tokens": 3}, None, "length", None),
-        ({"stop": "little"}, " there was a ", "stop", "little"),
-        ({"stop": ["x", "dog"], "include_stop_str_in_output": True}, " there was a little dog", "stop", "dog"),
-        ({"stop_token_ids": [SPEECH[2]]}, TOKENIZER.decode(SPEECH[:2]), "stop", SPEECH[2]),
-        ({"stop_token_ids": [2]}, " there was a little dog.", "stop", 2),
-    ]
-    for fields, text, finish_reason, stop_reason in cases:
-        (choice,) = (await complete(client, **({"max_tokens": 30} | fields)))["choices"]
-        assert (choice["finish_reason"], choice["stop_reason"]) == (finish_reason, stop_reason)
-        assert text is None or choice["text"] == text
-
-
-async def test_special_tokens_are_shown_where_they_are_wanted(client, scheduler):
-    scheduler.rule = scripted([264, TOKENIZER.get_vocab()["<|user|>"], 264])
-    shown = await complete(client, max_tokens=3, skip_special_tokens=False, ignore_eos=True)
-    hidden = await complete(client, max_tokens=3, ignore_eos=True)
-    assert shown["choices"][0]["text"] == "he<|user|>he"
-    assert hidden["choices"][0]["text"] == "hehe"
 
 
 @pytest.mark.parametrize(
@@ -285,18 +234,6 @@ async def test_what_is_wrong_is_named_and_nothing_runs_for_it(shared, path, fiel
     assert error["type"] == "invalid_request_error"
     assert set(error) == {"message", "type", "param", "code"}
     assert (await complete(client))["choices"][0]["text"]
-
-
-async def test_a_limit_that_an_echo_exceeds_twice_is_told_once(client):
-    status, error = await error_of(client, COMPLETIONS, echo=True, logprobs=50)
-    assert (status, error["param"]) == (400, "logprobs")
-    assert error["message"] == "logprobs is 50; it must be in [0, 20]"
-
-
-async def test_several_limits_are_told_in_one_message(client):
-    status, error = await error_of(client, COMPLETIONS, temperature=-1, top_p=7)
-    assert status == 400
-    assert error["message"] == "temperature is -1; it must be in [0, 100]; top_p is 7; it must be in (0, 1]"
 
 
 @pytest.mark.parametrize(

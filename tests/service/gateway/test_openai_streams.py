@@ -9,8 +9,6 @@ import pytest
 import pytest_asyncio
 from google.rpc import code_pb2
 
-from quire.gateway.v1 import generation_pb2
-from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_scheduler import FakeScheduler, Hypothesis
 from tests.support.gateway_process import running_gateway
 from tests.support.sse import read_stream
@@ -129,20 +127,6 @@ async def test_choices_of_several_prompts_count_on(client, scheduler):
     assert choices[0]["text"] == choices[2]["text"] != choices[1]["text"] == choices[3]["text"]
 
 
-@PATHS
-async def test_a_failure_before_the_first_token_has_its_own_status(client, scheduler, path):
-    for body in (BODIES[path], BODIES[path] | {"stream": True}):
-        scheduler.refusal.append(
-            scheduler_pb2.RequestFailure(
-                code=code_pb2.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", message="the queue is full", retry_after_ms=1500
-            )
-        )
-        response = await client.post(path, json=body)
-        assert (response.status_code, response.headers["retry-after"]) == (429, "2")
-        error = {"message": "the queue is full", "type": "rate_limit_error", "param": None, "code": "queue_full"}
-        assert response.json() == {"error": error}
-
-
 @pytest.mark.parametrize("prompt", ["hello", ["hello", "other"]])
 async def test_a_failure_in_the_middle_is_the_last_event_of_the_stream(client, scheduler, prompt):
     scheduler.step_delay_s = 0.01
@@ -174,19 +158,6 @@ async def test_a_client_that_leaves_ends_its_requests(gateway, scheduler, body, 
         await asyncio.gather(call, return_exceptions=True)
     await scheduler.until(lambda: len(scheduler.aborted) == num_requests)
     assert not scheduler.live
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-async def test_a_client_that_leaves_before_the_first_token_ends_its_request(gateway, scheduler, streaming):
-    scheduler.emits.clear()
-    reader, writer = await asyncio.open_connection(*gateway.gateway.http_address.split(":"))
-    body = json.dumps(BODIES[CHAT] | {"stream": streaming}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
-    await scheduler.until(lambda: scheduler.live)
-    writer.close()
-    await scheduler.until(lambda: scheduler.aborted)
-    assert not await reader.read()
 
 
 async def test_a_slow_reader_gets_everything_once_in_larger_chunks():
@@ -223,64 +194,3 @@ async def test_a_slow_reader_gets_everything_once_in_larger_chunks():
     assert 10 < max(sizes) <= 256
     assert b"data: [DONE]" in data
     assert not scheduler.aborted
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-async def test_a_request_can_be_cancelled_by_the_id_of_its_answer(gateway, client, scheduler, streaming):
-    scheduler.step_delay_s = 0.01
-    body = BODIES[COMPLETIONS] | {"max_tokens": 900, "request_id": "mine", "stream": streaming}
-    answering = asyncio.create_task(client.post(COMPLETIONS, json=body))
-    await scheduler.until(lambda: any(live.num_emitted > 3 for live in scheduler.live.values()))
-    await gateway.generation.Cancel(generation_pb2.CancelRequest(request_id="mine"))
-    response = await answering
-    assert response.status_code == (200 if streaming else 499)
-    assert "cancelled_by_id" in response.text
-    assert "[DONE]" not in response.text
-
-
-async def test_an_id_that_is_in_use_is_a_conflict(client, scheduler):
-    scheduler.emits.clear()
-    body = BODIES[COMPLETIONS] | {"request_id": "mine"}
-    first = asyncio.create_task(client.post(COMPLETIONS, json=body))
-    await scheduler.until(lambda: scheduler.live)
-    second = await client.post(COMPLETIONS, json=body)
-    assert (second.status_code, second.json()["error"]["param"]) == (409, "request_id")
-    scheduler.emits.set()
-    assert (await first).json()["id"] == "cmpl-mine"
-
-
-async def test_a_gateway_that_drains_finishes_streams_and_refuses_new_requests(scheduler):
-    scheduler.emits.clear()
-    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
-        live = asyncio.create_task(read_stream(http, CHAT, BODIES[CHAT] | {"max_tokens": 30} | USAGE))
-        await scheduler.until(lambda: scheduler.live)
-        stopping = asyncio.create_task(gateway.gateway.stop(60))
-        await asyncio.sleep(0)
-        refused = await http.post(CHAT, json=BODIES[CHAT])
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-        scheduler.emits.set()
-        chunks, is_done = await live
-        assert is_done
-        assert chunks[-1]["usage"]["completion_tokens"] == 30
-        await stopping
-
-
-async def test_without_a_scheduler_a_request_is_unavailable():
-    scheduler = FakeScheduler(refuses_connections=True)
-    await scheduler.start()
-    async with (
-        running_gateway(scheduler, connect_timeout=0.05) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
-    ):
-        response = await http.post(CHAT, json=BODIES[CHAT])
-        assert (response.status_code, response.json()["error"]["code"]) == (503, "no_scheduler")
-        models = (await http.get("/v1/models")).json()["data"]
-        assert [(model["id"], model["max_model_len"]) for model in models] == [("quire-tiny", None)]
-    await scheduler.stop()
-
-
-async def test_a_timeout_of_the_scheduler_is_a_gateway_timeout(client, scheduler):
-    scheduler.refusal.append(
-        scheduler_pb2.RequestFailure(code=code_pb2.DEADLINE_EXCEEDED, reason="LATE", message="late")
-    )
-    assert (await client.post(CHAT, json=BODIES[CHAT])).status_code == 504

@@ -1,18 +1,14 @@
 """OpenAI's Responses API in front of a fake scheduler, with OpenAI's own client."""
 
 import asyncio
-import json
 
-import httpx
 import pytest
 import pytest_asyncio
-from google.rpc import code_pb2
 from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError
 from tokenizers import Tokenizer
 
 from quire.arrays import decode_int32
 from quire.model_source import resolve_model
-from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_scheduler import FakeScheduler, scripted
 from tests.support.gateway_process import running_gateway
 from tests.support.keys import KeysFile
@@ -231,30 +227,3 @@ async def test_only_responses_are_cancelled_by_that_path(client, scheduler):
     assert not scheduler.aborted
     chat.cancel()
     await asyncio.wait([chat])
-
-
-async def test_a_failure_in_the_middle_of_a_stream_is_its_last_event(gateway, scheduler):
-    scheduler.rule, scheduler.step_delay_s = scripted(SPEECH[:-1]), 0.01
-    body = {"input": "hello", "stream": True}
-    async with (
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
-        http.stream("POST", "/v1/responses", json=body) as response,
-    ):
-        lines = response.aiter_lines()
-        while "output_text.delta" not in await anext(lines):
-            pass
-        failure = {"code": code_pb2.INTERNAL, "reason": "STEP_REFUSED", "message": "it failed"}
-        scheduler.fail(scheduler.submits[-1].handle, **failure)
-        rest = [json.loads(line.removeprefix("data: ")) async for line in lines if line.startswith("data: ")]
-    assert (rest[-1]["type"], rest[-1]["code"], rest[-1]["message"]) == ("error", "step_refused", "it failed")
-    numbers = [event["sequence_number"] for event in rest]
-    assert numbers == list(range(numbers[0], numbers[0] + len(rest)))
-
-
-async def test_a_refusal_is_an_error_before_the_stream(client, scheduler):
-    scheduler.refusal.append(
-        scheduler_pb2.RequestFailure(code=code_pb2.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", message="full")
-    )
-    with pytest.raises(APIError) as raised:
-        await client.responses.create(model="quire-tiny", input="hello", stream=True)
-    assert raised.value.code == "queue_full"

@@ -83,11 +83,6 @@ async def test_infer_answers_a_batch_of_prompts_in_order(gateway, client: Triton
     assert answer["outputs"] == {"text_output": [await expected_text(gateway, prompt) for prompt in prompts]}
 
 
-async def test_sampling_parameters_as_a_json_tensor(client: TritonClient):
-    inputs = INPUTS | {"sampling_parameters": ['{"max_tokens": 3}'], "return_num_output_tokens": [True]}
-    assert (await client.infer(inputs))["outputs"]["num_output_tokens"] == [3]
-
-
 async def test_log_probabilities_come_as_json_by_token_id_and_summed(client: TritonClient):
     wanted = {"return_logprobs": [True], "return_cumulative_logprob": [True]}
     answer = await client.infer(INPUTS | wanted, parameters={"max_tokens": 3, "logprobs": 2})
@@ -110,11 +105,6 @@ async def test_pieces_of_a_stream_have_the_log_probabilities_of_their_tokens(cli
     assert sums[-2:] == [-4.0, -4.0]
 
 
-async def test_the_chosen_token_alone_has_a_log_probability_where_no_number_is_asked(client: TritonClient):
-    answer = await client.infer(INPUTS | {"return_logprobs": [True]}, parameters={"max_tokens": 2})
-    assert [len(position) for position in json.loads(answer["outputs"]["logprobs"][0])] == [1, 1]
-
-
 async def test_the_text_has_its_prompt_unless_that_is_excluded(client: TritonClient):
     (text,) = (await client.infer({"text_input": ["hello"]}, parameters=EIGHT))["outputs"]["text_output"]
     (alone,) = (await client.infer(INPUTS, parameters=EIGHT))["outputs"]["text_output"]
@@ -129,16 +119,6 @@ async def test_stream_pieces_are_the_text_and_the_last_is_marked_final(gateway, 
     assert {piece["id"] for piece in pieces} == {"mine"}
     finals = [piece["parameters"]["triton_final_response"] for piece in pieces]
     assert finals == [False] * (len(pieces) - 1) + [True]
-
-
-async def test_a_stream_carries_several_requests_and_one_that_fails_ends_no_other(gateway, client: TritonClient):
-    requests = [streamed("hello", "a"), streamed("hello", "bad", temperature=-1.0), streamed("good morning", "b")]
-    responses = await client.stream(*requests)
-    (error,) = [response["error"] for response in responses if "error" in response]
-    assert 'parameters["temperature"] is -1' in error["message"]
-    for request_id, prompt in (("a", "hello"), ("b", "good morning")):
-        pieces = [response["outputs"]["text_output"][0] for response in responses if response.get("id") == request_id]
-        assert "".join(pieces) == await expected_text(gateway, prompt)
 
 
 async def test_the_client_for_asyncio_streams_as_well(gateway, client: TritonClient):
@@ -196,22 +176,6 @@ async def test_errors_of_infer_have_a_status_and_name_what_is_at_fault(client: T
         await client.infer(**({"inputs": INPUTS} | change))
     assert refused.value.status == f"StatusCode.{status}"
     assert words in refused.value.message
-
-
-async def test_a_call_after_an_error_works(client: TritonClient):
-    with pytest.raises(TritonError):
-        await client.infer({"text_input": ["hello"]}, parameters={"temperature": -1.0})
-    assert (await client.infer(INPUTS, parameters=EIGHT))["outputs"]["text_output"]
-
-
-async def test_an_error_ends_a_stream_that_asks_for_statuses(client: TritonClient):
-    responses = await client.stream(streamed("hello", "bad", temperature=-1.0), headers={"triton_grpc_error": "true"})
-    assert [response["error"]["status"] for response in responses] == ["StatusCode.INVALID_ARGUMENT"]
-
-
-async def test_the_repository_has_the_one_model(client: TritonClient):
-    index = await client.simple("get_model_repository_index", as_json=True)
-    assert index == {"models": [{"name": MODEL, "version": "1", "state": "READY"}]}
 
 
 async def test_the_configuration_is_the_model_s_in_triton_s_terms(client: TritonClient):

@@ -1,0 +1,405 @@
+"""Tools, reasoning and options of templates in chats: what each API has of its own beside what tests of fronts show."""
+
+import asyncio
+import json
+from typing import Any, cast
+
+import pytest
+import pytest_asyncio
+from google.protobuf import json_format
+from openai import AsyncOpenAI
+
+from quire.common.v1 import common_pb2
+from quire.gateway.v1 import generation_pb2 as pb
+from quire.rpc.errors import InvalidArgument
+from tests.support.chat_models import write_chat_model
+from tests.support.fake_scheduler import Hypothesis
+from tests.support.gateway_process import collect, error_of, running_gateway
+from tests.support.rig import (
+    CALL,
+    EOS,
+    REASONED,
+    TOKENIZER,
+    WEATHER,
+    WEATHER_SCHEMA,
+    constraint_of,
+    prompt_of,
+    prompt_text_of,
+)
+
+TOOL = pb.Tool(name="get_weather", description="Tells it.", parameters=json.dumps(WEATHER_SCHEMA))
+ASKED = pb.ChatMessage(role="user", content="Is it warm in Rome?")
+REQUIRED = pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_REQUIRED)
+NONE = pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_NONE)
+MAX_TOKENS = common_pb2.StoppingParameters(max_tokens=300)
+
+
+def request(kind: Any = pb.ChatRequest, **fields) -> Any:
+    return kind(**{"messages": [ASKED], "tools": [TOOL], "stopping": MAX_TOKENS} | fields)
+
+
+async def test_parts_of_calls_are_told_once_and_a_caller_that_holds_some_gets_the_rest(rig):
+    rig.says(REASONED)
+    chat = rig.gateway.generation.ChatStream
+    whole = await collect(chat(request(pb.ChatStreamRequest)))
+    deltas = [delta for chunk in whole.chunks for delta in chunk.tool_calls]
+    for index in (0, 1):
+        first, *rest = [delta for delta in deltas if delta.index == index]
+        assert (first.name, bool(first.id)) == ("get_weather", True)
+        assert not any(delta.name or delta.id for delta in rest)
+    assert len({delta.id for delta in deltas if delta.id}) == 2
+    for num_chunks in range(1, len(whole.chunks), 7):
+        had = whole.chunks[:num_chunks]
+        calls = [call for chunk in had for call in chunk.tool_calls]
+        held = pb.HeldSequence(
+            token_ids=[token for chunk in had for token in chunk.token_ids],
+            num_characters=sum(len(chunk.text) + len(chunk.reasoning) for chunk in had)
+            + sum(len(call.name) + len(call.arguments) for call in calls),
+        )
+        responses = [each async for each in chat(request(pb.ChatStreamRequest, continue_from=[held]))]
+        chunks = [*had, *(response.chunk for response in responses if response.HasField("chunk"))]
+        assert "".join(chunk.text for chunk in chunks) == whole.text
+        assert "".join(chunk.reasoning for chunk in chunks) == "I need it."
+        calls = [call for chunk in chunks for call in chunk.tool_calls]
+        assert "".join(call.arguments for call in calls) == '{"city": "Rome"}' * 2
+        assert [call.name for call in calls if call.name] == ["get_weather"] * 2
+        assert responses[-2].finished.finish_reason == common_pb2.FINISH_REASON_TOOL_CALLS
+
+
+async def test_the_template_gets_tools_calls_results_names_and_reasoning(rig):
+    called = pb.ToolCall(id="call_1", name="get_weather", arguments='{"city": "Rome", "days": 2}')
+    messages = [
+        pb.ChatMessage(role="user", content="Is it warm?", name="Ann"),
+        pb.ChatMessage(role="assistant", reasoning="Hm.", tool_calls=[called]),
+        pb.ChatMessage(role="tool", content="30 degrees", tool_call_id="call_1"),
+    ]
+    await rig.gateway.generation.Chat(request(messages=messages))
+    prompt = prompt_text_of(rig.scheduler.submits[-1])
+    described = json.dumps({"type": "function", "function": WEATHER})
+    call = '{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}'
+    for part in (described, "Ann: Is it warm?", "<think>Hm.</think>", call, "30 degrees"):
+        assert part in prompt
+
+
+async def test_arguments_of_the_template_and_the_last_message_continued(rig):
+    generation, submits = rig.gateway.generation, rig.scheduler.submits
+    options = pb.TemplateOptions()
+    options.arguments.update({"enable_thinking": False})
+    wanted = common_pb2.Constraint(json_schema=json.dumps(WEATHER_SCHEMA))
+    await generation.Chat(request(tools=[], response_format=wanted, template_options=options))
+    assert prompt_text_of(submits[-1]).endswith("<|assistant|><think></think>")
+    assert not constraint_of(submits[-1]).HasField("begins_after")
+    begun = [ASKED, pb.ChatMessage(role="assistant", content="It is")]
+    continued = pb.TemplateOptions(continue_final_message=True)
+    rig.says(" warm.")
+    answer = await generation.Chat(request(messages=begun, template_options=continued))
+    assert prompt_text_of(submits[-1]).endswith("<|assistant|>It is")
+    assert answer.sequences[0].text == " warm."
+    chat = pb.ChatMessages(messages=begun, tools=[TOOL], template_options=continued)
+    tokenized = await generation.Tokenize(pb.TokenizeRequest(chat=chat))
+    assert tokenized.token_ids == prompt_of(submits[-1])
+
+
+async def test_tools_constrain_the_answer(rig):
+    chat, submits = rig.gateway.generation.Chat, rig.scheduler.submits
+    await chat(request())
+    begun = constraint_of(submits[-1]).structural_tags
+    assert (begun.required, begun.tags[0].begin) == (False, "<tool_call>\n")
+    await chat(request(tool_choice=REQUIRED, parallel_tool_calls=False))
+    forced = constraint_of(submits[-1])
+    assert (forced.structural_tags.required, forced.structural_tags.single) == (True, True)
+    assert forced.begins_after == "</think>"
+    assert prompt_text_of(submits[-1]).endswith("<|assistant|><think>\n")
+    await chat(request(tool_choice=pb.ToolChoice(name="get_weather")))
+    assert constraint_of(submits[-1]).structural_tags.single
+    wanted = common_pb2.Constraint(json_schema=json.dumps(WEATHER_SCHEMA))
+    await chat(request(response_format=wanted))
+    assert "get_weather" in constraint_of(submits[-1]).lark
+    rig.says(CALL)
+    (sequence,) = (await chat(request(tool_choice=NONE))).sequences
+    assert "get_weather" not in prompt_text_of(submits[-1])
+    assert (sequence.text, sequence.finish_reason) == (CALL, common_pb2.FINISH_REASON_STOP)
+
+
+# Programs that write schemas have patterns with look-around for e-mail addresses.
+LOOK_AROUND = {"type": "object", "properties": {"to": {"type": "string", "pattern": r"^(?!\.)[a-z.]+@[a-z]+$"}}}
+
+
+@pytest.mark.parametrize("parameters", ["{}", '{"properties": {}}', json.dumps(LOOK_AROUND)])
+async def test_arguments_are_an_object_where_the_schema_does_not_say_so_or_cannot_be_enforced(rig, parameters):
+    tool = pb.Tool(name="f", parameters=parameters)
+    await rig.gateway.generation.Chat(request(tools=[tool]))
+    (tag,) = constraint_of(rig.scheduler.submits[-1]).structural_tags.tags
+    arguments = json.loads(tag.json_schema)["properties"]["arguments"]
+    assert arguments["type"] == "object"
+    if "pattern" in parameters:
+        assert arguments == {"type": "object"}
+        tool.strict = True
+        error = await error_of(rig.gateway.generation.Chat(request(tools=[tool])))
+        assert [each.field for each in error.violations] == ["tools[0].parameters"]
+        assert "look-around" in error.message
+
+
+@pytest.mark.parametrize("mode", [pb.TOOL_CHOICE_MODE_AUTO, pb.TOOL_CHOICE_MODE_REQUIRED])
+async def test_only_allowed_tools_are_called_and_the_prompt_has_all(rig, mode):
+    rig.says(f"<think>Hm.</think>{CALL}{CALL.replace('get_weather', 'now')}")
+    choice = pb.ToolChoice(mode=mode, allowed=["get_weather"])
+    answer = await rig.gateway.generation.Chat(request(tools=[TOOL, pb.Tool(name="now")], tool_choice=choice))
+    assert '"now"' in prompt_text_of(rig.scheduler.submits[-1])
+    assert "now" not in str(constraint_of(rig.scheduler.submits[-1]))
+    (sequence,) = answer.sequences
+    assert [call.name for call in sequence.tool_calls] == ["get_weather"]
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {"role": "assistant", "content": ""}
+    return {"messages": [pb.ChatMessage(**values | fields)]}
+
+
+def calls(*changes: dict[str, str], role: str = "assistant") -> dict[str, Any]:
+    values = {"id": "a", "name": "get_weather", "arguments": "{}"}
+    return message(role=role, tool_calls=[pb.ToolCall(**values | each) for each in changes])
+
+
+def tools(*changes: dict[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {"name": "f"}
+    return {"tools": [pb.Tool(**values | each) for each in changes]}
+
+
+def choice(**fields) -> dict[str, Any]:
+    return {"tool_choice": pb.ToolChoice(**fields)}
+
+
+REGEX = common_pb2.Constraint(regex="a")
+IN_SAMPLING = common_pb2.SamplingParameters(constraint=REGEX)
+BAD = [
+    (tools(*({"name": f"t{number}"} for number in range(129))), "tools", "has more than 128 entries"),
+    (tools({"parameters": "[1]"}), "tools[0].parameters", "must be a JSON schema"),
+    (tools({"parameters": '{"type": "array"}'}), "tools[0].parameters.type", '"array"'),
+    (choice(allowed=["other"]), "tool_choice.allowed[0]", "the tools are: get_weather"),
+    (choice(allowed=["get_weather"] * 129), "tool_choice.allowed", "the max is 128"),
+    (choice(name="get_weather", allowed=["get_weather"]), "tool_choice.allowed", "only with the modes auto and"),
+    (choice(mode=cast(Any, 9)), "tool_choice.mode", "is 9"),
+    (calls({}, role="user"), "messages[0].tool_calls", "only assistant calls"),
+    (calls({"id": ""}), "messages[0].tool_calls[0].id", "is empty"),
+    (calls({"id": "x" * 129}), "messages[0].tool_calls[0].id", "the max is 128"),
+    (calls({"name": "?"}), "messages[0].tool_calls[0].name", '"?"'),
+    (calls({"arguments": "1"}), "messages[0].tool_calls[0].arguments", "JSON object"),
+    (calls({}, {}), "messages[0].tool_calls", "must be unique"),
+    (message(role="tool", tool_call_id="b"), "messages[0].tool_call_id", "no message before it"),
+    ({"template_options": {"continue_final_message": True, "add_generation_prompt": True}},
+     "template_options.continue_final_message", "add_generation_prompt too"),
+    ({"template_options": {"arguments": {"messages": []}}}, "template_options.arguments.messages", "set by the server"),
+    ({"template_options": {"arguments": {"style": 1}}}, "template_options.arguments.style", "reads: enable_thinking"),
+    ({"template_options": {"arguments": {"enable_thinking": [float("nan")]}}}, "template_options.arguments", "NaN or"),
+    ({"response_format": REGEX, "sampling": IN_SAMPLING}, "response_format", "sampling.constraint too"),
+    ({"response_format": common_pb2.Constraint(json_schema="{")}, "response_format.json_schema", "not valid JSON"),
+    ({"response_format": common_pb2.Constraint(lark='start: "a"')}, "response_format", "combined with tools"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "field", "says"), BAD, ids=lambda value: value if isinstance(value, str) else "")
+async def test_bad_fields_are_refused_by_name(rig, fields, field, says):
+    options = pb.TemplateOptions()
+    arguments = fields.get("template_options", {}).get("arguments", {})
+    flags = {name: value for name, value in fields.get("template_options", {}).items() if name != "arguments"}
+    json_format.ParseDict(flags, options)
+    options.arguments.update(arguments)
+    more = {"template_options": options} if "template_options" in fields else {}
+    error = await error_of(rig.gateway.generation.Chat(request(**fields | more)))
+    assert isinstance(error, InvalidArgument)
+    assert [each.field for each in error.violations] == [field]
+    assert says in error.violations[0].description
+    assert not rig.scheduler.submits
+
+
+async def test_a_template_that_knows_no_tools_says_so(scheduler, tmp_path):
+    model = write_chat_model(tmp_path / "model", "{{ messages[0].content }}")
+    async with running_gateway(scheduler, model=str(model)) as running:
+        error = await error_of(running.generation.Chat(request()))
+    assert (error.reason, error.violations[0].field) == ("NO_TOOLS", "tools")
+
+
+# OpenAI's chats, by OpenAI's own client.
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def openai(rig):
+    async with AsyncOpenAI(base_url=f"{rig.gateway.http_url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+USER: Any = [{"role": "user", "content": "Is it warm?"}]
+TOOLS: Any = [{"type": "function", "function": WEATHER}]
+
+
+async def chat(client: AsyncOpenAI, **fields) -> Any:
+    return await client.chat.completions.create(
+        **{"model": "quire-tiny", "messages": USER, "tools": TOOLS, "max_tokens": 300} | fields
+    )
+
+
+async def test_the_deltas_of_calls_are_openai_s(rig, openai):
+    rig.says(f"Two. {CALL}\n{CALL}")
+    chunks = [chunk async for chunk in await chat(openai, stream=True)]
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    parts = [part for delta in deltas for part in delta.tool_calls or []]
+    firsts = [part for part in parts if part.id]
+    assert [(part.index, part.type, part.function.name, part.function.arguments) for part in firsts] == [
+        (0, "function", "get_weather", ""),
+        (1, "function", "get_weather", ""),
+    ]
+    for index in (0, 1):
+        own = [part for part in parts if part.index == index]
+        assert own[0].id
+        assert all(part.id is None and part.type is None and part.function.name is None for part in own[1:])
+    assert [choice.finish_reason for choice in chunks[-1].choices] == ["tool_calls"]
+
+
+async def test_a_message_that_the_stream_helper_puts_together_goes_back_with_a_result(rig, openai):
+    rig.says(f"<think>Hm.</think>{CALL}")
+    asked = {"model": "quire-tiny", "messages": USER, "tools": TOOLS, "max_tokens": 300}
+    async with openai.chat.completions.stream(**asked) as stream:
+        message = (await stream.get_final_completion()).choices[0].message
+    assert message.content is None
+    (call,) = message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Rome"}
+    rig.says("It is warm.")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "warm"}
+    again = await chat(openai, messages=[*USER, message, result])
+    assert again.choices[0].message.content == "It is warm."
+    assert "<think>Hm.</think>" in prompt_text_of(rig.scheduler.submits[-1])
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_reasoning_has_both_names_its_share_of_the_usage_and_may_be_left_out(rig, openai, streams):
+    rig.says("<think>\nHm.\n</think>\n\nYes.")
+    options = {"stream": True, "stream_options": {"include_usage": True}} if streams else {}
+    answer = await chat(openai, tools=[], **options)
+    chunks = [chunk async for chunk in answer] if streams else [answer]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    fields = [(choice.delta if streams else choice.message).model_dump() for choice in choices]
+    for name, text in (("content", "Yes."), ("reasoning_content", "Hm."), ("reasoning", "Hm.")):
+        assert "".join(each.get(name) or "" for each in fields).strip() == text
+    usage = chunks[-1].usage
+    assert 0 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
+    (hidden,) = (await chat(openai, tools=[], extra_body={"include_reasoning": False})).choices
+    assert "reasoning_content" not in hidden.message.model_dump()
+
+
+async def test_log_probabilities_have_all_tokens_of_calls(rig, openai):
+    rig.says(CALL)
+    (choice,) = (await chat(openai, logprobs=True)).choices
+    assert "".join(entry.token for entry in choice.logprobs.content).startswith(CALL)
+    chunks = [chunk async for chunk in await chat(openai, logprobs=True, stream=True)]
+    entries = [e for chunk in chunks for c in chunk.choices if c.logprobs for e in c.logprobs.content]
+    assert len(entries) == len(choice.logprobs.content)
+
+
+async def test_several_answers_have_calls_of_their_own(rig, openai):
+    token_ids = TOKENIZER.encode(CALL, add_special_tokens=False).ids
+    with rig.scheduler.standing_still():
+        answering = asyncio.create_task(chat(openai, n=3))
+        await rig.scheduler.until(lambda: rig.scheduler.live)
+        (handle,) = rig.scheduler.live
+        rig.scheduler.deliver(handle, [Hypothesis(token_ids, -1.0, EOS)] * 3)
+        choices = (await answering).choices
+    assert [choice.finish_reason for choice in choices] == ["tool_calls"] * 3
+    assert len({choice.message.tool_calls[0].id for choice in choices}) == 3
+
+
+async def test_an_echo_begins_with_the_last_message(rig, openai):
+    rig.says("you")
+    messages = [*USER, {"role": "assistant", "content": "how are "}]
+    more = {"echo": True, "continue_final_message": True, "add_generation_prompt": False}
+    (choice,) = (await chat(openai, tools=[], messages=messages, extra_body=more)).choices
+    assert choice.message.content == "how are you"
+    stream = await chat(openai, tools=[], messages=messages, extra_body=more, stream=True)
+    assert "".join([c.delta.content or "" async for chunk in stream for c in chunk.choices]) == "how are you"
+
+
+async def test_an_effort_is_a_hint_where_the_template_knows_none(rig):
+    for path, body in (
+        ("/v1/chat/completions", {"messages": USER, "reasoning_effort": "low"}),
+        ("/v1/responses", {"input": "a", "reasoning": {"effort": "low"}}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 9, "output_config": {"effort": "low"}}),
+    ):
+        answer = await rig.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+
+
+# What is wrong, by fields that only one of the APIs has.
+NO_TOOL = {"type": "function", "function": {"name": "g"}}
+LONG_ID = "x" * 129
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/chat/completions", {"messages": USER, "chat_template_kwargs": {"colour": 1}},
+         "chat_template_kwargs.colour"),
+        ("/v1/chat/completions", {"messages": [{"role": "tool", "tool_call_id": "x", "content": "y"}]},
+         "messages[0].tool_call_id"),
+        ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [NO_TOOL | {"id": LONG_ID}
+         | {"function": {"name": "f", "arguments": "{}"}}]}]}, "messages[0].tool_calls[0].id"),
+        ("/v1/chat/completions",
+         {"messages": USER, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ("/v1/responses", {"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]}, "input[0]"),
+        ("/v1/responses", {"input": [{"type": "function_call", "call_id": LONG_ID, "name": "f", "arguments": "{}"}]},
+         "input[0]"),
+        ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [
+         {"type": "tool_result", "tool_use_id": "x"}]}]}, "messages[0]"),
+        ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "assistant", "content": [
+         {"type": "tool_use", "id": LONG_ID, "name": "f", "input": {}}]}]}, "the max is 128"),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_is_named_as_the_client_wrote_it(rig, path, body, field):
+    answer = await rig.http.post(path, json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert field in error["message"] if path == "/v1/messages" else error["param"] == field
+
+
+RESPONSE_TOOL = {"type": "function"} | WEATHER
+
+
+async def test_results_of_calls_go_back_by_items_or_by_the_id_of_the_response(rig, openai):
+    rig.says(REASONED)
+    response = await openai.responses.create(model="", input="Is it warm?", tools=[RESPONSE_TOOL])
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
+    outputs = [item for item in response.output if item.type == "function_call"]
+    results = [{"type": "function_call_output", "call_id": call.call_id, "output": "It is hot."} for call in outputs]
+    items = [{"role": "user", "content": "Is it warm?"}, *response.output, *results]
+    await openai.responses.create(model="", input=items, tools=[RESPONSE_TOOL])
+    await openai.responses.create(model="", input=results, tools=[RESPONSE_TOOL], previous_response_id=response.id)
+    by_items, by_id = map(prompt_text_of, rig.scheduler.submits[-2:])
+    assert by_items == by_id
+    for part in ("Is it warm?", "I need it.", "Let me see.", '"city": "Rome"', "It is hot."):
+        assert part in by_id
+    # The client's own stream puts the same items together.
+    async with openai.responses.stream(model="", input="Is it warm?", tools=[RESPONSE_TOOL]) as stream:
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_response()
+    assert [item.type for item in final.output] == [item.type for item in response.output]
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 4
+
+
+async def test_a_message_of_anthropic_s_takes_results_and_is_counted(rig):
+    rig.says(REASONED)
+    tool = {"name": "get_weather", "input_schema": WEATHER_SCHEMA}
+    body = {"max_tokens": 300, "messages": USER, "tools": [tool]}
+    message = (await rig.http.post("/v1/messages", json=body)).json()
+    assert [block["type"] for block in message["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    uses = message["content"][2:]
+    results = [{"type": "tool_result", "tool_use_id": use["id"], "content": "It is hot."} for use in uses]
+    asked = {"role": "user", "content": [*results, {"type": "text", "text": "And now?"}]}
+    messages = [*USER, {"role": "assistant", "content": message["content"]}, asked]
+    answer = await rig.http.post("/v1/messages", json=body | {"messages": messages})
+    assert answer.status_code == 200, answer.text
+    prompt = prompt_text_of(rig.scheduler.submits[-1])
+    for part in ("Is it warm?", "I need it.", "Let me see.", "Rome", "It is hot.", "And now?"):
+        assert part in prompt
+    counted = await rig.http.post("/v1/messages/count_tokens", json={"messages": messages, "tools": [tool]})
+    usage = answer.json()["usage"]
+    assert counted.json()["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
