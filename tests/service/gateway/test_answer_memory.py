@@ -5,8 +5,6 @@ import asyncio
 import httpx
 import pytest
 
-from quire.common.v1 import common_pb2
-from quire.gateway.v1 import generation_pb2
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import running_gateway
 
@@ -50,17 +48,6 @@ async def test_an_answer_that_grows_too_large_ends_alone_and_its_requests_are_ab
     await scheduler.until(lambda: len(scheduler.aborted) == 1)
     # What it held is free again.
     assert (await post(small_gateway, prompt="hello", max_tokens=200, logprobs=20)).status_code == 200
-
-
-async def test_the_same_over_grpc(small_gateway):
-    stopping = common_pb2.StoppingParameters(max_tokens=900)
-    output = common_pb2.OutputOptions(logprobs=20)
-    request = generation_pb2.GenerateRequest(text="a", stopping=stopping, output=output)
-    with pytest.raises(Exception, match=r"output.logprobs is 20; with 1 sequences of up to 900 tokens"):
-        await small_gateway.generation.Generate(request)
-    request.stopping.ClearField("max_tokens")
-    with pytest.raises(Exception, match="--max-answer-bytes is 200,000"):
-        await small_gateway.generation.Generate(request)
 
 
 async def test_a_large_answer_comes_in_pieces_and_is_the_same_as_its_stream(scheduler: FakeScheduler):

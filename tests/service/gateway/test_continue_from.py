@@ -99,16 +99,6 @@ async def test_one_answer_has_what_follows(gateway, scheduler):
     assert response.usage.generated_tokens == 9
 
 
-async def test_a_chat_goes_on_too(gateway, scheduler):
-    scheduler.rule = scripted(SPEECH)
-    request = generation_pb2.ChatRequest(continue_from=held(SPEECH[:5]))
-    request.messages.add(role="user", content="hello")
-    request.sampling.temperature = 0
-    request.stopping.max_tokens = 9
-    (sequence,) = (await gateway.generation.Chat(request)).sequences
-    assert list(sequence.token_ids) == SPEECH[5:9]
-
-
 async def test_log_probabilities_are_those_of_the_tokens_that_follow_and_their_sum_is_that_of_all(gateway, scheduler):
     scheduler.rule = scripted(SPEECH)
     request = request_of(max_tokens=9)
@@ -118,12 +108,6 @@ async def test_log_probabilities_are_those_of_the_tokens_that_follow_and_their_s
     positions = [position for response in chunks for position in response.chunk.logprobs]
     assert [position.chosen.token_id for position in positions] == SPEECH[5:9]
     assert finished.finished.cumulative_logprob == -9.0
-
-
-async def test_a_durable_stream_may_go_on(gateway, scheduler):
-    scheduler.rule = scripted(SPEECH)
-    await collect_rest(gateway, request_of(SPEECH[:5], durable=True))
-    assert scheduler.submits[0].durable
 
 
 async def test_a_durable_stream_that_is_refused_for_what_is_held_leaves_its_id_free(scheduler):

@@ -10,7 +10,6 @@ from tokenizers import Tokenizer
 from quire.model_source import resolve_model
 from tests.support.fake_scheduler import FakeScheduler, scripted
 from tests.support.gateway_process import running_gateway
-from tests.support.keys import KeysFile
 
 MESSAGES = "/v1/messages"
 TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
@@ -141,22 +140,3 @@ async def test_fields_of_errors_are_those_of_the_body(shared):
         answer = await shared.post(path, json=body)
         assert answer.status_code == 400
         assert expected in answer.json()["error"]["message"]
-
-
-async def test_a_key_comes_in_either_header(scheduler, tmp_path):
-    keys = KeysFile(tmp_path / "keys.json")
-    key = keys.add("acme")
-    async with (
-        running_gateway(scheduler, keys_files=(keys.path,)) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
-    ):
-        for headers, status in (
-            ({"x-api-key": key}, 200),
-            ({"authorization": f"Bearer {key}"}, 200),
-            ({"x-api-key": "wrong"}, 401),
-            ({}, 401),
-        ):
-            answer = await http.post(MESSAGES, json=HELLO, headers=headers)
-            assert answer.status_code == status
-            if status == 401:
-                assert answer.json()["error"]["type"] == "authentication_error"

@@ -65,17 +65,13 @@ async def test_every_chunk_has_the_usage_so_far_where_it_is_continuous(client, p
     assert chunks[-1]["usage"] == whole
 
 
-async def test_the_usage_so_far_is_that_of_all_prompts(client):
+async def test_the_usage_so_far_is_that_of_all_prompts_and_none_without_usage(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {"prompt": ["hello", "the little dragon"], "max_tokens": 6, "stream_options": options}
-    chunks, _ = await read_stream(client, COMPLETIONS, body)
+    body = {"prompt": ["hello", "the little dragon"], "max_tokens": 6}
+    chunks, _ = await read_stream(client, COMPLETIONS, body | {"stream_options": options})
     assert chunks[-2]["usage"]["completion_tokens"] == 12
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {chunks[-1]["usage"]["prompt_tokens"]}
-
-
-async def test_continuous_usage_without_usage_is_none(client):
-    options = {"include_usage": False, "continuous_usage_stats": True}
-    chunks, _ = await read_stream(client, CHAT, BODIES[CHAT] | {"stream_options": options})
+    chunks, _ = await read_stream(client, COMPLETIONS, body | {"stream_options": options | {"include_usage": False}})
     assert all("usage" not in chunk for chunk in chunks)
 
 
@@ -127,36 +123,30 @@ async def test_choices_of_several_prompts_count_on(client, scheduler):
     assert choices[0]["text"] == choices[2]["text"] != choices[1]["text"] == choices[3]["text"]
 
 
-@pytest.mark.parametrize("prompt", ["hello", ["hello", "other"]])
-async def test_a_failure_in_the_middle_is_the_last_event_of_the_stream(client, scheduler, prompt):
+async def test_a_failure_in_the_middle_of_one_of_several_prompts_is_the_last_event_of_the_stream(client, scheduler):
     scheduler.step_delay_s = 0.01
-    body = {"prompt": prompt, "max_tokens": 500}
+    body = {"prompt": ["hello", "other"], "max_tokens": 500}
     reading = asyncio.create_task(read_stream(client, COMPLETIONS, body))
     await scheduler.until(lambda: any(live.num_emitted > 3 for live in scheduler.live.values()))
     scheduler.fail(max(scheduler.live), code=code_pb2.INTERNAL, reason="NUMERICS", message="logits are not finite")
     chunks, is_done = await reading
     assert not is_done
-    assert chunks[-1] == {
-        "error": {"message": "logits are not finite", "type": "server_error", "param": None, "code": "numerics"}
-    }
+    error = {"message": "logits are not finite", "type": "server_error", "param": None, "code": "numerics"}
+    assert chunks[-1] == {"error": error}
     assert all("choices" in chunk for chunk in chunks[:-1])
-    if isinstance(prompt, list):
-        await scheduler.until(lambda: scheduler.aborted)
-        assert not scheduler.live
+    await scheduler.until(lambda: scheduler.aborted)
+    assert not scheduler.live
 
 
-@pytest.mark.parametrize("body", [BODIES[COMPLETIONS], {"prompt": ["hello", "other"]}])
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_a_client_that_leaves_ends_its_requests(gateway, scheduler, body, streaming):
+async def test_a_client_that_leaves_ends_the_requests_of_all_its_prompts(client, scheduler, streaming):
     scheduler.step_delay_s = 0.01
-    num_requests = len(body["prompt"]) if isinstance(body["prompt"], list) else 1
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
-        sent = body | {"stream": streaming, "max_tokens": 800}
-        call = asyncio.create_task(http.post(COMPLETIONS, json=sent))
-        await scheduler.until(lambda: len(scheduler.live) == num_requests)
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-    await scheduler.until(lambda: len(scheduler.aborted) == num_requests)
+    body = {"prompt": ["hello", "other"], "stream": streaming, "max_tokens": 800}
+    call = asyncio.create_task(client.post(COMPLETIONS, json=body))
+    await scheduler.until(lambda: len(scheduler.live) == 2)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await scheduler.until(lambda: len(scheduler.aborted) == 2)
     assert not scheduler.live
 
 

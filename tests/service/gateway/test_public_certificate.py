@@ -122,13 +122,6 @@ async def test_a_renewed_public_certificate_holds_for_new_connections(
     assert not await is_answered_over_http(gateway, old)
 
 
-async def test_a_damaged_public_certificate_leaves_the_old_one_in_force(gateway: RunningGateway, public: Path) -> None:
-    (public / "site.pem").write_text("damaged")
-    for _ in range(2):
-        assert await is_answered_over_grpc(gateway, public)
-        assert await is_answered_over_http(gateway, public)
-
-
 async def test_it_needs_no_certificates_inside(public: Path) -> None:
     async with running_alone(public) as gateway:
         assert await is_answered_over_grpc(gateway, public)

@@ -1,7 +1,6 @@
 """Requests of a replica that cannot go on with them are served by another one: no worker, or it drains."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
@@ -79,20 +78,6 @@ async def test_requests_stay_where_the_worker_is_back_soon(scheduler, other):
         assert not scheduler.aborted
 
 
-async def test_requests_move_as_soon_as_another_replica_runs_again(scheduler, other):
-    async with running_gateway(scheduler, other, failover_delay=0.05) as gateway:
-        scheduler.lose_worker()
-        other.lose_worker()
-        reading = start_requests(gateway)
-        await until_true(lambda: len(scheduler.live) + len(other.live) == 8)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(reading[0]), 0.15)
-        assert not scheduler.aborted
-        assert not other.aborted
-        other.regain_worker()
-        await assert_all_complete(reading)
-
-
 async def test_what_still_gets_tokens_stays_at_a_replica_that_says_it_is_not_ready(scheduler, other):
     """So it is while a scheduler drains."""
     scheduler.step_delay_s = other.step_delay_s = 0.02
@@ -105,13 +90,6 @@ async def test_what_still_gets_tokens_stays_at_a_replica_that_says_it_is_not_rea
         await assert_all_complete(reading)
         assert not scheduler.aborted
         assert len(scheduler.submits) == num_submits
-
-
-async def test_new_requests_go_past_a_replica_that_drains(scheduler, other):
-    async with running_gateway(scheduler, other, connect_timeout=0.1) as gateway:
-        scheduler.drain()
-        await assert_all_complete(start_requests(gateway))
-        assert len({submit.request_id for submit in other.submits}) == 8
 
 
 async def test_refusals_of_a_replica_that_drains_are_placed_anew(scheduler, other):
@@ -147,16 +125,6 @@ async def test_refusal_after_one_of_a_replica_that_drains_counts_as_the_first(sc
         assert {error.reason for error in await asyncio.gather(*new)} == {"QUEUE_FULL"}
         other.emits.set()
         await assert_all_complete(reading)
-
-
-async def test_without_another_replica_requests_wait_for_the_successor(scheduler):
-    async with running_gateway(scheduler) as gateway:
-        scheduler.drain()
-        reading = start_requests(gateway, 1)
-        await scheduler.until(lambda: scheduler.submits)
-        await scheduler.restart()
-        await assert_all_complete(reading)
-        assert len(scheduler.submits) == 2
 
 
 async def test_waiting_for_the_successor_of_a_replica_that_drains_ends_some_time_after_that_did(scheduler):

@@ -93,24 +93,3 @@ async def test_the_rest_of_a_chat_comes_in_the_same_parts(two: TwoGateways):
         resume.offsets.add(sequence_index=0, offset=parts.num_tokens, num_characters=parts.num_characters)
         gateway = two.both[num_had % 2]
         assert await gathered(gateway.generation.ResumeStream(resume), parts) == whole
-
-
-async def test_a_chat_goes_on_through_another_gateway_while_it_is_written(two: TwoGateways):
-    whole = await gathered(two.first.generation.ChatStream(chat()), Parts())
-    running = chat()
-    running.request_id = "other"
-    call = two.first.generation.ChatStream(running)
-    parts = Parts()
-    async for response in call:
-        parts.add(response)
-        if parts.calls:
-            break
-    call.cancel()
-    resume = pb.ResumeStreamRequest(request_id="other")
-    resume.offsets.add(sequence_index=0, offset=parts.num_tokens, num_characters=parts.num_characters)
-    await gathered(two.second.generation.ResumeStream(resume), parts)
-    # Ids of calls are those of their request.
-    assert [each[0] for each in parts.calls.values()] != [each[0] for each in whole.calls.values()]
-    assert [each[1:] for each in parts.calls.values()] == [each[1:] for each in whole.calls.values()]
-    assert (parts.reasoning, parts.text, parts.num_tokens) == (whole.reasoning, whole.text, whole.num_tokens)
-    assert parts.finished == whole.finished

@@ -2,7 +2,6 @@
 
 import asyncio
 
-import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2
@@ -64,12 +63,6 @@ async def test_tokenize_text(gateway):
         generation_pb2.TokenizeRequest(text="hello there", add_special_tokens=False)
     )
     assert list(bare.token_ids) == list(answer.token_ids)[1:]
-
-
-async def test_tokenize_chat(gateway):
-    chat = generation_pb2.ChatMessages(messages=[generation_pb2.ChatMessage(role="user", content="hi")])
-    answer = await gateway.generation.Tokenize(generation_pb2.TokenizeRequest(chat=chat))
-    assert "".join(answer.tokens) == "<s><|user|>hi<|end|><|assistant|>"
 
 
 async def test_tokenize_without_input_is_refused(gateway):
@@ -142,13 +135,6 @@ async def test_a_replica_without_its_worker_is_not_ready_but_takes_requests(gate
         assert (await client.get("/ready")).status_code == 200
 
 
-async def test_a_new_stream_is_ready_until_the_scheduler_says_otherwise(gateway, scheduler):
-    scheduler.lose_worker()
-    await until_health_is(gateway.channel, "NOT_SERVING")
-    await scheduler.restart()
-    await until_health_is(gateway.channel, "SERVING")
-
-
 async def test_requests_go_to_replicas_that_have_their_worker(scheduler):
     other = FakeScheduler()
     await other.start()
@@ -212,28 +198,9 @@ async def test_chat_without_a_template_is_refused(plain_gateway):
     assert not model.has_chat_template
 
 
-async def test_text_that_has_no_tokens_is_refused(scheduler, tmp_path):
-    tokenizer = Tokenizer.from_str(byte_level().to_str())
-    from tokenizers import normalizers, processors
-
-    tokenizer.normalizer = normalizers.Strip()
-    tokenizer.post_processor = processors.ByteLevel()
-    directory = write_model_directory(tmp_path / "stripping", tokenizer)
-    async with running_gateway(scheduler, model=str(directory)) as gateway:
-        error = await error_of(gateway.generation.Generate(generation_pb2.GenerateRequest(text="   ")))
-    assert isinstance(error, InvalidArgument)
-    assert "no tokens" in error.message
-
-
 async def test_contract_defaults_hold_where_the_model_says_nothing(plain_gateway, scheduler):
     request = generation_pb2.GenerateRequest(text="hello")
     request.stopping.max_tokens = 2
     await plain_gateway.generation.Generate(request)
     assert row_sampling(scheduler.submits[0]).sampling.temperature == 1
     assert list(scheduler.submits[0].eos_token_ids) == [1]
-
-
-async def test_unknown_method_is_unimplemented(gateway):
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await gateway.raw_unary("Nothing", b"")
-    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED

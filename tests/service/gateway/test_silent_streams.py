@@ -3,13 +3,11 @@
 import asyncio
 import json
 
-import grpc.aio
 import httpx
 import openai
 import pytest
 from google.rpc import code_pb2
 
-from quire.scheduler.v1 import scheduler_pb2
 from tests.support.gateway_process import collect, running_gateway, stream_request
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -113,17 +111,6 @@ async def test_a_stream_of_tokens_has_no_comments(scheduler):
     assert COMMENT not in answer.text
 
 
-@pytest.mark.usefixtures("_long_wait")
-async def test_a_refusal_is_an_ordinary_error_answer(scheduler, gateway):
-    failure = scheduler_pb2.RequestFailure(code=code_pb2.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", message="full")
-    scheduler.refusal.append(failure)
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
-        refused = await http.post(CHAT, json=BODIES[CHAT])
-        invalid = await http.post(CHAT, json=BODIES[CHAT] | {"max_tokens": 10**6})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
-    assert invalid.status_code == 400
-
-
 async def test_a_failure_behind_the_headers_is_the_last_event(scheduler, gateway):
     scheduler.emits.clear()
     async with (
@@ -152,23 +139,6 @@ async def test_headers_of_a_grpc_stream_come_before_its_first_token(scheduler, g
     assert scheduler.live
     scheduler.emits.set()
     assert len((await collect(call)).token_ids) == 8
-
-
-@pytest.mark.usefixtures("_long_wait")
-async def test_a_grpc_stream_that_is_refused_has_no_headers(scheduler, gateway):
-    failure = scheduler_pb2.RequestFailure(code=code_pb2.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", message="full")
-    scheduler.refusal.append(failure)
-    call = gateway.generation.GenerateStream(stream_request())
-    assert await call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-async def test_a_grpc_stream_that_is_left_before_its_first_token_ends(scheduler, gateway):
-    with scheduler.standing_still():
-        call = gateway.generation.GenerateStream(stream_request(request_id="left"))
-        await asyncio.wait_for(call.initial_metadata(), 30)
-        call.cancel()
-        await scheduler.until(lambda: scheduler.aborted)
-    assert scheduler.aborted == ["left"]
 
 
 async def test_headers_of_a_kserve_stream_come_before_its_first_request(gateway):

@@ -178,23 +178,6 @@ async def test_a_request_whose_client_leaves_is_abandoned(
     assert "gen_ai.response.finish_reasons" not in span.attributes
 
 
-async def test_an_http_request_whose_client_leaves_is_abandoned(
-    traced: RunningGateway, scheduler: FakeScheduler, collector: TraceCollector
-) -> None:
-    header, trace_id, _ = make_traceparent()
-    scheduler.step_delay_s = 0.02
-    body = {"prompt": "one", "max_tokens": 500, "stream": True}
-    async with (
-        httpx.AsyncClient(timeout=30) as client,
-        client.stream(
-            "POST", f"{traced.http_url}/v1/completions", json=body, headers={"traceparent": header}
-        ) as answer,
-    ):
-        await anext(answer.aiter_lines())
-    span = await span_of(collector, trace_id)
-    assert span.attributes["quire.outcome"] == "abandoned"
-
-
 async def test_a_request_that_is_cancelled_by_its_id_says_so(
     traced: RunningGateway, scheduler: FakeScheduler, collector: TraceCollector
 ) -> None:

@@ -14,7 +14,6 @@ from quire.model_source import resolve_model
 from quire.rpc.errors import Unavailable
 from tests.support.fake_scheduler import FakeScheduler, counting_rule
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
-from tests.support.processes import until_true
 from tests.support.scheduler_process import until
 
 TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
@@ -29,16 +28,24 @@ async def test_a_scheduler_of_other_versions_or_another_model_is_not_used_and_re
     """Both are refused by what their welcome says, as of a scheduler that does not check what a gateway says."""
     newer = FakeScheduler(protocol=ProtocolVersions(8, 9), checks_hello=False)
     other = FakeScheduler(model=ModelFingerprint(tokenizer="0123456789abcdef"), checks_hello=False)
-    for scheduler in (newer, other):
+    third = FakeScheduler(architecture="GPT2LMHeadModel")
+    for scheduler in (newer, other, third):
         await scheduler.start()
-    async with running_gateway(newer, other, connect_timeout=0.5) as gateway, httpx.AsyncClient(timeout=60) as http:
+    async with (
+        running_gateway(newer, other, third, connect_timeout=0.5) as gateway,
+        httpx.AsyncClient(timeout=60) as http,
+    ):
         assert isinstance(await error_of(gateway.generation.GenerateStream(stream_request("hello"))), Unavailable)
 
-        async def reason_of_both() -> str | None:
+        async def reason_of_all() -> str | None:
             said = (await http.get(f"{gateway.http_url}/ready")).json()["reason"]
-            return said if all(each in said for each in ("speaks versions", "different models")) else None
+            return (
+                said
+                if all(each in said for each in ("speaks versions", "different models", "GPT2LMHeadModel"))
+                else None
+            )
 
-        reason = await until(reason_of_both)
+        reason = await until(reason_of_all)
         ours = f"this gateway {SCHEDULER_PROTOCOL}"
         assert f"the scheduler speaks versions 8 to 9 of quire.scheduler.v1, {ours}" in reason
         assert "have different models: tokenizer" in reason
@@ -48,7 +55,7 @@ async def test_a_scheduler_of_other_versions_or_another_model_is_not_used_and_re
         await newer.until(lambda: newer.connections > connections + 2)
     lines = [record.getMessage() for record in caplog.records if "quire.scheduler.v1" in record.getMessage()]
     assert len(lines) == 1
-    for scheduler in (newer, other):
+    for scheduler in (newer, other, third):
         await scheduler.stop()
 
 
@@ -69,47 +76,6 @@ async def test_requests_wait_for_a_scheduler_that_fits_again_and_new_ones_go_to_
     scheduler.emits.set()
     assert (await running).token_ids == expected_ids("running", 8)
     assert (await waiting).token_ids == expected_ids("hello", 8)
-
-
-async def test_what_ran_at_a_scheduler_that_does_not_fit_any_more_goes_to_one_that_does(scheduler):
-    other = FakeScheduler()
-    await other.start()
-    async with running_gateway(scheduler, other, failover_delay=0.05) as gateway:
-        scheduler.step_delay_s = other.step_delay_s = 0.01
-        scheduler.emits.clear()
-        other.emits.clear()
-        texts = [f"request {number}" for number in range(8)]
-        reading = [
-            asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(text, max_tokens=30))))
-            for text in texts
-        ]
-        await until_true(lambda: len(scheduler.live) + len(other.live) == 8)
-        assert scheduler.live
-        scheduler.emits.set()
-        other.emits.set()
-        await scheduler.until(lambda: any(live.num_emitted > 3 for live in scheduler.live.values()))
-        await scheduler.stop()
-        scheduler.protocol = ProtocolVersions(8, 9)
-        await scheduler.start()
-        for text, stream in zip(texts, await asyncio.gather(*reading), strict=True):
-            assert stream.token_ids == expected_ids(text, 30)
-    await other.stop()
-
-
-async def test_a_request_waits_for_the_first_scheduler_as_for_one_that_comes_back():
-    """As after a restart of the gateway while the scheduler is stopped."""
-    scheduler = FakeScheduler(refuses_connections=True)
-    await scheduler.start()
-    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(timeout=60) as http:
-        await scheduler.stop()
-        scheduler.refuses_connections = False
-        running = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("hello"))))
-        while scheduler.address not in (await http.get(f"{gateway.http_url}/ready")).json()["reason"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        assert not running.done()
-        await scheduler.start()
-        assert (await running).token_ids == expected_ids("hello", 8)
-        await scheduler.stop()
 
 
 OLD_MODEL, NEW_MODEL = ModelFingerprint(weights="w1"), ModelFingerprint(weights="w2")
