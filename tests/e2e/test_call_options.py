@@ -1,38 +1,13 @@
-"""What gRPC lets a caller say about a call, through all services: deadlines, compression."""
+"""What gRPC lets a caller say about a call, through all services: compression."""
 
 import grpc.aio
 import pytest
 
-from quire.client import GenerationOptions
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.rpc.channel import open_channel
-from quire.rpc.errors import DeadlineExceeded
 from tests.support.serving import Served
 
 pytestmark = pytest.mark.extended
-
-LONG = GenerationOptions(temperature=0.0, max_tokens=1000, ignore_eos=True, n=8)
-TIMEOUT_S = 0.3
-
-
-async def read_stream(served: Served) -> None:
-    async with served.client.generate_stream("hello", LONG, timeout_s=TIMEOUT_S) as stream:
-        async for _ in stream:
-            pass
-
-
-async def expire(served: Served, *, streams: bool) -> None:
-    """A call whose deadline passes before its tokens are made."""
-    with pytest.raises(DeadlineExceeded):
-        await (read_stream(served) if streams else served.client.generate("hello", LONG, timeout_s=TIMEOUT_S))
-
-
-@pytest.mark.parametrize("streams", [False, True], ids=["unary", "streaming"])
-async def test_a_passed_deadline_ends_the_request_and_frees_its_blocks(served: Served, streams: bool) -> None:
-    async with served.aborting():
-        await expire(served, streams=streams)
-    answer = await served.client.generate("hello", GenerationOptions(max_tokens=3, ignore_eos=True))
-    assert len(answer.sequences[0].token_ids) == 3
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import jsonschema
 import pytest
 import pytest_asyncio
-from openai import AsyncOpenAI, BadRequestError
+from openai import AsyncOpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
 from tests.support.serving import Served
@@ -63,23 +63,6 @@ async def test_a_completion_has_the_format_that_it_should(client: AsyncOpenAI, f
         (choice,) = answer.choices
         assert choice.finish_reason == "stop", choice.text
         assert fits(choice.text)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"guided_regex": "("}, "guided_regex"),
-        ({"guided_json": {"type": "nonsense"}}, "guided_json"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": {"if": {}}}}},
-            "response_format.json_schema.schema",
-        ),
-    ],
-)
-async def test_a_format_that_cannot_be_enforced_is_refused_by_its_field(client: AsyncOpenAI, fields, param):
-    with pytest.raises(BadRequestError) as caught:
-        await client.completions.create(model=MODEL, prompt=STORY, extra_body=fields)
-    assert caught.value.param == param
 
 
 class Person(BaseModel):
