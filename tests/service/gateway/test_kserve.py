@@ -9,6 +9,7 @@ import pytest
 
 from quire.gateway.v1 import generation_pb2
 from quire.inference import open_inference_pb2 as pb
+from tests.support.fake_scheduler import counting_rule
 from tests.support.gateway_process import error_of
 from tests.support.grpc_types import EOF
 
@@ -48,18 +49,33 @@ def infer(gateway, request):
     return unary(gateway, "ModelInfer", request, pb.ModelInferResponse)
 
 
-async def infer_stream(gateway, *requests):
-    call = gateway.channel.stream_stream(
+def stream_call(gateway):
+    return gateway.channel.stream_stream(
         SERVICE + "ModelStreamInfer",
         request_serializer=pb.ModelInferRequest.SerializeToString,
         response_deserializer=pb.ModelStreamInferResponse.FromString,
     )
-    return [response async for response in call(iter(requests), timeout=60)]
+
+
+async def infer_stream(gateway, *requests):
+    async with asyncio.timeout(60):
+        return [response async for response in stream_call(gateway)(iter(requests))]
 
 
 async def read_to_the_end(call):
     while await call.read() is not EOF:
         pass
+
+
+@pytest.fixture
+def gateway(rig):
+    rig.scheduler.rule = counting_rule
+    return rig.gateway
+
+
+@pytest.fixture
+def scheduler(rig):
+    return rig.scheduler
 
 
 async def expected_text(gateway, prompt):
@@ -86,7 +102,7 @@ async def test_stream_answers_several_requests_and_an_error_ends_only_its_own(ga
         make_request("hello", stream=True, request_id="bad", sampling={"temperature": -1}),
         make_request("good morning", stream=True, request_id="b"),
     ]
-    responses = await asyncio.wait_for(infer_stream(gateway, *requests), 30)
+    responses = await infer_stream(gateway, *requests)
     errors = [each for each in responses if each.error_message]
     assert [each.infer_response.id for each in errors] == ["bad"]
     assert "temperature" in errors[0].error_message
@@ -112,11 +128,11 @@ async def test_the_cumulative_log_probability_is_a_float(gateway, raw):
         assert list(output.contents.fp32_contents) == [-4.0, -4.0]
 
 
-async def test_repository_index_lists_the_model_and_its_state(gateway):
+async def test_repository_index_lists_the_model_and_its_state(gateway, monkeypatch):
     for request in (pb.RepositoryIndexRequest(), pb.RepositoryIndexRequest(ready=True)):
         (model,) = (await unary(gateway, "RepositoryIndex", request, pb.RepositoryIndexResponse)).models
         assert (model.name, model.version, model.state, model.reason) == ("quire-tiny", "1", "READY", "")
-    gateway.gateway._generator.is_draining = True
+    monkeypatch.setattr(gateway.gateway._generator, "is_draining", True)
     (model,) = (await unary(gateway, "RepositoryIndex", pb.RepositoryIndexRequest(), pb.RepositoryIndexResponse)).models
     assert (model.state, model.reason) == ("UNAVAILABLE", "no request would run at once")
     ready = await unary(gateway, "RepositoryIndex", pb.RepositoryIndexRequest(ready=True), pb.RepositoryIndexResponse)
@@ -155,11 +171,7 @@ async def test_an_unknown_method_of_another_service_stays_what_grpc_makes_of_it(
 
 
 async def test_an_error_is_the_status_of_a_stream_that_asks_for_it(gateway, scheduler):
-    call = gateway.channel.stream_stream(
-        SERVICE + "ModelStreamInfer",
-        request_serializer=pb.ModelInferRequest.SerializeToString,
-        response_deserializer=pb.ModelStreamInferResponse.FromString,
-    )(timeout=60, metadata=[("triton_grpc_error", "true")])
+    call = stream_call(gateway)(timeout=60, metadata=[("triton_grpc_error", "true")])
     await call.write(make_request("hello", stream=True, sampling={"max_tokens": 500, "ignore_eos": True}))
     await call.read()
     with scheduler.standing_still():

@@ -4,30 +4,25 @@ from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from tests.service.gateway.test_kserve import infer as infer_over_grpc
 from tests.service.gateway.test_kserve import make_request
-from tests.support.fake_scheduler import FakeScheduler
+from tests.support.fake_scheduler import counting_rule
 from tests.support.gateway_process import running_gateway
 from tests.support.raw_http import connection_to, request
 
 MODEL = "/v2/models/quire-tiny"
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def gateway():
-    scheduler = FakeScheduler()
-    await scheduler.start()
-    async with running_gateway(scheduler) as running:
-        yield running
-    await scheduler.stop()
+@pytest.fixture
+def gateway(rig):
+    rig.scheduler.rule = counting_rule
+    return rig.gateway
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def client(gateway):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
-        yield http
+@pytest.fixture
+def client(rig):
+    return rig.http
 
 
 def text_input(*texts, **fields) -> Any:
