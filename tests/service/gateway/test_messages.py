@@ -2,38 +2,17 @@
 
 import json
 
-import httpx
 import pytest
-import pytest_asyncio
-from tokenizers import Tokenizer
 
-from quire.model_source import resolve_model
-from tests.support.fake_scheduler import FakeScheduler, scripted
-from tests.support.gateway_process import running_gateway
+from tests.support.fake_scheduler import scripted
 
 MESSAGES = "/v1/messages"
-TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
-TEXT = " there was a little dog."
-SPEECH = [*TOKENIZER.encode(TEXT, add_special_tokens=False).ids, 2]
 HELLO = {"model": "quire-tiny", "max_tokens": 30, "messages": [{"role": "user", "content": "hello"}]}
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def client(gateway, scheduler):
-    scheduler.rule = scripted(SPEECH)
-    headers = {"x-api-key": "unused", "anthropic-version": "2023-06-01"}
-    async with httpx.AsyncClient(base_url=gateway.http_url, headers=headers, timeout=60) as http:
-        yield http
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def shared():
-    """A client, for the tests that are refused."""
-    scheduler = FakeScheduler()
-    await scheduler.start()
-    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
-        yield http
-    await scheduler.stop()
+@pytest.fixture
+def client(rig):
+    return rig.http
 
 
 async def create(client, **fields) -> dict:
@@ -94,8 +73,8 @@ async def test_a_stream_has_every_event_in_order(client):
     }
 
 
-async def test_an_empty_answer_has_no_blocks(client, scheduler):
-    scheduler.rule = scripted([2])
+async def test_an_empty_answer_has_no_blocks(client, rig):
+    rig.scheduler.rule = scripted([2])
     assert (await create(client))["content"] == []
     assert "content_block_start" not in [event["type"] for event in await events_of(client)]
 
@@ -112,23 +91,23 @@ async def test_an_empty_answer_has_no_blocks(client, scheduler):
         ("POST", f"{MESSAGES}/invented", b"", 404, "not_found_error"),
     ],
 )
-async def test_errors_have_anthropic_s_shape(shared, method, path, content, status, kind):
-    answer = await shared.request(method, path, content=content)
+async def test_errors_have_anthropic_s_shape(client, method, path, content, status, kind):
+    answer = await client.request(method, path, content=content)
     assert answer.status_code == status
     error = answer.json()
     assert (error["type"], error["error"]["type"]) == ("error", kind)
     assert error["error"]["message"]
 
 
-async def test_the_refusal_of_a_thread_tells_the_client_to_go_on_without(shared):
-    answer = await shared.post(MESSAGES, json=HELLO | {"thread": {"type": "create"}})
+async def test_the_refusal_of_a_thread_tells_the_client_to_go_on_without(client):
+    answer = await client.post(MESSAGES, json=HELLO | {"thread": {"type": "create"}})
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
     assert "thread" in error["message"]
     assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
-async def test_fields_of_errors_are_those_of_the_body(shared):
+async def test_fields_of_errors_are_those_of_the_body(client):
     roleless = [*HELLO["messages"], {"role": "assistant", "content": [{"type": "text", "text": 3}]}]
     bodies = [
         (MESSAGES, HELLO | {"stop_sequences": [""]}, "stop_sequences[0] is empty"),
@@ -137,6 +116,6 @@ async def test_fields_of_errors_are_those_of_the_body(shared):
         (f"{MESSAGES}/count_tokens", {"messages": HELLO["messages"], "max_tokens": 3}, "max_tokens is not a field"),
     ]
     for path, body, expected in bodies:
-        answer = await shared.post(path, json=body)
+        answer = await client.post(path, json=body)
         assert answer.status_code == 400
         assert expected in answer.json()["error"]["message"]

@@ -5,35 +5,20 @@ import json
 
 import httpx
 import pytest
-import pytest_asyncio
-from tokenizers import Tokenizer
 
 from quire.arrays import decode_int32
-from quire.model_source import resolve_model
-from tests.support.fake_scheduler import FakeScheduler, scripted
+from tests.support.fake_scheduler import scripted
 from tests.support.gateway_process import running_gateway
+from tests.support.rig import SPEECH, TOKENIZER
 from tests.support.tokenizers import byte_level, write_model_directory
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
-TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
-SPEECH = TOKENIZER.encode(" there was a little dog.", add_special_tokens=False).ids
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def client(gateway):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
-        yield http
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def shared():
-    """A client and its scheduler, for the many tests that leave nothing behind."""
-    scheduler = FakeScheduler()
-    await scheduler.start()
-    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
-        yield http, scheduler
-    await scheduler.stop()
+@pytest.fixture
+def client(rig):
+    return rig.http
 
 
 async def complete(client, **fields) -> dict:
@@ -47,9 +32,9 @@ async def error_of(client, path, **fields) -> tuple[int, dict]:
     return response.status_code, response.json()["error"]
 
 
-async def test_an_empty_prompt_is_what_the_tokenizer_puts_before_it(client, scheduler):
+async def test_an_empty_prompt_is_what_the_tokenizer_puts_before_it(client, rig):
     await complete(client, prompt="", max_tokens=1, model="")
-    assert decode_int32(scheduler.submits[0].prompt_token_ids, "prompt").tolist() == [TOKENIZER.token_to_id("<s>")]
+    assert decode_int32(rig.scheduler.submits[0].prompt_token_ids, "prompt").tolist() == [TOKENIZER.token_to_id("<s>")]
 
 
 async def test_a_refused_id_is_not_sent_back_in_a_header_that_clients_could_not_read(client):
@@ -58,8 +43,8 @@ async def test_a_refused_id_is_not_sent_back_in_a_header_that_clients_could_not_
     assert "x-request-id" not in answer.headers
 
 
-async def test_an_echo_with_special_tokens_shown_begins_where_its_text_does(client, scheduler):
-    scheduler.rule = scripted(SPEECH)
+async def test_an_echo_with_special_tokens_shown_begins_where_its_text_does(client, rig):
+    rig.scheduler.rule = scripted(SPEECH)
     fields = {"max_tokens": 2, "echo": True, "logprobs": 1, "skip_special_tokens": False}
     (choice,) = (await complete(client, prompt="hello there", **fields))["choices"]
     logprobs = choice["logprobs"]
@@ -69,22 +54,22 @@ async def test_an_echo_with_special_tokens_shown_begins_where_its_text_does(clie
 
 
 @pytest.mark.parametrize(("add_special_tokens", "first"), [(None, "<s>"), (True, "<s>"), (False, "he")])
-async def test_special_tokens_are_added_unless_they_are_not_wanted(client, scheduler, add_special_tokens, first):
+async def test_special_tokens_are_added_unless_they_are_not_wanted(client, rig, add_special_tokens, first):
     answer = await complete(client, add_special_tokens=add_special_tokens, echo=True, max_tokens=1)
-    token_ids = decode_int32(scheduler.submits[0].prompt_token_ids, "prompt").tolist()
+    token_ids = decode_int32(rig.scheduler.submits[0].prompt_token_ids, "prompt").tolist()
     assert TOKENIZER.id_to_token(token_ids[0]) == first
     assert answer["choices"][0]["text"].startswith("hello")
 
 
 @pytest.mark.parametrize(("kept", "num_tokens"), [(3, 3), (-1, 1023)])
-async def test_a_prompt_that_is_too_long_may_be_truncated_to_its_end(client, scheduler, kept, num_tokens):
+async def test_a_prompt_that_is_too_long_may_be_truncated_to_its_end(client, rig, kept, num_tokens):
     text = "hello " * 1500
     whole = TOKENIZER.encode(text).ids
     for path, body in ((COMPLETIONS, {"prompt": text}), (COMPLETIONS, {"prompt": whole}), (CHAT, {"messages": [
         {"role": "user", "content": text}]})):  # fmt: skip
         response = await client.post(path, json=body | {"max_tokens": 1, "truncate_prompt_tokens": kept})
         assert response.status_code == 200, response.text
-        sent = decode_int32(scheduler.submits[-1].prompt_token_ids, "prompt").tolist()
+        sent = decode_int32(rig.scheduler.submits[-1].prompt_token_ids, "prompt").tolist()
         assert len(sent) == num_tokens == response.json()["usage"]["prompt_tokens"]
         if path == COMPLETIONS:
             assert sent == whole[-num_tokens:]
@@ -113,8 +98,8 @@ async def test_a_conversation_that_the_model_cannot_take_is_refused(scheduler, t
         assert (status, error["param"], error["code"]) == (400, "messages", code)
 
 
-async def test_log_probabilities_of_a_completion(client, scheduler):
-    scheduler.rule = scripted(SPEECH)
+async def test_log_probabilities_of_a_completion(client, rig):
+    rig.scheduler.rule = scripted(SPEECH)
     (choice,) = (await complete(client, max_tokens=4, logprobs=2))["choices"]
     logprobs = choice["logprobs"]
     assert "".join(logprobs["tokens"]) == choice["text"]
@@ -127,8 +112,8 @@ async def test_log_probabilities_of_a_completion(client, scheduler):
 
 
 @pytest.mark.parametrize("prompt", ["hello there", TOKENIZER.encode("hello there").ids])
-async def test_an_echo_begins_with_the_prompt_and_its_log_probabilities(client, scheduler, prompt):
-    scheduler.rule = scripted(SPEECH)
+async def test_an_echo_begins_with_the_prompt_and_its_log_probabilities(client, rig, prompt):
+    rig.scheduler.rule = scripted(SPEECH)
     (choice,) = (await complete(client, prompt=prompt, max_tokens=2, echo=True, logprobs=1))["choices"]
     assert choice["text"] == "hello there" + TOKENIZER.decode(SPEECH[:2])
     logprobs = choice["logprobs"]
@@ -141,7 +126,7 @@ async def test_an_echo_begins_with_the_prompt_and_its_log_probabilities(client, 
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_an_echo_of_no_tokens_scores_the_prompt_alone(client, scheduler, streaming):
+async def test_an_echo_of_no_tokens_scores_the_prompt_alone(client, rig, streaming):
     fields = {"prompt": "hello there", "max_tokens": 0, "echo": True, "logprobs": 1}
     if streaming:
         response = await client.post(COMPLETIONS, json=fields | {"stream": True})
@@ -166,8 +151,8 @@ async def test_log_probabilities_of_the_prompt(client):
     assert "logprobs" not in choice or choice["logprobs"] is None
 
 
-async def test_log_probabilities_of_a_chat(client, scheduler):
-    scheduler.rule = scripted(SPEECH)
+async def test_log_probabilities_of_a_chat(client, rig):
+    rig.scheduler.rule = scripted(SPEECH)
     body = {"messages": HELLO, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
     (choice,) = (await client.post(CHAT, json=body)).json()["choices"]
     content = choice["logprobs"]["content"]
@@ -202,16 +187,17 @@ async def test_log_probabilities_of_a_chat(client, scheduler):
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_what_is_wrong_is_named_and_nothing_runs_for_it(shared, path, fields, status, param, code, streaming):
-    client, scheduler = shared
+async def test_what_is_wrong_is_named_and_nothing_runs_for_it(
+    client, rig, path, fields, status, param, code, streaming
+):
     good = {"messages": HELLO} if path == CHAT else {"prompt": "hello"}
-    with scheduler.standing_still():
+    with rig.scheduler.standing_still():
         response = await client.post(
             path,
             content=json.dumps(good | fields | {"stream": streaming}),
             headers={"content-type": "application/json"},
         )
-        await scheduler.until(lambda: not scheduler.live)
+        await rig.scheduler.until(lambda: not rig.scheduler.live)
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (status, param, code)
     assert error["type"] == "invalid_request_error"
@@ -239,8 +225,7 @@ async def test_what_is_wrong_is_named_and_nothing_runs_for_it(shared, path, fiel
         ("POST", "/detokenize", {}, b'{"tokens": [1], "model": "other"}', 404, "model_not_found"),
     ],
 )
-async def test_every_error_has_openai_s_shape(shared, method, path, headers, content, status, code):
-    client, _ = shared
+async def test_every_error_has_openai_s_shape(client, method, path, headers, content, status, code):
     response = await client.request(method, path, headers=headers | {"x-request-id": "trace-1"}, content=content)
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
@@ -268,8 +253,8 @@ async def test_a_body_of_the_largest_size_is_read(scheduler):
             assert (await http.post(COMPLETIONS, content=body.ljust(size))).status_code == status
 
 
-async def test_a_body_that_the_client_waits_to_send_is_refused_at_once(gateway):
-    reader, writer = await asyncio.open_connection(*gateway.gateway.http_address.split(":"))
+async def test_a_body_that_the_client_waits_to_send_is_refused_at_once(rig):
+    reader, writer = await asyncio.open_connection(*rig.gateway.gateway.http_address.split(":"))
     writer.write(
         f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000000\r\nExpect: 100-continue\r\n\r\n".encode()
     )
@@ -315,17 +300,17 @@ async def test_tokenize_and_detokenize(client):
     assert (bare["tokens"], bare["token_strs"]) == (token_ids[1:], None)
     chat = (await client.post("/tokenize", json={"messages": HELLO})).json()
     assert (await client.post("/detokenize", json={"tokens": chat["tokens"]})).json() == {
-        "prompt": "<s><|user|>hello<|end|><|assistant|>"
+        "prompt": "<|user|>hello<|end|><|assistant|>"
     }
 
 
 @pytest.mark.parametrize(("num_prompts", "n"), [(50, 1), (1, 50), (10, 5)])
-async def test_log_probabilities_of_prompts_are_bound_over_all_choices_of_a_call(client, scheduler, num_prompts, n):
+async def test_log_probabilities_of_prompts_are_bound_over_all_choices_of_a_call(client, rig, num_prompts, n):
     prompts = [[50] * 1000] * num_prompts
     status, error = await error_of(client, COMPLETIONS, prompt=prompts, n=n, max_tokens=1, echo=True, logprobs=20)
     assert (status, error["param"]) == (400, "logprobs")
     assert "1,050,000 log probabilities of prompts; a call may ask for at most 1,048,576" in error["message"]
-    await scheduler.until(lambda: not scheduler.live)
+    await rig.scheduler.until(lambda: not rig.scheduler.live)
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/score"])

@@ -6,10 +6,9 @@ import socket
 
 import httpx
 import pytest
-import pytest_asyncio
 from google.rpc import code_pb2
 
-from tests.support.fake_scheduler import FakeScheduler, Hypothesis
+from tests.support.fake_scheduler import FakeScheduler, Hypothesis, counting_rule
 from tests.support.gateway_process import running_gateway
 from tests.support.sse import read_stream
 
@@ -21,10 +20,11 @@ BODIES = {CHAT: {"messages": HELLO, "max_tokens": 6}, COMPLETIONS: {"prompt": "h
 PATHS = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def client(gateway):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
-        yield http
+@pytest.fixture
+def client(rig):
+    # Texts that depend on their prompts.
+    rig.scheduler.rule = counting_rule
+    return rig.http
 
 
 def text_of(path: str, chunks: list, index: int = 0) -> str:
@@ -97,7 +97,7 @@ async def test_ids_and_objects_are_those_of_openai(client):
         assert whole["system_fingerprint"].startswith("quire-")
 
 
-async def test_prompts_of_one_completion_keep_their_order(client, scheduler):
+async def test_prompts_of_one_completion_keep_their_order(client, rig):
     prompts = ["hello", "good bye", "the little dragon"]
     alone = [
         (await client.post(COMPLETIONS, json={"prompt": prompt})).json()["choices"][0]["text"] for prompt in prompts
@@ -111,43 +111,45 @@ async def test_prompts_of_one_completion_keep_their_order(client, scheduler):
     assert whole["usage"]["completion_tokens"] == 48
 
 
-async def test_choices_of_several_prompts_count_on(client, scheduler):
+async def test_choices_of_several_prompts_count_on(client, rig):
     body = {"prompt": ["a", "b"], "n": 2, "best_of": 3, "max_tokens": 1}
-    scheduler.emits.clear()
+    rig.scheduler.emits.clear()
     answer = asyncio.create_task(client.post(COMPLETIONS, json=body))
-    await scheduler.until(lambda: len(scheduler.submits) == 2)
-    for handle in list(scheduler.live):
-        scheduler.deliver(handle, [Hypothesis([264 + 10 * index], -1.0) for index in range(2)])
+    await rig.scheduler.until(lambda: len(rig.scheduler.submits) == 2)
+    for handle in list(rig.scheduler.live):
+        rig.scheduler.deliver(handle, [Hypothesis([264 + 10 * index], -1.0) for index in range(2)])
     choices = (await answer).json()["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
     assert choices[0]["text"] == choices[2]["text"] != choices[1]["text"] == choices[3]["text"]
 
 
-async def test_a_failure_in_the_middle_of_one_of_several_prompts_is_the_last_event_of_the_stream(client, scheduler):
-    scheduler.step_delay_s = 0.01
+async def test_a_failure_in_the_middle_of_one_of_several_prompts_is_the_last_event_of_the_stream(client, rig):
+    rig.scheduler.step_delay_s = 0.01
     body = {"prompt": ["hello", "other"], "max_tokens": 500}
     reading = asyncio.create_task(read_stream(client, COMPLETIONS, body))
-    await scheduler.until(lambda: any(live.num_emitted > 3 for live in scheduler.live.values()))
-    scheduler.fail(max(scheduler.live), code=code_pb2.INTERNAL, reason="NUMERICS", message="logits are not finite")
+    await rig.scheduler.until(lambda: any(live.num_emitted > 3 for live in rig.scheduler.live.values()))
+    rig.scheduler.fail(
+        max(rig.scheduler.live), code=code_pb2.INTERNAL, reason="NUMERICS", message="logits are not finite"
+    )
     chunks, is_done = await reading
     assert not is_done
     error = {"message": "logits are not finite", "type": "server_error", "param": None, "code": "numerics"}
     assert chunks[-1] == {"error": error}
     assert all("choices" in chunk for chunk in chunks[:-1])
-    await scheduler.until(lambda: scheduler.aborted)
-    assert not scheduler.live
+    await rig.scheduler.until(lambda: rig.scheduler.aborted)
+    assert not rig.scheduler.live
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_a_client_that_leaves_ends_the_requests_of_all_its_prompts(client, scheduler, streaming):
-    scheduler.step_delay_s = 0.01
+async def test_a_client_that_leaves_ends_the_requests_of_all_its_prompts(client, rig, streaming):
+    rig.scheduler.step_delay_s = 0.01
     body = {"prompt": ["hello", "other"], "stream": streaming, "max_tokens": 800}
     call = asyncio.create_task(client.post(COMPLETIONS, json=body))
-    await scheduler.until(lambda: len(scheduler.live) == 2)
+    await rig.scheduler.until(lambda: len(rig.scheduler.live) == 2)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
-    await scheduler.until(lambda: len(scheduler.aborted) == 2)
-    assert not scheduler.live
+    await rig.scheduler.until(lambda: len(rig.scheduler.aborted) == 2)
+    assert not rig.scheduler.live
 
 
 async def test_a_slow_reader_gets_everything_once_in_larger_chunks():

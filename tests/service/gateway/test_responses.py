@@ -5,36 +5,17 @@ import asyncio
 import pytest
 import pytest_asyncio
 from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError
-from tokenizers import Tokenizer
 
-from quire.arrays import decode_int32
-from quire.model_source import resolve_model
-from tests.support.fake_scheduler import FakeScheduler, scripted
+from tests.support.fake_scheduler import scripted
 from tests.support.gateway_process import running_gateway
 from tests.support.keys import KeysFile
-
-TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
-TEXT = " there was a little dog."
-SPEECH = [*TOKENIZER.encode(TEXT, add_special_tokens=False).ids, 2]
+from tests.support.rig import SPEECH, TEXT, prompt_text_of
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def gateway(scheduler):
-    scheduler.rule = scripted(SPEECH)
-    async with running_gateway(scheduler, max_stored_response_bytes=1 << 20) as running:
-        yield running
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def client(gateway):
-    async with AsyncOpenAI(base_url=f"{gateway.http_url}/v1", api_key="unused", max_retries=0) as openai:
+async def client(rig):
+    async with AsyncOpenAI(base_url=f"{rig.gateway.http_url}/v1", api_key="unused", max_retries=0) as openai:
         yield openai
-
-
-def prompt_of(scheduler: FakeScheduler, position: int = -1) -> str:
-    """The prompt that the scheduler got, special tokens included."""
-    ids = decode_int32(scheduler.submits[position].prompt_token_ids, "prompt").tolist()
-    return TOKENIZER.decode(ids, skip_special_tokens=False)
 
 
 async def test_a_response_is_what_the_chat_says(client):
@@ -50,7 +31,7 @@ async def test_a_response_is_what_the_chat_says(client):
     assert chat.usage is not None
     assert response.usage is not None
     assert response.usage.input_tokens == chat.usage.prompt_tokens
-    assert response.usage.output_tokens == chat.usage.completion_tokens == len(SPEECH)
+    assert response.usage.output_tokens == chat.usage.completion_tokens == len(SPEECH) + 1
     assert response.usage.total_tokens == chat.usage.total_tokens
 
 
@@ -61,8 +42,8 @@ async def test_a_response_that_is_cut_is_incomplete(client):
     assert response.completed_at is None
 
 
-async def test_an_empty_answer_is_a_message_without_text(client, scheduler):
-    scheduler.rule = scripted([2])
+async def test_an_empty_answer_is_a_message_without_text(client, rig):
+    rig.scheduler.rule = scripted([2])
     response = await client.responses.create(model="quire-tiny", input="hello")
     assert [item.type for item in response.output] == ["message"]
     events = [event async for event in await client.responses.create(model="quire-tiny", input="hello", stream=True)]
@@ -113,15 +94,15 @@ async def test_log_probabilities_come_where_they_are_included(client):
     assert [entry.token for entry in shown] == [entry.token for entry in entries]
 
 
-async def test_a_conversation_goes_on_from_what_is_kept_without_its_instructions(client, scheduler):
+async def test_a_conversation_goes_on_from_what_is_kept_without_its_instructions(client, rig):
     first = await client.responses.create(model="quire-tiny", input="hello", instructions="Be brief.")
     second = await client.responses.create(model="quire-tiny", input="and then?", previous_response_id=first.id)
     assert second.previous_response_id == first.id
-    prompt = prompt_of(scheduler)
+    prompt = prompt_text_of(rig.scheduler.submits[-1])
     assert "brief" not in prompt
     assert prompt.index("hello") < prompt.index("little dog") < prompt.index("and then?")
     third = await client.responses.create(model="quire-tiny", input="why?", previous_response_id=second.id)
-    assert prompt_of(scheduler).startswith(prompt)
+    assert prompt_text_of(rig.scheduler.submits[-1]).startswith(prompt)
     assert (await client.responses.retrieve(third.id)) == third
 
 
@@ -195,16 +176,16 @@ async def test_responses_of_other_tenants_are_not_known(scheduler, tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-async def test_a_response_that_runs_is_cancelled_by_its_id(client, scheduler, streaming):
-    scheduler.rule, scheduler.step_delay_s = scripted(SPEECH[:-1]), 0.01
+async def test_a_response_that_runs_is_cancelled_by_its_id(client, rig, streaming):
+    rig.scheduler.rule, rig.scheduler.step_delay_s = scripted(SPEECH), 0.01
     making = asyncio.create_task(drained(client, streaming))
-    await scheduler.until(lambda: scheduler.live)
-    response_id = scheduler.submits[-1].request_id
+    await rig.scheduler.until(lambda: rig.scheduler.live)
+    response_id = rig.scheduler.submits[-1].request_id
     cancelled = await client.responses.cancel(response_id)
     assert (cancelled.id, cancelled.status) == (response_id, "cancelled")
     with pytest.raises(APIError, match="was cancelled"):
         await making
-    await scheduler.until(lambda: scheduler.aborted == [response_id])
+    await rig.scheduler.until(lambda: rig.scheduler.aborted == [response_id])
 
 
 async def drained(client, streaming) -> None:
@@ -214,16 +195,16 @@ async def drained(client, streaming) -> None:
             pass
 
 
-async def test_only_responses_are_cancelled_by_that_path(client, scheduler):
-    scheduler.rule, scheduler.step_delay_s = scripted(SPEECH[:-1]), 0.01
+async def test_only_responses_are_cancelled_by_that_path(client, rig):
+    rig.scheduler.rule, rig.scheduler.step_delay_s = scripted(SPEECH), 0.01
     chat = asyncio.create_task(
         client.chat.completions.create(
             model="quire-tiny", messages=[{"role": "user", "content": "a"}], extra_body={"request_id": "mine"}
         )
     )
-    await scheduler.until(lambda: scheduler.live)
+    await rig.scheduler.until(lambda: rig.scheduler.live)
     with pytest.raises(NotFoundError):
         await client.responses.cancel("mine")
-    assert not scheduler.aborted
+    assert not rig.scheduler.aborted
     chat.cancel()
     await asyncio.wait([chat])
