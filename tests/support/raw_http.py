@@ -30,9 +30,9 @@ def request(head: str, headers: Mapping[str, str] | None = None, body: bytes = b
     return "\r\n".join((*lines, "", "")).encode() + body
 
 
-async def connection_to(gateway: RunningGateway) -> socket.socket:
-    """A connection to the HTTP port that does not block."""
-    host, _, port = gateway.gateway.http_address.rpartition(":")
+async def connection_to(gateway: RunningGateway, address: str | None = None) -> socket.socket:
+    """A connection to the HTTP port, or to another address of it, that does not block."""
+    host, _, port = (address or gateway.gateway.http_address).rpartition(":")
     connection = socket.socket()
     connection.setblocking(False)
     await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))

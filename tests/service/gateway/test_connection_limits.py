@@ -12,31 +12,13 @@ from grpc_health.v1 import health_pb2
 from quire.rpc.errors import ResourceExhausted, Unavailable
 from tests.support.gateway_process import error_of, running_gateway
 from tests.support.grpc_types import health_stub
+from tests.support.raw_http import connection_to, read_to_end
 
 CHECK = health_pb2.HealthCheckRequest()
 SHORT_S = 0.3
 REQUEST = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 # Connections of one process to one address share one otherwise.
 APART = [("grpc.use_local_subchannel_pool", 1)]
-
-
-async def connection_to(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    connection = socket.socket()
-    connection.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
-    return connection
-
-
-async def read_to_end(connection: socket.socket) -> bytes:
-    loop, answer = asyncio.get_running_loop(), b""
-    async with asyncio.timeout(30):
-        try:
-            while piece := await loop.sock_recv(connection, 65536):
-                answer += piece
-        except ConnectionResetError:
-            pass
-    return answer
 
 
 async def test_a_grpc_connection_too_many_is_closed_until_another_one_ends(scheduler):
@@ -87,12 +69,11 @@ async def test_metadata_beyond_the_limit_is_refused_and_below_it_is_not(schedule
 
 async def test_an_http_connection_too_many_is_closed_and_counted_until_another_one_ends(scheduler):
     async with running_gateway(scheduler, max_connections=2) as gateway:
-        address = gateway.gateway.http_address
-        held = [await connection_to(address) for _ in range(2)]
+        held = [await connection_to(gateway) for _ in range(2)]
         # Answered, and so accepted.
         await asyncio.get_running_loop().sock_sendall(held[0], REQUEST + b"\r\n")
         assert b" 200 " in await asyncio.wait_for(asyncio.get_running_loop().sock_recv(held[0], 65536), 30)
-        surplus = await connection_to(address)
+        surplus = await connection_to(gateway)
         assert await read_to_end(surplus) == b""
         held[1].close()
         async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
@@ -116,7 +97,7 @@ async def answered(client: httpx.AsyncClient, path: str) -> str:
 @pytest.mark.parametrize("sent", [b"", b"GET", REQUEST])
 async def test_an_http_client_that_does_not_end_its_headers_is_cut_off(scheduler, sent):
     async with running_gateway(scheduler, slow_sender_timeout=SHORT_S) as gateway:
-        connection = await connection_to(gateway.gateway.http_address)
+        connection = await connection_to(gateway)
         await asyncio.get_running_loop().sock_sendall(connection, sent)
         assert await read_to_end(connection) == b""
         connection.close()
@@ -125,7 +106,7 @@ async def test_an_http_client_that_does_not_end_its_headers_is_cut_off(scheduler
 async def test_headers_that_come_byte_by_byte_have_no_longer_than_those_that_stop(scheduler):
     async with running_gateway(scheduler, slow_sender_timeout=SHORT_S) as gateway:
         loop = asyncio.get_running_loop()
-        connection = await connection_to(gateway.gateway.http_address)
+        connection = await connection_to(gateway)
         # The clock starts anew with the second request.
         await loop.sock_sendall(connection, REQUEST + b"\r\n")
         assert b" 200 " in await asyncio.wait_for(loop.sock_recv(connection, 65536), 30)
@@ -153,7 +134,7 @@ async def test_an_answer_may_take_longer_than_its_request_may(scheduler):
 async def test_headers_that_never_end_are_refused_before_they_fill_the_memory(scheduler):
     async with running_gateway(scheduler) as gateway:
         loop = asyncio.get_running_loop()
-        connection = await connection_to(gateway.gateway.http_address)
+        connection = await connection_to(gateway)
         reading = asyncio.ensure_future(read_to_end(connection))
         num_sent = 0
         while not reading.done() and num_sent < 10_000_000:
@@ -169,7 +150,7 @@ async def test_headers_that_never_end_are_refused_before_they_fill_the_memory(sc
 
 async def test_a_connection_that_is_not_set_up_in_time_is_closed(scheduler):
     async with running_gateway(scheduler, handshake_timeout=SHORT_S) as gateway:
-        connection = await connection_to(gateway.gateway.grpc_address)
+        connection = await connection_to(gateway, gateway.gateway.grpc_address)
         await read_to_end(connection)
         connection.close()
 
@@ -177,7 +158,7 @@ async def test_a_connection_that_is_not_set_up_in_time_is_closed(scheduler):
 async def test_an_http_connection_without_a_further_request_is_closed_after_a_while(scheduler, monkeypatch):
     monkeypatch.setattr("gateway.server.connections._KEEP_ALIVE_S", SHORT_S)
     async with running_gateway(scheduler) as gateway:
-        connection = await connection_to(gateway.gateway.http_address)
+        connection = await connection_to(gateway)
         await asyncio.get_running_loop().sock_sendall(connection, REQUEST + b"\r\n")
         assert b" 200 " in await read_to_end(connection)
         connection.close()

@@ -102,12 +102,3 @@ async def test_what_is_generated_for_a_reader_at_another_gateway_is_charged_ther
         error = await holder.refusal(holder.two.second)
         assert error is not None
         assert error.metadata["limit"] == "tokens_per_minute"
-
-
-async def test_what_is_over_is_read_again_for_nothing(tmp_path):
-    async with holding(tmp_path, tokens_per_minute=120) as holder:
-        call = holder.begin("story", 100)
-        assert sum([len(response.chunk.token_ids) async for response in call]) == 100
-        for gateway in holder.two.both:
-            assert await holder.read("story", gateway) == 100
-            assert await holder.refusal(gateway) is None

@@ -47,21 +47,6 @@ async def test_a_durable_request_that_waits_here_and_is_known_to_no_scheduler_ca
     assert isinstance(again, NotFound)
 
 
-async def test_failed_request_fails_alone(gateway, scheduler):
-    scheduler.emits.clear()
-    other = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("other"))))
-    poisoned = asyncio.create_task(error_of(gateway.generation.GenerateStream(stream_request("poisoned"))))
-    await scheduler.until(lambda: len(scheduler.live) == 2)
-    prompt = tuple(TOKENIZER.encode("poisoned").ids)
-    handle = next(handle for handle, request in scheduler.live.items() if request.prompt == prompt)
-    scheduler.fail(handle, code=code_pb2.INTERNAL, reason="NON_FINITE_LOGITS", message="row 3 has NaN")
-    error = await poisoned
-    assert isinstance(error, Internal)
-    assert error.reason == "NON_FINITE_LOGITS"
-    scheduler.emits.set()
-    assert (await other).token_ids == expected_ids("other", 8)
-
-
 async def test_a_stream_goes_on_after_its_scheduler_was_lost_which_gets_parameters_seed_and_tokens(gateway, scheduler):
     scheduler.step_delay_s = 0.01
     request = stream_request("hello", max_tokens=40, request_id="kept", output={"prompt_logprobs": 0})

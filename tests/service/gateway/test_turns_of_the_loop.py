@@ -152,12 +152,6 @@ async def test_a_thousand_prompts_with_many_parameters_are_given_up(http, schedu
 
 
 @short_turns
-async def test_a_thousand_prompts_over_kserve(channel):
-    answer = await infer(channel, inference(NUM_PROMPTS, stop=STOPS, max_tokens=2))
-    assert len(answer.outputs[0].contents.bytes_contents) == NUM_PROMPTS
-
-
-@short_turns
 async def test_a_long_prompt_of_token_ids_is_echoed_by_many_sequences(http, scheduler):
     body = {"prompt": [[7] * 50_000], "n": 128, "echo": True}
     with scheduler.standing_still():
