@@ -2,16 +2,22 @@
 
 import asyncio
 import contextlib
+import json
+from collections import defaultdict
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from quire.client import AsyncClient, GenerationOptions, TokenChunk
+from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import Aborted, AlreadyExists, InvalidArgument, NotFound, Unavailable
+from tests.support.chat_models import write_chat_model
 from tests.support.gateway_process import error_of, stream_request
 from tests.support.metrics import read_metric, read_metrics
+from tests.support.rig import EOS, REASONED, TOKENIZER, WEATHER_SCHEMA
 from tests.support.scheduler_process import wait_nothing_in_use
 from tests.support.two_gateways import TwoGateways, two_gateways
 
@@ -35,27 +41,42 @@ def durable_request(**fields) -> generation_pb2.GenerateStreamRequest:
 
 @dataclass
 class Parts:
-    """What a stream brought of each sequence."""
+    """What a stream brought of one sequence."""
 
-    token_ids: dict[int, list[int]]
-    texts: dict[int, str]
-    logprobs: dict[int, list]
-    finished: dict[int, generation_pb2.SequenceFinished]
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    reasoning: str = ""
+    logprobs: list[Any] = field(default_factory=list)
+    # Id, name and arguments of each call of a tool.
+    calls: dict[int, list[str]] = field(default_factory=dict)
+    finished: Any = None
+
+    @property
+    def num_characters(self) -> int:
+        calls = sum(len(name) + len(arguments) for _, name, arguments in self.calls.values())
+        return len(self.reasoning) + len(self.text) + calls
 
 
-async def parts_of(call) -> Parts:
-    parts = Parts({}, {}, {}, {})
+def add(parts: dict[int, Parts], response: Any) -> None:
+    match response.WhichOneof("event"):
+        case "chunk":
+            chunk, part = response.chunk, parts[response.chunk.sequence_index]
+            part.token_ids += chunk.token_ids
+            part.text += chunk.text
+            part.reasoning += chunk.reasoning
+            part.logprobs += chunk.logprobs
+            for call in chunk.tool_calls:
+                had = part.calls.get(call.index, ["", "", ""])
+                part.calls[call.index] = [a + b for a, b in zip(had, (call.id, call.name, call.arguments), strict=True)]
+        case "finished":
+            parts[response.finished.sequence_index].finished = response.finished
+
+
+async def parts_of(call) -> dict[int, Parts]:
+    parts: dict[int, Parts] = defaultdict(Parts)
     async with asyncio.timeout(30):
         async for response in call:
-            match response.WhichOneof("event"):
-                case "chunk":
-                    chunk = response.chunk
-                    index = chunk.sequence_index
-                    parts.token_ids[index] = parts.token_ids.get(index, []) + list(chunk.token_ids)
-                    parts.texts[index] = parts.texts.get(index, "") + chunk.text
-                    parts.logprobs[index] = parts.logprobs.get(index, []) + list(chunk.logprobs)
-                case "finished":
-                    parts.finished[response.finished.sequence_index] = response.finished
+            add(parts, response)
     return parts
 
 
@@ -63,7 +84,7 @@ def resume_request(**sequences) -> generation_pb2.ResumeStreamRequest:
     return generation_pb2.ResumeStreamRequest(request_id="story", **sequences)
 
 
-@pytest.mark.parametrize("kind", ["plain", "stop string", "two sequences", "logprobs"])
+@pytest.mark.parametrize("kind", ["stop string", "two sequences", "logprobs"])
 async def test_from_every_offset_the_rest_comes(two, kind):
     request = durable_request()
     if kind == "two sequences":
@@ -72,19 +93,50 @@ async def test_from_every_offset_the_rest_comes(two, kind):
         request.output.logprobs = 2
     if kind == "stop string":
         whole = await parts_of(two.first.generation.GenerateStream(request))
-        request.stopping.stop.append(whole.texts[0][12:15])
+        request.stopping.stop.append(whole[0].text[12:15])
     whole = await parts_of(two.first.generation.GenerateStream(request))
-    for index, token_ids in whole.token_ids.items():
-        text = whole.texts[index]
-        for offset in range(len(token_ids) + 1):
+    for index, all_of_it in whole.items():
+        num_tokens = len(all_of_it.token_ids)
+        for offset in range(num_tokens + 1):
+            num_characters = len(all_of_it.text) * offset // num_tokens
             asked = resume_request()
-            num_characters = len(text) * offset // len(token_ids)
             asked.offsets.add(sequence_index=index, offset=offset, num_characters=num_characters)
-            rest = await parts_of(two.second.generation.ResumeStream(asked))
-            assert rest.token_ids.get(index, []) == token_ids[offset:]
-            assert rest.texts.get(index, "") == text[num_characters:]
-            assert rest.logprobs.get(index, []) == whole.logprobs[index][offset:]
-            assert rest.finished == whole.finished
+            rest = (await parts_of(two.second.generation.ResumeStream(asked)))[index]
+            assert rest.token_ids == all_of_it.token_ids[offset:]
+            assert rest.text == all_of_it.text[num_characters:]
+            assert rest.logprobs == all_of_it.logprobs[offset:]
+            assert rest.finished == all_of_it.finished
+
+
+async def test_the_rest_of_a_chat_comes_in_the_same_parts(tmp_path):
+    """Reasoning, text and calls of tools; ids of calls are those of their request."""
+    model = str(write_chat_model(tmp_path / "model"))
+    script = (*TOKENIZER.encode(REASONED, add_special_tokens=False).ids, EOS)
+    request = generation_pb2.ChatStreamRequest(request_id="story", durable=True, stopping={"max_tokens": 300})
+    request.messages.add(role="user", content="Is it warm in Rome?")
+    request.tools.add(name="get_weather", parameters=json.dumps(WEATHER_SCHEMA))
+    async with two_gateways(tmp_path, script=script, model=model) as two:
+        responses = [response async for response in two.first.generation.ChatStream(request)]
+        whole: dict[int, Parts] = defaultdict(Parts)
+        for response in responses:
+            add(whole, response)
+        assert (whole[0].reasoning, whole[0].text) == ("I need it.", "Let me see.")
+        assert [call[1:] for call in whole[0].calls.values()] == [["get_weather", '{"city": "Rome"}']] * 2
+        assert whole[0].finished.finish_reason == common_pb2.FINISH_REASON_TOOL_CALLS
+        usage = responses[-1].completed.usage
+        assert 0 < usage.reasoning_tokens < usage.generated_tokens == len(script)
+        for num_had in range(0, len(responses) - 1, 9):
+            parts: dict[int, Parts] = defaultdict(Parts)
+            for response in responses[:num_had]:
+                add(parts, response)
+            held = len(parts[0].token_ids), parts[0].num_characters
+            resume = resume_request()
+            resume.offsets.add(sequence_index=0, offset=held[0], num_characters=held[1])
+            rest = [each async for each in two.both[num_had % 2].generation.ResumeStream(resume)]
+            for response in rest:
+                add(parts, response)
+            assert parts == whole
+            assert rest[-1].completed.usage == usage
 
 
 async def test_another_call_takes_over_and_the_earlier_one_ends(two):
@@ -98,7 +150,7 @@ async def test_another_call_takes_over_and_the_earlier_one_ends(two):
         error = await error_of(earlier)
         assert isinstance(error, Aborted)
         assert error.reason == "REQUEST_TAKEN_OVER"
-        assert len((await parts_of(later)).token_ids[0]) == 200
+        assert len((await parts_of(later))[0].token_ids) == 200
 
 
 async def test_resuming_leaves_another_request_alone_that_runs_under_the_same_id(two):
@@ -111,9 +163,9 @@ async def test_resuming_leaves_another_request_alone_that_runs_under_the_same_id
     assert isinstance(error, AlreadyExists)
     assert error.reason == "REQUEST_ID_IN_USE"
     # The other gateway knows nothing of it.
-    assert len((await parts_of(two.second.generation.ResumeStream(resume_request()))).token_ids[0]) == 24
+    assert len((await parts_of(two.second.generation.ResumeStream(resume_request())))[0].token_ids) == 24
     rest = await parts_of(running)
-    assert len(first.chunk.token_ids) + len(rest.token_ids[0]) == 200
+    assert len(first.chunk.token_ids) + len(rest[0].token_ids) == 200
 
 
 async def test_the_id_is_known_at_once_and_cancel_works_through_any_gateway(two):
@@ -142,9 +194,9 @@ async def test_a_resumed_stream_counts_among_the_requests_of_its_gateway(two):
     first = await anext(aiter(resumed))
     assert await read_metric(port, "quire_gateway_live_requests") == 1
     rest = await parts_of(resumed)
-    assert len(first.chunk.token_ids) + len(rest.token_ids[0]) == 200
+    assert len(first.chunk.token_ids) + len(rest[0].token_ids) == 200
     again = await parts_of(two.second.generation.ResumeStream(resume_request()))
-    assert len(again.token_ids[0]) == 200
+    assert len(again[0].token_ids) == 200
     metrics = await read_metrics(port)
     assert metrics["quire_gateway_live_requests"] == 0
     assert metrics['quire_gateway_requests_total{outcome="completed"}'] == 2
@@ -155,11 +207,11 @@ async def test_a_resumed_stream_counts_among_the_requests_of_its_gateway(two):
 
 async def test_impossible_offsets_are_refused_by_name(two):
     await parts_of(two.first.generation.GenerateStream(durable_request()))
-    for offset, field in (({"sequence_index": 1}, "sequence_index"), ({"offset": 25}, "offset")):
+    for offset, name in (({"sequence_index": 1}, "sequence_index"), ({"offset": 25}, "offset")):
         asked = resume_request(offsets=[generation_pb2.SequenceOffset(**offset)])
         error = await error_of(two.second.generation.ResumeStream(asked))
         assert isinstance(error, InvalidArgument)
-        assert error.violations[0].field == f"offsets[0].{field}"
+        assert error.violations[0].field == f"offsets[0].{name}"
 
 
 async def test_the_client_goes_on_after_its_gateway_breaks_the_stream(two):
