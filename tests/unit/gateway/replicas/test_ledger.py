@@ -144,23 +144,6 @@ async def test_events_end_with_finished_and_completed(ledger):
     assert events[-1].usage is USAGE
 
 
-async def test_result_is_the_whole_sequence(ledger):
-    live = open_live(ledger)
-    ledger.apply(REPLICA, finishing_batch(live, ids_of("hello world")))
-    (sequence,), usage = await live.result()
-    assert (sequence.text, sequence.token_ids, usage) == ("hello world", ids_of("hello world"), USAGE)
-
-
-async def test_a_waiting_reader_gets_tokens_as_they_come(ledger):
-    live = open_live(ledger)
-    events = live.events()
-    first = asyncio.ensure_future(anext(events))
-    await asyncio.sleep(0)
-    assert not first.done()
-    ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, 0, [60])]))
-    assert (await first).token_ids == [60]
-
-
 async def test_tokens_join_the_next_chunk_while_the_reader_is_busy(ledger):
     live = open_live(ledger)
     events = live.events()
@@ -262,21 +245,6 @@ async def test_tokens_after_a_stop_string_in_one_of_several_sequences_cost_nothi
     assert usage == Usage(prompt_tokens=3, generated_tokens=len(stopped) + 2, cached_tokens=2)
 
 
-async def test_candidates_that_are_not_returned_are_part_of_what_a_request_cost(ledger):
-    live = open_live(ledger)
-    ledger.apply(REPLICA, finishing_batch(live, ids_of("hello")))
-    assert (await live.result())[1] is USAGE
-
-
-async def test_events_after_a_stop_string_are_dropped(ledger):
-    live = open_live(ledger, stop=["the"])
-    ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, 0, ids_of("the"))]))
-    count = live.num_generated_tokens
-    outcome = ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, count, [60])], completed=[]))
-    assert outcome.ended_here == []
-    assert live.num_generated_tokens == count
-
-
 def test_events_of_unknown_handles_and_other_replicas_are_dropped(ledger):
     live = open_live(ledger)
     ledger.apply(REPLICA, make_batch([TokenRun(live.handle + 1, 0, 0, [60])]))
@@ -339,12 +307,6 @@ async def test_what_a_stop_string_has_ended_does_not_fail_any_more(ledger, is_la
     assert usage.generated_tokens == live.num_generated_tokens
 
 
-def test_failures_are_reported(ledger):
-    live = open_live(ledger)
-    error = ResourceExhausted("full")
-    assert ledger.apply(REPLICA, make_batch(failed=[RequestFailed(live.handle, error)])).failed == [(live, error)]
-
-
 async def test_an_error_ends_the_events(ledger):
     live = open_live(ledger)
     live.fail(Cancelled("by id"))
@@ -362,17 +324,6 @@ def test_ids_are_unique_among_live_requests(ledger):
     ledger.close(live)
     ledger.close(live)
     assert open_live(ledger, "same").handle != live.handle
-
-
-async def test_wait_until_empty_returns_after_the_last_close(ledger):
-    await ledger.wait_until_empty()
-    live = open_live(ledger)
-    waiting = asyncio.ensure_future(ledger.wait_until_empty())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    ledger.close(live)
-    await asyncio.wait_for(waiting, 30)
-    assert len(ledger) == 0
 
 
 async def test_wait_until_empty_waits_for_what_arrives_and_for_what_it_opens(ledger):

@@ -127,15 +127,6 @@ def test_nothing_is_accepted_after_a_stop_string():
     assert stream.take_finished().stop_string == "the"
 
 
-def test_several_tokens_after_a_stop_string_are_no_gap():
-    stream = make_stream(["there"])
-    token_ids = ids_of("hello there")
-    stream.accept(0, token_ids)
-    for offset in range(len(token_ids), len(token_ids) + 4):
-        assert stream.accept(offset, [60]) == 0
-    assert stream.token_ids == token_ids
-
-
 def test_held_back_text_is_delivered_at_the_end():
     stream = make_stream(stop=["there!"])
     token_ids = ids_of("hello there")

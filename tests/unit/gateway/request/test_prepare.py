@@ -31,10 +31,6 @@ async def test_spaces_alone_are_a_word():
     assert ids_of("  ") in await bad_token_sequences(wrapped(byte_level()), ["  "], 2048)
 
 
-async def test_no_words_are_no_sequences():
-    assert await bad_token_sequences(wrapped(byte_level()), [], 2048) == ()
-
-
 async def test_a_word_without_tokens_is_refused_by_name():
     tokenizer = Tokenizer.from_str(byte_level().to_str())
     tokenizer.normalizer = normalizers.Replace("\u00ad", "")

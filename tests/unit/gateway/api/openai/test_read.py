@@ -14,9 +14,7 @@ from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_NEVER,
     EARLY_STOPPING_TRUE,
     BeamSearchParameters,
-    OutputOptions,
     SamplingParameters,
-    StoppingParameters,
 )
 from quire.rpc.errors import InvalidArgument
 from tests.support.openai_bodies import parse
@@ -68,24 +66,6 @@ def test_what_is_absent_stays_absent():
     assert chat_options(chat(), "id").asked("stopping.max_tokens") is None
 
 
-def test_every_field_reaches_its_place():
-    asked = options(
-        n=2, best_of=3, stop="x", seed=5, temperature=0.5, top_p=0.9, max_tokens=7, presence_penalty=0.1,
-        frequency_penalty=0.2, logit_bias={"5": 1}, top_k=4, min_p=0.1, repetition_penalty=1.1, min_tokens=2,
-        ignore_eos=True, stop_token_ids=[9], include_stop_str_in_output=True, skip_special_tokens=False,
-        allowed_token_ids=[1, 2], bad_words=["bad"], logprobs=3, prompt_logprobs=1, model="m",
-    )  # fmt: skip
-    assert asked.sampling == SamplingParameters(
-        n=2, best_of=3, seed=5, temperature=0.5, top_p=0.9, presence_penalty=0.1, frequency_penalty=0.2, top_k=4,
-        min_p=0.1, repetition_penalty=1.1, logit_bias={5: 1.0}, allowed_token_ids=[1, 2], bad_words=["bad"],
-    )  # fmt: skip
-    assert asked.stopping == StoppingParameters(
-        max_tokens=7, min_tokens=2, stop=["x"], stop_token_ids=[9], ignore_eos=True, include_stop_string=True
-    )
-    assert asked.output == OutputOptions(logprobs=3, prompt_logprobs=1, include_special_tokens=True)
-    assert (asked.model, asked.request_id) == ("m", "id")
-
-
 @pytest.mark.parametrize(
     ("fields", "path"),
     [
@@ -110,10 +90,6 @@ def test_a_top_k_of_minus_one_means_all_tokens_as_vllm_has_it():
     assert options(top_k=-1).asked("sampling.top_k") == 0
     assert options().asked("sampling.top_k") is None
     assert options(top_k=-2).asked("sampling.top_k") == -2, "left for the validator to refuse"
-
-
-def test_a_lower_priority_runs_earlier_as_vllm_has_it():
-    assert options(priority=-3).priority == 3
 
 
 def test_an_echo_with_log_probabilities_asks_for_those_of_the_prompt():

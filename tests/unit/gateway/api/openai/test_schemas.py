@@ -150,10 +150,6 @@ def test_what_is_not_done_here_is_refused_and_never_ignored(field, value):
     assert error.message == f"{field} is not supported by this version"
 
 
-def test_a_suffix_is_refused():
-    assert refusal(CompletionBody, {"prompt": "a", "suffix": "b"}).violations[0].field == "suffix"
-
-
 def test_values_that_change_nothing_are_fine():
     chat(
         user="u",

@@ -148,12 +148,6 @@ async def test_a_token_keeps_the_space_that_it_begins_with():
     assert texts.text_of(byte_fallback().get_vocab()["▁the"]) == " the"
 
 
-async def test_special_tokens_have_their_names():
-    for make in (byte_level, byte_fallback):
-        texts = load(make())
-        assert texts.text_of(make().get_vocab()["</s>"]) == "</s>"
-
-
 async def test_unknown_ids_are_empty():
     texts = load(byte_level())
     assert texts.bytes_of(5000) == b""
