@@ -31,6 +31,8 @@ _SAMPLING = frozenset(common_pb2.SamplingParameters.DESCRIPTOR.fields_by_name)
 _STOPPING = frozenset(common_pb2.StoppingParameters.DESCRIPTOR.fields_by_name)
 _OUTPUT = frozenset(common_pb2.OutputOptions.DESCRIPTOR.fields_by_name)
 _OF_CHATS = frozenset({"tools", "tool_choice", "schema"})
+# Others are the name of a tool.
+_CHOICES = frozenset({"required", "none", "auto"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +95,22 @@ class Front:
     field_names: ClassVar[Mapping[str, str]] = {}
     """Names of fields in errors, where they are not those of the gRPC contract without its groups."""
 
+    def __init__(self, gateway: RunningGateway, http: httpx.AsyncClient) -> None:
+        self._gateway, self._http = gateway, http
+
     async def ask(
         self, text: Any = "hello", *, streams: bool = False, authorizations: Sequence[str] = (), **fields: Any
     ) -> Answer:
         """Asks with `text` as the prompt or as what the user says; for 30 tokens by default."""
+        answer = Answer()
+        headers = [("authorization", each) for each in authorizations]
+        await self._ask(answer, text, {"max_tokens": 30} | fields, headers, streams=streams)
+        return answer
+
+    async def _ask(
+        self, answer: Answer, text: Any, fields: dict[str, Any], headers: list[tuple[str, str]], *, streams: bool
+    ) -> None:
+        """Adds what comes to the answer."""
         raise NotImplementedError
 
     def field_name(self, name: str) -> str:
@@ -122,21 +136,18 @@ def _refusal_of(error: QuireError) -> Refusal:
 
 
 class _OfGrpc(Front):
-    def __init__(self, gateway: RunningGateway, http: httpx.AsyncClient) -> None:
-        self._gateway = gateway
-
-    async def ask(
-        self, text: Any = "hello", *, streams: bool = False, authorizations: Sequence[str] = (), **fields: Any
-    ) -> Answer:
-        answer = Answer()
-        metadata = tuple(("authorization", each) for each in authorizations)
+    async def _ask(
+        self, answer: Answer, text: Any, fields: dict[str, Any], headers: list[tuple[str, str]], *, streams: bool
+    ) -> None:
         try:
-            await self._read(answer, streams, {"max_tokens": 30} | fields, text, metadata)
+            await self._read(answer, self._request(text, fields, streams=streams), tuple(headers))
         except grpc.aio.AioRpcError as failure:
             answer.refusal = _refusal_of(from_rpc_error(failure))
-        return answer
 
-    async def _read(self, answer: Answer, streams: bool, fields: dict[str, Any], text: Any, metadata: Any) -> None:
+    def _request(self, text: Any, fields: dict[str, Any], *, streams: bool) -> Any:
+        raise NotImplementedError
+
+    async def _read(self, answer: Answer, request: Any, metadata: Any) -> None:
         raise NotImplementedError
 
 
@@ -149,12 +160,15 @@ class GrpcGenerate(_OfGrpc):
         | {each: f"output.{each}" for each in _OUTPUT}
         | {"prompt": "text", "schema": "sampling.constraint.json_schema"}
     )
-    _whole, _stream = pb.GenerateRequest, pb.GenerateStreamRequest
+    _kinds: ClassVar[tuple[Any, Any]] = (pb.GenerateRequest, pb.GenerateStreamRequest)
 
-    async def _read(self, answer: Answer, streams: bool, fields: dict[str, Any], text: Any, metadata: Any) -> None:
-        request = ParseDict(self._body(text, fields), self._stream() if streams else self._whole())
-        call = self._calls(streams)(request, timeout=60, metadata=metadata)
-        if streams:
+    def _request(self, text: Any, fields: dict[str, Any], *, streams: bool) -> Any:
+        return ParseDict(self._body(text, fields), self._kinds[streams]())
+
+    async def _read(self, answer: Answer, request: Any, metadata: Any) -> None:
+        method = type(request).__name__.removesuffix("Request")
+        call = getattr(self._gateway.generation, method)(request, timeout=60, metadata=metadata)
+        if method.endswith("Stream"):
             async for response in call:
                 self._add_event(answer, response)
             return
@@ -164,9 +178,6 @@ class GrpcGenerate(_OfGrpc):
         answer.calls = [(each.name, each.arguments) for each in sequence.tool_calls]
         self._add_end(answer, sequence)
         answer.usage = response.usage.prompt_tokens, response.usage.generated_tokens
-
-    def _calls(self, streams: bool) -> Any:
-        return self._gateway.generation.GenerateStream if streams else self._gateway.generation.Generate
 
     def _body(self, text: Any, fields: dict[str, Any]) -> dict[str, Any]:
         body: dict[str, Any] = {"text": text, "sampling": {}, "stopping": {}, "output": {}}
@@ -213,10 +224,7 @@ class GrpcChat(GrpcGenerate):
         "prompt": "messages",
         "schema": "response_format.json_schema",
     }
-    _whole, _stream = pb.ChatRequest, pb.ChatStreamRequest
-
-    def _calls(self, streams: bool) -> Any:
-        return self._gateway.generation.ChatStream if streams else self._gateway.generation.Chat
+    _kinds: ClassVar[tuple[Any, Any]] = (pb.ChatRequest, pb.ChatStreamRequest)
 
     def _body(self, text: Any, fields: dict[str, Any]) -> dict[str, Any]:
         fields = dict(fields)
@@ -225,10 +233,8 @@ class GrpcChat(GrpcGenerate):
             tools = fields.pop("tools")
             chat["tools"] = [tool | {"parameters": json.dumps(tool["parameters"])} for tool in tools]
         if (choice := fields.pop("tool_choice", None)) is not None:
-            modes = {"required", "none", "auto"}
-            chat["tool_choice"] = (
-                {"mode": f"TOOL_CHOICE_MODE_{choice.upper()}"} if choice in modes else {"name": choice}
-            )
+            modes = {"mode": f"TOOL_CHOICE_MODE_{choice.upper()}"}
+            chat["tool_choice"] = modes if choice in _CHOICES else {"name": choice}
         if "schema" in fields:
             chat["response_format"] = {"json_schema": json.dumps(fields.pop("schema"))}
         body = super()._body(text, fields)
@@ -249,38 +255,35 @@ class KServe(_OfGrpc):
     }
     _FLAGS = ("finish_reason", "num_input_tokens", "num_output_tokens")
 
-    async def _read(self, answer: Answer, streams: bool, fields: dict[str, Any], text: Any, metadata: Any) -> None:
-        request = self._request(text, streams, dict(fields))
-        if not streams:
+    async def _read(self, answer: Answer, request: Any, metadata: Any) -> None:
+        kinds = open_inference_pb2.ModelInferRequest, open_inference_pb2.ModelInferResponse
+        if request.inputs[2].name != "stream":
             call = self._gateway.channel.unary_unary(
-                INFERENCE + "ModelInfer",
-                open_inference_pb2.ModelInferRequest.SerializeToString,
-                open_inference_pb2.ModelInferResponse.FromString,
+                INFERENCE + "ModelInfer", kinds[0].SerializeToString, kinds[1].FromString
             )
             self._add(answer, await call(request, timeout=60, metadata=metadata))
             return
         call = self._gateway.channel.stream_stream(
             INFERENCE + "ModelStreamInfer",
-            open_inference_pb2.ModelInferRequest.SerializeToString,
+            kinds[0].SerializeToString,
             open_inference_pb2.ModelStreamInferResponse.FromString,
         )
         as_status = (*metadata, ("triton_grpc_error", "true"))
         async for response in call(iter([request]), timeout=60, metadata=as_status):
             self._add(answer, response.infer_response)
 
-    def _request(self, text: str, streams: bool, fields: dict[str, Any]) -> open_inference_pb2.ModelInferRequest:
+    def _request(self, text: Any, fields: dict[str, Any], *, streams: bool) -> Any:
+        fields = _as_vllm(fields)
         request = open_inference_pb2.ModelInferRequest(
             model_name=fields.pop("model", self._gateway.gateway._generator.model.name)
         )
-        fields = _as_vllm(fields)
         if "schema" in fields:
             fields["guided_json"] = fields.pop("schema")
-        wanted = [*self._FLAGS, *(["logprobs"] if "logprobs" in fields else [])]
-        flag = "stream" if streams else "exclude_input_in_output"
-        inputs = {"text_input": text, "sampling_parameters": json.dumps(fields)}
-        for name, value in inputs.items():
+        for name, value in {"text_input": text, "sampling_parameters": json.dumps(fields)}.items():
             tensor = request.inputs.add(name=name, datatype="BYTES", shape=[1])
             tensor.contents.bytes_contents.append(value.encode())
+        flag = "stream" if streams else "exclude_input_in_output"
+        wanted = [*self._FLAGS, *(["logprobs"] if "logprobs" in fields else [])]
         for name in (flag, *(f"return_{each}" for each in wanted)):
             request.inputs.add(name=name, datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
         return request
@@ -304,21 +307,16 @@ class KServe(_OfGrpc):
 class _OfHttp(Front):
     path: ClassVar[str]
 
-    def __init__(self, gateway: RunningGateway, http: httpx.AsyncClient) -> None:
-        self._http = http
-
-    async def ask(
-        self, text: Any = "hello", *, streams: bool = False, authorizations: Sequence[str] = (), **fields: Any
-    ) -> Answer:
-        body = self._body(text, {"max_tokens": 30} | fields) | ({"stream": True} if streams else {})
-        headers = [("authorization", each) for each in authorizations]
-        answer = Answer()
+    async def _ask(
+        self, answer: Answer, text: Any, fields: dict[str, Any], headers: list[tuple[str, str]], *, streams: bool
+    ) -> None:
+        body = self._body(text, fields) | ({"stream": True} if streams else {})
         async with self._http.stream("POST", self.path, json=body, headers=headers) as response:
             if response.status_code == 200 and streams:
                 async for line in response.aiter_lines():
                     if line.startswith("data: {"):
                         self._add_event(answer, json.loads(line.removeprefix("data: ")))
-                return answer
+                return
             data = json.loads(await response.aread())
         if response.status_code == 200:
             self._add_whole(answer, data)
@@ -326,7 +324,6 @@ class _OfHttp(Front):
             retry_after = response.headers.get("retry-after")
             status = _STATUSES[response.status_code]
             answer.refusal = self._refusal(status, data["error"], float(retry_after) if retry_after else None)
-        return answer
 
     def _body(self, text: Any, fields: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
@@ -389,7 +386,7 @@ class OpenAiChat(Completions):
             body |= {"logprobs": True, "top_logprobs": fields["logprobs"]}
         if "tools" in fields:
             body["tools"] = [{"type": "function", "function": tool} for tool in fields["tools"]]
-        if fields.get("tool_choice") not in (None, "required", "none", "auto"):
+        if fields.get("tool_choice") not in {None, *_CHOICES}:
             body["tool_choice"] = {"type": "function", "function": {"name": fields["tool_choice"]}}
         return body
 
@@ -419,7 +416,7 @@ class Responses(_OfHttp):
             body["text"] = {"format": {"type": "json_schema", "name": "n", "schema": fields["schema"]}}
         if "tools" in fields:
             body["tools"] = [{"type": "function"} | tool for tool in fields["tools"]]
-        if fields.get("tool_choice") not in (None, "required", "none", "auto"):
+        if fields.get("tool_choice") not in {None, *_CHOICES}:
             body["tool_choice"] = {"type": "function", "name": fields["tool_choice"]}
         return body
 
@@ -526,18 +523,18 @@ class Messages(_OfHttp):
         return Refusal(status, error["message"], retry_after_s=retry_after_s)
 
 
-FRONTS: tuple[type[_OfGrpc] | type[_OfHttp], ...] = (
+FRONTS: tuple[type[Front], ...] = (
     GrpcGenerate, GrpcChat, Completions, OpenAiChat, Responses, Messages, KServe
 )  # fmt: skip
 CHATS = tuple(front for front in FRONTS if "tools" in front.takes)
 
 
-def fronts_that_take(*fields: str) -> tuple[type[_OfGrpc] | type[_OfHttp], ...]:
+def fronts_that_take(*fields: str) -> tuple[type[Front], ...]:
     return tuple(front for front in FRONTS if front.takes.issuperset(fields))
 
 
 @contextlib.asynccontextmanager
-async def front_of(gateway: RunningGateway, front: type[_OfGrpc] | type[_OfHttp]) -> AsyncIterator[Front]:
+async def front_of(gateway: RunningGateway, front: type[Front]) -> AsyncIterator[Front]:
     """The front of a gateway until the block ends."""
     async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
         yield front(gateway, client)
