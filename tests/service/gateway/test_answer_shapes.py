@@ -4,56 +4,36 @@ know."""
 import asyncio
 import json
 
-import httpx
 import jsonschema
 import pytest
 import pytest_asyncio
 from google.rpc import code_pb2
 from pydantic import TypeAdapter
-from tokenizers import Tokenizer
 
-from quire.model_source import resolve_model
-from tests.support.chat_models import write_chat_model
-from tests.support.fake_scheduler import FakeScheduler, counting_rule, scripted
-from tests.support.gateway_process import running_gateway
-from tests.support.tokenizers import id_of
+from tests.support.fake_scheduler import counting_rule
+from tests.support.rig import CALL, WEATHER, WEATHER_SCHEMA
 
-TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
-CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call>'
 SAID = f"<think>Hm.</think>I look.\n{CALL}"
-SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}}
-FUNCTION = {"name": "look", "parameters": SCHEMA}
-TOOL = {"type": "function", "function": FUNCTION}
+TOOL = {"type": "function", "function": WEATHER}
 USER = [{"role": "user", "content": "hello"}]
 TEXTS = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["hello"]}
 LOGPROBS = {"name": "return_logprobs", "shape": [1], "datatype": "BOOL", "data": [True]}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def scheduler():
-    fake = FakeScheduler()
-    await fake.start()
-    fake.rule = scripted([*TOKENIZER.encode(SAID, add_special_tokens=False).ids, id_of(TOKENIZER, "</s>")])
-    yield fake
-    await fake.stop()
+@pytest.fixture(autouse=True)
+def gateway(rig):
+    rig.says(SAID)
+    return rig.gateway
+
+
+@pytest.fixture
+def client(rig):
+    return rig.http
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def gateway(tmp_path_factory, scheduler):
-    model = write_chat_model(tmp_path_factory.mktemp("model") / "model")
-    async with running_gateway(scheduler, model=str(model), max_stored_response_bytes=1 << 20) as running:
-        yield running
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def client(gateway):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
-        yield http
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def document(client):
-    return (await client.get("/openapi.json")).json()
+async def document(shared_rig):
+    return (await shared_rig.http.get("/openapi.json")).json()
 
 
 ANSWERS = [
@@ -63,16 +43,16 @@ ANSWERS = [
     ("GET", "/openapi.json", None),
     ("GET", "/tokenizer_info", None),
     ("GET", "/v1/models", None),
-    ("GET", "/v1/models/model", None),
+    ("GET", "/v1/models/quire-tiny", None),
     ("GET", "/v2", None),
     ("GET", "/v2/health/live", None),
     ("GET", "/v2/health/ready", None),
-    ("GET", "/v2/models/model", None),
-    ("GET", "/v2/models/model/ready", None),
-    ("GET", "/v2/models/model/versions/1", None),
-    ("GET", "/v2/models/model/versions/1/ready", None),
-    ("POST", "/v2/models/model/infer", {"inputs": [TEXTS, LOGPROBS], "id": "a"}),
-    ("POST", "/v2/models/model/versions/1/infer", {"inputs": [TEXTS]}),
+    ("GET", "/v2/models/quire-tiny", None),
+    ("GET", "/v2/models/quire-tiny/ready", None),
+    ("GET", "/v2/models/quire-tiny/versions/1", None),
+    ("GET", "/v2/models/quire-tiny/versions/1/ready", None),
+    ("POST", "/v2/models/quire-tiny/infer", {"inputs": [TEXTS, LOGPROBS], "id": "a"}),
+    ("POST", "/v2/models/quire-tiny/versions/1/infer", {"inputs": [TEXTS]}),
     ("POST", "/tokenize", {"prompt": "hello", "return_token_strs": True}),
     ("POST", "/tokenize", {"messages": USER}),
     ("POST", "/detokenize", {"tokens": [5, 6]}),
@@ -83,12 +63,17 @@ ANSWERS = [
     ("POST", "/v1/chat/completions", {"messages": USER, "max_tokens": 2}),
     ("POST", "/v1/chat/completions", {"messages": USER, "stop": "look", "prompt_logprobs": 1}),
     ("POST", "/v1/responses/input_tokens", {"input": "hello"}),
-    ("POST", "/v1/messages/count_tokens", {"model": "model", "messages": USER}),
-    ("POST", "/v1/messages", {"model": "model", "messages": USER, "max_tokens": 2}),
+    ("POST", "/v1/messages/count_tokens", {"model": "quire-tiny", "messages": USER}),
+    ("POST", "/v1/messages", {"model": "quire-tiny", "messages": USER, "max_tokens": 2}),
     (
         "POST",
         "/v1/messages",
-        {"messages": USER, "max_tokens": 200, "tools": [{"name": "look", "input_schema": SCHEMA}], "model": "model"},
+        {
+            "messages": USER,
+            "max_tokens": 200,
+            "tools": [{"name": "get_weather", "input_schema": WEATHER_SCHEMA}],
+            "model": "quire-tiny",
+        },
     ),
 ]
 
@@ -122,7 +107,7 @@ async def test_an_answer_has_the_shape_that_the_document_says(gateway, client, d
 
 
 async def test_responses_have_theirs(gateway, client, document):
-    tool = {"type": "function"} | FUNCTION
+    tool = {"type": "function"} | WEATHER
     asked = {"input": "hello", "tools": [tool], "include": ["message.output_text.logprobs"], "top_logprobs": 1}
     first = await conforming(gateway, client, document, "POST", "/v1/responses", asked)
     assert {item["type"] for item in first["output"]} == {"reasoning", "message", "function_call"}
@@ -145,20 +130,20 @@ STREAMS = [
     ("/v1/chat/completions", {"messages": USER, "max_tokens": 2}),
     (
         "/v1/responses",
-        {"input": "a", "tools": [{"type": "function"} | FUNCTION], "include": ["message.output_text.logprobs"]},
+        {"input": "a", "tools": [{"type": "function"} | WEATHER], "include": ["message.output_text.logprobs"]},
     ),
     ("/v1/responses", {"input": "a", "max_output_tokens": 2}),
     (
         "/v1/messages",
         {
-            "model": "model",
+            "model": "quire-tiny",
             "messages": USER,
             "max_tokens": 200,
             "thinking": {"type": "enabled", "budget_tokens": 1024},
-            "tools": [{"name": "look", "input_schema": SCHEMA}],
+            "tools": [{"name": "get_weather", "input_schema": WEATHER_SCHEMA}],
         },
     ),
-    ("/v1/messages", {"model": "model", "messages": USER, "max_tokens": 2}),
+    ("/v1/messages", {"model": "quire-tiny", "messages": USER, "max_tokens": 2}),
 ]
 
 
@@ -198,20 +183,17 @@ async def test_every_kind_of_event_that_is_described_is_sent(client, document, p
 
 
 @pytest.mark.parametrize(("path", "body"), STREAMS)
-async def test_an_error_in_a_stream_has_the_shape_that_the_document_says(
-    gateway, client, document, scheduler, path, body, monkeypatch
-):
-    monkeypatch.setattr(scheduler, "rule", counting_rule)
-    monkeypatch.setattr(scheduler, "step_delay_s", 0.01)
+async def test_an_error_in_a_stream_has_the_shape_that_the_document_says(gateway, client, document, rig, path, body):
+    rig.scheduler.rule, rig.scheduler.step_delay_s = counting_rule, 0.01
     body = {each: value for each, value in body.items() if not each.startswith("max_")} | {"stream": True}
     if path == "/v1/messages":
         body["max_tokens"] = 500
     async with asyncio.timeout(60), client.stream("POST", path, json=body) as answer:
         lines = answer.aiter_lines()
         await anext(lines)
-        for submit in scheduler.submits[-2:]:
+        for submit in rig.scheduler.submits[-2:]:
             failure = {"code": code_pb2.INTERNAL, "reason": "STEP_REFUSED", "message": "it failed"}
-            scheduler.fail(submit.handle, **failure)
+            rig.scheduler.fail(submit.handle, **failure)
         rest = [line.removeprefix("data: ") async for line in lines if line.startswith("data: {")]
     route, operation = described(gateway, document, "POST", path)
     error = json.loads(rest[-1])

@@ -12,29 +12,23 @@ from gateway.api.openapi import OPEN_PATHS
 from gateway.api.ui.access import is_below
 from gateway.auth.caller import Access
 from quire.model_source import resolve_model
-from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import running_gateway
 from tests.support.keys import KeysFile
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def gateway():
-    scheduler = FakeScheduler()
-    await scheduler.start()
-    async with running_gateway(scheduler) as running:
-        yield running
-    await scheduler.stop()
+@pytest.fixture
+def gateway(rig):
+    return rig.gateway
+
+
+@pytest.fixture
+def client(rig):
+    return rig.http
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def client(gateway):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
-        yield http
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def document(client):
-    return (await client.get("/openapi.json")).json()
+async def document(shared_rig):
+    return (await shared_rig.http.get("/openapi.json")).json()
 
 
 def operations_of(document):
@@ -126,17 +120,13 @@ async def test_the_tokenizer_is_described_as_its_directory_has_it(client):
     assert "<|assistant|>" in info["chat_template"]
 
 
-async def test_a_key_without_the_model_gets_no_tokenizer(tmp_path):
-    scheduler = FakeScheduler()
-    await scheduler.start()
+async def test_a_key_without_the_model_gets_no_tokenizer(scheduler, tmp_path):
     keys = KeysFile(tmp_path / "keys.json")
     key = keys.add("acme", access=Access(models=frozenset({"other"})))
     async with (
         running_gateway(scheduler, keys_files=(keys.path,)) as running,
         httpx.AsyncClient(base_url=running.http_url, timeout=60) as http,
     ):
-        answers = [
-            await http.get("/tokenizer_info", headers={"authorization": f"Bearer {shown}"}) for shown in (key, "no")
-        ]
-    await scheduler.stop()
-    assert [answer.status_code for answer in answers] == [404, 401]
+        for shown, status in ((key, 404), ("no", 401)):
+            answer = await http.get("/tokenizer_info", headers={"authorization": f"Bearer {shown}"})
+            assert answer.status_code == status

@@ -58,12 +58,6 @@ async def test_programs_are_served_as_before(client, headers):
     assert (await client.post(PATH, content=BODY, headers=headers)).status_code == 200
 
 
-async def test_a_browser_that_asks_for_a_page_is_told_no(client):
-    asked = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
-    answer = await client.options(PATH, headers=ORIGIN | asked)
-    assert "access-control-allow-origin" not in answer.headers
-
-
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "10.0.0.1", "[::2]:1"])
 async def test_a_host_that_is_not_loopback_is_refused_by_name(client, scheduler, host):
     for method, path in (("POST", PATH), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/nothing")):
