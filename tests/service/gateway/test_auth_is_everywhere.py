@@ -232,16 +232,6 @@ async def test_pins_need_a_key_that_allows_them_and_are_the_tenants_own(gateway,
     assert 'quire_gateway_refused_callers_total{reason="PINNING_NOT_ALLOWED"} 2.0' in metrics
 
 
-async def test_a_pin_costs_its_tokens(gateway, keys):
-    poor = keys.add("poor", access=Access(may_pin=True), limits=Limits(tokens_per_minute=30))
-    gateway.gateway.authenticator.refresh()
-    async with AsyncClient(gateway.gateway.grpc_address, api_key=poor) as client:
-        await client.pin_prefix(LONG_TEXT)
-        with pytest.raises(ResourceExhausted) as raised:
-            await client.generate(LONG_TEXT)
-    assert raised.value.reason == "RATE_LIMIT_EXCEEDED"
-
-
 async def test_a_pin_that_ends_while_it_is_computed_costs_its_tokens(gateway, keys, scheduler):
     poor = keys.add("poor", access=Access(may_pin=True), limits=Limits(tokens_per_minute=30))
     gateway.gateway.authenticator.refresh()

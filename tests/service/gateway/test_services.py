@@ -54,17 +54,6 @@ async def test_server_info(gateway, scheduler):
     assert (info.limits.max_logit_bias, info.limits.max_stop_token_ids) == (1024, 128)
 
 
-async def test_tokenize_text(gateway):
-    answer = await gateway.generation.Tokenize(generation_pb2.TokenizeRequest(text="hello there"))
-    assert list(answer.token_ids) == TOKENIZER.encode("hello there").ids
-    assert list(answer.tokens) == TOKENIZER.encode("hello there").tokens
-    assert answer.max_model_len == 1024
-    bare = await gateway.generation.Tokenize(
-        generation_pb2.TokenizeRequest(text="hello there", add_special_tokens=False)
-    )
-    assert list(bare.token_ids) == list(answer.token_ids)[1:]
-
-
 async def test_tokenize_without_input_is_refused(gateway):
     error = await error_of(gateway.generation.Tokenize(generation_pb2.TokenizeRequest()))
     assert isinstance(error, InvalidArgument)
@@ -73,12 +62,16 @@ async def test_tokenize_without_input_is_refused(gateway):
     assert [violation.field for violation in error.violations] == ["chat.messages"]
 
 
-async def test_detokenize_is_the_inverse(gateway):
-    token_ids = TOKENIZER.encode("hello 😀 there").ids
-    answer = await gateway.generation.Detokenize(generation_pb2.DetokenizeRequest(token_ids=token_ids))
-    assert answer.text == "hello 😀 there"
-    special = generation_pb2.DetokenizeRequest(token_ids=token_ids, include_special_tokens=True)
-    assert (await gateway.generation.Detokenize(special)).text == "<s>hello 😀 there"
+async def test_text_to_tokens_and_back(gateway):
+    text = "hello 😀 there"
+    answer = await gateway.generation.Tokenize(generation_pb2.TokenizeRequest(text=text))
+    assert (list(answer.token_ids), list(answer.tokens)) == (TOKENIZER.encode(text).ids, TOKENIZER.encode(text).tokens)
+    assert answer.max_model_len == 1024
+    bare = await gateway.generation.Tokenize(generation_pb2.TokenizeRequest(text=text, add_special_tokens=False))
+    assert list(bare.token_ids) == list(answer.token_ids)[1:]
+    for is_special, back in ((False, text), (True, f"<s>{text}")):
+        asked = generation_pb2.DetokenizeRequest(token_ids=answer.token_ids, include_special_tokens=is_special)
+        assert (await gateway.generation.Detokenize(asked)).text == back
 
 
 async def test_detokenize_refuses_ids_out_of_range(gateway):
