@@ -272,27 +272,11 @@ def test_resumption_costs_a_request_and_neither_place_nor_tokens(clock):
     assert raised.value.metadata["limit"] == "requests_per_minute"
 
 
-def test_a_bucket_starts_full_and_fills_steadily():
-    bucket = TokenBucket(60, 100.0)
-    assert bucket.seconds_until(60, 100.0) == 0
-    bucket.take(60, 100.0)
-    assert bucket.seconds_until(1, 100.0) == pytest.approx(1)
-    assert bucket.seconds_until(60, 130.0) == pytest.approx(30)
-    assert bucket.seconds_until(60, 160.0) == 0
-
-
 def test_nothing_is_saved_beyond_one_minute():
     bucket = TokenBucket(60, 0.0)
     assert bucket.seconds_until(60, 1e6) == 0
     bucket.take(60, 1e6)
     assert bucket.seconds_until(1, 1e6) > 0
-
-
-def test_a_debt_is_paid_off_by_time():
-    bucket = TokenBucket(60, 0.0)
-    bucket.take(180, 0.0)
-    assert bucket.seconds_until(1, 0.0) == pytest.approx(121)
-    assert bucket.seconds_until(1, 121.0) == 0
 
 
 def test_what_is_given_back_is_there_again_but_never_more_than_a_minute():

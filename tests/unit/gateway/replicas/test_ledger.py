@@ -245,13 +245,6 @@ async def test_tokens_after_a_stop_string_in_one_of_several_sequences_cost_nothi
     assert usage == Usage(prompt_tokens=3, generated_tokens=len(stopped) + 2, cached_tokens=2)
 
 
-def test_events_of_unknown_handles_and_other_replicas_are_dropped(ledger):
-    live = open_live(ledger)
-    ledger.apply(REPLICA, make_batch([TokenRun(live.handle + 1, 0, 0, [60])]))
-    ledger.apply("another", make_batch([TokenRun(live.handle, 0, 0, [60])]))
-    assert live.num_generated_tokens == 0
-
-
 @pytest.mark.parametrize(
     "batch_of",
     [

@@ -56,27 +56,6 @@ def test_only_keys_of_a_lost_replica_move():
         assert after == before or before == REPLICAS[3]
 
 
-def test_order_of_replicas_does_not_matter():
-    key = key_of(1, 2, 3)
-    assert choose_replica(key, idle()) == choose_replica(key, idle(REPLICAS[::-1]))
-
-
-@settings(deadline=None)
-@given(loads=st.lists(st.integers(0, 500), min_size=1, max_size=6), token=st.integers(0, 1000))
-def test_the_chosen_replica_is_never_much_busier_than_the_average(loads, token):
-    by_replica = {f"r{number}": load for number, load in enumerate(loads)}
-    chosen = choose_replica(key_of(token), by_replica)
-    assert by_replica[chosen] <= 1.25 * (sum(loads) + 1) / len(loads)
-
-
-def test_one_hot_prefix_spills_over():
-    loads = idle()
-    for _ in range(100):
-        loads[choose_replica(key_of(7), loads)] += 1
-    assert max(loads.values()) <= 33
-    assert sum(load > 0 for load in loads.values()) == 4
-
-
 SIZE = 4
 
 

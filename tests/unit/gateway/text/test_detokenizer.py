@@ -65,21 +65,9 @@ def test_byte_fallback_takes_any_tokens(token_ids):
     assert text.replace(REPLACEMENT, "").startswith(whole.split(REPLACEMENT)[0][:1])
 
 
-def test_characters_before_a_late_invalid_byte_stay():
-    bytes_of = {byte: 3 + byte for byte in range(256)}
-    token_ids = [bytes_of[byte] for byte in "你".encode() + b"\xff"]
-    assert "".join(pieces_of(BYTE_FALLBACK, token_ids)) == "你" + REPLACEMENT
-
-
 def test_emoji_is_delivered_by_its_last_byte():
     alphabet = byte_level_bytes()
     assert pieces_of(BYTE_LEVEL, [alphabet[byte] for byte in "😀".encode()]) == ["", "", "", "😀", ""]
-
-
-def test_incomplete_character_at_the_end_comes_with_the_flush():
-    alphabet = byte_level_bytes()
-    token_ids = [alphabet[byte] for byte in b"ok\xf0\x9f"]
-    assert pieces_of(BYTE_LEVEL, token_ids) == ["o", "k", "", "", REPLACEMENT]
 
 
 def test_special_tokens_are_text_only_where_asked():

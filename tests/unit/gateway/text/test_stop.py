@@ -53,18 +53,6 @@ def test_holds_back_only_what_may_become_a_stop_string(stop_strings, pieces):
         assert held == max(beginnings, key=len, default="")
 
 
-def test_stop_string_over_three_pieces():
-    assert run(["\n\nUser:"], ["fine.\n", "\nUs", "er: more"]) == ("fine.", "\n\nUser:")
-
-
-def test_text_that_only_looked_like_a_stop_string_is_delivered():
-    assert run(["END"], ["an EN", "gine"]) == ("an ENgine", None)
-
-
-def test_the_longest_wins_where_two_end_together():
-    assert run(["b", "ab"], ["xab"]) == ("x", "ab")
-
-
 def test_a_long_repetitive_stop_string_costs_little():
     matcher = StopMatcher(StopStrings(["a" * 1000 + "b"]))
     assert matcher.push("a" * 20_000) == ("a" * 19_000, None)
