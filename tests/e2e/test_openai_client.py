@@ -16,7 +16,7 @@ import pytest_asyncio
 from openai import AsyncOpenAI, OpenAI
 
 from quire.client import BeamSearch, ChatMessage, EarlyStopping, FinishReason, GenerationOptions
-from tests.support.serving import Served, serving
+from tests.support.serving import Served
 
 MODEL = "quire-tiny"
 CAPITAL: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
@@ -198,23 +198,6 @@ async def test_errors_are_the_client_s_own_classes(client: AsyncOpenAI):
         await client.embeddings.create(model=MODEL, input="x")
     with pytest.raises(openai.BadRequestError):
         await client.chat.completions.create(model=MODEL, messages=CAPITAL, temperature=-1, stream=True)
-
-
-async def test_a_full_queue_is_a_rate_limit():
-    async with (
-        serving(num_gpu_blocks=64, max_num_seqs=1, max_waiting_requests=1) as served,
-        AsyncOpenAI(base_url=f"{url_of(served)}/v1", api_key="unused", max_retries=0) as client,
-    ):
-        asked = {"model": MODEL, "prompt": STORY, "max_tokens": 9, "extra_body": {"ignore_eos": True}}
-        with served.standing_still():
-            # One runs, and one waits.
-            running = [asyncio.create_task(client.completions.create(**asked)) for _ in range(2)]
-            await served.until_live(2)
-            for _ in range(2):
-                with pytest.raises(openai.RateLimitError) as caught:
-                    await client.completions.create(**asked)
-                assert int(caught.value.response.headers["retry-after"]) >= 1
-        assert [each.usage.completion_tokens for each in await asyncio.gather(*running)] == [9, 9]
 
 
 async def test_a_client_that_leaves_frees_its_blocks(served: Served, client: AsyncOpenAI):

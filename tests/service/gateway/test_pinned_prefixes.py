@@ -126,32 +126,23 @@ async def test_a_pin_that_one_replica_has_can_be_ended(replicas):
     assert not second.pins
 
 
-async def test_an_error_of_one_replica_is_the_answer(replicas):
+async def test_an_error_of_one_replica_is_the_answer_as_it_is(replicas):
     gateway, first, second = replicas
+    pin, unpin = gateway.prefixes.PinPrefix, gateway.prefixes.UnpinPrefix
+    short = await error_of(pin(PinPrefixRequest(text="hello")))
+    assert isinstance(short, InvalidArgument)
+    assert "a block has 16" in short.message
     second.pin_error = ResourceExhausted("the tenant's pins hold 16 of 16 blocks", reason="PIN_QUOTA")
-    error = await error_of(gateway.prefixes.PinPrefix(PinPrefixRequest(text=LONG_TEXT)))
+    error = await error_of(pin(PinPrefixRequest(text=LONG_TEXT)))
     assert isinstance(error, ResourceExhausted)
     assert error.reason == "PIN_QUOTA"
     second.pin_error = Internal("worse", reason="UNEXPECTED")
     (pin_id,) = first.pins
-    error = await error_of(gateway.prefixes.UnpinPrefix(UnpinPrefixRequest(pin_id=pin_id)))
-    assert isinstance(error, Internal)
+    assert isinstance(await error_of(unpin(UnpinPrefixRequest(pin_id=pin_id))), Internal)
     assert not first.pins
-
-
-async def test_an_unreachable_replica_is_worse_than_an_unknown_pin(replicas):
-    gateway, _, second = replicas
-    second.pin_error = Unavailable("no worker is attached", reason="NO_WORKER")
-    error = await error_of(gateway.prefixes.UnpinPrefix(UnpinPrefixRequest(pin_id="nothing")))
-    assert isinstance(error, Unavailable)
-
-
-async def test_errors_of_the_scheduler_reach_the_client_as_they_are(gateway, scheduler):
-    short = await error_of(gateway.prefixes.PinPrefix(PinPrefixRequest(text="hello")))
-    assert isinstance(short, InvalidArgument)
-    assert "a block has 16" in short.message
-    scheduler.pin_error = Unavailable("no worker is attached", reason="NO_WORKER", retry_after_ms=500)
-    error = await error_of(gateway.prefixes.PinPrefix(PinPrefixRequest(text=LONG_TEXT)))
+    # It may have the pin that the other one does not know.
+    second.pin_error = Unavailable("no worker is attached", reason="NO_WORKER", retry_after_ms=500)
+    error = await error_of(unpin(UnpinPrefixRequest(pin_id="nothing")))
     assert isinstance(error, Unavailable)
     assert (error.reason, error.retry_after_ms, error.message) == ("NO_WORKER", 500, "no worker is attached")
 
@@ -161,12 +152,8 @@ async def test_errors_of_the_scheduler_reach_the_client_as_they_are(gateway, sch
     [
         (PinPrefixRequest(), "prefix", "set text, token_ids or chat"),
         (PinPrefixRequest(text=""), "text", "empty"),
-        (PinPrefixRequest(text="hello wo" * 50_000), "text", "at least 21,053 tokens"),
         (PinPrefixRequest(text="a " * 3000), "text", "at most 1,023"),
-        (PinPrefixRequest(token_ids=common_pb2.TokenIds()), "token_ids.ids", "empty"),
         (PinPrefixRequest(token_ids=common_pb2.TokenIds(ids=[1, 2080])), "token_ids.ids[1]", "2080"),
-        (PinPrefixRequest(token_ids=common_pb2.TokenIds(ids=[5] * 1024)), "token_ids.ids", "1,024 tokens"),
-        (pin_chat(), "chat.messages", "empty"),
         (pin_chat(("", "x")), "chat.messages[0].role", "empty"),
         (PinPrefixRequest(text="x", time_to_live_ms=0), "time_to_live_ms", "is 0"),
         (PinPrefixRequest(text="x", time_to_live_ms=86_400_001), "time_to_live_ms", "[1, 86,400,000]"),
