@@ -266,7 +266,9 @@ def test_work_that_nobody_wants_is_reported(ledger):
     live = open_live(ledger)
     batch = make_batch([TokenRun(live.handle, 0, 0, [60]), TokenRun(live.handle + 1, 0, 0, [60])])
     assert ledger.apply(REPLICA, batch).unknown_handles == {live.handle + 1}
-    assert ledger.apply("another", batch).unknown_handles == {live.handle, live.handle + 1}
+    more = make_batch([TokenRun(live.handle, 0, 1, [61]), TokenRun(live.handle + 1, 0, 0, [60])])
+    assert ledger.apply("another", more).unknown_handles == {live.handle, live.handle + 1}
+    assert live.num_generated_tokens == 1
 
 
 @pytest.mark.parametrize(
