@@ -14,7 +14,7 @@ from quire.common.v1 import common_pb2
 from quire.model_source import resolve_model
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.chat_models import write_chat_model
-from tests.support.fake_scheduler import FakeScheduler, scripted
+from tests.support.fake_scheduler import FakeScheduler, counting_rule, scripted
 from tests.support.gateway_process import RunningGateway, running_gateway
 from tests.support.parameters import row_sampling
 from tests.support.tokenizers import id_of
@@ -62,6 +62,12 @@ async def running_rig(directory: Path, **settings: Any) -> AsyncIterator[Rig]:
     ):
         yield Rig(gateway, scheduler, http)
     await scheduler.stop()
+
+
+def expected_ids(text: str, count: int) -> list[int]:
+    """What a fake scheduler answers that was told nothing else."""
+    prompt = tuple(TOKENIZER.encode(text).ids)
+    return [counting_rule(prompt, position) for position in range(count)]
 
 
 def prompt_of(submit: scheduler_pb2.Submit) -> list[int]:

@@ -37,6 +37,15 @@ async def scheduler() -> AsyncIterator[FakeScheduler]:
 
 
 @pytest.fixture
+async def other() -> AsyncIterator[FakeScheduler]:
+    """Another scheduler, for gateways that have two."""
+    fake = FakeScheduler()
+    await fake.start()
+    yield fake
+    await fake.stop()
+
+
+@pytest.fixture
 async def gateway(scheduler: FakeScheduler) -> AsyncIterator[RunningGateway]:
     async with running_gateway(scheduler) as running:
         yield running

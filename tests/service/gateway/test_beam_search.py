@@ -4,17 +4,14 @@ import asyncio
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2
-from quire.model_source import resolve_model
 from tests.support.fake_scheduler import Hypothesis
 from tests.support.gateway_process import stream_request
+from tests.support.rig import EOS, TOKENIZER
 from tests.support.stream_parts import parts_of
 
-TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
-EOS = TOKENIZER.get_vocab()["</s>"]
 TEXTS = ["The fox ran home.", "The fox slept.", "A fox."]
 
 

@@ -3,17 +3,15 @@
 import asyncio
 
 import pytest
-from tokenizers import Tokenizer
 
 from quire.arrays import decode_int32
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2
-from quire.model_source import resolve_model
 from quire.rpc.errors import InvalidArgument
 from tests.support.fake_scheduler import scripted
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
+from tests.support.rig import TOKENIZER
 
-TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
 SPEECH = TOKENIZER.encode(" there was a little dog. 你好 😀 ends", add_special_tokens=False).ids
 EOS = 2
 ALL = len(SPEECH)

@@ -1,10 +1,8 @@
 """A gateway whose schedulers have one DNS name: it finds those that appear, and leaves those that go."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import httpx
-import pytest
 
 from gateway.replicas.members import Resolver
 from quire.rpc.address import DnsName
@@ -24,14 +22,6 @@ class Dns:
     async def __call__(self, name: DnsName) -> list[str]:
         assert str(name) == NAME
         return [scheduler.address for scheduler in self.schedulers]
-
-
-@pytest.fixture
-async def other() -> AsyncIterator[FakeScheduler]:
-    fake = FakeScheduler()
-    await fake.start()
-    yield fake
-    await fake.stop()
 
 
 async def send(gateway: RunningGateway, count: int) -> None:

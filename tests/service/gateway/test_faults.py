@@ -2,30 +2,22 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
 from google.rpc import code_pb2
-from tokenizers import Tokenizer
 
 from gateway.replicas import link
 from gateway.replicas.live import LiveRequest
 from gateway.text.tokenizer import Tokenizer as GatewayTokenizer
 from quire.arrays import decode_int32, encode_int32
 from quire.gateway.v1 import generation_pb2
-from quire.model_source import resolve_model
 from quire.rpc.errors import Cancelled, DeadlineExceeded, Internal, NotFound, Unavailable
 from quire.scheduler.v1 import scheduler_pb2
-from tests.support.fake_scheduler import counting_rule
 from tests.support.gateway_process import collect, collected, error_of, running_gateway, stream_request
 from tests.support.grpc_types import EOF
-
-TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
-
-
-def expected_ids(text, count):
-    prompt = tuple(TOKENIZER.encode(text).ids)
-    return [counting_rule(prompt, position) for position in range(count)]
+from tests.support.rig import TOKENIZER, expected_ids
 
 
 def queue_full():
@@ -91,7 +83,7 @@ async def test_what_a_scheduler_cannot_have_meant_heals_by_a_new_stream(gateway,
     with monkeypatch.context() as patched:
         if fault == "unexpected":
             patched.setattr(link, "event_batch_from", lambda message: 1 / 0)
-        columns = {"handles": encode_int32(list(scheduler.live)), "sequence_indices": encode_int32([0])}
+        columns: dict[str, Any] = {"handles": encode_int32(list(scheduler.live)), "sequence_indices": encode_int32([0])}
         scheduler.send(scheduler_pb2.TokenEvents(**columns | UNSOUND[fault]))
         await scheduler.until(lambda: scheduler.connections == 2 and scheduler.live)
     scheduler.emits.set()

@@ -4,13 +4,11 @@ import asyncio
 
 import grpc
 import pytest
-from tokenizers import Tokenizer
 
 from quire.arrays import decode_int32
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, model_pb2
 from quire.gateway.v1.prefix_pb2 import PinPrefixRequest, UnpinPrefixRequest
-from quire.model_source import resolve_model
 from quire.rpc.errors import (
     DeadlineExceeded,
     Internal,
@@ -21,8 +19,8 @@ from quire.rpc.errors import (
 )
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
+from tests.support.rig import TOKENIZER
 
-TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
 LONG_TEXT = "Once upon a time there was a fox who lived in a wood with many friends and slept in a hollow tree"
 SHORT = common_pb2.StoppingParameters(max_tokens=4)
 

@@ -1,9 +1,7 @@
 """Requests of a replica that cannot go on with them are served by another one: no worker, or it drains."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
-import pytest
 from google.rpc import code_pb2
 
 from quire.rpc.errors import Unavailable
@@ -13,14 +11,6 @@ from tests.support.gateway_process import RunningGateway, collect, error_of, run
 from tests.support.processes import until_true
 
 NUM_TOKENS = 30
-
-
-@pytest.fixture
-async def other() -> AsyncIterator[FakeScheduler]:
-    fake = FakeScheduler()
-    await fake.start()
-    yield fake
-    await fake.stop()
 
 
 def start_requests(gateway: RunningGateway, num_requests: int = 8, **fields) -> list[asyncio.Task]:

@@ -1,7 +1,5 @@
 """A gateway sends prompts where schedulers say that they are cached."""
 
-from collections.abc import AsyncIterator
-
 import numpy as np
 import pytest
 
@@ -15,14 +13,6 @@ from tests.support.gateway_process import RunningGateway, collect, running_gatew
 from tests.support.processes import until_true
 
 PROMPT = list(range(100, 200))
-
-
-@pytest.fixture
-async def other() -> AsyncIterator[FakeScheduler]:
-    fake = FakeScheduler()
-    await fake.start()
-    yield fake
-    await fake.stop()
 
 
 def update_for(scheduler: FakeScheduler, prompt: list[int], **fields) -> scheduler_pb2.CacheUpdate:

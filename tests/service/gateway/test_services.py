@@ -6,19 +6,16 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from tokenizers import Tokenizer
 
 from quire.gateway.v1 import generation_pb2, model_pb2
-from quire.model_source import resolve_model
 from quire.rpc.errors import InvalidArgument, NotFound, Unavailable
 from quire.version import VERSION
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
 from tests.support.grpc_types import health_stub, reflection_stub
 from tests.support.parameters import row_sampling
+from tests.support.rig import TOKENIZER
 from tests.support.tokenizers import byte_level, write_model_directory
-
-TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
 
 
 async def health_of(channel, service=""):

@@ -7,21 +7,14 @@ from pathlib import Path
 import httpx
 import pytest
 from google.rpc import code_pb2
-from tokenizers import Tokenizer
 
 from quire.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions
 from quire.model_source import resolve_model
 from quire.rpc.errors import Unavailable
-from tests.support.fake_scheduler import FakeScheduler, counting_rule
+from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
+from tests.support.rig import expected_ids
 from tests.support.scheduler_process import until
-
-TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
-
-
-def expected_ids(text, count):
-    prompt = tuple(TOKENIZER.encode(text).ids)
-    return [counting_rule(prompt, position) for position in range(count)]
 
 
 async def test_a_scheduler_of_other_versions_or_another_model_is_not_used_and_ready_says_why(caplog):
