@@ -67,7 +67,7 @@ async def test_a_stream_goes_on_after_its_scheduler_was_lost_which_gets_paramete
 
 
 # What a scheduler may send that cannot be: a token after missing ones, and columns of different lengths.
-UNSOUND = {
+UNSOUND: dict[str, dict[str, Any]] = {
     "gap": {"offsets": encode_int32([3]), "token_ids": encode_int32([99])},
     "malformed": {"offsets": b"\0\0\0"},
     "unexpected": {"offsets": encode_int32([0]), "token_ids": encode_int32([99])},
