@@ -187,13 +187,6 @@ class Scheduler:
         self._end(ending)
         return True
 
-    def preempt(self, key: RequestKey, now: float) -> bool:
-        """Takes a running request out of the batch; it comes back by itself. Returns whether it ran."""
-        if key not in self.running:
-            return False
-        self._preempt(self.running.get(key), now)
-        return True
-
     def _arrive(self, request: Request, now: float) -> SequenceGroup:
         order = self.policy.order(request, self._num_arrivals)
         self._num_arrivals += 1

@@ -145,10 +145,6 @@ def abort_sequence_message(key: RequestKey, index: int) -> Operation:
     return Operation(abort_sequence=abort)
 
 
-def preempt_message(key: RequestKey, now: float) -> Operation:
-    return Operation(now=now, preempt=recording_pb2.RecordedAbort(client=key.client, handle=key.handle))
-
-
 def pin_message(
     tenant: str, token_ids: SequenceOf[int], now: float, time_to_live: float, hider: TokenHider | None
 ) -> Operation:

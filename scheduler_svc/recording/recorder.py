@@ -216,11 +216,6 @@ class _RecordedScheduler(Scheduler):
             lambda _: messages.abort_sequence_message(key, index),
         )
 
-    def preempt(self, key: RequestKey, now: float) -> bool:
-        return self._tell(
-            lambda: super(_RecordedScheduler, self).preempt(key, now), lambda _: messages.preempt_message(key, now)
-        )
-
     def pin(self, tenant: str, token_ids: list[int], now: float, time_to_live: float) -> Pin:
         hider = self._hider
         if self._restored is not None and self._restored.hashes and not self._is_told:

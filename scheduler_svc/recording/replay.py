@@ -145,8 +145,6 @@ class Replayer:
             case "abort_sequence":
                 abort = operation.abort_sequence
                 scheduler.abort_sequence(_key(abort.client, abort.handle), abort.sequence_index)
-            case "preempt":
-                scheduler.preempt(_key(operation.preempt.client, operation.preempt.handle), now)
             case "pin":
                 pin = operation.pin
                 scheduler.pin(pin.tenant, tokens_of(pin.token_ids), now, pin.time_to_live_seconds)

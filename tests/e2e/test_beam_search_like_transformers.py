@@ -45,9 +45,9 @@ class RandomSwaps:
         self._rng = random.Random(seed)
 
     def __call__(self, scheduler: Scheduler) -> None:
-        keys = [group.request.key for group in scheduler.running]
-        if keys and self._rng.random() < 0.5:
-            assert scheduler.preempt(self._rng.choice(keys), 0.0)
+        groups = list(scheduler.running)
+        if groups and self._rng.random() < 0.5:
+            scheduler._preempt(self._rng.choice(groups), 0.0)
 
 
 def undisturbed(_: Scheduler) -> None:

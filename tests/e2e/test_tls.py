@@ -18,12 +18,13 @@ from quire.rpc.channel import open_channel
 from quire.rpc.errors import PermissionDenied, Unavailable, from_rpc_error
 from quire.rpc.tls import Role, TlsIdentity
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from quire.worker.v1 import worker_pb2, worker_pb2_grpc
+from quire.worker.v1 import worker_pb2_grpc
 from quire_cli.supervisor.commands import Programs, child_environ
 from tests.support.certificates import make_certificates
 from tests.support.killing import kill
 from tests.support.ports import free_port
 from tests.support.serving import serving
+from tests.support.worker_client import attach_request
 
 GREEDY = GenerationOptions(temperature=0.0, max_tokens=8, ignore_eos=True)
 QUESTION = "What is 2+2?"
@@ -74,7 +75,7 @@ async def test_processes_on_tcp_ports_serve_and_refuse_who_has_no_business_there
         # A gateway has no business with a worker, nor a worker with a scheduler; an operator may look on.
         async with open_channel(worker, tls=TlsIdentity.of(tmp_path, Role.GATEWAY)) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=30)
+                await worker_pb2_grpc.WorkerServiceStub(channel).Run([attach_request(1)], timeout=30).read()
             assert isinstance(from_rpc_error(caught.value), PermissionDenied)
         state = scheduler_pb2.GetStateRequest()
         async with open_channel(scheduler, tls=TlsIdentity.of(tmp_path, Role.WORKER)) as channel:

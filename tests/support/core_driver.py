@@ -13,7 +13,7 @@ from scheduler_svc.core import invariants, preparation
 from scheduler_svc.core.beam_search import BeamParameters, BeamSearch, Candidates
 from scheduler_svc.core.block_pool import BlockHash, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.pins import PIN_CLIENT
+from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
@@ -486,9 +486,9 @@ class Driver:
             self.plan()
             self.deliver()
 
-    def preempt(self, request: Request) -> None:
-        """Takes a request that runs out of the batch."""
-        assert self.scheduler.preempt(request.key, self.clock)
+    def preempt(self, request: Request | Pin) -> None:
+        """Takes a request that runs out of the batch, as the lack of blocks does; it comes back by itself."""
+        self.scheduler._preempt(self.scheduler.running.get(request.key), self.clock)
         self.check()
 
     def run_until_idle(self, max_steps: int = 10_000) -> None:

@@ -1,32 +1,11 @@
 """Which scheduler the worker obeys, and which step is next. Pure: no clock, no I/O, no device.
 
 An epoch is one incarnation of the scheduler (or one attachment of it), a generation one incarnation of this worker. The
-scheduler may be `max_steps_in_flight` steps ahead. The answers to as many steps are kept, so that a step that is
-repeated because its answer was lost is answered again and not run again.
+scheduler may be `max_steps_in_flight` steps ahead. No step comes twice: who misses an answer attaches anew.
 """
 
-import enum
-from collections import OrderedDict
-from dataclasses import dataclass
-
 from quire.rpc.errors import FailedPrecondition
-from worker_svc.step import StepHeader, StepOutput
-
-
-class Verdict(enum.Enum):
-    """The action for a step that has no stored answer."""
-
-    RUN = enum.auto()
-    """It is the next one."""
-    IN_FLIGHT = enum.auto()
-    """It is running; its answer will follow."""
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """The step was answered before, with this output."""
-
-    output: StepOutput
+from worker_svc.step import StepHeader
 
 
 class Session:
@@ -39,7 +18,6 @@ class Session:
         self._max_steps_in_flight = max_steps_in_flight
         self._last_started = 0
         self._last_finished = 0
-        self._answers: OrderedDict[int, StepOutput] = OrderedDict()
 
     @property
     def num_in_flight(self) -> int:
@@ -51,19 +29,14 @@ class Session:
         """0 before the first step."""
         return self._last_finished
 
-    def judge(self, header: StepHeader) -> Verdict | Replay:
-        """The action for a step. Changes nothing.
+    def check(self, header: StepHeader) -> None:
+        """Checks that a step is the next one. Changes nothing.
 
         Raises:
-            FailedPrecondition: another epoch or generation, a gap, a step whose answer is no longer kept, or too many
-                steps in flight.
+            FailedPrecondition: another epoch or generation, a step out of order, or too many steps in flight.
         """
         self._check_addressee(header)
         step_id, expected = header.step_id, self._last_started + 1
-        if step_id in self._answers:
-            return Replay(self._answers[step_id])
-        if self._last_finished < step_id <= self._last_started:
-            return Verdict.IN_FLIGHT
         if step_id != expected:
             raise FailedPrecondition(
                 f"step_id is {step_id}; the next step of this session is {expected}", reason="STEP_GAP"
@@ -74,20 +47,16 @@ class Session:
                 f"at most {self._max_steps_in_flight} may be",
                 reason="TOO_MANY_STEPS_IN_FLIGHT",
             )
-        return Verdict.RUN
 
     def start(self, step_id: int) -> None:
-        """The step was judged RUN, is valid, and is queued."""
+        """The step passed `check`, is valid, and is queued."""
         assert step_id == self._last_started + 1
         self._last_started = step_id
 
-    def finish(self, output: StepOutput) -> None:
+    def finish(self, step_id: int) -> None:
         """The oldest step in flight is answered."""
-        assert output.step_id == self._last_finished + 1 <= self._last_started
-        self._last_finished = output.step_id
-        self._answers[output.step_id] = output
-        while len(self._answers) > self._max_steps_in_flight:
-            self._answers.popitem(last=False)
+        assert step_id == self._last_finished + 1 <= self._last_started
+        self._last_finished = step_id
 
     def end(self) -> None:
         """No further step is taken. Idempotent."""

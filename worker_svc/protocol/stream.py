@@ -33,13 +33,12 @@ from worker_svc.protocol.convert import (
     attached_message,
     epoch_of,
     heartbeat_message,
-    info_message,
     prepared_message,
     result_message,
     step_header,
     step_of,
 )
-from worker_svc.protocol.session import Replay, Session, Sessions, Verdict
+from worker_svc.protocol.session import Session, Sessions
 from worker_svc.protocol.tracing import PrefillSpans
 from worker_svc.step import AdmittedStep, SealedBlocks, Step, StepOutput, SupersededError, WorkerInfo
 
@@ -226,12 +225,8 @@ class StepStream:
         self._worker.prepare(message.row_sampling, answer)
 
     def _take(self, message: StepRequest) -> None:
-        """Answers a repeated step from memory, or queues the next one when it is valid."""
-        verdict = self._session.judge(step_header(message))
-        if isinstance(verdict, Replay):
-            self._outgoing.put_nowait(self._answer(verdict.output))
-        if verdict is not Verdict.RUN:
-            return
+        """Queues the next step when it is valid."""
+        self._session.check(step_header(message))
         admitted = self._worker.admit(self._worker.decoder.decode(message))
         self._session.start(message.step_id)
         self._spans.step_starts(admitted.step, {each.row: each.traceparent for each in message.traced})
@@ -239,7 +234,7 @@ class StepStream:
         self._worker.submit(self._lane, admitted)
 
     def _finish(self, output: StepOutput) -> None:
-        self._session.finish(output)
+        self._session.finish(output.step_id)
         self._spans.step_ends(output)
         self._metrics.step_finished(output)
         self._outgoing.put_nowait(self._answer(output))
@@ -301,11 +296,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         async with aclosing(stream.responses(request_iterator)) as responses:
             async for response in responses:
                 yield response
-
-    async def GetInfo(
-        self, request: worker_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
-    ) -> worker_pb2.GetInfoResponse:
-        return worker_pb2.GetInfoResponse(info=info_message(self._worker().info))
 
     def _epoch_of(self, request: worker_pb2.RunRequest) -> int:
         try:

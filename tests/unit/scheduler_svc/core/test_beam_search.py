@@ -307,10 +307,10 @@ def test_beams_that_are_computed_again_in_several_steps_wait_for_each_other():
         assert group.beams is not None
         if 0 < len(group.beams.candidates) < 3 and interrupted < 3:
             interrupted += 1
-            assert driver.scheduler.preempt(request.key, driver.clock)
+            driver.preempt(request)
             assert not group.beams.candidates
         elif group.request.key in driver.scheduler.running and interrupted == 0:
-            driver.scheduler.preempt(request.key, driver.clock)
+            driver.preempt(request)
         driver.plan()
         driver.deliver()
     assert interrupted

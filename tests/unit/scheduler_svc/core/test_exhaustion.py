@@ -114,8 +114,8 @@ def test_a_group_larger_than_host_memory_is_recomputed_while_smaller_ones_are_sw
     for _ in range(4):
         driver.plan()
         driver.deliver()
-    assert driver.scheduler.preempt(small.key, driver.clock)
-    assert driver.scheduler.preempt(large.key, driver.clock)
+    driver.preempt(small)
+    driver.preempt(large)
     assert [len(queue) for queue in (driver.scheduler.swapped, driver.scheduler.waiting)] == [1, 1]
     assert_finish(driver, [large, small])
 
@@ -170,7 +170,7 @@ def test_a_request_runs_to_its_end_in_the_smallest_pool_that_it_is_admitted_to(
     driver.submit(request)
     for num_steps in preempted_after:
         driver.run_steps(num_steps)
-        driver.scheduler.preempt(request.key, driver.clock)
+        driver.preempt(request)
     assert_finish(driver, [request])
     assert driver.finished >= {1}
 
@@ -227,7 +227,7 @@ def test_a_pin_gives_way_to_a_swapped_group_too():
     driver.deliver()
     driver.plan()
     driver.deliver()
-    assert driver.scheduler.preempt(group.key, driver.clock)
+    driver.preempt(group)
     assert group.key in driver.scheduler.swapped
     # What the first request left is still cached, so it is pinned at once.
     assert driver.scheduler.pin("", [9] * 32, driver.clock, 1e6).is_held

@@ -136,7 +136,7 @@ def test_a_pin_that_is_preempted_while_it_is_computed_is_held_in_the_end(num_ste
     for _ in range(num_steps):
         driver.plan()
         driver.deliver()
-    assert driver.scheduler.preempt(made.key, driver.clock)
+    driver.preempt(made)
     driver.check()
     driver.run_until_idle()
     assert len(made.blocks) == 7

@@ -108,7 +108,7 @@ def test_a_preempted_group_is_prepared_again_where_workers_may_have_forgotten(mo
         driver.submit(constrained(handle, b"%d" % handle, max_tokens=1))
         assert prepare(driver) == [b"%d" % handle]
         driver.scheduler.abort(constrained(handle).key)
-    driver.scheduler.preempt(request.key, driver.clock)
+    driver.preempt(request)
     run(driver)
     assert not driver.finished
     assert prepare(driver) == [b"a"]

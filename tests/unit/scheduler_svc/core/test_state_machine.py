@@ -252,8 +252,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.driver.scheduler.running))
     @rule(data=st.data())
     def preempt(self, data):
-        keys = [group.request.key for group in self.driver.scheduler.running]
-        assert self.driver.scheduler.preempt(data.draw(st.sampled_from(keys)), self.driver.clock)
+        key = data.draw(st.sampled_from([group.request.key for group in self.driver.scheduler.running]))
+        self.driver.preempt(self.driver.scheduler.running.get(key).request)
 
     @rule(length=st.integers(0, 30), tenant=st.sampled_from(["a", "b"]), time_to_live=st.sampled_from([2.0, 50.0]))
     def pin(self, length, tenant, time_to_live):

@@ -65,7 +65,7 @@ def record(
     """Chats that carry their history come, and a full pool preempts some of them. The recording is closed."""
     recorder = Recorder.open(str(path), with_token_ids=with_token_ids, max_bytes=max_bytes)
     monkeypatch.setattr(core_driver, "Scheduler", recorder.make_scheduler)
-    driver = Driver(make_config(num_blocks=24, num_host_blocks=8, max_waiting_requests=1000, prepares_constraints=True))
+    driver = Driver(make_config(num_blocks=16, num_host_blocks=8, max_waiting_requests=1000, prepares_constraints=True))
     rng = random.Random(1)
     histories = [[SECRET, chat, 1, 2, 3] for chat in range(8)]
     for handle in range(num_requests):
@@ -80,8 +80,6 @@ def record(
         driver.submit(request)
         prepare(driver)
         driver.run_steps(rng.randint(1, 3))
-        if handle % 5 == 0 and len(driver.scheduler.running):
-            driver.scheduler.preempt(driver.scheduler.running.last().request.key, driver.clock)
         # The writer keeps up with a server's steps; these come faster, and it would write them in one piece.
         while not recorder._pending.empty():
             time.sleep(0.001)

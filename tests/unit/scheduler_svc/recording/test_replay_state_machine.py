@@ -24,6 +24,9 @@ class RecordedMachine(SchedulerMachine):
         self.scheduler_patch = pytest.MonkeyPatch()
         self.scheduler_patch.setattr(core_driver, "Scheduler", self.recorder.make_scheduler)
 
+    preempt = None
+    """Not by a rule: a core preempts by itself."""
+
     @rule()
     def break_stream(self):
         """The worker stays, with what it holds, and all steps in flight are void."""

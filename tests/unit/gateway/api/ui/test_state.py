@@ -74,7 +74,7 @@ def act(driver: Driver, watchers: Watchers, turn: int) -> None:
         driver.crash()
     running = list(driver.scheduler.running)
     if turn % 9 == 5 and running:
-        driver.scheduler.preempt(running[-1].request.key, driver.clock)
+        driver.preempt(running[-1].request)
         return
     plan = driver.plan()
     if plan is not None:
