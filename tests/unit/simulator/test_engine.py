@@ -126,10 +126,6 @@ def test_beams_fork_and_are_delivered_at_the_end() -> None:
     assert simulation.column("copied_blocks").sum() > 0
 
 
-def test_same_requests_same_result() -> None:
-    assert repr(run(MIXED, num_blocks=24)) == repr(run(MIXED, num_blocks=24))
-
-
 def test_a_request_that_never_fits_is_refused_and_others_run() -> None:
     arrivals = Listed([(0.0, make_request(0, 400, 200)), (0.0, make_request(1, 20, 5))])
     simulation = simulate(arrivals, make_config(), FixedSteps())

@@ -17,9 +17,7 @@ from scheduler_svc.core.beam_search import (
     NoCandidatesError,
     num_candidates,
 )
-from scheduler_svc.core.config import PreemptionMode
-from scheduler_svc.core.request import EmittedSequence, RefusedError, Request
-from scheduler_svc.core.step import StepResult
+from scheduler_svc.core.request import Request
 from tests.support.core_driver import CLIENT, Driver, candidates_after, expected_output, make_config, make_request
 
 STOP = 9
@@ -86,15 +84,6 @@ def test_two_beams_over_three_steps_give_what_a_pencil_gives():
     assert search.scores == []
 
 
-def test_with_one_token_to_generate_the_first_step_ends_all():
-    search = make_search(width=2, max_tokens=1)
-    step = search.advance(make_all_candidates(*[{STOP: 0.5, 1: 0.3, 2: 0.2}] * 2), [[], []])
-    assert not step.continuations
-    assert step.finished == search.best()
-    assert texts(search) == [(STOP,), (1,)]
-    assert [each.ended_by_token for each in search.best()] == [True, False]
-
-
 @pytest.mark.parametrize(
     ("length_penalty", "early_stopping", "is_over"),
     [
@@ -113,31 +102,6 @@ def test_one_beam_ends_when_no_improvement_can_come(length_penalty, early_stoppi
     assert (not step.continuations) == is_over
 
 
-@pytest.mark.parametrize(
-    ("length_penalty", "early_stopping", "is_over"),
-    [
-        # Finished: 9 (log 0.3 = -1.20) and 1-9 (log 0.24 / 2 = -0.71). Live: 1-3 (log 0.26 / 2 = -0.67).
-        (1.0, EarlyStopping.FALSE, False),
-        (1.0, EarlyStopping.TRUE, True),
-        # Finished: 9 (-1.20) and 1-9 (log 0.24 * 2 = -2.85). Live: 1-3 (log 0.26 * 2 = -2.69), worse if it were longer.
-        (-1.0, EarlyStopping.NEVER, False),
-    ],
-)
-def test_a_full_list_ends_the_search_at_once_only_where_asked(length_penalty, early_stopping, is_over):
-    search = make_search(2, 8, length_penalty, early_stopping)
-    search.advance(make_all_candidates(*[{1: 0.5, STOP: 0.3, 2: 0.2}] * 2), [[], []])
-    step = search.advance(make_all_candidates({3: 0.52, STOP: 0.48}, {4: 1.0}), [[1], [2]])
-    assert sorted(texts(search)) == [(1, STOP), (STOP,)]
-    assert (not step.continuations) == is_over
-
-
-def test_a_better_hypothesis_takes_the_place_of_the_worst():
-    search = make_search(1, 4, length_penalty=1.0, early_stopping=EarlyStopping.NEVER)
-    search.advance([make_candidates({STOP: 0.6, 1: 0.4})], [[]])
-    step = search.advance([make_candidates({STOP: 0.95, 1: 0.05})], [[1]])
-    assert [each.token_ids for each in step.finished] == [(1, STOP)] == texts(search)
-
-
 def test_ties_go_to_the_lower_beam_and_then_to_the_earlier_candidate():
     search = make_search(width=2, max_tokens=4)
     step = search.advance(make_all_candidates(*[{3: 0.25, 5: 0.25, 7: 0.25}] * 2), [[], []])
@@ -153,21 +117,6 @@ def test_where_one_token_is_allowed_copies_keep_the_number_of_beams():
     assert search.scores == pytest.approx([math.log(0.5), -1e9, -1e9])
     search.advance(make_all_candidates(*[{6: 0.5, 5: 0.25, 1: BANNED}] * 3), [[5]] * 3)
     assert texts(search) == [(5, 6), (5, 5), (5, 5)]
-
-
-@pytest.mark.parametrize("early_stopping", EarlyStopping)
-def test_where_only_the_stop_token_is_allowed_the_search_ends_with_as_many_hypotheses_as_beams(early_stopping):
-    search = make_search(3, 8, 1.0, early_stopping)
-    step = search.advance(make_all_candidates(*[{STOP: 1.0, 1: BANNED, 2: BANNED}] * 3), [[]] * 3)
-    assert not step.continuations
-    assert texts(search) == [(STOP,)] * 3
-
-
-def test_a_beam_whose_candidates_are_all_banned_ends_and_the_others_go_on():
-    search = make_search(width=2, max_tokens=4)
-    search.advance(make_all_candidates(*[{1: 0.6, 2: 0.4}] * 2), [[], []])
-    step = search.advance(make_all_candidates({3: BANNED}, {4: 0.6, 5: 0.4}), [[1], [2]])
-    assert [(each.parent, each.token_id) for each in step.continuations] == [(1, 4), (1, 5)]
 
 
 def test_with_nothing_allowed_the_search_ends_with_what_is_finished():
@@ -260,98 +209,6 @@ def test_the_prompt_of_a_search_is_computed_once():
     driver.submit(request)
     assert_finishes(driver, request)
     assert driver.device.num_computed == 10 + 4 * 4
-
-
-@pytest.mark.parametrize("early_stopping", EarlyStopping)
-def test_searches_of_all_widths_in_one_batch(early_stopping):
-    driver = Driver(make_config(max_num_seqs=32, num_blocks=200))
-    requests = [
-        make_request(
-            width,
-            prompt_len=5 + width,
-            max_tokens=12,
-            stop=frozenset({3, 11}),
-            num_sequences=width,
-            num_returned=width,
-            beam=BeamParameters(width, 0.5, early_stopping),
-        )
-        for width in range(1, 7)
-    ]
-    for request in requests:
-        driver.submit(request)
-    assert_finishes(driver, *requests)
-
-
-def test_a_search_in_a_pool_that_holds_no_other_takes_turns():
-    driver = Driver(make_config(num_blocks=14, block_size=4, num_host_blocks=30, max_num_seqs=12))
-    requests = [make_beams(handle, width=4, prompt_len=7, max_tokens=8) for handle in range(5)]
-    for request in requests:
-        driver.submit(request)
-    assert_finishes(driver, *requests)
-
-
-def test_beams_that_are_computed_again_in_several_steps_wait_for_each_other():
-    """Interrupted once more when only some of them have their candidates: those come again, since the tokens before
-    them do."""
-    driver = Driver(make_config(max_num_batched_tokens=10, block_size=4, preemption_mode=PreemptionMode.RECOMPUTE), 1)
-    request = make_beams(1, width=3, prompt_len=17, max_tokens=6)
-    driver.submit(request)
-    for _ in range(5):
-        driver.plan()
-        driver.deliver()
-    interrupted = 0
-    for _ in range(40):
-        group = next(iter(driver.scheduler.groups()), None)
-        if group is None:
-            break
-        assert group.beams is not None
-        if 0 < len(group.beams.candidates) < 3 and interrupted < 3:
-            interrupted += 1
-            driver.preempt(request)
-            assert not group.beams.candidates
-        elif group.request.key in driver.scheduler.running and interrupted == 0:
-            driver.preempt(request)
-        driver.plan()
-        driver.deliver()
-    assert interrupted
-    assert_finishes(driver, request)
-
-
-def test_an_abort_of_one_hypothesis_changes_nothing():
-    driver = Driver(make_config())
-    request = make_beams(1)
-    driver.submit(request)
-    driver.plan()
-    assert driver.scheduler.abort_sequence(request.key, 0)
-    assert_finishes(driver, request)
-
-
-def test_a_result_without_candidates_is_refused():
-    driver = Driver(make_config())
-    driver.submit(make_beams(1))
-    plan = driver.scheduler.schedule(0.0)
-    assert plan is not None
-    bare = StepResult(plan.step_id, driver.device.run(plan).token_ids)
-    with pytest.raises(ValueError, match="the result of step 1 has no candidates of row 0"):
-        driver.scheduler.apply(bare, 0.0)
-
-
-def test_a_search_that_contradicts_itself_is_refused():
-    driver = Driver(make_config())
-    with pytest.raises(RefusedError, match="beam_width is 3, best_of is 2: both must be equal"):
-        driver.submit(make_request(1, num_sequences=2, beam=BeamParameters(3)))
-    emitted = Request(
-        make_beams(2).key,
-        "r",
-        [1],
-        make_beams(2).sampling,
-        4,
-        num_sequences=1,
-        beam=BeamParameters(1),
-        emitted=[EmittedSequence((1,))],
-    )
-    with pytest.raises(RefusedError, match="cannot continue after emitted tokens"):
-        driver.submit(emitted)
 
 
 def fail_rows(driver: Driver, *rows: int) -> None:

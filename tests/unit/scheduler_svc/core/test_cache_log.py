@@ -13,12 +13,6 @@ def run(driver: Driver, handle: int, prompt: list[int]) -> None:
     driver.run_until_idle()
 
 
-def test_nothing_is_noted_where_nobody_asks():
-    driver = Driver(make_config())
-    run(driver, 1, PROMPT)
-    assert driver.scheduler.batch.blocks.pool.log is None
-
-
 def test_a_new_log_says_that_all_was_cleared_and_not_what_is_there_already():
     driver = Driver(make_config())
     run(driver, 1, PROMPT)

@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler_svc.core.beam_search import BeamParameters
-from scheduler_svc.core.config import PolicyKind
 from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.request import Handle
@@ -17,28 +15,6 @@ from tests.support.core_driver import CLIENT, Driver, expected_output, make_conf
 from tests.support.trial_driver import assert_others_finish, make_driver
 
 ENOUGH = LOSSES_BEFORE_TRIALS + LOSSES_ON_TRIAL
-
-
-@pytest.mark.parametrize("policy", PolicyKind)
-@pytest.mark.parametrize("fault", ["poisoned", "deadly"])
-def test_under_every_policy_the_same_request_is_found(fault, policy):
-    culprit: dict[str, Any] = {fault: {2: 1}}
-    assert_others_finish(make_driver(**culprit, policy=policy, num_blocks=12))
-
-
-@pytest.mark.parametrize("fault", ["poisoned", "deadly"])
-def test_groups_of_several_sequences_are_tried_whole(fault):
-    driver = Driver(make_config(num_host_blocks=16))
-    samples = make_request(1, num_sequences=3, max_tokens=8)
-    search = make_request(2, num_sequences=3, num_returned=3, max_tokens=8, beam=BeamParameters(3))
-    setattr(driver, fault, {3: 7})
-    for request in (samples, search, make_request(3, num_sequences=2, max_tokens=8)):
-        driver.submit(request)
-    driver.run_until_idle()
-    assert (driver.failed, driver.finished) == ({3}, {1, 2})
-    for request in (samples, search):
-        for index in range(3):
-            assert driver.samples[request.key.handle, index] == expected_output(request, index)
 
 
 @pytest.mark.parametrize(("fault", "num_refusals", "num_deaths"), [("_is_refused", 2, 0), ("_is_deadly", 0, ENOUGH)])
@@ -54,20 +30,36 @@ def test_a_pin_that_steps_fail_for_is_removed(monkeypatch, fault, num_refusals, 
     assert pin.key.client == PIN_CLIENT
 
 
-@pytest.mark.parametrize(
-    ("culprit", "num_tokens", "max_in_flight"),
-    [(0, 1, 1), (0, 6, 2), (0, 9, 3), (3, 1, 2), (3, 6, 3), (3, 9, 1), (5, 1, 3), (5, 6, 1), (5, 9, 2)],
-)
+CULPRITS = [(0, 1, 1), (0, 6, 2), (0, 9, 3), (3, 1, 2), (3, 6, 3), (3, 9, 1), (5, 1, 3), (5, 6, 1), (5, 9, 2)]
+
+
+@pytest.mark.parametrize(("culprit", "num_tokens", "max_in_flight"), CULPRITS)
 def test_the_request_at_fault_fails_after_two_refusals_and_the_others_finish(culprit, num_tokens, max_in_flight):
     driver = make_driver(poisoned={culprit: num_tokens}, max_in_flight=max_in_flight)
     assert_others_finish(driver)
     assert driver.num_refusals == 2
 
 
-def test_each_further_request_at_fault_costs_one_refusal():
-    driver = make_driver(poisoned={1: 1, 4: 1, 5: 1})
+@pytest.mark.parametrize(("culprit", "nth", "max_in_flight"), CULPRITS)
+def test_the_request_that_the_worker_dies_of_fails_and_the_others_finish(culprit, nth, max_in_flight):
+    driver = make_driver(deadly={culprit: nth}, max_in_flight=max_in_flight)
     assert_others_finish(driver)
-    assert driver.num_refusals == 4
+    assert driver.num_deaths == ENOUGH
+    # What came before was delivered: whatever is computed has been sampled.
+    sure = expected_output(make_request(culprit, max_tokens=12))[: max(nth - 5, 0)]
+    assert driver.outputs[culprit] == sure
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_refusals", "num_deaths"),
+    [("poisoned", 4, 0), ("deadly", 0, LOSSES_BEFORE_TRIALS + 3 * LOSSES_ON_TRIAL)],
+)
+def test_each_further_request_at_fault_costs_one_refusal_or_as_many_losses_as_a_trial_takes(
+    fault, num_refusals, num_deaths
+):
+    driver = make_driver(**{fault: {1: 1, 4: 1, 5: 1}})
+    assert_others_finish(driver)
+    assert (driver.num_refusals, driver.num_deaths) == (num_refusals, num_deaths)
 
 
 def test_the_failure_says_what_the_worker_said():
@@ -102,29 +94,6 @@ def test_requests_that_are_refused_only_together_finish_all_the_same(monkeypatch
     assert 0 < driver.num_refusals <= 4
 
 
-def test_a_suspect_that_is_aborted_on_trial_makes_way():
-    driver = make_driver(poisoned={2: 1}, num_requests=3)
-    while driver.num_refusals == 0:
-        driver.plan()
-        driver.deliver()
-    driver.plan()
-    assert driver.scheduler.abort(make_request(0).key)
-    driver.check()
-    driver.run_until_idle()
-    assert (driver.failed, driver.finished) == ({2}, {1})
-
-
-def test_a_worker_that_is_lost_amid_the_trials_leaves_them_as_they_were():
-    driver = make_driver(poisoned={3: 1})
-    while driver.num_refusals == 0:
-        driver.plan()
-        driver.deliver()
-    driver.plan()
-    driver.crash()
-    assert_others_finish(driver)
-    assert driver.num_refusals == 2
-
-
 MANY = 100
 """Ten cohorts of ten."""
 
@@ -143,22 +112,18 @@ def run_until_failed(driver: Driver) -> int:
     raise AssertionError("nobody was found to be at fault")
 
 
-@pytest.mark.parametrize("culprit", [0, 37, 99])
-def test_many_suspects_are_tried_in_cohorts_at_the_cost_of_one_refusal_more(culprit):
-    driver = make_crowd(poisoned={culprit: 6})
+@pytest.mark.parametrize(
+    ("fault", "culprit", "num_refusals", "num_deaths"),
+    [("poisoned", culprit, 3, 0) for culprit in (0, 37, 99)]
+    + [("deadly", culprit, 0, LOSSES_BEFORE_TRIALS + 1 + LOSSES_ON_TRIAL) for culprit in (0, 99)],
+)
+def test_many_suspects_are_tried_in_cohorts_at_the_cost_of_one_loss_more(fault, culprit, num_refusals, num_deaths):
+    driver = make_crowd(**{fault: {culprit: 6}})
     num_steps = run_until_failed(driver)
-    assert (driver.failed, driver.num_refusals) == ({culprit}, 3)
+    assert driver.failed == {culprit}
+    assert (driver.num_refusals, driver.num_deaths) == (num_refusals, num_deaths)
     # Ten cohorts and ten requests of three steps each; one by one it is a hundred.
-    assert num_steps <= 3 * (10 + 10) + 12
-    assert_others_finish(driver, num_requests=MANY)
-
-
-@pytest.mark.parametrize("culprit", [0, 99])
-def test_many_suspects_of_losses_are_tried_in_cohorts_at_the_cost_of_one_loss_more(culprit):
-    driver = make_crowd(deadly={culprit: 6})
-    num_steps = run_until_failed(driver)
-    assert (driver.failed, driver.num_deaths) == ({culprit}, LOSSES_BEFORE_TRIALS + 1 + LOSSES_ON_TRIAL)
-    assert num_steps <= 3 * (10 + 10) + 16
+    assert num_steps <= 3 * (10 + 10) + (12 if fault == "poisoned" else 16)
     assert_others_finish(driver, num_requests=MANY)
 
 
@@ -191,25 +156,6 @@ def test_a_cohort_that_has_no_room_together_is_tried_as_room_comes():
     # So many never ran at once, so few are suspects: all of them are made to be.
     driver.scheduler.trials._suspect([make_request(handle).key for handle in range(MANY)])
     assert_others_finish(driver, num_requests=MANY)
-
-
-@pytest.mark.parametrize(
-    ("culprit", "nth", "max_in_flight"),
-    [(0, 1, 1), (0, 6, 2), (0, 9, 3), (3, 1, 2), (3, 6, 3), (3, 9, 1), (5, 1, 3), (5, 6, 1), (5, 9, 2)],
-)
-def test_the_request_that_the_worker_dies_of_fails_and_the_others_finish(culprit, nth, max_in_flight):
-    driver = make_driver(deadly={culprit: nth}, max_in_flight=max_in_flight)
-    assert_others_finish(driver)
-    assert driver.num_deaths == ENOUGH
-    # What came before was delivered: whatever is computed has been sampled.
-    sure = expected_output(make_request(culprit, max_tokens=12))[: max(nth - 5, 0)]
-    assert driver.outputs[culprit] == sure
-
-
-def test_each_further_request_that_the_worker_dies_of_costs_as_many_losses_as_a_trial_takes():
-    driver = make_driver(deadly={1: 1, 4: 1, 5: 1})
-    assert_others_finish(driver)
-    assert driver.num_deaths == LOSSES_BEFORE_TRIALS + 3 * LOSSES_ON_TRIAL
 
 
 def test_the_failure_says_how_often_the_worker_was_lost():
@@ -358,45 +304,6 @@ def test_a_request_that_is_aborted_before_the_worker_is_back_is_nobody_s_fault()
     driver.crash()
     driver.run_until_idle()
     assert driver.finished == {1}
-
-
-def test_trials_go_on_where_the_worker_comes_back_with_another_pool_each_time():
-    driver = make_driver(deadly={1: 1}, num_requests=3)
-    losses = 0
-    while not driver.failed:
-        driver.plan()
-        if driver.results and driver.results[0] is not None:
-            driver.deliver()
-            continue
-        losses += 1
-        assert losses <= ENOUGH
-        driver.scheduler.lose_in_flight()
-        driver.scheduler.void_in_flight(driver.clock)
-        old, driver.scheduler = driver.scheduler, Scheduler(make_config(num_blocks=64 + losses))
-        assert driver.scheduler.take_over(old, driver.clock) == []
-        driver.crash()
-    assert losses == ENOUGH
-    assert_others_finish(driver, num_requests=3)
-
-
-def test_a_request_that_is_refused_and_deadly_by_turns_fails():
-    driver = make_driver(deadly={1: 3}, num_requests=3)
-    for _ in range(LOSSES_BEFORE_TRIALS):
-        driver.plan()
-        driver.deliver()
-    driver.deadly, driver.poisoned = {}, {1: 3}
-    driver.run_until_idle()
-    assert (driver.failed, driver.finished) == ({1}, {0, 2})
-
-
-def test_a_beam_search_that_is_deadly_fails_alone():
-    driver = Driver(make_config())
-    driver.deadly = {2: 9}
-    driver.submit(make_request(1, max_tokens=8))
-    driver.submit(make_request(2, num_sequences=3, num_returned=3, max_tokens=8, beam=BeamParameters(3)))
-    driver.run_until_idle()
-    assert (driver.failed, driver.finished) == ({2}, {1})
-    assert driver.num_deaths == ENOUGH
 
 
 def run_others(scheduler: Scheduler, culprit: Handle) -> None:

@@ -63,18 +63,6 @@ def test_running_requests_share_one_physical_copy():
     assert driver.scheduler.batch.blocks.pool.num_used == 0
 
 
-def test_a_preempted_request_finds_its_own_blocks_again():
-    driver = Driver(make_config(num_blocks=10, block_size=4, max_model_len=40))
-    requests = [make_request(i, prompt_len=12, max_tokens=16) for i in range(2)]
-    for request in requests:
-        driver.submit(request)
-    driver.run_until_idle()
-    assert driver.scheduler.num_preemptions > 0
-    for request in requests:
-        assert driver.outputs[request.key.handle] == expected_output(request)
-    assert driver.device.num_computed < 2 * (12 + 16) + 12
-
-
 def test_a_prompt_is_shared_chunk_by_chunk():
     driver = Driver(make_config(max_num_batched_tokens=16), max_in_flight=1)
     long = make_request(1, prompt_len=70, max_tokens=2)
@@ -125,31 +113,6 @@ def test_tenants_share_nothing():
     assert driver.usage[2].cached_tokens == 0
     run(driver, 3, prompt=SHORT_PROMPT, tenant="a")
     assert driver.usage[3].cached_tokens == 12
-
-
-def test_a_block_counts_for_nothing_without_the_prefix_before_it():
-    driver = Driver(make_config())
-    run(driver, 1, prompt=SHORT_PROMPT)
-    run(driver, 2, prompt=[99, *SHORT_PROMPT[1:]])
-    assert driver.usage[2].cached_tokens == 0
-
-
-def test_a_poisoned_request_seals_nothing():
-    driver = Driver(make_config())
-    driver.submit(make_request(1, prompt=SHORT_PROMPT))
-    driver.plan()
-    good = driver.results.popleft()
-    driver.results.append(StepResult(good.step_id, good.token_ids, failures={0: "logits hold NaN"}))
-    driver.deliver()
-    assert driver.scheduler.batch.blocks.pool.num_cached == 0
-
-
-def test_a_lost_worker_takes_the_cache_with_it():
-    driver = Driver(make_config())
-    run(driver, 1, prompt=SHORT_PROMPT)
-    driver.crash()
-    run(driver, 2, prompt=SHORT_PROMPT)
-    assert driver.usage[2].cached_tokens == 0
 
 
 def test_sealed_blocks_are_announced_once_and_can_be_adopted_by_a_successor():
@@ -344,15 +307,6 @@ def test_those_who_wait_for_one_that_is_not_finite_compute_themselves():
         assert driver.outputs[request.key.handle] == expected_output(request)
     # The first chunk was sealed, and the next three were computed by the first and by the second.
     assert driver.device.num_computed <= 1000 + 744 + 2 * 8
-
-
-def test_a_lost_worker_lets_all_go():
-    driver = make_wide_driver()
-    requests = submit(driver, *[LONG_PROMPT] * 4)
-    driver.plan()
-    driver.plan()
-    driver.crash()
-    assert_finish(driver, *requests)
 
 
 def test_who_waits_counts_as_waiting():

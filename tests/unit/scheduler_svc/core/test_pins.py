@@ -9,11 +9,9 @@ import pytest
 
 from scheduler_svc.core import scheduler as scheduler_module
 from scheduler_svc.core.block_pool import BlockId, PrefixHashes
-from scheduler_svc.core.config import PreemptionMode
-from scheduler_svc.core.pins import PIN_CLIENT, Pin
+from scheduler_svc.core.pins import Pin
 from scheduler_svc.core.request import NeverFitsError, PinQuotaError, RefusedError
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import StepResult
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 
 PREFIX = list(range(1, 13))
@@ -106,15 +104,6 @@ def test_unpinning_takes_the_right_tenant():
     assert driver.scheduler.batch.blocks.pool.num_used == 0
 
 
-def test_unpinning_ends_the_computation():
-    driver = make_driver()
-    made = pin(driver)
-    driver.plan()
-    assert driver.scheduler.unpin("a", made.pin_id)
-    driver.run_until_idle()
-    assert driver.scheduler.batch.blocks.pool.num_used == 0
-
-
 def test_a_prefix_can_be_pinned_while_a_request_computes_it():
     driver = make_driver(max_num_batched_tokens=8)
     request = make_request(1, prompt=[*PREFIX, 90], tenant="a", max_tokens=3)
@@ -126,21 +115,6 @@ def test_a_prefix_can_be_pinned_while_a_request_computes_it():
     assert made.is_held
     assert driver.scheduler.pins.num_pinned == driver.scheduler.batch.blocks.pool.num_used == 3
     assert driver.outputs[1] == expected_output(request)
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 2])
-def test_a_pin_that_is_preempted_while_it_is_computed_is_held_in_the_end(num_steps):
-    driver = make_driver(max_num_batched_tokens=8, num_host_blocks=8, preemption_mode=PreemptionMode.SWAP)
-    made = pin(driver, token_ids=[*range(30)])
-    driver.plan()
-    for _ in range(num_steps):
-        driver.plan()
-        driver.deliver()
-    driver.preempt(made)
-    driver.check()
-    driver.run_until_idle()
-    assert len(made.blocks) == 7
-    assert driver.scheduler.swap_space.pool.num_used == 0
 
 
 def test_time_that_is_over_ends_the_computation():
@@ -192,19 +166,6 @@ def test_a_lost_worker_has_pins_computed_again():
     assert run(driver, 1, [*PREFIX, 90]) == 12
 
 
-def test_a_pin_that_cannot_be_computed_is_let_go_of():
-    driver = make_driver()
-    made = pin(driver)
-    plan = driver.scheduler.schedule(driver.clock)
-    assert plan is not None
-    good = driver.device.run(plan)
-    bad = StepResult(plan.step_id, good.token_ids, failures={int(plan.rows[0]): "NaN"})
-    events = driver.scheduler.apply(bad, driver.clock)
-    assert [failure.key for failure in events[PIN_CLIENT].failed] == [made.key]
-    assert len(driver.scheduler.pins) == 0
-    driver.check()
-
-
 def test_pins_give_way_to_a_request_that_could_not_run_otherwise():
     driver = make_driver(num_blocks=16, pin_quota=1.0, max_pinned=1.0)
     early = pinned(driver, token_ids=[7] * 32, time_to_live=100.0)
@@ -220,13 +181,6 @@ def test_pins_give_way_to_a_request_that_could_not_run_otherwise():
     assert driver.outputs[2] == expected_output(whole)
     assert driver.scheduler.pins.num_pinned == 0
     assert driver.usage[2].preemptions == 0
-
-
-def test_a_pin_gives_way_for_one_block():
-    driver = make_driver(num_blocks=16)
-    made = pinned(driver)
-    assert run(driver, 1, [9] * 55) == 0  # 14 blocks, where 13 are free
-    assert not made.is_held
 
 
 def make_scheduler_with_pins(count: int) -> Scheduler:

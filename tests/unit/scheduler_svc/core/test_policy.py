@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
-from scheduler_svc.core.policy import SAMPLE_WEIGHT, TURN, FairPolicy, GroupQueue
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.policy import SAMPLE_WEIGHT, TURN, FairPolicy
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 from tests.support.tiers import few_examples
 
@@ -272,23 +271,6 @@ def test_idle_time_is_not_saved_up():
     assert sum(handle >= 30 for handle in order[:10]) in (4, 5, 6)
 
 
-def test_the_rest_is_served_once_the_high_ones_are_gone():
-    driver = make_driver(PolicyKind.PRIORITY, num_blocks=12, block_size=4)
-    low = [make_request(handle, max_tokens=8, priority=-9) for handle in range(3)]
-    for request in low:
-        driver.submit(request)
-    # High ones keep coming for a while, each of which takes the whole batch.
-    for handle in range(3, 13):
-        high = make_request(handle, prompt_len=6, max_tokens=4, num_sequences=2, priority=9)
-        driver.submit(high)
-        while handle not in driver.finished:
-            driver.plan()
-            driver.deliver()
-    driver.run_until_idle()
-    for request in low:
-        assert driver.outputs[request.key.handle] == expected_output(request)
-
-
 def test_tenants_that_come_once_while_nobody_waits_are_forgotten():
     driver = make_driver(PolicyKind.FAIR)
     policy = driver.scheduler.policy
@@ -297,20 +279,6 @@ def test_tenants_that_come_once_while_nobody_waits_are_forgotten():
         driver.submit(make_request(handle, prompt_len=2 + handle % 9, max_tokens=2, tenant=f"tenant-{handle}"))
         driver.run_until_idle()
         assert len(policy.counters) < 200
-
-
-def test_tenants_that_are_gone_are_forgotten():
-    policy = FairPolicy()
-    waiting = GroupQueue(policy.new_first)
-    stays = SequenceGroup.of(make_request(0, tenant="stays"), 0, 4, 0.0)
-    policy.arriving("stays", waiting)
-    waiting.add(stays)
-    for number in range(1, 1000):
-        request = make_request(number, tenant=f"tenant-{number}")
-        policy.arriving(request.tenant, waiting)
-        waiting.add(SequenceGroup.of(request, number, 4, 0.0))
-        waiting.remove(request.key)
-    assert len(policy.counters) < 200
 
 
 @few_examples()

@@ -2,8 +2,7 @@
 
 import pytest
 
-from scheduler_svc.core.config import PreemptionMode
-from scheduler_svc.core.preparation import NUM_KEPT, Preparation
+from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import Request
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 
@@ -93,62 +92,6 @@ def test_in_a_long_queue_a_constraint_is_prepared_when_its_group_is_next() -> No
     while len(driver.finished) < 30:
         run(driver)
         prepare(driver)
-
-
-@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
-def test_a_preempted_group_is_prepared_again_where_workers_may_have_forgotten(mode: PreemptionMode) -> None:
-    driver = make_driver(preemption_mode=mode, num_host_blocks=16)
-    request = constrained(1, max_tokens=20)
-    driver.submit(request)
-    prepare(driver)
-    for _ in range(3):
-        driver.plan()
-        driver.deliver()
-    for handle in range(100, 100 + NUM_KEPT):
-        driver.submit(constrained(handle, b"%d" % handle, max_tokens=1))
-        assert prepare(driver) == [b"%d" % handle]
-        driver.scheduler.abort(constrained(handle).key)
-    driver.preempt(request)
-    run(driver)
-    assert not driver.finished
-    assert prepare(driver) == [b"a"]
-    run(driver)
-    assert driver.outputs[1] == expected_output(request)
-
-
-def test_a_worker_that_comes_back_prepares_again() -> None:
-    driver = make_driver()
-    driver.submit(constrained(1))
-    driver.submit(constrained(2, b"b"))
-    assert len(told(driver)) == 2
-    driver.compile_next()
-    driver.plan()
-    driver.crash()
-    assert driver.plan() is None
-    assert sorted(prepare(driver)) == [b"a", b"b"]
-    run(driver)
-    assert driver.finished == {1, 2}
-
-
-def test_what_failed_in_the_worker_is_prepared_again() -> None:
-    driver = make_driver()
-    driver.submit(constrained(1))
-    prepare(driver)
-    driver.scheduler.preparations.refused([3])
-    driver.submit(constrained(2))
-    assert prepare(driver) == [b"a"]
-
-
-def test_a_request_that_is_gone_is_not_waited_for() -> None:
-    driver = make_driver()
-    driver.submit(constrained(1))
-    assert driver.plan() is None
-    assert len(told(driver)) == 1
-    driver.scheduler.abort(constrained(1).key)
-    driver.compile_next()
-    driver.submit(constrained(2))
-    run(driver)
-    assert driver.finished == {2}
 
 
 def test_an_answer_that_nobody_asked_for_is_refused() -> None:

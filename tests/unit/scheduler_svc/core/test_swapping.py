@@ -1,8 +1,5 @@
 """Preemption by swap (the paper's section 4.5): all or nothing per group, shared blocks once, back before others."""
 
-import pytest
-
-from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.sequence import SequenceStatus
@@ -35,18 +32,6 @@ def test_auto_swaps_several_sequences_and_recomputes_one():
     assert one.key in driver.scheduler.waiting
     assert (driver.scheduler.num_preemptions, driver.scheduler.num_swap_outs) == (2, 1)
     assert_finishes(driver, several, one)
-
-
-@pytest.mark.parametrize(("mode", "swaps"), [(PreemptionMode.SWAP, True), (PreemptionMode.RECOMPUTE, False)])
-@pytest.mark.parametrize("num_sequences", [1, 3])
-def test_a_mode_can_be_forced(mode, swaps, num_sequences):
-    driver = make_driver(preemption_mode=mode)
-    request = make_request(1, prompt_len=6, max_tokens=8, num_sequences=num_sequences)
-    driver.submit(request)
-    driver.run_steps(3)
-    driver.preempt(request)
-    assert (request.key in driver.scheduler.swapped) == swaps
-    assert_finishes(driver, request)
 
 
 def test_a_shared_block_moves_once_and_is_shared_again():
@@ -132,18 +117,6 @@ def test_while_something_is_swapped_nothing_is_admitted():
     assert_finishes(driver, old, group, newcomer)
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, 1, 4])
-def test_without_room_in_host_memory_a_group_is_recomputed(num_host_blocks):
-    driver = make_driver(num_host_blocks=num_host_blocks, block_size=4)
-    request = make_request(1, prompt_len=8, max_tokens=8, num_sequences=3)
-    driver.submit(request)
-    driver.run_steps(3)
-    driver.preempt(request)
-    assert request.key in driver.scheduler.waiting
-    assert driver.scheduler.swap_space.pool.num_used == 0
-    assert_finishes(driver, request)
-
-
 def test_a_prompt_that_is_half_computed_goes_on_where_it_was():
     driver = make_driver(preemption_mode=PreemptionMode.SWAP, max_num_batched_tokens=8, block_size=4)
     request = make_request(1, prompt_len=30, max_tokens=4)
@@ -155,18 +128,6 @@ def test_a_prompt_that_is_half_computed_goes_on_where_it_was():
     computed = driver.device.num_computed
     assert_finishes(driver, request)
     assert driver.device.num_computed - computed == 30 - 16 + 3
-
-
-def test_a_swapped_request_that_is_aborted_frees_host_memory():
-    driver = make_driver()
-    request = make_request(1, prompt_len=8, max_tokens=8, num_sequences=2)
-    driver.submit(request)
-    driver.run_steps(3)
-    driver.preempt(request)
-    assert driver.scheduler.abort(request.key)
-    driver.check()
-    assert driver.scheduler.swap_space.pool.num_used == 0
-    assert driver.plan() is None
 
 
 def test_host_blocks_that_change_hands_before_a_plan_hold_the_last_one():
@@ -181,70 +142,3 @@ def test_host_blocks_that_change_hands_before_a_plan_hold_the_last_one():
     driver.preempt(second)
     assert second.key in driver.scheduler.swapped
     assert_finishes(driver, second)
-
-
-def test_steps_in_flight_lose_nothing():
-    driver = make_driver(max_in_flight=3, preemption_mode=PreemptionMode.SWAP)
-    request = make_request(1, prompt_len=9, max_tokens=12, num_sequences=2)
-    driver.submit(request)
-    for _ in range(3):
-        driver.plan()
-    driver.preempt(request)
-    assert_finishes(driver, request)
-
-
-def test_a_beam_search_is_swapped_and_finds_the_same():
-    driver = make_driver()
-    request = make_request(
-        1, prompt_len=9, max_tokens=10, num_sequences=4, num_returned=4, beam=BeamParameters(4), stop=frozenset({7})
-    )
-    driver.submit(request)
-    for _ in range(8):
-        driver.run_steps(1)
-        if request.key in driver.scheduler.running:
-            driver.preempt(request)
-    assert driver.scheduler.num_swap_outs > 3
-    assert_finishes(driver, request)
-
-
-def test_a_lost_worker_takes_the_host_pool_along():
-    driver = make_driver()
-    request = make_request(1, prompt_len=9, max_tokens=10, num_sequences=2)
-    driver.submit(request)
-    driver.run_steps(3)
-    driver.preempt(request)
-    driver.crash()
-    assert request.key in driver.scheduler.waiting
-    assert_finishes(driver, request)
-
-
-def test_swapped_groups_come_back_before_anybody_is_admitted():
-    driver = make_driver(num_blocks=24, block_size=4)
-    group = make_request(1, prompt_len=8, max_tokens=6, num_sequences=2)
-    driver.submit(group)
-    driver.run_steps(2)
-    driver.preempt(group)
-    newcomer = make_request(2, prompt_len=8, max_tokens=6)
-    driver.submit(newcomer)
-    plan = driver.plan()
-    assert plan is not None
-    # Both enter with this step, the swapped one first.
-    assert [assigned.token_ids[:8] for assigned in plan.assign] == [tuple(group.prompt)] * 2 + [tuple(newcomer.prompt)]
-    driver.deliver()
-    assert_finishes(driver, group, newcomer)
-
-
-def test_one_sequence_that_ends_while_its_group_is_swapped_frees_its_own_blocks():
-    driver = make_driver(block_size=4)
-    request = make_request(1, prompt_len=8, max_tokens=8, num_sequences=3)
-    driver.submit(request)
-    driver.run_steps(3)
-    driver.preempt(request)
-    host = driver.scheduler.swap_space.pool
-    assert host.num_used == 5
-    assert driver.scheduler.abort_sequence(request.key, 1)
-    driver.check()
-    assert host.num_used == 4
-    driver.run_until_idle()
-    assert [driver.samples[1, index] for index in (0, 2)] == [expected_output(request, index) for index in (0, 2)]
-    assert host.num_used == driver.scheduler.batch.blocks.pool.num_used == 0

@@ -171,29 +171,22 @@ def obstacles(driver: Driver) -> dict[str, Obstacle]:
     return {each.group.request.request_id: each.obstacle for each in view.waiting(driver.scheduler, 8)}
 
 
-def test_who_waits_for_rows_and_who_is_behind():
-    driver = Driver(make_config(max_num_seqs=1))
-    for handle in (1, 2, 3):
-        driver.submit(make_request(handle))
+@pytest.mark.parametrize(
+    ("config", "prompt_len", "num_requests", "expected"),
+    [
+        ({"max_num_seqs": 1}, 5, 3, {"request-2": Obstacle.ROWS, "request-3": Obstacle.BEHIND}),
+        ({"num_blocks": 5}, 12, 2, {"request-2": Obstacle.BLOCKS}),
+        ({"max_num_batched_tokens": 8}, 12, 2, {"request-2": Obstacle.TOKENS}),
+    ],
+)
+def test_who_waits_for_rows_blocks_and_tokens_and_who_is_behind(config, prompt_len, num_requests, expected):
+    driver = Driver(make_config(**config))
+    for handle in range(1, num_requests + 1):
+        driver.submit(make_request(handle, prompt_len=prompt_len))
+    behind = [f"request-{handle}" for handle in range(2, num_requests + 1)]
+    assert obstacles(driver) == {"request-1": Obstacle.NEXT_STEP} | dict.fromkeys(behind, Obstacle.BEHIND)
     driver.plan()
-    assert obstacles(driver) == {"request-2": Obstacle.ROWS, "request-3": Obstacle.BEHIND}
-
-
-def test_who_waits_for_blocks():
-    driver = Driver(make_config(num_blocks=5))
-    for handle in (1, 2):
-        driver.submit(make_request(handle, prompt_len=12))
-    driver.plan()
-    assert obstacles(driver) == {"request-2": Obstacle.BLOCKS}
-
-
-def test_who_waits_for_the_token_budget():
-    driver = Driver(make_config(max_num_batched_tokens=8))
-    for handle in (1, 2):
-        driver.submit(make_request(handle, prompt_len=12))
-    assert obstacles(driver) == {"request-1": Obstacle.NEXT_STEP, "request-2": Obstacle.BEHIND}
-    driver.plan()
-    assert obstacles(driver) == {"request-2": Obstacle.TOKENS}
+    assert obstacles(driver) == expected
 
 
 def test_who_waits_for_a_prefix_that_another_computes():

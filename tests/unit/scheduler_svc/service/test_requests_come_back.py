@@ -19,67 +19,6 @@ from tests.support.logprobs import Line, columns_of
 from tests.support.request_bench import NO_USAGE, Bench, ends_of, has, offsets_of, take_all
 
 
-def test_a_gateway_that_returns_gets_what_was_on_its_way_and_what_came_meanwhile(bench):
-    first = bench.connect()
-    request = make_request(3)
-    owned = bench.admit(request, first)
-    bench.step(owned)
-    assert offsets_of(take_all(first), 3) == [0]
-    bench.requests.taken(first, 1)
-    for _ in range(2):
-        bench.step(owned)
-        first.outbox.poll()
-    bench.step(owned)
-    bench.requests.close(first)
-    bench.step(owned)
-    second = bench.connect()
-    assert bench.resubmit(request, second, has(1)) is owned
-    bench.step(owned, ends=True)
-    outgoing = take_all(second)
-    assert offsets_of(outgoing, 3) == [1, 2, 3, 4, 5]
-    assert ends_of(outgoing) == [3]
-    assert offsets_of(take_all(first), 3) == []
-
-
-def test_what_it_has_of_that_is_not_sent_again(bench):
-    first = bench.connect()
-    owned = bench.admit(make_request(3), first)
-    for _ in range(5):
-        bench.step(owned, with_logprobs=True)
-    take_all(first)
-    bench.requests.close(first)
-    second = bench.connect()
-    bench.resubmit(make_request(3), second, has(4))
-    (outgoing,) = take_all(second)
-    (batch,) = outgoing.batches
-    assert batch.offsets == [4]
-    assert batch.with_logprobs == [0]
-    assert batch.logprobs.columns().chosen_logprobs.tolist() == [-4.0]
-
-
-def test_an_end_that_nobody_was_told_of_is_kept_until_it_is_taken_in(bench):
-    first = bench.connect()
-    owned = bench.admit(make_request(3), first)
-    bench.step(owned, ends=True)
-    take_all(first)
-    bench.requests.close(first)
-    for _ in range(2):
-        connection = bench.connect()
-        bench.resubmit(make_request(3), connection, has(0))
-        outgoing = take_all(connection)
-        assert offsets_of(outgoing, 3) == [0]
-        assert ends_of(outgoing) == [3]
-        bench.requests.close(connection)
-    connection = bench.connect()
-    bench.resubmit(make_request(3), connection, has(1))
-    outgoing = take_all(connection)
-    assert offsets_of(outgoing, 3) == []
-    assert ends_of(outgoing) == [3]
-    bench.requests.taken(connection, 1)
-    assert len(bench.requests) == 0
-    assert not bench.timers.pending
-
-
 def test_a_failure_is_kept_as_well(bench):
     first = bench.connect()
     owned = bench.admit(make_request(3), first)

@@ -50,19 +50,6 @@ def test_whoever_reads_a_durable_request_takes_over_and_the_one_before_is_told(b
         bench.resubmit(make_request(3), bench.connect("gateway-a"), has(1))
 
 
-def test_a_broken_stream_does_not_disturb_the_new_one(bench):
-    first = bench.connect()
-    owned = bench.admit(make_request(3), first)
-    bench.requests.close(first)
-    second = bench.connect()
-    bench.resubmit(make_request(3), second, has(0))
-    bench.requests.close(first)
-    bench.requests.taken(first, first.outbox.num_sent)
-    bench.step(owned)
-    assert offsets_of(take_all(second), 3) == [0]
-    assert not bench.timers.pending
-
-
 def make_cancelled(bench: Bench, handle: int, tenant: str = "a", *, durable: bool = True) -> Request:
     """A request that ran and was cancelled."""
     request = make_request(handle, tenant=tenant)
@@ -117,11 +104,6 @@ def test_one_that_is_cancelled_twice_counts_from_the_second_time(bench):
     make_cancelled(bench, 0)
     make_cancelled(bench, MAX_CANCELLED)
     assert is_refused(bench, first)
-
-
-def test_an_id_that_nobody_has_is_not_remembered(bench):
-    assert not bench.requests.cancel("a", "request-1")
-    assert bench.resubmit(make_request(1, tenant="a"), bench.connect(), has(0)) is None
 
 
 def test_a_sequence_that_ended_under_an_earlier_scheduler_is_replayed_with_its_end(bench):

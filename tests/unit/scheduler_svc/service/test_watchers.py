@@ -73,16 +73,6 @@ async def test_the_first_frame_is_whole_and_the_next_has_what_changed(watched):
         assert second.numbers.steps == 2
 
 
-async def test_numbers_alone_have_no_memory(watched):
-    watched.driver.submit(make_request(1))
-    async with aclosing(watched.watchers.frames(wants_memory=False)) as frames:
-        frame = await next_frame(frames)
-    assert frame.is_whole
-    assert not frame.HasField("memory")
-    assert (frame.numbers.num_blocks, frame.numbers.waiting_requests) == (64, 1)
-    assert [each.reason for each in frame.waiting] == [scheduler_pb2.WAIT_REASON_NEXT_STEP]
-
-
 async def test_nothing_is_kept_when_nobody_watches(watched):
     async with aclosing(watched.watchers.frames(wants_memory=True)) as frames:
         await next_frame(frames)

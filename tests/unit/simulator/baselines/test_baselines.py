@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -205,18 +204,6 @@ def test_a_batch_runs_to_its_end_before_the_next_one() -> None:
     assert isinstance(blocks, RequestLevelBatches)
     assert [[key.handle for key in batch] for batch in blocks.batches] == [[0, 1, 2, 3], [4, 5]]
     assert blocks.pool.num_free == blocks.pool.num_blocks
-
-
-def test_a_request_that_comes_while_a_batch_runs_waits() -> None:
-    scheduler = Scheduler(make_config(), RequestLevelBatches.of)
-    scheduler.submit(make_request(0, 4, 3), 0.0)
-    sizes: list[int] = []
-    while (plan := scheduler.schedule(0.0)) is not None:
-        sizes.append(int(np.count_nonzero(plan.rows + 1)))
-        scheduler.apply(fake_tokens(plan, scheduler.batch.rows), 0.0)
-        if len(sizes) == 1:
-            scheduler.submit(make_request(1, 4, 3), 0.0)
-    assert sizes == [1] * 6
 
 
 def test_a_batch_takes_requests_of_one_sequence() -> None:

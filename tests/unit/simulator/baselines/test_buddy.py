@@ -30,26 +30,6 @@ def test_a_piece_is_rounded_up_and_the_lowest_is_taken() -> None:
     assert pool.num_free == 3
 
 
-def test_nothing_is_given_where_the_free_slots_lie_apart() -> None:
-    pool = BuddyAllocator(16)
-    pieces = [pool.allocate(4) for _ in range(4)]
-    for piece in (pieces[0], pieces[2]):
-        assert piece is not None
-        pool.free(*piece)
-    assert pool.num_free == 8
-    assert pool.allocate(8) is None
-
-
-def test_buddies_join_when_both_are_free() -> None:
-    pool = BuddyAllocator(16)
-    pieces = [pool.allocate(1) for _ in range(16)]
-    assert pool.allocate(1) is None
-    for piece in pieces:
-        assert piece is not None
-        pool.free(*piece)
-    assert pool.allocate(16) == (0, 16)
-
-
 def test_a_pool_of_any_size_is_used_to_its_last_slot() -> None:
     pool = BuddyAllocator(15_700)
     assert sum(1 for _ in iter(lambda: pool.allocate(2048), None)) == 7
