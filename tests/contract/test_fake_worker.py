@@ -91,25 +91,6 @@ async def test_a_beam_search_has_a_known_answer(client: StepClient, rotation: in
     assert [(beam.tokens, beam.score) for beam in found] == reference_beams(3, 6, 12)
 
 
-async def test_swapped_blocks_hold_their_tokens(client: StepClient) -> None:
-    assert client.info.pool.num_host_blocks == 6
-    await client.run(assign=[make_assign(0, PROMPT, [0, 1], seed=7)], batch=make_batch([0], [5], [0]))
-    others = [9, 9, 9, 9, 9]
-    await client.run(
-        cache_operations={"swap_out": encode_int32([0, 5, 1, 2])},
-        release=encode_int32([0]),
-        assign=[make_assign(0, others, [1, 0])],
-        batch=make_batch([0], [5], [0]),
-    )
-    tokens = [*PROMPT, token_at(7, 5)]
-    result = await client.run(
-        cache_operations={"swap_in": encode_int32([5, 8, 2, 9])},
-        assign=[make_assign(1, tokens, [8, 9], seed=7)],
-        batch=make_batch([1], [1], [5]),
-    )
-    assert ints(result.token_ids) == [token_at(7, 6)]
-
-
 def resume(blocks: list[int], tokens: list[int] = PROMPT, **changes: object) -> dict[str, object]:
     """A step that lets row 3 go on after PROMPT in these blocks."""
     return {"assign": [make_assign(3, [*tokens, 6], blocks)], "batch": make_batch([3], [1], [5]), **changes}
@@ -178,18 +159,6 @@ async def test_rows_with_failing_seeds_fail_alone(client: StepClient) -> None:
     await client.run(batch=make_batch([0, 1], [1, 1], [5, 5]))
 
 
-async def test_a_fork_shares_blocks_until_it_writes(client: StepClient) -> None:
-    await client.run(assign=[make_assign(0, PROMPT, [0, 1])], batch=make_batch([0], [5], [0], []))
-    result = await client.run(
-        cache_operations={"copy": encode_int32([1, 2])},
-        fork=encode_int32([0, 1]),
-        reseed=[{"row": 1, "seed": 9}],
-        block_table_deltas=encode_int32([1, 1, 2]),
-        batch=make_batch([0, 1], [1, 1], [4, 4]),
-    )
-    assert ints(result.token_ids) == [token_at(0, 5), token_at(9, 5)]
-
-
 async def test_a_write_over_another_rows_tokens_fails_the_step_and_whoever_stops_the_worker() -> None:
     worker = FakeWorker(CONFIG)
     async with attached_client(await worker.start(), 1) as client:
@@ -199,10 +168,3 @@ async def test_a_write_over_another_rows_tokens_fails_the_step_and_whoever_stops
         assert isinstance(await client.error(), Internal)
     with pytest.raises(SharedBlockError, match="row 1 writes to block 1"):
         await worker.stop()
-
-
-async def test_rows_of_an_earlier_session_hold_nothing(client: StepClient, tmp_path: Path) -> None:
-    await client.run(assign=[make_assign(0, PROMPT, [0, 1])], batch=make_batch([0], [5], [0]))
-    async with attached_client(f"unix:{tmp_path / 'worker'}", 2) as successor:
-        result = await successor.run(assign=[make_assign(3, PROMPT, [1, 0])], batch=make_batch([3], [5], [0]))
-        assert ints(result.token_ids) == [token_at(0, 5)]

@@ -70,10 +70,6 @@ async def stream(stub: SchedulerServiceStub) -> AsyncIterator[GatewayStream]:
     stream.close()
 
 
-async def say(stream: GatewayStream, **message) -> None:
-    await stream.call.write(scheduler_pb2.ConnectRequest(**message))
-
-
 async def end_of(call: grpc.aio.StreamStreamCall) -> QuireError:
     """How the scheduler ends a stream."""
     try:
@@ -237,7 +233,7 @@ async def test_no_more_messages_of_events_come_than_credit_was_given_for(stub: S
     [{}, {"credit": {"messages": 0}}, {"credit": {"messages": 1, "taken": 5}}, {"hello": {"gateway_id": "g"}}],
 )
 async def test_a_message_that_makes_no_sense_ends_the_stream(stream: GatewayStream, message: dict) -> None:
-    await say(stream, **message)
+    await stream.say(**message)
     assert isinstance(await end_of(stream.call), InvalidArgument)
 
 
@@ -248,7 +244,7 @@ async def test_an_abort_is_answered_by_what_the_request_cost_and_no_token_follow
     await stream.submit(make_submit(1, max_tokens=MANY))
     while len(stream.outputs[1]) < 3:
         await stream.read()
-    await say(stream, abort={"handle": 1, "wants_usage": True})
+    await stream.say(abort={"handle": 1, "wants_usage": True})
     await stream.read_until_over(1)
     num_tokens = len(stream.outputs[1])
     assert stream.completed[1].usage.prompt_tokens == 5
@@ -261,14 +257,14 @@ async def test_an_abort_is_answered_by_what_the_request_cost_and_no_token_follow
 async def test_an_abort_of_its_only_sequence_ends_a_request(stream: GatewayStream) -> None:
     await stream.submit(make_submit(1, max_tokens=MANY))
     await stream.read()
-    await say(stream, abort={"handle": 1, "sequence_index": 0, "wants_usage": True})
+    await stream.say(abort={"handle": 1, "sequence_index": 0, "wants_usage": True})
     await stream.read_until_over(1)
     assert stream.completed[1].HasField("usage")
 
 
 async def test_an_abort_of_what_is_unknown_is_answered_without_usage(stream: GatewayStream) -> None:
     await stream.abort(8)
-    await say(stream, abort={"handle": 9, "wants_usage": True})
+    await stream.say(abort={"handle": 9, "wants_usage": True})
     await stream.read_until_over(9)
     assert not stream.completed[9].HasField("usage")
     assert 8 not in stream.completed
@@ -277,7 +273,7 @@ async def test_an_abort_of_what_is_unknown_is_answered_without_usage(stream: Gat
 async def test_what_is_not_kept_cannot_be_resumed_found_or_cancelled(
     stub: SchedulerServiceStub, stream: GatewayStream
 ) -> None:
-    await say(stream, resume={"handle": 4, "request_id": "nobody's"})
+    await stream.say(resume={"handle": 4, "request_id": "nobody's"})
     await stream.read_until_over(4)
     failure = stream.failed[4]
     assert (failure.code, failure.reason) == (code_pb2.NOT_FOUND, "REQUEST_NOT_FOUND")
@@ -294,7 +290,7 @@ async def test_what_is_not_kept_cannot_be_resumed_found_or_cancelled(
 
 async def test_to_leave_what_is_unknown_changes_nothing(stream: GatewayStream) -> None:
     await stream.submit(make_submit(1, max_tokens=50))
-    await say(stream, detach={"handle": 9})
+    await stream.say(detach={"handle": 9})
     await stream.end_unread()
     await stream.read_until_over(1)
     assert len(stream.outputs[1]) == 50

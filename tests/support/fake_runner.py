@@ -52,20 +52,33 @@ def candidates_at(token_ids: Sequence[int], count: int, vocab_size: int = 1000) 
 
 
 class Switch:
-    """Can be set and cleared from any thread; it is clear at first."""
+    """Can be set and cleared from any thread; it is clear at first. While it is set, each `let_one_pass` ends one
+    wait, now or later."""
 
     def __init__(self) -> None:
-        self._is_clear = threading.Event()
-        self._is_clear.set()
+        self._changed = threading.Condition()
+        self._is_set = False
+        self._num_passes = 0
 
     def set(self) -> None:
-        self._is_clear.clear()
+        with self._changed:
+            self._is_set, self._num_passes = True, 0
 
     def clear(self) -> None:
-        self._is_clear.set()
+        with self._changed:
+            self._is_set = False
+            self._changed.notify_all()
+
+    def let_one_pass(self) -> None:
+        with self._changed:
+            self._num_passes += 1
+            self._changed.notify_all()
 
     def wait_until_clear(self) -> None:
-        self._is_clear.wait()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_set or self._num_passes)
+            if self._is_set:
+                self._num_passes -= 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc.aio
 
-from quire.arrays import decode_int32, encode_int32
+from quire.arrays import decode_int32, decode_logprobs, encode_int32
 from quire.common.v1 import common_pb2
 from quire.compatibility import SCHEDULER_PROTOCOL
 from quire.rpc.channel import open_channel
@@ -19,11 +20,11 @@ from tests.support.logprobs import Line, lines_by_event
 
 
 @contextlib.asynccontextmanager
-async def running_scheduler(
+async def scheduler_task(
     socket: str, worker: str, **settings
-) -> AsyncIterator[scheduler_pb2_grpc.SchedulerServiceStub]:
+) -> AsyncIterator[tuple[scheduler_pb2_grpc.SchedulerServiceStub, asyncio.Task[None]]]:
     """Runs the service on a unix socket, or where `listen` says, until the block ends; yields a stub that is connected
-    to it."""
+    to it, and its task, which may end by itself."""
     address = settings.get("listen", f"unix:{socket}")
     values = {"listen": address, "workers": (worker,), "drain_timeout": 0.0, "log_level": "warning"} | settings
     task = asyncio.create_task(serve(SchedulerSettings(**values)))
@@ -31,12 +32,22 @@ async def running_scheduler(
     stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
     try:
         await stub.GetState(scheduler_pb2.GetStateRequest(), wait_for_ready=True, timeout=60)
-        yield stub
+        yield stub, task
     finally:
         await channel.close()
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await asyncio.wait([task])
+
+
+@contextlib.asynccontextmanager
+async def running_scheduler(
+    socket: str, worker: str, **settings
+) -> AsyncIterator[scheduler_pb2_grpc.SchedulerServiceStub]:
+    """The same, of a service that does not end by itself."""
+    async with scheduler_task(socket, worker, **settings) as (stub, task):
+        yield stub
+    if not task.cancelled():
+        task.result()
 
 
 async def until(condition, timeout_s: float = 60):
@@ -51,22 +62,29 @@ async def state_of(stub: scheduler_pb2_grpc.SchedulerServiceStub, **request) -> 
     return await stub.GetState(scheduler_pb2.GetStateRequest(**request))
 
 
-async def wait_attached(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
-    async def attached() -> bool:
-        return (await state_of(stub)).workers[0].attached
+async def until_state(
+    stub: scheduler_pb2_grpc.SchedulerServiceStub, condition: Callable[[scheduler_pb2.GetStateResponse], object]
+) -> None:
+    """Waits until the state of the scheduler is such."""
 
-    await until(attached)
+    async def holds() -> object:
+        return condition(await state_of(stub))
+
+    await until(holds)
+
+
+async def wait_attached(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
+    await until_state(stub, lambda state: state.workers[0].attached)
 
 
 async def wait_nothing_in_use(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
     """Says nothing of what ended the requests: they end by themselves, too, unless the worker stands still."""
 
-    async def free() -> bool:
-        state = await state_of(stub)
+    def is_free(state: scheduler_pb2.GetStateResponse) -> bool:
         live = state.running_requests + state.waiting_requests + state.swapped_requests
         return not (live or state.gpu_pool.used_blocks or state.host_pool.used_blocks)
 
-    await until(free)
+    await until_state(stub, is_free)
 
 
 def make_submit(
@@ -80,14 +98,13 @@ def make_submit(
     **extra,
 ) -> scheduler_pb2.Submit:
     """A submission whose seed is its handle, so that `expected_tokens` knows its output."""
-    submit = scheduler_pb2.Submit(
-        handle=handle,
-        request_id=f"request-{handle}",
-        prompt_token_ids=encode_int32([(handle + i) % 100 for i in range(prompt_len)]),
-        sampling=common_pb2.SamplingParameters(temperature=1.0, top_p=1.0, seed=handle, n=n),
-        stopping=common_pb2.StoppingParameters(max_tokens=max_tokens, stop_token_ids=stop),
-        **extra,
-    )
+    fields: dict[str, Any] = {
+        "request_id": f"request-{handle}",
+        "prompt_token_ids": encode_int32([(handle + i) % 100 for i in range(prompt_len)]),
+        "sampling": common_pb2.SamplingParameters(temperature=1.0, top_p=1.0, seed=handle, n=n),
+        "stopping": common_pb2.StoppingParameters(max_tokens=max_tokens, stop_token_ids=stop),
+    }
+    submit = scheduler_pb2.Submit(handle=handle, **(fields | extra))
     if emitted:
         submit.emitted.add(sequence_index=0, token_ids=encode_int32(list(emitted)))
     return submit
@@ -128,8 +145,11 @@ class GatewayStream:
     gives_credit: bool = False
     ended: set[tuple[int, int]] = field(default_factory=set)
     """Handles and indices of the sequences that have ended."""
-    prompt_logprobs: dict[int, int] = field(default_factory=dict)
-    """Of each request, at how many positions of the prompt they came."""
+    prompt_logprobs: dict[int, list[tuple[int, float, int, int]]] = field(default_factory=dict)
+    """Of each request, the positions of its prompt that came by this stream: id, log probability and rank of the token,
+    and how many of the most likely ones came with it."""
+    num_positions_before: dict[int, int] = field(default_factory=dict)
+    """Of each request that was submitted again, how many positions its gateway had."""
 
     @classmethod
     async def open(
@@ -152,9 +172,12 @@ class GatewayStream:
             await stream.give_credit(credit)
         return stream, welcome
 
+    async def say(self, **message: Any) -> None:
+        """Sends a ConnectRequest that says this."""
+        await self.call.write(scheduler_pb2.ConnectRequest(**message))
+
     async def give_credit(self, num_messages: int = 1) -> None:
-        credit = scheduler_pb2.Credit(messages=num_messages, taken=self.num_events)
-        await self.call.write(scheduler_pb2.ConnectRequest(credit=credit))
+        await self.say(credit={"messages": num_messages, "taken": self.num_events})
 
     async def submit(self, submit: scheduler_pb2.Submit) -> None:
         self.outputs[submit.handle] = []
@@ -165,17 +188,23 @@ class GatewayStream:
                 self.samples[submit.handle, each.sequence_index] = token_ids
             else:
                 self.outputs[submit.handle] = token_ids
-        self.prompt_logprobs[submit.handle] = submit.num_prompt_logprobs
-        await self.call.write(scheduler_pb2.ConnectRequest(submit=submit))
+        self.prompt_logprobs[submit.handle] = []
+        self.num_positions_before[submit.handle] = submit.num_prompt_logprobs
+        await self.say(submit=submit)
 
     async def end_unread(self) -> None:
-        await self.call.write(scheduler_pb2.ConnectRequest(end_unread=scheduler_pb2.EndUnread()))
+        await self.say(end_unread={})
 
     def num_prompt_logprobs(self, handle: int) -> int:
-        return self.prompt_logprobs.get(handle, 0)
+        return self.num_positions_before.get(handle, 0) + len(self.prompt_logprobs.get(handle, []))
 
-    async def abort(self, handle: int) -> None:
-        await self.call.write(scheduler_pb2.ConnectRequest(abort=scheduler_pb2.Abort(handle=handle)))
+    async def abort(self, handle: int, **fields: Any) -> None:
+        await self.say(abort={"handle": handle, **fields})
+
+    async def resume(self, handle: int, request_id: str, tenant: str = "") -> None:
+        """Reads a durable request from its first token on."""
+        self.outputs[handle] = []
+        await self.say(resume={"handle": handle, "tenant": tenant, "request_id": request_id})
 
     async def read(self) -> None:
         """Takes in one message."""
@@ -198,10 +227,12 @@ class GatewayStream:
         events = message.events
         self.num_events += message.HasField("events")
         for entry in events.prompt_logprobs:
-            num_positions = len(entry.token_ids) // 4
+            assert entry.handle not in self.completed
             seen = self.num_prompt_logprobs(entry.handle)
             assert entry.first_position == seen + 1, "a position of a prompt was lost or repeated"
-            self.prompt_logprobs[entry.handle] = seen + num_positions
+            token_ids, columns = decode_int32(entry.token_ids, "token_ids"), decode_logprobs(entry)
+            chosen = (token_ids, columns.chosen_logprobs, columns.chosen_ranks, columns.top_counts)
+            self.prompt_logprobs[entry.handle] += zip(*(column.tolist() for column in chosen), strict=True)
         handles, offsets = decode_int32(events.handles, "handles"), decode_int32(events.offsets, "offsets")
         indices, token_ids = decode_int32(events.sequence_indices, "indices"), decode_int32(events.token_ids, "ids")
         columns = (column.tolist() for column in (handles, indices, offsets, token_ids))

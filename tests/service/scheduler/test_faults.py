@@ -3,26 +3,23 @@
 import asyncio
 import contextlib
 import dataclasses
+import math
 import time
-from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from google.rpc import code_pb2
 
-from quire.rpc.channel import open_channel
-from quire.rpc.errors import from_rpc_error, invalid_field
-from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.common.v1 import common_pb2
+from quire.rpc.errors import invalid_field
+from quire.scheduler.v1 import scheduler_pb2
 from quire.settings import ConfigurationError
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.service import servicer, worker_link
-from scheduler_svc.service.app import serve
 from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError
 from scheduler_svc.service.worker_messages import StepAnswer, step_answer
-from scheduler_svc.settings import SchedulerSettings
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.sampling import make_row_sampling
 from tests.support.scheduler_process import (
@@ -31,38 +28,14 @@ from tests.support.scheduler_process import (
     make_submit,
     resubmit,
     running_scheduler,
+    scheduler_task,
     state_of,
-    until,
+    until_state,
     wait_attached,
     wait_nothing_in_use,
 )
 from worker_svc.protocol.stream import Worker
 from worker_svc.step import AdmittedStep, Step
-
-
-async def test_a_gateway_that_leaves_has_its_requests_aborted_after_the_grace_period(scheduler, worker):
-    stream, _ = await GatewayStream.open(scheduler, grace_period_ms=0)
-    await stream.submit(make_submit(1, max_tokens=1000))
-    await stream.read()
-    worker.hang.set()
-    stream.close()
-    await wait_nothing_in_use(scheduler)
-
-
-async def test_a_gateway_that_comes_back_with_less_than_it_was_sent_gets_the_rest_anew(scheduler):
-    first, _ = await GatewayStream.open(scheduler, grace_period_ms=60_000)
-    await first.submit(make_submit(1, max_tokens=60))
-    while len(first.outputs[1]) < 5:
-        await first.read()
-    first.outputs[1] = first.outputs[1][:1]
-    first.close()
-    second, _ = await GatewayStream.open(scheduler, grace_period_ms=60_000)
-    await second.submit(resubmit(first, 1, max_tokens=60))
-    await second.read_until_over(1)
-    assert second.outputs[1] == expected_tokens(1, max_tokens=60)
-    state = await state_of(scheduler)
-    assert (state.running_requests, state.waiting_requests) == (0, 0)
-    second.close()
 
 
 async def test_a_poisoned_request_fails_alone(worker, tmp_path):
@@ -77,28 +50,6 @@ async def test_a_poisoned_request_fails_alone(worker, tmp_path):
         assert stream.outputs[2] == expected_tokens(2)
         await wait_nothing_in_use(stub)
         stream.close()
-
-
-async def test_a_lost_worker_is_a_pause_and_nothing_else(tmp_path):
-    address = f"unix:{tmp_path / 'w.sock'}"
-    worker = FakeWorker(FakeWorkerConfig(step_seconds=0.005))
-    await worker.start(address)
-    async with running_scheduler(str(tmp_path / "s.sock"), address) as stub:
-        await wait_attached(stub)
-        stream, _ = await GatewayStream.open(stub)
-        for handle in range(1, 6):
-            await stream.submit(make_submit(handle, max_tokens=60))
-        while len(stream.outputs[1]) < 10:
-            await stream.read()
-        await worker.stop()
-        successor = FakeWorker()
-        await successor.start(address)
-        await stream.read_until_over(*range(1, 6))
-        for handle in range(1, 6):
-            assert stream.outputs[handle] == expected_tokens(handle, max_tokens=60)
-        await wait_nothing_in_use(stub)
-        stream.close()
-        await successor.stop()
 
 
 async def test_a_worker_whose_steps_have_fewer_tokens_than_it_has_rows_serves(tmp_path):
@@ -138,30 +89,6 @@ async def test_a_worker_that_answers_for_other_rows_than_were_asked_is_lost(sche
     stream.close()
 
 
-@pytest.mark.parametrize("max_tokens", [1, 30])
-async def test_a_worker_that_always_answers_nonsense_fails_its_requests_and_serves_once_it_does_not(
-    scheduler, monkeypatch, max_tokens
-):
-    def say_too_much(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
-        answer = step_answer(message, vocab_size)
-        failures = {row + 100: "NaN" for row in answer.rows.tolist()}
-        return dataclasses.replace(answer, result=dataclasses.replace(answer.result, failures=failures))
-
-    stream, _ = await GatewayStream.open(scheduler)
-    with monkeypatch.context() as patch:
-        patch.setattr(worker_link, "step_answer", say_too_much)
-        for handle in (1, 2):
-            await stream.submit(make_submit(handle, max_tokens=max_tokens))
-        await stream.read_until_over(1, 2)
-    for handle in (1, 2):
-        assert stream.failed[handle].reason == "WORKER_LOST"
-        assert stream.failed[handle].message.endswith("reports rows [100], which do not sample")
-    await stream.submit(make_submit(3))
-    await stream.read_until_over(3)
-    assert stream.outputs[3] == expected_tokens(3)
-    stream.close()
-
-
 async def test_a_silent_worker_is_lost(monkeypatch):
     monkeypatch.setattr(worker_link, "_CHECK_INTERVAL_S", 0.02)
     worker = FakeWorker(heartbeat_interval_s=60.0)
@@ -182,27 +109,6 @@ async def test_a_pause_of_the_scheduler_is_not_the_workers_silence(monkeypatch):
             assert await link.receive() is None
     await link.close()
     await worker.stop()
-
-
-async def test_a_worker_that_hangs_is_given_up_after_the_step_timeout(worker, tmp_path):
-    async with running_scheduler(str(tmp_path / "s.sock"), worker.address, step_timeout=0.3) as stub:
-        await wait_attached(stub)
-        stream, _ = await GatewayStream.open(stub)
-        await stream.submit(make_submit(1, max_tokens=20))
-        await stream.read()
-        worker.hang.set()
-        await stream.submit(make_submit(2, max_tokens=30))
-
-        async def detached() -> bool:
-            return (await state_of(stub)).scheduler_epoch > epoch
-
-        epoch = (await state_of(stub)).scheduler_epoch
-        await until(detached)
-        worker.hang.clear()
-        await stream.read_until_over(1, 2)
-        assert stream.outputs[1] == expected_tokens(1, max_tokens=20)
-        assert stream.outputs[2] == expected_tokens(2, max_tokens=30)
-        stream.close()
 
 
 async def test_a_constraint_that_the_worker_never_compiles_fails_its_requests_and_disturbs_no_other(tmp_path):
@@ -233,41 +139,14 @@ async def test_a_constraint_that_the_worker_never_compiles_fails_its_requests_an
     await worker.stop()
 
 
-async def test_a_step_that_waits_for_the_one_before_it_does_not_hang(tmp_path):
-    # Two steps in flight take longer than the timeout, each by itself does not.
-    worker = FakeWorker(FakeWorkerConfig(step_seconds=1.0), heartbeat_interval_s=0.02)
-    async with running_scheduler(str(tmp_path / "s.sock"), await worker.start(), step_timeout=1.8) as stub:
-        await wait_attached(stub)
-        first_epoch = (await state_of(stub)).scheduler_epoch
-        stream, _ = await GatewayStream.open(stub)
-        await stream.submit(make_submit(1, max_tokens=3))
-        await stream.read_until_over(1)
-        assert stream.outputs[1] == expected_tokens(1, max_tokens=3)
-        assert (await state_of(stub)).scheduler_epoch == first_epoch
-        stream.close()
-    await worker.stop()
-
-
-@contextlib.asynccontextmanager
-async def serving(socket: Path, worker: FakeWorker, **settings: Any) -> AsyncIterator[tuple[asyncio.Task[None], Any]]:
-    """The task of a scheduler service that may end by itself, and a stub that is connected to it."""
-    listen = f"unix:{socket}"
-    values: dict[str, Any] = {"listen": listen, "workers": (worker.address,), "log_level": "warning"}
-    task = asyncio.create_task(serve(SchedulerSettings(**(values | settings))))
-    async with open_channel(listen) as channel:
-        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-        await stub.GetState(scheduler_pb2.GetStateRequest(), wait_for_ready=True, timeout=60)
-        await wait_attached(stub)
-        yield task, stub
-    task.cancel()
-
-
 async def test_the_older_of_two_schedulers_at_one_worker_ends_and_the_newer_one_keeps_it(worker, tmp_path):
     """As where one address is in the --workers of both: neither would finish a step if they took it in turns."""
-    async with (
-        serving(tmp_path / "older.sock", worker) as (older, _),
-        running_scheduler(str(tmp_path / "newer.sock"), worker.address) as newer,
-    ):
+    async with contextlib.AsyncExitStack() as stack:
+        service = scheduler_task(str(tmp_path / "older.sock"), worker.address)
+        stub, older = await stack.enter_async_context(service)
+        await wait_attached(stub)
+        service = running_scheduler(str(tmp_path / "newer.sock"), worker.address)
+        newer = await stack.enter_async_context(service)
         async with asyncio.timeout(60):
             with pytest.raises(ConfigurationError, match="the newer one keeps it") as raised:
                 await older
@@ -283,7 +162,8 @@ async def test_the_older_of_two_schedulers_at_one_worker_ends_and_the_newer_one_
 
 
 async def test_a_scheduler_that_drains_ends_at_once_where_a_newer_one_has_its_worker(worker, tmp_path):
-    async with serving(tmp_path / "older.sock", worker, drain_timeout=3600.0) as (older, stub):
+    async with scheduler_task(str(tmp_path / "older.sock"), worker.address, drain_timeout=3600.0) as (stub, older):
+        await wait_attached(stub)
         stream, _ = await GatewayStream.open(stub)
         worker.hang.set()
         await stream.submit(make_submit(1))
@@ -295,34 +175,6 @@ async def test_a_scheduler_that_drains_ends_at_once_where_a_newer_one_has_its_wo
                 worker.hang.clear()
                 with pytest.raises(asyncio.CancelledError):
                     await older
-        stream.close()
-
-
-async def test_connect_is_unavailable_until_a_worker_is_attached(tmp_path):
-    async with running_scheduler(str(tmp_path / "s.sock"), f"unix:{tmp_path / 'nobody.sock'}") as stub:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await GatewayStream.open(stub)
-        assert from_rpc_error(caught.value).reason == "NO_WORKER"
-
-
-async def test_drain_waits_for_live_requests_and_refuses_new_ones(worker, tmp_path):
-    worker.config = FakeWorkerConfig(step_seconds=0.005)
-    async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
-        await wait_attached(stub)
-        stream, _ = await GatewayStream.open(stub)
-        await stream.submit(make_submit(1, max_tokens=40))
-        await stream.read()
-        drain = stub.Drain(scheduler_pb2.DrainRequest(timeout_ms=60_000))
-
-        async def draining() -> bool:
-            return (await state_of(stub)).draining
-
-        await until(draining)
-        await stream.submit(make_submit(2))
-        await stream.read_until_over(1, 2)
-        assert stream.outputs[1] == expected_tokens(1, max_tokens=40)
-        assert stream.failed[2].code == code_pb2.UNAVAILABLE
-        assert (await drain).remaining_requests == 0
         stream.close()
 
 
@@ -415,23 +267,37 @@ async def test_a_request_whose_steps_the_worker_refuses_fails_alone(scheduler):
     stream.close()
 
 
-HOSTILE: list[tuple[bytes, str]] = [
-    (make_row_sampling(temperature=-1.0), "sampling.temperature is -1; it must be at least 0"),
-    (make_row_sampling(logit_bias={2**32 - 1: 1.0}), "sampling.logit_bias holds token 4294967295; "),
-    (make_row_sampling(bad_token_sequences=[[]]), "bad_token_sequences[0] is empty; "),
-    (b"\xff\xff", "row_sampling is not a RowSampling message: "),
-]
+def hostile(shape: dict[str, Any] | None = None, **sampling: Any) -> scheduler_pb2.Submit:
+    return make_submit(3, prompt_len=40, sampling=shape or {}, row_sampling=make_row_sampling(**sampling))
 
 
-@pytest.mark.parametrize(("row_sampling", "message"), HOSTILE)
-@pytest.mark.parametrize("n", [1, 3])
-async def test_sampling_that_no_gateway_would_send_fails_its_request_alone(scheduler, row_sampling, message, n):
+@pytest.mark.parametrize(
+    ("submit", "message"),
+    [
+        (hostile(temperature=-1.0), "sampling.temperature is -1; it must be at least 0"),
+        (hostile({"n": 3}, temperature=-1.0), "sampling.temperature is -1; it must be at least 0"),
+        (hostile({"best_of": 3, "beam_search": {"beam_width": 3}}, top_p=7.0), "sampling.top_p is 7; "),
+        (hostile(temperature=math.nan), "sampling.temperature is nan; "),
+        (hostile(top_p=0.0), "sampling.top_p is 0; "),
+        (hostile(top_p=1.5), "sampling.top_p is 1.5; "),
+        (hostile(min_p=-0.5), "sampling.min_p is -0.5; "),
+        (hostile(presence_penalty=math.inf), "sampling.presence_penalty is inf; "),
+        (hostile(frequency_penalty=-math.inf), "sampling.frequency_penalty is -inf; "),
+        (hostile(repetition_penalty=-1.0), "sampling.repetition_penalty is -1; "),
+        (hostile(logit_bias={2**32 - 1: 1.0}), "sampling.logit_bias holds token 4294967295; "),
+        (hostile(bad_token_sequences=[[]]), "bad_token_sequences[0] is empty; "),
+        (make_submit(3, row_sampling=b"\xff\xff"), "row_sampling is not a RowSampling message: "),
+        (make_submit(3, output=common_pb2.OutputOptions(logprobs=21)), "output.logprobs is 21; "),
+        (make_submit(3, output=common_pb2.OutputOptions(prompt_logprobs=21)), "output.prompt_logprobs is 21; "),
+    ],
+)
+async def test_sampling_that_no_gateway_would_send_fails_its_request_alone(scheduler, submit, message):
     epoch = (await state_of(scheduler)).scheduler_epoch
     stream, _ = await GatewayStream.open(scheduler)
     for handle in (1, 2):
         await stream.submit(make_submit(handle, max_tokens=40))
     await stream.read()
-    await stream.submit(make_submit(3, n=n, prompt_len=40, row_sampling=row_sampling))
+    await stream.submit(submit)
     await stream.read_until_over(1, 2, 3)
     failure = stream.failed[3]
     assert (failure.code, failure.reason) == (code_pb2.INVALID_ARGUMENT, "INVALID_SAMPLING")
@@ -442,42 +308,6 @@ async def test_sampling_that_no_gateway_would_send_fails_its_request_alone(sched
     assert (await state_of(scheduler)).scheduler_epoch == epoch
     await wait_nothing_in_use(scheduler)
     stream.close()
-
-
-async def test_a_beam_search_whose_sampling_cannot_be_read_fails_alone(scheduler):
-    stream, _ = await GatewayStream.open(scheduler)
-    submit = make_submit(1, row_sampling=make_row_sampling(top_p=7.0))
-    submit.sampling.beam_search.beam_width = submit.sampling.best_of = 3
-    await stream.submit(submit)
-    await stream.submit(make_submit(2))
-    await stream.read_until_over(1, 2)
-    assert (stream.failed[1].reason, stream.outputs[2]) == ("INVALID_SAMPLING", expected_tokens(2))
-    assert "sampling.top_p is 7" in stream.failed[1].message
-    stream.close()
-
-
-async def test_a_request_that_is_refused_in_the_middle_of_its_output_fails_alone(worker, tmp_path, monkeypatch):
-    def admit(self: Worker, step: Step) -> AdmittedStep:
-        if len(step.batch.rows) and int((step.batch.num_computed_tokens + step.batch.num_new_tokens).max()) > 60:
-            raise invalid_field("batch.num_new_tokens", "is one too many")
-        return admit_any(self, step)
-
-    admit_any = Worker.admit
-    monkeypatch.setattr(Worker, "admit", admit)
-    async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
-        await wait_attached(stub)
-        stream, _ = await GatewayStream.open(stub)
-        for handle, max_tokens in ((1, 40), (2, 80), (3, 40)):
-            await stream.submit(make_submit(handle, max_tokens=max_tokens))
-        await stream.read_until_over(1, 2, 3)
-        assert stream.failed.keys() == {2}
-        assert stream.failed[2].message.endswith("batch.num_new_tokens is one too many")
-        # What came before the refusal was delivered, and nothing twice.
-        assert stream.outputs[2] == expected_tokens(2, max_tokens=56)
-        for handle in (1, 3):
-            assert stream.outputs[handle] == expected_tokens(handle, max_tokens=40)
-        await wait_nothing_in_use(stub)
-        stream.close()
 
 
 @pytest.mark.usefixtures("_picky")
@@ -522,11 +352,7 @@ async def test_a_stream_whose_events_cannot_be_written_ends_and_the_next_one_goe
         await stream.submit(make_submit(1, max_tokens=30))
         with pytest.raises(grpc.aio.AioRpcError):
             await stream.read_to_end()
-
-    async def left() -> bool:
-        return (await state_of(scheduler)).connected_gateways == 0
-
-    await until(left)
+    await until_state(scheduler, lambda state: state.connected_gateways == 0)
     assert servicer.gateway_messages is real
     again, _ = await GatewayStream.open(scheduler, grace_period_ms=60_000)
     await again.submit(resubmit(stream, 1, max_tokens=30))

@@ -80,10 +80,10 @@ def content_of(stub):
     return content
 
 
-async def test_the_mirror_is_the_cache_under_load_eviction_and_the_loss_of_the_worker(tmp_path):
-    async with publishing(tmp_path, SMALL_POOL) as (stub, replace_worker):
-        with subscribed(tmp_path) as subscriber:
-            async with following(subscriber):
+async def test_the_mirror_is_the_cache_under_load_eviction_and_the_loss_of_worker_and_scheduler(tmp_path):
+    with subscribed(tmp_path) as subscriber:
+        async with following(subscriber):
+            async with publishing(tmp_path, SMALL_POOL) as (stub, replace_worker):
                 await run_requests(stub, range(1, 21))
                 await until_equal(subscriber, content_of(stub))
                 assert subscriber.blocks
@@ -94,6 +94,11 @@ async def test_the_mirror_is_the_cache_under_load_eviction_and_the_loss_of_the_w
                 await until_equal(subscriber, content_of(stub))
                 assert subscriber.num_clears >= 2
                 assert all(len(tokens) == 4 for _, tokens in subscriber.blocks.values())
+            num_clears = subscriber.num_clears
+            async with publishing(tmp_path, SMALL_POOL) as (stub, _):
+                await run_requests(stub, range(25, 29))
+                await until_equal(subscriber, content_of(stub))
+                assert subscriber.num_clears > num_clears
 
 
 async def test_whoever_subscribes_first_gets_all_and_who_comes_later_replays_it(tmp_path):

@@ -1,7 +1,6 @@
 """A worker that comes back with another pool, or as another model: gateways learn of it, and requests move over."""
 
 import asyncio
-import logging
 
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, model_pb2
@@ -17,8 +16,7 @@ from tests.support.scheduler_process import (
     make_submit,
     resubmit,
     running_scheduler,
-    state_of,
-    until,
+    until_state,
     wait_attached,
     wait_nothing_in_use,
 )
@@ -93,11 +91,7 @@ async def test_a_gateway_that_connected_while_there_was_no_worker_connects_again
     async with running_scheduler(str(tmp_path / "s.sock"), address) as stub:
         await wait_attached(stub)
         await worker.stop()
-
-        async def detached() -> bool:
-            return not (await state_of(stub)).workers[0].attached
-
-        await until(detached)
+        await until_state(stub, lambda state: not state.workers[0].attached)
         stream, welcome = await GatewayStream.open(stub)
         assert welcome.vocab_size == 1000
         successor = FakeWorker(FakeWorkerConfig(vocab_size=500))
@@ -163,27 +157,4 @@ async def test_a_gateway_knows_the_limits_of_whatever_pool_the_worker_comes_back
                 replica = await replica_known_to(gateway)
                 assert (replica.num_gpu_blocks, replica.device_name) == (num_blocks, "a fake")
                 assert await longest_answer(gateway) == num_blocks * 8 - 3
-    await worker.stop()
-
-
-async def test_a_worker_that_reports_no_blocks_is_refused_in_one_line_until_it_has_some(tmp_path, caplog, monkeypatch):
-    # The service takes the root's handlers away.
-    monkeypatch.setattr(logging.getLogger("scheduler_svc"), "handlers", [caplog.handler])
-    worker = FakeWorker(FakeWorkerConfig(num_blocks=0))
-    async with running_scheduler(str(tmp_path / "s.sock"), await worker.start(), log_level="info") as stub:
-        first_epoch = (await state_of(stub)).scheduler_epoch
-
-        async def was_tried_thrice() -> bool:
-            return (await state_of(stub)).scheduler_epoch > first_epoch + 3
-
-        await until(was_tried_thrice)
-        (line,) = [each for each in caplog.messages if "num_gpu_blocks" in each]
-        assert "info.pool.num_gpu_blocks is 0; a scheduler works with 1 to 16777216" in line
-        worker.config = FakeWorkerConfig()
-        await wait_attached(stub)
-        stream, _ = await GatewayStream.open(stub)
-        await stream.submit(make_submit(1))
-        await stream.read_until_over(1)
-        assert stream.outputs[1] == expected_tokens(1)
-        stream.close()
     await worker.stop()

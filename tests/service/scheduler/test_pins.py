@@ -9,13 +9,14 @@ import pytest
 from quire.arrays import encode_int32
 from quire.rpc.errors import from_rpc_error
 from quire.scheduler.v1 import scheduler_pb2
-from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
+from tests.support.fake_worker import FakeWorkerConfig
 from tests.support.scheduler_process import (
     GatewayStream,
     make_submit,
     running_scheduler,
     state_of,
     until,
+    until_state,
     wait_attached,
     wait_nothing_in_use,
 )
@@ -39,11 +40,7 @@ async def num_pinned(stub) -> int:
 
 async def until_asked(stub) -> None:
     """Returns once a pin is being computed."""
-
-    async def is_asked() -> bool:
-        return (await state_of(stub)).running_requests == 1
-
-    await until(is_asked)
+    await until_state(stub, lambda state: state.running_requests == 1)
 
 
 async def assert_refused(call, code, reason, message):
@@ -120,30 +117,6 @@ async def test_the_quota_is_a_status_of_its_own(worker, tmp_path):
         await assert_refused(pin(stub, [2] * 32), grpc.StatusCode.RESOURCE_EXHAUSTED, "PIN_QUOTA", "a tenant can pin 3")
 
 
-async def test_a_pin_is_computed_again_when_the_worker_is_back(tmp_path):
-    address = f"unix:{tmp_path / 'w.sock'}"
-    first = FakeWorker()
-    await first.start(address)
-    async with running_scheduler(str(tmp_path / "s.sock"), address) as stub:
-        await wait_attached(stub)
-        await pin(stub, range(48))
-        await first.stop()
-
-        async def is_lost() -> bool:
-            return await num_pinned(stub) == 0
-
-        await until(is_lost)
-        second = FakeWorker()
-        await second.start(address)
-
-        async def is_back() -> bool:
-            return await num_pinned(stub) == 3
-
-        await until(is_back)
-        assert second.num_steps > 0
-    await second.stop()
-
-
 async def test_a_caller_waits_on_while_its_worker_is_lost(worker, tmp_path):
     async with running_scheduler(str(tmp_path / "s.sock"), worker.address, step_timeout=0.3) as stub:
         await wait_attached(stub)
@@ -151,11 +124,7 @@ async def test_a_caller_waits_on_while_its_worker_is_lost(worker, tmp_path):
         caller = asyncio.create_task(pin(stub, range(48)))
         await until_asked(stub)
         epoch = (await state_of(stub)).scheduler_epoch
-
-        async def is_given_up() -> bool:
-            return (await state_of(stub)).scheduler_epoch > epoch
-
-        await until(is_given_up)
+        await until_state(stub, lambda state: state.scheduler_epoch > epoch)
         assert not caller.done()
         worker.hang.clear()
         assert (await caller).pinned_blocks == 3

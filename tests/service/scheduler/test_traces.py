@@ -7,11 +7,11 @@ import pytest
 
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
+from tests.support.processes import until_true
 from tests.support.scheduler_process import (
     GatewayStream,
     make_submit,
     running_scheduler,
-    until,
     wait_attached,
     wait_nothing_in_use,
 )
@@ -55,10 +55,7 @@ def traced_submit(handle: int, **fields) -> tuple[scheduler_pb2.Submit, str, str
 
 
 async def wait_step_begun(worker: FakeWorker) -> None:
-    async def begun() -> bool:
-        return worker.num_steps > 0
-
-    await until(begun)
+    await until_true(lambda: worker.num_steps)
 
 
 async def span_of(collector: TraceCollector, trace_id: str) -> CollectedSpan:
@@ -186,22 +183,10 @@ async def test_a_request_ends_with_its_last_sequence(scheduler, collector, worke
     await stream.submit(submit)
     await wait_step_begun(worker)
     for index in (0, 1):
-        abort = scheduler_pb2.Abort(handle=1, sequence_index=index)
-        await stream.call.write(scheduler_pb2.ConnectRequest(abort=abort))
+        await stream.abort(1, sequence_index=index)
     assert (await span_of(collector, trace_id)).attributes["quire.outcome"] == "aborted"
     await wait_nothing_in_use(scheduler)
     stream.close()
-
-
-async def test_requests_of_a_gateway_that_leaves_end(scheduler, collector, worker) -> None:
-    stream, _ = await GatewayStream.open(scheduler, grace_period_ms=0)
-    worker.hang.set()
-    submit, trace_id, _ = traced_submit(1)
-    await stream.submit(submit)
-    await wait_step_begun(worker)
-    stream.close()
-    assert (await span_of(collector, trace_id)).attributes["quire.outcome"] == "aborted"
-    await wait_nothing_in_use(scheduler)
 
 
 async def test_a_durable_request_is_one_span_whoever_reads_it(scheduler, collector) -> None:
@@ -211,27 +196,12 @@ async def test_a_durable_request_is_one_span_whoever_reads_it(scheduler, collect
     await first.read()
     first.close()
     second, _ = await GatewayStream.open(scheduler, "gateway-b")
-    second.outputs[9] = []
-    resume = scheduler_pb2.Resume(handle=9, tenant="", request_id="request-7")
-    await second.call.write(scheduler_pb2.ConnectRequest(resume=resume))
+    await second.resume(9, "request-7")
     await second.read_until_over(9)
     span = await span_of(collector, trace_id)
     assert (span.parent_id, span.attributes["quire.outcome"]) == (parent, "completed")
     assert span.attributes["gen_ai.usage.output_tokens"] == 20
     second.close()
-
-
-async def test_what_no_gateway_traces_or_samples_is_not_traced(scheduler, collector) -> None:
-    stream, _ = await GatewayStream.open(scheduler)
-    unsampled = scheduler_pb2.TraceContext(traceparent=f"00-{'a' * 32}-{'b' * 16}-00")
-    await stream.submit(make_submit(1))
-    await stream.submit(make_submit(2, trace_context=unsampled))
-    submit, trace_id, _ = traced_submit(3)
-    await stream.submit(submit)
-    await stream.read_until_over(1, 2, 3)
-    await span_of(collector, trace_id)
-    assert [span.trace_id for span in collector.spans] == [trace_id]
-    stream.close()
 
 
 async def test_a_scheduler_that_stops_sends_what_it_knows_of_live_requests(worker, tmp_path, collector) -> None:

@@ -19,7 +19,7 @@ from tests.support.scheduler_process import (
     resubmit,
     running_scheduler,
     state_of,
-    until,
+    until_state,
     wait_attached,
     wait_nothing_in_use,
 )
@@ -83,11 +83,7 @@ async def test_a_worker_that_speaks_other_versions_is_not_attached_before_it_spe
     async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
         line = WORKER_LINES[who_refuses] + "they have none in common; upgrade the scheduler"
         first_epoch = (await state_of(stub)).scheduler_epoch
-
-        async def was_tried_thrice() -> bool:
-            return (await state_of(stub)).scheduler_epoch > first_epoch + 3
-
-        await until(was_tried_thrice)
+        await until_state(stub, lambda state: state.scheduler_epoch > first_epoch + 3)
         assert not (await state_of(stub)).workers[0].attached
         refusal = await answer_to(stub, make_hello("gateway-a"))
         assert isinstance(refusal, QuireError)

@@ -37,6 +37,8 @@ from tests.support.worker_server import running_worker
 from worker_svc.parallel.ranks import Ranks
 
 TIMEOUT_S = 60.0
+A, B, C = (ModelFingerprint("c1", "t1", weights) for weights in ("w1", "w2", ""))
+NO_TOKENIZER = ModelFingerprint("c1", "", "w1")
 
 
 class AgreeingRanks(Ranks):
@@ -166,58 +168,46 @@ async def test_a_step_is_serialized_once_and_answered_when_all_ranks_have_it(
         assert written[first] is written[second]
 
 
-async def test_ranks_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
-    async with running_rank(tmp_path, 0) as first, running_rank(tmp_path, 1) as second:
-        with pytest.raises(WorkerLostError, match="is rank 1 of 2; --workers names it as rank 0 of 2"):
-            await attach_workers((second, first), 1, TIMEOUT_S)
-
-
-async def test_a_rank_without_the_others_is_refused(tmp_path: Path) -> None:
-    async with running_rank(tmp_path, 0) as first:
-        with pytest.raises(WorkerLostError, match="is rank 0 of 2; --workers names it as rank 0 of 1"):
-            await attach_workers((first,), 1, TIMEOUT_S)
-
-
-async def test_ranks_of_two_starts_are_refused(tmp_path: Path) -> None:
-    async with running_rank(tmp_path, 0) as first, running_rank(tmp_path, 1, generation=6) as second:
-        with pytest.raises(WorkerLostError, match="it belongs to another start of the group"):
-            await attach_workers((first, second), 1, TIMEOUT_S)
-
-
 async def test_a_rank_may_lack_what_it_does_not_need_of_the_model(tmp_path: Path) -> None:
     async with (
-        running_rank(tmp_path, 0, fingerprint=ModelFingerprint("c1", "t1", "w1")) as first,
-        running_rank(tmp_path, 1, fingerprint=ModelFingerprint("c1", "t1", "")) as second,
+        running_rank(tmp_path, 0, fingerprint=A) as first,
+        running_rank(tmp_path, 1, fingerprint=C) as second,
         attached(first, second) as link,
     ):
         assert link.info.fingerprint.weights == "w1"
 
 
-@pytest.mark.parametrize(("tokenizers", "lacking"), [(("t1", ""), 1), (("", "t1"), 0)])
-async def test_ranks_are_refused_if_only_some_have_a_tokenizer(
-    tokenizers: tuple[str, str], lacking: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("order", "generations", "fingerprints", "message"),
+    [
+        ((1, 0), (5, 5), (A, A), "is rank 1 of 2; --workers names it as rank 0 of 2"),
+        ((0,), (5, 5), (A, A), "is rank 0 of 2; --workers names it as rank 0 of 1"),
+        ((0, 1), (5, 6), (A, A), "it belongs to another start of the group"),
+        # Only those that have one could enforce constraints.
+        ((0, 1), (5, 5), (A, NO_TOKENIZER), "worker {1}, rank 1, has no tokenizer.json"),
+        ((0, 1), (5, 5), (NO_TOKENIZER, A), "worker {0}, rank 0, has no tokenizer.json"),
+        (
+            (0, 1),
+            (5, 5),
+            (A, B),
+            "rank 0 and worker {1} have different models: weights w1 and w2; give both the same one by --mod",
+        ),
+    ],
+)
+async def test_ranks_that_make_no_group_are_refused(
+    tmp_path: Path,
+    order: tuple[int, ...],
+    generations: tuple[int, int],
+    fingerprints: tuple[ModelFingerprint, ModelFingerprint],
+    message: str,
 ) -> None:
-    """Only those could enforce constraints."""
-    of_first, of_second = (ModelFingerprint("c1", tokenizer, "w1") for tokenizer in tokenizers)
     async with (
-        running_rank(tmp_path, 0, fingerprint=of_first) as first,
-        running_rank(tmp_path, 1, fingerprint=of_second) as second,
+        running_rank(tmp_path, 0, generation=generations[0], fingerprint=fingerprints[0]) as first,
+        running_rank(tmp_path, 1, generation=generations[1], fingerprint=fingerprints[1]) as second,
     ):
-        message = f"worker {(first, second)[lacking]}, rank {lacking}, has no tokenizer.json"
-        with pytest.raises(WorkerLostError, match=message):
-            await attach_workers((first, second), 1, TIMEOUT_S)
-
-
-async def test_ranks_with_different_models_are_refused(tmp_path: Path) -> None:
-    async with (
-        running_rank(tmp_path, 0, fingerprint=ModelFingerprint("c1", "t1", "w1")) as first,
-        running_rank(tmp_path, 1, fingerprint=ModelFingerprint("c1", "t1", "w2")) as second,
-    ):
-        message = (
-            f"rank 0 and worker {second} have different models: weights w1 and w2; give both the same one by --mod"
-        )
-        with pytest.raises(WorkerLostError, match=message):
-            await attach_workers((first, second), 1, TIMEOUT_S)
+        addresses = (first, second)
+        with pytest.raises(WorkerLostError, match=message.format(*addresses)):
+            await attach_workers([addresses[rank] for rank in order], 1, TIMEOUT_S)
 
 
 async def test_the_group_is_lost_if_a_rank_samples_other_tokens(tmp_path: Path) -> None:
