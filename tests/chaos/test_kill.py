@@ -1,20 +1,57 @@
-"""kill -9 of each process under load: clients see a pause, never a lost, repeated or changed token."""
+"""kill -9 of each process under load: clients see a pause, never a lost, repeated or changed token.
+
+With constraints, matchers are made anew of the tokens.
+"""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 import pytest_asyncio
 
-from quire.client import GenerationOptions
+from quire.client import Constraint, GenerationOptions, StructuralTag, StructuralTags
+from quire.model_directory import ModelDirectory
+from quire.model_source import resolve_model
 from quire.rpc.errors import Unavailable
-from tests.support.killing import Streams, TooLateError, until_hit
+from tests.support.killing import MAX_TOKENS, Streams, TooLateError, story_options, until_hit
 from tests.support.serving import Served, serving
+from tests.support.shared_port import gateway_id_of, names_by_id
+
+Outputs = list[tuple[list[int], str]]
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+PEOPLE = {"type": "array", "items": PERSON, "minItems": 200}
+CALLS = StructuralTags([StructuralTag("<call>", "</call>", json_schema=PERSON)], required=True, no_free_text=True)
+# Longer than any test reads, where nothing ends them early.
+CONSTRAINTS = (
+    Constraint(json_schema=PEOPLE),
+    Constraint(regex="([a-z]{3} [0-9]{2,4}, ){400}"),
+    Constraint(json_schema=PEOPLE, begins_after=" "),
+    Constraint(structural_tags=CALLS),
+)
+ENDLESS = dict.fromkeys(ModelDirectory.open(resolve_model(None)).eos_token_ids, -100.0)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def undisturbed(survivor: Served) -> list[tuple[list[int], str]]:
+def constrained_options(index: int) -> GenerationOptions:
+    """Greedy and seeded sampling, each constraint, one row in five without any."""
+    constraint = None if index % 5 == 4 else CONSTRAINTS[index % len(CONSTRAINTS)]
+    return GenerationOptions(
+        temperature=float(index % 2), seed=index, max_tokens=MAX_TOKENS, constraint=constraint, logit_bias=ENDLESS
+    )
+
+
+OPTIONS: dict[str, Callable[[int], GenerationOptions]] = {"stories": story_options, "constrained": constrained_options}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=OPTIONS)
+async def undisturbed(request: pytest.FixtureRequest, survivor: Served) -> tuple[str, Outputs]:
     """What the streams get where no process dies."""
-    return await Streams().read(survivor.client)
+    return request.param, await Streams(options_of=OPTIONS[request.param]).read(survivor.client)
 
 
 @pytest.mark.parametrize(
@@ -28,17 +65,24 @@ async def undisturbed(survivor: Served) -> list[tuple[list[int], str]]:
     ],
 )
 async def test_streams_survive_the_loss_of(
-    rounds: list[list[str]], durable: bool, served: Served, undisturbed: list[tuple[list[int], str]]
+    rounds: list[list[str]], durable: bool, served: Served, undisturbed: tuple[str, Outputs]
 ) -> None:
-    async def disturbed() -> list[tuple[list[int], str]]:
-        streams = Streams(durable=durable)
+    kind, expected = undisturbed
+    constraints = CONSTRAINTS if kind == "constrained" else ()
+
+    async def disturbed() -> Outputs:
+        # A worker that was just started compiles them first: else streams without any may end before the others begin.
+        await asyncio.gather(
+            *(served.client.generate("", GenerationOptions(max_tokens=1, constraint=each)) for each in constraints)
+        )
+        streams = Streams(durable=durable, options_of=OPTIONS[kind])
         async with streams.reading(served) as reading:
             for victims in rounds:
                 await streams.advance()
                 await streams.kill(served, *victims)
             return await reading
 
-    assert await until_hit(disturbed) == undisturbed
+    assert await until_hit(disturbed) == expected
 
 
 async def test_a_lost_gateway_fails_its_streams_clearly_and_frees_their_blocks() -> None:
@@ -65,3 +109,23 @@ async def test_a_lost_gateway_fails_its_streams_clearly_and_frees_their_blocks()
         await served.server.wait_ready()
         answer = await served.client.generate("Once upon a time", GenerationOptions(max_tokens=5))
         assert len(answer.sequences[0].token_ids) == 5
+
+
+@pytest.mark.extended
+async def test_durable_streams_of_a_lost_gateway_go_on_through_another_one() -> None:
+    async with serving(gateways=2, num_gpu_blocks=512, dtype="float32") as served:
+        undisturbed = await Streams(6, durable=True).read(served.client)
+        names = await names_by_id(served.server)
+        lost_id = await gateway_id_of(served.client)
+
+        async def disturbed() -> Outputs:
+            streams = Streams(6, durable=True)
+            async with streams.reading(served) as reading:
+                await streams.advance()
+                # For good, so that whatever comes now comes from the other one.
+                served.server.process(names[lost_id]).kill()
+                return await reading
+
+        assert await until_hit(disturbed) == undisturbed
+        # The port leads to whoever is there; the client was told no other address.
+        assert await gateway_id_of(served.client) in names.keys() - {lost_id}

@@ -6,15 +6,13 @@ is lost or comes twice: not for the client, and not for whoever reads the stream
 
 from collections.abc import AsyncIterator
 
-import pytest
 import pytest_asyncio
 
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.rpc.channel import open_channel
 from tests.support.killing import MAX_TOKENS, Stream, Streams, until_hit
 from tests.support.serving import Served, serving
-
-pytestmark = pytest.mark.extended
+from tests.support.tiers import parametrize_once
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -42,7 +40,7 @@ async def read_again(stub: generation_pb2_grpc.GenerationServiceStub, stream: St
     return token_ids, text
 
 
-@pytest.mark.parametrize("victim", ["worker", "scheduler", "gateway"])
+@parametrize_once("victim", ["worker", "scheduler", "gateway"])
 async def test_what_clients_have_stays_and_nothing_is_lost_or_comes_twice(
     victim: str, served: Served, undisturbed: Streams
 ) -> None:

@@ -10,9 +10,7 @@ import pytest_asyncio
 from tests.support.killing import Streams, until_hit
 from tests.support.processes import until_true
 from tests.support.serving import Served, serving
-
-pytestmark = pytest.mark.extended
-
+from tests.support.tiers import parametrize_once
 
 SETTINGS = {"tensor_parallel_size": 2, "num_threads": 1, "num_gpu_blocks": 256, "dtype": "float32"}
 
@@ -29,7 +27,7 @@ async def undisturbed(survivor: Served) -> list[tuple[list[int], str]]:
     return await Streams(8).read(survivor.client)
 
 
-@pytest.mark.parametrize("victim", ["worker", "worker-1"])
+@parametrize_once("victim", ["worker-1", "worker"])
 async def test_streams_survive_the_loss_of_a_rank(
     victim: str, served: Served, undisturbed: list[tuple[list[int], str]]
 ) -> None:
@@ -47,6 +45,7 @@ async def test_streams_survive_the_loss_of_a_rank(
     assert all(rank.starts > starts for rank, starts in zip(ranks, before, strict=True))
 
 
+@pytest.mark.extended
 async def test_a_rank_that_is_stopped_in_order_takes_the_other_along_at_once(
     capfd: pytest.CaptureFixture[str], undisturbed: list[tuple[list[int], str]]
 ) -> None:

@@ -10,8 +10,7 @@ from quire.client import BeamSearch, EarlyStopping, Generation, GenerationOption
 from tests.support.killing import TooLateError, kill, until_hit
 from tests.support.scheduler_process import until
 from tests.support.serving import Served, serving
-
-pytestmark = pytest.mark.extended
+from tests.support.tiers import parametrize_once
 
 WIDTHS = (2, 4, 6)
 NUM_REQUESTS = 12
@@ -71,7 +70,7 @@ async def undisturbed(survivor: Served) -> list[Generation]:
     return await ask_all(survivor)
 
 
-@pytest.mark.parametrize("victims", [["worker", "worker"], ["scheduler"], ["scheduler", "worker"]], ids="-".join)
+@parametrize_once("victims", [["scheduler"], ["worker", "worker"], ["scheduler", "worker"]], ids="-".join)
 async def test_searches_and_swapped_groups_survive_the_loss_of(
     victims: list[str], served: Served, undisturbed: list[Generation]
 ) -> None:
