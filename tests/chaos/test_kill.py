@@ -48,24 +48,29 @@ def constrained_options(index: int) -> GenerationOptions:
 OPTIONS: dict[str, Callable[[int], GenerationOptions]] = {"stories": story_options, "constrained": constrained_options}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=OPTIONS)
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def undisturbed(request: pytest.FixtureRequest, survivor: Served) -> tuple[str, Outputs]:
-    """What the streams get where no process dies."""
+    """Which streams, and what they get where no process dies."""
     return request.param, await Streams(options_of=OPTIONS[request.param]).read(survivor.client)
 
 
 @pytest.mark.parametrize(
-    ("rounds", "durable"),
+    ("undisturbed", "rounds", "durable"),
     [
-        ([["worker"]], False),
-        ([["scheduler"]], False),
-        ([["gateway"]], True),
-        pytest.param([["scheduler", "worker"]], False, marks=pytest.mark.extended),
-        pytest.param([["worker"], ["worker"]], False, marks=pytest.mark.extended),
+        ("stories", [["worker"]], False),
+        ("stories", [["scheduler"]], False),
+        ("stories", [["gateway"]], True),
+        ("constrained", [["worker"]], False),
+        pytest.param("stories", [["scheduler", "worker"]], False, marks=pytest.mark.extended),
+        pytest.param("stories", [["worker"], ["worker"]], False, marks=pytest.mark.extended),
+        pytest.param("constrained", [["scheduler"]], False, marks=pytest.mark.extended),
+        pytest.param("constrained", [["gateway"]], True, marks=pytest.mark.extended),
+        pytest.param("constrained", [["scheduler", "worker"]], False, marks=pytest.mark.extended),
     ],
+    indirect=["undisturbed"],
 )
 async def test_streams_survive_the_loss_of(
-    rounds: list[list[str]], durable: bool, served: Served, undisturbed: tuple[str, Outputs]
+    undisturbed: tuple[str, Outputs], rounds: list[list[str]], durable: bool, served: Served
 ) -> None:
     kind, expected = undisturbed
     constraints = CONSTRAINTS if kind == "constrained" else ()

@@ -263,11 +263,12 @@ async def test_an_abort_of_its_only_sequence_ends_a_request(stream: GatewayStrea
 
 
 async def test_an_abort_of_what_is_unknown_is_answered_without_usage(stream: GatewayStream) -> None:
+    await stream.abort(7, sequence_index=0, wants_usage=True)
     await stream.abort(8)
-    await stream.say(abort={"handle": 9, "wants_usage": True})
+    await stream.abort(9, wants_usage=True)
     await stream.read_until_over(9)
     assert not stream.completed[9].HasField("usage")
-    assert 8 not in stream.completed
+    assert stream.completed.keys() == {9}
 
 
 async def test_what_is_not_kept_cannot_be_resumed_found_or_cancelled(

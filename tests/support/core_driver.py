@@ -382,13 +382,14 @@ class Driver:
         self._tenants: dict[str, None] = {}
         """All that ever ran, those that ran last at the end."""
 
-    def submit(self, request: Request) -> None:
-        self.scheduler.submit(request, self.clock)
-        for index in range(request.num_returned):
-            emitted = list(request.emitted[index].token_ids) if request.emitted else []
-            self.samples[request.key.handle, index] = emitted
-        self.outputs[request.key.handle] = self.samples[request.key.handle, 0]
-        self.check()
+    def submit(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.submit(request, self.clock)
+            for index in range(request.num_returned):
+                emitted = list(request.emitted[index].token_ids) if request.emitted else []
+                self.samples[request.key.handle, index] = emitted
+            self.outputs[request.key.handle] = self.samples[request.key.handle, 0]
+            self.check()
 
     def plan(self) -> StepPlan | None:
         """Plans one step, runs it, and keeps its result back."""
@@ -399,6 +400,12 @@ class Driver:
             self._is_dead |= None not in self.results and self._is_deadly(plan)
             self.results.append(None if self._is_dead or self._is_refused(plan) else self._run(plan))
         self.check()
+        return plan
+
+    def next_plan(self) -> StepPlan:
+        """The same where there is something to compute, and room for a step in flight."""
+        plan = self.plan()
+        assert plan is not None
         return plan
 
     def _run(self, plan: StepPlan) -> StepResult:
@@ -500,6 +507,17 @@ class Driver:
                 return
             self.deliver()
         raise AssertionError(f"still busy after {max_steps} steps")
+
+    def finish(self, *requests: Request) -> None:
+        """Runs all to their ends. These have their whole output then, and only pins hold blocks."""
+        self.run_until_idle()
+        for request in requests:
+            assert request.key.handle in self.finished
+            for index in range(request.num_returned):
+                assert self.samples[request.key.handle, index] == expected_output(request, index)
+        assert self.scheduler.batch.blocks.pool.num_used == self.scheduler.pins.num_pinned
+        assert self.scheduler.batch.rows.num_free == self.scheduler.config.max_num_seqs
+        assert self.scheduler.swap_space.pool.num_used == 0
 
     def crash(
         self, *, was_alive: bool = False, config: SchedulerConfig | None = None, detail: str | None = None

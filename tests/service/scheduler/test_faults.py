@@ -359,3 +359,26 @@ async def test_a_stream_whose_events_cannot_be_written_ends_and_the_next_one_goe
     await again.read_until_over(1)
     assert again.outputs[1] == expected_tokens(1, max_tokens=30)
     again.close()
+
+
+async def test_a_worker_that_always_answers_nonsense_fails_its_requests_and_serves_once_it_does_not(
+    scheduler, monkeypatch
+):
+    def say_too_much(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
+        answer = step_answer(message, vocab_size)
+        failures = {row + 100: "NaN" for row in answer.rows.tolist()}
+        return dataclasses.replace(answer, result=dataclasses.replace(answer.result, failures=failures))
+
+    stream, _ = await GatewayStream.open(scheduler)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_link, "step_answer", say_too_much)
+        for handle in (1, 2):
+            await stream.submit(make_submit(handle))
+        await stream.read_until_over(1, 2)
+    for handle in (1, 2):
+        assert stream.failed[handle].reason == "WORKER_LOST"
+        assert stream.failed[handle].message.endswith("reports rows [100], which do not sample")
+    await stream.submit(make_submit(3))
+    await stream.read_until_over(3)
+    assert stream.outputs[3] == expected_tokens(3)
+    stream.close()

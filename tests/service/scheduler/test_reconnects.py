@@ -2,9 +2,11 @@
 
 import asyncio
 import re
+from typing import Any
 
 import pytest
 
+from quire.common.v1 import common_pb2
 from tests.support.cut_link import cut_link
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.gateway_process import collect, running_gateway, stream_request
@@ -154,3 +156,44 @@ async def test_a_real_gateway_whose_link_breaks_again_and_again_costs_no_token_t
             assert computed <= prompt_tokens - cached + 6 * 150
         await wait_nothing_in_use(stub)
     await worker.stop()
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "n": {"sampling": {"temperature": 1.0, "seed": 1, "n": 2}},
+    "best_of": {"sampling": {"temperature": 1.0, "seed": 1, "n": 2, "best_of": 4}},
+    "beams": {"sampling": {"n": 2, "beam_search": {"beam_width": 2}}},
+    "logprobs": {"output": common_pb2.OutputOptions(logprobs=2)},
+    "prompt logprobs": {"output": common_pb2.OutputOptions(prompt_logprobs=1)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_requests_of_every_kind_go_on(worker, tmp_path, kind):
+    worker.config = FakeWorkerConfig(step_seconds=0.002)
+    fields = KINDS[kind] | {"prompt_len": 40, "max_tokens": 40}
+    settings = {"max_num_batched_tokens": 16, "max_num_seqs": 8}
+    async with running_scheduler(str(tmp_path / "s.sock"), worker.address, **settings) as stub:
+        await wait_attached(stub)
+        undisturbed = await connect(stub)
+        await undisturbed.submit(make_submit(1, **fields))
+        await undisturbed.read_until_over(1)
+        undisturbed.close()
+        await until_state(stub, lambda state: not state.connected_gateways)
+        steps, logprobs = worker.num_steps, []
+        stream = await connect(stub)
+        await stream.submit(make_submit(1, **fields))
+        for at in (2, 14, 26):
+            await until_true(lambda at=at, steps=steps: worker.num_steps > steps + at)
+            stream.close()
+            logprobs += stream.logprobs.get(1, [])
+            again = await connect(stub)
+            await again.submit(resubmit(stream, 1, **fields))
+            stream = again
+        await stream.read_until_over(1)
+        assert stream.outputs[1] == undisturbed.outputs[1]
+        assert stream.samples.get((1, 1)) == undisturbed.samples.get((1, 1))
+        assert logprobs + stream.logprobs.get(1, []) == undisturbed.logprobs.get(1, [])
+        assert stream.num_prompt_logprobs(1) == undisturbed.num_prompt_logprobs(1)
+        assert stream.completed[1].usage.generated_tokens == undisturbed.completed[1].usage.generated_tokens
+        assert stream.completed[1].usage.preemptions == 0
+        stream.close()

@@ -152,8 +152,7 @@ def pressure_of_all() -> Pressure:
     schedulers, num_computed = [], 0
     for config, requests in SCENARIOS:
         driver = Driver(config)
-        for request in requests:
-            driver.submit(request)
+        driver.submit(*requests)
         driver.run_until_idle()
         assert driver.finished == {request.key.handle for request in requests}
         schedulers.append(driver.scheduler)
@@ -322,8 +321,7 @@ def test_many_arrivals_are_admitted_some_a_step_with_one_look_at_those_who_run(c
         driver.submit(make_request(handle, max_tokens=30))
     looks = counted(Batch, "blocks_to_grow")
     for num_running in (10, 20, 25):
-        driver.plan()
-        driver.deliver()
+        driver.run_steps(1)
         assert len(driver.scheduler.running) == num_running
     assert len(looks) == 3
     driver.run_until_idle()
@@ -397,8 +395,7 @@ def test_cached_prompts_are_admitted_some_a_step(monkeypatch):
     for handle in range(1, 8):
         driver.submit(make_request(handle, prompt=[5] * 128, max_tokens=30))
     for num_running in (3, 6, 7):
-        driver.plan()
-        driver.deliver()
+        driver.run_steps(1)
         assert len(driver.scheduler.running) == num_running
     driver.run_until_idle()
 

@@ -18,7 +18,7 @@ from scheduler_svc.core.beam_search import (
     num_candidates,
 )
 from scheduler_svc.core.request import Request
-from tests.support.core_driver import CLIENT, Driver, candidates_after, expected_output, make_config, make_request
+from tests.support.core_driver import CLIENT, Driver, candidates_after, make_config, make_request
 
 STOP = 9
 BANNED = 0.0
@@ -178,14 +178,6 @@ def make_beams(handle: int, width: int = 3, **options) -> Request:
     return make_request(handle, num_sequences=width, beam=BeamParameters(width), **(defaults | options))
 
 
-def assert_finishes(driver: Driver, *requests: Request) -> None:
-    driver.run_until_idle()
-    for request in requests:
-        for index in range(request.num_returned):
-            assert driver.samples[request.key.handle, index] == expected_output(request, index)
-    assert driver.scheduler.batch.blocks.pool.num_used == 0
-
-
 def test_beams_wait_for_their_result_and_others_do_not():
     driver = Driver(make_config(), max_in_flight=2)
     driver.submit(make_beams(1, width=2))
@@ -207,7 +199,7 @@ def test_the_prompt_of_a_search_is_computed_once():
     driver = Driver(make_config())
     request = make_beams(1, width=4, prompt_len=10, max_tokens=5)
     driver.submit(request)
-    assert_finishes(driver, request)
+    driver.finish(request)
     assert driver.device.num_computed == 10 + 4 * 4
 
 
@@ -248,14 +240,13 @@ def test_a_beam_whose_row_fails_is_dropped_and_the_others_go_on(lost):
 def test_a_search_fails_alone_once_all_its_beams_do(num_steps):
     driver = Driver(make_config(), max_in_flight=1)
     search, other = make_beams(1, width=3), make_request(2, max_tokens=8)
-    driver.submit(search)
-    driver.submit(other)
+    driver.submit(search, other)
     driver.run_steps(num_steps)
     driver.plan()
     fail_rows(driver, 0, 1, 2)
     (failure,) = driver.deliver()[CLIENT].failed
     assert (failure.key, failure.reason, failure.message) == (search.key, "NON_FINITE_LOGITS", "nothing is finite")
-    assert_finishes(driver, other)
+    driver.finish(other)
 
 
 def test_candidates_that_are_all_banned_fail_a_search_as_failed_rows_do():

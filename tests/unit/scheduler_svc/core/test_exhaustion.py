@@ -10,16 +10,7 @@ from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.request import PinQuotaError, Request, max_blocks
 from scheduler_svc.core.sequence import SequenceStatus
-from tests.support.core_driver import Driver, continued, expected_output, make_config, make_request
-
-
-def assert_finish(driver: Driver, requests: list[Request]) -> None:
-    driver.run_until_idle()
-    for request in requests:
-        for index in range(request.num_returned):
-            assert driver.samples[request.key.handle, index] == expected_output(request, index)
-    assert driver.scheduler.batch.blocks.pool.num_used == driver.scheduler.pins.num_pinned
-    assert driver.scheduler.swap_space.pool.num_used == 0
+from tests.support.core_driver import Driver, continued, make_config, make_request
 
 
 def test_both_pools_full_falls_back_to_recompute():
@@ -29,9 +20,8 @@ def test_both_pools_full_falls_back_to_recompute():
         )
     )
     requests = [make_request(handle, prompt_len=7, max_tokens=20, num_sequences=2) for handle in range(8)]
-    for request in requests:
-        driver.submit(request)
-    assert_finish(driver, requests)
+    driver.submit(*requests)
+    driver.finish(*requests)
     swaps, preemptions = driver.scheduler.num_swap_outs, driver.scheduler.num_preemptions
     assert 0 < swaps < preemptions
 
@@ -49,7 +39,7 @@ def test_admission_stops_at_the_watermark_and_a_lone_group_does_not():
     driver.run_until_idle()
     lone = make_request(3, prompt_len=70, max_tokens=10)
     driver.submit(lone)
-    assert_finish(driver, [lone])
+    driver.finish(lone)
 
 
 @pytest.mark.parametrize("mode", PreemptionMode)
@@ -59,9 +49,8 @@ def test_many_beam_groups_take_turns_in_a_pool_that_holds_one(mode):
         make_request(handle, prompt_len=6, max_tokens=12, num_sequences=3, num_returned=3, beam=BeamParameters(3))
         for handle in range(6)
     ]
-    for request in requests:
-        driver.submit(request)
-    assert_finish(driver, requests)
+    driver.submit(*requests)
+    driver.finish(*requests)
     assert driver.scheduler.num_preemptions > 0
     assert (driver.scheduler.num_swap_outs == 0) == (mode is PreemptionMode.RECOMPUTE)
 
@@ -70,15 +59,12 @@ def test_a_group_larger_than_host_memory_is_recomputed_while_smaller_ones_are_sw
     driver = Driver(make_config(num_host_blocks=5, block_size=4, preemption_mode=PreemptionMode.SWAP), max_in_flight=1)
     large = make_request(1, prompt_len=12, max_tokens=12, num_sequences=4)
     small = make_request(2, prompt_len=8, max_tokens=12)
-    driver.submit(large)
-    driver.submit(small)
-    for _ in range(4):
-        driver.plan()
-        driver.deliver()
+    driver.submit(large, small)
+    driver.run_steps(4)
     driver.preempt(small)
     driver.preempt(large)
     assert [len(queue) for queue in (driver.scheduler.swapped, driver.scheduler.waiting)] == [1, 1]
-    assert_finish(driver, [large, small])
+    driver.finish(large, small)
 
 
 @st.composite
@@ -133,7 +119,7 @@ def test_a_request_runs_to_its_end_in_the_smallest_pool_that_it_is_admitted_to(
         driver.run_steps(num_steps)
         if request.key in driver.scheduler.running:
             driver.preempt(request)
-    assert_finish(driver, [request])
+    driver.finish(request)
     assert driver.finished >= {1}
 
 
@@ -158,9 +144,8 @@ def test_pins_that_take_everything_keep_nobody_from_running():
     with pytest.raises(PinQuotaError):
         driver.scheduler.pin("", [8] * 8, 0.0, 1e6)
     requests = [make_request(1, prompt_len=3, max_tokens=1), make_request(2, prompt_len=20, max_tokens=12)]
-    for request in requests:
-        driver.submit(request)
-    assert_finish(driver, requests)
+    driver.submit(*requests)
+    driver.finish(*requests)
     assert driver.scheduler.pins.num_pinned == 0
 
 
@@ -173,16 +158,13 @@ def test_a_pin_gives_way_to_a_swapped_group_too():
     group = make_request(2, prompt_len=8, max_tokens=16, num_sequences=2)
     driver.submit(group)
     while group.key not in driver.scheduler.running:
-        driver.plan()
-    driver.deliver()
-    driver.plan()
-    driver.deliver()
+        driver.run_steps(2)
     driver.preempt(group)
     assert group.key in driver.scheduler.swapped
     # What the first request left is still cached, so it is pinned at once.
     assert driver.scheduler.pin("", [9] * 32, driver.clock, 1e6).is_held
     driver.check()
-    assert_finish(driver, [group])
+    driver.finish(group)
     assert driver.scheduler.pins.num_pinned == 0
 
 
@@ -191,11 +173,8 @@ def test_aborting_all_at_any_moment_frees_everything():
     for moment in range(12):
         driver = Driver(make_config(num_blocks=14, num_host_blocks=8, block_size=4, max_num_seqs=8), max_in_flight=2)
         requests = [make_request(handle, prompt_len=7, max_tokens=14, num_sequences=2) for handle in range(4)]
-        for request in requests:
-            driver.submit(request)
-        for _ in range(moment):
-            driver.plan()
-            driver.deliver()
+        driver.submit(*requests)
+        driver.run_steps(moment)
         for request in requests:
             statuses |= {sequence.status for group in driver.scheduler.groups() for sequence in group.sequences}
             driver.scheduler.abort(request.key)

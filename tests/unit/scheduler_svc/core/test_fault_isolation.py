@@ -1,6 +1,7 @@
 """The request whose steps the worker refuses, or dies of, fails alone, whoever runs beside it."""
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,34 @@ from scheduler_svc.core.request import Handle
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepResult
 from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
-from tests.support.trial_driver import assert_others_finish, make_driver
 
 ENOUGH = LOSSES_BEFORE_TRIALS + LOSSES_ON_TRIAL
+
+
+def make_driver(
+    *,
+    poisoned: Mapping[int, int] | None = None,
+    deadly: Mapping[int, int] | None = None,
+    num_requests: int = 6,
+    max_in_flight: int = 2,
+    **config,
+) -> Driver:
+    """With requests of 12 tokens, by handle, those `poisoned` and `deadly` as `Driver` has it."""
+    driver = Driver(make_config(**config), max_in_flight)
+    driver.poisoned, driver.deadly = dict(poisoned or {}), dict(deadly or {})
+    for handle in range(num_requests):
+        driver.submit(make_request(handle, max_tokens=12, priority=min(handle, 100)))
+    return driver
+
+
+def assert_others_finish(driver: Driver, num_requests: int = 6) -> None:
+    """All requests that nothing is wrong with get their whole output, and no others."""
+    driver.run_until_idle()
+    assert driver.failed == {*driver.poisoned, *driver.deadly}
+    assert driver.finished == set(range(num_requests)) - driver.failed
+    for handle in driver.finished:
+        assert driver.outputs[handle] == expected_output(make_request(handle, max_tokens=12))
+    assert driver.scheduler.batch.blocks.pool.num_used == 0
 
 
 @pytest.mark.parametrize(("fault", "num_refusals", "num_deaths"), [("_is_refused", 2, 0), ("_is_deadly", 0, ENOUGH)])
@@ -107,8 +133,7 @@ def run_until_failed(driver: Driver) -> int:
     for num_steps in range(2000):
         if driver.failed:
             return num_steps
-        driver.plan()
-        driver.deliver()
+        driver.run_steps(1)
     raise AssertionError("nobody was found to be at fault")
 
 

@@ -5,7 +5,6 @@ from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.step import StepPlan
 from tests.support.core_driver import Driver, make_config, make_request
-from tests.support.figure_9 import NUM_STEPS_BEFORE_THE_FORK, PROMPT, WIDTH, most_likely
 
 
 def tables(driver: Driver) -> list[list[int]]:
@@ -24,8 +23,7 @@ def ref_counts(driver: Driver) -> dict[int, int]:
 
 
 def run_step(driver: Driver) -> StepPlan:
-    plan = driver.plan()
-    assert plan is not None
+    plan = driver.next_plan()
     driver.deliver()
     return plan
 
@@ -78,6 +76,32 @@ def test_figure_8_two_samples_share_the_prompt_and_copy_one_block_on_write():
     assert first_write.block_table_deltas.tolist() == [[0, 1, 2]]
     assert tables(driver) == [[0, 2], [0, 1]]
     assert ref_counts(driver) == {0: 2, 1: 1, 2: 1}
+
+
+PROMPT = [1, 2]
+WIDTH = 4
+NUM_STEPS_BEFORE_THE_FORK = 6
+
+_SPLITS = {
+    # After the prompt four beams begin; the first of them splits in three at its fifth token, and the second and third
+    # of those in two at their seventh.
+    (1, 2): [(10, -1.0), (20, -2.0), (30, -3.0), (40, -4.0)],
+    (1, 2, 10, 10, 10, 10): [(14, -0.1), (15, -0.2), (16, -0.3)],
+    (1, 2, 10, 10, 10, 10, 15, 15): [(17, -0.1), (18, -0.2)],
+    (1, 2, 10, 10, 10, 10, 16, 16): [(17, -0.1), (18, -0.2)],
+    # What is dropped there has nothing likely left.
+    (1, 2, 30, 30, 30, 30): [(30, -50.0)],
+    (1, 2, 40, 40, 40, 40): [(40, -50.0)],
+    (1, 2, 10, 10, 10, 10, 14, 14): [(14, -50.0)],
+    (1, 2, 20, 20, 20, 20, 20, 20): [(20, -50.0)],
+}
+
+
+def most_likely(tokens: list[int], count: int) -> list[tuple[int, float]]:
+    """Tokens that follow these and their log probabilities, best first. Where the table says nothing, a beam repeats
+    its newest token."""
+    chosen = _SPLITS.get(tuple(tokens), [(tokens[-1], -0.1)])
+    return [*chosen, *((token_id, -100.0 - token_id) for token_id in range(count - len(chosen)))]
 
 
 def make_figure_9(**config) -> Driver:

@@ -18,8 +18,7 @@ def run(driver: Driver, handle: int, **request) -> int:
     before = driver.device.num_computed
     submitted = make_request(handle, **request)
     driver.submit(submitted)
-    driver.run_until_idle()
-    assert driver.outputs[handle] == expected_output(submitted)
+    driver.finish(submitted)
     return driver.device.num_computed - before
 
 
@@ -52,8 +51,7 @@ def test_a_follow_up_turn_hits_its_whole_history_output_included():
 def test_running_requests_share_one_physical_copy():
     driver = Driver(make_config(), max_in_flight=1)
     driver.submit(make_request(1, prompt=SHORT_PROMPT, max_tokens=30))
-    driver.plan()
-    driver.deliver()
+    driver.run_steps(1)
     driver.submit(make_request(2, prompt=SHORT_PROMPT, max_tokens=30))
     driver.plan()
     first, second = (group.sequences[0] for group in driver.scheduler.running)
@@ -79,8 +77,7 @@ def test_a_request_that_is_preempted_in_mid_prompt_goes_on_from_its_last_chunk()
     driver.submit(request)
     driver.run_steps(3)
     driver.preempt(request)
-    driver.run_until_idle()
-    assert driver.outputs[1] == expected_output(request)
+    driver.finish(request)
     assert driver.device.num_computed == 70 + 1
 
 
@@ -137,12 +134,10 @@ def test_a_block_that_goes_to_another_before_its_seal_was_announced_is_never_ann
     # Its prompt is sealed by the result that ends it, and the blocks go to the second request at once.
     for handle, prompt in ((1, SHORT_PROMPT), (2, [*reversed(SHORT_PROMPT)])):
         driver.submit(make_request(handle, prompt=prompt, max_tokens=1))
-    driver.plan()
-    driver.deliver()
+    driver.run_steps(1)
     assert driver.finished == {1}
     assert driver.scheduler.batch.blocks.pool.num_cached == 3
-    plan = driver.plan()
-    assert plan is not None
+    plan = driver.next_plan()
     assert plan.assign[0].block_table == (3, 2, 1, 0)
     assert plan.sealed == ()
     driver.run_until_idle()
@@ -208,16 +203,8 @@ def submit(driver: Driver, *prompts: list[int], max_tokens: int = 1, **request) 
         make_request(first + index, prompt=prompt, max_tokens=max_tokens, **request)
         for index, prompt in enumerate(prompts)
     ]
-    for request in requests:
-        driver.submit(request)
+    driver.submit(*requests)
     return requests
-
-
-def assert_finish(driver: Driver, *requests: Request) -> None:
-    driver.run_until_idle()
-    for request in requests:
-        assert driver.outputs[request.key.handle] == expected_output(request)
-    assert driver.scheduler.batch.blocks.pool.num_used == 0
 
 
 def running(driver: Driver) -> set[int]:
@@ -228,14 +215,14 @@ def running(driver: Driver) -> set[int]:
 def test_a_prompt_that_comes_eight_times_at_once_is_computed_once(max_in_flight):
     driver = make_wide_driver(max_in_flight)
     requests = submit(driver, *[LONG_PROMPT] * 8)
-    assert_finish(driver, *requests)
+    driver.finish(*requests)
     assert driver.device.num_computed == 1000 + 7 * 8
 
 
 def test_prompts_that_part_after_a_common_start_compute_that_once():
     driver = make_wide_driver()
     requests = submit(driver, *([*LONG_PROMPT[:800], *[41 + tail] * 100] for tail in range(8)))
-    assert_finish(driver, *requests)
+    driver.finish(*requests)
     assert driver.device.num_computed == 800 + 8 * 100
 
 

@@ -64,8 +64,7 @@ def test_a_request_that_fits_enters_without_waiting():
     driver = driver_with_halves(max_num_seqs=ALL_ROWS + WIDTH)
     driver.submit(make_beams(NUM_GROUPS))
     driver.deliver()
-    plan = driver.plan()
-    assert plan is not None
+    plan = driver.next_plan()
     assert len(plan.assign) == 1
 
 

@@ -1,15 +1,9 @@
 """Several samples of one prompt (the paper's section 4.4, figure 8): computed once, stored once, copied on write."""
 
-from scheduler_svc.core.request import Request, sequence_seed
+import pytest
+
+from scheduler_svc.core.request import sequence_seed
 from tests.support.core_driver import Driver, expected_output, make_config, make_request, token_logprob
-
-
-def assert_all_samples(driver: Driver, request: Request) -> None:
-    for index in range(request.num_returned):
-        assert driver.samples[request.key.handle, index] == expected_output(request, index)
-    assert request.key.handle in driver.finished
-    assert driver.scheduler.batch.blocks.pool.num_used == 0
-    assert driver.scheduler.batch.rows.num_free == driver.scheduler.config.max_num_seqs
 
 
 def test_the_prompt_is_computed_once_whatever_the_number_of_samples():
@@ -18,16 +12,14 @@ def test_the_prompt_is_computed_once_whatever_the_number_of_samples():
     driver.submit(request)
     driver.run_until_idle()
     assert driver.device.num_computed == 10 + 4 * 4
-    assert_all_samples(driver, request)
+    driver.finish(request)
 
 
 def test_all_copies_of_a_step_go_out_as_one_list():
     driver = Driver(make_config(), max_in_flight=1)
     driver.submit(make_request(1, prompt_len=6, max_tokens=5, num_sequences=5))
-    driver.plan()
-    driver.deliver()
-    plan = driver.plan()
-    assert plan is not None
+    driver.run_steps(1)
+    plan = driver.next_plan()
     assert [source for source, _ in plan.copies.tolist()] == [1, 1, 1, 1]
     assert len({target for _, target in plan.copies.tolist()}) == 4
 
@@ -40,7 +32,7 @@ def test_a_prompt_that_fills_its_blocks_is_never_copied():
         copies += 0 if plan is None else len(plan.copies)
         driver.deliver()
     assert copies == 0
-    assert_all_samples(driver, make_request(1, prompt_len=8, max_tokens=6, num_sequences=3))
+    driver.finish(make_request(1, prompt_len=8, max_tokens=6, num_sequences=3))
 
 
 def test_the_first_sample_is_what_the_request_alone_would_get():
@@ -65,3 +57,18 @@ def test_best_of_delivers_the_samples_with_the_highest_mean_logprob_at_the_end()
     best = sorted(range(5), key=lambda index: -mean[index])
     assert [driver.samples[3, 0], driver.samples[3, 1]] == [outputs[best[0]], outputs[best[1]]]
     assert driver.usage[3].generated_tokens == 30
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_one_sequence_can_be_ended_while_it_recomputes_what_the_others_share(steps: int) -> None:
+    driver = Driver(make_config(num_blocks=40, max_num_batched_tokens=8, max_num_seqs=8))
+    request = make_request(1, prompt_len=21, max_tokens=10, num_sequences=3)
+    driver.submit(request)
+    while len(driver.samples[1, 0]) < 4:
+        driver.run_steps(1)
+    driver.crash()
+    driver.run_steps(steps)
+    assert driver.scheduler.abort_sequence(request.key, 0)
+    driver.run_until_idle()
+    for index in (1, 2):
+        assert driver.samples[1, index] == expected_output(request, index)

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
-from scheduler_svc.core.policy import SAMPLE_WEIGHT, TURN, FairPolicy
+from scheduler_svc.core.policy import SAMPLE_WEIGHT, TURN, FairPolicy, GroupQueue
+from scheduler_svc.core.sequence import SequenceGroup
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 from tests.support.tiers import few_examples
 
@@ -49,18 +50,13 @@ def test_higher_priority_goes_first_and_equals_in_order_of_arrival():
 def test_a_higher_priority_displaces_a_lower_one_that_runs():
     driver = make_driver(PolicyKind.PRIORITY, max_num_seqs=2)
     low = [make_request(handle, max_tokens=20, priority=-1) for handle in range(2)]
-    for request in low:
-        driver.submit(request)
-    driver.plan()
-    driver.deliver()
+    driver.submit(*low)
+    driver.run_steps(1)
     equal, high = make_request(2, max_tokens=20, priority=-1), make_request(3, max_tokens=3, priority=1)
-    driver.submit(equal)
-    driver.submit(high)
+    driver.submit(equal, high)
     driver.plan()
     assert running(driver) == {0, 3}
-    driver.run_until_idle()
-    for request in (*low, equal, high):
-        assert driver.outputs[request.key.handle] == expected_output(request)
+    driver.finish(*low, equal, high)
     assert driver.usage[1].preemptions == 1
     assert driver.usage[0].preemptions == driver.usage[3].preemptions == 0
 
@@ -77,10 +73,8 @@ def test_who_has_room_beside_displaces_nobody():
 def test_nobody_is_displaced_for_a_request_that_does_not_fit_then_either():
     driver = make_driver(PolicyKind.PRIORITY, num_blocks=12, block_size=4, max_num_seqs=8, max_model_len=48)
     kept, low = make_request(0, prompt_len=24, max_tokens=9, priority=5), make_request(1, prompt_len=7, priority=0)
-    for request in (kept, low):
-        driver.submit(request)
-    driver.plan()
-    driver.deliver()
+    driver.submit(kept, low)
+    driver.run_steps(1)
     driver.submit(make_request(2, prompt_len=30, max_tokens=2, priority=3))
     driver.plan()
     assert running(driver) == {0, 1}
@@ -93,8 +87,7 @@ def test_a_high_priority_takes_the_place_of_as_many_as_it_needs():
     driver = make_driver(PolicyKind.PRIORITY, num_blocks=12, block_size=4, max_num_seqs=8, max_model_len=48)
     for handle in range(3):
         driver.submit(make_request(handle, prompt_len=7, max_tokens=4, priority=0))
-    driver.plan()
-    driver.deliver()
+    driver.run_steps(1)
     driver.submit(make_request(3, prompt_len=30, max_tokens=2, priority=3))
     driver.plan()
     assert running(driver) == {0, 3}
@@ -135,8 +128,7 @@ def test_a_swapped_group_displaces_a_lower_priority():
     driver = make_driver(PolicyKind.PRIORITY, num_blocks=15, block_size=4, max_num_seqs=8, num_host_blocks=40)
     low = make_request(0, prompt_len=6, max_tokens=20, priority=-1)
     high = make_request(1, prompt_len=34, max_tokens=8, num_sequences=2, priority=5)
-    driver.submit(low)
-    driver.submit(high)
+    driver.submit(low, high)
     driver.run_steps(7)
     driver.preempt(high)
     assert high.key in driver.scheduler.swapped
@@ -189,8 +181,7 @@ def make_wide_driver(**config) -> Driver:
 def test_wide_requests_of_one_tenant_do_not_keep_another_out(num_host_blocks):
     driver = make_wide_driver(num_host_blocks=num_host_blocks)
     small = [make_request(handle, max_tokens=20, tenant="small") for handle in (20, 21)]
-    for request in small:
-        driver.submit(request)
+    driver.submit(*small)
     # It begins with the counter of the other tenant, which is ahead a step later.
     driver.run_steps(2)
     # The newer one made room for both, and the older one keeps its rows.
@@ -213,8 +204,7 @@ def test_a_tenant_that_fills_the_pool_does_not_keep_another_out():
     driver.submit(small)
     driver.run_steps(2)
     assert running(driver) == {0, 2}
-    driver.run_until_idle()
-    assert driver.outputs[2] == expected_output(small)
+    driver.finish(small)
 
 
 def test_a_displaced_request_has_its_turn_before_a_small_one_displaces_it_again():
@@ -259,9 +249,7 @@ def test_idle_time_is_not_saved_up():
     driver.run_until_idle()
     for handle in range(1, 30):
         driver.submit(make_request(handle, max_tokens=4, tenant="busy"))
-    for _ in range(60):
-        driver.plan()
-        driver.deliver()
+    driver.run_steps(60)
     for handle in range(30, 40):
         driver.submit(make_request(handle, max_tokens=4, tenant="idle"))
     served_before = len(driver.finished)
@@ -307,8 +295,7 @@ def test_the_bound_holds_between_tenants_that_always_want_more(data, max_num_seq
             while num_waiting(driver, tenant) <= max_num_seqs:
                 driver.submit(make_request(handle, prompt_len=prompt_len, max_tokens=max_tokens, tenant=tenant))
                 handle += 1
-        driver.plan()
-        driver.deliver()
+        driver.run_steps(1)
         counters = dict(policy.counters)
         start = start or counters
         assert abs(counters["f"] - counters["g"]) <= bound
@@ -339,10 +326,23 @@ def test_the_tenant_that_was_served_least_is_next_whatever_comes_and_goes(data, 
         prompt = [ord(tenant)] * data.draw(st.sampled_from([1, 9, 40]), label="prompt")
         driver.submit(make_request(handle, prompt=prompt, max_tokens=4, tenant=tenant))
         if data.draw(st.booleans(), label="step"):
-            driver.plan()
-            driver.deliver()
+            driver.run_steps(1)
         firsts = [queue.first_of(tenant) for queue in queues for tenant in queue.tenants_with_next()]
         if firsts:
             expected = min(firsts, key=lambda group: (policy.counters[group.request.tenant], group.order))
             assert policy.next_of(*queues) is expected
     driver.run_until_idle()
+
+
+def test_tenants_that_are_gone_are_forgotten():
+    policy = FairPolicy()
+    waiting = GroupQueue(policy.new_first)
+    stays = SequenceGroup.of(make_request(0, tenant="stays"), 0, 4, 0.0)
+    policy.arriving("stays", waiting)
+    waiting.add(stays)
+    for number in range(1, 1000):
+        request = make_request(number, tenant=f"tenant-{number}")
+        policy.arriving(request.tenant, waiting)
+        waiting.add(SequenceGroup.of(request, number, 4, 0.0))
+        waiting.remove(request.key)
+    assert len(policy.counters) < 200

@@ -2,7 +2,8 @@
 
 import pytest
 
-from scheduler_svc.core.preparation import Preparation
+from scheduler_svc.core.config import PreemptionMode
+from scheduler_svc.core.preparation import NUM_KEPT, Preparation
 from scheduler_svc.core.request import Request
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 
@@ -39,8 +40,7 @@ def run(driver: Driver) -> None:
 def test_a_group_waits_for_its_constraint_and_others_pass() -> None:
     driver = make_driver()
     first, other = constrained(1), make_request(2)
-    driver.submit(first)
-    driver.submit(other)
+    driver.submit(first, other)
     (preparation,) = told(driver)
     assert preparation.parameters == b"a"
     run(driver)
@@ -105,8 +105,7 @@ def test_a_constraint_that_is_never_compiled_fails_the_requests_that_wait_for_it
     for request in (stuck, other, behind, make_request(4)):
         driver.submit(request)
     (first, _) = told(driver)
-    driver.plan()
-    driver.deliver()
+    driver.run_steps(1)
     events = driver.scheduler.give_up_preparation(first.number, "it takes too long")
     driver.told.popleft()
     (failure,) = events[stuck.key.client].failed
@@ -128,11 +127,29 @@ def test_who_waits_further_behind_has_a_constraint_that_was_given_up_prepared_ag
     for request in (make_request(1, max_tokens=3), make_request(3), constrained(2)):
         driver.submit(request)
     (first,) = told(driver)
-    driver.plan()
-    driver.deliver()
+    driver.run_steps(1)
     assert driver.scheduler.give_up_preparation(first.number, "it takes too long") == {}
     driver.told.clear()
     run(driver)
     assert prepare(driver) == [b"a"]
     run(driver)
     assert driver.finished == {1, 2, 3}
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
+def test_a_preempted_group_is_prepared_again_where_workers_may_have_forgotten(mode: PreemptionMode) -> None:
+    driver = make_driver(preemption_mode=mode, num_host_blocks=16)
+    request = constrained(1, max_tokens=20)
+    driver.submit(request)
+    prepare(driver)
+    driver.run_steps(3)
+    for handle in range(100, 100 + NUM_KEPT):
+        driver.submit(constrained(handle, b"%d" % handle, max_tokens=1))
+        assert prepare(driver) == [b"%d" % handle]
+        driver.scheduler.abort(constrained(handle).key)
+    driver.preempt(request)
+    run(driver)
+    assert not driver.finished
+    assert prepare(driver) == [b"a"]
+    run(driver)
+    assert driver.outputs[1] == expected_output(request)

@@ -14,19 +14,15 @@ from tests.support.core_driver import CLIENT, Driver, expected_output, make_conf
 def test_a_request_joins_and_another_leaves_between_two_steps():
     driver = Driver(make_config(), max_in_flight=1)
     driver.submit(make_request(1, max_tokens=3))
-    driver.plan()
-    driver.deliver()
+    driver.run_steps(1)
     driver.submit(make_request(2, max_tokens=8))
-    plan = driver.plan()
-    assert plan is not None
+    plan = driver.next_plan()
     assert sorted(plan.rows.tolist()) == [0, 1]
     assert plan.num_new_tokens.tolist() == [1, 5]
     driver.deliver()
-    driver.plan()
-    driver.deliver()
+    driver.run_steps(1)
     assert driver.finished == {1}
-    plan = driver.plan()
-    assert plan is not None
+    plan = driver.next_plan()
     assert plan.release.tolist() == [0]
     assert plan.rows.tolist() == [1]
 
@@ -34,20 +30,17 @@ def test_a_request_joins_and_another_leaves_between_two_steps():
 def test_prefill_is_cut_into_chunks_and_mixed_with_decodes_under_the_budget():
     driver = Driver(make_config(max_num_batched_tokens=10), max_in_flight=1)
     driver.submit(make_request(1, prompt_len=4, max_tokens=10))
-    driver.plan()
-    driver.deliver()
+    driver.run_steps(1)
     long = make_request(2, prompt_len=25, max_tokens=2)
     driver.submit(long)
     chunks = []
     for _ in range(3):
-        plan = driver.plan()
-        assert plan is not None
+        plan = driver.next_plan()
         assert plan.num_tokens <= 10
         chunks.append(plan.num_new_tokens.tolist())
         driver.deliver()
     assert chunks == [[1, 9], [1, 9], [1, 7]]
-    driver.run_until_idle()
-    assert driver.outputs[2] == expected_output(long)
+    driver.finish(long)
 
 
 def test_the_second_step_is_planned_before_the_first_result():
@@ -88,12 +81,10 @@ def test_a_finished_sequence_reports_reason_and_stop_token():
 def test_preemption_takes_the_newest_and_spares_the_oldest():
     driver = Driver(make_config(num_blocks=4, block_size=4, max_model_len=16), max_in_flight=1)
     old, new = make_request(1, prompt_len=6, max_tokens=8), make_request(2, prompt_len=6, max_tokens=8)
-    driver.submit(old)
-    driver.submit(new)
+    driver.submit(old, new)
     # Both fill their second block with the eighth token.
     driver.run_steps(3)
-    plan = driver.plan()
-    assert plan is not None
+    plan = driver.next_plan()
     assert plan.rows.tolist() == [0]
     assert [group.request.key.handle for group in driver.scheduler.waiting] == [2]
     assert driver.scheduler.waiting.first().preemptions == 1
@@ -109,8 +100,7 @@ def test_usage_of_a_resubmitted_request_tells_prompt_from_output_and_prefill_fro
     sampling = replace(whole.sampling, logprobs=logprobs)
     driver.submit(replace(again, sampling=sampling))
     arrived = driver.clock
-    driver.run_until_idle()
-    assert driver.outputs[2] == expected_output(whole)
+    driver.finish(whole)
     usage = driver.usage[2]
     # Six blocks of 4 are cached, most of which hold output.
     assert (usage.prompt_tokens, usage.cached_tokens, usage.generated_tokens) == (5, 5, 30)
@@ -121,17 +111,12 @@ def test_usage_of_a_resubmitted_request_tells_prompt_from_output_and_prefill_fro
 def test_losing_the_worker_loses_no_token_and_keeps_the_order_of_arrival():
     driver = Driver(make_config(max_num_seqs=2))
     requests = [make_request(i, max_tokens=9) for i in range(4)]
-    for request in requests:
-        driver.submit(request)
-    for _ in range(3):
-        driver.plan()
-        driver.deliver()
+    driver.submit(*requests)
+    driver.run_steps(3)
     driver.plan()
     driver.crash()
     assert [group.request.key.handle for group in driver.scheduler.waiting] == [0, 1, 2, 3]
-    driver.run_until_idle()
-    for request in requests:
-        assert driver.outputs[request.key.handle] == expected_output(request)
+    driver.finish(*requests)
 
 
 def test_usage_tells_queueing_prefill_and_decode_apart():
@@ -264,8 +249,7 @@ def test_a_preemption_and_the_return_are_told_with_their_times(mode: PreemptionM
 def test_running_out_of_blocks_is_told_by_whoever_gives_way(mode: PreemptionMode, milestone: Milestone) -> None:
     driver = Driver(make_config(num_blocks=9, preemption_mode=mode, num_host_blocks=16))
     requests = [make_request(handle, prompt_len=4, max_tokens=20) for handle in (1, 2)]
-    for request in requests:
-        driver.submit(request)
+    driver.submit(*requests)
     older, newer = (timeline_of(driver, request) for request in requests)
     driver.run_until_idle()
     assert older.milestones == []
@@ -286,8 +270,7 @@ def test_making_way_for_a_higher_priority_is_told_as_a_recomputation() -> None:
 def test_losing_the_worker_is_told_by_those_that_ran_alone() -> None:
     driver = Driver(make_config(max_num_seqs=1))
     runs, waits = make_request(1, max_tokens=8), make_request(2, max_tokens=8)
-    for request in (runs, waits):
-        driver.submit(request)
+    driver.submit(runs, waits)
     lines = [timeline_of(driver, request) for request in (runs, waits)]
     driver.run_steps(2)
     driver.crash()
@@ -307,8 +290,7 @@ def test_prompts_with_one_start_keep_their_own_context_in_blocks_of_another_size
         make_request(handle, prompt=[*STEM, *range(first, first + 9)], max_tokens=20, num_sequences=num_sequences)
         for handle, first in ((1, 5), (2, 25))
     ]
-    for request in requests:
-        driver.submit(request)
+    driver.submit(*requests)
     driver.run_steps(3)
     driver.crash(config=make_config(block_size=after, max_num_seqs=num_sequences))
     driver.run_until_idle()

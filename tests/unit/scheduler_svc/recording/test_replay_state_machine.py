@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import rule
 
-from scheduler_svc.core import kv_cache
+from scheduler_svc.core import kv_cache, preparation
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.recording.recorder import Recorder
 from scheduler_svc.recording.replay import replay
@@ -40,11 +40,12 @@ class RecordedMachine(SchedulerMachine):
         driver.scheduler.judge_loss(was_alive=True)
 
     def teardown(self):
-        max_reclaimed = kv_cache._MAX_RECLAIMED
+        max_reclaimed, num_kept = kv_cache._MAX_RECLAIMED, preparation.NUM_KEPT
         try:
             super().teardown()
             self.recorder.close()
             self.scheduler_patch.setattr(kv_cache, "_MAX_RECLAIMED", max_reclaimed)
+            self.scheduler_patch.setattr(preparation, "NUM_KEPT", num_kept)
             report = replay(self.path)
             assert (report.differences, report.ended_early, report.damage) == ([], None, None)
         finally:

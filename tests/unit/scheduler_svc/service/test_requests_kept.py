@@ -105,13 +105,16 @@ def test_messages_that_were_never_sent_cannot_be_taken_in(bench):
         bench.requests.taken(bench.connect(), 1)
 
 
-def test_a_handle_in_use_is_refused_and_one_that_is_free_is_not(bench):
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_handle_in_use_is_refused_and_one_that_is_free_is_not(bench, durable):
     connection = bench.connect()
-    owned = bench.admit(make_request(3), connection)
+    owned = bench.admit(make_request(3), connection, durable=durable)
     with pytest.raises(AlreadyExists, match="handle 3"):
         bench.admit(make_request(3), connection, nonce=8)
     bench.step(owned, ends=True)
     bench.admit(make_request(3), connection, nonce=8)
+    # A durable one is there for whoever resumes it.
+    assert len(bench.requests) == 1 + durable
 
 
 def fill(bench: Bench, connection: Connection, tenant: str, **fields) -> int:
