@@ -5,7 +5,6 @@ Each test takes QUIRE_FUZZ_SECONDS, 2 by default; QUIRE_FUZZ_SEED repeats a run.
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 import pytest_asyncio
 from google.protobuf.descriptor import MethodDescriptor
@@ -36,24 +34,6 @@ SEED = int(os.environ.get("QUIRE_FUZZ_SEED", "0"))
 NUM_CALLERS = 6
 # A call that is not answered in this time hangs.
 TIMEOUT_S = 60.0
-PATHS = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/tokenize",
-    "/detokenize",
-    "/v1/models",
-    "/health",
-    "/ready",
-    "/version",
-    "/metrics",
-    "/nowhere",
-)
-GOOD_BODIES = (
-    {"model": "quire-tiny", "prompt": "hello", "max_tokens": 3},
-    {"prompt": ["a", "b"], "n": 2, "max_tokens": 2, "stream": True, "logprobs": 2},
-    {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "top_logprobs": 2, "logprobs": True},
-    {"prompt": [[5, 6, 7]], "max_tokens": 2, "echo": True, "stop": ["x"], "logit_bias": {"5": 1}},
-)
 
 
 async def fuzz(attempt: Callable[[Fuzzer], Awaitable[str]], wanted: set[str]) -> None:
@@ -179,42 +159,6 @@ async def test_nonsense_at_the_scheduler_s_methods(served: Served) -> None:
     # A drain that is asked for is a drain.
     without = ("quire.scheduler.v1.SchedulerService.Drain",)
     await fuzz_services(served, served.server.scheduler_address, without=without)
-
-
-async def test_nonsense_at_the_http_paths(served: Served) -> None:
-    async with httpx.AsyncClient(base_url=f"http://{served.server.http_address}", timeout=TIMEOUT_S) as http:
-
-        async def attempt(fuzzer: Fuzzer) -> str:
-            path = fuzzer.rng.choice(PATHS)
-            content = body_of(fuzzer)
-            method = fuzzer.rng.choice(["POST", "POST", "POST", "POST", "GET", "DELETE"])
-            answer = await http.request(method, path, content=content)
-            assert answer.status_code < 500 or answer.status_code == 501, (path, content, answer.text)
-            if answer.status_code >= 400:
-                assert answer.json()["error"]["message"], (path, content, answer.text)
-            return str(answer.status_code)
-
-        stop = asyncio.Event()
-        honest = asyncio.create_task(unanimous(served, stop))
-        await fuzz(attempt, {"200", "400", "404", "405"})
-        stop.set()
-        assert await honest
-        await assert_untouched(served)
-
-
-def body_of(fuzzer: Fuzzer) -> bytes:
-    """JSON that is nonsense, a good body with one field of nonsense, or bytes that are no JSON."""
-    match fuzzer.rng.randrange(4):
-        case 0:
-            return fuzzer.rng.randbytes(fuzzer.rng.randrange(60))
-        case 1:
-            return json.dumps(fuzzer.json()).encode()
-    body = dict(fuzzer.rng.choice(GOOD_BODIES))
-    names = [*body, "temperature", "top_p", "n", "best_of", "stop", "seed", "logit_bias", "stream_options", "tools"]
-    for _ in range(fuzzer.rng.randrange(3)):
-        body[fuzzer.rng.choice(names)] = fuzzer.json()
-    data = json.dumps(body).encode()
-    return data[: fuzzer.rng.randrange(len(data))] if fuzzer.rng.random() < 0.1 else data
 
 
 async def test_nonsense_at_the_worker_s_methods(tmp_path: Path) -> None:

@@ -263,7 +263,6 @@ async def test_an_abort_of_its_only_sequence_ends_a_request(stream: GatewayStrea
 
 
 async def test_an_abort_of_what_is_unknown_is_answered_without_usage(stream: GatewayStream) -> None:
-    await stream.abort(7, sequence_index=0, wants_usage=True)
     await stream.abort(8)
     await stream.abort(9, wants_usage=True)
     await stream.read_until_over(9)

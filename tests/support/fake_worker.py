@@ -74,14 +74,18 @@ class FakeWorker:
     def __init__(
         self, config: FakeWorkerConfig | None = None, *, heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S
     ) -> None:
-        self._servicer = WorkerServicer(WorkerMetrics(), heartbeat_interval_s=heartbeat_interval_s)
-        self._device_loop = DeviceLoop()
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._make_service()
         self._server: RpcServer | None = None
         self.prepare: Callable[[bytes], Future[None] | None] = lambda row_sampling: None
         """Compiles the constraint of a row; None at once."""
         self.address = ""
         """Where it listens, once it does."""
         self.config = config or FakeWorkerConfig()
+
+    def _make_service(self) -> None:
+        self._servicer = WorkerServicer(WorkerMetrics(), heartbeat_interval_s=self._heartbeat_interval_s)
+        self._device_loop = DeviceLoop()
 
     @property
     def config(self) -> FakeWorkerConfig:
@@ -144,6 +148,13 @@ class FakeWorker:
         assert await asyncio.to_thread(self._device_loop.stop, _DEVICE_STOP_S)
         if self.faults:
             raise self.faults[0]
+
+    async def restart(self, config: FakeWorkerConfig | None = None) -> None:
+        """It leaves, and another one, perhaps of another configuration, is started in its place."""
+        await self.stop()
+        self._make_service()
+        self.config = config or self.config
+        await self.start(self.address)
 
 
 @asynccontextmanager

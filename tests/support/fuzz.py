@@ -75,22 +75,6 @@ class Fuzzer:
                 data[start:start] = data[start : start + self.rng.randint(1, 50)]
         return bytes(data)
 
-    def json(self, depth: int = 0) -> Any:
-        """Any value that JSON can say, NaN included."""
-        kind = self.rng.randrange(7 if depth < _DEEPEST else 5)
-        match kind:
-            case 0:
-                return self.rng.choice([None, True, False])
-            case 1:
-                return self.rng.choice(_NUMBERS)
-            case 2 | 3:
-                return self.rng.choice(_TEXTS)
-            case 4:
-                return self.integer(63, signed=True)
-            case 5:
-                return [self.json(depth + 1) for _ in range(self.rng.randrange(4))]
-        return {self.rng.choice(_TEXTS): self.json(depth + 1) for _ in range(self.rng.randrange(4))}
-
     def integer(self, bits: int, *, signed: bool) -> int:
         """Mostly small, at times the largest or smallest that fits."""
         edge = self.rng.choice([0, 1, 2, 3, 7, 100, 2**31 - 1, 2**bits - 1])

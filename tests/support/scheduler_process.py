@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -75,6 +76,16 @@ async def until_state(
 
 async def wait_attached(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
     await until_state(stub, lambda state: state.workers[0].attached)
+
+
+@contextlib.asynccontextmanager
+async def attached_scheduler(
+    directory: Path, worker: str, **settings
+) -> AsyncIterator[scheduler_pb2_grpc.SchedulerServiceStub]:
+    """`running_scheduler` with a socket in the directory, once its worker is attached."""
+    async with running_scheduler(str(directory / "s.sock"), worker, **settings) as stub:
+        await wait_attached(stub)
+        yield stub
 
 
 async def wait_nothing_in_use(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.fake_worker import FakeWorker
-from tests.support.scheduler_process import running_scheduler, wait_attached, wait_nothing_in_use
+from tests.support.scheduler_process import attached_scheduler, wait_nothing_in_use
 
 
 @pytest.fixture
@@ -16,7 +16,6 @@ async def worker():
 
 @pytest.fixture
 async def scheduler(worker, tmp_path):
-    async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
-        await wait_attached(stub)
+    async with attached_scheduler(tmp_path, worker.address) as stub:
         yield stub
         await wait_nothing_in_use(stub)

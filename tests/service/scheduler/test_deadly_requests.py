@@ -21,6 +21,7 @@ from tests.support.ports import free_port
 from tests.support.processes import until_true
 from tests.support.scheduler_process import (
     GatewayStream,
+    attached_scheduler,
     expected_tokens,
     make_submit,
     running_scheduler,
@@ -124,8 +125,7 @@ async def test_a_request_that_the_worker_hangs_of_fails_alone(
 
     worker.on_deadly(hang)
     address = await worker.start(f"unix:{tmp_path / 'w.sock'}")
-    async with running_scheduler(str(tmp_path / "s.sock"), address, step_timeout=0.5, max_steps_in_flight=1) as stub:
-        await wait_attached(stub)
+    async with attached_scheduler(tmp_path, address, step_timeout=0.5, max_steps_in_flight=1) as stub:
         stream, _ = await GatewayStream.open(stub)
         await stream.submit(make_submit(1, max_tokens=150))
         await stream.read()
@@ -161,8 +161,7 @@ async def test_a_link_that_breaks_again_and_again_in_the_middle_of_a_prompt_fail
     worker = FakeWorker(FakeWorkerConfig(step_seconds=0.005))
     async with cut_link(await worker.start()) as link:
         settings = {"max_num_batched_tokens": 16, "max_num_seqs": 16}
-        async with running_scheduler(str(tmp_path / "s.sock"), link.address, **settings) as stub:
-            await wait_attached(stub)
+        async with attached_scheduler(tmp_path, link.address, **settings) as stub:
             stream, _ = await GatewayStream.open(stub)
             await stream.submit(make_submit(1, prompt_len=900, max_tokens=3))
             for number in range(2, ENOUGH + 4):

@@ -10,7 +10,6 @@ from grpc_health.v1 import health_pb2
 
 from quire.rpc.channel import open_channel
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from tests.support.fake_worker import FakeWorker
 from tests.support.grpc_types import health_stub
 from tests.support.scheduler_process import (
     GatewayStream,
@@ -64,17 +63,12 @@ async def test_health_says_that_it_does_not_serve(scheduler, socket):
         watch.cancel()
 
 
-async def test_a_worker_that_comes_back_does_not_make_it_ready(tmp_path, socket):
-    address = f"unix:{tmp_path / 'w.sock'}"
-    worker, successor = FakeWorker(), FakeWorker()
-    await worker.start(address)
-    async with running_scheduler(socket, address) as scheduler, health_of(socket) as health:
-        await wait_attached(scheduler)
+async def test_a_worker_that_comes_back_does_not_make_it_ready(scheduler, worker, socket):
+    async with health_of(socket) as health:
         stream, _ = await GatewayStream.open(scheduler)
         await (await start_draining(scheduler))
         before = (await state_of(scheduler)).workers[0].worker_generation
-        await worker.stop()
-        await successor.start(address)
+        await worker.restart()
         await until_state(
             scheduler, lambda state: state.workers[0].attached and state.workers[0].worker_generation != before
         )
@@ -85,7 +79,6 @@ async def test_a_worker_that_comes_back_does_not_make_it_ready(tmp_path, socket)
         assert stream.readiness == [False]
         assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=30)).status == _NOT_SERVING
         stream.close()
-    await successor.stop()
 
 
 async def open_with_waiting_request(
@@ -111,19 +104,15 @@ async def test_a_scheduler_that_stops_does_not_wait_for_what_nobody_can_read_any
         assert not left
 
 
-async def test_a_durable_request_can_be_resumed_for_as_long_as_a_gateway_is_connected_to_what_stops(tmp_path, socket):
-    address = f"unix:{tmp_path / 'w.sock'}"
-    worker, successor = FakeWorker(), FakeWorker()
-    await worker.start(address)
-    async with scheduler_task(socket, address, drain_timeout=60.0) as (scheduler, service):
+async def test_a_durable_request_can_be_resumed_for_as_long_as_a_gateway_is_connected_to_what_stops(socket, worker):
+    async with scheduler_task(socket, worker.address, drain_timeout=60.0) as (scheduler, service):
         await wait_attached(scheduler)
         await worker.stop()
         stream = await open_with_waiting_request(scheduler, make_submit(1, durable=True))
-        await stream.say(detach=scheduler_pb2.Detach(handle=1))
+        await stream.say(detach={"handle": 1})
         service.cancel()
         await stream.resume(2, "request-1")
-        await successor.start(address)
+        await worker.restart()
         await stream.read_until_over(2)
         assert stream.outputs[2] == expected_tokens(1)
         stream.close()
-    await successor.stop()

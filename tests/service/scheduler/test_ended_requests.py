@@ -8,12 +8,11 @@ from quire.rpc.errors import NotFound, from_rpc_error
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.support.scheduler_process import (
     GatewayStream,
+    attached_scheduler,
     expected_tokens,
     make_submit,
     resubmit,
-    running_scheduler,
     until_state,
-    wait_attached,
     wait_nothing_in_use,
 )
 
@@ -145,8 +144,7 @@ async def test_the_usage_of_what_was_aborted_comes_and_again_to_whoever_resumes_
 
 
 async def test_a_request_that_never_ran_has_waited(worker, tmp_path):
-    async with running_scheduler(str(tmp_path / "s.sock"), worker.address, max_num_seqs=1) as scheduler:
-        await wait_attached(scheduler)
+    async with attached_scheduler(tmp_path, worker.address, max_num_seqs=1) as scheduler:
         stream, _ = await GatewayStream.open(scheduler)
         await stream.submit(make_submit(1, max_tokens=900))
         await stream.read()
@@ -160,11 +158,13 @@ async def test_a_request_that_never_ran_has_waited(worker, tmp_path):
         stream.close()
 
 
-async def test_a_sequence_that_is_not_the_last_is_not_answered(scheduler):
+async def test_a_sequence_that_is_not_the_last_or_not_known_is_not_answered(scheduler):
     stream, _ = await GatewayStream.open(scheduler)
+    await stream.abort(8, sequence_index=0, wants_usage=True)
     await stream.submit(make_submit(1, max_tokens=60, n=2))
     await stream.read()
     await stream.abort(1, sequence_index=1, wants_usage=True)
     await stream.read_until_over(1)
     assert stream.ends[1].num_tokens == 60
+    assert stream.completed.keys() == {1}
     stream.close()

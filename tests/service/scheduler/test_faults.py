@@ -24,6 +24,7 @@ from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.sampling import make_row_sampling
 from tests.support.scheduler_process import (
     GatewayStream,
+    attached_scheduler,
     expected_tokens,
     make_submit,
     resubmit,
@@ -40,8 +41,7 @@ from worker_svc.step import AdmittedStep, Step
 
 async def test_a_poisoned_request_fails_alone(worker, tmp_path):
     worker.config = FakeWorkerConfig(failing_seeds=frozenset([1]))
-    async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
-        await wait_attached(stub)
+    async with attached_scheduler(tmp_path, worker.address) as stub:
         stream, _ = await GatewayStream.open(stub)
         await stream.submit(make_submit(1))
         await stream.submit(make_submit(2))
@@ -54,8 +54,7 @@ async def test_a_poisoned_request_fails_alone(worker, tmp_path):
 
 async def test_a_worker_whose_steps_have_fewer_tokens_than_it_has_rows_serves(tmp_path):
     worker = FakeWorker(FakeWorkerConfig(max_num_rows=256, max_num_batched_tokens=16))
-    async with running_scheduler(str(tmp_path / "s.sock"), await worker.start()) as stub:
-        await wait_attached(stub)
+    async with attached_scheduler(tmp_path, await worker.start()) as stub:
         stream, _ = await GatewayStream.open(stub)
         for handle in range(1, 25):
             await stream.submit(make_submit(handle))
@@ -116,8 +115,7 @@ async def test_a_constraint_that_the_worker_never_compiles_fails_its_requests_an
     answers = [Future[None](), None, None]
     compiled = iter(answers)
     worker.prepare = lambda row_sampling: next(compiled)
-    async with running_scheduler(str(tmp_path / "s.sock"), await worker.start(), step_timeout=0.3) as stub:
-        await wait_attached(stub)
+    async with attached_scheduler(tmp_path, await worker.start(), step_timeout=0.3) as stub:
         epoch = (await state_of(stub)).scheduler_epoch
         stream, _ = await GatewayStream.open(stub)
         await stream.submit(make_submit(1, has_constraint=True))
@@ -193,27 +191,20 @@ async def test_a_gateway_that_does_not_read_holds_up_no_step_and_gets_everything
     quick.close()
 
 
-async def test_gateways_are_told_when_the_worker_is_lost_and_when_it_is_back(tmp_path):
-    address = f"unix:{tmp_path / 'w.sock'}"
-    worker = FakeWorker()
-    await worker.start(address)
-    async with running_scheduler(str(tmp_path / "s.sock"), address) as stub:
-        await wait_attached(stub)
-        stream, _ = await GatewayStream.open(stub, "gateway-a")
-        await worker.stop()
-        await stream.read()
-        assert stream.readiness == [False]
-        late, _ = await GatewayStream.open(stub, "gateway-b")
-        await late.read()
-        assert late.readiness == [False]
-        successor = FakeWorker()
-        await successor.start(address)
-        await stream.read()
-        await late.read()
-        assert stream.readiness == late.readiness == [False, True]
-        stream.close()
-        late.close()
-        await successor.stop()
+async def test_gateways_are_told_when_the_worker_is_lost_and_when_it_is_back(scheduler, worker):
+    stream, _ = await GatewayStream.open(scheduler, "gateway-a")
+    await worker.stop()
+    await stream.read()
+    assert stream.readiness == [False]
+    late, _ = await GatewayStream.open(scheduler, "gateway-b")
+    await late.read()
+    assert late.readiness == [False]
+    await worker.restart()
+    await stream.read()
+    await late.read()
+    assert stream.readiness == late.readiness == [False, True]
+    stream.close()
+    late.close()
 
 
 REFUSED_LEN = 7

@@ -31,16 +31,10 @@ async def publishing(directory: Path, config: FakeWorkerConfig, **settings) -> A
     worker = FakeWorker(config)
     await worker.start(f"unix:{directory}/worker")
 
-    async def replace_worker() -> None:
-        nonlocal worker
-        await worker.stop()
-        worker = FakeWorker(config)
-        await worker.start(f"unix:{directory}/worker")
-
     events = {"kv_events": f"ipc://{directory}/events", "kv_events_replay": f"ipc://{directory}/replay"}
     async with running_scheduler(str(directory / "s.sock"), worker.address, **events, **settings) as stub:
         await wait_attached(stub)
-        yield stub, replace_worker
+        yield stub, worker.restart
     await worker.stop()
 
 
@@ -83,13 +77,13 @@ def content_of(stub):
 async def test_the_mirror_is_the_cache_under_load_eviction_and_the_loss_of_worker_and_scheduler(tmp_path):
     with subscribed(tmp_path) as subscriber:
         async with following(subscriber):
-            async with publishing(tmp_path, SMALL_POOL) as (stub, replace_worker):
+            async with publishing(tmp_path, SMALL_POOL) as (stub, restart_worker):
                 await run_requests(stub, range(1, 21))
                 await until_equal(subscriber, content_of(stub))
                 assert subscriber.blocks
                 assert subscriber.num_removed > 0
                 assert subscriber.num_clears == 1
-                await replace_worker()
+                await restart_worker()
                 await run_requests(stub, range(21, 25))
                 await until_equal(subscriber, content_of(stub))
                 assert subscriber.num_clears >= 2

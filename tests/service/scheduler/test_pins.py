@@ -12,12 +12,11 @@ from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_worker import FakeWorkerConfig
 from tests.support.scheduler_process import (
     GatewayStream,
+    attached_scheduler,
     make_submit,
-    running_scheduler,
     state_of,
     until,
     until_state,
-    wait_attached,
     wait_nothing_in_use,
 )
 
@@ -111,15 +110,13 @@ async def test_refusals_say_what_and_why(scheduler):
 
 async def test_the_quota_is_a_status_of_its_own(worker, tmp_path):
     worker.config = FakeWorkerConfig(num_blocks=32)
-    async with running_scheduler(str(tmp_path / "s.sock"), worker.address, pin_quota=0.1) as stub:
-        await wait_attached(stub)
+    async with attached_scheduler(tmp_path, worker.address, pin_quota=0.1) as stub:
         await pin(stub, [1] * 32)
         await assert_refused(pin(stub, [2] * 32), grpc.StatusCode.RESOURCE_EXHAUSTED, "PIN_QUOTA", "a tenant can pin 3")
 
 
 async def test_a_caller_waits_on_while_its_worker_is_lost(worker, tmp_path):
-    async with running_scheduler(str(tmp_path / "s.sock"), worker.address, step_timeout=0.3) as stub:
-        await wait_attached(stub)
+    async with attached_scheduler(tmp_path, worker.address, step_timeout=0.3) as stub:
         worker.hang.set()
         caller = asyncio.create_task(pin(stub, range(48)))
         await until_asked(stub)
@@ -144,7 +141,6 @@ async def test_a_caller_is_told_when_its_pin_ends_before_it_is_computed(schedule
 async def test_a_pin_whose_logits_are_not_finite_ends(worker, tmp_path):
     # Pins are computed with the seed 0.
     worker.config = FakeWorkerConfig(failing_seeds=frozenset([0]))
-    async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
-        await wait_attached(stub)
+    async with attached_scheduler(tmp_path, worker.address) as stub:
         await assert_refused(pin(stub, range(32)), grpc.StatusCode.UNAVAILABLE, "PIN_LOST", "ended before its blocks")
         await wait_nothing_in_use(stub)

@@ -15,6 +15,7 @@ from tests.support.ports import free_port
 from tests.support.processes import until_true
 from tests.support.scheduler_process import (
     GatewayStream,
+    attached_scheduler,
     expected_tokens,
     make_submit,
     resubmit,
@@ -37,8 +38,7 @@ async def connect(stub, gateway_id: str = "gateway-a", credit: int = 4) -> Gatew
 async def test_a_request_that_was_accepted_is_not_refused_for_a_full_queue(worker, tmp_path, fault):
     worker.config = FakeWorkerConfig(step_seconds=0.002, max_num_rows=1)
     settings = {"max_waiting_requests": 2}
-    async with running_scheduler(str(tmp_path / "s.sock"), worker.address, **settings) as stub:
-        await wait_attached(stub)
+    async with attached_scheduler(tmp_path, worker.address, **settings) as stub:
         stream = await connect(stub)
         await stream.submit(make_submit(1, max_tokens=100))
         await stream.read()
@@ -93,8 +93,7 @@ async def outcomes(port: int) -> dict[str, float]:
 
 async def test_what_is_submitted_again_goes_on_and_what_is_left_behind_is_aborted(worker, tmp_path):
     port = free_port()
-    async with running_scheduler(str(tmp_path / "s.sock"), worker.address, metrics_port=port) as scheduler:
-        await wait_attached(scheduler)
+    async with attached_scheduler(tmp_path, worker.address, metrics_port=port) as scheduler:
         first, _ = await GatewayStream.open(scheduler, "gateway-a", grace_period_ms=60_000)
         # Without a worker nothing ends by itself.
         await worker.stop()
@@ -172,8 +171,7 @@ async def test_requests_of_every_kind_go_on(worker, tmp_path, kind):
     worker.config = FakeWorkerConfig(step_seconds=0.002)
     fields = KINDS[kind] | {"prompt_len": 40, "max_tokens": 40}
     settings = {"max_num_batched_tokens": 16, "max_num_seqs": 8}
-    async with running_scheduler(str(tmp_path / "s.sock"), worker.address, **settings) as stub:
-        await wait_attached(stub)
+    async with attached_scheduler(tmp_path, worker.address, **settings) as stub:
         undisturbed = await connect(stub)
         await undisturbed.submit(make_submit(1, **fields))
         await undisturbed.read_until_over(1)

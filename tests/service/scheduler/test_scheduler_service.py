@@ -1,5 +1,7 @@
 """One real scheduler service over loopback gRPC, between a fake worker and a gateway's end of the stream."""
 
+import json
+from collections import defaultdict
 from concurrent.futures import Future
 from typing import Any
 
@@ -7,10 +9,12 @@ import pytest
 from google.rpc import code_pb2
 
 from quire.arrays import encode_int32
+from quire.common.v1 import common_pb2
 from quire.scheduler.v1 import scheduler_pb2
-from tests.support.fake_worker import FakeWorkerConfig
+from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.scheduler_process import (
     GatewayStream,
+    attached_scheduler,
     expected_tokens,
     make_submit,
     running_scheduler,
@@ -116,8 +120,7 @@ async def test_a_handle_in_use_is_refused_with_already_exists(scheduler, worker)
 
 async def test_a_full_queue_is_resource_exhausted_with_a_time_to_come_back(worker, tmp_path):
     worker.config = FakeWorkerConfig(step_seconds=0.01, max_num_rows=1)
-    async with running_scheduler(str(tmp_path / "s.sock"), worker.address, max_waiting_requests=2) as stub:
-        await wait_attached(stub)
+    async with attached_scheduler(tmp_path, worker.address, max_waiting_requests=2) as stub:
         stream, _ = await GatewayStream.open(stub)
         await stream.submit(make_submit(1, max_tokens=20))
         await stream.read()
@@ -137,8 +140,7 @@ async def test_a_full_queue_is_resource_exhausted_with_a_time_to_come_back(worke
 
 async def test_get_state_shows_block_tables(worker, tmp_path):
     worker.config = FakeWorkerConfig(step_seconds=0.02, block_size=4)
-    async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
-        await wait_attached(stub)
+    async with attached_scheduler(tmp_path, worker.address) as stub:
         stream, _ = await GatewayStream.open(stub)
         await stream.submit(make_submit(1, prompt_len=7, max_tokens=50))
         await stream.read()
@@ -175,3 +177,83 @@ async def test_a_cached_prefix_is_reported_and_survives_a_restart_of_the_schedul
         assert stream.completed[1].usage.cached_tokens > 0
         assert stream.outputs[1] == expected_tokens(1, **long)
         stream.close()
+
+
+ASKED = common_pb2.OutputOptions(prompt_logprobs=1)
+
+
+@pytest.fixture
+async def small_scheduler(worker: FakeWorker, tmp_path):
+    worker.config = FakeWorkerConfig(num_blocks=10, max_num_batched_tokens=16, max_num_rows=8)
+    async with attached_scheduler(tmp_path, worker.address, watermark=0.0) as stub:
+        yield stub
+
+
+async def run(stub, *submits) -> GatewayStream:
+    """Its end checks that no position is lost or comes twice."""
+    stream, _ = await GatewayStream.open(stub)
+    for submit in submits:
+        await stream.submit(submit)
+    await stream.read_until_over(*(submit.handle for submit in submits))
+    assert not stream.failed
+    stream.close()
+    return stream
+
+
+def expected_positions(handle: int, prompt_len: int) -> list[tuple[int, float, int, int]]:
+    return [((handle + position) % 100, -position, position, 1) for position in range(1, prompt_len)]
+
+
+async def test_each_position_is_reported_once_over_chunks_and_only_where_asked(small_scheduler):
+    stream = await run(
+        small_scheduler,
+        make_submit(1, prompt_len=50, max_tokens=5, output=ASKED),
+        make_submit(2, prompt_len=20, max_tokens=5),
+        make_submit(3, prompt_len=1, max_tokens=5, output=ASKED),
+    )
+    assert stream.prompt_logprobs == {1: expected_positions(1, 50), 2: [], 3: []}
+
+
+async def test_the_same_prompt_again_is_not_taken_from_the_cache(small_scheduler):
+    await run(small_scheduler, make_submit(1, prompt_len=50, max_tokens=5))
+    stream = await run(small_scheduler, make_submit(1, prompt_len=50, max_tokens=5, output=ASKED))
+    assert stream.prompt_logprobs[1] == expected_positions(1, 50)
+
+
+async def test_preemption_neither_loses_nor_repeats_what_was_delivered(small_scheduler):
+    handles = range(1, 6)
+    stream = await run(
+        small_scheduler, *(make_submit(handle, prompt_len=30, max_tokens=60, output=ASKED) for handle in handles)
+    )
+    assert (await state_of(small_scheduler)).preemptions > 0
+    assert stream.prompt_logprobs == {handle: expected_positions(handle, 30) for handle in handles}
+
+
+async def test_every_step_has_all_its_parts_in_order(worker, tmp_path):
+    """In the file of `--trace-steps`, which a tracing page opens."""
+    path = tmp_path / "steps.json"
+    async with attached_scheduler(tmp_path, worker.address, trace_steps=str(path)) as scheduler:
+        stream, _ = await GatewayStream.open(scheduler)
+        for handle in range(4):
+            await stream.submit(make_submit(handle, max_tokens=6))
+        await stream.read_until_over(*range(4))
+        stream.close()
+    steps: dict[int, dict[str, tuple[float, float]]] = defaultdict(dict)
+    planned: dict[int, dict[str, int]] = {}
+    replica: dict[str, int] = {}
+    for event in json.loads(path.read_text()):
+        if event["ph"] == "X":
+            steps[event["args"]["step"]][event["name"]] = (event["ts"], event["ts"] + event["dur"])
+        if event["name"] == "plan":
+            planned[event["args"]["step"]] = event["args"]
+        if event["name"] == "replica":
+            replica = event["args"]
+    assert len(steps) >= 6
+    assert sum(work["num_samples"] for work in planned.values()) == 4 * 6
+    assert all(work["context_tokens"] >= work["num_tokens"] > 0 for work in planned.values())
+    assert replica.keys() >= {"num_blocks", "block_size", "max_num_seqs", "max_model_len", "vocab_size"}
+    for step in steps.values():
+        assert step.keys() >= {"plan", "send", "queue", "cache operations", "model", "sample", "apply"}
+        # The file has tenths of microseconds.
+        assert step["plan"][1] - 0.2 <= step["send"][0] <= step["apply"][0]
+    assert sum("emit" in step for step in steps.values()) >= 6

@@ -10,6 +10,7 @@ from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.processes import until_true
 from tests.support.scheduler_process import (
     GatewayStream,
+    attached_scheduler,
     make_submit,
     running_scheduler,
     wait_attached,
@@ -125,15 +126,11 @@ async def test_a_lost_worker_is_an_event_of_the_requests_that_ran(scheduler, col
     worker.hang.set()
     await stream.submit(submit)
     await wait_step_begun(worker)
-    await worker.stop()
-    successor = FakeWorker(TIGHT)
-    await successor.start(worker.address)
+    await worker.restart()
     await stream.read_until_over(7)
     span = await span_of(collector, trace_id)
     assert [name for name in span.event_names if name in ("worker lost", "resumed")] == ["worker lost", "resumed"]
     stream.close()
-    await wait_nothing_in_use(scheduler)
-    await successor.stop()
 
 
 async def test_a_request_that_fails_is_marked(scheduler, collector) -> None:
@@ -206,8 +203,7 @@ async def test_a_durable_request_is_one_span_whoever_reads_it(scheduler, collect
 
 async def test_a_scheduler_that_stops_sends_what_it_knows_of_live_requests(worker, tmp_path, collector) -> None:
     endpoint = collector.endpoint
-    async with running_scheduler(str(tmp_path / "s.sock"), worker.address, otlp_traces_endpoint=endpoint) as stub:
-        await wait_attached(stub)
+    async with attached_scheduler(tmp_path, worker.address, otlp_traces_endpoint=endpoint) as stub:
         stream, _ = await GatewayStream.open(stub, grace_period_ms=60_000)
         worker.hang.set()
         submit, trace_id, _ = traced_submit(1)

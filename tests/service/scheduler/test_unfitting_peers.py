@@ -1,5 +1,7 @@
-"""A scheduler between workers and gateways of other releases, or with other models."""
+"""A scheduler between workers and gateways of other releases, with other models, or with a worker that comes back with
+another pool: gateways learn of it, and requests move over."""
 
+import asyncio
 import logging
 from types import SimpleNamespace
 
@@ -8,12 +10,19 @@ import pytest
 from google.rpc import code_pb2
 
 from quire.arrays import encode_int32
+from quire.common.v1 import common_pb2
 from quire.compatibility import SCHEDULER_PROTOCOL, WORKER_PROTOCOL, ModelFingerprint, ProtocolVersions
+from quire.gateway.v1 import generation_pb2, model_pb2
 from quire.rpc.errors import NotFound, QuireError, from_rpc_error
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
+from tests.support.gateway_process import RunningGateway, collect, running_gateway, stream_request
+from tests.support.metrics import read_metrics
+from tests.support.ports import free_port
+from tests.support.processes import until_true
 from tests.support.scheduler_process import (
     GatewayStream,
+    attached_scheduler,
     expected_tokens,
     make_submit,
     resubmit,
@@ -23,6 +32,7 @@ from tests.support.scheduler_process import (
     wait_attached,
     wait_nothing_in_use,
 )
+from tests.support.two_gateways import LlamaWorkerConfig, SchedulerAddress
 from worker_svc.protocol import convert
 
 NO_VERSION = ProtocolVersions(0, 0)
@@ -125,8 +135,7 @@ async def test_gateways_that_do_not_fit_are_refused_beside_one_that_does_and_log
     worker: FakeWorker, tmp_path, log: pytest.LogCaptureFixture, changes, reason: str, line: str
 ) -> None:
     worker.config = FakeWorkerConfig(fingerprint=OF_WORKER)
-    async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
-        await wait_attached(stub)
+    async with attached_scheduler(tmp_path, worker.address) as stub:
         stream, welcome = await GatewayStream.open(stub, "fitting")
         assert ModelFingerprint.of(welcome.model) == OF_WORKER
         lines = {name: line.format(*[f"gateway {name}"] * 2) for name in ("a", "b")}
@@ -147,13 +156,10 @@ async def test_gateways_that_do_not_fit_are_refused_beside_one_that_does_and_log
 
 
 async def test_requests_fail_where_the_worker_comes_back_with_another_model_and_the_scheduler_goes_on(
-    tmp_path, log: pytest.LogCaptureFixture
+    worker: FakeWorker, tmp_path, log: pytest.LogCaptureFixture
 ) -> None:
-    address = f"unix:{tmp_path / 'w.sock'}"
-    worker = FakeWorker(FakeWorkerConfig(fingerprint=OF_WORKER, step_seconds=0.005))
-    await worker.start(address)
-    async with running_scheduler(str(tmp_path / "s.sock"), address) as stub:
-        await wait_attached(stub)
+    worker.config = FakeWorkerConfig(fingerprint=OF_WORKER, step_seconds=0.005)
+    async with attached_scheduler(tmp_path, worker.address) as stub:
         assert isinstance(await answer_to(stub, make_hello("gateway-a")), scheduler_pb2.Welcome)
         pin = scheduler_pb2.PinPrefixRequest(token_ids=encode_int32(range(32)), time_to_live_ms=60_000)
         await stub.PinPrefix(pin)
@@ -162,10 +168,8 @@ async def test_requests_fail_where_the_worker_comes_back_with_another_model_and_
         await stream.submit(make_submit(2, max_tokens=500, durable=True))
         while not stream.outputs[2]:
             await stream.read()
-        await worker.stop()
         changed = ModelFingerprint(config="c1", weights="w2", tokenizer="t2")
-        other = FakeWorker(FakeWorkerConfig(fingerprint=changed))
-        await other.start(address)
+        await worker.restart(FakeWorkerConfig(fingerprint=changed))
         await stream.read_to_end()
         line = "the worker came back with another model (before and now: weights w1 and w2)"
         for handle in (1, 2):
@@ -188,7 +192,6 @@ async def test_requests_fail_where_the_worker_comes_back_with_another_model_and_
         assert again.outputs[3] == expected_tokens(3)
         again.close()
         await wait_nothing_in_use(stub)
-        await other.stop()
 
 
 @pytest.mark.parametrize(
@@ -199,19 +202,14 @@ async def test_requests_fail_where_the_worker_comes_back_with_another_model_and_
     ],
 )
 async def test_the_output_of_a_durable_request_that_is_over_is_kept_where_the_tokenizer_still_reads_it(
-    tmp_path, before: ModelFingerprint, after: ModelFingerprint, is_kept: bool
+    worker: FakeWorker, tmp_path, before: ModelFingerprint, after: ModelFingerprint, is_kept: bool
 ) -> None:
-    address = f"unix:{tmp_path / 'w.sock'}"
-    worker = FakeWorker(FakeWorkerConfig(fingerprint=before))
-    await worker.start(address)
-    async with running_scheduler(str(tmp_path / "s.sock"), address) as stub:
-        await wait_attached(stub)
+    worker.config = FakeWorkerConfig(fingerprint=before)
+    async with attached_scheduler(tmp_path, worker.address) as stub:
         stream, _ = await GatewayStream.open(stub)
         await stream.submit(make_submit(1, durable=True))
         await stream.read_until_over(1)
-        await worker.stop()
-        other = FakeWorker(FakeWorkerConfig(fingerprint=after))
-        await other.start(address)
+        await worker.restart(FakeWorkerConfig(fingerprint=after))
         await stream.read_to_end()
         find = stub.FindDurable(scheduler_pb2.FindDurableRequest(request_id="request-1"))
         if is_kept:
@@ -220,4 +218,92 @@ async def test_the_output_of_a_durable_request_that_is_over_is_kept_where_the_to
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await find
             assert isinstance(from_rpc_error(refused.value), NotFound)
-        await other.stop()
+
+
+GRACE_MS = 60_000
+
+
+async def test_requests_go_on_in_another_pool_once_their_gateway_is_back_but_those_that_no_longer_fit(worker, tmp_path):
+    worker.config = FakeWorkerConfig(step_seconds=0.005)
+    port = free_port()
+    async with attached_scheduler(tmp_path, worker.address, metrics_port=port) as stub:
+        first, welcome = await GatewayStream.open(stub, grace_period_ms=GRACE_MS)
+        assert (welcome.num_gpu_blocks, welcome.block_size) == (256, 16)
+        await first.submit(make_submit(1, max_tokens=500))
+        for handle in (2, 3):
+            await first.submit(make_submit(handle, max_tokens=60, durable=handle == 3))
+        while len(first.outputs[3]) < 10:
+            await first.read()
+        await worker.restart(FakeWorkerConfig(num_blocks=40, block_size=8))
+        await first.read_to_end()
+        assert first.failed[1].reason == "POOL_SHRANK"
+        second, welcome = await GatewayStream.open(stub, grace_period_ms=GRACE_MS)
+        assert (welcome.num_gpu_blocks, welcome.block_size, welcome.max_model_len) == (40, 8, 320)
+        for handle in (2, 3):
+            await second.submit(resubmit(first, handle, max_tokens=60, durable=handle == 3))
+        await second.read_until_over(2, 3)
+        for handle in (2, 3):
+            assert second.outputs[handle] == expected_tokens(handle, max_tokens=60)
+        metrics = await read_metrics(port)
+        assert metrics['quire_scheduler_requests_total{outcome="failed"}'] == 1
+        await wait_nothing_in_use(stub)
+        second.close()
+
+
+async def test_a_gateway_that_connected_while_there_was_no_worker_connects_again(worker, scheduler):
+    await worker.stop()
+    await until_state(scheduler, lambda state: not state.workers[0].attached)
+    stream, welcome = await GatewayStream.open(scheduler)
+    assert welcome.vocab_size == 1000
+    await worker.restart(FakeWorkerConfig(vocab_size=500))
+    await stream.read_to_end()
+    assert stream.readiness[-1]
+    again, welcome = await GatewayStream.open(scheduler)
+    assert welcome.vocab_size == 500
+    again.close()
+
+
+async def test_a_scheduler_that_drains_keeps_its_streams_whatever_pool_the_worker_comes_back_with(worker, tmp_path):
+    worker.config = FakeWorkerConfig(step_seconds=0.005)
+    async with attached_scheduler(tmp_path, worker.address) as stub:
+        stream, _ = await GatewayStream.open(stub)
+        await stream.submit(make_submit(1, max_tokens=60))
+        await stream.read()
+        drain = stub.Drain(scheduler_pb2.DrainRequest(timeout_ms=60_000))
+        while not stream.readiness:
+            await stream.read()
+        await worker.restart(FakeWorkerConfig(num_blocks=40))
+        # No gateway can connect again.
+        await stream.read_until_over(1)
+        assert stream.outputs[1] == expected_tokens(1, max_tokens=60)
+        assert (await drain).remaining_requests == 0
+        stream.close()
+
+
+async def longest_answer(gateway: RunningGateway) -> int:
+    """How many tokens a request of three tokens gets that leaves it to the gateway how many."""
+    request = generation_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=[5, 6, 7]))
+    request.stopping.ignore_eos = True
+    answer = await gateway.generation.Generate(request, timeout=60)
+    return len(answer.sequences[0].token_ids)
+
+
+async def replica_known_to(gateway: RunningGateway) -> model_pb2.Replica:
+    info = await gateway.models.GetServerInfo(model_pb2.GetServerInfoRequest())
+    return info.replicas[0]
+
+
+async def test_a_gateway_knows_the_limits_of_whatever_pool_the_worker_comes_back_with(worker, tmp_path):
+    worker.config = LlamaWorkerConfig(num_blocks=8, block_size=8, step_seconds=0.002)
+    gateway_of_it = running_gateway(SchedulerAddress(f"unix:{tmp_path / 's.sock'}"))
+    async with attached_scheduler(tmp_path, worker.address), gateway_of_it as gateway:
+        assert await longest_answer(gateway) == 8 * 8 - 3
+        for num_blocks in (6, 10):
+            reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(max_tokens=30))))
+            steps_before = worker.num_steps
+            await until_true(lambda least=steps_before + 5: worker.num_steps > least)
+            await worker.restart(LlamaWorkerConfig(num_blocks, block_size=8, step_seconds=0.002))
+            assert len((await reading).token_ids) == 30
+            replica = await replica_known_to(gateway)
+            assert (replica.num_gpu_blocks, replica.device_name) == (num_blocks, "a fake")
+            assert await longest_answer(gateway) == num_blocks * 8 - 3

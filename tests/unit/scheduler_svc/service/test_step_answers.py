@@ -1,13 +1,18 @@
-"""What a worker says of a step is checked before the core sees it."""
+"""What a worker says of a step is checked before the core sees it, and what its loss says of the step in flight."""
 
+import asyncio
+
+import grpc
+import grpc.aio
 import numpy as np
 import pytest
 
 from quire.arrays import encode_int32
 from quire.compatibility import WORKER_PROTOCOL
-from quire.rpc.errors import InvalidArgument
+from quire.rpc.errors import FailedPrecondition, Internal, InvalidArgument, QuireError, Unavailable, to_rpc_status
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.step import StepInFlight
+from scheduler_svc.service.worker_link import WorkerHangsError, WorkerLostError, epoch_of_start
 from scheduler_svc.service.worker_messages import replica_info, step_answer
 from tests.support.logprobs import Line, fill, lines_of
 
@@ -101,3 +106,58 @@ def test_a_worker_whose_numbers_make_no_sense_is_refused_by_name_before_tables_a
         info = make_info()
         setattr(getattr(info, part), name, value)
         replica_info(info)
+
+
+def make_lost(cause: Exception | None) -> WorkerLostError:
+    error = WorkerLostError("worker 127.0.0.1:1 left")
+    error.__cause__ = cause
+    return error
+
+
+def make_rpc_error(error: QuireError) -> grpc.aio.AioRpcError:
+    status = to_rpc_status(error)
+    return grpc.aio.AioRpcError(
+        status.code, grpc.aio.Metadata(), grpc.aio.Metadata(*status.trailing_metadata), status.details
+    )
+
+
+RESET = grpc.aio.AioRpcError(
+    grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "Received RST_STREAM with error code 2"
+)
+CLOSED = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "Socket closed")
+CANCELLED = grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata(), "")
+
+
+@pytest.mark.parametrize(
+    ("cause", "refusal", "is_unexplained"),
+    [
+        # The step was refused, or could not be run; whether that is explained is not looked at then.
+        (InvalidArgument("batch.rows holds row 3 twice"), "batch.rows holds row 3 twice", True),
+        (Internal("step 7 failed on the device", reason="STEP_FAILED"), "step 7 failed on the device", False),
+        (Internal("the step could not be taken", reason="UNEXPECTED"), "the step could not be taken", False),
+        # The worker died, and said nothing of the step.
+        (None, None, True),
+        (asyncio.InvalidStateError("the call is over"), None, True),
+        (Unavailable("Socket closed"), None, True),
+        (CLOSED, None, True),
+        (CANCELLED, None, True),
+        (RESET, None, True),
+        # It lives, and says why it left.
+        (FailedPrecondition("another scheduler came", reason="SUPERSEDED"), None, False),
+        (FailedPrecondition("no more", reason="SESSION_ENDED"), None, False),
+        (FailedPrecondition("no more", reason="STEP_GAP"), None, False),
+    ],
+)
+def test_what_a_loss_of_the_worker_says_of_the_step(cause, refusal, is_unexplained):
+    lost = make_lost(make_rpc_error(cause) if isinstance(cause, QuireError) else cause)
+    assert (lost.refusal, lost.is_unexplained) == (refusal, is_unexplained)
+
+
+def test_a_worker_that_hangs_is_unexplained():
+    assert WorkerHangsError("worker 127.0.0.1:1 has not answered a step for 60.1 s").is_unexplained
+
+
+def test_the_start_orders_the_epochs_of_two_schedulers_however_often_the_older_one_tries():
+    older, newer = epoch_of_start(1_790_000_000.000), epoch_of_start(1_790_000_000.001)
+    attempts_in_two_days = 5 * 86_400 * 2
+    assert older < older + attempts_in_two_days < newer < newer + attempts_in_two_days < 1 << 63

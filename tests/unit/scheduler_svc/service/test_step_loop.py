@@ -1,5 +1,5 @@
-"""Requests that are ended from outside count as ended, in metrics and in the advice to callers that are refused; and a
-worker hangs only once it was seen to for a while."""
+"""What is counted of requests that are ended from outside, when an answer of a worker is late, and when a refused
+caller should come back."""
 
 import time
 from types import SimpleNamespace
@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from quire.rpc.patience import LAST_LOOK_S
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.service.awaited import Awaited
 from scheduler_svc.service.metrics import SchedulerMetrics
+from scheduler_svc.service.refusals import RetryAdvisor
 from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.service.worker_link import WorkerHangsError
 from tests.support.core_driver import make_config, make_request
@@ -76,3 +79,79 @@ def test_a_step_that_is_overdue_is_given_up_by_a_second_look_alone(loop):
         loop._check_progress(now, link)
     with pytest.raises(WorkerHangsError, match=r"^worker w:1 has not answered a step for 61\.5 s$"):
         loop._check_progress(61.5, link)
+
+
+TIMEOUT_S = 60.0
+LATE_S = TIMEOUT_S + 1
+SECOND_LOOK_S = LATE_S + 2 * LAST_LOOK_S
+
+
+@pytest.fixture
+def awaited() -> Awaited:
+    awaited = Awaited(TIMEOUT_S)
+    awaited.clear(0.0)
+    return awaited
+
+
+def test_nothing_is_late_where_nothing_is_awaited(awaited):
+    assert awaited.late(1e6) is None
+    awaited.sent(1, 0.0)
+    assert awaited.answered(1, 5.0) == 5.0
+    assert awaited.late(1e6) is None
+
+
+def test_the_oldest_is_late_by_a_second_look(awaited):
+    """As where scheduler or worker stood still: its answer comes behind the first heartbeat."""
+    awaited.sent(1, 0.0)
+    awaited.sent(2, 0.0)
+    assert awaited.late(LATE_S) is None
+    assert awaited.late(SECOND_LOOK_S) == (1, SECOND_LOOK_S)
+
+
+def test_what_waited_for_the_one_before_has_its_own_time(awaited):
+    awaited.sent(1, 0.0)
+    awaited.sent(2, 0.0)
+    assert awaited.late(LATE_S) is None
+    awaited.answered(1, LATE_S)
+    assert awaited.late(SECOND_LOOK_S) is None
+    assert awaited.late(LATE_S + LATE_S) is None
+    assert awaited.late(LATE_S + SECOND_LOOK_S) == (2, pytest.approx(SECOND_LOOK_S))
+
+
+def test_answers_to_later_ones_give_the_oldest_no_more_time(awaited):
+    awaited.sent(1, 0.0)
+    for number in range(2, 100):
+        awaited.sent(number, float(number))
+        awaited.answered(number, float(number))
+    assert awaited.late(LATE_S) is None
+    assert awaited.late(SECOND_LOOK_S) == (1, SECOND_LOOK_S)
+
+
+def test_with_other_workers_all_begins_anew(awaited):
+    awaited.sent(1, 0.0)
+    awaited.clear(LATE_S)
+    awaited.sent(1, LATE_S)
+    assert awaited.late(SECOND_LOOK_S) is None
+
+
+@pytest.mark.parametrize(
+    ("ends", "now", "expected"),
+    [
+        ([], 5.0, 1000),
+        # One end tells no pace.
+        ([(1, 0.0)], 3.0, 1000),
+        # The pace of recent ends, within bounds.
+        ([(2, float(second)) for second in range(10)], 10.0, 500),
+        ([(60, 0.0)], 0.1, 50),
+        ([(2, 0.0)], 10.0, 5000),
+        # Time without work is no pace, and after a pause it is that of what ended since.
+        ([(1, each / 20) for each in range(64)], 3.2 + 10 * 60.0, 1000),
+        ([(1, each / 20) for each in range(64)], 3.2 + 3600.0, 1000),
+        ([(30, 0.0), *((1, 600.0 + each / 10) for each in range(10))], 601.0, 100),
+    ],
+)
+def test_the_advice_to_come_back_is_the_pace_of_recent_ends(ends, now, expected):
+    advisor = RetryAdvisor()
+    for count, at in ends:
+        advisor.ended(count, now=at)
+    assert advisor.retry_after_ms(now=now) == expected

@@ -1,17 +1,20 @@
 """Spans where there is nothing to trace, and the file of `--trace-steps`."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quire.settings import ConfigurationError
 from quire.tracing import TraceContext
+from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import ClientEvents
 from scheduler_svc.service.tracing import RequestSpans, StepTrace
-from tests.support.core_driver import make_request
+from scheduler_svc.service.worker_messages import step_message
+from tests.support.core_driver import Driver, make_config, make_request
 from tests.support.tracing import MemoryTraces
 
 SAMPLED = TraceContext(f"00-{'a' * 32}-{'b' * 16}-01")
@@ -69,3 +72,14 @@ def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(caplog: pytest.LogC
         trace.close()
         said = "the trace of steps /dev/full ends here: No space left on device"
         assert [record.getMessage() for record in caplog.records] == [said]
+
+
+def test_a_step_names_the_traces_of_the_rows_that_it_assigns() -> None:
+    driver = Driver(make_config())
+    for handle, traceparent in enumerate(("00-a-b-01", None, "00-c-d-01")):
+        driver.submit(replace(make_request(handle), traceparent=traceparent))
+    plan = driver.plan()
+    assert plan is not None
+    step = worker_pb2.RunRequest.FromString(step_message(plan, epoch=7, generation=9)).step
+    named = {traced.row: traced.traceparent for traced in step.traced}
+    assert named == {plan.assign[0].row: "00-a-b-01", plan.assign[2].row: "00-c-d-01"}
