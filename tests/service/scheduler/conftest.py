@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.fake_worker import FakeWorker
-from tests.support.scheduler_process import attached_scheduler, wait_nothing_in_use
+from tests.support.scheduler_process import GatewayStream, attached_scheduler, wait_nothing_in_use
 
 
 @pytest.fixture
@@ -19,3 +19,11 @@ async def scheduler(worker, tmp_path):
     async with attached_scheduler(tmp_path, worker.address) as stub:
         yield stub
         await wait_nothing_in_use(stub)
+
+
+@pytest.fixture
+async def stream(scheduler):
+    """Of a gateway that gives no time to come back."""
+    opened, _ = await GatewayStream.open(scheduler)
+    yield opened
+    opened.close()

@@ -158,8 +158,7 @@ async def test_a_request_that_never_ran_has_waited(worker, tmp_path):
         stream.close()
 
 
-async def test_a_sequence_that_is_not_the_last_or_not_known_is_not_answered(scheduler):
-    stream, _ = await GatewayStream.open(scheduler)
+async def test_a_sequence_that_is_not_the_last_or_not_known_is_not_answered(stream):
     await stream.abort(8, sequence_index=0, wants_usage=True)
     await stream.submit(make_submit(1, max_tokens=60, n=2))
     await stream.read()
@@ -167,4 +166,3 @@ async def test_a_sequence_that_is_not_the_last_or_not_known_is_not_answered(sche
     await stream.read_until_over(1)
     assert stream.ends[1].num_tokens == 60
     assert stream.completed.keys() == {1}
-    stream.close()

@@ -65,7 +65,7 @@ async def test_a_worker_whose_steps_have_fewer_tokens_than_it_has_rows_serves(tm
     await worker.stop()
 
 
-async def test_a_worker_that_answers_for_other_rows_than_were_asked_is_lost(scheduler, monkeypatch):
+async def test_a_worker_that_answers_for_other_rows_than_were_asked_is_lost(scheduler, stream, monkeypatch):
     turned: list[StepAnswer] = []
 
     def turn_one_around(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
@@ -77,7 +77,6 @@ async def test_a_worker_that_answers_for_other_rows_than_were_asked_is_lost(sche
 
     monkeypatch.setattr(worker_link, "step_answer", turn_one_around)
     first_epoch = (await state_of(scheduler)).scheduler_epoch
-    stream, _ = await GatewayStream.open(scheduler)
     for handle in (1, 2):
         await stream.submit(make_submit(handle, max_tokens=60))
     await stream.read_until_over(1, 2)
@@ -85,7 +84,6 @@ async def test_a_worker_that_answers_for_other_rows_than_were_asked_is_lost(sche
     assert (await state_of(scheduler)).scheduler_epoch > first_epoch
     for handle in (1, 2):
         assert stream.outputs[handle] == expected_tokens(handle, max_tokens=60)
-    stream.close()
 
 
 async def test_a_silent_worker_is_lost(monkeypatch):
@@ -227,8 +225,7 @@ def _picky(monkeypatch):
 
 
 @pytest.mark.usefixtures("_picky")
-async def test_a_worker_that_refuses_every_step_is_attached_at_growing_intervals(scheduler):
-    stream, _ = await GatewayStream.open(scheduler)
+async def test_a_worker_that_refuses_every_step_is_attached_at_growing_intervals(scheduler, stream):
     first_epoch, started = (await state_of(scheduler)).scheduler_epoch, time.monotonic()
     for handle in (1, 2, 3):
         await stream.submit(make_refused(handle))
@@ -239,12 +236,10 @@ async def test_a_worker_that_refuses_every_step_is_attached_at_growing_intervals
     assert stream.outputs[4] == expected_tokens(4)
     # None of them was refused more than twice.
     assert (await state_of(scheduler)).scheduler_epoch <= first_epoch + 6
-    stream.close()
 
 
 @pytest.mark.usefixtures("_picky")
-async def test_a_request_whose_steps_the_worker_refuses_fails_alone(scheduler):
-    stream, _ = await GatewayStream.open(scheduler)
+async def test_a_request_whose_steps_the_worker_refuses_fails_alone(scheduler, stream):
     for handle in (1, 2, 4, 5):
         await stream.submit(make_submit(handle, max_tokens=100))
     await stream.read()
@@ -255,7 +250,6 @@ async def test_a_request_whose_steps_the_worker_refuses_fails_alone(scheduler):
     for handle in (1, 2, 4, 5):
         assert stream.outputs[handle] == expected_tokens(handle, max_tokens=100)
     await wait_nothing_in_use(scheduler)
-    stream.close()
 
 
 def hostile(shape: dict[str, Any] | None = None, **sampling: Any) -> scheduler_pb2.Submit:
@@ -282,9 +276,8 @@ def hostile(shape: dict[str, Any] | None = None, **sampling: Any) -> scheduler_p
         (make_submit(3, output=common_pb2.OutputOptions(prompt_logprobs=21)), "output.prompt_logprobs is 21; "),
     ],
 )
-async def test_sampling_that_no_gateway_would_send_fails_its_request_alone(scheduler, submit, message):
+async def test_sampling_that_no_gateway_would_send_fails_its_request_alone(scheduler, stream, submit, message):
     epoch = (await state_of(scheduler)).scheduler_epoch
-    stream, _ = await GatewayStream.open(scheduler)
     for handle in (1, 2):
         await stream.submit(make_submit(handle, max_tokens=40))
     await stream.read()
@@ -298,20 +291,17 @@ async def test_sampling_that_no_gateway_would_send_fails_its_request_alone(sched
     # No step was refused, so the worker was not attached again.
     assert (await state_of(scheduler)).scheduler_epoch == epoch
     await wait_nothing_in_use(scheduler)
-    stream.close()
 
 
 @pytest.mark.usefixtures("_picky")
-async def test_a_scheduler_whose_last_request_was_refused_drains(scheduler):
-    stream, _ = await GatewayStream.open(scheduler)
+async def test_a_scheduler_whose_last_request_was_refused_drains(scheduler, stream):
     await stream.submit(make_refused(1))
     await stream.read_until_over(1)
     drained = await scheduler.Drain(scheduler_pb2.DrainRequest(timeout_ms=60_000), timeout=30)
     assert drained.remaining_requests == 0
-    stream.close()
 
 
-async def test_a_submission_that_cannot_be_taken_fails_alone(scheduler, monkeypatch):
+async def test_a_submission_that_cannot_be_taken_fails_alone(stream, monkeypatch):
     real = servicer.request_from_submit
 
     def request_from_submit(submit, **limits):
@@ -320,14 +310,12 @@ async def test_a_submission_that_cannot_be_taken_fails_alone(scheduler, monkeypa
         return real(submit, **limits)
 
     monkeypatch.setattr(servicer, "request_from_submit", request_from_submit)
-    stream, _ = await GatewayStream.open(scheduler)
     await stream.submit(make_submit(1))
     await stream.submit(make_submit(2))
     await stream.read_until_over(1, 2)
     assert (stream.failed[1].code, stream.failed[1].reason) == (code_pb2.INTERNAL, "UNEXPECTED")
     assert "nobody thought" not in stream.failed[1].message
     assert stream.outputs[2] == expected_tokens(2)
-    stream.close()
 
 
 @pytest.mark.parametrize("fault", ["cannot be made", "cannot be serialized"])
@@ -353,14 +341,13 @@ async def test_a_stream_whose_events_cannot_be_written_ends_and_the_next_one_goe
 
 
 async def test_a_worker_that_always_answers_nonsense_fails_its_requests_and_serves_once_it_does_not(
-    scheduler, monkeypatch
+    stream, monkeypatch
 ):
     def say_too_much(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
         answer = step_answer(message, vocab_size)
         failures = {row + 100: "NaN" for row in answer.rows.tolist()}
         return dataclasses.replace(answer, result=dataclasses.replace(answer.result, failures=failures))
 
-    stream, _ = await GatewayStream.open(scheduler)
     with monkeypatch.context() as patch:
         patch.setattr(worker_link, "step_answer", say_too_much)
         for handle in (1, 2):
@@ -372,4 +359,3 @@ async def test_a_worker_that_always_answers_nonsense_fails_its_requests_and_serv
     await stream.submit(make_submit(3))
     await stream.read_until_over(3)
     assert stream.outputs[3] == expected_tokens(3)
-    stream.close()

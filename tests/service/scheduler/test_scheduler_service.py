@@ -25,19 +25,16 @@ from tests.support.scheduler_process import (
 )
 
 
-async def test_events_of_one_step_come_as_one_message(scheduler, worker):
-    stream, _ = await GatewayStream.open(scheduler)
+async def test_events_of_one_step_come_as_one_message(stream, worker):
     for handle in range(1, 33):
         await stream.submit(make_submit(handle, max_tokens=20))
     await stream.read_until_over(*range(1, 33))
     assert stream.num_messages <= worker.num_steps
-    stream.close()
 
 
-async def test_a_constraint_that_is_compiled_for_long_holds_up_no_other_request(scheduler, worker):
+async def test_a_constraint_that_is_compiled_for_long_holds_up_no_other_request(stream, worker):
     compiled = Future[None]()
     worker.prepare = lambda row_sampling: compiled
-    stream, _ = await GatewayStream.open(scheduler)
     await stream.submit(make_submit(1, has_constraint=True))
     await stream.submit(make_submit(2, max_tokens=100))
     await stream.read_until_over(2)
@@ -46,11 +43,9 @@ async def test_a_constraint_that_is_compiled_for_long_holds_up_no_other_request(
     await stream.read_until_over(1)
     assert stream.outputs[1] == expected_tokens(1)
     assert stream.outputs[2] == expected_tokens(2, max_tokens=100)
-    stream.close()
 
 
-async def test_abort_frees_blocks_and_nothing_follows(scheduler, worker):
-    stream, _ = await GatewayStream.open(scheduler)
+async def test_abort_frees_blocks_and_nothing_follows(scheduler, stream, worker):
     await stream.submit(make_submit(1, max_tokens=1000))
     await stream.submit(make_submit(2, max_tokens=100))
     await stream.read()
@@ -68,7 +63,6 @@ async def test_abort_frees_blocks_and_nothing_follows(scheduler, worker):
     assert stream.outputs[2] == expected_tokens(2, max_tokens=100)
     assert 1 not in stream.completed
     assert len(stream.outputs[1]) < 100
-    stream.close()
 
 
 @pytest.mark.parametrize(
@@ -82,19 +76,16 @@ async def test_abort_frees_blocks_and_nothing_follows(scheduler, worker):
         (make_submit(1, n=2**32 - 1, emitted=[1]), code_pb2.INVALID_ARGUMENT, "4294967295 sequences; at most 256 run"),
     ],
 )
-async def test_a_bad_submission_is_refused_alone(scheduler, submit, code, words):
-    stream, _ = await GatewayStream.open(scheduler)
+async def test_a_bad_submission_is_refused_alone(stream, submit, code, words):
     await stream.submit(submit)
     await stream.submit(make_submit(2))
     await stream.read_until_over(1, 2)
     assert stream.failed[1].code == code
     assert words in stream.failed[1].message
     assert stream.outputs[2] == expected_tokens(2)
-    stream.close()
 
 
-async def test_the_greatest_handle_serves_and_one_more_is_refused_alone(scheduler):
-    stream, _ = await GatewayStream.open(scheduler)
+async def test_the_greatest_handle_serves_and_one_more_is_refused_alone(stream):
     await stream.submit(make_submit(2**31))
     await stream.say(resume=scheduler_pb2.Resume(handle=2**32 - 1, request_id="x"))
     await stream.submit(make_submit(2**31 - 1))
@@ -103,11 +94,9 @@ async def test_the_greatest_handle_serves_and_one_more_is_refused_alone(schedule
         assert stream.failed[handle].code == code_pb2.INVALID_ARGUMENT
         assert stream.failed[handle].message == f"handle is {handle}; it must be at most 2147483647"
     assert stream.outputs[2**31 - 1] == expected_tokens(2**31 - 1)
-    stream.close()
 
 
-async def test_a_handle_in_use_is_refused_with_already_exists(scheduler, worker):
-    stream, _ = await GatewayStream.open(scheduler)
+async def test_a_handle_in_use_is_refused_with_already_exists(scheduler, stream, worker):
     await stream.submit(make_submit(1, max_tokens=900))
     await stream.submit(make_submit(1))
     await stream.read_until_over(1)
@@ -115,7 +104,6 @@ async def test_a_handle_in_use_is_refused_with_already_exists(scheduler, worker)
     worker.hang.set()
     await stream.abort(1)
     await wait_nothing_in_use(scheduler)
-    stream.close()
 
 
 async def test_a_full_queue_is_resource_exhausted_with_a_time_to_come_back(worker, tmp_path):

@@ -63,8 +63,7 @@ async def span_of(collector: TraceCollector, trace_id: str) -> CollectedSpan:
     return (await collector.trace(trace_id, 1))["quire-scheduler"]
 
 
-async def test_a_request_tells_its_times_in_order(scheduler, collector) -> None:
-    stream, _ = await GatewayStream.open(scheduler)
+async def test_a_request_tells_its_times_in_order(stream, collector) -> None:
     submit, trace_id, parent = traced_submit(7, prompt_len=9)
     await stream.submit(submit)
     await stream.read_until_over(7)
@@ -79,11 +78,9 @@ async def test_a_request_tells_its_times_in_order(scheduler, collector) -> None:
     prefill, decode = latency["time_in_model_prefill"], latency["time_in_model_decode"]
     assert prefill + decode == pytest.approx(latency["time_in_model_inference"])
     assert latency["time_in_queue"] + prefill == pytest.approx(latency["time_to_first_token"])
-    stream.close()
 
 
-async def test_cached_tokens_are_told(scheduler, collector) -> None:
-    stream, _ = await GatewayStream.open(scheduler)
+async def test_cached_tokens_are_told(stream, collector) -> None:
     trace_id = ""
     for _ in range(2):
         submit, trace_id, _ = traced_submit(7, prompt_len=9)
@@ -92,7 +89,6 @@ async def test_cached_tokens_are_told(scheduler, collector) -> None:
         await stream.read_until_over(7)
     span = await span_of(collector, trace_id)
     assert dict(span.events)["scheduled"] == {"quire.cached_tokens": 8}
-    stream.close()
 
 
 @pytest.mark.parametrize(
@@ -100,8 +96,7 @@ async def test_cached_tokens_are_told(scheduler, collector) -> None:
     [({"preemption_mode": "swap"}, "swap"), ({"preemption_mode": "recompute"}, "recompute")],
     indirect=["scheduler"],
 )
-async def test_a_preemption_and_what_follows_are_events(scheduler, collector, mode) -> None:
-    stream, _ = await GatewayStream.open(scheduler)
+async def test_a_preemption_and_what_follows_are_events(stream, collector, mode) -> None:
     submits = [traced_submit(handle, prompt_len=4, max_tokens=20) for handle in (1, 2)]
     for submit, _, _ in submits:
         await stream.submit(submit)
@@ -117,11 +112,9 @@ async def test_a_preemption_and_what_follows_are_events(scheduler, collector, mo
         assert [details for name, details in span.events if name == "preempted"] == [
             {"quire.preemption.mode": mode}
         ] * count
-    stream.close()
 
 
-async def test_a_lost_worker_is_an_event_of_the_requests_that_ran(scheduler, collector, worker) -> None:
-    stream, _ = await GatewayStream.open(scheduler)
+async def test_a_lost_worker_is_an_event_of_the_requests_that_ran(stream, collector, worker) -> None:
     submit, trace_id, _ = traced_submit(7, max_tokens=20)
     worker.hang.set()
     await stream.submit(submit)
@@ -130,33 +123,27 @@ async def test_a_lost_worker_is_an_event_of_the_requests_that_ran(scheduler, col
     await stream.read_until_over(7)
     span = await span_of(collector, trace_id)
     assert [name for name in span.event_names if name in ("worker lost", "resumed")] == ["worker lost", "resumed"]
-    stream.close()
 
 
-async def test_a_request_that_fails_is_marked(scheduler, collector) -> None:
-    stream, _ = await GatewayStream.open(scheduler)
+async def test_a_request_that_fails_is_marked(stream, collector) -> None:
     submit, trace_id, _ = traced_submit(13)
     await stream.submit(submit)
     await stream.read_until_over(13)
     span = await span_of(collector, trace_id)
     assert (span.status, span.attributes["quire.outcome"]) == (ERROR, "failed")
     assert span.attributes["error.type"] == stream.failed[13].reason
-    stream.close()
 
 
-async def test_a_request_that_is_refused_says_why(scheduler, collector) -> None:
-    stream, _ = await GatewayStream.open(scheduler)
+async def test_a_request_that_is_refused_says_why(stream, collector) -> None:
     submit, trace_id, parent = traced_submit(7, prompt_len=100)
     await stream.submit(submit)
     await stream.read_until_over(7)
     span = await span_of(collector, trace_id)
     assert (span.parent_id, span.attributes["quire.outcome"]) == (parent, "refused")
     assert span.attributes["error.type"] == "NEVER_FITS"
-    stream.close()
 
 
-async def test_a_request_that_waits_is_aborted_without_ever_having_run(scheduler, collector, worker) -> None:
-    stream, _ = await GatewayStream.open(scheduler)
+async def test_a_request_that_waits_is_aborted_without_ever_having_run(scheduler, stream, collector, worker) -> None:
     worker.hang.set()
     first, first_trace, _ = traced_submit(1, prompt_len=30, max_tokens=4)
     second, second_trace, _ = traced_submit(2, prompt_len=30, max_tokens=4)
@@ -170,11 +157,9 @@ async def test_a_request_that_waits_is_aborted_without_ever_having_run(scheduler
     await stream.abort(1)
     assert (await span_of(collector, first_trace)).event_names == ["queued", "scheduled"]
     await wait_nothing_in_use(scheduler)
-    stream.close()
 
 
-async def test_a_request_ends_with_its_last_sequence(scheduler, collector, worker) -> None:
-    stream, _ = await GatewayStream.open(scheduler)
+async def test_a_request_ends_with_its_last_sequence(scheduler, stream, collector, worker) -> None:
     worker.hang.set()
     submit, trace_id, _ = traced_submit(1, n=2, max_tokens=4)
     await stream.submit(submit)
@@ -183,7 +168,6 @@ async def test_a_request_ends_with_its_last_sequence(scheduler, collector, worke
         await stream.abort(1, sequence_index=index)
     assert (await span_of(collector, trace_id)).attributes["quire.outcome"] == "aborted"
     await wait_nothing_in_use(scheduler)
-    stream.close()
 
 
 async def test_a_durable_request_is_one_span_whoever_reads_it(scheduler, collector) -> None:

@@ -197,15 +197,6 @@ def test_the_failure_says_how_often_the_worker_was_lost():
     )
 
 
-def test_a_prompt_of_several_chunks_whose_last_one_is_deadly_fails_though_the_first_ones_are_answered():
-    driver = Driver(make_config(max_num_batched_tokens=8))
-    driver.deadly = {1: 19}
-    driver.submit(make_request(1, prompt_len=24, max_tokens=4))
-    driver.run_until_idle()
-    assert driver.failed == {1}
-    assert driver.num_deaths == ENOUGH
-
-
 def test_a_deadly_prompt_is_found_though_every_loss_comes_after_steps_of_others():
     # All that ran before it is computed first after each loss, and gets a token each time.
     driver = Driver(make_config(max_num_batched_tokens=8, num_blocks=200))

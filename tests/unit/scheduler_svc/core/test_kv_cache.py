@@ -105,15 +105,6 @@ def test_a_result_that_reports_chunks_of_rows_that_have_none_is_refused():
         driver.scheduler.apply(StepResult(plan.step_id, np.array([1]), non_finite_chunks=frozenset({0})), 0.0)
 
 
-def test_tenants_share_nothing():
-    driver = Driver(make_config())
-    run(driver, 1, prompt=SHORT_PROMPT, tenant="a")
-    run(driver, 2, prompt=SHORT_PROMPT, tenant="b")
-    assert driver.usage[2].cached_tokens == 0
-    run(driver, 3, prompt=SHORT_PROMPT, tenant="a")
-    assert driver.usage[3].cached_tokens == 12
-
-
 def test_sealed_blocks_are_announced_once_and_can_be_adopted_by_a_successor():
     driver = Driver(make_config(), max_in_flight=1)
     driver.submit(make_request(1, prompt=SHORT_PROMPT, max_tokens=3))

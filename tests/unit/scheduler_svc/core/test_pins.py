@@ -94,15 +94,6 @@ def test_the_same_prefix_is_one_pin_whose_time_starts_anew():
     assert run(driver, 1, [*PREFIX, 90]) == 12
 
 
-def test_unpinning_takes_the_right_tenant():
-    driver = make_driver()
-    made = pinned(driver)
-    assert not driver.scheduler.unpin("b", made.pin_id)
-    assert driver.scheduler.unpin("a", made.pin_id)
-    assert not driver.scheduler.unpin("a", made.pin_id)
-    assert driver.scheduler.batch.blocks.pool.num_used == 0
-
-
 def test_a_prefix_can_be_pinned_while_a_request_computes_it():
     driver = make_driver(max_num_batched_tokens=8)
     request = make_request(1, prompt=[*PREFIX, 90], tenant="a", max_tokens=3)

@@ -34,6 +34,7 @@ class RecordedMachine(SchedulerMachine):
         driver.scheduler.lose_in_flight()
         driver.scheduler.void_in_flight(driver.clock)
         driver.results.clear()
+        driver.told.clear()
         driver.device.rows.clear()
         driver._is_dead = False
         driver.scheduler.restore_sealed((BlockId(block), content) for block, content in driver.device.seals.items())
