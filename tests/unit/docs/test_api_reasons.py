@@ -1,4 +1,4 @@
-"""docs/api.md lists every reason that the services give, and none that nobody gives."""
+"""docs/api.md lists every reason that the services give, and no other; docs/operations.md explains some of them."""
 
 import ast
 import re
@@ -50,6 +50,14 @@ def test_the_reasons_that_a_retry_may_cure_have_a_status_that_clients_retry() ->
     assert {reason for reason, found in statuses.items() if found & RETRIED} == RETRYABLE
 
 
+def test_every_reason_that_operations_explain_is_one_that_is_given() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    section = text.partition("## When something is wrong")[2].partition("| seen |")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert rows
+    assert {reason for row in rows for reason in re.findall(r"`([A-Z_]+)`", row)} <= documented_reasons()
+
+
 def documented_statuses() -> dict[str, set[str]]:
     """The statuses of each reason in docs/api_head.md."""
     head = (ROOT / "docs" / "api_head.md").read_text(encoding="utf-8")
@@ -78,8 +86,7 @@ def given_reasons() -> set[str]:
 
 
 def reasons_in(source: str) -> Iterator[str]:
-    """Texts given as `reason=...`, those of errors of their own, and those that make a RequestFailure, which travels as
-    an event."""
+    """Texts given as `reason=...`, those of errors of their own, and those that make a RequestFailure, an event."""
     # To parse all files takes a second.
     for node in ast.walk(ast.parse(source)) if GIVEN.search(source) else ():
         if isinstance(node, ast.Assign) and "default_reason" in (getattr(each, "id", "") for each in node.targets):

@@ -92,18 +92,12 @@ def test_every_path_is_in_the_repository(document: Path, files: set[str]) -> Non
 
 
 def test_the_checks_find_what_is_wrong(tmp_path: Path, known_flags: set[str], files: set[str]) -> None:
-    document = tmp_path / "page.md"
-    document.write_text(
-        "`--port` of `gateway/nothing.py`, `core/policies.py`, `nowhere.py` and `gateway/app.py`\n# A `b`\n"
-    )
+    wrong, document = ["gateway/nothing.py", "core/policies.py", "nowhere.py"], tmp_path / "page.md"
+    document.write_text(f"# A `b`\n`gateway/app.py` and {' '.join(f'`{path}`' for path in wrong)}\n")
+    assert [path for path in paths_in(document) if not is_there(path, document, files)] == wrong
+    assert headings(document) == {"a-b"}
     assert "--port" not in known_flags
     assert {"--http-port", "--beam-width", "--requests-per-minute", "--runs"} <= known_flags
-    assert [path for path in paths_in(document) if not is_there(path, document, files)] == [
-        "gateway/nothing.py",
-        "core/policies.py",
-        "nowhere.py",
-    ]
-    assert headings(document) == {"a-b"}
 
 
 def flags_of_settings() -> Iterator[str]:
