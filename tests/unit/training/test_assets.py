@@ -10,9 +10,19 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from assets.training.corpus import BOS_ID, END_ID, EOS_ID, SPECIAL_TOKENS, Conversation, Turn, chat_document, documents
+from assets.training.corpus import (
+    BOS_ID,
+    CHAT_TEMPLATE,
+    END_ID,
+    EOS_ID,
+    SPECIAL_TOKENS,
+    Conversation,
+    Turn,
+    chat_document,
+    documents,
+)
 from assets.training.tokenizer import JSON_MARKS, VOCABULARY_SIZE, add_json_marks
-from assets.training.train import make_model, move_towards, widen
+from assets.training.train import make_model, widen
 
 DIRECTORY = Path(__file__).parents[3] / "assets" / "quire-tiny"
 
@@ -35,9 +45,7 @@ def tokenizer() -> Tokenizer:
 
 def test_special_tokens_have_the_ids_that_the_corpus_assumes(tokenizer: Tokenizer) -> None:
     assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == list(range(len(SPECIAL_TOKENS)))
-
-
-def test_vocabulary_is_as_large_as_the_model_says(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("Once upon a time").ids[0] == BOS_ID
     assert tokenizer.get_vocab_size() == read_json("config.json")["vocab_size"]
 
 
@@ -63,32 +71,15 @@ def test_a_wider_model_says_what_the_narrow_one_did_and_knows_the_pieces_of_its_
     torch.testing.assert_close(weights[VOCABULARY_SIZE], weights[pieces].mean(0))
 
 
-def test_weights_move_on_the_straight_line_to_others() -> None:
-    torch.manual_seed(0)
-    model, other = make_model(), make_model()
-    name = "model.norm.weight"
-    with torch.no_grad():
-        other.get_parameter(name).fill_(3.0)
-    move_towards(model, other, 0.25)
-    torch.testing.assert_close(model.get_parameter(name), torch.full((256,), 1.5))
-
-
-def test_both_ends_stop_an_answer() -> None:
+def test_both_ends_stop_an_answer_and_greedy_decoding_is_the_default() -> None:
+    assert read_json("generation_config.json")["do_sample"] is False
     assert read_json("generation_config.json")["eos_token_id"] == [EOS_ID, END_ID]
     assert read_json("config.json")["eos_token_id"] == [EOS_ID, END_ID]
-
-
-def test_greedy_decoding_is_the_default() -> None:
-    assert read_json("generation_config.json")["do_sample"] is False
 
 
 @pytest.mark.parametrize("text", ["Hello, Quire!", "naïve café", "日本語 🙂", "tab\tand\nline", "  two  spaces  "])
 def test_every_text_survives_encoding(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
-
-
-def test_text_starts_with_the_beginning_token(tokenizer: Tokenizer) -> None:
-    assert tokenizer.encode("Once upon a time").ids[0] == BOS_ID
 
 
 def test_digits_are_tokens_of_their_own(tokenizer: Tokenizer) -> None:
@@ -97,7 +88,8 @@ def test_digits_are_tokens_of_their_own(tokenizer: Tokenizer) -> None:
 
 
 def test_chat_template_writes_what_the_model_was_trained_on() -> None:
-    template = jinja2.Environment().from_string(read_json("tokenizer_config.json")["chat_template"])
+    assert read_json("tokenizer_config.json")["chat_template"] == CHAT_TEMPLATE
+    template = jinja2.Environment().from_string(CHAT_TEMPLATE)
     conversation = Conversation("any", (Turn("Hi", "Hello!"), Turn("Bye", "Goodbye!")), system="Be brief.")
     messages = [{"role": "system", "content": "Be brief."}]
     for turn in conversation.turns:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from assets.training.corpus import CHAT_TEMPLATE, END, Document, Emphasis
-from assets.training.json_questions import JSON_KINDS, make_free_extract, make_led_answer
+from assets.training.corpus import END, Document, Emphasis
+from assets.training.json_questions import JSON_KINDS, make_led_answer
 from assets.training.questions import draw
 from assets.training.second_course import Shares, second_course_documents
 from assets.training.third_course import (
@@ -20,9 +20,9 @@ from assets.training.third_course import (
     make_reworded_conversation,
     third_course_documents,
 )
-from assets.training.tool_lessons import PROBED_KINDS, TOOL_KINDS, make_tool_conversation
+from assets.training.tool_lessons import TOOL_KINDS, make_tool_conversation
 from assets.training.tool_skills import SKILLS, draw_ask, draw_tool, has_held_out_name, name_is_held_out
-from assets.training.tool_wordings import WORDINGS, describe, gerund, third_person, ways_to_ask
+from assets.training.tool_wordings import WORDINGS, describe, ways_to_ask
 from assets.training.tools import NO_TOOL_ANSWER, Called, ToolConversation, tool_document
 
 DIRECTORY = Path(__file__).parents[3] / "assets" / "quire-tiny"
@@ -43,11 +43,6 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], *
 def drawn_conversations(*, held_out: bool) -> list[ToolConversation]:
     rng = Random(5)
     return [draw(rng, held_out=held_out) for draw in TOOL_KINDS.values() for _ in range(DRAWS)]
-
-
-def test_the_shipped_template_is_that_of_the_lessons() -> None:
-    config = json.loads((DIRECTORY / "tokenizer_config.json").read_text())
-    assert config["chat_template"] == CHAT_TEMPLATE
 
 
 def test_the_template_writes_conversations_with_tools_as_they_were_trained(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -142,13 +137,6 @@ def test_what_is_missing_is_not_among_the_tools() -> None:
         assert conversation.last_answer() == NO_TOOL_ANSWER
 
 
-def test_every_skill_has_more_wordings_which_name_its_roles() -> None:
-    assert set(WORDINGS) == set(SKILLS)
-    for name, wording in WORDINGS.items():
-        for text in wording.asks:
-            assert text.format(**dict.fromkeys(SKILLS[name].roles, "x"))
-
-
 @pytest.mark.parametrize("name", SKILLS)
 def test_no_description_and_no_wording_is_on_both_sides_of_the_split(name: str) -> None:
     rng = Random(14)
@@ -159,21 +147,6 @@ def test_no_description_and_no_wording_is_on_both_sides_of_the_split(name: str) 
     asks = WORDINGS[name].asks
     assert set(ways_to_ask(name, held_out=True)) | set(ways_to_ask(name, held_out=False)) == set(asks)
     assert len(ways_to_ask(name, held_out=False)) > len(asks) / 2
-
-
-@pytest.mark.parametrize(
-    ("phrase", "person", "continued"),
-    [
-        ("look up", "looks up", "looking up"),
-        ("fetch", "fetches", "fetching"),
-        ("multiply", "multiplies", "multiplying"),
-        ("set", "sets", "setting"),
-        ("play", "plays", "playing"),
-        ("give", "gives", "giving"),
-    ],
-)
-def test_verbs_of_descriptions_are_inflected(phrase: str, person: str, continued: str) -> None:
-    assert (third_person(phrase), gerund(phrase)) == (person, continued)
 
 
 @pytest.mark.parametrize("name", SKILLS)
@@ -205,17 +178,6 @@ def test_no_json_question_is_on_both_sides_of_the_split(kind: str) -> None:
     rng = Random(9)
     trained = {draw(JSON_KINDS[kind], rng, held_out=False).text for _ in range(DRAWS)}
     assert trained.isdisjoint(draw(JSON_KINDS[kind], rng, held_out=True).text for _ in range(DRAWS))
-
-
-def test_extracts_without_keys_are_objects() -> None:
-    rng = Random(10)
-    assert all(isinstance(json.loads(make_free_extract(rng)[1].answer), dict) for _ in range(DRAWS))
-
-
-@pytest.mark.parametrize(("kind", "counts"), [("tool_one", {1}), ("tool_choice", {2, 3, 4})])
-def test_choices_are_measured_apart_from_calls_of_the_only_tool(kind: str, counts: set[int]) -> None:
-    rng = Random(11)
-    assert {len(PROBED_KINDS[kind](rng, held_out=True).tools) for _ in range(DRAWS)} == counts
 
 
 def test_answers_that_a_schema_leads_to_open_as_the_constraint_does() -> None:
