@@ -1,4 +1,5 @@
-"""compose.yaml: the services start with flags that exist, in an order that works, and only the gateway is reachable."""
+"""compose.yaml, alone and with deploy/compose.tls.yaml: the services start with flags that exist, in an order that
+works, and only the gateway is reachable. With TLS each service holds no key but its own."""
 
 import re
 import subprocess
@@ -13,7 +14,7 @@ from gateway.settings import GatewaySettings
 from quire.settings import load_settings
 from quire.version import VERSION
 from scheduler_svc.settings import SchedulerSettings
-from tests.support.compose import COMPOSE, default_of, quire_services_of
+from tests.support.compose import COMPOSE, WITH_TLS, default_of, quire_services_of, services_of
 from tools.kubernetes_manifests import known_variables
 from worker_svc.settings import WorkerSettings
 
@@ -26,18 +27,27 @@ def services() -> dict[str, Any]:
     return quire_services_of(COMPOSE)
 
 
-def settings_of(services: dict[str, Any], name: str) -> Any:
-    """What the service would run with, with the environment that compose gives it."""
+@pytest.fixture(scope="module")
+def with_tls() -> dict[str, Any]:
+    return quire_services_of(COMPOSE, WITH_TLS)
+
+
+def settings_of(services: dict[str, Any], name: str, **more: str) -> Any:
+    """What the service would run with, with the environment that compose gives it, and more of it."""
     service, *flags = services[name]["command"]
-    assert service == name
-    environment = {key: default_of(value) for key, value in services[name]["environment"].items()}
-    return load_settings(SETTINGS[name], flags, environment, program=f"quire {name}")
+    environment = {key: default_of(value) for key, value in services[name]["environment"].items()} | more
+    return load_settings(SETTINGS[service], flags, environment, program=f"quire {service}")
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_every_flag_and_variable_is_one_that_the_service_knows(services: dict[str, Any], name: str) -> None:
-    settings_of(services, name)
-    assert services[name]["environment"].keys() <= known_variables(SETTINGS[name])
+def test_every_flag_and_variable_is_one_that_the_service_knows(
+    services: dict[str, Any], with_tls: dict[str, Any]
+) -> None:
+    assert with_tls.keys() == services.keys()
+    assert services.keys() <= services_of(WITH_TLS).keys() <= services_of(COMPOSE).keys()
+    for each in (services, with_tls):
+        for name, service in each.items():
+            settings_of(each, name)
+            assert service["environment"].keys() - {"USER"} <= known_variables(SETTINGS[service["command"][0]])
 
 
 def test_services_find_each_other(services: dict[str, Any]) -> None:
@@ -79,22 +89,41 @@ def test_a_worker_on_a_gpu_takes_the_place_and_the_name_of_the_other(services: d
     assert differing == {"profiles", "image", "build", "command", "networks", "deploy"}
 
 
-def test_a_gateway_can_be_given_keys_whose_folder_it_sees(services: dict[str, Any]) -> None:
+def test_a_gateway_can_be_given_keys_whose_folder_it_sees(services: dict[str, Any], with_tls: dict[str, Any]) -> None:
+    for each in (services, with_tls):
+        for name in ("gateway", "gateway-2"):
+            assert each[name]["environment"]["QUIRE_KEYS_FILE"] == "${QUIRE_KEYS_FILE:-}"
+            assert {"./keys:/keys:ro", "./models:/models:ro"} <= set(map(default_of, each[name]["volumes"]))
+            assert settings_of(each, name).keys_files == ()
+            given = settings_of(each, name, QUIRE_KEYS_FILE="/keys/keys.json")
+            assert given.keys_files == (Path("/keys/keys.json"),)
+    # Keys can be read by their owner alone: services run as that one.
+    assert services["gateway"]["user"] == "${QUIRE_USER:-10001:10001}"
+    assert {default_of(service["user"]) for service in with_tls.values()} == {"1000:1000"}
+    assert {service["environment"]["USER"] for service in with_tls.values()} == {"quire"}
+    for path in ("compose.yaml", "deploy/compose.tls.yaml", "docs/deploying.md"):
+        text = (ROOT / path).read_text(encoding="utf-8")
+        made = set(re.findall(r"quire keys add keys/(\S+) ", text))
+        assert len(made) == 1
+        assert set(re.findall(r"QUIRE_KEYS_FILE=/keys/(\S+) ", text)) == made
+
+
+def test_with_tls_each_service_has_the_certificates_of_its_role_alone(with_tls: dict[str, Any]) -> None:
+    for name, service in with_tls.items():
+        mounts = [default_of(volume) for volume in service["volumes"] if "certs" in volume]
+        assert mounts == [f"./certs/{service['command'][0]}:{settings_of(with_tls, name).tls_dir}:ro"]
+
+
+def test_with_tls_health_is_asked_where_no_certificate_matters_and_profiles_stay(
+    services: dict[str, Any], with_tls: dict[str, Any]
+) -> None:
     for name in ("gateway", "gateway-2"):
-        assert services[name]["environment"]["QUIRE_KEYS_FILE"] == "${QUIRE_KEYS_FILE:-}"
-        assert "./keys:/keys:ro" in [default_of(volume) for volume in services[name]["volumes"]]
-        assert "./models:/models:ro" in [default_of(volume) for volume in services[name]["volumes"]]
-        # Keys can be read by their owner alone: the gateway runs as that one.
-        assert services[name]["user"] == "${QUIRE_USER:-10001:10001}"
-    assert settings_of(services, "gateway").keys_files == ()
-
-
-@pytest.mark.parametrize("path", ["compose.yaml", "deploy/compose.tls.yaml", "docs/deploying.md"])
-def test_whoever_starts_it_is_told_how_to_give_a_gateway_keys(path: str) -> None:
-    text = (ROOT / path).read_text(encoding="utf-8")
-    made = set(re.findall(r"quire keys add keys/(\S+) ", text))
-    assert len(made) == 1
-    assert set(re.findall(r"QUIRE_KEYS_FILE=/keys/(\S+) ", text)) == made
+        socket = f"unix:{settings_of(with_tls, name).local_socket}"
+        assert with_tls[name]["healthcheck"]["test"][-1] == socket
+        assert with_tls[name]["healthcheck"]["retries"] == services[name]["healthcheck"]["retries"]
+    assert {name: service.get("profiles") for name, service in with_tls.items()} == {
+        name: service.get("profiles") for name, service in services.items()
+    }
 
 
 def test_only_the_gateway_is_published_and_only_on_loopback(services: dict[str, Any]) -> None:
@@ -127,22 +156,14 @@ def test_a_second_gateway_is_the_first_on_other_ports_and_starts_only_when_asked
     assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
-def test_a_stop_leaves_time_to_drain(services: dict[str, Any]) -> None:
-    for name in SETTINGS:
-        grace_s = int(services[name]["stop_grace_period"].removesuffix("s"))
-        assert grace_s > getattr(settings_of(services, name), "drain_timeout", 0.0)
-
-
-def test_services_restart_and_run_without_rights(services: dict[str, Any]) -> None:
-    for service in services.values():
+def test_services_restart_have_time_to_drain_no_rights_and_images_of_their_own(services: dict[str, Any]) -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    for name, service in services.items():
         assert service["restart"] == "unless-stopped"
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
-
-
-def test_each_service_runs_the_image_of_its_own(services: dict[str, Any]) -> None:
-    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    for service in services.values():
+        grace_s = int(service["stop_grace_period"].removesuffix("s"))
+        assert grace_s > getattr(settings_of(services, name), "drain_timeout", 0.0)
         target = service["build"]["target"]
         assert target.startswith(service["command"][0])
         assert service["image"] == f"quire-{target}:${{QUIRE_TAG:-{VERSION}}}"

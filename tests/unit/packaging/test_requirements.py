@@ -32,17 +32,6 @@ def read_pins() -> dict[str, str]:
     return {name_of(pin): pin.partition("==")[2] for pin in pins}
 
 
-@pytest.mark.parametrize("extra", ["gateway", "scheduler"])
-def test_gateway_and_scheduler_install_no_torch(extra: str) -> None:
-    names = {name_of(requirement) for requirement in list_requirements(PYPROJECT, [extra])}
-    assert "grpcio" in names
-    assert names.isdisjoint({"torch", "triton", "transformers", "safetensors", "accelerate"})
-
-
-def test_worker_installs_torch() -> None:
-    assert "torch" in {name_of(requirement) for requirement in list_requirements(PYPROJECT, ["worker"])}
-
-
 def test_a_uvicorn_whose_private_classes_may_differ_is_not_installed() -> None:
     (uvicorn,) = [each for each in list_requirements(PYPROJECT, ["gateway"]) if name_of(each) == "uvicorn"]
     assert re.search(r"<0\.\d+$", uvicorn)
@@ -62,12 +51,14 @@ def read_images() -> dict[str, list[str]]:
     return {name.removesuffix("-packages"): listed[1].split() for name, listed in found if listed is not None}
 
 
-def test_only_workers_images_have_torch() -> None:
+def test_only_images_of_workers_have_torch() -> None:
     images = read_images()
     assert images.keys() == {"gateway", "scheduler", "worker-cpu", "worker-cuda"}
     for image, extras in images.items():
         names = {name_of(requirement) for requirement in list_requirements(PYPROJECT, extras)}
+        assert "grpcio" in names
         assert ("torch" in names) == ("transformers" in names) == ("gguf" in names) == image.startswith("worker")
+        assert names.isdisjoint({"triton", "accelerate"})
 
 
 def test_the_readme_names_every_extra() -> None:
@@ -90,21 +81,12 @@ def test_everything_required_is_pinned() -> None:
     assert {name_of(requirement) for requirement in required} <= read_pins().keys()
 
 
-def test_torch_is_pinned_exactly_and_brings_no_cuda() -> None:
-    pins = read_pins()
-    assert pins["torch"] == "2.13.0"
+def test_torch_brings_no_cuda_and_triton_and_the_generator_of_the_stubs_are_of_one_version() -> None:
+    pins, pyproject = read_pins(), read_pyproject()
+    # What torch 2.13.0 for CUDA requires: with another pin of triton, that build could not be installed.
+    assert (pins["torch"], pins["triton"]) == ("2.13.0", "3.7.1")
     assert not [name for name in pins if name.startswith(("nvidia-", "cuda-"))]
-
-
-def test_only_development_asks_for_triton_and_takes_the_one_of_torch() -> None:
-    assert "triton" not in {name_of(requirement) for requirement in list_requirements(PYPROJECT, SERVICE_EXTRAS)}
-    # What torch 2.13.0 for CUDA requires: with another pin, that build could not be installed.
-    assert read_pins()["triton"] == "3.7.1"
-
-
-def test_the_generator_of_the_stubs_is_one_version_everywhere() -> None:
-    pyproject = read_pyproject()
-    pinned = f"grpcio-tools=={read_pins()['grpcio-tools']}"
+    pinned = f"grpcio-tools=={pins['grpcio-tools']}"
     assert pinned in pyproject["build-system"]["requires"]
     assert pinned in pyproject["project"]["optional-dependencies"]["dev"]
 
