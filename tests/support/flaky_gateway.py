@@ -2,13 +2,15 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, TypeVar
 
 from quire.client import AsyncClient, AsyncStream, Client, Stream, StreamEvent
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import QuireError
 from tests.support.fake_gateway import FakeGeneration
+
+T = TypeVar("T")
 
 
 class FlakyGeneration(FakeGeneration):
@@ -75,11 +77,15 @@ class EitherClient:
         finally:
             await self.close_stream(stream)
 
-    async def read(self, stream: Stream | AsyncStream) -> list[StreamEvent]:
-        """The events that are left of a stream."""
-        if isinstance(stream, Stream):
-            return await asyncio.to_thread(list, stream)
-        return [event async for event in stream]
+    async def next(self, stream: Iterator[T] | AsyncIterator[T]) -> T:
+        """The next event of a stream, or piece of its text."""
+        return await anext(stream) if isinstance(stream, AsyncIterator) else await asyncio.to_thread(next, stream)
+
+    async def read(self, stream: Iterator[T] | AsyncIterator[T]) -> list[T]:
+        """The events that are left of a stream, or pieces of its text."""
+        if isinstance(stream, AsyncIterator):
+            return [event async for event in stream]
+        return await asyncio.to_thread(list, stream)
 
     async def close_stream(self, stream: Stream | AsyncStream) -> None:
         await stream.close() if isinstance(stream, AsyncStream) else stream.close()

@@ -66,13 +66,6 @@ async def test_calls_go_to_each_in_turn(kind: Kind) -> None:
         assert client.client.address == f"{first.address},{second.address}"
 
 
-async def test_a_text_with_commas_is_the_same(kind: Kind) -> None:
-    async with two_gateways() as (first, second):
-        client = EitherClient(kind(f"{first.address}, {second.address}"))
-        await until_answered_by(client, "first", "second")
-        await client.close()
-
-
 async def test_who_is_not_there_is_not_called(kind: Kind) -> None:
     async with two_gateways() as (first, _), client_of(kind, NOBODY, first.address) as client:
         assert [await who_answers(client) for _ in range(4)] == ["first"] * 4
@@ -97,37 +90,21 @@ async def test_when_all_are_gone_it_is_unavailable(kind: Kind) -> None:
             await client.call("list_models", timeout_s=60)
 
 
-async def test_addresses_of_both_families_are_called(kind: Kind) -> None:
-    # There may be no IPv6 here; then those that are mapped go by IPv4.
-    async with two_gateways() as (first, second), client_of(kind, "[::1]:1", first.address, second.address) as client:
-        await until_answered_by(client, "first", "second")
-
-
-async def test_names_are_looked_up(kind: Kind) -> None:
+async def test_names_sockets_and_addresses_of_both_families_are_called(kind: Kind, tmp_path: Path) -> None:
     async with two_gateways() as (first, second):
         names = [server.address.replace("127.0.0.1", "localhost") for server in (first, second)]
-        async with client_of(kind, *names) as client:
-            await until_answered_by(client, "first", "second")
-
-
-async def test_unix_sockets_are_called_in_turn(kind: Kind, tmp_path: Path) -> None:
+        # There may be no IPv6 here; then those that are mapped go by IPv4.
+        for addresses in (["[::1]:1", first.address, second.address], names):
+            async with client_of(kind, *addresses) as client:
+                await until_answered_by(client, "first", "second")
     sockets = [f"unix:{tmp_path / name}" for name in ("a", "b")]
     async with two_gateways(*sockets), client_of(kind, *sockets) as client:
         await until_answered_by(client, "first", "second")
 
 
-async def test_gateways_of_one_host_are_believed_by_its_name(kind: Kind, tmp_path: Path) -> None:
-    make_certificates(tmp_path)
-    identity = TlsIdentity.of(tmp_path, Role.CLIENT)
-    tls = ClientTls(identity.authority, identity.certificate, identity.key)
-    async with (
-        two_gateways(tls=ServerTls(TlsIdentity.of(tmp_path, Role.GATEWAY))) as (first, second),
-        client_of(kind, first.address, second.address, tls=tls) as client,
-    ):
-        await until_answered_by(client, "first", "second")
-
-
-async def test_gateways_of_several_hosts_are_believed_by_the_name_that_is_given(kind: Kind, tmp_path: Path) -> None:
+async def test_gateways_are_believed_by_the_name_of_their_one_host_or_the_name_that_is_given(
+    kind: Kind, tmp_path: Path
+) -> None:
     make_certificates(tmp_path)
     identity = TlsIdentity.of(tmp_path, Role.CLIENT)
 
@@ -135,11 +112,12 @@ async def test_gateways_of_several_hosts_are_believed_by_the_name_that_is_given(
         return ClientTls(identity.authority, identity.certificate, identity.key, server_name)
 
     async with two_gateways(tls=ServerTls(TlsIdentity.of(tmp_path, Role.GATEWAY))) as (first, second):
-        addresses = first.address, second.address.replace("127.0.0.1", "localhost")
-        async with client_of(kind, *addresses, tls=believing("localhost")) as client:
-            await until_answered_by(client, "first", "second")
-        async with client_of(kind, *addresses, tls=believing("elsewhere.example")) as client:
+        on_several = first.address, second.address.replace("127.0.0.1", "localhost")
+        for addresses, name in (((first.address, second.address), None), (on_several, "localhost")):
+            async with client_of(kind, *addresses, tls=believing(name)) as client:
+                await until_answered_by(client, "first", "second")
+        async with client_of(kind, *on_several, tls=believing("elsewhere.example")) as client:
             with pytest.raises(Unavailable):
                 await who_answers(client)
         with pytest.raises(ConfigurationError, match="server_name"):
-            kind(addresses, tls=believing(None))
+            kind(on_several, tls=believing(None))

@@ -1,0 +1,249 @@
+"""Both clients against a fake gateway over real gRPC: what they send, what they answer, and how calls end."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from quire.client import (
+    AsyncClient,
+    AsyncStream,
+    BeamSearch,
+    ChatMessage,
+    Client,
+    EarlyStopping,
+    FinishReason,
+    GenerationOptions,
+    Logprob,
+    PinnedPrefix,
+    PositionLogprobs,
+    RequestCompleted,
+    SequenceFinished,
+    TokenChunk,
+)
+from quire.common.v1 import common_pb2
+from quire.rpc.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, Unavailable
+from tests.support.fake_gateway import FakeGeneration, start_fake_gateway
+from tests.support.flaky_gateway import EitherClient
+from tests.support.processes import until_true
+
+MESSAGES = [ChatMessage("system", "be kind"), {"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def generation() -> FakeGeneration:
+    return FakeGeneration()
+
+
+@pytest.fixture
+async def address(generation: FakeGeneration) -> AsyncIterator[str]:
+    server = await start_fake_gateway("127.0.0.1:0", generation)
+    yield server.address
+    await server.stop(0)
+
+
+@pytest.fixture(params=[Client, AsyncClient])
+async def client(request: pytest.FixtureRequest, address: str) -> AsyncIterator[EitherClient]:
+    client = EitherClient(request.param(address))
+    yield client
+    await client.close()
+
+
+async def test_generate_answers_with_all_fields(client: EitherClient) -> None:
+    answer = await client.call("generate", "two words", request_id="mine")
+    assert (answer.text, answer.request_id, answer.model) == ("two words!", "mine", "fake")
+    (sequence,) = answer.sequences
+    assert sequence.token_ids == (1, 2)
+    assert sequence.finish_reason is FinishReason.STOP
+    assert (sequence.stop_token_id, sequence.stop_string, sequence.cumulative_logprob) == (2, None, None)
+    assert sequence.logprobs == (PositionLogprobs(Logprob(1, -0.5, 1), (Logprob(1, -0.5, 1),)),)
+    assert (answer.usage.prompt_tokens, answer.usage.decode_ms) == (3, 1.5)
+    assert (await client.call("generate", [7, 8])).text == "7 8!"
+
+
+async def test_options_reach_the_gateway_and_absent_ones_stay_absent(
+    client: EitherClient, generation: FakeGeneration
+) -> None:
+    options = GenerationOptions(temperature=0.0, logit_bias={5: -1.0}, stop=["a", "b"], logprobs=0)
+    await client.call("generate", "x", options)
+    (request,) = generation.requests
+    assert request.sampling.HasField("temperature")
+    assert dict(request.sampling.logit_bias) == {5: -1.0}
+    assert list(request.stopping.stop) == ["a", "b"]
+    assert request.output.HasField("logprobs")
+    assert not request.sampling.HasField("seed")
+    assert not request.stopping.HasField("max_tokens")
+    assert not request.HasField("model")
+
+
+async def test_beam_search_reaches_the_gateway(client: EitherClient, generation: FakeGeneration) -> None:
+    for early_stopping in EarlyStopping:
+        await client.call("generate", "x", GenerationOptions(n=2, beam_search=BeamSearch(4, 0.5, early_stopping)))
+        given = generation.requests.pop().sampling
+        assert (given.n, given.beam_search.beam_width, given.beam_search.length_penalty) == (2, 4, 0.5)
+        expected = common_pb2.EarlyStopping.Value(f"EARLY_STOPPING_{early_stopping.name}")
+        assert given.beam_search.early_stopping == expected
+    await client.call("chat", MESSAGES, GenerationOptions(beam_search=BeamSearch(3)))
+    expected = common_pb2.SamplingParameters(beam_search=common_pb2.BeamSearchParameters(beam_width=3))
+    assert generation.requests.pop().sampling == expected
+
+
+async def test_a_stream_gives_chunks_then_finished_then_completed(client: EitherClient) -> None:
+    stream = client.client.generate_stream("one two")
+    first, second, finished, completed = await client.read(stream)
+    assert isinstance(first, TokenChunk)
+    assert isinstance(second, TokenChunk)
+    assert (first.text, second.text, second.offset, second.token_ids) == ("one ", "two!", 1, (1,))
+    assert finished == SequenceFinished(0, 2, FinishReason.LENGTH, None, None, None)
+    assert isinstance(completed, RequestCompleted)
+    assert stream.completed == completed
+    assert await client.read(client.client.generate_stream("a b c").text) == ["a ", "b ", "c!"]
+
+
+async def test_chat_sends_messages_and_mappings(client: EitherClient, generation: FakeGeneration) -> None:
+    assert (await client.call("chat", MESSAGES)).text == "hello!"
+    assert await client.read(client.client.chat_stream(MESSAGES).text) == ["hello!"]
+    await client.call("pin_prefix", MESSAGES)
+    chat, stream, pin = generation.requests
+    for request in (chat, stream, pin.chat):
+        assert [(m.role, m.content) for m in request.messages] == [("system", "be kind"), ("user", "hello")]
+
+
+async def test_tokenize_and_detokenize_are_inverse(client: EitherClient) -> None:
+    tokenization = await client.call("tokenize", "hi")
+    assert (tokenization.token_ids, tokenization.tokens) == ((104, 105), ("h", "i"))
+    assert await client.call("detokenize", tokenization.token_ids) == "hi"
+    assert (await client.call("tokenize", MESSAGES)).token_ids == tuple(b"be kind hello")
+
+
+async def test_a_prefix_is_text_or_token_ids(client: EitherClient, generation: FakeGeneration) -> None:
+    pin = await client.call("pin_prefix", "be kind", time_to_live_ms=1000, model="fake")
+    assert pin == PinnedPrefix("pin", pinned_tokens=16, pinned_blocks=1, time_to_live_ms=1000)
+    assert (await client.call("pin_prefix", [7, 8])).time_to_live_ms == 300_000
+    await client.call("pin_prefix", [])
+    text, ids, none = generation.requests
+    assert (text.text, text.time_to_live_ms, text.model) == ("be kind", 1000, "fake")
+    assert list(ids.token_ids.ids) == [7, 8]
+    assert not ids.HasField("time_to_live_ms")
+    assert none.WhichOneof("prefix") == "token_ids"
+    await client.call("unpin_prefix", pin.pin_id)
+
+
+async def test_models_server_info_and_cancel(client: EitherClient) -> None:
+    (model,) = await client.call("list_models")
+    assert await client.call("get_model", "fake") == model
+    assert (model.vocab_size, model.eos_token_ids, model.has_chat_template) == (256, (2,), True)
+    info = await client.call("server_info")
+    assert (info.gateway_id, info.replicas[0].num_gpu_blocks, info.limits.max_message_bytes) == ("fake", 64, 4096)
+    await client.call("cancel", "running")
+
+
+async def test_errors_are_typed(client: EitherClient) -> None:
+    with pytest.raises(InvalidArgument, match="prompt is bad") as caught:
+        await client.call("generate", "bad")
+    assert caught.value.violations[0].field == "text"
+    for method in ("get_model", "cancel", "unpin_prefix"):
+        with pytest.raises(NotFound):
+            await client.call(method, "other")
+    with pytest.raises(InvalidArgument):
+        await client.events("bad")
+
+
+@pytest.mark.parametrize("value", [5, None, b"text"])
+async def test_what_is_no_prompt_or_prefix_is_a_type_error(client: EitherClient, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"^prompt is {value!r}; it must be a str or a sequence of token ids$"):
+        await client.call("generate", value)
+    with pytest.raises(TypeError, match=f"^prefix is {value!r}; it must be a str, a sequence of token ids or"):
+        await client.call("pin_prefix", value)
+
+
+async def test_what_no_message_can_hold_is_refused_by_name(client: EitherClient) -> None:
+    with pytest.raises(InvalidArgument, match="top_k") as caught:
+        await client.call("generate", "x", GenerationOptions(top_k=-1))
+    assert caught.value.violations[0].field == "top_k"
+    with pytest.raises(InvalidArgument, match="text"):
+        await client.call("generate", "\ud800")
+    for call in (("generate", [-1]), ("pin_prefix", [1, ChatMessage("user", "x")])):
+        with pytest.raises(InvalidArgument, match="ids"):
+            await client.call(*call)
+    with pytest.raises(InvalidArgument, match="time_to_live_ms"):
+        await client.call("pin_prefix", "x", time_to_live_ms=-1)
+
+
+async def test_a_timeout_is_deadline_exceeded_no_time_is_too_long_and_nan_is_none(client: EitherClient) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await client.events("endless", timeout_s=0.2)
+    for timeout_s in (math.inf, 1e18):
+        assert (await client.call("generate", "hi", timeout_s=timeout_s)).text == "hi!"
+    with pytest.raises(ValueError, match="timeout_s is NaN"):
+        await client.call("generate", "hi", timeout_s=math.nan)
+
+
+async def test_leaving_a_stream_early_cancels_the_call(client: EitherClient, generation: FakeGeneration) -> None:
+    stream = client.client.generate_stream("endless")
+    if isinstance(stream, AsyncStream):
+        async with stream:
+            assert await client.next(stream.text) == "endless!"
+    else:
+        with stream:
+            assert await client.next(stream.text) == "endless!"
+    await asyncio.wait_for(generation.left.wait(), 30)
+    assert await client.read(stream) == []
+
+
+async def test_closing_a_stream_ends_the_iteration_of_another_reader(client: EitherClient) -> None:
+    stream = client.client.generate_stream("endless")
+    first = await client.next(stream.text)
+    reader = asyncio.create_task(client.read(stream.text))
+    # It waits for the next piece.
+    await asyncio.sleep(0.05)
+    await client.close_stream(stream)
+    assert (first, await asyncio.wait_for(reader, 30)) == ("endless!", [])
+
+
+async def test_cancelling_the_task_cancels_the_call(address: str, generation: FakeGeneration) -> None:
+    async with AsyncClient(address) as client:
+        stream = client.generate_stream("endless")
+        await anext(stream)
+        reader = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        await asyncio.wait_for(generation.left.wait(), 30)
+
+
+async def test_a_stream_whose_reader_was_interrupted_does_not_look_complete(address: str) -> None:
+    async with AsyncClient(address) as client:
+        stream = client.generate_stream("endless")
+        await anext(stream)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await anext(stream)
+        with pytest.raises(Unavailable, match="before its last event"):
+            await anext(stream)
+
+
+async def test_closing_the_client_cancels_all_its_calls_and_who_waits_is_told(
+    client: EitherClient, generation: FakeGeneration
+) -> None:
+    stream = client.client.generate_stream("endless")
+    await client.next(stream)
+    calls = [asyncio.create_task(client.read(stream)), asyncio.create_task(client.call("generate", "endless"))]
+    async with asyncio.timeout(30):
+        await until_true(lambda: len(generation.requests) == 2)
+        await client.close()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [Cancelled, Cancelled]
+    assert str(outcomes[0]) == "the client was closed"
+    await asyncio.wait_for(generation.left.wait(), 30)
+
+
+async def test_what_was_completed_is_no_error_though_the_client_is_closed(client: EitherClient) -> None:
+    stream = client.client.generate_stream("one")
+    while stream.completed is None:
+        await client.next(stream)
+    await client.close()
+    assert await client.read(stream) == []
