@@ -1,5 +1,6 @@
 """Values that no message can hold are refused before they are sent, by field, value and range."""
 
+import re
 from typing import Any
 
 import pytest
@@ -37,27 +38,14 @@ def detokenize_request(token_ids: Any) -> generation_pb2.DetokenizeRequest:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "limits"),
-    [
-        ("seed", -1, "[0, 18,446,744,073,709,551,615]"),
-        ("seed", 2**64, "[0, 18,446,744,073,709,551,615]"),
-        ("top_k", -1, "[0, 4,294,967,295]"),
-        ("max_tokens", 2**32, "[0, 4,294,967,295]"),
-        ("n", 1.5, "[0, 4,294,967,295]"),
-        ("stop_token_ids", [1, -1], "[0, 4,294,967,295]"),
-    ],
-)
-def test_a_whole_number_out_of_range_is_refused_with_its_range(field, value, limits):
-    with pytest.raises(InvalidArgument) as refused:
-        options_request(**{field: value})
-    assert f"{field} is {value}" in refused.value.message
-    assert limits in refused.value.message
-    assert [violation.field for violation in refused.value.violations] == [field]
-
-
-@pytest.mark.parametrize(
     ("field", "value", "limit"),
     [
+        ("seed", -1, "a whole number in [0, 18,446,744,073,709,551,615]"),
+        ("seed", 2**64, "a whole number in [0, 18,446,744,073,709,551,615]"),
+        ("top_k", -1, A_TOKEN_ID),
+        ("max_tokens", 2**32, A_TOKEN_ID),
+        ("n", 1.5, A_TOKEN_ID),
+        ("stop_token_ids", [1, -1], f"a sequence, each entry {A_TOKEN_ID}"),
         ("temperature", "hot", "a number"),
         pytest.param("temperature", 10**400, "a number", id="beyond floats"),
         ("temperature", {"is": 1}, "a number"),
@@ -74,7 +62,9 @@ def test_a_whole_number_out_of_range_is_refused_with_its_range(field, value, lim
         ("beam_search", 4, "a BeamSearch"),
     ],
 )
-def test_an_option_of_a_wrong_type_is_refused_by_name_value_and_limit(field: str, value: Any, limit: str) -> None:
+def test_an_option_of_a_wrong_type_or_range_is_refused_by_name_value_and_limit(
+    field: str, value: Any, limit: str
+) -> None:
     with pytest.raises(InvalidArgument) as refused:
         options_request(**{field: value})
     assert refused.value.message == f"{field} is {value!r:.80}; it must be {limit}"
@@ -83,10 +73,9 @@ def test_an_option_of_a_wrong_type_is_refused_by_name_value_and_limit(field: str
 
 @pytest.mark.parametrize("early_stopping", [True, "soon", []])
 def test_what_is_no_early_stopping_is_refused_by_name_value_and_limit(early_stopping: Any) -> None:
-    with pytest.raises(InvalidArgument) as refused:
-        options_request(beam_search=BeamSearch(2, early_stopping=early_stopping))
     expected = f"early_stopping is {early_stopping!r}; it must be one of EarlyStopping: false, true, never"
-    assert refused.value.message == expected
+    with pytest.raises(InvalidArgument, match=re.escape(expected)):
+        options_request(beam_search=BeamSearch(2, early_stopping=early_stopping))
 
 
 def test_one_str_is_one_text() -> None:

@@ -14,6 +14,9 @@ FULL = ResourceExhausted("full", retry_after_ms=2000)
 LOST = Unavailable("the connection broke")
 UNKNOWN = NotFound("no such request")
 FINISHED = SequenceFinished(0, 2, FinishReason.LENGTH, None, None, None)
+WITH_LOGPROBS = TokenChunk(
+    0, 0, (1, 2), "ab", tuple(PositionLogprobs(Logprob(token_id, -0.5 * token_id, 1), ()) for token_id in (1, 2))
+)
 
 
 @dataclass
@@ -65,12 +68,42 @@ def go_on(recovery: Resumption | Restart, error: QuireError) -> float:
     return delay_s
 
 
-def test_a_lost_stream_is_resumed_behind_what_came(gateway: Gateway) -> None:
-    resumption = gateway.resumption()
-    assert resumption.accept(chunk("añ"))
-    assert resumption.accept(chunk("b", index=1))
-    go_on(resumption, LOST)
-    assert gateway.calls == ["start", [(0, 2, 2), (1, 2, 1)]]
+def play(resumption: Resumption, *steps: TokenChunk | QuireError) -> None:
+    """Chunks that come and errors that the stream goes on after."""
+    for step in steps:
+        if isinstance(step, QuireError):
+            go_on(resumption, step)
+        else:
+            assert resumption.accept(step)
+
+
+OFFSETS, HELD = [(0, 2, 2)], [([1, 2], 2, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "calls"),
+    [
+        ((chunk("añ"), chunk("b", index=1), LOST), [[(0, 2, 2), (1, 2, 1)]]),
+        # The request broke on its way in.
+        ((LOST, UNKNOWN, LOST), [[], "start", []]),
+        ((LOST, UNKNOWN, FULL), [[], "start", "start"]),
+        # No gateway knows the request any more: it is submitted anew with what came.
+        (
+            (chunk("añ", index=1), chunk("b", index=1), LOST, UNKNOWN),
+            [[(1, 4, 3)], [([], 0, 0.0), ([1, 2, 1, 2], 3, 0.0)]],
+        ),
+        ((WITH_LOGPROBS, LOST, UNKNOWN), [OFFSETS, [([1, 2], 2, -1.5)]]),
+        ((chunk("ab"), LOST, UNKNOWN, LOST, UNKNOWN), [OFFSETS, HELD, OFFSETS, HELD]),
+        # A gateway still has it.
+        ((chunk("ab"), LOST, UNKNOWN, AlreadyExists("runs")), [OFFSETS, HELD, OFFSETS]),
+    ],
+)
+def test_a_lost_stream_goes_on_behind_what_came(
+    gateway: Gateway, steps: tuple[TokenChunk | QuireError, ...], calls: list[object]
+) -> None:
+    two = any(isinstance(step, TokenChunk) and step.sequence_index for step in steps)
+    play(gateway.resumption(num_sequences=2 if two else 1), *steps)
+    assert gateway.calls == ["start", *calls]
 
 
 def test_the_end_of_a_sequence_is_told_once(gateway: Gateway) -> None:
@@ -79,67 +112,11 @@ def test_the_end_of_a_sequence_is_told_once(gateway: Gateway) -> None:
     assert not resumption.accept(FINISHED)
 
 
-def test_a_request_that_broke_on_its_way_in_is_submitted_again(gateway: Gateway) -> None:
-    resumption = gateway.resumption()
-    go_on(resumption, LOST)
-    go_on(resumption, UNKNOWN)
-    go_on(resumption, LOST)
-    assert gateway.calls == ["start", [], "start", []]
-
-
-def test_a_request_that_is_known_no_more_is_submitted_anew_with_what_came(gateway: Gateway) -> None:
-    resumption = gateway.resumption(num_sequences=2)
-    resumption.accept(chunk("añ", index=1))
-    resumption.accept(chunk("b", index=1))
-    go_on(resumption, LOST)
-    go_on(resumption, UNKNOWN)
-    assert gateway.calls == ["start", [(1, 4, 3)], [([], 0, 0.0), ([1, 2, 1, 2], 3, 0.0)]]
-
-
-def test_what_came_has_the_sum_of_its_log_probabilities(gateway: Gateway) -> None:
-    resumption = gateway.resumption()
-    positions = tuple(PositionLogprobs(Logprob(token_id, -0.5 * token_id, 1), ()) for token_id in (1, 2))
-    resumption.accept(TokenChunk(0, 0, (1, 2), "ab", positions))
-    go_on(resumption, LOST)
-    go_on(resumption, UNKNOWN)
-    assert gateway.calls[-1] == [([1, 2], 2, -1.5)]
-
-
-def test_a_request_that_was_submitted_anew_is_resumed_when_it_is_lost_again(gateway: Gateway) -> None:
-    resumption = gateway.resumption()
-    resumption.accept(chunk("ab"))
-    for error in (LOST, UNKNOWN, LOST, UNKNOWN):
-        go_on(resumption, error)
-    held, offsets = [([1, 2], 2, 0.0)], [(0, 2, 2)]
-    assert gateway.calls == ["start", offsets, held, offsets, held]
-
-
-def test_a_gateway_that_still_has_the_request_is_asked_to_resume_it(gateway: Gateway) -> None:
-    resumption = gateway.resumption()
-    resumption.accept(chunk("ab"))
-    for error in (LOST, UNKNOWN, AlreadyExists("runs")):
-        go_on(resumption, error)
-    assert gateway.calls[-1] == [(0, 2, 2)]
-
-
 def test_a_choice_among_sequences_that_is_known_no_more_is_the_callers_error(gateway: Gateway) -> None:
     resumption = gateway.resumption(chooses=True)
-    resumption.accept(chunk("a"))
-    go_on(resumption, LOST)
+    play(resumption, chunk("a"), LOST)
     with pytest.raises(NotFound):
         resumption.delay_after(UNKNOWN)
-
-
-def test_a_policy_says_how_long_a_lost_stream_tries_to_go_on(gateway: Gateway) -> None:
-    resumption = gateway.resumption(RetryPolicy(resume_for_s=90.0))
-    go_on(resumption, LOST)
-    gateway.now = 89.0
-    go_on(resumption, LOST)
-    gateway.now = 90.0
-    with pytest.raises(Unavailable):
-        resumption.delay_after(LOST)
-    with pytest.raises(ValueError, match="resume_for_s is -1"):
-        RetryPolicy(resume_for_s=-1)
 
 
 @pytest.mark.parametrize("error", [FULL, UNKNOWN, AlreadyExists("twin")])
@@ -151,39 +128,27 @@ def test_a_refused_request_is_the_callers_error(gateway: Gateway, error: QuireEr
 def test_with_a_policy_a_refused_request_is_submitted_again_and_a_refused_resumption_resumed(gateway: Gateway) -> None:
     resumption = gateway.resumption(RetryPolicy())
     assert go_on(resumption, FULL) == 2.0
-    resumption.accept(chunk("ab"))
-    go_on(resumption, LOST)
+    play(resumption, chunk("ab"), LOST)
     assert go_on(resumption, FULL) == 2.0
-    assert gateway.calls == ["start", "start", [(0, 2, 2)], [(0, 2, 2)]]
+    assert gateway.calls == ["start", "start", OFFSETS, OFFSETS]
 
 
 def test_a_lost_stream_that_is_refused_waits_as_the_gateway_says_and_is_resumed(gateway: Gateway) -> None:
     resumption = gateway.resumption()
-    resumption.accept(chunk("ab"))
-    go_on(resumption, LOST)
+    play(resumption, chunk("ab"), LOST)
     assert [go_on(resumption, FULL) for _ in range(8)] == [2.0] * 8
-    assert gateway.calls == ["start"] + [[(0, 2, 2)]] * 9
+    assert gateway.calls == ["start"] + [OFFSETS] * 9
     resumption.accept(chunk("c"))
     with pytest.raises(ResourceExhausted):
         resumption.delay_after(FULL)
 
 
-def test_a_request_that_broke_on_its_way_in_and_is_refused_is_submitted_again(gateway: Gateway) -> None:
-    resumption = gateway.resumption()
-    for error in (LOST, UNKNOWN, FULL):
-        go_on(resumption, error)
-    assert gateway.calls == ["start", [], "start", "start"]
-
-
-def test_a_refusal_that_says_a_moment_does_not_hasten_a_lost_stream(gateway: Gateway) -> None:
+def test_a_refusal_that_says_a_moment_does_not_hasten_a_lost_stream_and_without_a_time_ends_it(
+    gateway: Gateway,
+) -> None:
     resumption = gateway.resumption()
     at_once = ResourceExhausted("full", retry_after_ms=0)
     assert [go_on(resumption, error) for error in (LOST, at_once, at_once)] == [0.05, 0.1, 0.2]
-
-
-def test_a_lost_stream_that_is_refused_without_a_time_is_the_callers_error(gateway: Gateway) -> None:
-    resumption = gateway.resumption()
-    go_on(resumption, LOST)
     with pytest.raises(ResourceExhausted):
         resumption.delay_after(ResourceExhausted("too large"))
 
@@ -208,20 +173,23 @@ def test_waits_grow_and_what_comes_forgives_them(gateway: Gateway) -> None:
     assert go_on(resumption, LOST) == 0.05
 
 
-def test_it_is_given_up_when_nobody_answers_for_long(gateway: Gateway) -> None:
-    resumption = gateway.resumption()
+@pytest.mark.parametrize(
+    ("policy", "end", "last_s", "over_s"),
+    [
+        (None, None, 29.0, 30.0),
+        (RetryPolicy(resume_for_s=90.0), None, 89.0, 90.0),
+        # The time of the call.
+        (None, 1.0, 0.5, 0.95),
+    ],
+)
+def test_it_is_given_up_when_nobody_answers_for_long(
+    gateway: Gateway, policy: RetryPolicy | None, end: float | None, last_s: float, over_s: float
+) -> None:
+    resumption = gateway.resumption(policy, end=end)
     go_on(resumption, LOST)
-    gateway.now = 29.0
+    gateway.now = last_s
     go_on(resumption, LOST)
-    gateway.now = 30.0
-    with pytest.raises(Unavailable):
-        resumption.delay_after(LOST)
-
-
-def test_it_is_given_up_when_the_time_of_the_call_is_over(gateway: Gateway) -> None:
-    resumption = gateway.resumption(end=1.0)
-    go_on(resumption, LOST)
-    gateway.now = 0.95
+    gateway.now = over_s
     with pytest.raises(Unavailable):
         resumption.delay_after(LOST)
 

@@ -14,20 +14,10 @@ FULL = ResourceExhausted("full", retry_after_ms=2000)
 GONE = Unavailable("gone")
 
 
-class Clock:
-    """Time that tests control."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def make_attempts(
     policy: RetryPolicy | None, *, is_idempotent: bool = False, end: float | None = None, draw: float = 0.0
 ) -> Attempts:
-    return Attempts(policy, CallTime(end, Clock()), is_idempotent, lambda: draw)
+    return Attempts(policy, CallTime(end, lambda: 100.0), is_idempotent, lambda: draw)
 
 
 def assert_raises(attempts: Attempts, error: QuireError) -> None:
@@ -69,10 +59,6 @@ def test_a_refusal_is_followed_after_the_time_that_it_names_and_up_to_a_quarter_
     assert make_attempts(RetryPolicy(), draw=1.0).delay_after(FULL) == 2.5
 
 
-def test_a_refusal_that_names_no_time_is_the_callers() -> None:
-    assert_raises(make_attempts(RetryPolicy(), is_idempotent=True), ResourceExhausted("too large"))
-
-
 def test_waits_double_up_to_the_longest() -> None:
     attempts = make_attempts(RetryPolicy(attempts=None, first_delay_s=0.5, last_delay_s=3), is_idempotent=True)
     assert [attempts.delay_after(GONE) for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
@@ -85,9 +71,10 @@ def test_a_lost_generation_is_made_again_only_where_that_is_asked_for() -> None:
     assert make_attempts(RetryPolicy(), is_idempotent=True).delay_after(GONE) == 0.1
 
 
-def test_other_errors_are_the_callers() -> None:
+@pytest.mark.parametrize("error", [InvalidArgument("bad"), ResourceExhausted("too large")], ids=["bad", "no time"])
+def test_other_errors_and_refusals_that_name_no_time_are_the_callers(error: QuireError) -> None:
     policy = RetryPolicy(attempts=None, lost_generations=True)
-    assert_raises(make_attempts(policy, is_idempotent=True), InvalidArgument("bad"))
+    assert_raises(make_attempts(policy, is_idempotent=True), error)
 
 
 def test_the_last_attempt_raises() -> None:
@@ -104,9 +91,9 @@ def test_no_wait_goes_beyond_the_time_of_the_call() -> None:
 
 
 def test_time_that_is_left_is_never_negative() -> None:
-    assert CallTime(90.0, Clock()).left_s() == 0.0
-    assert CallTime(101.5, Clock()).left_s() == 1.5
-    assert CallTime(None, Clock()).left_s() is None
+    assert CallTime(90.0, lambda: 100.0).left_s() == 0.0
+    assert CallTime(101.5, lambda: 100.0).left_s() == 1.5
+    assert CallTime(None, lambda: 100.0).left_s() is None
 
 
 @pytest.mark.parametrize(
@@ -116,6 +103,7 @@ def test_time_that_is_left_is_never_negative() -> None:
         ({"first_delay_s": 0.0}, "first_delay_s is 0.0"),
         ({"first_delay_s": 2.0, "last_delay_s": 1.0}, "last_delay_s 1.0"),
         ({"last_delay_s": float("nan")}, "last_delay_s nan"),
+        ({"resume_for_s": -1}, "resume_for_s is -1"),
     ],
 )
 def test_what_is_no_policy_is_refused(fields: dict[str, Any], message: str) -> None:
