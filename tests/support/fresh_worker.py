@@ -1,4 +1,4 @@
-"""A process that has imported what a worker is, and has done nothing yet: `main(WHAT, ...)` does one thing in it.
+"""A process that has imported what a worker is, and has done nothing yet. Its words are the one thing that it does:
 
     modules PREFIX ...        prints which of the modules that begin so were imported: by the worker's services, and by
                               operations of the kernels, once recorded and once run
@@ -107,3 +107,7 @@ def main(what: str, *words: str) -> None:
     print(json.dumps(doings[what](*words)), flush=True)
     # To free every object, a fork copies the page of each.
     os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

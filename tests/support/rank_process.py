@@ -1,4 +1,4 @@
-"""One rank in a process of its own: `main(RANK, SIZE, HOST:PORT, WHAT, BY, MEETING_S)`.
+"""One rank in a process of its own, whose words are RANK SIZE HOST:PORT WHAT BY MEETING_S.
 
 It exchanges tensors BY `memory` that ranks share, or by `messages`, and gives the others MEETING_S to come.
 
@@ -133,3 +133,7 @@ def main(rank: str, size: str, address: str, what: str, by: str, meeting_s: str)
     thread = threading.Thread(target=meet_and_run, args=(settings, what, by, patience), daemon=True)
     thread.start()
     thread.join()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

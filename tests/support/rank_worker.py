@@ -1,14 +1,12 @@
-"""A worker, for forks (tests.support.forked): `main(BY, FLAG, ...)`, as a rank that exchanges tensors BY `memory` that
-ranks share or by `messages`."""
+"""A worker whose first word says how it exchanges tensors as a rank: by `memory` that ranks share or by `messages`."""
 
 import sys
 
-import worker_svc.startup  # noqa: F401
 from tests.support.apart_worker import keep_apart
-from worker_svc.__main__ import main as run_worker
+from worker_svc.__main__ import main
 
-
-def main(by: str, *flags: str) -> None:
+if __name__ == "__main__":
+    by, *flags = sys.argv[1:]
     if by == "messages":
         keep_apart()
-    sys.exit(run_worker(flags))
+    sys.exit(main(flags))

@@ -58,6 +58,17 @@ def forked_worker(module: str = "worker_svc") -> tuple[str, ...]:
     return forked(module, "worker_svc.startup", "worker_svc.app")
 
 
+@contextlib.contextmanager
+def running_fork(command: tuple[str, ...], *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A command of `forked` with these words, killed at the end of the block if it still runs."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*command, *words], bufsize=1, text=True, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def forked_programs() -> Programs:
     """The real services, as forks."""
     scheduler, gateway = (

@@ -1,5 +1,6 @@
 """Ranks in processes of their own: what they compute together, and how each of them ends."""
 
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -12,8 +13,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from quire.rpc.process import LOST_PEER_EXIT_STATUS
 from quire.settings import ConfigurationError
-from tests.support.forked import ForkedProcess, Nursery, nursery_of
 from tests.support.ports import free_port
+from tests.support.serving import forked_worker, running_fork
 from worker_svc.parallel import rendezvous as parallel
 from worker_svc.parallel.rendezvous import Patience, rendezvous, warn_if_exposed
 from worker_svc.settings import WorkerSettings
@@ -26,41 +27,37 @@ TIMEOUT_S = 60
 BOTH_WAYS = pytest.mark.parametrize("by", ["memory", "messages"])
 
 
-RunRanks = Callable[..., AbstractContextManager[list[ForkedProcess]]]
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with nursery_of("tests.support.rank_process") as nursery:
-        yield nursery
+Rank = subprocess.Popen[str]
+RunRanks = Callable[..., AbstractContextManager[list[Rank]]]
 
 
 def running_rank(
-    nursery: Nursery, rank: int, size: int, port: int, what: str, by: str, meeting_s: float = TIMEOUT_S
-) -> AbstractContextManager[ForkedProcess]:
-    return nursery.running(str(rank), str(size), f"127.0.0.1:{port}", what, by, str(meeting_s))
+    rank: int, size: int, port: int, what: str, by: str, meeting_s: float = TIMEOUT_S
+) -> AbstractContextManager[Rank]:
+    words = (str(rank), str(size), f"127.0.0.1:{port}", what, by, str(meeting_s))
+    return running_fork(forked_worker("tests.support.rank_process"), *words)
 
 
 @pytest.fixture
-def running_ranks(nursery: Nursery) -> RunRanks:
+def running_ranks() -> RunRanks:
     @contextmanager
-    def run(what: str, by: str, size: int = 2) -> Iterator[list[ForkedProcess]]:
+    def run(what: str, by: str, size: int = 2) -> Iterator[list[Rank]]:
         """Ranks that have met."""
         port = free_port()
         with ExitStack() as stack:
-            ranks = [stack.enter_context(running_rank(nursery, rank, size, port, what, by)) for rank in range(size)]
+            ranks = [stack.enter_context(running_rank(rank, size, port, what, by)) for rank in range(size)]
             assert [rank.stdout.readline() for rank in ranks] == ["met\n"] * size
             yield ranks
 
     return run
 
 
-def ended(rank: ForkedProcess, said: str = "") -> tuple[int | None, str]:
+def ended(rank: Rank, said: str = "") -> tuple[int | None, str]:
     _, errors = rank.communicate(said, timeout=TIMEOUT_S)
     return rank.returncode, errors
 
 
-def stop_all(ranks: list[ForkedProcess]) -> None:
+def stop_all(ranks: list[Rank]) -> None:
     """Signals every rank before any of them ends."""
     for rank in ranks:
         rank.stdin.write("\n")
@@ -138,16 +135,16 @@ def test_ranks_that_wait_for_nothing_leave_at_once_when_another_one_dies(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_to_which_the_others_do_not_come_in_time_leaves_and_may_try_again(nursery: Nursery, rank: int) -> None:
-    with running_rank(nursery, rank, 2, free_port(), "sum", "memory", meeting_s=1.0) as alone:
+def test_a_rank_to_which_the_others_do_not_come_in_time_leaves_and_may_try_again(rank: int) -> None:
+    with running_rank(rank, 2, free_port(), "sum", "memory", meeting_s=1.0) as alone:
         status, errors = ended(alone)
     assert status == LOST_PEER_EXIT_STATUS
     assert "not all of the 2 ranks came to --tensor-parallel-address" in errors
 
 
-def test_a_rank_waits_no_longer_for_one_that_died_while_they_met(nursery: Nursery) -> None:
+def test_a_rank_waits_no_longer_for_one_that_died_while_they_met() -> None:
     port = free_port()
-    with running_rank(nursery, 0, 2, port, "sum", "memory", meeting_s=2 * TIMEOUT_S) as survivor:
+    with running_rank(0, 2, port, "sum", "memory", meeting_s=2 * TIMEOUT_S) as survivor:
         # Rank 1 as far as it came, and its successor.
         store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=TIMEOUT_S))
         assert [store.add("entered/1", 1) for _ in range(2)] == [1, 2]

@@ -15,9 +15,9 @@ from grpc_health.v1 import health_pb2
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import FailedPrecondition, Unavailable
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
-from tests.support.forked import Nursery, nursery_of
 from tests.support.grpc_types import health_stub
 from tests.support.ports import free_port
+from tests.support.serving import forked_worker, running_fork
 from tests.support.worker_client import StepClient, attach_request, ints, make_assign, make_batch, worker_stub
 from worker_svc.protocol.stream import SERVICE_NAME
 
@@ -44,7 +44,7 @@ async def until_serving(address: str) -> None:
 
 
 @asynccontextmanager
-async def running_workers(nursery: Nursery, directory: Path, by: str) -> AsyncIterator[Stubs]:
+async def running_workers(directory: Path, by: str) -> AsyncIterator[Stubs]:
     """Ranks that serve, in order; each must live to the end."""
     flags = ("--device", "cpu", "--num-threads", "1", "--num-gpu-blocks", "64", "--tensor-parallel-size", "2")
     meeting = f"127.0.0.1:{free_port()}"
@@ -53,12 +53,13 @@ async def running_workers(nursery: Nursery, directory: Path, by: str) -> AsyncIt
         for rank in range(2):
             address = address_of(rank, directory)
             place = ("--tensor-parallel-rank", str(rank), "--tensor-parallel-address", meeting)
-            processes.append(stack.enter_context(nursery.running(by, "--listen", address, *flags, *place)))
+            words = (by, "--listen", address, *flags, *place)
+            processes.append(stack.enter_context(running_fork(forked_worker("tests.support.rank_worker"), *words)))
             stubs.append(await stack.enter_async_context(worker_stub(address)))
         await asyncio.gather(*(until_serving(address_of(rank, directory)) for rank in range(2)))
         yield stubs
         for process in processes:
-            process.check_alive()
+            assert process.poll() is None, process.communicate()
 
 
 async def attach_all(stubs: Stubs, epoch: int) -> list[StepClient]:
@@ -91,18 +92,10 @@ async def send_to_rank_0_alone(clients: list[StepClient]) -> None:
         pass
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with nursery_of("tests.support.rank_worker") as nursery:
-        yield nursery
-
-
 @pytest.fixture(scope="module", params=["memory", "messages"])
-async def stubs(
-    request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Stubs]:
+async def stubs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stubs]:
     """Of ranks that exchange tensors by memory, or by messages."""
-    async with running_workers(nursery, tmp_path_factory.mktemp(request.param), request.param) as stubs:
+    async with running_workers(tmp_path_factory.mktemp(request.param), request.param) as stubs:
         yield stubs
 
 
