@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from quire_cli.supervisor import process
 from quire_cli.supervisor.process import (
     HangLimits,
     RestartBackoff,
@@ -102,13 +101,24 @@ async def test_a_process_that_dies_is_started_again_with_growing_waits(supervise
     assert not supervision.task.done()
 
 
-async def test_a_process_that_is_killed_is_started_again(supervise) -> None:
-    supervision = supervise("print('up', flush=True)\n" + WAIT_FOR_SIGNAL)
-    pid = await supervision.until_up()
-    supervision.output.clear()
-    os.kill(pid, signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("number", "how", "times"),
+    [
+        (signal.SIGKILL, "was killed by SIGKILL", 1),
+        # Told to end, it is started again at once however often.
+        (signal.SIGTERM, "ended with status 0", 4),
+    ],
+)
+async def test_a_process_that_is_ended_is_started_again(
+    supervise, tmp_path: Path, number: signal.Signals, how: str, times: int
+) -> None:
+    supervision, pid = supervise(NOTE_TERM.format(file=str(tmp_path / "end"))), 0
+    for _ in range(times):
+        pid = await supervision.until_up()
+        supervision.output.clear()
+        os.kill(pid, number)
     assert await supervision.until_up() != pid
-    assert supervision.reports == ["thing was killed by SIGKILL; starting it again in 0.01 s"]
+    assert supervision.reports == [f"thing {how}; starting it again in 0.01 s"] * times
 
 
 @contextmanager
@@ -134,36 +144,24 @@ async def test_a_stderr_that_nobody_reads_ends_nothing(monkeypatch: pytest.Monke
         await asyncio.gather(supervision.task, return_exceptions=True)
 
 
-async def test_a_process_that_is_told_to_end_is_started_again_at_once_however_often(supervise, tmp_path: Path) -> None:
-    supervision = supervise(NOTE_TERM.format(file=str(tmp_path / "end")))
-    for _ in range(4):
-        pid = await supervision.until_up()
-        supervision.output.clear()
-        os.kill(pid, signal.SIGTERM)
-    await supervision.until_up()
-    assert supervision.reports == ["thing ended with status 0; starting it again in 0.01 s"] * 4
-
-
 async def test_a_process_that_lost_a_peer_is_started_again_at_once_however_often(supervise) -> None:
     supervision = supervise("import sys; sys.exit(75)")
     await until_true(lambda: len(supervision.reports) >= 4)
     assert supervision.reports[:4] == ["thing ended with status 75; starting it again in 0.01 s"] * 4
 
 
-async def test_status_2_is_final(supervise) -> None:
-    supervision = supervise("import sys; sys.exit(2)")
-    with pytest.raises(ServiceRefused, match="thing"):
-        await asyncio.wait_for(supervision.task, 30)
-    assert supervision.process.starts == 1
-    with pytest.raises(RuntimeError, match="does not run"):
-        _ = supervision.process.pid
-
-
-async def test_the_reason_of_a_refusal_is_carried_and_not_printed(supervise, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_status_2_is_final_and_its_reason_is_carried_and_not_printed(
+    supervise, capfd: pytest.CaptureFixture[str]
+) -> None:
     supervision = supervise(REFUSE)
     with pytest.raises(ServiceRefused, match=r"^quire thing: error: no room$"):
         await asyncio.wait_for(supervision.task, 30)
     assert capfd.readouterr().err == "before\nafter\n"
+    assert supervision.process.starts == 1
+    with pytest.raises(RuntimeError, match="does not run"):
+        _ = supervision.process.pid
+    with pytest.raises(ServiceRefused, match=r"^quire thing: error: it refused its configuration$"):
+        await asyncio.wait_for(supervise("import sys; sys.exit(2)").task, 30)
 
 
 async def test_what_looks_like_a_refusal_is_printed_when_it_is_none(
@@ -273,7 +271,8 @@ async def test_a_process_has_its_own_group_for_ctrl_c_and_our_session_for_its_ni
 
 async def test_stop_during_the_wait_before_a_restart_returns_at_once(supervise) -> None:
     supervision = supervise("import sys; sys.exit(1)")
-    await until_true(lambda: len(supervision.reports) >= 6)
+    supervision.process._backoff = RestartBackoff(first_s=300.0)
+    await until_true(lambda: supervision.reports)
     async with asyncio.timeout(30):
         await supervision.process.stop(60)
     assert supervision.task.done()
@@ -295,10 +294,6 @@ async def test_a_line_of_any_length_and_bytes_does_no_harm(supervise) -> None:
     assert max(map(len, supervision.output)) < 1_000_000
 
 
-# The watchdog and a supervised process that serves gRPC health, and then does not.
-
-
-LIMITS = HangLimits(hang_timeout_s=0.9, start_timeout_s=300.0)
 # Says "up" when it listens. Where it is told to stop itself, it never answers.
 SERVICE = """
 import asyncio, os, signal, sys
@@ -312,152 +307,29 @@ async def serve():
     await asyncio.Event().wait()
 asyncio.run(serve())
 """
-DOES_NOT_LISTEN = "import signal; print('up', flush=True); signal.pause()"
-KILLED = "thing answers no health check for 0.9 s; killing it"
 
 
-class Watched:
-    """A service under supervision and watch."""
-
-    def __init__(self, directory: Path, code: str, state: str, limits: HangLimits) -> None:
-        socket = directory / "s"
-        command = [sys.executable, "-c", code, f"unix:{socket}", state]
-        self.reports: list[str] = []
-        self.output: list[str] = []
-        spec = ServiceSpec("thing", lambda: command, dict(os.environ), self.output.append)
-        self.process = SupervisedProcess(spec, report=lambda line: None, backoff=RestartBackoff(first_s=0.01))
-        self.tasks = [
-            self.process.start(),
-            asyncio.create_task(watch(self.process, socket, limits, self.reports.append)),
-        ]
-
-    async def start(self) -> None:
-        """Returns when the service that runs now listens."""
-        await until_true(lambda: "up" in self.output, timeout_s=60)
-
-    async def stop(self) -> None:
-        self.tasks[1].cancel()
-        await self.process.stop(0)
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-
-
-@pytest.fixture
-async def make_watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator:
-    made: list[Watched] = []
-
-    def make(state: str, *, code: str = SERVICE, limits: HangLimits = LIMITS) -> Watched:
-        made.append(Watched(tmp_path_factory.mktemp("w"), code, state, limits))
-        return made[-1]
-
-    yield make
-    for watched in made:
-        await watched.stop()
-
-
-@pytest.fixture
-def checks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What each check of the watch found so far."""
-    found: list[bool] = []
-    check = process._answers
-
-    async def check_and_note(stub: object, timeout_s: float) -> bool:
-        found.append(await check(stub, timeout_s))
-        return found[-1]
-
-    monkeypatch.setattr(process, "_answers", check_and_note)
-    return found
-
-
-@pytest.mark.parametrize("state", ["serving", "loading"])
-async def test_a_service_that_hangs_is_killed_and_started_again(make_watched, state: str) -> None:
-    watched = make_watched(state)
-    await watched.start()
-    # On a busy machine it may be silent for so long by itself, before and after.
-    starts = watched.process.starts
-    watched.output.clear()
-    os.kill(watched.process.pid, signal.SIGSTOP)
-    await until_true(lambda: watched.process.starts > starts)
-    assert set(watched.reports) == {KILLED}
-    await watched.start()
-
-
-async def test_a_service_that_hangs_before_any_check_was_answered_is_killed(make_watched) -> None:
-    watched = make_watched("stopped")
-    await watched.start()
-    await until_true(lambda: watched.process.starts >= 2)
-    assert watched.reports[0] == KILLED
-    # The next one hangs as early.
-    await until_true(lambda: watched.process.starts >= 3, timeout_s=60)
-    assert watched.reports[:2] == [KILLED, KILLED]
-
-
-async def test_a_service_that_does_not_listen_yet_is_left_alone(make_watched, checks: list[bool]) -> None:
-    watched = make_watched("", code=DOES_NOT_LISTEN)
-    await watched.start()
-    await until_true(lambda: len(checks) > 6)
-    assert watched.process.starts == 1
-    assert watched.reports == []
-
-
-async def test_a_service_that_never_listens_is_killed_at_the_start_limit(make_watched) -> None:
-    watched = make_watched("", code=DOES_NOT_LISTEN, limits=HangLimits(hang_timeout_s=0.9, start_timeout_s=1.5))
-    await until_true(lambda: watched.process.starts >= 2)
-    assert watched.reports[0] == "thing does not listen after 1.5 s; killing it"
-
-
-async def test_a_service_that_is_between_two_starts_is_not_silent(make_watched, checks: list[bool]) -> None:
-    watched = make_watched("serving")
-    await watched.start()
-    watched.process._backoff = RestartBackoff(first_s=300.0)
-    os.kill(watched.process.pid, signal.SIGKILL)
-    await until_true(lambda: not watched.process.is_running)
-    checks.clear()
-    await until_true(lambda: len(checks) > 6)
-    assert watched.reports == []
-
-
-async def test_hang_detection_that_fails_is_reported_and_begins_anew(
-    make_watched, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("state", ["serving", "loading", "stopped"])
+async def test_a_service_that_hangs_is_killed_and_started_again(
+    tmp_path_factory: pytest.TempPathFactory, state: str
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(process, "open_channel", fail_at_the_limit)
-        watched = make_watched("serving")
-        await watched.start()
-        await until_true(lambda: watched.tasks[1].done() or len(watched.reports) >= 2)
-    failed = "health checks of thing failed: [Errno 24] Too many open files; beginning them again in"
-    assert watched.reports[:2] == [f"{failed} 0.1 s", f"{failed} 0.2 s"]
-    starts = watched.process.starts
-    os.kill(watched.process.pid, signal.SIGSTOP)
-    await until_true(lambda: watched.process.starts > starts, timeout_s=60)
-    assert KILLED in watched.reports
-
-
-async def test_a_service_is_not_killed_where_the_checks_find_no_socket_to_ask_with(
-    make_watched, checks: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watched = make_watched("serving")
-    await until_true(lambda: True in checks, timeout_s=60)
-    pid = watched.process.pid
-    checks.clear()
-    watched.reports.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(process, "_listens", fail_at_the_limit)
-        os.kill(pid, signal.SIGSTOP)
-        await until_true(lambda: checks.count(False) > 4, timeout_s=60)
-        os.kill(pid, signal.SIGCONT)
-    assert watched.process.pid == pid
-    assert KILLED not in watched.reports
-
-
-async def test_a_pause_that_is_short_enough_is_forgiven(make_watched, checks: list[bool]) -> None:
-    watched = make_watched("serving", limits=HangLimits(hang_timeout_s=5.4, start_timeout_s=300.0))
-    await until_true(lambda: True in checks, timeout_s=60)
-    pid = watched.process.pid
-    os.kill(pid, signal.SIGSTOP)
-    checks.clear()
-    await until_true(lambda: False in checks, timeout_s=60)
-    os.kill(pid, signal.SIGCONT)
-    checks.clear()
-    await until_true(lambda: len(checks) > 2, timeout_s=60)
-    assert watched.process.pid == pid
-    assert watched.reports == []
+    socket = tmp_path_factory.mktemp("w") / "s"
+    command = [sys.executable, "-c", SERVICE, f"unix:{socket}", state]
+    reports: list[str] = []
+    output: list[str] = []
+    spec = ServiceSpec("thing", lambda: command, dict(os.environ), output.append)
+    supervised = SupervisedProcess(spec, report=lambda line: None, backoff=RestartBackoff(first_s=0.01))
+    limits = HangLimits(hang_timeout_s=0.9, start_timeout_s=300.0)
+    tasks = [supervised.start(), asyncio.create_task(watch(supervised, socket, limits, reports.append))]
+    try:
+        await until_true(lambda: "up" in output)
+        # On a busy machine it may be silent for so long by itself, before and after.
+        starts = supervised.starts
+        output.clear()
+        os.kill(supervised.pid, signal.SIGSTOP)
+        await until_true(lambda: supervised.starts > starts and "up" in output)
+        assert set(reports) == {"thing answers no health check for 0.9 s; killing it"}
+    finally:
+        tasks[1].cancel()
+        await supervised.stop(0)
+        await asyncio.gather(*tasks, return_exceptions=True)

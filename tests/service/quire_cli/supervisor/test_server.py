@@ -71,20 +71,14 @@ async def test_a_failing_block_leaves_nothing_behind(model_directory: Path) -> N
     assert not any(map(is_alive, pids))
 
 
-async def test_a_killed_gateway_comes_back_at_the_same_ports(model_directory: Path) -> None:
+async def test_services_that_are_killed_come_back_and_the_gateway_at_the_same_ports(model_directory: Path) -> None:
     async with make_server(model_directory) as server:
         addresses = (server.grpc_address, server.http_address)
-        first = server.process("gateway").pid
-        os.kill(first, signal.SIGKILL)
-        await until_true(lambda: server.process("gateway").starts == 2)
+        for name in ("worker", "gateway"):
+            os.kill(server.process(name).pid, signal.SIGKILL)
+        await until_true(lambda: server.process("worker").starts == server.process("gateway").starts == 2)
         await asyncio.wait_for(server.wait_ready(), 30)
         assert (server.grpc_address, server.http_address) == addresses
-
-
-async def test_a_killed_worker_comes_back(model_directory: Path) -> None:
-    async with make_server(model_directory) as server:
-        os.kill(server.process("worker").pid, signal.SIGKILL)
-        await until_true(lambda: server.process("worker").starts == 2)
 
 
 @pytest.mark.parametrize("service", ["worker", "scheduler", "gateway"])
@@ -109,37 +103,22 @@ async def test_a_failed_canary_is_told(model_directory: Path, monkeypatch: pytes
             await server.wait_ready()
 
 
-async def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
+async def test_what_cannot_be_served_is_one_line(model_directory: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=f"^model directory {tmp_path}/nothing does not exist; --model takes"):
         await make_server(tmp_path / "nothing").__aenter__()
-
-
-async def test_a_model_without_weights_or_tokenizer_is_one_line(model_directory: Path) -> None:
+    with pytest.raises(ConfigurationError, match="--grpc-port and --http-port"):
+        await make_server(model_directory, grpc_port=9, http_port=9).__aenter__()
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        for flag in ("grpc_port", "http_port"):
+            with pytest.raises(AddressInUse, match=f"^cannot listen on 127.0.0.1:{port}: the port is in use$"):
+                await make_server(model_directory, **{flag: port}).__aenter__()
     (model_directory / "tokenizer.json").unlink()
     with pytest.raises(ConfigurationError, match=r"has no tokenizer\.json"):
         await make_server(model_directory).__aenter__()
     (model_directory / "model.safetensors").unlink()
     with pytest.raises(ConfigurationError, match="safetensors"):
         await make_server(model_directory).__aenter__()
-
-
-@pytest.mark.parametrize("flag", ["grpc_port", "http_port"])
-async def test_a_port_in_use_is_one_line(model_directory: Path, flag: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        port = holder.getsockname()[1]
-        with pytest.raises(AddressInUse, match=f"^cannot listen on 127.0.0.1:{port}: the port is in use$"):
-            await make_server(model_directory, **{flag: port}).__aenter__()
-
-
-@pytest.mark.parametrize(
-    ("settings", "flag"),
-    [
-        ({"grpc_port": 9, "http_port": 9}, "--grpc-port and --http-port"),
-    ],
-)
-async def test_settings_that_cannot_be_served_are_refused(model_directory: Path, settings: dict, flag: str) -> None:
-    with pytest.raises(ConfigurationError, match=flag):
-        await make_server(model_directory, **settings).__aenter__()
 
 
 async def test_a_package_that_is_not_installed_is_one_line(

@@ -59,7 +59,11 @@ def test_a_flag_is_declared_in_one_place() -> None:
 
 
 def test_the_services_get_their_flags_and_each_other() -> None:
-    commands = make_commands(model="/m", max_num_seqs=7, num_gpu_blocks=9, worker_metrics_port=1, log_level="debug")
+    flags = (
+        "--model=/m --max-num-seqs=7 --num-gpu-blocks=9 --worker-metrics-port=1 --log-level=debug --swap-space=1.5GiB"
+    )
+    served = load_settings(ServeSettings, flags.split(), {}, program="quire serve")
+    commands = Commands(served, PROGRAMS, Path("/run/q"))
     worker = load_settings(WorkerSettings, commands.worker(0)[1:], {}, program="w")
     scheduler = load_settings(SchedulerSettings, commands.scheduler()[1:], {}, program="s")
     gateway = load_settings(GatewaySettings, commands.gateway(0, 11, 12)[1:], {}, program="g")
@@ -69,7 +73,7 @@ def test_the_services_get_their_flags_and_each_other() -> None:
         7,
         9,
     )
-    assert (worker.metrics_port, scheduler.metrics_port) == (1, None)
+    assert (worker.metrics_port, scheduler.metrics_port, worker.swap_space) == (1, None, 3 << 29)
     assert (scheduler.listen, scheduler.workers, scheduler.max_num_seqs) == (
         "unix:/run/q/scheduler.sock",
         ("unix:/run/q/worker.sock",),
@@ -78,18 +82,6 @@ def test_the_services_get_their_flags_and_each_other() -> None:
     assert (gateway.grpc_port, gateway.http_port, gateway.model) == (11, 12, "/m")
     assert gateway.schedulers == ("unix:/run/q/scheduler.sock",)
     assert {worker.log_level, scheduler.log_level, gateway.log_level} == {"debug"}
-
-
-@pytest.mark.parametrize(("text", "size"), [("0", 0), ("1.5GiB", 3 << 29)])
-def test_the_swap_space_reaches_the_worker(text: str, size: int) -> None:
-    served = load_settings(ServeSettings, [f"--swap-space={text}"], {}, program="quire serve")
-    command = Commands(served, PROGRAMS, Path("/run/q")).worker(0)
-    assert load_settings(WorkerSettings, command[1:], {}, program="w").swap_space == size
-
-
-def test_a_swap_space_that_is_no_size_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r'^--swap-space: "-1" is not valid: expected a size such as'):
-        load_settings(ServeSettings, ["--swap-space=-1"], {}, program="quire serve")
 
 
 def test_each_rank_gets_its_number_its_share_of_the_threads_and_where_to_meet() -> None:
@@ -120,23 +112,10 @@ def test_gateways_share_two_ports_and_have_all_others_for_themselves() -> None:
     sockets = [f"unix:{each.local_socket}" for each in gateways]
     assert sockets == [commands.gateway_address(number) for number in range(3)]
     assert len(set(sockets)) == 3
-
-
-def test_port_0_lets_each_gateway_pick_its_own_and_none_stays_none() -> None:
-    commands = make_commands(gateways=2, admin_port=0)
-    for number in range(2):
-        settings = load_settings(GatewaySettings, commands.gateway(number, 11, 12)[1:], {}, program="g")
-        assert (settings.admin_port, settings.metrics_port) == (0, None)
-
-
-@pytest.mark.parametrize("flag", ["--admin-port", "--gateway-metrics-port"])
-def test_ports_that_would_count_beyond_the_last_one_are_refused(flag: str) -> None:
-    def load(port: int) -> ServeSettings:
-        return load_settings(ServeSettings, ["--gateways=3", f"{flag}={port}"], {}, program="quire serve")
-
-    load(65533)
-    with pytest.raises(ConfigurationError, match=f"^{flag} is 65534; 3 gateways .* at most 65533$"):
-        load(65534)
+    # Port 0 lets each gateway pick its own, and none stays none.
+    picking = [make_commands(gateways=2, admin_port=0).gateway(number, 11, 12)[1:] for number in range(2)]
+    for each in (load_settings(GatewaySettings, flags, {}, program="g") for flags in picking):
+        assert (each.admin_port, each.metrics_port) == (0, None)
 
 
 def test_defaults_stay_defaults() -> None:
@@ -145,11 +124,6 @@ def test_defaults_stay_defaults() -> None:
     for cls, command in zip(SERVICES, arguments, strict=True):
         given = values_of(load_settings(cls, command[1:], {}, program="x"))
         assert {name for name, value in values_of(cls()).items() if value != given[name]} <= OWN, cls
-
-
-def test_what_the_gateway_would_refuse_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ConfigurationError, match=r"^--max-message-bytes: .* the least value is 1024$"):
-        load_settings(ServeSettings, ["--max-message-bytes=1000"], {}, program="quire serve")
 
 
 def test_the_services_inherit_the_environment_but_for_our_variables() -> None:
@@ -161,17 +135,30 @@ def test_the_services_inherit_the_environment_but_for_our_variables() -> None:
     assert rest == "/p"
 
 
-@pytest.mark.parametrize("cls", [GatewaySettings, ServeSettings])
-def test_asking_clients_for_certificates_without_any_of_ones_own_is_refused(cls: type) -> None:
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--swap-space=-1", '^--swap-space: "-1" is not valid: expected a size such as'),
+        ("--max-message-bytes=1000", "^--max-message-bytes: .* the least value is 1024$"),
+        ("--public-cert=x.pem", "--public-cert and --public-key go together"),
+        ("--public-key=x.key", "--public-cert and --public-key go together"),
+        ("--tls-client-auth", "--tls-dir"),
+        # The ports of three gateways would count beyond the last one.
+        ("--gateways=3 --admin-port=65534", "^--admin-port is 65534; 3 gateways .* at most 65533$"),
+        ("--gateways=3 --gateway-metrics-port=65534", "^--gateway-metrics-port is 65534; 3 gateways .* at most 65533$"),
+    ],
+)
+def test_what_a_service_would_refuse_is_refused_before_anything_starts(flags: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        load_settings(ServeSettings, flags.split(), {}, program="quire serve")
+
+
+def test_what_fits_is_not_refused() -> None:
+    flags = ["--gateways=3", "--admin-port=65533", "--tls-client-auth", "--tls-dir=certs"]
+    assert load_settings(ServeSettings, flags, {}, program="quire serve").tls_client_auth
+    assert load_settings(GatewaySettings, flags[2:], {}, program="quire gateway").tls_client_auth
     with pytest.raises(ConfigurationError, match="--tls-dir"):
-        load_settings(cls, ["--tls-client-auth"], {}, program="q")
-    assert load_settings(cls, ["--tls-client-auth", "--tls-dir=certs"], {}, program="q").tls_client_auth
-
-
-@pytest.mark.parametrize("given", ["--public-cert=x.pem", "--public-key=x.key"])
-def test_a_public_certificate_without_its_key_is_refused(given: str) -> None:
-    with pytest.raises(ConfigurationError, match="--public-cert and --public-key go together"):
-        load_settings(ServeSettings, [given], {}, program="quire serve")
+        load_settings(GatewaySettings, ["--tls-client-auth"], {}, program="quire gateway")
 
 
 def test_a_public_certificate_that_cannot_be_used_is_refused_before_anything_starts(tmp_path: Path) -> None:

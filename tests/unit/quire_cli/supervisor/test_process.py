@@ -1,6 +1,12 @@
-"""Waits before restarts."""
+"""Waits before restarts, and when a silent service is killed."""
 
-from quire_cli.supervisor.process import RestartBackoff
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from quire_cli.supervisor import process
+from quire_cli.supervisor.process import HangLimits, RestartBackoff, watch
 
 
 def test_waits_double_up_to_the_longest() -> None:
@@ -22,3 +28,78 @@ def test_a_long_life_forgives_what_was_before() -> None:
     assert backoff.delay_s(lived_s=29.9) == 5.0
     assert backoff.delay_s(lived_s=30) == 0.1
     assert backoff.delay_s(lived_s=0) == 0.2
+
+
+# Exact in binary, as a limit divided by the interval must be a whole number.
+CHECK_S = 1 / 1024
+LIMITS = HangLimits(hang_timeout_s=3 * CHECK_S, start_timeout_s=5 * CHECK_S)
+HANGS = "thing answers no health check for 0.00292969 s; killing it"
+DOES_NOT_LISTEN = "thing does not listen after 0.00488281 s; killing it"
+FAILED = "health checks of thing failed: [Errno 24] Too many open files; beginning them again in 0.001 s"
+
+
+class ScriptedService:
+    """A service as its health checks see it, one character a check: it answers (.), is silent (-), does not listen yet
+    (o), was started anew meanwhile (R), does not run (x), or this process has no socket to ask with (!)."""
+
+    name = "thing"
+
+    def __init__(self, script: str) -> None:
+        self.starts = 1
+        self.is_over = asyncio.Event()
+        self._script = iter(script)
+        self._now = ""
+
+    @property
+    def is_running(self) -> bool:
+        return self._now != "x"
+
+    async def answers(self, stub: object, timeout_s: float) -> bool:
+        self._now = next(self._script, "")
+        if not self._now:
+            self.is_over.set()
+            await asyncio.Event().wait()
+        self.starts += self._now == "R"
+        return self._now == "."
+
+    def listens(self, path: Path) -> bool:
+        if self._now == "!":
+            raise OSError(24, "Too many open files")
+        return self._now == "-"
+
+    def kill_once(self) -> None:
+        self.starts += 1
+
+
+@pytest.mark.parametrize(
+    ("script", "reports"),
+    [
+        ("..--.--.", []),
+        ("..---", [HANGS]),
+        # Before any check was answered, and the next one as early.
+        ("---R---", [HANGS, HANGS]),
+        ("oooo", []),
+        ("ooooo", [DOES_NOT_LISTEN]),
+        # From when it listens, silence counts anew.
+        ("oooo--.", []),
+        ("oooo---", [HANGS]),
+        ("..--R--", []),
+        ("..--xxxxx--", []),
+        # What fails begins anew, and so does the count.
+        ("..--!--", [FAILED]),
+        ("!---", [FAILED, HANGS]),
+    ],
+)
+async def test_a_service_that_is_silent_for_too_long_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, reports: list[str]
+) -> None:
+    service, found = ScriptedService(script), list[str]()
+    monkeypatch.setattr(process, "_answers", service.answers)
+    monkeypatch.setattr(process, "_listens", service.listens)
+    backoff = RestartBackoff(first_s=0.001, max_s=0.001)
+    watching = asyncio.create_task(watch(service, tmp_path / "s", LIMITS, found.append, backoff))  # type: ignore[arg-type]
+    await asyncio.wait_for(service.is_over.wait(), 30)
+    watching.cancel()
+    assert found == reports
+    # Each kill is a start, and so is each R.
+    assert service.starts == 1 + script.count("R") + sum("killing it" in line for line in reports)
