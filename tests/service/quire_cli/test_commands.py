@@ -1,6 +1,5 @@
-"""`quire generate`, `quire chat` and `quire status` against a fake gateway."""
+"""`quire generate`, `quire chat`, `quire pin` and `quire status` against fake gateways."""
 
-import io
 import json
 import os
 import pty
@@ -9,7 +8,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,29 +16,15 @@ import pytest
 from quire.common.v1 import common_pb2
 from quire.rpc.process import missing_package
 from quire_cli.main import COMMANDS, GROUPS, main
-from tests.support.fake_gateway import FakeGatewayThread
+from tests.support.fake_gateway import FakeGatewayThread, running_fake_gateway
+
+NOBODY = "127.0.0.1:1"
 
 Run = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def run(gateway: FakeGatewayThread, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command against the fake gateway; returns status, stdout and stderr."""
-
-    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        status = main([*arguments, "--address", gateway.address])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
-
-
-def test_generate_streams_the_answer_to_a_prompt(run: Run) -> None:
+def test_generate_streams_the_answer_to_a_prompt_or_to_stdin(run: Run) -> None:
     assert run("generate", "once upon") == (0, "once upon!\n", "")
-
-
-def test_generate_reads_the_prompt_from_stdin(run: Run) -> None:
     assert run("generate", stdin="two\nlines\n") == (0, "two\nlines!\n", "")
 
 
@@ -87,7 +72,8 @@ def test_a_file_of_prompts_is_answered_in_order(run: Run, tmp_path: Path) -> Non
     assert run("generate", "--file", str(file)) == (0, expected, "")
 
 
-def test_a_file_with_a_bad_prompt_answers_the_others_and_fails(run: Run) -> None:
+def test_a_bad_prompt_is_one_line_and_the_others_of_its_file_are_answered(run: Run) -> None:
+    assert run("generate", "bad") == (1, "", "quire generate: error: prompt is bad\n")
     status, stdout, stderr = run("generate", "--file=-", "--format=json", stdin="one\nbad\nfull\n")
     assert status == 1
     one, bad, full = map(json.loads, stdout.splitlines())
@@ -95,10 +81,6 @@ def test_a_file_with_a_bad_prompt_answers_the_others_and_fails(run: Run) -> None
     assert bad == {"prompt": "bad", "error": {"code": "INVALID_ARGUMENT", "message": "prompt is bad"}}
     assert full["text"] == "full!"
     assert stderr == "quire generate: error: prompt 'bad': prompt is bad\n"
-
-
-def test_a_refused_prompt_is_one_line(run: Run) -> None:
-    assert run("generate", "bad") == (1, "", "quire generate: error: prompt is bad\n")
 
 
 @pytest.mark.parametrize(
@@ -113,12 +95,20 @@ def test_a_refused_prompt_is_one_line(run: Run) -> None:
         (("generate", "x", "--early-stopping=true"), "needs --beam-width"),
         (("generate", "x", "--beam-width=2", "--early-stopping=soon"), "expected one of false, true, never"),
         (("generate", "x", "--max-tokens", "many"), '--max-tokens: "many" is not valid'),
+        (("generate", "x", "--address", "127.0.0.1:1,"), "has an empty part"),
+        (("status", "--address", "127.0.0.1:1,nonsense"), "is not HOST:PORT"),
+        (("status", "--tls-cert-file=x"), "must be given together"),
+        (("pin",), "the prefix is empty"),
+        (("pin", "x", "--file=y"), "give a prefix or --file, not both"),
+        (("pin", "--file=/no/such"), "cannot read /no/such"),
+        (("pin", "x", "--time-to-live=0"), "the least value is 0.001"),
+        (("unpin",), "give the id of a pin"),
     ],
 )
 def test_a_command_called_wrongly_is_one_line_and_status_2(run: Run, arguments: tuple[str, ...], expected: str) -> None:
-    status, stdout, stderr = run(*arguments)
+    status, stdout, stderr = run(*arguments, stdin="")
     assert (status, stdout) == (2, "")
-    assert stderr.startswith("quire generate: error: ")
+    assert stderr.startswith(f"quire {arguments[0]}: error: ")
     assert expected in stderr
     assert stderr.count("\n") == 1
 
@@ -138,23 +128,6 @@ def test_pin_and_unpin(run: Run, gateway: FakeGatewayThread, tmp_path: Path) -> 
     assert run("unpin", "other") == (1, "", 'quire unpin: error: no pin "other"\n')
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("pin",), "the prefix is empty"),
-        (("pin", "x", "--file=y"), "give a prefix or --file, not both"),
-        (("pin", "--file=/no/such"), "cannot read /no/such"),
-        (("pin", "x", "--time-to-live=0"), "the least value is 0.001"),
-        (("unpin",), "give the id of a pin"),
-    ],
-)
-def test_a_pin_command_called_wrongly_is_one_line(run: Run, arguments: tuple[str, ...], expected: str) -> None:
-    status, stdout, stderr = run(*arguments)
-    assert (status, stdout) == (2, "")
-    assert expected in stderr
-    assert stderr.count("\n") == 1
-
-
 def test_chat_with_piped_lines_keeps_the_conversation(run: Run, gateway: FakeGatewayThread) -> None:
     status, stdout, stderr = run("chat", "--system=be kind", stdin="hello\n\nand now\n/exit\nnever\n")
     assert (status, stdout, stderr) == (0, "hello!\nand now!\n", "")
@@ -166,41 +139,91 @@ def test_chat_with_piped_lines_keeps_the_conversation(run: Run, gateway: FakeGat
     ]
 
 
-def test_chat_forgets_a_message_that_failed_and_goes_on(run: Run, gateway: FakeGatewayThread) -> None:
-    status, stdout, stderr = run("chat", stdin="bad\nagain\n")
-    assert (status, stdout) == (1, "again!\n")
-    assert stderr == "quire chat: error: prompt is bad\n"
-    assert [m.content for m in gateway.generation.requests[-1].messages] == ["again"]
+@pytest.mark.parametrize(
+    ("said", "status", "answers", "complaint", "sent"),
+    [
+        # A message that failed is forgotten, and so is all before a reset but the system message.
+        ("bad\nagain\n", 1, "again!\n", "quire chat: error: prompt is bad\n", ["s", "again"]),
+        ("one\n/reset\ntwo\n", 0, "one!\ntwo!\n", "", ["s", "two"]),
+        # A mistyped command is not sent.
+        (
+            "/resett\n/usr/bin is a path\n",
+            0,
+            "/usr/bin is a path!\n",
+            "quire chat: there is no command /resett; /exit leaves",
+            ["s", "/usr/bin is a path"],
+        ),
+    ],
+)
+def test_what_chat_keeps(
+    run: Run, gateway: FakeGatewayThread, said: str, status: int, answers: str, complaint: str, sent: list[str]
+) -> None:
+    ended, stdout, stderr = run("chat", "--system=s", stdin=said)
+    assert (ended, stdout) == (status, answers)
+    assert stderr.startswith(complaint)
+    assert [m.content for m in gateway.generation.requests[-1].messages] == sent
 
 
-def test_chat_reset_forgets_all_but_the_system_message(run: Run, gateway: FakeGatewayThread) -> None:
-    run("chat", "--system=s", stdin="one\n/reset\ntwo\n")
-    assert [m.content for m in gateway.generation.requests[-1].messages] == ["s", "two"]
-
-
-def test_chat_does_not_send_a_mistyped_command(run: Run, gateway: FakeGatewayThread) -> None:
-    status, stdout, stderr = run("chat", stdin="/resett\n/usr/bin is a path\n")
-    assert (status, stdout) == (0, "/usr/bin is a path!\n")
-    assert stderr.startswith("quire chat: there is no command /resett; /exit leaves")
-    assert [m.content for m in gateway.generation.requests[-1].messages] == ["/usr/bin is a path"]
-
-
-def test_status_shows_health_models_and_replicas(run: Run, gateway: FakeGatewayThread) -> None:
+def test_status_shows_health_models_and_replicas_as_text_and_as_json(run: Run, gateway: FakeGatewayThread) -> None:
     status, stdout, _ = run("status")
     assert status == 0
     health, model, replica = stdout.splitlines()
     assert health.startswith(f"serving at {gateway.address}")
     assert model == "model fake: LlamaForCausalLM, float32, 128 tokens, chat template"
     assert replica == "replica unix:s: 64 blocks of 16 tokens, 8 sequences and 0 tokens a step, on a fake"
-
-
-def test_status_as_json(run: Run) -> None:
     status, stdout, _ = run("status", "--format=json")
     assert status == 0
     described = json.loads(stdout)
     assert described["serving"] is True
     assert described["models"][0]["name"] == "fake"
     assert described["replicas"][0]["connected"] is True
+
+
+@pytest.fixture
+def other(gateway: FakeGatewayThread) -> Iterator[FakeGatewayThread]:
+    """Besides `gateway`."""
+    with running_fake_gateway() as other:
+        yield other
+
+
+def test_prompts_of_a_file_go_to_all_gateways(run: Run, gateway: FakeGatewayThread, other: FakeGatewayThread) -> None:
+    prompts = [f"prompt {i}" for i in range(200)]
+    both = f"{gateway.address},{other.address}"
+    status, stdout, stderr = run("generate", "--file=-", "--address", both, stdin="\n".join(prompts))
+    assert (status, stderr) == (0, "")
+    assert stdout.splitlines() == [f"{prompt}!" for prompt in prompts]
+    shares = [len(each.generation.requests) for each in (gateway, other)]
+    assert sum(shares) == 200
+    assert min(shares) > 0
+
+
+@pytest.mark.parametrize("command", [["generate", "hello"], ["chat"], ["pin", "hello"]], ids=lambda each: each[0])
+def test_a_command_is_answered_by_whom_it_reaches(
+    run: Run, gateway: FakeGatewayThread, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setenv("QUIRE_ADDRESS", f"{NOBODY},{gateway.address}")
+    status, stdout, stderr = run(*command, stdin="hello\n")
+    assert (status, stderr) == (0, "")
+    assert stdout.startswith("pin" if command[0] == "pin" else "hello!")
+
+
+def test_status_shows_each_gateway(run: Run, gateway: FakeGatewayThread, other: FakeGatewayThread) -> None:
+    addresses = [gateway.address, other.address]
+    status, stdout, stderr = run("status", "--address", ",".join(addresses))
+    assert (status, stderr) == (0, "")
+    heads = [line for line in stdout.splitlines() if line.startswith("serving")]
+    assert [head.split()[2] for head in heads] == addresses
+    status, stdout, _ = run("status", "--format=json", "--address", ",".join(addresses))
+    assert status == 0
+    assert [json.loads(line)["address"] for line in stdout.splitlines()] == addresses
+
+
+def test_status_shows_the_others_where_one_does_not_answer(run: Run, gateway: FakeGatewayThread) -> None:
+    status, stdout, stderr = run("status", "--address", f"{NOBODY},{gateway.address}")
+    assert status == 1
+    assert stdout.startswith(f"serving at {gateway.address}")
+    assert stderr.startswith(f"quire status: error: {NOBODY}: no gateway answers")
+    assert stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["generate", "status"])

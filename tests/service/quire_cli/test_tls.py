@@ -1,15 +1,11 @@
 """All commands that call a gateway, where it speaks TLS and asks for certificates."""
 
-import io
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from quire.client import Client, ClientTls
-from quire.rpc.errors import Unavailable
 from quire.rpc.tls import Role, ServerTls, TlsIdentity
 from quire_cli.main import main
 from tests.support.certificates import make_certificates
@@ -30,19 +26,6 @@ def gateway(tmp_path: Path) -> Iterator[FakeGatewayThread]:
     make_certificates(tmp_path)
     with running_fake_gateway(ServerTls(TlsIdentity.of(tmp_path, Role.GATEWAY))) as gateway:
         yield gateway
-
-
-@pytest.fixture
-def run(gateway: FakeGatewayThread, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command against the fake gateway; returns status, stdout and stderr."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
-        status = main([*arguments, "--address", gateway.address])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
 
 
 def files(directory: Path, role: Role = Role.CLIENT) -> list[str]:
@@ -75,24 +58,6 @@ def test_a_command_without_one_says_in_one_line_that_it_is_not_connected(
 def test_a_gateway_of_another_name_is_believed_under_the_name_that_is_given(run: Run, tmp_path: Path) -> None:
     assert run("status", *files(tmp_path), "--tls-server-name=elsewhere.example")[0] != 0
     assert run("status", *files(tmp_path), "--tls-server-name=localhost")[0] == 0
-
-
-@pytest.mark.parametrize("left_out", ["--tls-cert-file", "--tls-key-file"])
-def test_a_certificate_without_its_key_is_one_line(run: Run, tmp_path: Path, left_out: str) -> None:
-    given = [flag for flag in files(tmp_path) if not flag.startswith(left_out)]
-    status, stdout, stderr = run("status", *given)
-    assert (status, stdout) == (2, "")
-    assert "must be given together" in stderr
-    assert len(stderr.splitlines()) == 1
-
-
-def test_the_blocking_client_speaks_tls(gateway: FakeGatewayThread, tmp_path: Path) -> None:
-    identity = TlsIdentity.of(tmp_path, Role.CLIENT)
-    tls = ClientTls(identity.authority, identity.certificate, identity.key)
-    with Client(gateway.address, tls=tls) as client:
-        assert client.generate("x").sequences[0].text == "x!"
-    with Client(gateway.address, tls=ClientTls(str(identity.authority))) as stranger, pytest.raises(Unavailable):
-        stranger.generate("x", timeout_s=60)
 
 
 @pytest.mark.parametrize("command", [["top"], ["status", "--watch"]], ids=" ".join)
