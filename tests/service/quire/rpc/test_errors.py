@@ -114,34 +114,20 @@ async def channel(server: RpcServer) -> AsyncIterator[grpc.aio.Channel]:
 
 
 @KINDS
-async def test_a_healthy_call_passes_unchanged(channel: grpc.aio.Channel, kind: str) -> None:
+async def test_answers_and_errors_of_calls_of_every_kind_arrive(channel: grpc.aio.Channel, kind: str) -> None:
     answers = {"UnaryUnary": [b"hi"], "StreamUnary": [b"okhi"], "StreamStream": [b"ok", b"hi"]}
     assert await call(channel, kind, b"hi") == answers.get(kind, [b"first", b"hi"])
-
-
-@KINDS
-async def test_a_quire_error_arrives_with_all_its_details(channel: grpc.aio.Channel, kind: str) -> None:
     error = await failure_of(channel, kind, b"invalid")
     assert type(error) is InvalidArgument
-    assert error.message == "temperature is 101; the greatest value is 100"
-    assert error.reason == "INVALID_ARGUMENT"
+    assert (error.message, error.reason) == ("temperature is 101; the greatest value is 100", "INVALID_ARGUMENT")
     assert error.violations == (FieldViolation("temperature", "is 101"),)
     assert error.retry_after_ms is None
-
-
-@KINDS
-async def test_retry_information_arrives(channel: grpc.aio.Channel, kind: str) -> None:
     error = await failure_of(channel, kind, b"full")
-    assert type(error) is ResourceExhausted
-    assert (error.reason, error.retry_after_ms) == ("QUEUE_FULL", 1500)
-
-
-@KINDS
-async def test_abort_keeps_its_meaning(channel: grpc.aio.Channel, kind: str) -> None:
+    assert (type(error), error.reason, error.retry_after_ms) == (ResourceExhausted, "QUEUE_FULL", 1500)
+    # What a handler aborts with keeps its meaning.
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(channel, kind, b"abort")
-    assert caught.value.code() is grpc.StatusCode.DATA_LOSS
-    assert caught.value.details() == "aborted by hand"
+    assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.DATA_LOSS, "aborted by hand")
 
 
 @KINDS
@@ -185,41 +171,10 @@ async def test_the_sync_client_reads_the_same_error(server: RpcServer) -> None:
     assert error.retry_after_ms == 1500
 
 
-async def test_a_refused_connection_reads_as_unavailable() -> None:
-    async with open_channel("127.0.0.1:1") as channel:
-        error = await failure_of(channel, "UnaryUnary", b"hi")
-    assert type(error) is Unavailable
-    assert error.reason == "UNAVAILABLE"
-
-
-async def test_an_unknown_method_reads_as_unimplemented(channel: grpc.aio.Channel) -> None:
+async def test_a_refused_connection_and_an_unknown_method_read_as_what_they_are(channel: grpc.aio.Channel) -> None:
+    async with open_channel("127.0.0.1:1") as nowhere:
+        error = await failure_of(nowhere, "UnaryUnary", b"hi")
+    assert (type(error), error.reason) == (Unavailable, "UNAVAILABLE")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await channel.unary_unary(f"/{SERVICE}/Nothing")(b"")
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
-async def test_a_client_that_leaves_cancels_the_handler() -> None:
-    entered, ended = asyncio.Event(), asyncio.Event()
-
-    async def endless(request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        try:
-            yield b"first"
-            entered.set()
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    def register_endless(server: grpc.aio.Server) -> None:
-        handlers = {"Endless": grpc.unary_stream_rpc_method_handler(endless)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-
-    server = await RpcServer.start("127.0.0.1:0", register_endless, [SERVICE])
-    try:
-        async with open_channel(server.address) as channel:
-            stream = channel.unary_stream(f"/{SERVICE}/Endless")(b"")
-            assert await stream.read() == b"first"
-            await asyncio.wait_for(entered.wait(), 30)
-            stream.cancel()
-            await asyncio.wait_for(ended.wait(), 30)
-    finally:
-        await server.stop(0)

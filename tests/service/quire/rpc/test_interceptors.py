@@ -1,7 +1,7 @@
 """How requests are read: bytes that are no message are the caller's fault, and a server that stopped ends a stream."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 import grpc.aio
@@ -23,35 +23,38 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
     await server.stop(0)
 
 
-def check(error: grpc.aio.AioRpcError, message_name: str) -> None:
-    refusal = from_rpc_error(error)
-    assert isinstance(refusal, InvalidArgument)
-    assert refusal.reason == "MALFORMED_MESSAGE"
-    assert [violation.field for violation in refusal.violations] == [message_name]
-
-
-async def test_of_a_unary_call(channel: grpc.aio.Channel) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await channel.unary_unary("/grpc.health.v1.Health/Check")(DAMAGED, timeout=30)
-    check(caught.value, "grpc.health.v1.HealthCheckRequest")
-
-
-async def test_of_a_call_that_answers_a_stream(channel: grpc.aio.Channel) -> None:
-    call = channel.unary_stream("/grpc.health.v1.Health/Watch")(DAMAGED, timeout=30)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call.read()
-    check(caught.value, "grpc.health.v1.HealthCheckRequest")
-
-
-async def test_of_a_later_message_of_a_stream(channel: grpc.aio.Channel) -> None:
-    path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-    call = channel.stream_stream(path)(timeout=30)
+async def read_later_message(channel: grpc.aio.Channel) -> None:
+    call = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")(timeout=30)
     await call.write(b"\x3a\x00")
     assert await call.read()
     await call.write(DAMAGED)
+    await call.read()
+
+
+@pytest.mark.parametrize(
+    ("call", "message_name"),
+    [
+        (
+            lambda channel: channel.unary_unary("/grpc.health.v1.Health/Check")(DAMAGED, timeout=30),
+            "grpc.health.v1.HealthCheckRequest",
+        ),
+        (
+            lambda channel: channel.unary_stream("/grpc.health.v1.Health/Watch")(DAMAGED, timeout=30).read(),
+            "grpc.health.v1.HealthCheckRequest",
+        ),
+        (read_later_message, "grpc.reflection.v1alpha.ServerReflectionRequest"),
+    ],
+    ids=["a unary call", "a call that answers a stream", "a later message of a stream"],
+)
+async def test_bytes_that_are_no_message_are_the_callers_fault(
+    channel: grpc.aio.Channel, call: Callable[[grpc.aio.Channel], Awaitable[object]], message_name: str
+) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call.read()
-    check(caught.value, "grpc.reflection.v1alpha.ServerReflectionRequest")
+        await call(channel)
+    refusal = from_rpc_error(caught.value)
+    assert isinstance(refusal, InvalidArgument)
+    assert refusal.reason == "MALFORMED_MESSAGE"
+    assert [violation.field for violation in refusal.violations] == [message_name]
 
 
 async def test_a_stream_of_requests_ends_where_the_server_stopped() -> None:

@@ -56,17 +56,25 @@ async def test_a_caller_of_the_right_role_gets_through(worker: RpcServer, tmp_pa
         assert await reflect(channel)
 
 
-async def test_a_service_that_was_found_by_a_name_shows_a_certificate_of_the_name(
-    authority: Authority, tmp_path: Path
+@pytest.mark.parametrize(
+    ("certified", "believed", "others"),
+    [
+        ("replicas.test", "replicas.test", (None, "other.test")),
+        # For all pods of a service.
+        ("*.worker.quire.svc", "worker-1.worker.quire.svc", (None, "worker-1.other.quire.svc")),
+    ],
+)
+async def test_a_service_is_believed_under_the_names_of_its_certificate(
+    authority: Authority, tmp_path: Path, certified: str, believed: str, others: tuple[str | None, ...]
 ) -> None:
-    authority.issue(tmp_path, Role.WORKER, ["replicas.test"], 1, dt.datetime.now(dt.UTC))
+    authority.issue(tmp_path, Role.WORKER, [certified], 1, dt.datetime.now(dt.UTC))
     server = await RpcServer.start(
         "127.0.0.1:0", lambda _: None, [], tls=ServerTls(TlsIdentity.of(tmp_path, Role.WORKER))
     )
     tls = TlsIdentity.of(tmp_path, Role.GATEWAY)
-    async with open_channel(server.address, tls=tls, host_name="replicas.test") as channel:
+    async with open_channel(server.address, tls=tls, host_name=believed) as channel:
         assert await reflect(channel)
-    for host_name in (None, "other.test"):
+    for host_name in others:
         assert isinstance(await error_of(open_channel(server.address, tls=tls, host_name=host_name)), Unavailable)
     await server.stop(0)
 
@@ -128,26 +136,20 @@ async def raw_error(address: str, tls: TlsIdentity, kind: str) -> QuireError:
     return from_rpc_error(caught.value)
 
 
-async def test_a_caller_without_a_certificate_is_not_connected(worker: RpcServer, tmp_path: Path) -> None:
-    credentials = grpc.ssl_channel_credentials((tmp_path / "ca.pem").read_bytes())
-    assert isinstance(await error_of(grpc.aio.secure_channel(worker.address, credentials)), Unavailable)
-
-
-async def test_a_caller_without_tls_is_not_connected(worker: RpcServer) -> None:
-    assert isinstance(await error_of(open_channel(worker.address)), Unavailable)
-
-
-async def test_a_certificate_of_another_authority_is_not_connected(worker: RpcServer, tmp_path: Path) -> None:
-    make_certificates(tmp_path / "other")
-    (tmp_path / "other" / "ca.pem").write_bytes((tmp_path / "ca.pem").read_bytes())
-    stranger = TlsIdentity.of(tmp_path / "other", Role.SCHEDULER)
-    assert isinstance(await error_of(open_channel(worker.address, tls=stranger)), Unavailable)
-
-
-async def test_a_server_of_another_authority_is_not_believed(worker: RpcServer, tmp_path: Path) -> None:
+async def test_strangers_are_not_connected(worker: RpcServer, tmp_path: Path) -> None:
     make_certificates(tmp_path / "other")
     distrustful = TlsIdentity.of(tmp_path / "other", Role.SCHEDULER)
-    assert isinstance(await error_of(open_channel(worker.address, tls=distrustful)), Unavailable)
+    make_certificates(tmp_path / "unknown")
+    (tmp_path / "unknown" / "ca.pem").write_bytes((tmp_path / "ca.pem").read_bytes())
+    unknown = TlsIdentity.of(tmp_path / "unknown", Role.SCHEDULER)
+    without = grpc.ssl_channel_credentials((tmp_path / "ca.pem").read_bytes())
+    for channel in (
+        open_channel(worker.address),
+        grpc.aio.secure_channel(worker.address, without),
+        open_channel(worker.address, tls=unknown),
+        open_channel(worker.address, tls=distrustful),
+    ):
+        assert isinstance(await error_of(channel), Unavailable)
 
 
 @pytest.mark.parametrize("age_days", [30, -30], ids=["expired", "not yet valid"])
@@ -158,16 +160,6 @@ async def test_a_certificate_out_of_its_time_is_not_connected(
     authority.issue(tmp_path, Role.SCHEDULER, LOCAL_HOSTS, 1, made_at)
     late = TlsIdentity.of(tmp_path, Role.SCHEDULER)
     assert isinstance(await error_of(open_channel(worker.address, tls=late)), Unavailable)
-
-
-async def test_a_certificate_of_another_host_is_not_believed(authority: Authority, tmp_path: Path) -> None:
-    authority.issue(tmp_path, Role.WORKER, ["elsewhere.example"], 1, dt.datetime.now(dt.UTC))
-    server = await RpcServer.start(
-        "127.0.0.1:0", lambda _: None, [], tls=ServerTls(TlsIdentity.of(tmp_path, Role.WORKER))
-    )
-    caller = TlsIdentity.of(tmp_path, Role.SCHEDULER)
-    assert isinstance(await error_of(open_channel(server.address, tls=caller)), Unavailable)
-    await server.stop(0)
 
 
 async def test_new_files_hold_for_new_connections_and_running_ones_go_on(worker: RpcServer, tmp_path: Path) -> None:
@@ -203,19 +195,15 @@ async def test_damaged_new_files_leave_the_old_ones_in_force(worker: RpcServer, 
 
 
 @pytest.mark.parametrize("name", ["worker.pem", "worker.key", "ca.pem"])
-@pytest.mark.parametrize("content", [None, "damaged"])
-def test_files_that_cannot_be_used_are_refused_at_start(
-    authority: Authority, tmp_path: Path, name: str, content: str | None
-) -> None:
+def test_files_that_cannot_be_used_are_refused_at_start(authority: Authority, tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    path.unlink() if content is None else path.write_text(content)
+    wrong = ["damaged"] if name != "worker.key" else ["damaged", (tmp_path / "gateway.key").read_text()]
+    for content in wrong:
+        path.write_text(content)
+        with pytest.raises(ConfigurationError, match=str(path)):
+            TlsIdentity.of(tmp_path, Role.WORKER)
+    path.unlink()
     with pytest.raises(ConfigurationError, match=str(path)):
-        TlsIdentity.of(tmp_path, Role.WORKER)
-
-
-def test_a_key_of_another_certificate_is_refused_at_start(authority: Authority, tmp_path: Path) -> None:
-    (tmp_path / "worker.key").write_bytes((tmp_path / "gateway.key").read_bytes())
-    with pytest.raises(ConfigurationError, match=r"worker\.key"):
         TlsIdentity.of(tmp_path, Role.WORKER)
 
 
@@ -240,22 +228,3 @@ def test_a_service_that_others_reach_without_certificates_says_so(
     tls = ServerTls(TlsIdentity.of(tmp_path, Role.WORKER)) if is_encrypted else None
     warn_if_open(address, tls)
     assert ("--tls-dir" in caplog.text) == warns
-
-
-async def test_a_certificate_for_all_pods_of_a_service_is_believed_for_each(
-    authority: Authority, tmp_path: Path
-) -> None:
-    authority.issue(tmp_path, Role.WORKER, ["*.worker.quire.svc"], 1, dt.datetime.now(dt.UTC))
-    server = await RpcServer.start(
-        "127.0.0.1:0", lambda _: None, [], tls=ServerTls(TlsIdentity.of(tmp_path, Role.WORKER))
-    )
-    credentials = TlsIdentity.of(tmp_path, Role.SCHEDULER).read().channel_credentials()
-    for name, is_believed in (("worker-1.worker.quire.svc", True), ("worker-1.other.quire.svc", False)):
-        options = [("grpc.ssl_target_name_override", name)]
-        channel = grpc.aio.secure_channel(server.address, credentials, options=options)
-        if is_believed:
-            async with channel:
-                assert await reflect(channel)
-        else:
-            assert isinstance(await error_of(channel), Unavailable)
-    await server.stop(0)
