@@ -77,6 +77,13 @@ def names(snapshot: Path) -> set[str]:
     return {str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()}
 
 
+def keep(cache: Path, content: bytes) -> None:
+    """Leaves this of the weights, as a process does that is killed while it downloads them."""
+    pull(MODEL, Parts.WITHOUT_WEIGHTS)
+    digest = hub_module.hashlib.sha256(WEIGHTS).hexdigest()
+    (cache / "models--org--model" / "blobs" / f"{digest}.quire.incomplete").write_bytes(content)
+
+
 def error_of(name: HubName, parts: Parts = Parts.ALL) -> str:
     with pytest.raises(ConfigurationError) as caught:
         pull(name, parts)
@@ -125,14 +132,13 @@ def test_all_that_is_read_is_downloaded_and_nothing_else(hub: LocalHub, cache: P
     assert len(hub.sent) == sent
 
 
-def test_shards_are_those_of_the_index(hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_those_of_the_index_and_a_gateway_downloads_none(
+    hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert names(resolve_model("org/model", with_weights=False)) == set(SMALL)
     monkeypatch.setenv("HF_TOKEN", hub.token)
     snapshot = pull(HubName("org/sharded"))
     assert names(snapshot) == {*SMALL, "model.safetensors.index.json", "m-1.safetensors", "m-2.safetensors"}
-
-
-def test_a_gateway_downloads_no_weights(hub: LocalHub, cache: Path) -> None:
-    assert names(resolve_model("org/model", with_weights=False)) == set(SMALL)
 
 
 def test_a_revision_is_a_branch_or_a_commit(hub: LocalHub, cache: Path) -> None:
@@ -170,31 +176,29 @@ def test_a_cut_download_goes_on_where_it_ended(hub: LocalHub, cache: Path) -> No
     assert [sent for name, sent in hub.sent if name == "model.safetensors"] == [len(WEIGHTS) // 2] * 2
 
 
-@pytest.mark.parametrize("kept", [WEIGHTS[: 5 << 17], WEIGHTS])
-def test_what_a_killed_process_left_is_used(hub: LocalHub, cache: Path, kept: bytes) -> None:
-    pull(MODEL, Parts.WITHOUT_WEIGHTS)
-    digest = hub_module.hashlib.sha256(WEIGHTS).hexdigest()
-    (cache / "models--org--model" / "blobs" / f"{digest}.quire.incomplete").write_bytes(kept)
+@pytest.mark.parametrize(
+    ("kept", "ignores_ranges", "sent"),
+    [
+        (WEIGHTS[: 5 << 17], False, len(WEIGHTS) - (5 << 17)),
+        (WEIGHTS, False, 0),
+        # A hub without ranges sends the file anew.
+        (WEIGHTS[:1000], True, len(WEIGHTS)),
+    ],
+)
+def test_what_a_killed_process_left_is_used(
+    hub: LocalHub, cache: Path, kept: bytes, ignores_ranges: bool, sent: int
+) -> None:
+    keep(cache, kept)
+    hub.ignores_ranges = ignores_ranges
     assert (pull(MODEL) / "model.safetensors").read_bytes() == WEIGHTS
-    assert hub.bytes_sent("model.safetensors") == len(WEIGHTS) - len(kept)
+    assert hub.bytes_sent("model.safetensors") == sent
     assert not list(cache.rglob("*.incomplete"))
 
 
 def test_what_was_kept_of_another_content_is_deleted(hub: LocalHub, cache: Path) -> None:
-    pull(MODEL, Parts.WITHOUT_WEIGHTS)
-    digest = hub_module.hashlib.sha256(WEIGHTS).hexdigest()
-    (cache / "models--org--model" / "blobs" / f"{digest}.quire.incomplete").write_bytes(b"damaged" * 1000)
+    keep(cache, b"damaged" * 1000)
     assert error_of(MODEL).endswith("does not have the file's SHA-256; it is deleted, pull again")
     assert (pull(MODEL) / "model.safetensors").read_bytes() == WEIGHTS
-
-
-def test_a_hub_without_ranges_sends_the_file_anew(hub: LocalHub, cache: Path) -> None:
-    pull(MODEL, Parts.WITHOUT_WEIGHTS)
-    hub.ignores_ranges = True
-    digest = hub_module.hashlib.sha256(WEIGHTS).hexdigest()
-    (cache / "models--org--model" / "blobs" / f"{digest}.quire.incomplete").write_bytes(WEIGHTS[:1000])
-    assert (pull(MODEL) / "model.safetensors").read_bytes() == WEIGHTS
-    assert hub.bytes_sent("model.safetensors") == len(WEIGHTS)
 
 
 def test_an_address_that_has_expired_is_asked_anew(hub: LocalHub, cache: Path) -> None:
@@ -286,21 +290,15 @@ def test_a_gated_model_is_for_a_token_that_was_granted_access(
     assert error_of(gated) == expected + "(a token is set)"
 
 
-def test_an_unknown_model(hub: LocalHub, cache: Path) -> None:
+def test_what_the_hub_does_not_have_or_nobody_reads_is_not_downloaded(hub: LocalHub, cache: Path) -> None:
     assert error_of(HubName("org/nothing")) == (
         f"org/nothing is neither a directory here nor a model of {hub.endpoint}; check the name, or set HF_TOKEN if "
         "the model is private (no token is set)"
     )
-
-
-def test_weights_that_are_not_read_are_not_downloaded(hub: LocalHub, cache: Path) -> None:
     assert "only pickles such as pytorch_model.bin, which are never loaded" in error_of(HubName("org/pickled"))
     assert error_of(HubName("org/words")).startswith("org/words has no tokenizer.json, the one form of tokenizer")
     assert error_of(HubName("org/other")).startswith("architecture BertModel of")
     assert hub.bytes_sent("model.safetensors") == hub.bytes_sent("pytorch_model.bin") == 0
-
-
-def test_a_hub_that_fails(hub: LocalHub, cache: Path) -> None:
     hub.status = 503
     assert error_of(MODEL) == f"{hub.endpoint} cannot send org/model: the hub is being repaired; try again later"
     hub.status = 403
@@ -379,13 +377,12 @@ def test_a_disk_that_is_too_small_is_seen_before_the_download(
 
 def test_what_the_cache_has_needs_no_space(hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pull(MODEL, Parts.WITHOUT_WEIGHTS)
-    digest, blobs = hub_module.hashlib.sha256(WEIGHTS).hexdigest(), cache / "models--org--model" / "blobs"
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 1 << 20))
     # Of another content, as of a revision whose download was given up.
-    (blobs / f"{'0' * 64}.quire.incomplete").write_bytes(WEIGHTS)
+    (cache / "models--org--model" / "blobs" / f"{'0' * 64}.quire.incomplete").write_bytes(WEIGHTS)
     assert "needs 2.0 MiB more, of which 1.0 MiB are free" in error_of(MODEL)
-    (blobs / f"{digest}.quire.incomplete").write_bytes(WEIGHTS[: 1 << 20])
+    keep(cache, WEIGHTS[: 1 << 20])
     assert (pull(MODEL) / "model.safetensors").read_bytes() == WEIGHTS
     hub.branches["org/model", "v3"] = {**SMALL, "README.md": b"new", "model.safetensors": WEIGHTS}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 0))

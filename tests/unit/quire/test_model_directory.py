@@ -40,6 +40,8 @@ def error_of(directory: Path) -> str:
     return message
 
 
+WRONG_EOS = [-1, "2", 1.5, True, [2, None]]
+OUTSIDE = ["../1.safetensors", "/1.safetensors", "folder/1.safetensors"]
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 9\n"
 TAKEN = (
     "--model takes a directory as transformers saves it (config.json, tokenizer.json, *.safetensors), a GGUF file, a "
@@ -62,54 +64,46 @@ def test_the_parts_of_a_whole_directory(make: Make) -> None:
     assert model.chat_template == "{{ messages }}"
 
 
-def test_only_config_json_is_needed(make: Make) -> None:
+def test_only_config_json_is_needed_and_no_eos_is_an_empty_tuple(make: Make) -> None:
     model = ModelDirectory.open(str(make()))
     assert (model.generation_config, model.tokenizer_config, model.chat_template) == ({}, {}, None)
     assert model.eos_token_ids == (2,)
-
-
-def test_no_eos_is_an_empty_tuple(make: Make) -> None:
     assert ModelDirectory.open(make({"architectures": ["OPTForCausalLM"]})).eos_token_ids == ()
 
 
-@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
-def test_supported_architectures_are_taken(make: Make, architecture: str) -> None:
-    assert ModelDirectory.open(make({"architectures": [architecture]})).architecture == architecture
-
-
-def test_an_unknown_architecture_names_the_supported_ones(make: Make) -> None:
+def test_supported_architectures_are_taken_and_an_unknown_one_names_them(make: Make) -> None:
+    for name in SUPPORTED_ARCHITECTURES:
+        assert ModelDirectory.open(make({"architectures": [name]})).architecture == name
     message = error_of(make({"architectures": ["BertModel"]}))
     assert "BertModel" in message
     assert all(name in message for name in SUPPORTED_ARCHITECTURES)
 
 
-@pytest.mark.parametrize("config", [{}, {"architectures": []}, {"architectures": "LlamaForCausalLM"}])
-def test_no_architecture_is_refused(make: Make, config: dict) -> None:
-    assert "names no architecture" in error_of(make(config))
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({}, "names no architecture"),
+        ({"architectures": []}, "names no architecture"),
+        ({"architectures": "LlamaForCausalLM"}, "names no architecture"),
+        *(({"architectures": ["OPTForCausalLM"], "eos_token_id": eos}, "eos_token_id") for eos in WRONG_EOS),
+    ],
+)
+def test_a_config_without_an_architecture_or_with_a_wrong_eos_is_refused(
+    make: Make, config: dict[str, object], problem: str
+) -> None:
+    assert problem in error_of(make(config))
 
 
-@pytest.mark.parametrize("eos", [-1, "2", 1.5, True, [2, None]])
-def test_an_eos_id_that_is_none_is_refused(make: Make, eos: object) -> None:
-    assert "eos_token_id" in error_of(make({"architectures": ["OPTForCausalLM"], "eos_token_id": eos}))
-
-
-def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_directory_of_a_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    assert f"{tmp_path} has no config.json; {TAKEN}" in error_of(tmp_path)
     assert error_of(tmp_path / "no").startswith(f"model directory {tmp_path / 'no'} does not exist; {TAKEN}")
-
-
-def test_the_home_of_an_unknown_user_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigurationError, match=r"^model directory ~no-such-user/x cannot be found: .*home directory"):
-        resolve_model("~no-such-user/x")
-
-
-def test_a_file_is_no_directory(tmp_path: Path) -> None:
     file = tmp_path / "f"
     file.touch()
     assert f"{file} is a file; {TAKEN}" in error_of(file)
-
-
-def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
-    assert f"{tmp_path} has no config.json; {TAKEN}" in error_of(tmp_path)
+    (tmp_path / "config.json").mkdir()
+    assert "cannot read" in error_of(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"^model directory ~no-such-user/x cannot be found: .*home directory"):
+        resolve_model("~no-such-user/x")
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "./nowhere", "../nowhere", "a/b/c", "name", "models/x.gguf"])
@@ -134,42 +128,26 @@ def test_a_broken_config_is_refused(make: Make, content: bytes, message: str) ->
     assert message in error_of(directory)
 
 
-def test_a_config_that_is_a_directory_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").mkdir()
-    assert "cannot read" in error_of(tmp_path)
-
-
-def test_a_template_file_wins_over_the_tokenizer_config(make: Make) -> None:
-    directory = make(tokenizer_config={"chat_template": "old"})
+def test_the_template_that_counts(make: Make) -> None:
+    """A file wins over the tokenizer's configuration, whose "default" counts; a processor's is the last one."""
+    directory = make(chat_template={"chat_template": "processor's"})
+    assert ModelDirectory.open(directory).chat_template == "processor's"
+    templates = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    for written, counts in (("own", "own"), (templates, "d")):
+        assert ModelDirectory.open(make(tokenizer_config={"chat_template": written})).chat_template == counts
+    assert "chat_template" in error_of(make(tokenizer_config={"chat_template": 1}))
+    make(tokenizer_config={"chat_template": "old"})
     (directory / "chat_template.jinja").write_text("new")
     assert ModelDirectory.open(directory).chat_template == "new"
 
 
-def test_of_several_templates_the_default_counts(make: Make) -> None:
-    templates = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
-    assert ModelDirectory.open(make(tokenizer_config={"chat_template": templates})).chat_template == "d"
-
-
-def test_a_template_that_is_no_text_is_refused(make: Make) -> None:
-    assert "chat_template" in error_of(make(tokenizer_config={"chat_template": 1}))
-
-
-def test_a_template_of_a_processor_counts_where_there_is_no_other(make: Make) -> None:
-    directory = make(chat_template={"chat_template": "processor's"})
-    assert ModelDirectory.open(directory).chat_template == "processor's"
-    assert ModelDirectory.open(make(tokenizer_config={"chat_template": "own"})).chat_template == "own"
-
-
 def test_added_tokens_are_read_where_the_tokenizer_config_lists_none(make: Make) -> None:
+    assert "gives '<x>' the token id 'seven'" in error_of(make(added_tokens={"<x>": "seven"}))
     files = {"added_tokens": {"<x>": 7}, "special_tokens_map": {"additional_special_tokens": ["<x>"]}}
     config = ModelDirectory.open(make(**files)).tokenizer_config
     assert config == {"added_tokens": {"<x>": 7}, "additional_special_tokens": ["<x>"]}
     listed = {"added_tokens_decoder": {}}
     assert ModelDirectory.open(make(tokenizer_config=listed, **files)).tokenizer_config == listed
-
-
-def test_added_tokens_without_ids_are_refused(make: Make) -> None:
-    assert "gives '<x>' the token id 'seven'" in error_of(make(added_tokens={"<x>": "seven"}))
 
 
 def index_of(*names: object) -> dict[str, object]:
@@ -191,30 +169,26 @@ def test_a_single_weight_file_goes_before_the_index(make: Make) -> None:
     assert weight_files(directory) == (directory / "model.safetensors",)
 
 
-def test_without_an_index_no_other_safetensors_file_counts(make: Make) -> None:
+def test_without_an_index_no_other_safetensors_file_counts_also_before_a_worker_starts(make: Make) -> None:
     directory = make()
     (directory / "adapter.safetensors").touch()
     with pytest.raises(ConfigurationError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
         weight_files(directory)
-
-
-@pytest.mark.parametrize("name", ["../1.safetensors", "/1.safetensors", "folder/1.safetensors"])
-def test_an_index_that_leads_out_of_the_directory_is_refused(make: Make, name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"shard '{name}' is not a plain file name"):
-        weight_files(make(**index_of(name)))
-
-
-@pytest.mark.parametrize("index", [{}, {"weight_map": ["1.safetensors"]}])
-def test_an_index_without_a_weight_map_is_refused(make: Make, index: object) -> None:
-    with pytest.raises(ConfigurationError, match=r"weight_map is .*; it must be an object of file names"):
-        weight_files(make(**{"model.safetensors.index": index}))
-
-
-def test_weights_that_the_worker_would_refuse_are_refused_before_it_starts(make: Make) -> None:
-    directory = make()
-    (directory / "adapter.safetensors").touch()
     with pytest.raises(ConfigurationError, match=r"neither model\.safetensors nor"):
         check_servable(ServeSettings(model=str(directory)))
+
+
+@pytest.mark.parametrize(
+    ("index", "problem"),
+    [
+        *(({"weight_map": {"0": name}}, f"shard '{name}' is not a plain file name") for name in OUTSIDE),
+        ({}, "weight_map is .*; it must be an object of file names"),
+        ({"weight_map": ["1.safetensors"]}, "weight_map is .*; it must be an object of file names"),
+    ],
+)
+def test_an_index_that_leads_elsewhere_or_nowhere_is_refused(make: Make, index: object, problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        weight_files(make(**{"model.safetensors.index": index}))
 
 
 @pytest.mark.parametrize("shards", [(), ("1.safetensors", "2.safetensors")])
