@@ -20,7 +20,7 @@ QUESTIONS = {
     "Question: Say backwards: ship, duck.\nAnswer:": " duck, ship.",
 }
 # The tenth draws its first token at 0.29444773, and between two tokens lies 0.29445: the order of a sum decides.
-SMALL = [replace(ask, options=replace(ask.options, seed=1009)) if ask is ASKS[9] else ask for ask in ASKS[::3]]
+SMALL = [replace(ask, options=replace(ask.options, seed=1009)) if ask is ASKS[9] else ask for ask in ASKS[:48:3]]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Programs over one cached prefix, against all processes: what is shared, what is chosen, and the examples."""
 
-import asyncio
 import dataclasses
 
 import pytest
@@ -62,36 +61,6 @@ async def test_a_conversation_takes_constrained_answers_and_samples(served: Serv
         samples = await branch.append("And 1 + 2?").samples(3, "sum", temperature=1.0, seed=5)
         assert all(sample["sum"] for sample in samples)
         assert all(sample.prompt[-1] == ChatMessage("assistant", sample["sum"]) for sample in samples)
-
-
-async def test_what_fails_in_one_branch_ends_the_others_and_says_why(served: Served):
-    async with Program(served.client, DOCUMENT, GREEDY) as program:
-        with pytest.raises(InvalidArgument, match="max_tokens"):
-            await join([program.branch().gen(max_tokens=0), program.branch().gen(max_tokens=400, ignore_eos=True)])
-        with pytest.raises(ValueError, match="needs at least one"):
-            await program.branch().select([])
-        with pytest.raises(ValueError, match="has no tokens"):
-            await program.branch().select([""])
-
-
-async def test_a_program_that_is_cancelled_leaves_nothing_pinned_or_running(served: Served):
-    is_pinned, may_go_on = asyncio.Event(), asyncio.Event()
-
-    async def run() -> None:
-        async with Program(served.client, DOCUMENT, GREEDY) as program:
-            is_pinned.set()
-            await may_go_on.wait()
-            await join(branch.gen(max_tokens=400, ignore_eos=True) for branch in program.branch().fork(4))
-
-    running = asyncio.create_task(run())
-    await is_pinned.wait()
-    async with served.aborting():
-        may_go_on.set()
-        await served.until_live(4)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-    assert (await served.state()).gpu_pool.pinned_blocks == 0
 
 
 @pytest.mark.parametrize(

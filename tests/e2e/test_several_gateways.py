@@ -5,12 +5,10 @@ import os
 import signal
 
 import grpc.aio
-import httpx
 import pytest
 
 from quire.client import AsyncClient, GenerationOptions, TokenChunk
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
-from quire.rpc.errors import Cancelled, NotFound
 from quire_cli.supervisor import LocalServer, ServeSettings
 from tests.support.processes import until_true
 from tests.support.serving import forked_programs, serving
@@ -23,18 +21,6 @@ PROMPT = "Once upon a time"
 
 def options_of(max_tokens: int) -> GenerationOptions:
     return GenerationOptions(temperature=1.0, seed=3, max_tokens=max_tokens, ignore_eos=True)
-
-
-async def test_all_gateways_answer_alike_over_both_ports():
-    async with serving(gateways=2) as served, clients_of_both(served.server) as clients:
-        texts = {(await client.generate(PROMPT, options_of(16))).text for client in clients.values()}
-        body = {"prompt": PROMPT, "max_tokens": 16, "temperature": 1.0, "seed": 3, "ignore_eos": True}
-        for _ in range(4):  # a connection each
-            async with httpx.AsyncClient(base_url=f"http://{served.server.http_address}", timeout=60) as http:
-                answer = await http.post("/v1/completions", json=body, timeout=30)
-                texts.add(answer.json()["choices"][0]["text"])
-        assert len(texts) == 1
-        assert (await served.state()).connected_gateways == 2
 
 
 async def test_the_end_of_the_server_lets_the_streams_of_all_gateways_finish():
@@ -50,21 +36,6 @@ async def test_the_end_of_the_server_lets_the_streams_of_all_gateways_finish():
             await asyncio.gather(*reading)
             assert set(counts.values()) == {400}
             await stopping
-
-
-async def test_a_stream_is_cancelled_by_its_id_through_the_other_gateway():
-    async with serving(gateways=2) as served, clients_of_both(served.server) as clients:
-        client, other = clients.values()
-        with pytest.raises(NotFound):
-            await other.cancel("story")
-        async with served.aborting(), client.generate_stream(PROMPT, options_of(900), request_id="story") as stream:
-            reading = asyncio.create_task(anext(stream))
-            await served.until_live(1)
-            await other.cancel("story")
-            with pytest.raises(Cancelled):
-                await reading
-        with pytest.raises(NotFound):
-            await other.cancel("story")
 
 
 async def test_one_gateway_that_is_stopped_hands_its_clients_over_and_starts_anew():

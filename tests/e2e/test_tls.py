@@ -124,21 +124,6 @@ async def test_serve_with_certificates_answers_grpc_and_https_and_survives_its_w
 
 
 @pytest.mark.extended
-async def test_serve_may_ask_its_clients_for_certificates(tmp_path: Path) -> None:
-    make_certificates(tmp_path)
-    client_tls = tls_of(tmp_path, Role.CLIENT)
-    async with serving(tls_dir=tmp_path, tls_client_auth=True, client_tls=client_tls, num_gpu_blocks=64) as served:
-        assert await generated(served.client)
-        with pytest.raises(Unavailable):
-            async with AsyncClient(served.server.grpc_address, tls=tls_of(tmp_path)) as stranger:
-                await stranger.generate(QUESTION, GREEDY)
-        port = served.server.http_address.rpartition(":")[2]
-        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=tmp_path / "ca.pem"), timeout=60) as http:
-            with pytest.raises(httpx.TransportError):
-                await http.get(f"https://localhost:{port}/health")
-
-
-@pytest.mark.extended
 async def test_serve_shows_clients_a_public_certificate_and_operators_its_metrics(tmp_path: Path) -> None:
     inner, public = tmp_path / "inner", tmp_path / "public"
     make_certificates(inner)

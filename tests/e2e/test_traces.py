@@ -4,8 +4,6 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 
-import grpc.aio
-import httpx
 import pytest
 import pytest_asyncio
 
@@ -83,51 +81,6 @@ async def test_a_grpc_request_without_context_is_a_trace_of_all_services(
     assert worker.attributes["quire.steps"] == 1
     assert 0 < worker.attributes["gen_ai.latency.time_in_model_forward"] < 10
     assert all(metadata["x-collector-key"] == "abc" for metadata in collector.metadata)
-
-
-async def test_an_http_request_continues_its_callers_trace(served: Served, collector: TraceCollector) -> None:
-    header, trace_id, caller = make_traceparent()
-    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 5}
-    async with httpx.AsyncClient(timeout=30) as client:
-        url = f"http://{served.server.http_address}/v1/chat/completions"
-        (await client.post(url, json=body, headers={"traceparent": header})).raise_for_status()
-    spans = await collector.trace(trace_id, 3)
-    assert_chain(spans, caller)
-    assert spans["quire-gateway"].name.startswith("chat ")
-
-
-async def test_a_failed_request_is_a_span_that_says_why(
-    generation: generation_pb2_grpc.GenerationServiceStub, collector: TraceCollector
-) -> None:
-    header, trace_id, caller = make_traceparent()
-    call = generation.GenerateStream(make_request(max_tokens=1_000_000), metadata=(("traceparent", header),))
-    with pytest.raises(grpc.aio.AioRpcError):
-        await call.read()
-    spans = await collector.trace(trace_id, 1)
-    gateway = spans["quire-gateway"]
-    assert (gateway.parent_id, gateway.attributes["quire.outcome"]) == (caller, "invalid_argument")
-    assert gateway.attributes["error.type"] == "INVALID_ARGUMENT"
-
-
-async def test_a_cancelled_request_ends_in_all_services(
-    generation: generation_pb2_grpc.GenerationServiceStub, collector: TraceCollector
-) -> None:
-    async def cancelled() -> tuple[dict[str, CollectedSpan], str]:
-        header, trace_id, caller = make_traceparent()
-        call = generation.GenerateStream(make_request(max_tokens=900), metadata=(("traceparent", header),))
-        await call.read()
-        call.cancel()
-        spans = await collector.trace(trace_id, 3)
-        if spans["quire-scheduler"].attributes["quire.outcome"] == "completed":
-            raise TooLateError
-        return spans, caller
-
-    spans, caller = await until_hit(cancelled)
-    assert_chain(spans, caller)
-    assert spans["quire-gateway"].attributes["quire.outcome"] == "abandoned"
-    assert spans["quire-scheduler"].attributes["quire.outcome"] == "aborted"
-    assert spans["quire-scheduler"].attributes["gen_ai.usage.output_tokens"] < 900
-    assert spans["quire-worker"].attributes["quire.outcome"] == "sampled"
 
 
 async def test_requests_of_one_batch_have_traces_of_their_own(

@@ -1,0 +1,166 @@
+"""What the README, the tutorials and the examples show runs as it is written, but for the ports: the server has free
+ones."""
+
+import asyncio
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.support.documents import command_lines
+from tests.support.reflection_client import Call
+from tests.support.serving import Served
+from tests.support.triton_client import TRITON_PYTHON
+
+ROOT = Path(__file__).parents[2]
+DOCS, EXAMPLES = ROOT / "docs", ROOT / "examples"
+README = (ROOT / "README.md").read_text()
+GREEDY = ", there was a little"
+# Of what grpcurl can do, the stand-in for it knows calls of methods, and `list`.
+NOT_HERE = re.compile(r" (describe|-max-time|-H|-cacert) ")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def section(heading: str) -> str:
+    """A section of the README."""
+    return README.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def shell_lines(text: str, pattern: str) -> list[str]:
+    lines = [line for block in blocks(text, "sh") for line in command_lines(block)]
+    return [line for line in lines if re.search(pattern, line)]
+
+
+def here(text: str, served: Served) -> str:
+    """With the addresses of this server."""
+    text = text.replace("127.0.0.1:50051", served.server.grpc_address)
+    return text.replace("127.0.0.1:8000", served.server.http_address)
+
+
+async def run(*command: str | Path, address: str = "") -> str:
+    """Runs the command with the venv's programs first; returns its stdout. Asserts that it succeeds."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PATH": path, "QUIRE_ADDRESS": address},
+    )
+    out, err = await asyncio.wait_for(process.communicate(), timeout=200)
+    assert process.returncode == 0, err.decode()
+    return out.decode()
+
+
+@pytest.mark.parametrize("line", shell_lines(section("Call it"), r"(^|\| )quire "))
+async def test_each_command_line_call_of_the_readme_prints_something(served: Served, line: str) -> None:
+    assert (await run("sh", "-c", line, address=served.server.grpc_address)).strip()
+
+
+async def test_the_python_example_of_the_readme_answers_and_streams(served: Served) -> None:
+    (code,) = blocks(section("Call it"), "python")
+    out = await run(sys.executable, "-c", here(code, served))
+    assert "Paris" in out
+    assert len(out.split()) > 20
+
+
+@pytest.mark.extended
+async def test_the_examples_of_other_clients_answer(served: Served) -> None:
+    """They follow each other as one program: later ones use names of the first."""
+    out = await run(sys.executable, "-c", here("\n".join(blocks(section("OpenAI's API"), "python")), served))
+    assert out.count("The capital of France is Paris.") == 3
+    assert "is_large=" in out
+    assert 'get_weather {"city": "Rome"}\nThe weather in Rome is sunny, 24 degrees.\n' in out
+
+
+GRPCURL = shell_lines(section("Call it"), r"(^|\| )grpcurl ")
+MORE_GRPCURL = [line for line in shell_lines((EXAMPLES / "grpcurl.md").read_text(), "") if not NOT_HERE.search(line)]
+
+
+@pytest.mark.parametrize("line", [*GRPCURL, *(pytest.param(line, marks=pytest.mark.extended) for line in MORE_GRPCURL)])
+async def test_each_grpcurl_call_works_by_reflection_alone(served: Served, line: str) -> None:
+    call = Call.parse(shlex.split(here(line, served))[1:])
+    if '"temperature": -1' in line:
+        with pytest.raises(grpc.RpcError, match=r"sampling\.temperature is -1"):
+            await asyncio.to_thread(call.run)
+        return
+    answers = await asyncio.to_thread(call.run)
+    assert all(answers)
+    # Of a stream at least a chunk, the end of the sequence and that of the request.
+    assert len(answers) >= 3 or "Stream" not in line
+
+
+# What the programs of a page print, among other things.
+PAGES = {
+    "getting-started.md": ["The capital of France is Paris."],
+    "tutorials/chat.md": ["The capital of France is Paris.", "The capital of Italy is Rome.", "tokens were cached"],
+    "tutorials/structured-output.md": ["city='Paris'", "city='Rome'", "The weather in Rome is sunny, 24 degrees."],
+    "tutorials/pinned-prefixes.md": ["blocks", "tokens were cached"],
+}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("page", PAGES)
+async def test_the_programs_of_a_page_run_one_after_the_other(served: Served, page: str) -> None:
+    out = await run(sys.executable, "-c", here("\n".join(blocks((DOCS / page).read_text(), "python")), served))
+    assert [each for each in PAGES[page] if each not in out] == []
+
+
+def test_every_page_with_a_program_is_run() -> None:
+    pages = {str(page.relative_to(DOCS)) for page in [DOCS / "getting-started.md", *DOCS.glob("tutorials/*.md")]}
+    assert {page for page in pages if "```python" in (DOCS / page).read_text()} == set(PAGES)
+
+
+# What the output of each example matches, one after the other. Of the client for asyncio fewer pieces come where it was
+# slower than the tokens, so that several came in one.
+PROGRAMS = {
+    "python/sync_client.py": [
+        f"Once upon a time{GREEDY}",
+        r"The capital of France is Paris\.",
+        # Two samples that differ.
+        r"(?m)^\d: (.*)$[\s\S]*^\d: (?!\1$)",
+        r"refused: sampling\.temperature is -1",
+    ],
+    "python/async_client.py": [
+        f"Once upon a time{GREEDY}",
+        r"\nleft after [1-5] pieces\ntoo late: DEADLINE_EXCEEDED\n$",
+    ],
+    "python/openai_client.py": [
+        r"^The capital of France is Paris\.\n",
+        r"\(24 tokens\)",
+        "refused: temperature: ",
+    ],
+    "python/triton_client.py": [rf"^Once upon a time({GREEDY}.*)\n\1$"],
+    "programs/judge_one_document.py": [
+        r"Is there a river\? (yes|no)\n(.*\n)+[1-9][0-9]{3,} of \d+ prompt tokens were cached"
+    ],
+    "programs/self_consistency.py": [r"\d of 8 say: .+"],
+    "programs/tree_of_thought.py": [r"Once upon a time(.*\n)+36 calls, [1-9]\d* cached tokens"],
+    "programs/conversation.py": [r"the sum: \d+\nthe city: Paris\nthe story: .+"],
+}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", PROGRAMS)
+async def test_an_example_says_what_it_shows(served: Served, name: str) -> None:
+    python = TRITON_PYTHON if "triton" in name else sys.executable
+    http = f"http://{served.server.http_address}"
+    out = await run(python, EXAMPLES / name, http if "openai" in name else served.server.grpc_address)
+    assert [each for each in PROGRAMS[name] if not re.search(each, out)] == [], out
+
+
+def test_every_example_is_run() -> None:
+    assert {str(file.relative_to(EXAMPLES)) for file in EXAMPLES.glob("p*/*.py")} == set(PROGRAMS)
+
+
+def test_the_pinned_packages_of_the_node_examples_are_those_that_they_import() -> None:
+    code = "".join(file.read_text() for file in EXAMPLES.glob("node/*.js"))
+    imported = {name for name in re.findall(r'from "([^."][^"]*)"', code) if not name.startswith("node:")}
+    package = (EXAMPLES / "node" / "package.json").read_text()
+    assert imported == set(re.findall(r'"(\S+)": "\d+\.\d+\.\d+"', package))
