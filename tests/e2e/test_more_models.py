@@ -1,8 +1,8 @@
 """Families beyond the first three, Quire's own and those of transformers: each token is the likeliest one after those
 before it, as transformers finds.
 
-With the core driving the worker's real parts in one process, every family and every shape of the first three; through
-all services, one family by Quire's own code and one by that of transformers.
+The core drives the worker's real parts in one process, for every family and every shape of the first three.
+test_parity_with_transformers.py has some of them through all services.
 """
 
 import random
@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from quire.client import GenerationOptions
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
 from tests.e2e.test_parity_with_transformers import SHOWN
 from tests.support.greedy import likeliest_after
 from tests.support.in_process import InProcessReplica, config_of, load_worker
 from tests.support.models import SHAPES, VOCAB_SIZE, make_shape
 from tests.support.more_models import FAMILIES, make_family
-from tests.support.serving import serving
 from worker_svc.settings import WorkerSettings
 
 pytestmark = pytest.mark.extended
@@ -60,7 +58,7 @@ def test_greedy_output_equals_transformers_while_blocks_run_out(family: str, tmp
     replica = InProcessReplica(worker, config_of(worker))
     for handle, prompt in enumerate(prompts):
         replica.submit(greedy_request(handle, prompt))
-    replica.run_until_idle(lambda _: None)
+    replica.run_until_idle()
     outputs = [replica.outputs[handle][0].token_ids for handle in range(NUM_PROMPTS)]
     assert {len(output) for output in outputs} == {MAX_TOKENS}
     assert outputs == likeliest_after(model, prompts, outputs)
@@ -76,28 +74,11 @@ def test_greedy_output_from_cached_prefixes_equals_transformers(family: str, tmp
     worker = load_worker(tmp_path, replace(SMALL_POOL, num_gpu_blocks=160))
     replica = InProcessReplica(worker, config_of(worker))
     replica.submit(greedy_request(0, longest))
-    replica.run_until_idle(lambda _: None)
+    replica.run_until_idle()
     for handle, prompt in enumerate(prompts, start=1):
         replica.submit(greedy_request(handle, prompt))
-    replica.run_until_idle(lambda _: None)
+    replica.run_until_idle()
     outputs = [replica.outputs[handle][0].token_ids for handle in range(1 + len(prompts))]
     assert {len(output) for output in outputs} == {MAX_TOKENS}
     assert outputs == likeliest_after(model, [longest, *prompts], outputs)
     assert all(replica.usage[handle].cached_tokens >= 24 for handle in range(1, len(outputs)))
-
-
-@pytest.mark.parametrize(
-    ("family", "model_impl"),
-    [("qwen3-alternating", "native"), ("mistral-sliding", "transformers")],
-)
-async def test_a_server_says_what_transformers_says(family: str, model_impl: str, tmp_path: Path) -> None:
-    model = make_family(tmp_path, FAMILIES[family])
-    prompts = make_prompts(seed=2)
-    options = GenerationOptions(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    settings = {"dtype": "float32", "num_gpu_blocks": 14, "max_num_seqs": 16, "max_num_batched_tokens": 100}
-    async with serving(model=str(tmp_path), model_impl=model_impl, **settings) as served:
-        generations = await served.together(served.client.generate(prompt, options) for prompt in prompts)
-        outputs = [list(generation.sequences[0].token_ids) for generation in generations]
-        assert {len(output) for output in outputs} == {MAX_TOKENS}
-        assert outputs == likeliest_after(model, prompts, outputs)
-        assert (await served.state()).preemptions > 0

@@ -1,46 +1,112 @@
-"""Through all processes, greedy output equals what transformers generates, for a shape of each family. The other shapes
-are in test_more_models.py, in one process."""
+"""Through all processes, requests at once get what transformers generates while blocks run out: a shape of each family,
+more of Quire's own and one of transformers, by one rank and by several. All other shapes and families are in
+test_more_models.py, in one process."""
 
 import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import PreTrainedModel
 
 from quire.client import GenerationOptions
 from tests.support.greedy import likeliest_after
-from tests.support.models import VOCAB_SIZE, make_shape
-from tests.support.serving import serving
+from tests.support.models import SHAPES, VOCAB_SIZE, make_model, make_shape
+from tests.support.more_models import FAMILIES, make_family
+from tests.support.serving import Served, forked_programs, forked_worker, serving
 
-NUM_PROMPTS, MAX_TOKENS = 64, 40
-LENGTHS = (1, 2, 7, 15, 16, 17, 40, 99)
-GREEDY = GenerationOptions(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-
-
-def make_prompts(seed: int) -> list[list[int]]:
-    """Prompts of all lengths, in random order."""
-    rng = random.Random(seed)
-    prompts = [
-        [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
-        for length in LENGTHS
-        for _ in range(NUM_PROMPTS // len(LENGTHS))
-    ]
-    rng.shuffle(prompts)
-    return prompts
-
-
+LENGTHS = (1, 2, 7, 15, 16, 17, 40, 70, 99)
 SHOWN = ("gpt2-tied-32", "llama-gqa-untied-32", "opt-pre-norm-32")
 """One of each family."""
+# Heads of key and value for each rank, one head of key and value for both, an odd number of inner features, fused
+# query, key and value, projected embeddings; a vocabulary that two does not divide is tested with the layers.
+FOR_TWO_RANKS = (
+    "llama-gqa-explicit-128",
+    *("gpt2-tied-32", "opt-post-norm-projected-64", "mistral-sliding", "qwen2-tied", "qwen3-alternating"),
+)
 
 
-@pytest.mark.parametrize("shape", SHOWN)
-async def test_64_greedy_requests_at_once_equal_transformers_while_blocks_run_out(shape, tmp_path):
-    model = make_shape(tmp_path, shape)
-    prompts = make_prompts(seed=1)
-    # 70 blocks hold 1,120 of the 4,100 tokens that all requests come to.
-    async with serving(
-        model=str(tmp_path), dtype="float32", num_threads=2, num_gpu_blocks=70, max_num_batched_tokens=300
-    ) as served:
-        generations = await served.together(served.client.generate(prompt, GREEDY) for prompt in prompts)
-        outputs = [list(generation.sequences[0].token_ids) for generation in generations]
-        assert {len(output) for output in outputs} == {MAX_TOKENS}
-        assert outputs == likeliest_after(model, prompts, outputs)
+def make(directory: Path, name: str) -> PreTrainedModel:
+    return make_shape(directory, name) if name in SHAPES else make_family(directory, FAMILIES[name])
+
+
+def make_prompts(count: int, max_length: int = 99) -> list[list[int]]:
+    """The second half begins as the first, so that prefixes are hit."""
+    rng, lengths = random.Random(count), [length for length in LENGTHS if length <= max_length]
+    firsts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(lengths[i % len(lengths)])] for i in range(count // 2)]
+    return firsts + [[*first, rng.randrange(3, VOCAB_SIZE)] for first in firsts]
+
+
+async def ask(served: Served, prompts: list[list[int]], max_tokens: int, **options: float) -> list[list[int]]:
+    """What each prompt gives; all are asked at once."""
+    asked = GenerationOptions(**{"max_tokens": max_tokens, "ignore_eos": True, **options})
+    generations = await served.together(served.client.generate(prompt, asked) for prompt in prompts)
+    return [list(generation.sequences[0].token_ids) for generation in generations]
+
+
+async def check_greedy(served: Served, model: PreTrainedModel, prompts: list[list[int]], max_tokens: int) -> None:
+    outputs = await ask(served, prompts, max_tokens, temperature=0.0)
+    assert {len(output) for output in outputs} == {max_tokens}
+    assert outputs == likeliest_after(model, prompts, outputs)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+async def test_64_greedy_requests_at_once_equal_transformers_while_blocks_run_out(name: str, tmp_path: Path) -> None:
+    model = make(tmp_path, name)
+    # 70 blocks hold 1,120 of the 4,400 tokens that all requests come to.
+    settings = {"num_threads": 2, "num_gpu_blocks": 70, "max_num_batched_tokens": 300}
+    async with serving(model=str(tmp_path), dtype="float32", **settings) as served:
+        await check_greedy(served, model, make_prompts(64), 40)
         assert (await served.state()).preemptions > 0
+
+
+TWO_RANKS = {"tensor_parallel_size": 2, "num_gpu_blocks": 16, "max_num_batched_tokens": 256, "preemption_mode": "swap"}
+FEW_BLOCKS = {"num_gpu_blocks": 14, "max_num_seqs": 16, "max_num_batched_tokens": 100}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((name, TWO_RANKS) for name in FOR_TWO_RANKS),
+    ("llama-mqa-80", {**TWO_RANKS, "num_threads": 2}),
+    ("qwen3-alternating", {**FEW_BLOCKS, "model_impl": "native"}),
+    ("mistral-sliding", {**FEW_BLOCKS, "model_impl": "transformers"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.extended) for case in CASES[1:])]
+)
+async def test_more_families_and_ranks_say_what_transformers_says_while_blocks_run_out(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model = make(tmp_path, name)
+    async with serving(model=str(tmp_path), dtype="float32", **settings) as served:
+        await check_greedy(served, model, make_prompts(24, max_length=70), 24)
+        state = await served.state()
+        assert state.preemptions > 0
+        assert [worker.attached for worker in state.workers] == [True] * settings.get("tensor_parallel_size", 1)
+
+
+@pytest.mark.extended
+async def test_three_ranks_say_what_transformers_says_with_parts_that_differ_in_size(tmp_path: Path) -> None:
+    model = make_model(tmp_path, "llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
+    async with serving(model=str(tmp_path), tensor_parallel_size=3, dtype="float32") as served:
+        await check_greedy(served, model, make_prompts(24), 24)
+
+
+@pytest.mark.extended
+async def test_ranks_that_share_no_memory_say_what_transformers_says(tmp_path: Path) -> None:
+    model = make(tmp_path, "llama-gqa-explicit-128")
+    apart = replace(forked_programs(), worker=forked_worker("tests.support.apart_worker"))
+    async with serving(programs=apart, model=str(tmp_path), tensor_parallel_size=2, dtype="float32") as served:
+        await check_greedy(served, model, make_prompts(24), 24)
+
+
+@pytest.mark.extended
+async def test_two_ranks_draw_what_one_draws(tmp_path: Path) -> None:
+    make(tmp_path, "llama-gqa-untied-32")
+    drawn = []
+    for size in (1, 2):
+        async with serving(model=str(tmp_path), dtype="float32", tensor_parallel_size=size) as served:
+            options = {"temperature": 0.9, "seed": 11, "top_p": 0.9, "repetition_penalty": 1.2}
+            drawn.append(await ask(served, make_prompts(24), 24, **options))
+    assert drawn[0] == drawn[1]
+    assert len({tuple(tokens) for tokens in drawn[0]}) > 12

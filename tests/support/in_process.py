@@ -1,10 +1,9 @@
 """One replica in this process: the scheduler's core drives the worker's real parts by the messages of the services.
 
-No threads and no sockets, so that a test can reach into the core between any two of its operations.
+No threads and no sockets, and the core's state is there to look at.
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,13 +77,10 @@ class InProcessReplica:
         self.scheduler.submit(request, self._clock)
         self.check()
 
-    def run_until_idle(self, disturb: Callable[[Scheduler], None], max_steps: int = 5_000) -> None:
-        """Runs until nothing is left to do. `disturb` is called before each step is planned; the invariants are checked
-        after each operation."""
+    def run_until_idle(self, max_steps: int = 5_000) -> None:
+        """Runs until nothing is left to do; the invariants are checked after each operation."""
         for _ in range(max_steps):
             while len(self._results) < 2:
-                disturb(self.scheduler)
-                self.check()
                 plan = self.scheduler.schedule(self._clock)
                 self.check()
                 if plan is None:
