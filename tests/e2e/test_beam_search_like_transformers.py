@@ -26,9 +26,9 @@ from tests.support.sampling import make_row_sampling
 from tests.support.serving import serving
 from worker_svc.settings import WorkerSettings
 
-# 128 rows of up to 84 tokens and 384 slots. The host has room for most that leave.
+# 128 rows of up to 84 tokens and 272 slots. The host has room for most that leave.
 SMALL_POOL = WorkerSettings(
-    device="cpu", block_size=8, num_gpu_blocks=48, swap_space=1 << 20, max_num_seqs=128, max_num_batched_tokens=300
+    device="cpu", block_size=8, num_gpu_blocks=34, swap_space=1 << 20, max_num_seqs=128, max_num_batched_tokens=300
 )
 EARLY_STOPPING = {False: EarlyStopping.FALSE, True: EarlyStopping.TRUE, "never": EarlyStopping.NEVER}
 
@@ -102,7 +102,7 @@ def test_150_searches_equal_transformers_while_blocks_run_out(
     reasons = [each.reason for handle in range(len(cases)) for each in replica.outputs[handle]]
     assert_both_kinds_of_end([reason is core.FinishReason.STOP for reason in reasons])
     scheduler = replica.scheduler
-    assert scheduler.num_swap_outs > 20
+    assert scheduler.num_swap_outs > 50
     assert len(replica.usage) == len(cases)
     assert scheduler.batch.blocks.pool.num_used == scheduler.swap_space.pool.num_used == 0
 

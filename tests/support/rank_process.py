@@ -4,7 +4,6 @@ It exchanges tensors BY `memory` that ranks share, or by `messages`, and gives t
 
 Meets in a daemon thread, as a worker does, says so on stdout once lifelines to the others stand, then does one of
     sum     prints what a sum, columns side by side and the least number are, and stops
-    rank    goes on to a step of its own number, which no other rank has
     wait    waits for a line on stdin, then for a sum
     epochs  is at step 1 of the epoch of its own number, which the last rank is not, then at the beginning of each epoch
             behind that up to the last rank's; prints the steps that it drops, and a sum, and stops
@@ -70,8 +69,6 @@ def run(ranks: Ranks, what: str, stopping: threading.Event) -> None:
         columns = ranks.gather_columns(torch.arange(shard.start, shard.end).float().unsqueeze(0), VOCAB_SIZE)
         print(total.tolist(), columns.tolist(), ranks.smallest(ranks.rank + 3, -ranks.rank), flush=True)
         stop(stopping)
-    elif what == "rank":
-        ranks.agree(1, ranks.rank)
     elif what == "epochs":
         dropped = [at for at in steps_of_epochs(ranks) if is_dropped(ranks, *at)]
         print(dropped, ranks.sum(torch.ones(1)).item(), flush=True)

@@ -1,6 +1,5 @@
 """Beam search through the real worker's step stream: forks onto held rows, chosen tokens and copies in one step."""
 
-import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,9 +8,8 @@ import torch
 
 from quire.arrays import encode_int32
 from tests.support.beam_rows import BeamRows, Ranked, ranked
-from tests.support.logprobs import lines_by_row
-from tests.support.tiny_causal_lm import VOCAB_SIZE, TinyCausalLM
-from tests.support.worker_client import StepClient, attached_client, ints, make_assign, make_batch
+from tests.support.tiny_causal_lm import TinyCausalLM
+from tests.support.worker_client import StepClient, attached_client, make_assign, make_batch
 from tests.support.worker_server import running_worker
 
 PROMPT = [3, 14, 15, 9, 26]
@@ -49,14 +47,6 @@ def assert_best_of(reported: Ranked, scores: torch.Tensor) -> None:
     assert [logprob for _, logprob in reported] == pytest.approx(expected.values.tolist(), abs=1e-4)
 
 
-async def test_the_samples_of_one_prompt_report_the_same_candidates_each_under_its_row(
-    client: StepClient, model: TinyCausalLM
-) -> None:
-    reported = await BeamRows(client, WIDTH, 2 * WIDTH).begin(PROMPT)
-    assert_best_of(reported[0], model.naive_logits(PROMPT).log_softmax(0))
-    assert all(each == reported[0] for each in reported)
-
-
 @pytest.mark.parametrize("rotation", [0, 1, 3])
 async def test_beams_are_those_of_the_definition_wherever_they_go(
     client: StepClient, model: TinyCausalLM, rotation: int
@@ -73,17 +63,6 @@ async def test_beams_are_those_of_the_definition_wherever_they_go(
     expected = naive_beams(model, WIDTH, 12)
     assert [beam.tokens for beam in found] == [tokens for tokens, _ in expected]
     assert [beam.score for beam in found] == pytest.approx([score for _, score in expected], abs=1e-3)
-
-
-async def test_two_beams_change_rows_and_a_third_follows_in_one_step(client: StepClient, model: TinyCausalLM) -> None:
-    rows = BeamRows(client, 3, 3)
-    reported = await rows.begin(PROMPT)
-    await rows.advance([(0, token_id, 0.0) for token_id, _ in reported[0]])
-    before = [beam.tokens for beam in rows.beams]
-    reported = await rows.advance([(1, 7, 0.0), (0, 8, 0.0), (1, 9, 0.0)])
-    after = [[*before[1], 7], [*before[0], 8], [*before[1], 9]]
-    for tokens, candidates in zip(after, reported, strict=True):
-        assert_best_of(candidates, model.naive_logits(tokens).log_softmax(0))
 
 
 async def test_a_beam_takes_the_row_of_a_sequence_of_another_kind_and_length(
@@ -106,46 +85,6 @@ async def test_a_beam_takes_the_row_of_a_sequence_of_another_kind_and_length(
     (candidates,) = result.candidates
     assert candidates.row == 1
     assert_best_of(ranked(candidates), model.naive_logits([*PROMPT, 7]).log_softmax(0))
-
-
-async def test_a_beam_and_a_drawing_row_share_a_step(client: StepClient, model: TinyCausalLM) -> None:
-    result = await client.run(
-        assign=[
-            make_assign(0, PROMPT, [0, 1], num_candidates=2),
-            make_assign(1, PROMPT[:3], [2], logprobs=1),
-            make_assign(2, PROMPT[:4], [3], num_candidates=5),
-        ],
-        batch=make_batch([1, 0, 2], [3, 5, 4], [0, 0, 0]),
-    )
-    token_id = int(model.naive_logits(PROMPT[:3]).argmax())
-    assert ints(result.token_ids) == [token_id, 0, 0]
-    assert {row: line.top_token_ids for row, line in lines_by_row(result).items()} == {1: [token_id]}
-    assert [(each.row, len(ints(each.token_ids))) for each in result.candidates] == [(0, 2), (2, 5)]
-    assert_best_of(ranked(result.candidates[1]), model.naive_logits(PROMPT[:4]).log_softmax(0))
-
-
-@pytest.mark.parametrize("asked", [VOCAB_SIZE - 1, VOCAB_SIZE, 1000])
-async def test_candidates_may_be_the_whole_vocabulary(client: StepClient, asked: int) -> None:
-    (reported, _) = await BeamRows(client, 2, asked).begin(PROMPT)
-    assert len(reported) == min(asked, VOCAB_SIZE)
-    assert len({token_id for token_id, _ in reported}) == len(reported)
-    logprobs = [logprob for _, logprob in reported]
-    assert logprobs == sorted(logprobs, reverse=True)
-    assert sum(map(math.exp, logprobs)) == pytest.approx(1.0, abs=0.05)
-
-
-async def test_banned_tokens_are_reported_last_with_minus_infinity(client: StepClient, model: TinyCausalLM) -> None:
-    """Stop tokens before min_tokens, counted from the end of the prompt along each beam."""
-    stop = model.naive_logits(PROMPT).topk(3).indices.tolist()
-    rows = BeamRows(client, 2, VOCAB_SIZE)
-    first = await rows.begin(PROMPT, min_tokens=1, stop_token_ids=stop)
-    for reported in first:
-        assert reported[-3:] == [(token_id, -math.inf) for token_id in sorted(stop)]
-        assert all(math.isfinite(logprob) for _, logprob in reported[:-3])
-        assert_best_of(reported[:4], model.naive_logits(PROMPT).log_softmax(0).index_fill(0, torch.tensor(stop), -100))
-    second = await rows.advance(rows.best(first))
-    for beam, reported in zip(rows.beams, second, strict=True):
-        assert_best_of(reported, model.naive_logits(beam.tokens).log_softmax(0))
 
 
 async def test_each_beam_is_penalised_by_its_own_tokens(client: StepClient, model: TinyCausalLM) -> None:

@@ -87,12 +87,6 @@ def test_a_rank_leaves_at_once_when_another_one_alone_ends_in_order(running_rank
 
 
 @BOTH_WAYS
-def test_ranks_that_are_about_to_run_different_steps_leave(running_ranks: RunRanks, by: str) -> None:
-    with running_ranks("rank", by) as ranks:
-        assert [ended(rank)[0] for rank in ranks] == [LOST_PEER_EXIT_STATUS] * 2
-
-
-@BOTH_WAYS
 def test_ranks_of_older_epochs_drop_their_steps_until_all_are_at_the_newest(running_ranks: RunRanks, by: str) -> None:
     """As when a scheduler died after it had sent a step to some ranks alone, and another one attaches to all."""
     with running_ranks("epochs", by, size=3) as ranks:

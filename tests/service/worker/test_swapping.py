@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from quire.arrays import encode_int32
-from quire.rpc.errors import InvalidArgument
 from quire.worker.v1 import worker_pb2
 from tests.support.logprobs import Line, lines_by_row
 from tests.support.worker_client import StepClient, attached_client, ints, make_assign, make_batch
@@ -93,42 +92,6 @@ async def test_a_swapped_sequence_goes_on_in_other_blocks_bit_for_bit(client: St
     assert found == expected
 
 
-async def test_two_sequences_change_places_in_one_step_over_the_same_blocks(client: StepClient) -> None:
-    expected = [await undisturbed(client, 5), await undisturbed(client, 5, OTHER[:6])]
-    first = await begin(client, 0, [2, 9])
-    await client.run(
-        cache_operations=operations(swap_out=[(2, 0), (9, 1)]),
-        release=encode_int32([0]),
-    )
-    second = await begin(client, 0, [2, 9], OTHER[:6])
-    # What leaves makes room for what comes, which leaves its host blocks to the next step.
-    result = await client.run(
-        cache_operations=operations(swap_out=[(2, 2), (9, 3)], swap_in=[(1, 2), (0, 9)]),
-        release=encode_int32([0]),
-        assign=[resumed(0, PROMPT, first, [9, 2])],
-        batch=make_batch([0], [1], [6]),
-    )
-    first += answers(result, 0)
-    first += await go_on(client, 0, 7, 1)
-    result = await client.run(
-        cache_operations=operations(swap_out=[(9, 1), (2, 0)], swap_in=[(2, 9), (3, 2)]),
-        release=encode_int32([0]),
-        assign=[resumed(0, OTHER[:6], second, [9, 2])],
-        batch=make_batch([0], [1], [6]),
-    )
-    second += answers(result, 0)
-    second += await go_on(client, 0, 7, 1)
-    result = await client.run(
-        cache_operations=operations(swap_out=[(9, 2)], swap_in=[(1, 9), (0, 12)]),
-        assign=[resumed(1, PROMPT, first, [9, 12, 13])],
-        batch=make_batch([1], [1], [8]),
-    )
-    first += answers(result, 1)
-    first += await go_on(client, 1, 9, 1)
-    assert first == expected[0]
-    assert second == expected[1][:3]
-
-
 async def run_pair(client: StepClient, tables: list[list[int]], *, swapped: bool) -> list[Answers]:
     """Six answers of each of two sequences that share a block, at rows 0 and 1; swapped after the first, or not.
 
@@ -165,49 +128,3 @@ async def run_pair(client: StepClient, tables: list[list[int]], *, swapped: bool
 async def test_a_shared_block_is_swapped_once_and_both_sequences_go_on(client: StepClient) -> None:
     expected = await run_pair(client, [[30, 31, 32], [30, 33, 34]], swapped=False)
     assert await run_pair(client, [[2, 9, 18], [2, 10, 19]], swapped=True) == expected
-
-
-async def test_a_swap_takes_the_seal_of_the_block_that_it_writes_and_of_no_other(tmp_path: Path) -> None:
-    async with running_worker(tmp_path) as address:
-        async with attached_client(address, 1) as client:
-            await client.run(sealed_block_ids=encode_int32([2, 9, 11, 12]), sealed_hashes=b"h" * 128)
-            await client.run(cache_operations=operations(swap_out=[(2, 0), (9, 1)], swap_in=[(0, 11)]))
-        async with attached_client(address, 2) as client:
-            assert ints(client.attached.sealed_block_ids) == [2, 9, 12]
-            # A block that comes back is sealed again by the step that brings it.
-            await client.run(
-                cache_operations=operations(swap_in=[(1, 20), (0, 21)]),
-                sealed_block_ids=encode_int32([20]),
-                sealed_hashes=b"k" * 32,
-            )
-        async with attached_client(address, 3) as client:
-            assert ints(client.attached.sealed_block_ids) == [2, 9, 12, 20]
-
-
-async def test_a_block_that_was_swapped_out_can_be_read_until_it_is_overwritten(client: StepClient) -> None:
-    expected = await undisturbed(client, 3)
-    found = await begin(client, 0, [2, 9, 4])
-    await client.run(cache_operations=operations(swap_out=[(2, 0), (9, 1)]))
-    assert found + await go_on(client, 0, 6, 2) == expected
-
-
-@pytest.mark.parametrize(
-    ("pairs", "limit"),
-    [
-        ({"swap_out": [(40, 0)]}, "below 40"),
-        ({"swap_out": [(0, 16)]}, "below 16"),
-        ({"swap_in": [(16, 0)]}, "below 16"),
-        ({"swap_in": [(0, 40)]}, "below 40"),
-        ({"swap_in": [(0, 5), (1, 5)]}, "block 5 twice"),
-    ],
-    ids=str,
-)
-async def test_a_swap_beyond_either_pool_is_refused_with_field_and_limit(
-    client: StepClient, pairs: dict[str, list[tuple[int, int]]], limit: str
-) -> None:
-    assert (client.info.pool.num_gpu_blocks, client.info.pool.num_host_blocks) == (40, 16)
-    await client.send(client.step(cache_operations=operations(**pairs)))
-    error = await client.error()
-    assert isinstance(error, InvalidArgument)
-    assert error.violations[0].field == f"cache_operations.{next(iter(pairs))}"
-    assert limit in error.message
