@@ -1,11 +1,13 @@
 """Small models with random weights and a tokenizer that works, in directories as transformers writes them."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     GPT2Config,
@@ -147,3 +149,15 @@ def _sentences() -> Iterator[str]:
         for verb in verbs:
             for other in subjects:
                 yield f"{subject} {verb} {other}."
+
+
+def edit_config(directory: Path, **fields: Any) -> None:
+    """Gives fields of config.json other values."""
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    """Changes what model.safetensors has."""
+    path = directory / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})

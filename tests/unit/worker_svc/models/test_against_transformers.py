@@ -1,23 +1,37 @@
 """Each family and shape against transformers: prefill, chunks, decodes and mixes of them over a scrambled pool."""
 
+import copy
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
+from quire.settings import ConfigurationError
 from tests.support.models import SHAPES, VOCAB_SIZE, make_model, make_shape
+from tests.support.more_models import FAMILIES, FOREIGN, NATIVE, Family, make_family
 from tests.support.paged import PagedRunner, Span
-from worker_svc.models.base import CausalLM
+from worker_svc.models.base import CausalLM, NativeCausalLM
+from worker_svc.models.llama import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 from worker_svc.models.registry import load_model
+from worker_svc.weights import Placement
 
+Made = Callable[[str], tuple[Path, PreTrainedModel]]
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4
+HALVED = (
+    *("gpt2-tied-32", "opt-pre-norm-32", "llama-gqa-untied-32"),
+    *("mistral-sliding", "qwen2-tied", "qwen3", "gemma", "stablelm", "falcon-new"),
+    *("falcon-alibi", "bloom", "mpt", "gptj", "gpt-neo-alternating", "deepseek-v3", "gemma4-shared"),
+    *("gpt-oss", "granite-swa"),
+)
 
 
-def load(directory: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
-    return load_model(directory, device=CPU, dtype=dtype)
+def load(directory: Path, dtype: torch.dtype = torch.float32, model_impl: str = "auto") -> CausalLM:
+    return load_model(directory, device=CPU, dtype=dtype, model_impl=model_impl)
 
 
 def make_sequences(*lengths: int) -> list[list[int]]:
@@ -30,51 +44,55 @@ def expected_logits(reference: PreTrainedModel, sequence: list[int]) -> torch.Te
     return reference(torch.tensor([sequence])).logits[0].float()
 
 
-def assert_same_logits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
-    assert torch.equal(actual.argmax(-1), expected.argmax(-1))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_logits_equal_however_the_tokens_come(shape: str, tmp_path: Path) -> None:
-    reference = make_shape(tmp_path, shape)
-    sequences = make_sequences(40, 1, 17)
+def assert_serves_like(reference: PreTrainedModel, model: CausalLM) -> None:
+    """Longer than all sliding windows, in chunks, beside others, token by token, in blocks of two sizes."""
+    sequences = make_sequences(60, 1, 17)
     expected = [expected_logits(reference, sequence) for sequence in sequences]
-    runner = PagedRunner(load(tmp_path), sequences, block_size=5)
-
-    whole = runner.step(Span(0, 0, 40), Span(1, 0, 1), Span(2, 0, 16))
-    assert_same_logits(whole, torch.cat((expected[0], expected[1], expected[2][:16])))
-    assert_same_logits(runner.step(Span(2, 16, 17), Span(0, 39, 40)), torch.stack((expected[2][16], expected[0][39])))
-
-    chunked = PagedRunner(runner.model, sequences, block_size=16, seed=1)
-    for start, end in [(0, 1), (1, 8), (8, 33), (33, 34), (34, 40)]:
-        assert_same_logits(chunked.step(Span(0, start, end)), expected[0][start:end])
-    mixed = chunked.step(Span(2, 0, 9), Span(0, 39, 40), Span(1, 0, 1))
-    assert_same_logits(mixed, torch.cat((expected[2][:9], expected[0][39:], expected[1])))
-
-
-@pytest.mark.parametrize("shape", ["gpt2-tied-32", "opt-post-norm-projected-64", "llama-gqa-explicit-128"])
-def test_greedy_continuation_equals_generate(shape: str, tmp_path: Path) -> None:
-    reference = make_shape(tmp_path, shape)
-    prompts = make_sequences(3, 11, 26)
-    runner = PagedRunner(load(tmp_path), prompts, block_size=4)
-    lengths = [len(prompt) for prompt in prompts]
-    spans = [Span(row, 0, length) for row, length in enumerate(lengths)]
-    for step in range(24):
-        logits = runner.step(*spans)
-        ends = torch.tensor([span.end - span.start for span in spans]).cumsum(0) - 1
-        for row, token in enumerate(logits[ends].argmax(-1).tolist()):
-            runner.sequences[row].append(token)
-        spans = [Span(row, length + step, length + step + 1) for row, length in enumerate(lengths)]
-    for row, length in enumerate(lengths):
-        prompt = torch.tensor([runner.sequences[row][:length]])
-        generated = reference.generate(  # pyright: ignore[reportCallIssue]
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=24, eos_token_id=None
-        )
-        assert runner.sequences[row] == generated[0].tolist()
+    small, large = (PagedRunner(model, sequences, block_size=size, seed=size) for size in (5, 16))
+    for runner, *spans in (
+        (small, Span(0, 0, 30), Span(1, 0, 1), Span(2, 0, 16)),
+        (small, Span(2, 16, 17), Span(0, 30, 59)),
+        (small, Span(0, 59, 60)),
+        *((large, Span(0, start, end)) for start, end in ((0, 1), (1, 8), (8, 33), (33, 34), (34, 40))),
+        (large, Span(2, 0, 9), Span(0, 40, 41), Span(1, 0, 1)),
+    ):
+        actual, wanted = runner.step(*spans), torch.cat([expected[each.row][each.start : each.end] for each in spans])
+        torch.testing.assert_close(actual, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+        assert torch.equal(actual.argmax(-1), wanted.argmax(-1))
 
 
-VARIANTS = [
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """The directory of a family or shape, and the model that transformers made it from, which tests leave as it is."""
+
+    @functools.cache
+    def make(name: str) -> tuple[Path, PreTrainedModel]:
+        directory = tmp_path_factory.mktemp(name)
+        return directory, make_shape(directory, name) if name in SHAPES else make_family(directory, FAMILIES[name])
+
+    return make
+
+
+@pytest.mark.parametrize("name", [*SHAPES, *FAMILIES])
+def test_logits_equal_however_the_tokens_come(name: str, made: Made) -> None:
+    directory, reference = made(name)
+    model = load(directory)
+    assert isinstance(model, NativeCausalLM) == (name not in FOREIGN)
+    assert model.architecture == type(reference).__name__
+    assert (model.vocab_size, model.max_model_len) == (VOCAB_SIZE, 512)
+    assert model.num_layers == (FAMILIES[name].num_calls if name in FAMILIES else 2)
+    assert_serves_like(reference, model)
+
+
+@pytest.mark.parametrize("name", [*NATIVE, "gpt2-80", "opt-post-norm-projected-64", "llama-gqa-explicit-128"])
+def test_transformers_code_serves_what_quire_has_code_for(name: str, made: Made) -> None:
+    directory, reference = made(name)
+    model = load(directory, model_impl="transformers")
+    assert not isinstance(model, NativeCausalLM)
+    assert_serves_like(reference, model)
+
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"scale_attn_weights": False, "activation_function": "gelu"}),
     ("gpt2", {"activation_function": "relu", "layer_norm_epsilon": 1e-2}),
     ("opt", {"activation_function": "gelu", "enable_bias": False}),
@@ -83,34 +101,92 @@ VARIANTS = [
     ("opt", {"do_layer_norm_before": False}),
     ("llama", {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-2}),
     ("llama", {"attention_bias": True}),
+    ("Mistral", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}),
+    ("Mistral", {"attention_bias": True, "mlp_bias": True}),
+    ("Qwen2", {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0}),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+    ("Qwen3", {"num_key_value_heads": 4, "rms_norm_eps": 1e-2}),
 ]
 
 
-@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
-def test_variants_of_the_configuration(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
-    reference = make_model(tmp_path, family, **overrides)
-    (sequence,) = make_sequences(19)
-    runner = PagedRunner(load(tmp_path), [sequence], block_size=16)
-    assert_same_logits(runner.step(Span(0, 0, 19)), expected_logits(reference, sequence))
+@pytest.mark.parametrize(("family", "fields"), VARIANTS)
+def test_variants_of_the_configuration(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    is_first = family in ("gpt2", "opt", "llama")
+    reference = make_model(tmp_path, family, **fields) if is_first else make_family(tmp_path, Family(family, fields))
+    assert_serves_like(reference, load(tmp_path, model_impl="native"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", ["gpt2-tied-32", "opt-pre-norm-32", "llama-gqa-untied-32"])
-def test_half_precision_is_as_close_as_transformers_own(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    reference = make_shape(tmp_path, shape)
+@pytest.mark.parametrize("name", HALVED)
+def test_half_precision_is_as_close_as_transformers_own(name: str, dtype: torch.dtype, made: Made) -> None:
+    directory, reference = made(name)
     (sequence,) = make_sequences(23)
     exact = expected_logits(reference, sequence)
-    rounded = reference.to(dtype)  # pyright: ignore[reportArgumentType]
+    rounded = copy.deepcopy(reference).to(dtype)  # pyright: ignore[reportArgumentType]
     theirs = (expected_logits(rounded, sequence) - exact).abs().mean()
-    ours = PagedRunner(load(tmp_path, dtype), [sequence], block_size=16).step(Span(0, 0, 23))
+    model = load(directory, dtype)
+    assert model.dtype == dtype
+    ours = PagedRunner(model, [sequence], block_size=16).step(Span(0, 0, 23))
     assert ours.dtype == torch.float32
     assert (ours - exact).abs().mean() < 1.5 * theirs
 
 
-def test_geometry_is_that_of_the_configuration(tmp_path: Path) -> None:
-    make_shape(tmp_path, "llama-gqa-explicit-128")
-    model = load(tmp_path, torch.bfloat16)
-    assert model.architecture == "LlamaForCausalLM"
+def test_geometry_is_that_of_the_configuration(made: Made) -> None:
+    model = load(made("llama-gqa-explicit-128")[0], torch.bfloat16)
     geometry = (model.num_layers, model.num_kv_heads, model.head_dim, model.vocab_size, model.max_model_len)
     assert geometry == (2, 2, 128, VOCAB_SIZE, 512)
     assert (model.device, model.dtype) == (CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("family", "theirs"),
+    [(MistralForCausalLM, MistralConfig), (Qwen2ForCausalLM, Qwen2Config), (Qwen3ForCausalLM, Qwen3Config)],
+)
+def test_what_config_json_does_not_say_is_what_transformers_assumes(
+    family: type[LlamaForCausalLM], theirs: type[PreTrainedConfig]
+) -> None:
+    expected, config = theirs(), family.read_config({})
+    names = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "intermediate_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "activation": "hidden_act",
+        "rms_norm_eps": "rms_norm_eps",
+        "tied": "tie_word_embeddings",
+    }
+    for ours, name in names.items():
+        assert getattr(config, ours) == getattr(expected, name), name
+    assert config.head_dim == getattr(expected, "head_dim", 128)
+    assert config.rope.max_positions == expected.max_position_embeddings
+    assert config.rope.theta == expected.rope_parameters["rope_theta"]
+    assert set(config.sliding_windows) == {expected.sliding_window}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sliding_window": 0}, "sliding_window is 0; expected an integer of at least 1"),
+        ({"use_sliding_window": 1}, "use_sliding_window is 1; expected true or false"),
+        ({"max_window_layers": -1}, "max_window_layers is -1; expected an integer of at least 0"),
+        ({"layer_types": ["full_attention"]}, "expected 2 of full_attention and sliding_attention"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "expected 2 of full_attention and"),
+        ({"layer_types": "full_attention"}, "expected 2 of full_attention and"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": False},
+            "expected full_attention alone if no sliding window is used",
+        ),
+    ],
+)
+def test_windows_that_make_no_sense_are_refused(fields: dict[str, Any], message: str) -> None:
+    config = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 7, **fields}
+    with pytest.raises(ConfigurationError, match=message):
+        Qwen2ForCausalLM.from_config(config, Placement(CPU, torch.float32))
+
+
+def test_native_alone_refuses_what_transformers_would_serve(tmp_path: Path) -> None:
+    make_family(tmp_path, FOREIGN["gemma"])
+    with pytest.raises(ConfigurationError, match=r"GemmaForCausalLM of .* is not one of Quire's own, GPT2LMHeadModel"):
+        load(tmp_path, model_impl="native")

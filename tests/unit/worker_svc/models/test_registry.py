@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file, save_model
+from safetensors.torch import load_file, save_model
 from transformers import GPT2Config
 
 from quire.model_directory import SUPPORTED_ARCHITECTURES
 from quire.settings import ConfigurationError
-from tests.support.models import make_model, make_shape
+from tests.support.models import edit_config, edit_tensors, make_model, make_shape
 from tests.support.paged import PagedRunner, Span
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.layers.embedding_norm import TiedHead
@@ -22,6 +22,7 @@ from worker_svc.models.registry import FAMILIES, load_model, resolve_dtype
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
+WEIGHTS = "model.safetensors"
 
 
 def load(directory: Path) -> CausalLM:
@@ -30,16 +31,6 @@ def load(directory: Path) -> CausalLM:
 
 def logits(model: CausalLM) -> torch.Tensor:
     return PagedRunner(model, [[5, 9, 200, 31]], block_size=4).step(Span(0, 0, 4))
-
-
-def edit_config(directory: Path, **fields: Any) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-
-def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
-    path = directory / "model.safetensors"
-    save_file(change(load_file(path)), path, metadata={"format": "pt"})
 
 
 @pytest.fixture
@@ -89,91 +80,66 @@ def test_progress_rises_to_the_bytes_of_the_model(directory: Path) -> None:
     assert reports[-1] == (total, total)
 
 
-def remove_tensor(directory: Path) -> None:
-    edit_tensors(
-        directory, lambda tensors: {k: v for k, v in tensors.items() if not k.endswith("1.mlp.up_proj.weight")}
-    )
+def remove_tensor(directory: Path, end: str = "1.mlp.up_proj.weight") -> None:
+    edit_tensors(directory, lambda tensors: {k: v for k, v in tensors.items() if not k.endswith(end)})
 
 
-def misshape_tensor(directory: Path) -> None:
-    edit_config(directory, intermediate_size=190)
-
-
-def truncate(directory: Path) -> None:
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def damage_header(directory: Path) -> None:
-    path = directory / "model.safetensors"
-    path.write_bytes(b"\xff" * 64)
-
-
-def empty_file(directory: Path) -> None:
-    (directory / "model.safetensors").write_bytes(b"")
-
-
-def integer_tensor(directory: Path) -> None:
+def add_integers(directory: Path) -> None:
     edit_tensors(directory, lambda tensors: {**tensors, "model.norm.weight": torch.ones(128, dtype=torch.int8)})
 
 
-def only_pickle(directory: Path) -> None:
-    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+def put(name: str, content: str | bytes) -> Callable[[Path], object]:
+    return lambda directory: (directory / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def no_weights(directory: Path) -> None:
-    (directory / "model.safetensors").unlink()
+def put_index(content: str) -> Callable[[Path], object]:
+    """In the place of the weights."""
+
+    def change(directory: Path) -> None:
+        (directory / WEIGHTS).unlink()
+        (directory / f"{WEIGHTS}.index.json").write_text(content)
+
+    return change
 
 
-def missing_shard(directory: Path) -> None:
-    no_weights(directory)
-    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+SPOILED: list[tuple[Callable[[Path], object], str]] = [
+    (remove_tensor, "tensor model.layers.1.mlp.up_proj.weight is missing from the safetensors files"),
+    (
+        lambda directory: edit_config(directory, intermediate_size=190),
+        "gate_proj.weight has shape [192, 128]; config.json asks for [190, 128]",
+    ),
+    (
+        lambda directory: put(WEIGHTS, (directory / WEIGHTS).read_bytes()[:-100])(directory),
+        "damaged or truncated safetensors file",
+    ),
+    (put(WEIGHTS, b"\xff" * 64), "damaged or truncated safetensors file"),
+    (put(WEIGHTS, b""), "damaged or truncated safetensors file"),
+    (add_integers, "tensor model.norm.weight has dtype I8; supported are F64, F32, BF16, F16"),
+    (
+        lambda directory: (directory / WEIGHTS).rename(directory / "pytorch_model.bin"),
+        "pytorch_model.bin is a pickle, which is never loaded; convert the model",
+    ),
+    (
+        lambda directory: (directory / WEIGHTS).unlink(),
+        "neither model.safetensors nor model.safetensors.index.json is there",
+    ),
+    (
+        put_index('{"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}'),
+        "shard model-00001-of-00002.safetensors is missing",
+    ),
+    (
+        put_index('{"weight_map": {"a": "../other.safetensors"}}'),
+        "shard '../other.safetensors' is not a plain file name",
+    ),
+    (put_index("[1]"), "model.safetensors.index.json is not a JSON object"),
+    (put_index("{}"), "model.safetensors.index.json: weight_map is None; it must be an object"),
+    (lambda directory: (directory / "config.json").unlink(), "has no config.json"),
+    (put("config.json", "{"), "config.json is not valid JSON"),
+]
 
 
-def shard_outside(directory: Path) -> None:
-    no_weights(directory)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
-
-
-def broken_index(directory: Path) -> None:
-    no_weights(directory)
-    (directory / "model.safetensors.index.json").write_text("[1]")
-
-
-def index_of_nothing(directory: Path) -> None:
-    no_weights(directory)
-    (directory / "model.safetensors.index.json").write_text("{}")
-
-
-def no_config(directory: Path) -> None:
-    (directory / "config.json").unlink()
-
-
-def broken_config(directory: Path) -> None:
-    (directory / "config.json").write_text("{")
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (remove_tensor, "tensor model.layers.1.mlp.up_proj.weight is missing from the safetensors files"),
-        (misshape_tensor, r"gate_proj.weight has shape [192, 128]; config.json asks for [190, 128]"),
-        (truncate, "damaged or truncated safetensors file"),
-        (damage_header, "damaged or truncated safetensors file"),
-        (empty_file, "damaged or truncated safetensors file"),
-        (integer_tensor, "tensor model.norm.weight has dtype I8; supported are F64, F32, BF16, F16"),
-        (only_pickle, "pytorch_model.bin is a pickle, which is never loaded; convert the model"),
-        (no_weights, "neither model.safetensors nor model.safetensors.index.json is there"),
-        (missing_shard, "shard model-00001-of-00002.safetensors is missing"),
-        (shard_outside, "shard '../other.safetensors' is not a plain file name"),
-        (broken_index, "model.safetensors.index.json is not a JSON object"),
-        (index_of_nothing, "model.safetensors.index.json: weight_map is None; it must be an object"),
-        (no_config, "has no config.json"),
-        (broken_config, "config.json is not valid JSON"),
-    ],
-)
-def test_bad_directory_is_refused_with_one_line(spoil: Callable[[Path], None], message: str, directory: Path) -> None:
+@pytest.mark.parametrize(("spoil", "message"), SPOILED, ids=[message for _, message in SPOILED])
+def test_bad_directory_is_refused_with_one_line(spoil: Callable[[Path], object], message: str, directory: Path) -> None:
     spoil(directory)
     with pytest.raises(ConfigurationError, match=re.escape(message)) as caught:
         load(directory)
