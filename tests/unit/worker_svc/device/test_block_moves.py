@@ -214,14 +214,6 @@ def test_a_step_that_does_not_write_to_what_leaves_does_not_wait_for_it(monkeypa
     assert recorded.ran == ["first", "swap", "second"]
 
 
-def test_what_leaves_is_read_after_the_steps_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = Recorded(monkeypatch)
-    recorded.step("first", writes=[1])
-    recorded.step("second", release=[0], swap_out=[(1, 0)])
-    recorded.drain("swaps")
-    assert recorded.ran == []
-
-
 @pytest.mark.parametrize("freeing", [{"release": [0]}, {"fork": [(1, 0)]}, {"copy": [(3, 4)]}])
 def test_what_comes_into_blocks_that_nobody_uses_does_not_wait_for_the_step_before(
     monkeypatch: pytest.MonkeyPatch, freeing: dict[str, Any]
@@ -238,16 +230,6 @@ def test_what_comes_into_blocks_that_nobody_uses_does_not_wait_for_the_step_befo
     recorded.drain("swaps")
     # Its blocks may be those of the third step, which has not run.
     assert recorded.ran == ["first", "second", "swap"]
-
-
-def test_what_comes_is_waited_for_by_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = Recorded(monkeypatch)
-    recorded.step("first", swap_in=[(0, 1)], copy=[(1, 2)])
-    recorded.drain("compute")
-    assert recorded.ran == []
-    recorded.drain("swaps")
-    recorded.drain("compute")
-    assert recorded.ran == ["swap", "copy", "first"]
 
 
 def test_saves_that_have_arrived_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,31 +263,17 @@ def found(inventory: SealInventory) -> dict[int, int]:
     return {int(block): int(line[0]) for block, line in zip(sealed.block_ids, sealed.hashes, strict=True)}
 
 
-def test_seals_are_listed_by_block() -> None:
+def test_the_last_seal_of_a_block_counts_until_a_step_writes_to_it() -> None:
     inventory = SealInventory(8)
     inventory.add(make_seals(b5=1, b2=2), 1)
     assert found(inventory) == {2: 2, 5: 1}
-
-
-def test_a_block_that_is_sealed_again_gets_the_new_hash() -> None:
-    inventory = SealInventory(8)
-    inventory.add(make_seals(b5=1), 1)
-    inventory.add(make_seals(b5=9), 2)
-    assert found(inventory) == {5: 9}
-
-
-def test_a_block_that_is_written_loses_its_seal() -> None:
-    inventory = SealInventory(8)
-    inventory.add(make_seals(b5=1, b6=2), 1)
-    inventory.begin_write(np.array([5]), 2)
-    assert found(inventory) == {6: 2}
-
-
-def test_a_step_seals_the_blocks_that_it_has_written_itself() -> None:
-    inventory = SealInventory(8)
+    inventory.add(make_seals(b5=9, b6=3), 2)
+    assert found(inventory) == {2: 2, 5: 9, 6: 3}
     inventory.begin_write(np.array([5]), 3)
-    inventory.add(make_seals(b5=1), 3)
-    assert found(inventory) == {5: 1}
+    assert found(inventory) == {2: 2, 6: 3}
+    # A step seals the blocks that it has written itself.
+    inventory.add(make_seals(b5=4), 3)
+    assert found(inventory) == {2: 2, 5: 4, 6: 3}
 
 
 def test_a_seal_is_not_taken_where_a_later_step_has_begun_to_write() -> None:

@@ -86,35 +86,73 @@ def test_a_block_holds_keys_and_values_of_all_layers() -> None:
     assert block_bytes(TinyCausalLM(torch.bfloat16), 4) == BLOCK_BYTES // 2
 
 
-def test_a_count_wins_over_all_sizes() -> None:
-    assert num_gpu_blocks(make_request(num_gpu_blocks=7, kv_cache_memory=1), BLOCK_BYTES, 10**9) == 7
-
-
-def test_the_given_memory_is_used_whole() -> None:
-    assert num_gpu_blocks(make_request(kv_cache_memory=500 * BLOCK_BYTES + 1), BLOCK_BYTES, None) == 500
-
-
-def test_the_default_on_a_cpu_is_never_more_than_can_be_used() -> None:
-    assert num_gpu_blocks(make_request(), BLOCK_BYTES, None) == 100
-    assert num_gpu_blocks(make_request(max_useful_blocks=10**9), BLOCK_BYTES, None) == 2**30 // BLOCK_BYTES
-
-
-def test_an_accelerator_gives_what_profiling_left() -> None:
-    assert num_gpu_blocks(make_request(), BLOCK_BYTES, 1234 * BLOCK_BYTES) == 1234
+@pytest.mark.parametrize(
+    ("changes", "available", "count"),
+    [
+        # A count wins over all sizes, a given size is used whole, an accelerator gives what profiling left, and the
+        # default on a CPU is never more than can be used.
+        ({"num_gpu_blocks": 7, "kv_cache_memory": 1}, 10**9, 7),
+        ({"kv_cache_memory": 500 * BLOCK_BYTES + 1}, None, 500),
+        ({"kv_cache_memory": 10 * BLOCK_BYTES, "num_padding_blocks": 1}, None, 9),
+        ({}, 1234 * BLOCK_BYTES, 1234),
+        ({}, None, 100),
+        ({"max_useful_blocks": 10**9}, None, 2**30 // BLOCK_BYTES),
+    ],
+)
+def test_the_pool_has_as_many_blocks_as_its_memory_holds(
+    changes: dict[str, Any], available: int | None, count: int
+) -> None:
+    assert num_gpu_blocks(make_request(**changes), BLOCK_BYTES, available) == count
 
 
 @pytest.mark.parametrize(
-    ("changes", "available", "advice"),
+    ("swap_space", "block", "device", "gpu_blocks", "count"),
     [
-        ({"kv_cache_memory": BLOCK_BYTES - 1}, None, "--kv-cache-memory"),
-        ({}, -5, "--gpu-memory-utilization"),
+        # By default as large as the pool of a CPU up to a gibibyte, or four gibibytes beside CUDA.
+        (None, BLOCK_BYTES, CPU, 100, 100),
+        (None, 1 << 20, CPU, 5000, 1024),
+        (None, 1 << 20, CUDA, 5, 4096),
+        (0, BLOCK_BYTES, CPU, 5, 0),
+        (BLOCK_BYTES, BLOCK_BYTES, CPU, 5, 1),
+        (10 * BLOCK_BYTES - 1, BLOCK_BYTES, CPU, 5, 9),
+        (10 * BLOCK_BYTES - 1, BLOCK_BYTES, CUDA, 5, 9),
     ],
 )
-def test_a_pool_without_a_block_is_refused_with_the_way_out(
-    changes: dict[str, Any], available: int | None, advice: str
+def test_the_host_pool_has_as_many_blocks_as_its_memory_holds(
+    swap_space: int | None, block: int, device: torch.device, gpu_blocks: int, count: int
 ) -> None:
-    with pytest.raises(ConfigurationError, match=advice):
-        num_gpu_blocks(make_request(**changes), BLOCK_BYTES, available)
+    assert num_host_blocks(swap_space, block, device, gpu_blocks) == count
+
+
+@pytest.mark.parametrize(
+    ("changes", "available", "message"),
+    [
+        ({"kv_cache_memory": BLOCK_BYTES - 1}, None, "raise --kv-cache-memory"),
+        ({"kv_cache_memory": BLOCK_BYTES, "num_padding_blocks": 1}, None, "raise --kv-cache-memory"),
+        ({}, -5, "raise --gpu-memory-utilization"),
+        (
+            {"swap_space": BLOCK_BYTES - 1},
+            None,
+            f"--swap-space is {BLOCK_BYTES - 1} bytes and one .* raise it, or use 0",
+        ),
+        ({"kv_cache_memory": 64 << 30}, None, f"--kv-cache-memory is {64 << 30} bytes; {1 << 30} bytes"),
+        (
+            {"num_gpu_blocks": 1 << 22},
+            None,
+            f"--num-gpu-blocks is {1 << 22}, which take {BLOCK_BYTES << 22} bytes; .* at most",
+        ),
+        (
+            {"num_gpu_blocks": 1 << 21, "swap_space": 1 << 30},
+            None,
+            r"--swap-space is 1073741824 bytes; 0 bytes .* beside the KV pool; set it to at most that",
+        ),
+    ],
+)
+def test_a_pool_that_cannot_be_is_refused_with_the_way_out_before_any_of_it_is_taken(
+    changes: dict[str, Any], available: int | None, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        pool_geometry(TinyCausalLM(), make_request(host_memory=1 << 30, **changes), available)
 
 
 def test_a_pool_beyond_all_memory_is_refused_in_one_line() -> None:
@@ -122,54 +160,6 @@ def test_a_pool_beyond_all_memory_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigurationError, match="cannot allocate the KV pool") as raised:
         allocate_pool(geometry, torch.device("cpu"), torch.float32)
     assert "\n" not in str(raised.value)
-
-
-def test_the_host_pool_on_a_cpu_is_as_large_as_the_other_up_to_a_gibibyte() -> None:
-    assert num_host_blocks(None, BLOCK_BYTES, CPU, 100) == 100
-    assert num_host_blocks(None, 1 << 20, CPU, 5000) == 1024
-
-
-def test_the_host_pool_beside_cuda_has_four_gibibytes() -> None:
-    assert num_host_blocks(None, 1 << 20, CUDA, 5) == 4096
-
-
-@pytest.mark.parametrize(("swap_space", "count"), [(0, 0), (BLOCK_BYTES, 1), (10 * BLOCK_BYTES - 1, 9)])
-def test_a_given_swap_space_is_used_whole(swap_space: int, count: int) -> None:
-    for device in (CPU, CUDA):
-        assert num_host_blocks(swap_space, BLOCK_BYTES, device, 5) == count
-
-
-@pytest.mark.parametrize(
-    ("swap_space", "way_out"),
-    [
-        (BLOCK_BYTES - 1, f"one block takes {BLOCK_BYTES}; raise it, or use 0"),
-        (9001, "9000 bytes of memory are available to this worker beside the KV pool; set it to at most that"),
-    ],
-)
-def test_a_swap_space_that_cannot_be_is_refused_with_value_and_limit(swap_space: int, way_out: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"--swap-space is {swap_space} bytes.* {way_out}"):
-        num_host_blocks(swap_space, BLOCK_BYTES, CPU, 5, left_bytes=9000)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"kv_cache_memory": 64 << 30}, f"--kv-cache-memory is {64 << 30} bytes; {1 << 30} bytes"),
-        (
-            {"num_gpu_blocks": 1 << 22},
-            f"--num-gpu-blocks is {1 << 22}, which take {BLOCK_BYTES << 22} bytes; .* at most",
-        ),
-        (
-            {"num_gpu_blocks": 1 << 21, "swap_space": 1 << 30},
-            r"--swap-space is 1073741824 bytes; .* beside the KV pool",
-        ),
-    ],
-)
-def test_a_pool_that_memory_does_not_hold_is_refused_before_any_of_it_is_taken(
-    changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        pool_geometry(TinyCausalLM(), make_request(host_memory=1 << 30, **changes), None)
 
 
 def test_what_was_not_asked_for_leaves_half_of_the_memory() -> None:
