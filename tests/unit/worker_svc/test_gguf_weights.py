@@ -35,6 +35,8 @@ def make(directory: Path, family: str):
     """A model of the family, written to the directory."""
     if family in ("llama", "gpt2"):
         return make_model(directory, family)
+    if family in THROUGH_TRANSFORMERS:
+        return make_family(directory, THROUGH_TRANSFORMERS[family])
     config_class, model_class = {
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -81,9 +83,9 @@ THROUGH_TRANSFORMERS = {
 }
 
 
-@pytest.mark.parametrize("family", THROUGH_TRANSFORMERS)
-def test_a_file_that_runs_through_transformers_computes_what_its_directory_does(tmp_path: Path, family: str) -> None:
-    make_family(tmp_path / "model", THROUGH_TRANSFORMERS[family])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2", *THROUGH_TRANSFORMERS])
+def test_a_model_of_a_file_computes_what_that_of_its_directory_does(tmp_path: Path, family: str) -> None:
+    make(tmp_path / "model", family)
     file = write_gguf(tmp_path / "m.gguf", tmp_path / "model")
     cpu = {"device": torch.device("cpu"), "dtype": torch.float32}
     read: list[tuple[int, int]] = []
@@ -97,6 +99,7 @@ def test_a_file_that_runs_through_transformers_computes_what_its_directory_does(
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 if family.startswith("gemma") else 0)
     assert len(read) > 20
     assert read[-1][0] == read[-1][1] > 100_000
+    assert (of_file.max_model_len, of_file.vocab_size) == (of_directory.max_model_len, of_directory.vocab_size)
 
 
 def test_a_quantized_tensor_of_experts_is_read_expert_by_expert(tmp_path: Path) -> None:
@@ -116,10 +119,7 @@ def test_a_quantized_tensor_of_experts_is_read_expert_by_expert(tmp_path: Path) 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "qwen3_moe"])
 def test_tensors_that_a_converter_has_merged_are_read_apart(tmp_path: Path, family: str, kind: Kind) -> None:
-    if family in THROUGH_TRANSFORMERS:
-        make_family(tmp_path / "model", THROUGH_TRANSFORMERS[family])
-    else:
-        make(tmp_path / "model", family)
+    make(tmp_path / "model", family)
     apart = gguf_weights(write_gguf(tmp_path / "a.gguf", tmp_path / "model", quantization=kind))
     merged = gguf_weights(write_gguf(tmp_path / "m.gguf", tmp_path / "model", quantization=kind, fused=True))
     assert "blk.0.attn_qkv.weight" in {weight.name for weight in merged.values()}
@@ -130,19 +130,28 @@ def test_tensors_that_a_converter_has_merged_are_read_apart(tmp_path: Path, fami
     assert ModelDirectory.open(tmp_path / "m.gguf").config == ModelDirectory.open(tmp_path / "a.gguf").config
 
 
-def test_weights_in_nvfp4_are_multiplied_by_the_scales_beside_them(tmp_path: Path) -> None:
-    elements, num_bytes = gguf.GGML_QUANT_SIZES[Kind.NVFP4]
-    data = np.random.default_rng(0).integers(0, 120, (3, 8, 128 // elements * num_bytes), np.uint8)
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_tensor("output.weight", data[0], raw_dtype=Kind.NVFP4)
-    writer.add_tensor("output.scale", np.array([0.5], np.float32))
-    writer.add_tensor("output.input_scale", np.array([7], np.float32))
-    writer.add_tensor("blk.0.ffn_up_exps.weight", data, raw_dtype=Kind.NVFP4)
-    writer.add_tensor("blk.0.ffn_up_exps.scale", np.array([2, 3, 4], np.float32))
+def write_tensors(file: Path, **tensors: tuple[np.ndarray, Kind | None]) -> None:
+    """A file of these tensors alone, by names with "__" for each point."""
+    writer = gguf.GGUFWriter(file, "llama")
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name.replace("__", "."), data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def test_weights_in_nvfp4_are_multiplied_by_the_scales_beside_them(tmp_path: Path) -> None:
+    elements, num_bytes = gguf.GGML_QUANT_SIZES[Kind.NVFP4]
+    data = np.random.default_rng(0).integers(0, 120, (3, 8, 128 // elements * num_bytes), np.uint8)
+    write_tensors(
+        tmp_path / "m.gguf",
+        output__weight=(data[0], Kind.NVFP4),
+        output__scale=(np.array([0.5], np.float32), None),
+        output__input_scale=(np.array([7], np.float32), None),
+        blk__0__ffn_up_exps__weight=(data, Kind.NVFP4),
+        blk__0__ffn_up_exps__scale=(np.array([2, 3, 4], np.float32), None),
+    )
     found, plain = gguf_weights(tmp_path / "m.gguf"), torch.from_numpy(gguf.dequantize(data, Kind.NVFP4))
     assert torch.equal(found["lm_head.weight"].read(), plain[0] * 0.5)
     for expert in range(3):
@@ -163,24 +172,6 @@ def test_parts_are_read_as_one_file(tmp_path: Path) -> None:
             assert torch.equal(weights[name].read(), whole[name].read()), name
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
-def test_a_model_of_a_file_is_that_of_its_directory(tmp_path: Path, family: str) -> None:
-    make(tmp_path / "model", family)
-    file = write_gguf(tmp_path / "m.gguf", tmp_path / "model")
-    cpu = {"device": torch.device("cpu"), "dtype": torch.float32}
-    read: list[tuple[int, int]] = []
-    of_file = load_model(file, **cpu, progress=lambda done, total: read.append((done, total)))
-    of_directory = load_model(tmp_path / "model", **cpu)
-    found, expected = dict(of_file.named_parameters()), dict(of_directory.named_parameters())
-    assert found.keys() == expected.keys()
-    for name in expected:
-        assert torch.equal(found[name], expected[name]), name
-    for name, buffer in of_directory.named_buffers():
-        assert torch.equal(buffer, dict(of_file.named_buffers())[name]), name
-    assert read[-1][0] == read[-1][1] > 100_000
-    assert (of_file.max_model_len, of_file.vocab_size) == (of_directory.max_model_len, of_directory.vocab_size)
-
-
 def read_kinds() -> list[Kind]:
     kinds = []
     for kind in Kind:
@@ -199,12 +190,7 @@ def test_every_quantization_of_the_package_is_read(tmp_path: Path, kind: Kind, m
     columns = max(elements, 32) * 4
     generator = np.random.default_rng(0)
     data = generator.integers(0, 60, (17, columns // elements * num_bytes), np.uint8)
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_tensor("output.weight", data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_tensors(tmp_path / "m.gguf", output__weight=(data, kind))
     found = gguf_weights(tmp_path / "m.gguf")["lm_head.weight"]
     assert (found.dtype, found.shape, found.num_bytes) == (kind.name, (17, columns), data.nbytes)
     expected = torch.from_numpy(np.ascontiguousarray(gguf.dequantize(data, kind), np.float32))
@@ -217,12 +203,7 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
         ("blk.0.ssm_in.weight", Kind.F32, "tensor blk.0.ssm_in.weight is not known in models of llama"),
     ):
         num_bytes = gguf.GGML_QUANT_SIZES[kind][1]
-        writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-        writer.add_tensor(name, np.zeros((2, num_bytes * 2), np.uint8), raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write_tensors(tmp_path / "m.gguf", **{name: (np.zeros((2, num_bytes * 2), np.uint8), kind)})
         with pytest.raises(ConfigurationError) as caught:
             gguf_weights(tmp_path / "m.gguf")
         assert str(caught.value) == f"{tmp_path}/m.gguf: {problem}"
@@ -231,10 +212,7 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_tensor_that_the_model_would_ignore_is_refused(tmp_path: Path, family: str) -> None:
     """The bias of attention's output, which Llama of transformers has with those of its inputs or not at all."""
-    if family == "llama":
-        make_model(tmp_path / "model", family)
-    else:
-        make_family(tmp_path / "model", THROUGH_TRANSFORMERS[family])
+    make(tmp_path / "model", family)
     (weights,) = (tmp_path / "model").glob("*.safetensors")
     save_file({**load_file(weights), "model.layers.1.self_attn.o_proj.bias": torch.ones(128)}, weights)
     file = write_gguf(tmp_path / "m.gguf", tmp_path / "model")

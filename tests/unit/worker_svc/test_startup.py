@@ -24,20 +24,6 @@ def load(*flags: str, **environ: str) -> WorkerSettings:
     return load_settings(WorkerSettings, flags, environ, program="quire worker")
 
 
-def test_defaults_are_those_of_the_handbook() -> None:
-    settings = load()
-    assert settings.listen == "127.0.0.1:50053"
-    assert (settings.device, settings.dtype, settings.block_size) == ("auto", "auto", 16)
-    assert (settings.max_num_seqs, settings.max_num_batched_tokens) == (256, 2048)
-    assert settings.kv_cache_memory is None
-    assert settings.swap_space is None
-
-
-def test_sizes_are_read_with_their_units_from_flags_and_environment() -> None:
-    assert load("--kv-cache-memory", "64MiB", QUIRE_KV_CACHE_MEMORY="1KiB").kv_cache_memory == 64 << 20
-    assert load(QUIRE_KV_CACHE_MEMORY="1KiB").kv_cache_memory == 1 << 10
-
-
 def test_the_host_pool_has_the_size_that_swap_space_says() -> None:
     small = ("--num-gpu-blocks", "12", "--block-size", "4", "--max-num-seqs", "3")
     for flags, count in (((), 12), (("--swap-space", "0"), 0), (("--swap-space", "16KiB"), 32)):
@@ -49,21 +35,6 @@ def test_a_worker_says_what_it_runs_on() -> None:
     processor, _, kernels = device_name.rpartition(", ")
     assert processor
     assert kernels
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--swap-space", "much"),
-        ("--block-size", "0"),
-        ("--device", "tpu"),
-        ("--dtype", "int8"),
-        ("--max-num-seqs", "x"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(flags: tuple[str, str]) -> None:
-    with pytest.raises(ConfigurationError, match=flags[0]):
-        load(*flags)
 
 
 def test_sequences_may_be_kept_shorter_than_the_model_knows_but_not_longer() -> None:
@@ -139,22 +110,23 @@ def test_a_worker_reports_what_the_settings_and_the_model_say() -> None:
     assert (info.limits.max_num_rows, info.limits.max_num_batched_tokens) == (3, 2048)
 
 
-def test_as_many_threads_as_processors_take_one_each() -> None:
-    assert list(processors_for(0, 1, 3, [1, 4, 5])) == [1, 4, 5]
-
-
-def test_ranks_of_one_machine_take_processors_of_their_own() -> None:
-    assert list(processors_for(0, 2, 2, [0, 1, 2, 3])) == [0, 1]
-    assert list(processors_for(1, 2, 2, [0, 1, 2, 3])) == [2, 3]
-
-
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_fewer_or_more_threads_than_processors_stay_unbound(num_threads: int) -> None:
-    assert list(processors_for(0, 1, num_threads, [0, 1])) == []
-
-
-def test_a_single_processor_needs_no_binding() -> None:
-    assert list(processors_for(0, 1, 1, [0])) == []
+@pytest.mark.parametrize(
+    ("rank", "size", "num_threads", "processors", "expected"),
+    [
+        (0, 1, 3, [1, 4, 5], [1, 4, 5]),
+        # Ranks of one machine take processors of their own.
+        (0, 2, 2, [0, 1, 2, 3], [0, 1]),
+        (1, 2, 2, [0, 1, 2, 3], [2, 3]),
+        # Fewer or more threads than processors stay unbound, and a single processor needs no binding.
+        (0, 1, 1, [0, 1], []),
+        (0, 1, 3, [0, 1], []),
+        (0, 1, 1, [0], []),
+    ],
+)
+def test_as_many_threads_as_processors_take_one_each(
+    rank: int, size: int, num_threads: int, processors: list[int], expected: list[int]
+) -> None:
+    assert list(processors_for(rank, size, num_threads, processors)) == expected
 
 
 @pytest.mark.parametrize(
@@ -189,7 +161,9 @@ def test_open_mp_has_a_place_for_each_thread_while_it_is_imported(
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_gpu_is_lost_when_waiting_for_it_fails(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+def test_a_gpu_is_lost_when_waiting_for_it_fails_and_a_processor_never(
+    monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
     def synchronize(device: torch.device) -> None:
         assert device == torch.device("cuda", 1)
         if lost:
@@ -197,9 +171,6 @@ def test_a_gpu_is_lost_when_waiting_for_it_fails(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     assert is_lost(torch.device("cuda", 1)) == lost
-
-
-def test_a_processor_is_never_lost() -> None:
     assert not is_lost(torch.device("cpu"))
 
 

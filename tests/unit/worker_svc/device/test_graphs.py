@@ -281,10 +281,7 @@ def test_the_error_that_broke_a_recording_is_logged_with_the_one_at_its_end(
 
     with caplog.at_level(logging.WARNING):
         record_cuda_graphs(runner, GPU)
-    assert (
-        "decodes run without CUDA graphs, which cannot be recorded: operation failed due to a previous error during capture"
-        in caplog.text
-    )
+    assert "decodes run without CUDA graphs, which cannot be recorded: operation failed due to a" in caplog.text
     assert "this is what went wrong" in caplog.text
 
 

@@ -68,11 +68,6 @@ def test_a_sequence_grows_by_one_token_a_sample() -> None:
     assert "holds 8" in refusal(ledger, decode(8))
 
 
-def test_tokens_that_a_row_does_not_have_yet_cannot_be_computed() -> None:
-    ledger = assigned_ledger()
-    assert "it has 5" in refusal(ledger, decode(5))
-
-
 def test_rows_that_hold_nothing_are_refused_wherever_they_are_named() -> None:
     ledger = assigned_ledger()
     for changes in (
@@ -92,12 +87,6 @@ def test_a_row_must_be_released_before_it_is_assigned_again() -> None:
     assert "release it first" in refusal(ledger, make_step(make_changes(assign=[make_assign(0, [1], [2])])))
     ledger.admit(make_step(make_changes(release=[0], assign=[make_assign(0, [1], [2])])))
     assert "it has 1" in refusal(ledger, decode(1))
-
-
-def test_reset_releases_all_rows() -> None:
-    ledger = assigned_ledger()
-    ledger.reset()
-    assert "row 0" in refusal(ledger, decode(0))
 
 
 def test_block_tables_grow_without_gaps_in_any_order() -> None:
@@ -121,12 +110,6 @@ def test_two_rows_cannot_write_one_block() -> None:
     ledger = make_ledger()
     changes = make_changes(assign=[make_assign(0, PROMPT, [1, 2]), make_assign(1, PROMPT, [1, 2])])
     assert "block 2 twice" in refusal(ledger, make_step(changes, make_batch([0, 1], [1, 1], [4, 4])))
-
-
-def test_two_rows_can_read_one_block() -> None:
-    ledger = make_ledger()
-    changes = make_changes(assign=[make_assign(0, PROMPT, [1, 2]), make_assign(1, PROMPT, [1, 3])])
-    ledger.admit(make_step(changes, make_batch([0, 1], [1, 1], [4, 4])))
 
 
 def test_a_forked_row_samples_from_its_parent_and_goes_on_alone() -> None:

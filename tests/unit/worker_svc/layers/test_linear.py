@@ -89,11 +89,6 @@ def test_nan_is_not_hidden_by_an_activation(kind: ActivationKind | None) -> None
     assert packed.isnan().any(dim=1).tolist() == [False, True, False]
 
 
-def test_a_packed_product_takes_tokens_that_are_not_contiguous() -> None:
-    weight, bias = make_weights(48, 40, torch.float32)
-    assert_as_plain(weight, bias, None, make_tokens(5, 80, torch.float32)[:, ::2])
-
-
 @pytest.mark.parametrize("kind", [None, *PLAIN, *GATED], ids=str)
 def test_every_activation_of_our_own_product_equals_torchs(kind: ActivationKind | None) -> None:
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 4e-2)):
@@ -106,28 +101,12 @@ def test_every_activation_of_our_own_product_equals_torchs(kind: ActivationKind 
         torch.testing.assert_close(own.float(), exact, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu"])
-def test_a_gated_product_of_float32_weights_halves_the_outputs(name: str) -> None:
-    weight, bias = make_weights(512, 512, torch.float32)
-    tokens = make_tokens(3, 512, torch.float32)
-    gate, up = torch.nn.functional.linear(tokens, weight, bias).chunk(2, dim=-1)
-    halved = make_product(weight, bias, ActivationKind(name, gated=True))(tokens)
-    torch.testing.assert_close(halved, ACTIVATIONS[name].function(gate) * up)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_go_to_our_own_kernel_where_there_is_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.zeros((64, 64), dtype=dtype)
     assert isinstance(make_product(weight), OwnProduct)
     monkeypatch.setattr(linear.ops, "has_packed_products", lambda *_: False)
     assert not isinstance(make_product(weight), OwnProduct)
-
-
-def test_the_weights_are_not_changed_by_packing() -> None:
-    weight, bias = make_weights(512, 512, torch.float32)
-    before = weight.clone()
-    make_product(weight, bias)(make_tokens(2, 512, torch.float32))
-    assert torch.equal(weight, before)
 
 
 def test_else_small_float32_weights_stay_plain_and_large_ones_are_packed(no_kernels_of_our_own: None) -> None:

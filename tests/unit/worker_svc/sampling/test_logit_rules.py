@@ -10,7 +10,6 @@ import torch
 from tests.support.sampling import make_columns, make_sampling
 from worker_svc.sampling import logit_rules
 from worker_svc.sampling.logit_rules import History, apply_logit_rules
-from worker_svc.sampling.logprobs import gather_candidates
 from worker_svc.sampling.sampler import draw
 from worker_svc.step import LogitRules
 
@@ -150,16 +149,6 @@ def test_penalties_are_the_same_when_they_are_counted_in_pieces(monkeypatch: pyt
     assert (ruled_logits(rows, make_logits(len(rows))) == whole).all()
 
 
-def test_rows_of_any_length_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logit_rules, "_MAX_ENTRIES", 20)
-    rules = {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": 0.4}
-    lengths = (19, 1, 4, 4, 20, 2, 11)
-    rows = [Row([7] * (length - length // 2), [3, 5, 3, 39] * 3, rules) for length in lengths]
-    assert_as_the_oracle_says(
-        [Row(row.prompt, row.output[: length // 2], rules) for row, length in zip(rows, lengths, strict=True)]
-    )
-
-
 def test_a_token_that_is_banned_stays_banned_under_penalties_and_nan_stays() -> None:
     rules = {"repetition_penalty": 1.3, "frequency_penalty": -0.7, "presence_penalty": -9.0}
     logits = make_logits(2)
@@ -167,18 +156,6 @@ def test_a_token_that_is_banned_stays_banned_under_penalties_and_nan_stays() -> 
     found = ruled_logits([Row(PROMPT, OUTPUT, rules)] * 2, logits)
     assert found[0, 7] == -np.inf
     assert np.isnan(found[1]).tolist() == [token == 2 for token in range(VOCAB)]
-
-
-def test_rules_of_a_beam_change_scores_and_nothing_is_normalised_again() -> None:
-    row = Row(PROMPT, OUTPUT, {"min_tokens": 9, "stop_token_ids": [0], "repetition_penalty": 1.3})
-    columns = make_columns([make_sampling(temperature=0.0, num_candidates=5, rules=make_rules(row)), make_sampling()])
-    logits = make_logits(2)
-    scores = oracle(logits[0].log_softmax(0).numpy(), row)
-    apply_logit_rules(logits, columns, make_history([row, Row([1], [])]))
-    gathered = gather_candidates(logits, columns)
-    assert gathered is not None
-    np.testing.assert_allclose(gathered.logprobs[0], np.sort(scores)[: -5 - 1 : -1], rtol=1e-5)
-    assert gathered.token_ids[0].tolist() == np.argsort(-scores)[:5].tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
@@ -192,11 +169,3 @@ def test_what_is_banned_is_never_drawn(temperature: float) -> None:
     drawn = draw(logits, columns, np.arange(count))
     assert drawn.is_finite.all()
     assert set(drawn.token_ids.tolist()) == ({3, 5} if temperature else {3})
-
-
-def test_a_row_to_which_nothing_is_left_is_named() -> None:
-    rows = [Row([1], [], {"allowed_token_ids": [3], "bad_sequences": [[3]]}), Row([1], [])]
-    columns = make_columns([make_sampling(rules=make_rules(row)) for row in rows])
-    logits = make_logits(2)
-    apply_logit_rules(logits, columns, make_history(rows))
-    assert draw(logits, columns, np.zeros(2, np.int64)).is_finite.tolist() == [False, True]

@@ -22,7 +22,6 @@ from worker_svc.sampling.logprobs import (
     report_candidates,
     report_logprobs,
 )
-from worker_svc.sampling.sampler import draw
 from worker_svc.step import LogitRules, RowCandidates
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0], [4.0, 1.0, 0.0, 2.0], [1.0, 0.0, 5.0, 2.0]])
@@ -169,12 +168,6 @@ def test_banned_tokens_come_last_with_minus_infinity_by_id() -> None:
     assert (found.logprobs[0, 2:] == -torch.inf).all()
 
 
-def test_equally_likely_candidates_come_by_id_however_many_they_are() -> None:
-    logits = torch.zeros((1, VOCAB))
-    logits[0, [33, 20]] = 1.0
-    assert candidates_of(logits, [None], 5).token_ids.tolist() == [[20, 33, 0, 1, 2]]
-
-
 def test_candidates_are_never_more_than_the_vocabulary() -> None:
     first, last = report(LOGITS, [True, False, True], num_candidates=50)
     assert (first.row, last.row) == (5, 7)
@@ -199,18 +192,3 @@ def test_rows_ask_for_different_numbers_of_candidates_or_for_none() -> None:
     found = report_candidates(np.arange(3, dtype=np.int32), columns, arrays, np.ones(3, bool))
     assert [(each.row, each.token_ids.tolist()) for each in found] == [(0, [1]), (2, [2, 3, 0])]
     assert gather_candidates(LOGITS, make_columns([make_sampling(logprobs=2)] * 3)) is None
-
-
-def test_a_row_to_which_all_is_banned_or_whose_logits_are_bad_is_named_and_spoils_no_other() -> None:
-    logits = make_logits(3)
-    logits[1, 5] = torch.nan
-    everything = LogitRules(allowed_token_ids=ints(4), bad_sequences=(ints(4),))
-    rules = [everything, LogitRules(repetition_penalty=1.2), None]
-    columns = make_columns([make_sampling(num_candidates=3, rules=each) for each in rules])
-    tokens, lengths = torch.ones((3, 2), dtype=torch.int32), np.full(3, 2)
-    alone = candidates_of(logits[2:], [None], 3)
-    apply_logit_rules(logits, columns, History(tokens, np.arange(3), lengths, lengths))
-    assert draw(logits, columns, np.zeros(3, np.int64)).is_finite.tolist() == [False, False, True]
-    gathered = gather_candidates(logits, columns)
-    assert gathered is not None
-    assert torch.equal(gathered.logprobs[2], alone.logprobs[0])

@@ -170,13 +170,6 @@ def test_rows_with_logits_that_are_not_finite_are_named_and_others_are_unaffecte
     assert drawn.token_ids.tolist() == [good[0], 0, good[2], 0, good[4]]
 
 
-def test_impossible_tokens_are_never_drawn() -> None:
-    logits = torch.full((2000, 64), -torch.inf)
-    logits[:, 20:23] = 0.0
-    drawn = draw_rows(logits, [make_sampling(seed=5)] * 2000, list(range(2000)))
-    assert set(drawn) == {20, 21, 22}
-
-
 def make_weights(lines: np.ndarray) -> torch.Tensor:
     """Padded as the sampler pads."""
     padded = torch.zeros((len(lines), padded_width(lines.shape[1])))
@@ -204,11 +197,6 @@ def test_the_ends_of_the_range_fall_on_tokens_that_are_possible() -> None:
     assert inverse_cdf(make_weights(lines), edges).tolist() == [5, 300]
 
 
-def test_a_row_without_any_weight_leads_somewhere_in_range() -> None:
-    places = inverse_cdf(torch.zeros((1, CHUNK)), torch.tensor([0.5], dtype=torch.float64))
-    assert 0 <= places.item() < CHUNK
-
-
 # Random123's known answers for philox4x32-10: counter, key, output.
 KNOWN_ANSWERS = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
@@ -225,15 +213,12 @@ def make_array(values: list[list[int]]) -> np.ndarray:
     return np.array(values, dtype=np.uint64)
 
 
-@pytest.mark.parametrize(("counter", "key", "output"), KNOWN_ANSWERS)
-def test_known_answers(counter: str, key: str, output: str) -> None:
-    assert philox4x32(make_array([words(counter)]), make_array([words(key)])).tolist() == [words(output)]
-
-
-def test_rows_do_not_depend_on_each_other() -> None:
+def test_known_answers_in_any_company() -> None:
     counters = make_array([words(counter) for counter, _, _ in KNOWN_ANSWERS])
     keys = make_array([words(key) for _, key, _ in KNOWN_ANSWERS])
-    assert philox4x32(counters, keys).tolist() == [words(output) for _, _, output in KNOWN_ANSWERS]
+    expected = [words(output) for _, _, output in KNOWN_ANSWERS]
+    assert philox4x32(counters, keys).tolist() == expected
+    assert [philox4x32(counters[i : i + 1], keys[i : i + 1]).tolist()[0] for i in range(3)] == expected
 
 
 def test_uniform_takes_the_seed_as_key_and_the_position_as_counter() -> None:
