@@ -1,8 +1,9 @@
-"""`quire bench` against all processes, over both of their APIs."""
+"""`quire bench` against all processes, over both of their APIs, and against the servers in bench/peers."""
 
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -14,22 +15,16 @@ import pytest
 from quire.load import LoadResult
 from tests.support.serving import Served, forked
 
+ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "quire_cli.main")
 SHORT = ("--dataset=fixed", "--prompt-len=12", "--output-len=6", "--warm-up-requests=1")
 
 
 @contextlib.asynccontextmanager
-async def bench_process(
-    *flags: str, command: tuple[str, ...] | None = None
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    command = command or forked("quire_cli.main", "quire_cli.bench.command", "httpx")
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        "bench",
-        *flags,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+async def process_of(*command: str, **environ: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Killed at the end of the block, where it has not ended."""
+    pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+    process = await asyncio.create_subprocess_exec(*command, env={**os.environ, **environ}, **pipes)
     try:
         yield process
     finally:
@@ -38,9 +33,13 @@ async def bench_process(
             await process.wait()
 
 
-async def bench(*flags: str, command: tuple[str, ...] | None = None) -> tuple[int, str, str]:
+def bench_command() -> tuple[str, ...]:
+    return (*forked("quire_cli.main", "quire_cli.bench.command", "httpx"), "bench")
+
+
+async def bench(*flags: str, command: tuple[str, ...] = ()) -> tuple[int, str, str]:
     """Exit status, stdout and stderr; of a fork, unless a command is given."""
-    async with bench_process(*flags, command=command) as process:
+    async with process_of(*(command or bench_command()), *flags) as process:
         stdout, stderr = await process.communicate()
     assert process.returncode is not None
     return process.returncode, stdout.decode(), stderr.decode()
@@ -62,16 +61,8 @@ def http_of(served: Served) -> tuple[str, str]:
 
 async def test_rates_over_grpc_are_reported_drawn_and_written(served: Served, tmp_path: Path) -> None:
     out, picture = tmp_path / "a.json", tmp_path / "a.svg"
-    status, stdout, stderr = await bench(
-        *SHORT,
-        grpc_of(served),
-        "--request-rate=20,inf",
-        "--num-requests=6",
-        "--slo=e2e=100s",
-        f"--out={out}",
-        f"--plot={picture}",
-        command=COMMAND,
-    )
+    flags = ("--request-rate=20,inf", "--num-requests=6", "--slo=e2e=100s", f"--out={out}", f"--plot={picture}")
+    status, stdout, stderr = await bench(*SHORT, grpc_of(served), *flags, command=(*COMMAND, "bench"))
     assert status == 0, stderr
     for text in ("TTFT mean, ms", "normalized mean", "goodput/s (e2e=100000ms)", "cached tokens", "preemptions"):
         assert text in stdout
@@ -92,7 +83,7 @@ async def test_rates_over_grpc_are_reported_drawn_and_written(served: Served, tm
 
 
 @pytest.mark.extended
-async def test_samples_beams_and_shared_prefixes_over_grpc(served: Served, tmp_path: Path) -> None:
+async def test_samples_beams_prefixes_and_conversations_over_grpc(served: Served, tmp_path: Path) -> None:
     samples = await measured(tmp_path / "n.json", *SHORT, grpc_of(served), "--num-requests=2", "--n=3")
     assert samples.runs[0].report.output_tokens == 2 * 3 * 6
     beams = await measured(tmp_path / "b.json", *SHORT, grpc_of(served), "--num-requests=1", "--beam-width=2")
@@ -100,11 +91,8 @@ async def test_samples_beams_and_shared_prefixes_over_grpc(served: Served, tmp_p
     flags = ("--dataset=shared-prefix", "--prefix-len=64", "--prompt-len=4", "--output-len=2", "--max-concurrency=1")
     prefixes = await measured(tmp_path / "p.json", *flags, grpc_of(served), "--num-requests=4")
     assert (prefixes.runs[0].report.cached_tokens or 0) >= 3 * 48
-
-
-async def test_conversations_carry_what_was_answered_over_grpc(served: Served, tmp_path: Path) -> None:
     flags = ("--dataset=chat", "--mean-turns=4", "--length-scale=0.2", "--num-requests=8", "--max-concurrency=2")
-    report = (await measured(tmp_path / "a.json", *flags, grpc_of(served))).runs[0].report
+    report = (await measured(tmp_path / "c.json", *flags, grpc_of(served))).runs[0].report
     assert report.completed == 8
     assert (report.cached_tokens or 0) > 0
 
@@ -136,7 +124,7 @@ async def test_a_file_of_texts_and_messages_over_both(served: Served, tmp_path: 
         assert report.request_rate == 10
 
 
-async def test_requests_that_fail_are_counted_by_reason(served: Served, tmp_path: Path) -> None:
+async def test_what_cannot_be_measured_is_counted_or_told_in_one_line(served: Served, tmp_path: Path) -> None:
     path, out = tmp_path / "load.jsonl", tmp_path / "a.json"
     path.write_text('{"prompt": [5, 6], "output_len": 3}\n{"prompt": [99999999], "output_len": 3}\n')
     status, stdout, _ = await bench(f"--dataset={path}", "--warm-up-requests=0", grpc_of(served), f"--out={out}")
@@ -145,20 +133,14 @@ async def test_requests_that_fail_are_counted_by_reason(served: Served, tmp_path
     report = LoadResult.read(out).runs[0].report
     assert (report.completed, report.requests) == (1, 2)
     path.write_text('{"prompt": [99999999], "output_len": 3}\n')
-    status, _, stderr = await bench(f"--dataset={path}", grpc_of(served))
-    assert status == 1
-    assert stderr.startswith("quire bench: error: every request of the warm-up fails, INVALID_ARGUMENT")
-    assert stderr.count("\n") == 1
-
-
-async def test_a_server_that_is_away_and_an_unknown_model_are_one_line(served: Served) -> None:
     for flags, status, message in (
+        ((grpc_of(served), f"--dataset={path}"), 1, "every request of the warm-up fails, INVALID_ARGUMENT"),
         (("--url=127.0.0.1:1",), 1, "no gateway answers at 127.0.0.1:1"),
         (("--backend=openai", "--url=http://127.0.0.1:1"), 1, "no server answers at http://127.0.0.1:1"),
-        ((grpc_of(served), "--model=other"), 2, 'is not served at'),
+        ((grpc_of(served), "--model=other"), 2, "is not served at"),
         ((*http_of(served), "--model=other"), 2, "it serves quire-tiny"),
         ((grpc_of(served), "--dataset=fixed", "--prompt-len=5000"), 2, "do not fit the model"),
-    ):  # fmt: skip
+    ):
         exit_status, stdout, stderr = await bench(*flags)
         assert (exit_status, stdout, stderr.count("\n")) == (status, "", 1)
         assert stderr.startswith("quire bench: error: ")
@@ -171,8 +153,9 @@ async def test_an_interrupt_ends_the_requests_and_reports_those_that_have_ended(
 ) -> None:
     where = (grpc_of(served),) if backend == "grpc" else http_of(served)
     out = tmp_path / "a.json"
+    flags = (*SHORT, *where, "--max-concurrency=2", "--duration=600", f"--out={out}")
     before = (await served.state()).steps
-    async with bench_process(*SHORT, *where, "--max-concurrency=2", "--duration=600", f"--out={out}") as process:
+    async with process_of(*bench_command(), *flags) as process:
         # Several times the steps of the warm-up and of the first requests.
         while (await served.state()).steps < before + 60:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -185,3 +168,58 @@ async def test_an_interrupt_ends_the_requests_and_reports_those_that_have_ended(
     result = LoadResult.read(out)
     assert result.facts["interrupted"] is True
     assert result.runs[0].report.completed > 0
+
+
+# As much of openvino_genai as the server uses: every step makes one token of each request.
+OPENVINO_GENAI = """
+import enum
+
+GenerationStatus = enum.Enum("GenerationStatus", "RUNNING FINISHED")
+class SchedulerConfig: pass
+class GenerationConfig: pass
+class Output: generated_ids = [7]
+
+class Handle:
+    def __init__(self, left):
+        self.left, self.unread = left, 0
+    def can_read(self):
+        return self.unread > 0
+    def read(self):
+        self.unread -= 1
+        return {0: Output()}
+    def get_status(self):
+        return GenerationStatus.RUNNING if self.left else GenerationStatus.FINISHED
+
+class ContinuousBatchingPipeline:
+    def __init__(self, model, scheduler, device, hints):
+        self.handles = []
+    def add_request(self, number, prompt, config):
+        assert prompt.data.shape[0] == 1
+        self.handles.append(Handle(config.max_new_tokens))
+        return self.handles[-1]
+    def step(self):
+        for handle in self.handles:
+            if handle.left:
+                handle.left -= 1
+                handle.unread += 1
+"""
+OPENVINO = """
+class Tensor:
+    def __init__(self, data):
+        self.data = data
+"""
+
+
+@pytest.mark.extended
+async def test_openvino_is_measured_through_its_server(tmp_path: Path) -> None:
+    (tmp_path / "openvino_genai.py").write_text(OPENVINO_GENAI)
+    (tmp_path / "openvino.py").write_text(OPENVINO)
+    program = str(ROOT / "bench" / "peers" / "openvino_genai_server.py")
+    flags = ("--dataset=fixed", "--prompt-len=5", "--output-len=9", "--num-requests=12", "--max-concurrency=4")
+    async with process_of(sys.executable, program, "model", "0", PYTHONPATH=str(tmp_path)) as server:
+        assert server.stdout is not None
+        url = (await server.stdout.readline()).decode().removeprefix("ready ").strip()
+        report = (await measured(tmp_path / "a.json", "--backend=openai", f"--url={url}", *flags)).runs[0].report
+    assert (report.completed, report.output_tokens, report.errors) == (12, 108, {})
+    assert report.itl is not None
+    assert report.itl.count == 12 * 8

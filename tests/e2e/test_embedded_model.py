@@ -24,7 +24,6 @@ TEXT, NUMBER = {"type": "string"}, {"type": "number"}
 WEATHER = function("get_weather", "Get the current weather in a city.", city=TEXT)
 TIMER = function("set_timer", "Set a timer.", minutes={"type": "integer"})
 MULTIPLY = function("multiply", "Multiply two numbers.", a=NUMBER, b=NUMBER)
-MAIL = function("send_email", "Send an email to someone.", to=TEXT, body=TEXT)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -60,15 +59,6 @@ async def test_it_calls_the_right_tool_of_three(client: AsyncOpenAI, question, n
     assert (call.function.name, json.loads(call.function.arguments)) == (name, arguments)
 
 
-async def test_it_says_in_words_what_a_tool_returned(client: AsyncOpenAI):
-    asked = user("What is the weather like in Rome today?")
-    call = (await chat(client, asked, tools=[WEATHER])).message
-    result = {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "sunny, 24 degrees"}
-    choice = await chat(client, asked, call, result, tools=[WEATHER])
-    assert choice.finish_reason == "stop"
-    assert choice.message.content == "The weather in Rome is sunny, 24 degrees."
-
-
 @pytest.mark.parametrize("question", ["What is the capital of France?", "Who are you?"])
 async def test_it_calls_nothing_for_what_it_knows(client: AsyncOpenAI, question):
     alone = await chat(client, user(question))
@@ -89,11 +79,16 @@ async def test_a_call_and_its_result_over_grpc(served: Served):
     assert answer.text == "The weather in London is rainy, 9 degrees."
 
 
-async def test_it_answers_in_json_when_asked(client: AsyncOpenAI):
-    plain = await chat(client, user("What is the capital of Japan? Answer in JSON."))
-    keys = await chat(client, user("What is the capital of Japan? Answer in JSON with the keys country and capital."))
-    assert json.loads(plain.message.content) == {"answer": "Tokyo"}
-    assert json.loads(keys.message.content) == {"country": "Japan", "capital": "Tokyo"}
+@pytest.mark.parametrize(
+    ("how", "answer"),
+    [
+        ("in JSON", {"answer": "Tokyo"}),
+        ("in JSON with the keys country and capital", {"country": "Japan", "capital": "Tokyo"}),
+    ],
+)
+async def test_it_answers_in_json_when_asked(client: AsyncOpenAI, how, answer):
+    choice = await chat(client, user(f"What is the capital of Japan? Answer {how}."))
+    assert json.loads(choice.message.content) == answer
 
 
 class Capital(BaseModel):

@@ -83,20 +83,6 @@ async def test_a_grpc_request_without_context_is_a_trace_of_all_services(
     assert all(metadata["x-collector-key"] == "abc" for metadata in collector.metadata)
 
 
-async def test_requests_of_one_batch_have_traces_of_their_own(
-    generation: generation_pb2_grpc.GenerationServiceStub, collector: TraceCollector
-) -> None:
-    callers = [make_traceparent() for _ in range(6)]
-
-    async def run(header: str) -> None:
-        async for _ in generation.GenerateStream(make_request(max_tokens=20), metadata=(("traceparent", header),)):
-            pass
-
-    await asyncio.gather(*(run(header) for header, _, _ in callers))
-    for _, trace_id, caller in callers:
-        assert_chain(await collector.trace(trace_id, 3), caller)
-
-
 async def test_a_request_that_outlives_its_scheduler_goes_on_in_the_same_trace(
     served: Served, generation: generation_pb2_grpc.GenerationServiceStub, collector: TraceCollector
 ) -> None:
