@@ -1,6 +1,7 @@
-"""Paged attention against a loop over tokens and heads in float64."""
+"""Paged attention against dense attention in float64."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from kernels import ops
+from kernels.reference import ScoreRule
 from tests.support.cpu_kernels import IMPLEMENTATIONS, parametrize_pairwise
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -66,36 +68,48 @@ def make_batch(
     )
 
 
-def naive_attention(
-    batch: Batch,
-    scale: float = 0.3,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    cache, query = batch.kv_cache.double(), batch.query.double()
-    block_size = cache.shape[3]
-    group = query.shape[1] // cache.shape[2]
-    output = torch.empty_like(query)
+def exact_attention(batch: Batch, rule: ScoreRule) -> torch.Tensor:
+    output = torch.empty(batch.query.shape, dtype=torch.float64)
+    block_size = batch.kv_cache.shape[3]
+    group = batch.query.shape[1] // batch.kv_cache.shape[2]
     for row, length in enumerate(batch.seq_lens.tolist()):
         start, end = batch.query_start_loc[row : row + 2].tolist()
-        for token in range(start, end):
-            position = length - (end - token)
-            first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-            seen = torch.arange(first, position + 1)
-            blocks, offsets = batch.block_tables[row, seen // block_size].long(), seen % block_size
-            for head in range(query.shape[1]):
-                keys, values = cache[:, blocks, head // group, offsets]
-                scores = keys @ query[token, head] * scale
-                if soft_cap is not None:
-                    scores = soft_cap * torch.tanh(scores / soft_cap)
-                if alibi_slopes is not None:
-                    scores = scores + alibi_slopes[head].double() * (seen - position)
-                if sinks is not None:
-                    scores = torch.cat((scores, sinks[head, None].double()))
-                output[token, head] = torch.softmax(scores, 0)[: len(seen)] @ values
+        seen, positions = torch.arange(length), torch.arange(length - (end - start), length)[:, None]
+        blocks = batch.block_tables[row, seen // block_size].long()
+        context = batch.kv_cache[:, blocks, :, seen % block_size].double().repeat_interleave(group, dim=2)
+        keys, values = context.unbind(1)
+        scores = torch.einsum("qhd,khd->hqk", batch.query[start:end].double(), keys) * rule.scale
+        if rule.soft_cap is not None:
+            scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
+        if rule.alibi_slopes is not None:
+            scores += rule.alibi_slopes.double()[:, None, None] * (seen - positions)
+        hidden = seen > positions
+        if rule.sliding_window is not None:
+            hidden |= seen <= positions - rule.sliding_window
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if rule.sinks is not None:
+            sinks = rule.sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., :length]
+        output[start:end] = torch.einsum("hqk,khd->qhd", weights, values)
     return output
+
+
+def naive_attention(batch: Batch, scale: float = 0.3, **options: Any) -> torch.Tensor:
+    return exact_attention(batch, ScoreRule(scale, **options))
+
+
+def alone_rows(batch: Batch) -> Iterator[Batch]:
+    """Each row as a batch of its own."""
+    for row in range(len(batch.seq_lens)):
+        start, end = batch.query_start_loc[row : row + 2].tolist()
+        yield replace(
+            batch,
+            query=batch.query[start:end],
+            block_tables=batch.block_tables[row : row + 1],
+            query_start_loc=torch.tensor([0, end - start], dtype=torch.int32),
+            seq_lens=batch.seq_lens[row : row + 1],
+        )
 
 
 def assert_matches_naive(batch: Batch, **options: Any) -> None:
@@ -206,17 +220,8 @@ def test_limits_may_be_more_than_any_row_has(rows: list[tuple[int, int]]) -> Non
 @pytest.mark.usefixtures("implementation")
 def test_row_alone_gives_what_it_gives_in_a_batch() -> None:
     batch = make_batch(MIXED, block_size=16)
-    together = batch.attend()
-    for row in range(len(MIXED)):
-        start, end = batch.query_start_loc[row : row + 2].tolist()
-        alone = replace(
-            batch,
-            query=batch.query[start:end],
-            block_tables=batch.block_tables[row : row + 1],
-            query_start_loc=torch.tensor([0, end - start], dtype=torch.int32),
-            seq_lens=batch.seq_lens[row : row + 1],
-        )
-        torch.testing.assert_close(alone.attend(), together[start:end], rtol=1e-5, atol=1e-6)
+    alone = torch.cat([row.attend() for row in alone_rows(batch)])
+    torch.testing.assert_close(alone, batch.attend(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("implementation")

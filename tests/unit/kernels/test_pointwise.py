@@ -17,30 +17,43 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
     torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+def naive_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def naive_layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    centred = x.double() - x.double().mean(-1, keepdim=True)
+    normed = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    return normed if weight is None or bias is None else normed * weight.double() + bias.double()
+
+
+def naive_rotary(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    cos, sin = table.double()[positions][:, None].chunk(2, dim=-1)
+    first, second = x.double().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def naive_silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.double().chunk(2, dim=-1)
+    return gate * torch.sigmoid(gate) * up
+
+
 @parametrize_pairwise("implementation,shape,dtype", IMPLEMENTATIONS, [(1, 8), (7, 80), (3, 5, 33)], DTYPES)
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.rand(shape[-1]).to(dtype)
-
-    def expected(value: torch.Tensor) -> torch.Tensor:
-        value = value.double()
-        return value / (value.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
-
-    assert_close(ops.rms_norm(x, weight, 1e-3), expected(x), dtype)
+    assert_close(ops.rms_norm(x, weight, 1e-3), naive_rms_norm(x, weight), dtype)
     total = x + residual
     normed, stream = ops.add_rms_norm(x, residual.clone(), weight, 1e-3)
     assert torch.equal(stream, total)
-    assert_close(normed, expected(total), dtype)
+    assert_close(normed, naive_rms_norm(total, weight), dtype)
 
 
 @parametrize_pairwise("implementation,affine,dtype", IMPLEMENTATIONS, [True, False], DTYPES)
 def test_layer_norm(affine: bool, dtype: torch.dtype) -> None:
     x = (torch.randn(5, 48) + 1).to(dtype)
     weight, bias = torch.rand(2, 48).to(dtype) if affine else (None, None)
-    value = x.double()
-    expected = (value - value.mean(-1, keepdim=True)) / (value.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
-    if weight is not None and bias is not None:
-        expected = expected * weight.double() + bias.double()
-    assert_close(ops.layer_norm(x, weight, bias, 1e-5), expected, dtype)
+    assert_close(ops.layer_norm(x, weight, bias, 1e-5), naive_layer_norm(x, weight, bias), dtype)
     part = torch.randn(5, 48).to(dtype)
     residual = x - part
     total = residual + part
@@ -52,25 +65,16 @@ def test_layer_norm(affine: bool, dtype: torch.dtype) -> None:
 @parametrize_pairwise("implementation,head_dim,dtype", IMPLEMENTATIONS, [2, 32, 80], DTYPES)
 def test_rotary_turns_pairs_of_halves(head_dim: int, dtype: torch.dtype) -> None:
     angles = torch.rand(50, head_dim // 2) * 6
-    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    positions = torch.tensor([0, 49, 7, 7])
+    table, positions = torch.cat((angles.cos(), angles.sin()), dim=-1), torch.tensor([0, 49, 7, 7])
     query, key = torch.randn(4, 6, head_dim).to(dtype), torch.randn(4, 2, head_dim).to(dtype)
-
-    def expected(x: torch.Tensor) -> torch.Tensor:
-        turn = torch.polar(torch.ones_like(angles).double(), angles.double())[positions][:, None]
-        turned = torch.complex(*x.double().chunk(2, dim=-1)) * turn
-        return torch.cat((turned.real, turned.imag), dim=-1)
-
-    rotated_query, rotated_key = ops.rotary(query, key, positions, table)
-    assert_close(rotated_query, expected(query), dtype)
-    assert_close(rotated_key, expected(key), dtype)
+    for rotated, x in zip(ops.rotary(query, key, positions, table), (query, key), strict=True):
+        assert_close(rotated, naive_rotary(x, positions, table), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_and_mul(dtype: torch.dtype) -> None:
     x = torch.randn(3, 14).to(dtype)
-    gate, up = x.double().chunk(2, dim=-1)
-    assert_close(ops.silu_and_mul(x), gate * torch.sigmoid(gate) * up, dtype)
+    assert_close(ops.silu_and_mul(x), naive_silu_and_mul(x), dtype)
 
 
 def test_misfits_are_refused() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernels.backends import Implementation
 from kernels.reference import ScoreRule
 from tests.support.cpu_kernels import ISAS, make_implementation, parametrize_pairwise, torch_threads
-from tests.unit.kernels.test_paged_attention import TOLERANCE, Batch, make_batch
+from tests.unit.kernels.test_paged_attention import TOLERANCE, Batch, alone_rows, exact_attention, make_batch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -32,33 +32,6 @@ def attend(implementation: Implementation, batch: Batch, scores: ScoreRule) -> t
         scores=scores,
         **batch.limits,
     )
-
-
-def exact_attention(batch: Batch, rule: ScoreRule) -> torch.Tensor:
-    output = torch.empty(batch.query.shape, dtype=torch.float64)
-    block_size = batch.kv_cache.shape[3]
-    group = batch.query.shape[1] // batch.kv_cache.shape[2]
-    for row, length in enumerate(batch.seq_lens.tolist()):
-        start, end = batch.query_start_loc[row : row + 2].tolist()
-        seen, positions = torch.arange(length), torch.arange(length - (end - start), length)[:, None]
-        blocks = batch.block_tables[row, seen // block_size].long()
-        context = batch.kv_cache[:, blocks, :, seen % block_size].double().repeat_interleave(group, dim=2)
-        keys, values = context.unbind(1)
-        scores = torch.einsum("qhd,khd->hqk", batch.query[start:end].double(), keys) * rule.scale
-        if rule.soft_cap is not None:
-            scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
-        if rule.alibi_slopes is not None:
-            scores += rule.alibi_slopes.double()[:, None, None] * (seen - positions)
-        hidden = seen > positions
-        if rule.sliding_window is not None:
-            hidden |= seen <= positions - rule.sliding_window
-        scores = scores.masked_fill(hidden, float("-inf"))
-        if rule.sinks is not None:
-            sinks = rule.sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
-            scores = torch.cat((scores, sinks), dim=-1)
-        weights = torch.softmax(scores, dim=-1)[..., :length]
-        output[start:end] = torch.einsum("hqk,khd->qhd", weights, values)
-    return output
 
 
 def assert_exact(isa: str, batch: Batch, scores: ScoreRule) -> None:
@@ -145,17 +118,7 @@ def test_results_depend_on_neither_neighbours_nor_threads(dtype: torch.dtype, is
     rows = [(1, 700), (20, 33), (1, 12), (1, 2000), (150, 300)]
     batch = make_batch(rows, heads=(4, 2), head_dim=64, block_size=16, dtype=dtype)
     with torch_threads(1):
-        alone = []
-        for row in range(len(rows)):
-            start, end = batch.query_start_loc[row : row + 2].tolist()
-            part = replace(
-                batch,
-                query=batch.query[start:end],
-                block_tables=batch.block_tables[row : row + 1],
-                query_start_loc=torch.tensor([0, end - start], dtype=torch.int32),
-                seq_lens=batch.seq_lens[row : row + 1],
-            )
-            alone.append(attend(kernels, part, rule))
+        alone = [attend(kernels, part, rule) for part in alone_rows(batch)]
     for threads in (1, 2, 3):
         with torch_threads(threads):
             assert torch.equal(attend(kernels, batch, rule), torch.cat(alone))

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cpu_kernels import ISAS, make_implementation, torch_threads
+from tests.unit.kernels.test_pointwise import naive_layer_norm, naive_rms_norm, naive_silu_and_mul
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -15,11 +16,6 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.
     """`scale`: what errors of the order of one are multiplied with."""
     tolerance = TOLERANCE[actual.dtype]
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance * max(scale, 1.0))
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    x = x.double()
-    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
 
 
 @given(
@@ -40,17 +36,15 @@ def test_norms_and_activation_of_views(
     weight, bias, residual = (torch.randn(size).to(dtype) for size in ((hidden,), (hidden,), (lines, hidden)))
     total, before = residual + x, wide.clone()
     with torch_threads(threads):
-        assert_close(kernels.rms_norm(x, weight, 1e-5), rms_norm(x, weight))
+        assert_close(kernels.rms_norm(x, weight, 1e-5), naive_rms_norm(x, weight, 1e-5))
         normed, stream = kernels.add_rms_norm(x, residual, weight, 1e-5)
         gated = kernels.silu_and_mul(both)
         layer_normed = kernels.layer_norm(x, weight, bias, 1e-5)
     assert stream.data_ptr() == residual.data_ptr()
     assert torch.equal(stream, total)
-    assert_close(normed, rms_norm(total, weight))
-    gate, up = both.double().chunk(2, dim=-1)
-    assert_close(gated, gate * torch.sigmoid(gate) * up)
-    expected = torch.nn.functional.layer_norm(x.double(), (hidden,), weight.double(), bias.double(), 1e-5)
-    assert_close(layer_normed, expected, float(weight.abs().max()))
+    assert_close(normed, naive_rms_norm(total, weight, 1e-5))
+    assert_close(gated, naive_silu_and_mul(both))
+    assert_close(layer_normed, naive_layer_norm(x, weight, bias), float(weight.abs().max()))
     assert torch.equal(wide, before)
 
 

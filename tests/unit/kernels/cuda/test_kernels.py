@@ -18,7 +18,15 @@ from kernels.reference import ScoreRule
 from tests.support.pairwise import pairwise
 from tests.support.tiers import parametrize_once
 from tests.support.triton_devices import Gpu, Interpreter, KernelDevice
-from tests.unit.kernels.test_paged_attention import SINKS, TOLERANCE, Batch, make_batch, naive_attention
+from tests.unit.kernels.test_paged_attention import (
+    SINKS,
+    TOLERANCE,
+    Batch,
+    alone_rows,
+    make_batch,
+    naive_attention,
+)
+from tests.unit.kernels.test_pointwise import naive_layer_norm, naive_rms_norm, naive_rotary, naive_silu_and_mul
 
 DEVICES = ["interpreter", "cuda"] if torch.cuda.is_available() else ["interpreter"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -180,17 +188,8 @@ def test_poisoned_row_leaves_its_neighbours_alone(device: KernelDevice) -> None:
 
 def test_row_alone_gives_what_it_gives_in_a_batch(device: KernelDevice) -> None:
     batch = make_batch(MIXED, heads=(2, 1), block_size=16)
-    together = attend(device, batch)
-    for row in range(len(MIXED)):
-        start, end = batch.query_start_loc[row : row + 2].tolist()
-        alone = replace(
-            batch,
-            query=batch.query[start:end],
-            block_tables=batch.block_tables[row : row + 1],
-            query_start_loc=torch.tensor([0, end - start], dtype=torch.int32),
-            seq_lens=batch.seq_lens[row : row + 1],
-        )
-        torch.testing.assert_close(attend(device, alone), together[start:end], rtol=1e-5, atol=1e-6)
+    alone = torch.cat([attend(device, row) for row in alone_rows(batch)])
+    torch.testing.assert_close(alone, attend(device, batch), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
@@ -385,11 +384,6 @@ def assert_lines_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torc
     assert_close(actual, expected, dtype, LINE_TOLERANCE)
 
 
-def naive_rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    x = x.double()
-    return x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rms_norm(device: KernelDevice, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -420,11 +414,7 @@ def test_norms_of_strided_lines(device: KernelDevice) -> None:
 def test_layer_norm(device: KernelDevice, shape: tuple[int, ...], affine: bool, dtype: torch.dtype) -> None:
     x = (torch.randn(shape) + 1).to(dtype)
     weight, bias = torch.rand(2, shape[-1]).to(dtype) if affine else (None, None)
-    centred = x.double() - x.double().mean(-1, keepdim=True)
-    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    if weight is not None and bias is not None:
-        expected = expected * weight.double() + bias.double()
-    assert_lines_close(device.run(layer_norm, x, weight, bias, 1e-5).result, expected, dtype)
+    assert_lines_close(device.run(layer_norm, x, weight, bias, 1e-5).result, naive_layer_norm(x, weight, bias), dtype)
     part = torch.randn(shape).to(dtype)
     normed, stream = device.run(add_layer_norm, part, x - part, weight, bias, 1e-5).result
     assert_lines_close(stream, (x - part).double() + part.double(), dtype)
@@ -434,24 +424,14 @@ def test_layer_norm(device: KernelDevice, shape: tuple[int, ...], affine: bool, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [2, 32, 80])
 def test_rotary_turns_pairs_of_halves(device: KernelDevice, head_dim: int, dtype: torch.dtype) -> None:
-    angles = torch.rand(50, head_dim // 2) * 6
-    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    positions = torch.tensor([0, 49, 7, 7])
+    table, positions = torch.randn(50, head_dim), torch.tensor([0, 49, 7, 7])
     query, key = torch.randn(4, 8, head_dim).to(dtype).split((6, 2), dim=1)
-
-    def expected(x: torch.Tensor) -> torch.Tensor:
-        turn = torch.polar(torch.ones_like(angles).double(), angles.double())[positions][:, None]
-        turned = torch.complex(*x.double().chunk(2, dim=-1)) * turn
-        return torch.cat((turned.real, turned.imag), dim=-1)
-
-    turned_query, turned_key = device.run(rotary, query, key, positions, table).result
-    assert_lines_close(turned_query, expected(query), dtype)
-    assert_lines_close(turned_key, expected(key), dtype)
+    for turned, x in zip(device.run(rotary, query, key, positions, table).result, (query, key), strict=True):
+        assert_lines_close(turned, naive_rotary(x, positions, table), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3, 14), (1, 2, 2), (2, 2 * TILE + 6), (0, 8)], ids=str)
 def test_silu_and_mul(device: KernelDevice, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape).to(dtype)
-    gate, up = x.double().chunk(2, dim=-1)
-    assert_lines_close(device.run(silu_and_mul, x).result, gate * torch.sigmoid(gate) * up, dtype)
+    assert_lines_close(device.run(silu_and_mul, x).result, naive_silu_and_mul(x), dtype)
