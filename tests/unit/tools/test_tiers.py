@@ -14,7 +14,7 @@ TESTS = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("name", "in_first", "in_second"),
     [
-        ("chaos/test_hang.py", False, True),  # all its tests are extended
+        ("chaos/test_kill_everything.py", False, True),  # all its tests are extended
         ("chaos/test_kill.py", True, True),  # some parameters are
         ("unit/tools/test_checks.py", True, False),
         ("unit/kernels/test_pointwise.py", True, True),  # the module that gives parameters markers is imported
