@@ -19,11 +19,13 @@ from gateway.request.limits import limits_of
 from gateway.request.prepare import CallParameters, prepare
 from gateway.request.served_model import ServedModel
 from gateway.settings import GatewaySettings
-from quire.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions, check_protocol
+from quire.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions, check_protocol, unknown_field
 from quire.gateway.v1 import generation_pb2
 from quire.model_source import resolve_model
 from quire.scheduler.v1 import scheduler_pb2
 from quire.worker.v1 import worker_pb2
+from scheduler_svc.recording.files import open_frames
+from scheduler_svc.recording.messages import Operation, request_of
 from scheduler_svc.recording.replay import replay
 from scheduler_svc.service.gateway_messages import request_from_submit
 from scheduler_svc.service.worker_messages import replica_info, sealed_blocks, step_answer
@@ -52,6 +54,10 @@ _RUN = "/quire.worker.v1.WorkerService/Run"
 ADDED = frozenset[str]()
 """Fields, as TYPE.NUMBER, that the code of today writes to every release, since an older one may ignore them. All other
 new fields are written only to a side that says that it speaks a version which has them."""
+
+PLANS_DIFFER = frozenset[str]()
+"""Releases whose steps the scheduler of today plans in another way, on purpose: their recordings are read whole, and a
+replay says where the first step differs."""
 
 Sequence = tuple[int, ...]
 
@@ -300,10 +306,20 @@ def test_both_sides_of_each_connection_fit_those_of_today(release: Release) -> N
 def test_a_recording_replays(release: Release, tmp_path: Path) -> None:
     path = tmp_path / "recording"
     path.write_bytes(decompressed(release.directory / RECORDING))
+    header, frames = open_frames(path)
+    assert header.version == release.directory.name
+    operations = [Operation.FromString(frame) for frame in frames]
+    assert all(operation.WhichOneof("operation") and unknown_field(operation) is None for operation in operations)
+    submitted = [request_of(operation.submit) for operation in operations if operation.HasField("submit")]
+    # A pin is a request, too.
+    assert {request.request_id for request in submitted} >= {then.request_id for then, _ in release.submits}
     report = replay(path)
-    assert report.is_equal, (report.differences, report.ended_early)
     assert report.damage is None
-    assert report.num_requests >= len(list(release.submits))
+    if release.directory.name in PLANS_DIFFER:
+        assert report.differences
+    else:
+        assert report.is_equal, (report.differences, report.ended_early)
+        assert (report.num_operations, report.num_requests) == (len(operations), len(submitted))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
