@@ -8,7 +8,6 @@ import pytest
 
 from quire.arrays import encode_int32
 from quire.rpc.errors import Internal
-from tests.support.beam_rows import BeamRows, Ranked
 from tests.support.fake_pool import BlockError, ForeignBlockError
 from tests.support.fake_rows import SharedBlockError
 from tests.support.fake_runner import FakeRunner, candidates_at, token_at
@@ -67,28 +66,6 @@ def test_candidates_are_different_tokens_of_falling_log_probability(vocab_size: 
         assert logprobs[0] < 0
     with pytest.raises(ValueError, match="vocab_size is 74"):
         FakeRunner(8, 4, 74)
-
-
-def reference_beams(width: int, num_candidates: int, count: int) -> list[tuple[list[int], float]]:
-    beams = [(PROMPT, 0.0)]
-    for _ in range(count):
-        joined: list[tuple[list[int], float]] = []
-        for tokens, score in beams:
-            best: Ranked = list(zip(*(each.tolist() for each in candidates_at(tokens, num_candidates)), strict=True))
-            joined += [([*tokens, token_id], score + logprob) for token_id, logprob in best]
-        beams = sorted(joined, key=lambda each: -each[1])[:width]
-    return beams
-
-
-@pytest.mark.parametrize("rotation", [0, 1])
-async def test_a_beam_search_has_a_known_answer(client: StepClient, rotation: int) -> None:
-    rows = BeamRows(client, 3, 6)
-    reported = await rows.begin(PROMPT)
-    for _ in range(12):
-        best = rows.best(reported)
-        reported = await rows.advance(best[rotation:] + best[:rotation])
-    found = sorted(rows.beams, key=lambda beam: -beam.score)
-    assert [(beam.tokens, beam.score) for beam in found] == reference_beams(3, 6, 12)
 
 
 def resume(blocks: list[int], tokens: list[int] = PROMPT, **changes: object) -> dict[str, object]:

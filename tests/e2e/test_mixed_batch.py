@@ -27,7 +27,7 @@ KINDS = (
     GenerationOptions(beam_search=BeamSearch(6, 0.6, EarlyStopping.TRUE), n=3),
     GenerationOptions(beam_search=BeamSearch(4, 1.5, EarlyStopping.NEVER), n=4),
     GenerationOptions(temperature=0.8, repetition_penalty=1.2, logprobs=2),
-    GenerationOptions(temperature=1.0, frequency_penalty=0.5, presence_penalty=0.3, min_p=0.01, top_k=40),
+    GenerationOptions(temperature=1.0, frequency_penalty=0.5, presence_penalty=0.3, min_p=0.01, n=2),
     GenerationOptions(temperature=1.0, allowed_token_ids=range(50, 90), logit_bias={60: 3.0, 61: -100.0}),
     GenerationOptions(temperature=1.0, min_tokens=12, stop_token_ids=range(300, 428), bad_words=["the", "a"]),
 )
