@@ -49,14 +49,10 @@ LATENT = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
 }
-EXPERTS = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+EXPERTS = {**ROUTED, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+
+FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 NATIVE: dict[str, Family] = {
     "mistral-sliding": Family("Mistral", {"sliding_window": 20, "head_dim": 32}),
@@ -198,25 +194,13 @@ FOREIGN: dict[str, Family] = {
     # Makes a mask of a window of 0 that none of its layers uses.
     "qwen2-moe": Family(
         "Qwen2Moe",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "shared_expert_intermediate_size": 48,
-        },
+        {**FEW_EXPERTS, "shared_expert_intermediate_size": 48},
     ),
-    "qwen3-moe": Family(
-        "Qwen3Moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-    ),
+    "qwen3-moe": Family("Qwen3Moe", {**FEW_EXPERTS, "head_dim": 16}),
     # Attention sinks, with and without windows.
     "gpt-oss": Family(
         "GptOss",
-        {
-            "head_dim": 16,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            **ALTERNATING,
-        },
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, **ALTERNATING},
     ),
     "granite-swa": Family("GraniteSWA", ALTERNATING),
     "granite-moe-swa": Family("GraniteMoeSWA", {"num_local_experts": 4, **ALTERNATING}),
@@ -224,9 +208,7 @@ FOREIGN: dict[str, Family] = {
         "Flint",
         {
             "head_dim": 16,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
+            **FEW_EXPERTS,
             "shared_expert_intermediate_size": 48,
             "mlp_only_layers": [0],
             **ALTERNATING,
@@ -235,14 +217,7 @@ FOREIGN: dict[str, Family] = {
     # Sinks in layers with windows alone, and heads of values that are smaller than those of keys.
     "mimo-v2": Family(
         "MiMoV2Flash",
-        {
-            "head_dim": 16,
-            "v_head_dim": 8,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            **ALTERNATING,
-        },
+        {"head_dim": 16, "v_head_dim": 8, **ROUTED, **ALTERNATING},
     ),
     # Attends to the best tokens, or to those that the layer before found.
     "hy-v4": Family(
@@ -252,9 +227,7 @@ FOREIGN: dict[str, Family] = {
             "num_hidden_layers": 3,
             "indexer_types": ["full", "shared", "full"],
             "v_head_dim": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
+            **ROUTED,
             "index_n_heads": 2,
             "index_head_dim": 16,
             "index_topk": MAX_LENGTH,

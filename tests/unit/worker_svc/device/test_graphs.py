@@ -17,12 +17,10 @@ from tests.support.graph_recorder import CallingRecorder
 from tests.support.sampling import make_sampling
 from tests.support.steps import make_assign, make_batch, make_changes, make_step
 from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
-from worker_svc.device.batch import pad_batch
 from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.replay import (
     MAX_GRAPH_ROWS,
     CudaGraphRecorder,
-    GraphShape,
     GraphShapes,
     check_cuda_graphs,
 )
@@ -31,7 +29,7 @@ from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.models.registry import load_model
 from worker_svc.startup import model_geometry
 from worker_svc.step import AdmittedStep, PoolGeometry, RowChanges, StepOutput, WorkerLimits
-from worker_svc.streams import IN_ORDER, Streams
+from worker_svc.streams import Streams
 
 NUM_ROWS, NUM_BLOCKS = 19, 130
 CPU = torch.device("cpu")
@@ -116,15 +114,6 @@ def test_random_decode_batches_give_the_same_tokens_as_without_graphs(model_name
     assert recorder.num_recorded == drivers[1].num_graphs
 
 
-def test_mixed_and_prefill_batches_are_not_replayed() -> None:
-    recorder = CallingRecorder()
-    driver = Driver(TinyCausalLM(), 4, recorder)
-    driver.prefill({0: [5, 6, 7], 1: [8, 9]})
-    assert not recorder.replays
-    driver.decode([1, 0])
-    assert recorder.replays.total() == 1
-
-
 def test_padding_writes_to_its_own_block_and_to_no_other() -> None:
     driver = Driver(TinyCausalLM(), 4, CallingRecorder())
     padding = driver.pool.padding_block
@@ -165,16 +154,6 @@ def test_the_model_sees_one_of_the_recorded_shapes_and_the_same_tensors_each_tim
         assert len({getattr(inputs.attention, part).data_ptr() for inputs in seen}) == 1
     assert len({inputs.token_ids.data_ptr() for inputs in seen}) == 1
     assert len({inputs.attention.block_tables.stride() for inputs in seen}) == 1
-
-
-def test_a_padded_batch_samples_for_its_own_rows_only() -> None:
-    batch = make_batch([4, 2], [1, 1], [6, 9])
-    padded = pad_batch(batch, 4, 31)
-    assert padded.rows.tolist() == [4, 2, 31, 31]
-    assert padded.num_new_tokens.tolist() == [1, 1, 1, 1]
-    assert padded.num_computed_tokens.tolist() == [6, 9, 0, 0]
-    assert padded.samples.tolist() == batch.samples.tolist()
-    assert pad_batch(batch, 2, 31).rows.tolist() == [4, 2]
 
 
 def test_a_padding_block_is_beyond_those_of_the_pool() -> None:
@@ -313,10 +292,6 @@ def test_streams_of_a_gpu_wait_for_each_other_by_events(cuda: FakeCuda) -> None:
     ]
 
 
-def test_the_cpu_has_no_streams() -> None:
-    assert Streams.of(torch.device("cpu")) == Streams(IN_ORDER, IN_ORDER, IN_ORDER)
-
-
 @pytest.mark.parametrize(
     ("most", "expected"),
     [(1, (1,)), (3, (1, 2, 3)), (10, (1, 2, 4, 8, 10)), (40, (1, 2, 4, 8, 16, 24, 32, 40))],
@@ -355,10 +330,3 @@ def test_no_graph_has_more_rows_than_pays_and_a_batch_beyond_all_shapes_gets_non
     assert shapes.row_counts[-1] == MAX_GRAPH_ROWS
     assert shapes.fit(MAX_GRAPH_ROWS + 1, 5) is None
     assert shapes.fit(1, 51) is None
-
-
-def test_all_shapes_are_there_once_the_largest_first() -> None:
-    shapes = GraphShapes.up_to(9, 1500)
-    listed = list(shapes)
-    assert listed[0] == shapes.largest == GraphShape(9, 1500)
-    assert len(listed) == len(set(listed)) == 5 * 2

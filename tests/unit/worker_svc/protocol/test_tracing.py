@@ -70,17 +70,6 @@ def test_a_prefill_in_chunks_is_one_span_that_ends_with_its_first_token() -> Non
     assert (span.attributes or {})["gen_ai.latency.time_in_model_forward"] == pytest.approx(0.0055)
 
 
-def test_a_step_without_the_row_does_not_count_for_it() -> None:
-    driver = Driver()
-    driver.start(1, {1: 16, 2: 1}, traced=[1], samples=[2])
-    driver.start(2, {2: 1}, samples=[2])
-    driver.start(3, {1: 2, 2: 1}, samples=[2, 1])
-    for step_id in (1, 2, 3):
-        driver.end(step_id)
-    (span,) = driver.close()
-    assert facts(span) == ("sampled", 2, 18)
-
-
 def test_rows_of_one_step_have_spans_in_the_traces_of_their_requests() -> None:
     driver = Driver()
     driver.start(1, {1: 5, 2: 6, 3: 7}, samples=[1, 2, 3], traced=[1, 3])

@@ -158,26 +158,19 @@ def test_tokens_that_do_not_arrive_fail_the_next_step(matchers) -> None:
     assert step(matchers, changes(assign(0, constrained("ab"), "a")), [0]) == {0: {b"b"}}
 
 
-def test_compiled_constraints_are_shared_by_content_and_bounded(monkeypatch) -> None:
-    monkeypatch.setattr("worker_svc.sampling.constraints._CACHE_BYTES", 3 * 4200)
+@pytest.mark.parametrize(("cache_bytes", "num_kept"), [(3 * 4200, 3), (1, 2)])
+def test_compiled_constraints_are_shared_by_content_and_bounded_but_the_last_ones_are_kept(
+    monkeypatch, cache_bytes, num_kept
+) -> None:
+    monkeypatch.setattr("worker_svc.sampling.constraints._CACHE_BYTES", cache_bytes)
     monkeypatch.setattr("worker_svc.sampling.constraints.MIN_KEPT", 2)
     cache = TemplateCache(lambda: HELD)
-    first = cache.get(Constraint(regex="a"))
-    assert cache.get(Constraint(regex="a")) is first
-    for regex in ("b", "c", "d"):
-        cache.get(Constraint(regex=regex)).result()
-    assert cache.get(Constraint(regex="a")) is not first
-    cache.close()
-
-
-def test_however_large_constraints_are_the_last_ones_are_kept(monkeypatch) -> None:
-    monkeypatch.setattr("worker_svc.sampling.constraints._CACHE_BYTES", 1)
-    monkeypatch.setattr("worker_svc.sampling.constraints.MIN_KEPT", 2)
-    cache = TemplateCache(lambda: HELD)
-    kept = [cache.get(Constraint(regex=regex)) for regex in "abc"]
-    assert cache.get(Constraint(regex="c")) is kept[2]
-    assert cache.get(Constraint(regex="b")) is kept[1]
-    assert cache.get(Constraint(regex="a")) is not kept[0]
+    compiled = {regex: cache.get(Constraint(regex=regex)) for regex in "abcd"}
+    for each in compiled.values():
+        each.result()
+    for regex in "dcba"[:num_kept]:
+        assert cache.get(Constraint(regex=regex)) is compiled[regex], regex
+    assert cache.get(Constraint(regex="a")) is not compiled["a"]
     cache.close()
 
 
