@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -181,26 +182,17 @@ def test_a_recording_holds_what_it_was_made_from() -> None:
     assert x() is None
 
 
-def test_what_torch_computes_is_refused(library: Library) -> None:
-    x = torch.randn(MOST_TOKENS, HIDDEN).bfloat16()
+X = torch.randn(MOST_TOKENS, HIDDEN).bfloat16()
+NOT_RECORDED: list[tuple[Callable[[], object], str]] = [
+    (lambda: X.view(-1, 8)[:2] + 1, r"aten\.add\.Tensor is computed by torch"),
+    (lambda: ops.rms_norm(X[1:], X[0], 1e-6), "rms_norm over 39 lines, which are not those of 40 tokens"),
+    (lambda: ops.pack_weight(X), "is computed by torch"),
+]
+
+
+@pytest.mark.parametrize(("compute", "message"), NOT_RECORDED)
+def test_what_cannot_be_recorded_is_refused(library: Library, compute: Callable[[], object], message: str) -> None:
     recorder = Recorder(library, MOST_TOKENS)
-    with pytest.raises(NotRecordableError, match=r"aten\.add\.Tensor is computed by torch"), recorder:
-        _ = x.view(-1, 8)[:2] + 1
-    assert torch.equal(x + 0, x), "afterwards torch computes as ever"
-
-
-def test_lines_that_are_not_those_of_the_tokens_are_refused(library: Library) -> None:
-    x, weight = torch.randn(MOST_TOKENS - 1, HIDDEN).bfloat16(), torch.randn(HIDDEN).bfloat16()
-    recorder = Recorder(library, MOST_TOKENS)
-    with (
-        pytest.raises(NotRecordableError, match="rms_norm over 39 lines, which are not those of 40 tokens"),
-        recorder,
-        recording_with(recorder.kernels),
-    ):
-        ops.rms_norm(x, weight, 1e-6)
-
-
-def test_weights_are_not_packed_in_a_recording(library: Library) -> None:
-    recorder = Recorder(library, MOST_TOKENS)
-    with pytest.raises(NotRecordableError), recorder, recording_with(recorder.kernels):
-        ops.pack_weight(torch.ones(32, 32, dtype=torch.bfloat16))
+    with pytest.raises(NotRecordableError, match=message), recorder, recording_with(recorder.kernels):
+        compute()
+    assert torch.equal(X + 0, X), "afterwards torch computes as ever"
