@@ -1,14 +1,12 @@
 """The embedded model through all processes: what a user sees."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
 from quire.client import ChatMessage, FinishReason, GenerationOptions
-from tests.support.killing import TooLateError, until_hit
 from tests.support.serving import Served, serving
 
 SAMPLED = GenerationOptions(temperature=1.0, top_p=0.95, seed=11, max_tokens=40)
@@ -43,26 +41,6 @@ async def test_the_size_of_prefill_chunks_changes_no_token(served: Served, chunk
     expected = [await served.client.generate(prompt, SAMPLED) for prompt in PROMPTS]
     got = await asyncio.gather(*(chunked.client.generate(prompt, SAMPLED) for prompt in PROMPTS))
     assert [each.sequences[0].token_ids for each in got] == [each.sequences[0].token_ids for each in expected]
-
-
-async def test_a_client_that_leaves_frees_its_blocks(served: Served):
-    options = GenerationOptions(temperature=0.0, max_tokens=900, ignore_eos=True)
-
-    async def leave() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            streams = [
-                await stack.enter_async_context(served.client.generate_stream(f"Story {i}", options)) for i in range(8)
-            ]
-            for stream in streams:
-                await anext(aiter(stream))
-            async with served.aborting():
-                if await served.num_live() < len(streams):
-                    raise TooLateError
-                assert (await served.state()).gpu_pool.used_blocks > 0
-                for stream in streams:
-                    await stream.close()
-
-    await until_hit(leave)
 
 
 async def test_a_follow_up_turn_hits_the_cache_and_says_the_same_as_without(served: Served, chunked: Served):

@@ -9,9 +9,8 @@ import pytest
 
 from quire.client import AsyncClient, GenerationOptions, TokenChunk
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
-from quire_cli.supervisor import LocalServer, ServeSettings
 from tests.support.processes import until_true
-from tests.support.serving import forked_programs, serving
+from tests.support.serving import serving
 from tests.support.shared_port import clients_of_both
 
 pytestmark = pytest.mark.extended
@@ -21,21 +20,6 @@ PROMPT = "Once upon a time"
 
 def options_of(max_tokens: int) -> GenerationOptions:
     return GenerationOptions(temperature=1.0, seed=3, max_tokens=max_tokens, ignore_eos=True)
-
-
-async def test_the_end_of_the_server_lets_the_streams_of_all_gateways_finish():
-    settings = ServeSettings(gateways=2, grpc_port=0, http_port=0, num_threads=1, drain_timeout=60.0)
-    async with LocalServer(settings, programs=forked_programs()) as server:
-        await server.wait_ready()
-        # As long as a drain may last, which it must not.
-        async with clients_of_both(server) as clients, asyncio.timeout(60):
-            counts = dict.fromkeys(clients, 0)
-            reading = [asyncio.create_task(count(client, counts, name)) for name, client in clients.items()]
-            await until_true(lambda: min(counts.values()) > 10)
-            stopping = asyncio.create_task(server.stop())
-            await asyncio.gather(*reading)
-            assert set(counts.values()) == {400}
-            await stopping
 
 
 async def test_one_gateway_that_is_stopped_hands_its_clients_over_and_starts_anew():
