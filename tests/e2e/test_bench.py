@@ -23,8 +23,9 @@ SHORT = ("--dataset=fixed", "--prompt-len=12", "--output-len=6", "--warm-up-requ
 @contextlib.asynccontextmanager
 async def process_of(*command: str, **environ: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """Killed at the end of the block, where it has not ended."""
-    pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
-    process = await asyncio.create_subprocess_exec(*command, env={**os.environ, **environ}, **pipes)
+    process = await asyncio.create_subprocess_exec(
+        *command, env={**os.environ, **environ}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
     try:
         yield process
     finally:

@@ -55,7 +55,7 @@ async def check_greedy(served: Served, model: PreTrainedModel, prompts: list[lis
 async def test_64_greedy_requests_at_once_equal_transformers_while_blocks_run_out(name: str, tmp_path: Path) -> None:
     model = make(tmp_path, name)
     # 70 blocks hold 1,120 of the 4,400 tokens that all requests come to.
-    settings = {"num_threads": 2, "num_gpu_blocks": 70, "max_num_batched_tokens": 300}
+    settings: dict[str, Any] = {"num_threads": 2, "num_gpu_blocks": 70, "max_num_batched_tokens": 300}
     async with serving(model=str(tmp_path), dtype="float32", **settings) as served:
         await check_greedy(served, model, make_prompts(64), 40)
         assert (await served.state()).preemptions > 0
