@@ -99,6 +99,8 @@ def test_a_model_of_a_file_computes_what_that_of_its_directory_does(tmp_path: Pa
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 if family.startswith("gemma") else 0)
     assert len(read) > 20
     assert read[-1][0] == read[-1][1] > 100_000
+    if family in THROUGH_TRANSFORMERS:
+        assert read[0] == (0, read[-1][1])
     assert (of_file.max_model_len, of_file.vocab_size) == (of_directory.max_model_len, of_directory.vocab_size)
 
 
