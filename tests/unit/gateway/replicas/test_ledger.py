@@ -135,15 +135,6 @@ async def test_a_batch_in_parts_is_the_batch(ledger, max_tokens):
     assert [(await live.result())[0][0].text for live in lives] == ["hello", "good day"]
 
 
-async def test_events_end_with_finished_and_completed(ledger):
-    live = open_live(ledger)
-    ledger.apply(REPLICA, finishing_batch(live, ids_of("hello")))
-    events = [event async for event in live.events()]
-    assert [type(event) for event in events] == [Chunk, Finished, Completed]
-    assert events[0].text == "hello"
-    assert events[-1].usage is USAGE
-
-
 async def test_tokens_join_the_next_chunk_while_the_reader_is_busy(ledger):
     live = open_live(ledger)
     events = live.events()

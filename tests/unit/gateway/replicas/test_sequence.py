@@ -40,26 +40,6 @@ def logprobs_of(token_ids):
     return columns_of([Line(-0.25)] * len(token_ids))
 
 
-def test_pending_tokens_join_one_chunk():
-    stream = make_stream()
-    token_ids = ids_of("hello there")
-    for offset, token_id in enumerate(token_ids):
-        stream.accept(offset, [token_id])
-    (chunk,) = take_all(stream)
-    assert (chunk.offset, chunk.token_ids, chunk.text) == (0, token_ids, "hello there")
-    assert stream.take_chunk(10) is None
-
-
-def test_a_chunk_has_a_largest_size():
-    stream = make_stream()
-    token_ids = ids_of("the cat sat on the mat")
-    stream.accept(0, token_ids)
-    chunks = take_all(stream, max_tokens=2)
-    assert all(len(chunk.token_ids) <= 2 for chunk in chunks)
-    assert [chunk.offset for chunk in chunks] == list(range(0, len(token_ids), 2))
-    assert "".join(chunk.text for chunk in chunks) == "the cat sat on the mat"
-
-
 @settings(deadline=None)
 @given(cuts=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6)), max_size=30))
 def test_repeated_events_change_nothing(cuts):

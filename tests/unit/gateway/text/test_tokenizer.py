@@ -231,15 +231,6 @@ async def test_long_texts_and_many_tokens_go_to_a_thread(executor, repeats, num_
     assert len(executor.tenants) == num_threaded
 
 
-@pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback()], ids=["byte level", "byte fallback"])
-async def test_long_and_short_texts_are_tokenized_alike(tokenizer):
-    gateway_tokenizer = wrapped(tokenizer)
-    for text in ("the cat", "the cat " * 2000):
-        for special in (True, False):
-            expected = tokenizer.encode(text, add_special_tokens=special).ids
-            assert await gateway_tokenizer.encode(text, add_special_tokens=special) == expected
-
-
 async def test_truncation_of_the_tokenizer_file_is_not_applied():
     tokenizer = type(byte_level()).from_str(byte_level().to_str())
     whole = tokenizer.encode("a b c d e f g h", add_special_tokens=False).ids
