@@ -169,7 +169,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 async def test_requests_of_every_kind_go_on(worker, tmp_path, kind):
     worker.config = FakeWorkerConfig(step_seconds=0.002)
-    fields = KINDS[kind] | {"prompt_len": 40, "max_tokens": 40}
+    fields: dict[str, Any] = KINDS[kind] | {"prompt_len": 40, "max_tokens": 40}
     settings = {"max_num_batched_tokens": 16, "max_num_seqs": 8}
     async with attached_scheduler(tmp_path, worker.address, **settings) as stub:
         undisturbed = await connect(stub)

@@ -83,7 +83,8 @@ def test_the_request_that_the_worker_dies_of_fails_and_the_others_finish(culprit
 def test_each_further_request_at_fault_costs_one_refusal_or_as_many_losses_as_a_trial_takes(
     fault, num_refusals, num_deaths
 ):
-    driver = make_driver(**{fault: {1: 1, 4: 1, 5: 1}})
+    culprits: dict[str, Any] = {fault: {1: 1, 4: 1, 5: 1}}
+    driver = make_driver(**culprits)
     assert_others_finish(driver)
     assert (driver.num_refusals, driver.num_deaths) == (num_refusals, num_deaths)
 

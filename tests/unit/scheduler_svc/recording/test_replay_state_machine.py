@@ -24,7 +24,7 @@ class RecordedMachine(SchedulerMachine):
         self.scheduler_patch = pytest.MonkeyPatch()
         self.scheduler_patch.setattr(core_driver, "Scheduler", self.recorder.make_scheduler)
 
-    preempt = None
+    preempt = None  # pyright: ignore[reportAssignmentType]
     """Not by a rule: a core preempts by itself."""
 
     @rule()
