@@ -2,9 +2,10 @@
 replicas with their clients. A supervisor starts anew what dies."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from random import Random
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -27,6 +28,7 @@ from scheduler_svc.service.app import serve
 from scheduler_svc.settings import SchedulerSettings
 from tests.sim.world.device import HashRunner, SimDeviceLoop, undisturbed
 from tests.sim.world.network import Network, Weather
+from tests.sim.world.traffic import VOCAB_SIZE, Request
 from tests.sim.world.transport import SimTransport
 from tests.sim.world.world import Node, World
 from tests.support.fake_worker import FakeWorkerConfig
@@ -35,8 +37,7 @@ from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.stream import Worker, WorkerServicer, start_server
 
 WORKER, SCHEDULER, GATEWAY = "worker:7001", "scheduler:7002", "gateway"
-_VOCAB_SIZE = 250
-_HOSTS = ("worker", "scheduler", "gateway")
+HOSTS = ("worker", "scheduler", "gateway")
 
 
 class _Detokenizer:
@@ -59,18 +60,12 @@ class Story:
     """A request, and what became of it.
 
     Attributes:
-        leaves_after_s: When its client leaves; None where it waits for the end.
         live: The gateway's entry, once there is one.
         has_ended, has_left: Whether it was answered, or its client left before.
         error: What it failed with.
     """
 
-    prompt: list[int]
-    max_tokens: int
-    num_sequences: int = 1
-    tenant: str = ""
-    priority: int = 0
-    leaves_after_s: float | None = None
+    request: Request
     live: LiveRequest | None = None
     has_ended: bool = False
     has_left: bool = False
@@ -97,7 +92,7 @@ class Cluster:
     world: World
     config: FakeWorkerConfig
     cores: list["CheckedScheduler"]
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: SchedulerSettings
     weather: Weather | None = None
     stories: list[Story] = field(default_factory=list)
     runners: list[HashRunner] = field(default_factory=list)
@@ -105,6 +100,7 @@ class Cluster:
     def __post_init__(self) -> None:
         self.network = Network(self.world, self.weather)
         self.running: dict[str, Node] = {}
+        self._supervisor = self.world.generator("supervisor")
         self.replicas: Replicas | None = None
         self._tasks: dict[str, Any] = {}
         self._start("worker", self._run_worker)
@@ -126,7 +122,7 @@ class Cluster:
         task.add_done_callback(ended)
 
     def _restart(self, host: str, main: Callable[[Node], Coroutine[Any, Any, Any]]) -> None:
-        self.world.after(self.world.random.uniform(0.05, 1.5), lambda: self._start(host, main))
+        self.world.after(self._supervisor.uniform(0.05, 1.5), lambda: self._start(host, main))
 
     async def _run_worker(self, node: Node) -> None:
         config = self.config
@@ -141,8 +137,7 @@ class Cluster:
         await asyncio.Event().wait()
 
     async def _run_scheduler(self, node: Node) -> None:
-        values: dict[str, Any] = {"listen": SCHEDULER, "workers": (WORKER,), "log_level": "error"} | self.settings
-        await serve(SchedulerSettings(**values))
+        await serve(self.settings)
 
     async def _run_gateway(self, node: Node) -> None:
         self.ledger = Ledger(max_chunk_tokens=64, clock=clock.monotonic)
@@ -158,29 +153,30 @@ class Cluster:
         )
         await self.replicas.run()
 
-    def ask(self, story: Story) -> None:
+    def ask(self, asked: Request) -> None:
         """A client of the gateway sends a greedy request."""
-        number = len(self.stories)
+        story = Story(asked)
         self.stories.append(story)
-        self.world.note("ask", number, len(story.prompt), story.max_tokens)
-        self.running["gateway"].start(lambda: self._read(number, story))
+        self.world.note("ask", asked.number, len(asked.prompt), asked.max_tokens)
+        self.running["gateway"].start(lambda: self._read(story))
 
-    async def _read(self, number: int, story: Story) -> None:
+    async def _read(self, story: Story) -> None:
+        asked = story.request
         request = make_request(
-            f"request {number}",
-            story.tenant,
-            prompt=story.prompt,
-            max_tokens=story.max_tokens,
-            num_sequences=story.num_sequences,
+            f"request {asked.number}",
+            asked.tenant,
+            prompt=asked.prompt,
+            max_tokens=asked.max_tokens,
+            num_sequences=asked.num_sequences,
             eos_token_ids=(),
-            nonce=number + 1,
-            priority=story.priority,
+            nonce=asked.number + 1,
+            priority=asked.priority,
         )
         assert self.replicas is not None
         live = story.live = self.ledger.open(request, cast(Tokenizer, _Tokenizer()))
         self.replicas.place(live)
         try:
-            async with asyncio.timeout(story.leaves_after_s):
+            async with asyncio.timeout(asked.leaves_after_s):
                 await live.result()
             story.has_ended = True
         except TimeoutError:
@@ -190,16 +186,17 @@ class Cluster:
         finally:
             self.replicas.release(live)
             self.ledger.close(live)
-        self.world.note("answer", number, story.said, None if story.error is None else story.error.reason)
+        self.world.note("answer", asked.number, story.said, None if story.error is None else story.error.reason)
 
     def check(self) -> None:
         """Raises FalseAnswerError where a stream, over or not, says what it must not, or a device misused a block."""
         where = f"(seed {self.world.seed}, second {self.world.now:.3f})"
-        for number, story in enumerate(self.stories):
-            expected = undisturbed(story.prompt, story.max_tokens, self.config.vocab_size)
+        for story in self.stories:
+            asked = story.request
+            expected = undisturbed(asked.prompt, asked.max_tokens, self.config.vocab_size)
             for said in story.said:
                 if said != (expected if story.has_ended else expected[: len(said)]):
-                    raise FalseAnswerError(f"request {number} says {said}, not {expected} {where}")
+                    raise FalseAnswerError(f"request {asked.number} says {said}, not {expected} {where}")
         for runner in self.runners:
             if runner.faults:
                 raise FalseAnswerError(f"a step misused a block {where}") from runner.faults[0]
@@ -252,13 +249,12 @@ def checked_cores() -> Iterator[list[CheckedScheduler]]:
         yield cores
 
 
-def draw_config(world: World) -> FakeWorkerConfig:
+def draw_config(draw: Random) -> FakeWorkerConfig:
     """A small worker, whose pool is too small for all requests at once as often as not."""
-    draw = world.random
-    config = FakeWorkerConfig(vocab_size=_VOCAB_SIZE, max_model_len=256)
     block_size = draw.choice((2, 4, 16))
-    return replace(
-        config,
+    return FakeWorkerConfig(
+        vocab_size=VOCAB_SIZE,
+        max_model_len=256,
         block_size=block_size,
         # Three sequences of the longest request fit, so that none is refused.
         num_blocks=draw.choice((560, 640, 1600)) // block_size,
@@ -268,68 +264,14 @@ def draw_config(world: World) -> FakeWorkerConfig:
     )
 
 
-def draw_settings(world: World) -> dict[str, Any]:
+def draw_settings(draw: Random) -> SchedulerSettings:
     """Settings of the scheduler."""
-    draw = world.random
-    return {
-        "policy": draw.choice(("fcfs", "priority", "fair")),
-        "preemption_mode": draw.choice(("auto", "swap", "recompute")),
-        "max_steps_in_flight": draw.choice((1, 2, 2, 4)),
-        "max_prefill_share": draw.choice((0.1, 0.5, 1.0)),
-    }
-
-
-def draw_requests(cluster: Cluster, count: int, over_s: float) -> None:
-    """Requests at drawn times; many begin alike, and some clients leave."""
-    world, draw = cluster.world, cluster.world.random
-    stems = [[draw.randrange(16, _VOCAB_SIZE) for _ in range(64)] for _ in range(draw.choice((1, 4)))]
-    for _ in range(count):
-        prompt = draw.choice(stems)[: draw.choice((0, 7, 33, 64, 64))]
-        story = Story(
-            prompt + [draw.randrange(16, _VOCAB_SIZE) for _ in range(draw.choice((0, 1, 2, 40)) or not prompt)],
-            max_tokens=draw.randrange(1, 60),
-            num_sequences=draw.choice((1, 1, 2, 3)),
-            tenant=draw.choice(("", "a", "b")),
-            priority=draw.choice((0, 0, 1, -1)),
-            leaves_after_s=draw.choice((None, None, None, draw.uniform(0, 3))),
-        )
-        world.at(draw.uniform(0, over_s), lambda story=story: cluster.ask(story))
-
-
-def draw_faults(cluster: Cluster, count: int, over_s: float) -> None:
-    """Kills, breaks and pauses at drawn times."""
-    world, network, draw = cluster.world, cluster.network, cluster.world.random
-
-    def kill(host: str) -> None:
-        cluster.running[host].kill()
-
-    def pause(host: str, seconds: float) -> None:
-        node = cluster.running[host]
-        node.stop()
-        world.after(seconds, node.go_on)
-
-    def cut(ways: Sequence[tuple[str, str]], seconds: float) -> None:
-        for source, destination in ways:
-            network.cut(source, destination)
-            world.after(seconds, lambda a=source, b=destination: network.heal(a, b))
-
-    def reset() -> None:
-        if network.connections:
-            draw.choice(network.connections).reset()
-
-    for _ in range(count):
-        at = draw.uniform(0, over_s)
-        match draw.choice(("kill", "kill", "pause", "cut", "cut both", "reset")):
-            case "kill":
-                host = draw.choice(("worker", "scheduler"))
-                world.at(at, lambda host=host: kill(host))
-            case "pause":
-                host, seconds = draw.choice(_HOSTS), draw.uniform(0.01, 15)
-                world.at(at, lambda host=host, seconds=seconds: pause(host, seconds))
-            case "cut" | "cut both" as kind:
-                source, destination = draw.sample(_HOSTS, 2)
-                ways = [(source, destination), (destination, source)][: 1 if kind == "cut" else 2]
-                seconds = draw.uniform(0.01, 30)
-                world.at(at, lambda ways=ways, seconds=seconds: cut(ways, seconds))
-            case _:
-                world.at(at, reset)
+    return SchedulerSettings(
+        listen=SCHEDULER,
+        workers=(WORKER,),
+        log_level="error",
+        policy=draw.choice(("fcfs", "priority", "fair")),
+        preemption_mode=draw.choice(("auto", "swap", "recompute")),
+        max_steps_in_flight=draw.choice((1, 2, 2, 4)),
+        max_prefill_share=draw.choice((0.1, 0.5, 1.0)),
+    )

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from tests.sim.world.traffic import NUM_SPECIAL_TOKENS
 from tests.sim.world.world import Node
 from tests.support.fake_pool import FakePool, Prefixes
 from tests.support.fake_runner import FakeRunner
 from worker_svc.device.device_loop import DeviceLoop, JobThread, RunningStep, StepRunner
 
-NUM_SPECIAL_TOKENS = 16
 _STEP_S, _TOKEN_S = 0.002, 0.000_02
 _MAX_POSITIONS = 1 << 14
 _WEIGHTS = np.arange(_MAX_POSITIONS, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15) | np.uint64(1)

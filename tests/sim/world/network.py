@@ -44,7 +44,7 @@ class Network:
         self._cut: set[tuple[str, str]] = set()
         self._pipes: list[Pipe] = []
         self.connections: list[Connection] = []
-        self._numbers = itertools.count(1)
+        self._numbers: dict[tuple[str, str], itertools.count[int]] = {}
         self._ports = itertools.count(20_001)
 
     def free_port(self) -> int:
@@ -57,8 +57,9 @@ class Network:
         name, _, port = address.rpartition(":")
         return (host if name in _OWN_NAMES else name), port
 
-    def next_number(self) -> int:
-        return next(self._numbers)
+    def next_number(self, client: Node, server: Node) -> int:
+        """How many connections there have been from one process to the other, with this one."""
+        return next(self._numbers.setdefault((client.name, server.name), itertools.count(1)))
 
     def is_open(self, source: str, destination: str) -> bool:
         return source == destination or (
@@ -127,6 +128,7 @@ class Pipe:
         self.destination = destination
         self._network = network
         self._name = name
+        self._chance = network.world.generator(name)
         self._arrives_at = 0.0
         self._held: deque[tuple[str, Callable[[], None]]] = deque()
         network.add_pipe(self)
@@ -135,7 +137,7 @@ class Pipe:
         """Does `action` in the process at the other end, when the message has arrived there."""
         world, weather = self._network.world, self._network.weather
         local = self.source.host == self.destination.host
-        delay = weather.min_delay_s if local else world.random.uniform(weather.min_delay_s, weather.max_delay_s)
+        delay = weather.min_delay_s if local else self._chance.uniform(weather.min_delay_s, weather.max_delay_s)
         self._arrives_at = max(self._arrives_at, world.now + delay) + size / weather.bytes_per_s
         world.at(self._arrives_at, lambda: self._arrive(what, action))
 
@@ -163,7 +165,7 @@ class Connection:
     ) -> None:
         self.network = network
         self.client, self.server = client, server
-        name = f"connection {network.next_number()} of {client.name} to {server.name}"
+        name = f"connection {network.next_number(client, server)} of {client.name} to {server.name}"
         self.up = Pipe(network, client, server, f"{name} up")
         self.down = Pipe(network, server, client, f"{name} down")
         self.on_client_lost: Callable[[str], None] = lambda _: None

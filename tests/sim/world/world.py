@@ -50,11 +50,11 @@ class Node:
         self.is_stopped = False
         self.errors: list[dict[str, Any]] = []
         self._world = world
-        self._random = random.Random(f"{world.seed} {self.name}")
-        drift = world.random.uniform(-_MAX_CLOCK_DRIFT, _MAX_CLOCK_DRIFT)
-        self._rate = 1.0 + drift
-        self._boot_s = world.random.uniform(10, 1e6)
-        self._unix_offset_s = _START_UNIX_S + world.random.uniform(-_MAX_CLOCK_OFFSET_S, _MAX_CLOCK_OFFSET_S)
+        self._random = world.generator(self.name)
+        self._chance = world.generator(f"{self.name}'s clock and jobs")
+        self._rate = 1.0 + self._chance.uniform(-_MAX_CLOCK_DRIFT, _MAX_CLOCK_DRIFT)
+        self._boot_s = self._chance.uniform(10, 1e6)
+        self._unix_offset_s = _START_UNIX_S + self._chance.uniform(-_MAX_CLOCK_OFFSET_S, _MAX_CLOCK_OFFSET_S)
         self.context = copy_context()
         self.context.run(CLOCK.set, self)
         self.context.run(ENTROPY.set, self)
@@ -118,7 +118,7 @@ class Node:
 
     def run_job(self, job: Callable[[], None], seconds: float | None = None) -> None:
         """What a thread does: takes time, then happens at once. While the process is stopped, it waits."""
-        duration = self._world.random.uniform(0, _MAX_JOB_S) if seconds is None else seconds
+        duration = self._chance.uniform(0, _MAX_JOB_S) if seconds is None else seconds
 
         def run() -> None:
             if self.is_stopped:
@@ -138,7 +138,7 @@ class World:
 
     Attributes:
         now: Seconds since its beginning.
-        random: Draws everything that chance decides.
+        random: Draws which process goes on first, and whatever has no generator of its own.
     """
 
     def __init__(self, seed: int) -> None:
@@ -182,6 +182,11 @@ class World:
         root = logging.getLogger()
         root.handlers[:] = self._log_handlers
         root.setLevel(self._log_level)
+
+    def generator(self, name: str) -> random.Random:
+        """A generator of its own for something that has a name: what it draws does not depend on what others draw, so
+        that a world changes little where a request or a fault is left out."""
+        return random.Random(f"{self.seed} {name}")
 
     @property
     def digest(self) -> str:
