@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 import grpc
+import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
 from quire.gateway.v1 import (
@@ -26,6 +27,7 @@ from quire.gateway.v1 import (
 from quire.rpc.address import TcpAddress, UnixAddress, parse_address
 from quire.rpc.channel import channel_options
 from quire.rpc.errors import Unauthenticated, Unavailable
+from quire.rpc.transport import TRANSPORT
 from quire.settings import ConfigurationError
 
 _log = logging.getLogger(__name__)
@@ -90,14 +92,19 @@ def open_channel(api: Any, address: str | Sequence[str], tls: ClientTls | None) 
     """
     target = find_target(address)
     options = _options(target)
-    if tls is None:
+    credentials = None
+    if tls is not None:
+        if len(target.hosts) > 1 and tls.server_name is None:
+            raise ConfigurationError(
+                f"TLS: the certificates of gateways on several hosts ({', '.join(target.hosts)}) must share one name; "
+                "give it by server_name"
+            )
+        credentials, options = tls.credentials(), [*options, *tls.options()]
+    if api is grpc.aio:
+        return TRANSPORT.get().channel(target.uri, credentials, options)
+    if credentials is None:
         return api.insecure_channel(target.uri, options=options)
-    if len(target.hosts) > 1 and tls.server_name is None:
-        raise ConfigurationError(
-            f"TLS: the certificates of gateways on several hosts ({', '.join(target.hosts)}) must share one name; "
-            "give it by server_name"
-        )
-    return api.secure_channel(target.uri, tls.credentials(), options=[*options, *tls.options()])
+    return api.secure_channel(target.uri, credentials, options=options)
 
 
 def make_stubs(channel: Any, api_key: str | None) -> Stubs:

@@ -2,17 +2,19 @@
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
-from scheduler_svc.settings import SchedulerSettings
-from tests.sim.world.cluster import HOSTS, Cluster, checked_cores, draw_config, draw_settings
+from quire.clock import CLOCK
+from tests.sim.world.cluster import CheckedScheduler, Cluster, Layout, checked_cores, draw_layout
 from tests.sim.world.faults import Fault, draw_faults
+from tests.sim.world.gateways import gateways_without_sockets
 from tests.sim.world.traffic import Request, draw_requests
-from tests.sim.world.world import World
-from tests.support.fake_worker import FakeWorkerConfig
+from tests.sim.world.world import Node, World
 
-_LIMIT_S = 200.0
+_START_S = 2.0
+"""By then all processes serve, so that without faults no call fails."""
+_LIMIT_S = 300.0
 """Faults begin within ten seconds and last half a minute at most; after that everything has to end."""
 
 
@@ -25,8 +27,7 @@ class Plan:
     """
 
     seed: int
-    worker: FakeWorkerConfig
-    settings: SchedulerSettings
+    layout: Layout
     requests: tuple[Request, ...]
     faults: tuple[Fault, ...]
 
@@ -45,35 +46,51 @@ class Outcome:
 def draw_plan(seed: int) -> Plan:
     """The plan of a seed. Its generator is not the one that the world itself draws from."""
     draw = Random(f"plan {seed}")
-    over_s = draw.choice((0.3, 3.0, 10.0))
+    layout, over_s = draw_layout(draw), draw.choice((0.3, 3.0, 10.0))
+    pool_tokens = layout.worker.num_blocks * layout.worker.block_size
+    requests = draw_requests(draw, layout.clients, pool_tokens, over_s)
+    faults = draw_faults(draw, layout.hosts, layout.servers, over_s)
     return Plan(
         seed,
-        draw_config(draw),
-        draw_settings(draw),
-        draw_requests(draw, over_s),
-        draw_faults(draw, HOSTS, ("worker", "scheduler"), over_s),
+        layout,
+        tuple(replace(each, at=_START_S + each.at) for each in requests),
+        tuple(replace(each, at=_START_S + each.at) for each in faults),
     )
 
 
 def run_world(plan: Plan) -> Outcome:
-    """Runs one replica and its requests under the faults of a plan.
+    """Runs a cluster and its requests under the faults of a plan.
 
     Raises:
-        FalseAnswerError: a stream says what it must not.
+        FalseAnswerError: an answer says what it must not.
         StuckError: not everything has ended in time.
     """
-    with World(plan.seed) as world, checked_cores() as cores:
-        cluster = Cluster(world, plan.worker, cores, plan.settings)
-        for request in plan.requests:
-            world.at(request.at, lambda request=request: cluster.ask(request))
-        for fault in plan.faults:
-            world.at(fault.at, lambda fault=fault: fault.begin(cluster))
-        world.run(lambda: len(cluster.stories) == len(plan.requests) and cluster.are_over, _LIMIT_S)
-        cluster.check()
-        # What clients have left behind ends soon after.
-        world.run(lambda: cluster.is_quiet, _LIMIT_S)
+    with World(plan.seed) as world:
+        clusters: list[Cluster] = []
+
+        def keep(core: CheckedScheduler) -> None:
+            node = CLOCK.get()
+            assert isinstance(node, Node)
+            clusters[0].cores[node.host] = core
+
+        with gateways_without_sockets(), checked_cores(keep):
+            cluster = Cluster(world, plan.layout, has_faults=bool(plan.faults))
+            clusters.append(cluster)
+            for request in plan.requests:
+                world.at(request.at, lambda request=request: cluster.ask(request))
+            for fault in plan.faults:
+                world.at(fault.at, lambda fault=fault: fault.begin(cluster))
+
+            def are_over() -> bool:
+                return bool(cluster.false_answers) or (len(cluster.stories) == len(plan.requests) and cluster.are_over)
+
+            world.run(are_over, _LIMIT_S)
+            cluster.check()
+            # What clients have left behind ends soon after.
+            world.run(lambda: cluster.has_failed or not cluster.held, _LIMIT_S)
+            cluster.check()
         errors = tuple(story.error.reason for story in cluster.stories if story.error is not None)
-        num_tokens = sum(len(said) for story in cluster.stories for said in story.said)
+        num_tokens = sum(story.witness.num_tokens for story in cluster.stories if story.witness is not None)
         return Outcome(world.digest, world.num_events, world.now, num_tokens, errors)
 
 
@@ -83,7 +100,7 @@ def main(first: int, count: int) -> None:
     for seed in range(first, first + count):
         outcome = run_world(draw_plan(seed))
         num_events, seconds = num_events + outcome.num_events, seconds + outcome.seconds
-        print(seed, outcome.digest, outcome.num_events, f"{outcome.seconds:.3f}", *outcome.errors)
+        print(seed, outcome.digest, outcome.num_events, f"{outcome.seconds:.3f}", *outcome.errors, flush=True)
     used = time.process_time() - started
     print(
         f"{count} worlds, {num_events} events, {seconds:.0f} virtual s: "

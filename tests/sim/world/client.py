@@ -44,11 +44,12 @@ class SimChannel(_channel.Channel):
         if core.closed():
             return
         core.closing()
+        calls: list[CallCore] = core.all_calls()
         found: list[tuple[asyncio.Task[Any], Any]] = []
         for task in core.loop.tasks:
             stack = task.get_stack(limit=1)
             owner = stack[0].f_locals.get("self") if stack else None
-            if isinstance(owner, grpc.aio.Call) and getattr(owner, "_cython_call", None) in core.calls:
+            if isinstance(owner, grpc.aio.Call) and getattr(owner, "_cython_call", None) in calls:
                 found.append((task, owner))
         if grace and found:
             await asyncio.wait([task for task, _ in found], timeout=grace)
@@ -94,6 +95,7 @@ class ChannelCore:
         self._ids = itertools.count(1, 2)
         self._is_closed = False
         self._problem = ""
+        self.on_state: Callable[[grpc.ChannelConnectivity], None] = lambda _: None
 
     # The surface of AioChannel
 
@@ -101,6 +103,10 @@ class ChannelCore:
         if self._is_closed:
             raise cygrpc.UsageError("Channel is closed.")
         return CallCore(self, method.decode(), deadline, wait_for_ready=bool(wait_for_ready))
+
+    def all_calls(self) -> "list[CallCore]":
+        """Its calls that are not over."""
+        return list(self.calls)
 
     def closing(self) -> None:
         """No new calls."""
@@ -210,10 +216,25 @@ class ChannelCore:
 
     def _set_state(self, state: _Connectivity) -> None:
         self._state = state
+        self.on_state(state)
         watchers, self._watchers = self._watchers, []
         for watcher in watchers:
             if not watcher.done():
                 watcher.set_result(None)
+
+    def connect(self) -> None:
+        """Connects where nothing else is under way."""
+        if self._state is _Connectivity.IDLE and not self._is_closed:
+            self._connect()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connection is not None
+
+    @property
+    def problem(self) -> str:
+        """Why it could not connect last."""
+        return self._problem
 
     @property
     def address(self) -> str:
@@ -422,6 +443,12 @@ class CallCore:
             return cygrpc.EOF
         self._note_read(message)
         return message
+
+    def move_to(self, channel: ChannelCore) -> None:
+        """Starts it on one of several channels."""
+        self._channel = channel
+        channel.calls.append(self)
+        channel.place(self)
 
     # What the connection says
 

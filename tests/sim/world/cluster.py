@@ -1,22 +1,16 @@
-"""A replica in a world: the real scheduler service, the real worker service down to its device, and a gateway's
-replicas with their clients. A supervisor starts anew what dies."""
+"""A cluster in a world: replicas of the real scheduler service and the real worker service down to its device, the real
+gateways, and clients. A supervisor starts anew what dies."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, cast
 from unittest.mock import patch
 
-from gateway.replicas.ledger import Ledger
-from gateway.replicas.live import LiveRequest
-from gateway.replicas.replica_set import Replicas
-from gateway.text.tokenizer import Tokenizer
-from quire import clock
-from quire.compatibility import UNKNOWN_MODEL
+from gateway.app import Gateway
 from quire.prefix_hashes import BlockHash
-from quire.rpc.errors import QuireError
 from scheduler_svc.core import invariants
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import SchedulerConfig
@@ -26,93 +20,102 @@ from scheduler_svc.core.step import ClientEvents, StepResult
 from scheduler_svc.service import step_loop
 from scheduler_svc.service.app import serve
 from scheduler_svc.settings import SchedulerSettings
-from tests.sim.world.device import HashRunner, SimDeviceLoop, undisturbed
+from tests.sim.world.clients import Client, Story
+from tests.sim.world.device import HashRunner, SimDeviceLoop
+from tests.sim.world.gateways import PORT, run_gateway, settings_of
 from tests.sim.world.network import Network, Weather
-from tests.sim.world.traffic import VOCAB_SIZE, Request
+from tests.sim.world.oracles import FalseAnswerError
+from tests.sim.world.traffic import LONGEST, MAX_MODEL_LEN, VOCAB_SIZE, Request
 from tests.sim.world.transport import SimTransport
 from tests.sim.world.world import Node, World
 from tests.support.fake_worker import FakeWorkerConfig
-from tests.support.parameters import make_request
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.stream import Worker, WorkerServicer, start_server
 
-WORKER, SCHEDULER, GATEWAY = "worker:7001", "scheduler:7002", "gateway"
-HOSTS = ("worker", "scheduler", "gateway")
+_WORKER_PORT, _SCHEDULER_PORT = 7001, 7002
+_Main = Callable[[Node], Coroutine[Any, Any, Any]]
 
 
-class _Detokenizer:
-    """Text is not what worlds are about."""
-
-    def push(self, token_id: int) -> str:
-        return "x"
-
-    def flush(self) -> str:
-        return ""
-
-
-class _Tokenizer:
-    def detokenizer(self, **_: Any) -> _Detokenizer:
-        return _Detokenizer()
-
-
-@dataclass
-class Story:
-    """A request, and what became of it.
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which hosts there are, and what runs on them.
 
     Attributes:
-        live: The gateway's entry, once there is one.
-        has_ended, has_left: Whether it was answered, or its client left before.
-        error: What it failed with.
+        worker: Of each replica.
+        settings: Of the scheduler of each replica, but for its addresses.
     """
 
-    request: Request
-    live: LiveRequest | None = None
-    has_ended: bool = False
-    has_left: bool = False
-    error: QuireError | None = None
+    num_replicas: int
+    num_gateways: int
+    num_clients: int
+    worker: FakeWorkerConfig
+    settings: SchedulerSettings
+    weather: Weather
 
     @property
-    def is_over(self) -> bool:
-        return self.has_ended or self.has_left or self.error is not None
+    def replicas(self) -> list[str]:
+        return [f"{kind}-{number}" for number in range(self.num_replicas) for kind in ("worker", "scheduler")]
 
     @property
-    def said(self) -> list[list[int]]:
-        """The tokens of each sequence so far."""
-        return [] if self.live is None else [list(stream.token_ids) for stream in self.live.sequences]
+    def gateways(self) -> list[str]:
+        return [f"gateway-{number}" for number in range(self.num_gateways)]
 
+    @property
+    def clients(self) -> list[str]:
+        return [f"client-{number}" for number in range(self.num_clients)]
 
-class FalseAnswerError(AssertionError):
-    """A stream says something else than it does undisturbed."""
+    @property
+    def servers(self) -> list[str]:
+        """The hosts whose processes are killed and come back."""
+        return self.replicas + self.gateways
+
+    @property
+    def hosts(self) -> list[str]:
+        return self.servers + self.clients
 
 
 @dataclass
 class Cluster:
-    """Three hosts: a worker, its scheduler, and a gateway."""
+    """All hosts of a layout.
+
+    Attributes:
+        running: The process of each host that lives, or that died last.
+        gateways: The gateway of each host, from when it serves.
+        cores: The scheduler's core of each host, the last one.
+    """
 
     world: World
-    config: FakeWorkerConfig
-    cores: list["CheckedScheduler"]
-    settings: SchedulerSettings
-    weather: Weather | None = None
-    stories: list[Story] = field(default_factory=list)
-    runners: list[HashRunner] = field(default_factory=list)
+    layout: Layout
+    has_faults: bool
+    stories: list[Story] = field(default_factory=list[Story])
+    runners: dict[str, HashRunner] = field(default_factory=dict[str, HashRunner])
+    gateways: dict[str, Gateway] = field(default_factory=dict[str, Gateway])
+    cores: dict[str, "CheckedScheduler"] = field(default_factory=dict[str, "CheckedScheduler"])
+    false_answers: list[FalseAnswerError] = field(default_factory=list[FalseAnswerError])
 
     def __post_init__(self) -> None:
-        self.network = Network(self.world, self.weather)
+        self.network = Network(self.world, self.layout.weather)
         self.running: dict[str, Node] = {}
         self._supervisor = self.world.generator("supervisor")
-        self.replicas: Replicas | None = None
-        self._tasks: dict[str, Any] = {}
-        self._start("worker", self._run_worker)
-        self._start("scheduler", self._run_scheduler)
-        self._start("gateway", self._run_gateway)
+        addresses: list[str] = []
+        for number, host in enumerate(self.layout.gateways):
+            # Clients look names up in the system's own way, and addresses not.
+            self.network.names[f"10.0.0.{number + 1}"] = host
+            addresses.append(f"10.0.0.{number + 1}:{PORT}")
+        self._addresses = ",".join(addresses)
+        self._clients: dict[str, Client] = {}
+        for host in self.layout.replicas:
+            self._start(host, self._run_worker if host.startswith("worker") else self._run_scheduler)
+        for host in self.layout.gateways:
+            self._start(host, self._run_gateway)
+        for host in self.layout.clients:
+            self._start(host, self._run_client)
 
-    def _start(self, host: str, main: Callable[[Node], Coroutine[Any, Any, Any]]) -> None:
+    def _start(self, host: str, main: _Main) -> None:
         node = self.world.node(host)
         self.running[host] = node
         SimTransport.install(self.network, node)
         task = node.start(lambda: main(node))
-        self._tasks[host] = task
         node.on_end.append(lambda: self._restart(host, main))
 
         def ended(done: asyncio.Task[Any]) -> None:
@@ -121,97 +124,78 @@ class Cluster:
 
         task.add_done_callback(ended)
 
-    def _restart(self, host: str, main: Callable[[Node], Coroutine[Any, Any, Any]]) -> None:
+    def _restart(self, host: str, main: _Main) -> None:
+        self.gateways.pop(host, None)
+        self.cores.pop(host, None)
         self.world.after(self._supervisor.uniform(0.05, 1.5), lambda: self._start(host, main))
 
     async def _run_worker(self, node: Node) -> None:
-        config = self.config
+        config = self.layout.worker
         runner = HashRunner(
             config.num_blocks, config.block_size, config.vocab_size, num_host_blocks=config.num_host_blocks
         )
-        self.runners.append(runner)
+        self.runners[node.name] = runner
         servicer = WorkerServicer(WorkerMetrics())
         servicer.open(Worker(config.info(), runner, SimDeviceLoop(node, runner)))
-        server = await start_server(servicer, WORKER)
+        server = await start_server(servicer, f"{node.host}:{_WORKER_PORT}")
         server.set_serving(True)
         await asyncio.Event().wait()
 
     async def _run_scheduler(self, node: Node) -> None:
-        await serve(self.settings)
+        worker = node.host.replace("scheduler", "worker")
+        listen, workers = f"{node.host}:{_SCHEDULER_PORT}", (f"{worker}:{_WORKER_PORT}",)
+        await serve(replace(self.layout.settings, listen=listen, workers=workers))
 
     async def _run_gateway(self, node: Node) -> None:
-        self.ledger = Ledger(max_chunk_tokens=64, clock=clock.monotonic)
-        self.replicas = Replicas(
-            [SCHEDULER],
-            self.ledger,
-            gateway_id="gateway",
-            architecture="FakeForCausalLM",
-            model=UNKNOWN_MODEL,
-            connect_timeout_s=600,
-            failover_delay_s=1.0,
-            reconnect_grace_s=10.0,
-        )
-        await self.replicas.run()
+        schedulers = [host for host in self.layout.replicas if host.startswith("scheduler")]
+        settings = settings_of(node.host, tuple(f"{host}:{_SCHEDULER_PORT}" for host in schedulers))
+        await run_gateway(settings, lambda gateway: self.gateways.update({node.host: gateway}))
 
-    def ask(self, asked: Request) -> None:
-        """A client of the gateway sends a greedy request."""
-        story = Story(asked)
+    async def _run_client(self, node: Node) -> None:
+        self._clients[node.host] = Client(
+            self.world,
+            self._addresses,
+            block_size=self.layout.worker.block_size,
+            has_faults=self.has_faults,
+            false_answers=self.false_answers,
+        )
+        await asyncio.Event().wait()
+
+    def ask(self, request: Request) -> None:
+        """A client makes a request."""
+        story = Story(request)
         self.stories.append(story)
-        self.world.note("ask", asked.number, len(asked.prompt), asked.max_tokens)
-        self.running["gateway"].start(lambda: self._read(story))
-
-    async def _read(self, story: Story) -> None:
-        asked = story.request
-        request = make_request(
-            f"request {asked.number}",
-            asked.tenant,
-            prompt=asked.prompt,
-            max_tokens=asked.max_tokens,
-            num_sequences=asked.num_sequences,
-            eos_token_ids=(),
-            nonce=asked.number + 1,
-            priority=asked.priority,
-        )
-        assert self.replicas is not None
-        live = story.live = self.ledger.open(request, cast(Tokenizer, _Tokenizer()))
-        self.replicas.place(live)
-        try:
-            async with asyncio.timeout(asked.leaves_after_s):
-                await live.result()
-            story.has_ended = True
-        except TimeoutError:
-            story.has_left = True
-        except QuireError as error:
-            story.error = error
-        finally:
-            self.replicas.release(live)
-            self.ledger.close(live)
-        self.world.note("answer", asked.number, story.said, None if story.error is None else story.error.reason)
+        self.world.note("ask", request.number)
+        node, client = self.running[request.client], self._clients[request.client]
+        node.start(lambda: client.ask(story))
 
     def check(self) -> None:
-        """Raises FalseAnswerError where a stream, over or not, says what it must not, or a device misused a block."""
+        """Raises FalseAnswerError where an answer says what it must not, a device misused a block, or a process has
+        failed."""
         where = f"(seed {self.world.seed}, second {self.world.now:.3f})"
-        for story in self.stories:
-            asked = story.request
-            expected = undisturbed(asked.prompt, asked.max_tokens, self.config.vocab_size)
-            for said in story.said:
-                if said != (expected if story.has_ended else expected[: len(said)]):
-                    raise FalseAnswerError(f"request {asked.number} says {said}, not {expected} {where}")
-        for runner in self.runners:
-            if runner.faults:
-                raise FalseAnswerError(f"a step misused a block {where}") from runner.faults[0]
         for node in self.world.nodes:
             if node.errors:
-                raise FalseAnswerError(f"{node.name}: {node.errors[0]} {where}")
+                raise FalseAnswerError(f"{node.name}: {node.errors[0]} {where}") from node.errors[0].get("exception")
+        for error in self.false_answers:
+            raise FalseAnswerError(f"{error} {where}") from error
+        for runner in self.runners.values():
+            if runner.faults:
+                raise FalseAnswerError(f"a step misused a block {where}") from runner.faults[0]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether `check` raises, as far as that is cheap to know."""
+        return bool(self.false_answers) or any(node.errors for node in self.world.nodes)
 
     @property
     def are_over(self) -> bool:
         return all(story.is_over for story in self.stories)
 
     @property
-    def is_quiet(self) -> bool:
-        """Whether nothing is held for requests any more, by the gateway or by the scheduler that lives."""
-        return not len(self.ledger) and not (self.cores and self.cores[-1].num_live)
+    def held(self) -> list[str]:
+        """What is held for requests."""
+        held = [f"{host} has {count} requests" for host, each in self.gateways.items() if (count := len(each._ledger))]
+        return held + [f"{host} has {count} requests" for host, core in self.cores.items() if (count := core.num_live)]
 
 
 class CheckedScheduler(Scheduler):
@@ -237,41 +221,41 @@ class CheckedScheduler(Scheduler):
 
 
 @contextmanager
-def checked_cores() -> Iterator[list[CheckedScheduler]]:
-    """Inside the block, services make cores that check themselves; yields the list that they come to, in order."""
-    cores: list[CheckedScheduler] = []
+def checked_cores(on_core: Callable[[CheckedScheduler], None]) -> Iterator[None]:
+    """Inside the block, services make cores that check themselves; `on_core` gets each."""
 
     def make(config: SchedulerConfig) -> CheckedScheduler:
-        cores.append(CheckedScheduler(config))
-        return cores[-1]
+        core = CheckedScheduler(config)
+        on_core(core)
+        return core
 
     with patch.object(step_loop, "Scheduler", make):
-        yield cores
+        yield
 
 
-def draw_config(draw: Random) -> FakeWorkerConfig:
-    """A small worker, whose pool is too small for all requests at once as often as not."""
+def draw_layout(draw: Random) -> Layout:
+    """A small cluster, whose pools are too small for all requests at once as often as not."""
     block_size = draw.choice((2, 4, 16))
-    return FakeWorkerConfig(
+    worker = FakeWorkerConfig(
         vocab_size=VOCAB_SIZE,
-        max_model_len=256,
+        max_model_len=MAX_MODEL_LEN,
         block_size=block_size,
         # Three sequences of the longest request fit, so that none is refused.
-        num_blocks=draw.choice((560, 640, 1600)) // block_size,
+        num_blocks=draw.choice((3 * LONGEST + 68, 640, 1600)) // block_size,
         num_host_blocks=draw.choice((0, 32, 128)),
         max_num_rows=draw.choice((4, 16, 64)),
         max_num_batched_tokens=draw.choice((16, 64, 512)),
     )
-
-
-def draw_settings(draw: Random) -> SchedulerSettings:
-    """Settings of the scheduler."""
-    return SchedulerSettings(
-        listen=SCHEDULER,
-        workers=(WORKER,),
+    settings = SchedulerSettings(
         log_level="error",
         policy=draw.choice(("fcfs", "priority", "fair")),
         preemption_mode=draw.choice(("auto", "swap", "recompute")),
         max_steps_in_flight=draw.choice((1, 2, 2, 4)),
         max_prefill_share=draw.choice((0.1, 0.5, 1.0)),
     )
+    weather = Weather(
+        max_delay_s=draw.choice((0.001, 0.001, 0.02)),
+        bytes_per_s=draw.choice((1e9, 1e9, 1e5)),
+        window_bytes=draw.choice((128 * 1024, 128 * 1024, 256)),
+    )
+    return Layout(draw.choice((1, 1, 2)), draw.choice((1, 2, 2)), 2, worker, settings, weather)

@@ -1,7 +1,7 @@
 """A worker's device in a world: steps take virtual time, and tokens depend on all that a step reads.
 
-Keys and values are hashes of all tokens up to their slot. The next token of a row is a function of every slot that it
-reads through its block table, so one block that is wrong, stale or early makes another token.
+Keys and values are hashes of all tokens up to their slot. What a row says is a function of every slot that it reads
+through its block table (`model`), so one block that is wrong, stale or early makes another token.
 """
 
 import functools
@@ -12,15 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from tests.sim.world.traffic import NUM_SPECIAL_TOKENS
+from tests.sim.world.model import Draw, candidates, line_of, mixed, mixed_prefixes, next_token
 from tests.sim.world.world import Node
-from tests.support.fake_pool import FakePool, Prefixes
+from tests.support.fake_pool import FakePool
 from tests.support.fake_runner import FakeRunner
+from tests.support.logprobs import Line, columns_of
 from worker_svc.device.device_loop import DeviceLoop, JobThread, RunningStep, StepRunner
+from worker_svc.step import (
+    Batch,
+    PromptLogprobs,
+    RowCandidates,
+    StepOutput,
+    StepTimings,
+    TokenLogprobs,
+)
 
 _STEP_S, _TOKEN_S = 0.002, 0.000_02
-_MAX_POSITIONS = 1 << 14
-_WEIGHTS = np.arange(_MAX_POSITIONS, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15) | np.uint64(1)
 
 
 class _ReadablePool(FakePool):
@@ -32,7 +39,7 @@ class _ReadablePool(FakePool):
 
 
 class HashRunner(FakeRunner):
-    """Its rows draw the token that the content of their blocks gives. Its pool is empty at first."""
+    """Its rows draw what the content of their blocks gives. Its pool is empty at first."""
 
     # A step is launched when the device loop gets it, and its output is there when its time is over.
     is_asynchronous = True
@@ -41,23 +48,43 @@ class HashRunner(FakeRunner):
         super().__init__(num_blocks, block_size, vocab_size, num_host_blocks=num_host_blocks)
         self._pool = self._readable = _ReadablePool(num_blocks, num_host_blocks, block_size)
 
-    def _token_of(self, row: int, position: int) -> int:
-        return token_after(self._readable.read(self._rows[row].blocks, position), self._vocab_size)
+    def _sample(self, step_id: int, batch: Batch) -> StepOutput:
+        ends = dict(zip(batch.rows.tolist(), (batch.num_computed_tokens + batch.num_new_tokens).tolist(), strict=True))
+        token_ids = np.zeros(len(batch.samples), np.int32)
+        searching: list[RowCandidates] = []
+        lines: dict[int, Line] = {}
+        for place, (row, source) in enumerate(batch.samples.tolist()):
+            end, state = ends[source], self._rows[row]
+            sampling = state.sampling
+            mix = mixed(self._readable.read(self._rows[source].blocks, end))
+            if sampling.num_candidates is not None:
+                best, logprobs = candidates(mix, sampling.num_candidates)
+                searching.append(RowCandidates(row, np.array(best, np.int32), np.array(logprobs, np.float32)))
+                continue
+            draw = Draw(sampling.parameters.temperature, sampling.parameters.top_k, sampling.seed)
+            token_ids[place] = token_id = next_token(mix, draw, end)
+            state.prefixes.append(token_id)
+            if sampling.logprobs is not None:
+                lines[place] = line_of(mix, token_id, sampling.logprobs)
+        reported = TokenLogprobs(np.array(list(lines), np.int32), columns_of(lines.values())) if lines else None
+        timings = StepTimings(0, 0, 0, 0)
+        return StepOutput(step_id, batch.samples[:, 0], token_ids, reported, tuple(searching), (), timings)
 
-
-def token_after(content: np.ndarray, vocab_size: int) -> int:
-    """The token that follows slots with this content."""
-    mixed = int((content.view(np.uint64) * _WEIGHTS[: len(content)]).sum())
-    return NUM_SPECIAL_TOKENS + (mixed >> 20) % (vocab_size - NUM_SPECIAL_TOKENS)
-
-
-def undisturbed(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> list[int]:
-    """What a greedy request for so many tokens says where nothing happens to it."""
-    prefixes = Prefixes(prompt)
-    for _ in range(num_tokens):
-        length = len(prefixes.token_ids)
-        prefixes.append(token_after(prefixes.hashes(0, length), vocab_size))
-    return prefixes.token_ids[len(prompt) :]
+    def _judge_prompts(self, batch: Batch) -> tuple[PromptLogprobs, ...]:
+        reports: list[PromptLogprobs] = []
+        columns = (column.tolist() for column in (batch.rows, batch.num_computed_tokens, batch.num_new_tokens))
+        for row, start, new in zip(*columns, strict=True):
+            state = self._rows[row]
+            count, judged = (
+                state.sampling.prompt_logprobs,
+                range(start + 1, min(start + new + 1, state.num_prompt_tokens)),
+            )
+            if count is not None and judged:
+                mixes = mixed_prefixes(self._readable.read(state.blocks, judged.stop - 1))
+                tokens = state.prefixes.token_ids
+                lines = [line_of(mixes[position - 1], tokens[position], count) for position in judged]
+                reports.append(PromptLogprobs(row, start + 1, columns_of(lines)))
+        return tuple(reports)
 
 
 class _SimThread(JobThread[Any]):

@@ -41,6 +41,8 @@ class Network:
         self.listeners: dict[tuple[str, str], Listener] = {}
         self.dark: set[str] = set()
         """Hosts without power: they answer nothing, not even that nobody listens."""
+        self.names: dict[str, str] = {}
+        """The host of each IP address that one has."""
         self._cut: set[tuple[str, str]] = set()
         self._pipes: list[Pipe] = []
         self.connections: list[Connection] = []
@@ -55,7 +57,7 @@ class Network:
         if address.startswith("unix:"):
             return host, address
         name, _, port = address.rpartition(":")
-        return (host if name in _OWN_NAMES else name), port
+        return (host if name in _OWN_NAMES else self.names.get(name, name)), port
 
     def next_number(self, client: Node, server: Node) -> int:
         """How many connections there have been from one process to the other, with this one."""

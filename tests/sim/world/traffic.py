@@ -1,52 +1,245 @@
-"""Traffic as values: what clients ask for, and when."""
+"""Traffic as values: what clients ask for, when, and how they behave."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from random import Random
 
+from quire.client import BeamSearch, EarlyStopping, GenerationOptions
+
 NUM_SPECIAL_TOKENS = 16
+EOS_TOKEN_ID = 2
 VOCAB_SIZE = 250
+MAX_MODEL_LEN = 256
+_MAX_PROMPT, _MAX_OUTPUT = 104, 60
+LONGEST = _MAX_PROMPT + _MAX_OUTPUT
+"""The most tokens that a sequence of a drawn request has."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What a client asks for at a time, in seconds since the world's beginning.
+class Tenant:
+    """The holder of an API key, and the limits of the key."""
+
+    name: str
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent_requests: int | None = None
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        names = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests")
+        return {name: getattr(self, name) for name in names}
+
+
+TENANTS = (
+    Tenant("ann"),
+    Tenant("bob"),
+    Tenant("metered", tokens_per_minute=1500),
+    Tenant("limited", requests_per_minute=20, max_concurrent_requests=3),
+)
+
+
+class Verb(Enum):
+    """How a client asks for tokens."""
+
+    GENERATE = "generate"
+    STREAM = "stream"
+    DURABLE = "durable stream"
+    CHAT = "chat"
+    CHAT_STREAM = "chat stream"
+    DURABLE_CHAT = "durable chat stream"
+
+    @property
+    def is_chat(self) -> bool:
+        return self in (Verb.CHAT, Verb.CHAT_STREAM, Verb.DURABLE_CHAT)
+
+    @property
+    def is_durable(self) -> bool:
+        return self in (Verb.DURABLE, Verb.DURABLE_CHAT)
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """A request for tokens at a time, in seconds since the world's beginning.
 
     Attributes:
         number: Names it in its world; what follows from it is the same where other requests are left out.
+        client: The host that asks.
+        timeout_s: The deadline of the call.
         leaves_after_s: When its client leaves; None where it waits for the end.
+        cancels_after_s: When another call of the tenant cancels it by its id.
+        pause_s: How long its client takes for each event.
     """
 
     number: int
     at: float
+    client: str
+    tenant: str
     prompt: tuple[int, ...]
-    max_tokens: int
-    num_sequences: int = 1
-    tenant: str = ""
+    options: GenerationOptions = field(default_factory=GenerationOptions)
+    verb: Verb = Verb.STREAM
     priority: int = 0
+    timeout_s: float | None = None
     leaves_after_s: float | None = None
+    cancels_after_s: float | None = None
+    pause_s: float = 0.0
+
+    @property
+    def request_id(self) -> str:
+        return f"request-{self.number}"
+
+    @property
+    def num_returned(self) -> int:
+        return self.options.n or 1
+
+    @property
+    def chooses(self) -> bool:
+        """Whether its sequences are chosen at the end."""
+        return self.options.beam_search is not None or (self.options.best_of or 1) > self.num_returned
 
 
-def draw_requests(draw: Random, over_s: float) -> tuple[Request, ...]:
-    """Requests within so many seconds; many begin alike, and some clients leave."""
-    count = draw.choice((4, 12, 12, 30))
-    stems = [[_draw_token(draw) for _ in range(64)] for _ in range(draw.choice((1, 4)))]
-    return tuple(_draw_request(draw, number, draw.uniform(0, over_s), stems) for number in range(count))
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A prefix that a client pins, and perhaps unpins."""
+
+    number: int
+    at: float
+    client: str
+    tenant: str
+    prompt: tuple[int, ...]
+    time_to_live_ms: int
+    unpins_after_s: float | None = None
 
 
-def _draw_request(draw: Random, number: int, at: float, stems: list[list[int]]) -> Request:
-    prompt = draw.choice(stems)[: draw.choice((0, 7, 33, 64, 64))]
-    prompt = prompt + [_draw_token(draw) for _ in range(draw.choice((0, 1, 2, 40)) or not prompt)]
-    return Request(
+@dataclass(frozen=True, slots=True)
+class Tokenize:
+    """A text whose tokens a client wants to know, and theirs again."""
+
+    number: int
+    at: float
+    client: str
+    tenant: str
+    prompt: tuple[int, ...]
+
+
+Request = Generate | Pin | Tokenize
+
+
+@dataclass(frozen=True, slots=True)
+class Mood:
+    """What the requests of one world are like."""
+
+    count: int
+    over_s: float
+    stems: Sequence[Sequence[int]]
+    clients: Sequence[str]
+    tenants: Sequence[str]
+    max_sequences: int
+
+
+def draw_requests(draw: Random, clients: Sequence[str], pool_tokens: int, over_s: float) -> tuple[Request, ...]:
+    """Requests within so many seconds; many begin alike. None needs more than the pool of a replica holds."""
+    mood = Mood(
+        count=draw.choice((4, 10, 10, 20)),
+        over_s=over_s,
+        stems=[[_token(draw) for _ in range(64)] for _ in range(draw.choice((1, 4)))],
+        clients=clients,
+        tenants=draw.choice((("ann",), ("ann", "bob"), ("ann", "bob", "metered", "limited"))),
+        max_sequences=min(4, pool_tokens // LONGEST),
+    )
+    match draw.choice(("mixed", "mixed", "mixed", "flood", "followers")):
+        case "flood":
+            # One tenant asks for much at once, and others for a little.
+            flood = [_generate(draw, number, mood, at=0.0) for number in range(mood.count)]
+            few = [_generate(draw, mood.count + number, mood) for number in range(3)]
+            return tuple(
+                [replace(each, tenant="bob") for each in flood] + [replace(each, tenant="ann") for each in few]
+            )
+        case "followers":
+            # One long prompt, and others that wait for its blocks.
+            stem = tuple(_token(draw) for _ in range(_MAX_PROMPT - 2))
+            first = _generate(draw, 0, mood, at=0.0)
+            rest = [_generate(draw, number, mood, at=draw.uniform(0, 0.05)) for number in range(1, mood.count)]
+            last = [(_token(draw),) if draw.random() < 0.5 else () for _ in range(mood.count)]
+            return tuple(
+                replace(each, prompt=stem + end, tenant="ann") for each, end in zip([first, *rest], last, strict=True)
+            )
+        case _:
+            return tuple(_request(draw, number, mood) for number in range(mood.count))
+
+
+def _request(draw: Random, number: int, mood: Mood) -> Request:
+    at, client, tenant = draw.uniform(0, mood.over_s), draw.choice(mood.clients), draw.choice(mood.tenants)
+    match draw.choice(("generate",) * 8 + ("pin", "tokenize")):
+        case "pin":
+            lasts_ms, ends_s = draw.choice((200, 5_000, 60_000)), draw.choice((None, draw.uniform(0, 5)))
+            return Pin(number, at, client, tenant, _prompt(draw, mood), lasts_ms, ends_s)
+        case "tokenize":
+            return Tokenize(number, at, client, tenant, _prompt(draw, mood))
+        case _:
+            return _generate(draw, number, mood)
+
+
+def _generate(draw: Random, number: int, mood: Mood, at: float | None = None) -> Generate:
+    sampled = draw.random() < 0.5
+    options = GenerationOptions(
+        temperature=draw.choice((0.5, 1.0)) if sampled else 0.0,
+        top_k=draw.choice((None, 40)),
+        seed=draw.randrange(1 << 64) if sampled else None,
+        max_tokens=draw.randrange(1, _MAX_OUTPUT + 1),
+        ignore_eos=draw.choice((None, True)),
+        stop_token_ids=tuple(_token(draw) for _ in range(draw.choice((0, 0, 0, 8)))),
+        logprobs=draw.choice((None, None, 0, 3)),
+        prompt_logprobs=draw.choice((None, None, None, None, 0, 2)),
+    )
+    verb = draw.choice((Verb.GENERATE, Verb.STREAM, Verb.STREAM, Verb.DURABLE, Verb.DURABLE, Verb.CHAT))
+    if verb is Verb.CHAT:
+        verb = draw.choice((Verb.CHAT, Verb.CHAT_STREAM, Verb.DURABLE_CHAT))
+    options = _with_sequences(draw, options, mood.max_sequences)
+    return Generate(
         number,
-        at,
-        tuple(prompt),
-        max_tokens=draw.randrange(1, 60),
-        num_sequences=draw.choice((1, 1, 2, 3)),
-        tenant=draw.choice(("", "a", "b")),
+        draw.uniform(0, mood.over_s) if at is None else at,
+        draw.choice(mood.clients),
+        draw.choice(mood.tenants),
+        _prompt(draw, mood),
+        options,
+        verb,
         priority=draw.choice((0, 0, 1, -1)),
-        leaves_after_s=draw.choice((None, None, None, draw.uniform(0, 3))),
+        timeout_s=draw.choice((None, None, None, draw.uniform(0.01, 4))),
+        leaves_after_s=draw.choice((None, None, None, None, draw.uniform(0, 3))),
+        cancels_after_s=draw.choice((None,) * 7 + (draw.uniform(0, 2),)),
+        pause_s=draw.choice((0.0, 0.0, 0.0, draw.uniform(0, 0.5))),
     )
 
 
-def _draw_token(draw: Random) -> int:
+def _with_sequences(draw: Random, options: GenerationOptions, most: int) -> GenerationOptions:
+    """One sequence, several, the best of several, or a beam search; stop strings where they may be."""
+    several = draw.randint(1, most)
+    match draw.choice(("one", "one", "one", "several", "best", "beams")):
+        case "several":
+            options = replace(options, n=several)
+        case "best":
+            options = replace(options, n=draw.randint(1, several), best_of=several)
+        case "beams":
+            beams = BeamSearch(
+                several,
+                length_penalty=draw.choice((None, 0.0, 2.0)),
+                early_stopping=draw.choice((None, EarlyStopping.TRUE, EarlyStopping.NEVER)),
+            )
+            return replace(
+                options, n=draw.randint(1, several), beam_search=beams, temperature=0.0, top_k=None, seed=None
+            )
+        case _:
+            pass
+    if options.best_of in (None, options.n) and draw.random() < 0.2:
+        return replace(options, stop=tuple(draw.choice("abcdefgh") for _ in range(4)))
+    return options
+
+
+def _prompt(draw: Random, mood: Mood) -> tuple[int, ...]:
+    stem = list(draw.choice(mood.stems)[: draw.choice((0, 7, 33, 64, 64))])
+    return tuple(stem + [_token(draw) for _ in range(draw.choice((0, 1, 2, 40)) or not stem)])
+
+
+def _token(draw: Random) -> int:
     return draw.randrange(NUM_SPECIAL_TOKENS, VOCAB_SIZE)

@@ -11,6 +11,7 @@ from quire.rpc.transport import TRANSPORT, Options
 from tests.sim.world.client import ChannelCore, SimChannel
 from tests.sim.world.network import Network
 from tests.sim.world.server import SimServer
+from tests.sim.world.spread import SpreadCore
 from tests.sim.world.world import Node
 
 
@@ -32,7 +33,11 @@ class SimTransport:
     def channel(self, address: str, credentials: grpc.ChannelCredentials | None, options: Options) -> grpc.aio.Channel:
         if credentials is not None:
             raise NotImplementedError("TLS is not simulated")
-        return SimChannel(ChannelCore(self._network, self._node, address, dict(options)))
+        values: dict[str, Any] = dict(options)
+        addresses = address.removeprefix("ipv4:").split(",")
+        if len(addresses) > 1:
+            return SimChannel(SpreadCore(self._network, self._node, addresses, values))
+        return SimChannel(ChannelCore(self._network, self._node, addresses[0], values))
 
     def server(self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Options) -> grpc.aio.Server:
         values: dict[str, Any] = dict(options)

@@ -1,0 +1,160 @@
+"""Clients in a world: Quire's own Python client, on hosts of its own, and what becomes of each request."""
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from quire.client import AsyncClient, AsyncStream, ChatMessage, RetryPolicy
+from quire.rpc.errors import NotFound, QuireError
+from tests.sim.world.gateways import character_of, key_of
+from tests.sim.world.oracles import FalseAnswerError, Witness, check_pin, check_refusal, check_tokens
+from tests.sim.world.traffic import TENANTS, Generate, Pin, Request, Tokenize, Verb
+from tests.sim.world.world import World
+
+_TENANTS = {each.name: each for each in TENANTS}
+
+
+@dataclass(slots=True)
+class Story:
+    """A request, and what became of it.
+
+    Attributes:
+        has_ended, has_left: Whether it was answered, or its client left before.
+        error: What it failed with.
+    """
+
+    request: Request
+    witness: Witness | None = None
+    has_ended: bool = False
+    has_left: bool = False
+    error: QuireError | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.has_ended or self.has_left or self.error is not None
+
+
+@dataclass(slots=True)
+class Client:
+    """The process of a client. It calls gateways by any address of theirs.
+
+    Attributes:
+        false_answers: Where it puts what must not be.
+    """
+
+    world: World
+    addresses: str
+    block_size: int
+    has_faults: bool
+    false_answers: list[FalseAnswerError]
+    _clients: dict[str, AsyncClient] = field(default_factory=dict[str, AsyncClient])
+
+    async def ask(self, story: Story) -> None:
+        """Makes the calls of a request, and checks what comes."""
+        request = story.request
+        try:
+            try:
+                await self._answer(request, story)
+                story.has_ended = not story.has_left
+            except QuireError as error:
+                story.error = error
+                check_refusal(request, error, block_size=self.block_size, has_faults=self.has_faults)
+        except FalseAnswerError as error:
+            self.false_answers.append(error)
+        reason = None if story.error is None else story.error.reason
+        num_tokens = None if story.witness is None else story.witness.num_tokens
+        self.world.note("answer", request.number, num_tokens, reason, story.has_left)
+
+    async def _answer(self, request: Request, story: Story) -> None:
+        match request:
+            case Generate():
+                await self._generate(request, story)
+            case Pin():
+                await self._pin(request)
+            case Tokenize():
+                await self._tokenize(request)
+
+    def _client(self, tenant: str) -> AsyncClient:
+        client = self._clients.get(tenant)
+        if client is None:
+            policy = RetryPolicy(resume_for_s=60)
+            client = AsyncClient(self.addresses, api_key=key_of(_TENANTS[tenant]), retry=policy)
+            self._clients[tenant] = client
+        return client
+
+    async def _generate(self, request: Generate, story: Story) -> None:
+        witness = story.witness = Witness.of(request)
+        cancelling = None
+        if request.cancels_after_s is not None:
+            cancelling = asyncio.create_task(self._cancel(request, request.cancels_after_s))
+        try:
+            async with asyncio.timeout(request.leaves_after_s):
+                if request.verb in (Verb.GENERATE, Verb.CHAT):
+                    await self._whole(request, witness)
+                else:
+                    await self._read(request, witness)
+        except TimeoutError:
+            story.has_left = True
+        finally:
+            if cancelling is not None:
+                cancelling.cancel()
+
+    async def _whole(self, request: Generate, witness: Witness) -> None:
+        client = self._client(request.tenant)
+        given = {"request_id": request.request_id, "priority": request.priority, "timeout_s": request.timeout_s}
+        if request.verb is Verb.CHAT:
+            answer = await client.chat(_messages(request), request.options, **given)
+        else:
+            answer = await client.generate(request.prompt, request.options, **given)
+        witness.generation(answer)
+
+    async def _read(self, request: Generate, witness: Witness) -> None:
+        async with self._stream(request) as stream:
+            async for event in stream:
+                witness.event(event)
+                if request.pause_s:
+                    await asyncio.sleep(request.pause_s)
+        if not witness.is_complete:
+            raise FalseAnswerError(f"{request.request_id} ends before its last event")
+
+    def _stream(self, request: Generate) -> AsyncStream:
+        client = self._client(request.tenant)
+        given = {"request_id": request.request_id, "priority": request.priority, "timeout_s": request.timeout_s}
+        given["durable"] = request.verb.is_durable
+        if request.verb.is_chat:
+            return client.chat_stream(_messages(request), request.options, **given)
+        return client.generate_stream(request.prompt, request.options, **given)
+
+    async def _cancel(self, request: Generate, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        try:
+            await self._client(request.tenant).cancel(request.request_id, timeout_s=30)
+        except NotFound:
+            pass
+        except QuireError as error:
+            self.world.note("cancel", request.number, error.reason)
+
+    async def _pin(self, request: Pin) -> None:
+        client = self._client(request.tenant)
+        pin = await client.pin_prefix(request.prompt, time_to_live_ms=request.time_to_live_ms)
+        check_pin(request, pin, self.block_size)
+        if request.unpins_after_s is not None:
+            await asyncio.sleep(request.unpins_after_s)
+            with suppress(NotFound):
+                await client.unpin_prefix(pin.pin_id)
+
+    async def _tokenize(self, request: Tokenize) -> None:
+        client = self._client(request.tenant)
+        text = _text(request.prompt)
+        check_tokens(request, await client.tokenize(text))
+        if (again := await client.detokenize(request.prompt)) != text:
+            raise FalseAnswerError(f"the text of tokens {request.number} is {again!r}, not {text!r}")
+
+
+def _text(token_ids: tuple[int, ...]) -> str:
+    return "".join(map(character_of, token_ids))
+
+
+def _messages(request: Generate) -> list[ChatMessage]:
+    """Their template writes nothing but their contents."""
+    return [ChatMessage("user", _text(request.prompt))]

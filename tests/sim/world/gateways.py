@@ -1,0 +1,149 @@
+"""The gateway in a world: the real application below its HTTP listener, for a model whose tokens are characters."""
+
+import asyncio
+import functools
+import hashlib
+import json
+import string
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from gateway import app
+from gateway.app import Gateway
+from gateway.offload import FairExecutor
+from gateway.request.constraint_checker import ConstraintChecker
+from gateway.request.served_model import ServedModel
+from gateway.settings import GatewaySettings
+from tests.sim.world.traffic import EOS_TOKEN_ID, NUM_SPECIAL_TOKENS, TENANTS, VOCAB_SIZE, Tenant
+
+PORT = 50051
+_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+_ALPHABET = string.ascii_letters + string.digits
+
+
+def character_of(token_id: int) -> str:
+    """The text of a token that is not special."""
+    place = token_id - NUM_SPECIAL_TOKENS
+    return _ALPHABET[place] if place < len(_ALPHABET) else chr(0x4E00 + place)
+
+
+def key_of(tenant: Tenant) -> str:
+    """The API key of a tenant."""
+    return f"quire-key-of-{tenant.name}"
+
+
+@functools.cache
+def _directory() -> Path:
+    """What gateways read at their start; made once for all worlds of this process."""
+    path = Path(tempfile.mkdtemp(prefix="world-"))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "eos_token_id": EOS_TOKEN_ID,
+        "vocab_size": VOCAB_SIZE,
+    }
+    vocabulary = {f"<{number}>": number for number in range(NUM_SPECIAL_TOKENS)}
+    vocabulary |= {character_of(token_id): token_id for token_id in range(NUM_SPECIAL_TOKENS, VOCAB_SIZE)}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<0>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([f"<{number}>" for number in range(NUM_SPECIAL_TOKENS)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    keys = [
+        {"id": f"k-{tenant.name}", "sha256": hashlib.sha256(key_of(tenant).encode()).hexdigest()}
+        | {"tenant": tenant.name, "may_pin": True, "max_priority": 100}
+        | {name: limit for name, limit in tenant.limits.items() if limit is not None}
+        for tenant in TENANTS
+    ]
+    for name, content in {
+        "config.json": config,
+        "generation_config.json": {"do_sample": False},
+        "tokenizer_config.json": {"chat_template": _TEMPLATE},
+        "keys.json": {"keys": keys},
+    }.items():
+        (path / name).write_text(json.dumps(content))
+    return path
+
+
+@functools.cache
+def _served_model() -> ServedModel:
+    return ServedModel.open(_directory(), "fake", FairExecutor(1))
+
+
+def _open_model(path: Path, name: str | None, executor: FairExecutor, **_: Any) -> ServedModel:
+    """The model, read once for all worlds. Its texts are short, so that the executor is not used."""
+    return replace(
+        _served_model(),
+        architecture="FakeForCausalLM",
+        constraints=ConstraintChecker(path),
+        executor=executor,
+    )
+
+
+class _NoHttpServer:
+    """In place of the HTTP server, which needs sockets."""
+
+    def __init__(self, *_: Any) -> None:
+        self.address = "nowhere:0"
+        self._stopping = asyncio.Event()
+
+    async def run_until_stopped(self) -> None:
+        await self._stopping.wait()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    close = hand_over = stop
+
+
+def _at_once(function: Callable[[], Any], name: str) -> Future[Any]:
+    """In place of a thread of its own, before anything is served."""
+    future: Future[Any] = Future()
+    future.set_result(function())
+    return future
+
+
+@contextmanager
+def gateways_without_sockets() -> Iterator[None]:
+    """Inside the block, gateways start without an HTTP listener and without reading files of models."""
+    # Before `open` is another one.
+    _served_model()
+    with (
+        patch.object(app, "HttpServer", _NoHttpServer),
+        patch.object(app, "make_http_app", lambda *_, **__: None),
+        patch.object(app, "in_daemon_thread", _at_once),
+        patch.object(ServedModel, "open", _open_model),
+    ):
+        yield
+
+
+def settings_of(host: str, schedulers: tuple[str, ...], **values: Any) -> GatewaySettings:
+    """The settings of a gateway of a world."""
+    return GatewaySettings(
+        model=str(_directory()),
+        grpc_host=host,
+        grpc_port=PORT,
+        schedulers=schedulers,
+        keys_files=(_directory() / "keys.json",),
+        log_level="error",
+        **values,
+    )
+
+
+async def run_gateway(settings: GatewaySettings, on_start: Callable[[Gateway], None]) -> None:
+    """Runs a gateway until it is killed, or drains it when it is cancelled."""
+    gateway = await Gateway.start(settings)
+    on_start(gateway)
+    try:
+        await gateway.run()
+    finally:
+        await gateway.stop(settings.drain_timeout)

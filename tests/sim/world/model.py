@@ -1,0 +1,69 @@
+"""The model of a world: pure functions of what is in the slots that a row reads.
+
+`mixed` makes one number of the contents; tokens, log probabilities and candidates of beams follow from it, so one slot
+that is wrong, stale or early changes each of them.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.sim.world.traffic import EOS_TOKEN_ID, NUM_SPECIAL_TOKENS, VOCAB_SIZE
+from tests.support.logprobs import Line
+
+_MASK = (1 << 64) - 1
+_MAX_POSITIONS = 1 << 14
+_WEIGHTS = np.arange(_MAX_POSITIONS, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15) | np.uint64(1)
+_STRIDE = 37
+"""Has no factor in common with the size of the vocabulary, so candidates differ."""
+_EOS_OF_256 = 3
+
+
+class Draw(NamedTuple):
+    """How a row chooses: greedily without a temperature."""
+
+    temperature: float
+    top_k: int
+    seed: int
+
+
+def mixed(content: np.ndarray) -> int:
+    """Contents [n] int64 as one number."""
+    return int((content.view(np.uint64) * _WEIGHTS[: len(content)]).sum())
+
+
+def mixed_prefixes(content: np.ndarray) -> list[int]:
+    """Of each prefix of contents [n] but the empty one, what `mixed` gives."""
+    return (content.view(np.uint64) * _WEIGHTS[: len(content)]).cumsum(dtype=np.uint64).tolist()
+
+
+def next_token(mix: int, draw: Draw, position: int) -> int:
+    """The token at this position."""
+    number = _scrambled(mix)
+    if draw.temperature:
+        luck = _scrambled(draw.seed + position * 0x9E37_79B9_7F4A_7C15 + round(draw.temperature * 1000) + draw.top_k)
+        number = _scrambled(number ^ luck)
+    if number >> 56 < _EOS_OF_256:
+        return EOS_TOKEN_ID
+    return NUM_SPECIAL_TOKENS + (number >> 20) % (VOCAB_SIZE - NUM_SPECIAL_TOKENS)
+
+
+def line_of(mix: int, token_id: int, count: int) -> Line:
+    """The log probabilities of a token there, and of `count` that are the most likely."""
+    number = _scrambled(mix ^ token_id)
+    ids, logprobs = candidates(mix, count)
+    return Line(-(1 + number % 4096) / 512, 1 + number % 7, ids, logprobs)
+
+
+def candidates(mix: int, count: int) -> tuple[list[int], list[float]]:
+    """The most likely tokens, best first, and their log probabilities, which float32 holds exactly."""
+    number = _scrambled(mix + 1)
+    first, step = number % VOCAB_SIZE, 1 + (number >> 20) % 512
+    places = range(min(count, VOCAB_SIZE))
+    return [(first + place * _STRIDE) % VOCAB_SIZE for place in places], [-(1 + p) * step / 1024 for p in places]
+
+
+def _scrambled(number: int) -> int:
+    number = ((number & _MASK) ^ ((number & _MASK) >> 30)) * 0xBF58_476D_1CE4_E5B9 & _MASK
+    number = (number ^ (number >> 27)) * 0x94D0_49BB_1331_11EB & _MASK
+    return number ^ (number >> 31)

@@ -1,0 +1,194 @@
+"""What must hold of every answer and of every refusal, whatever breaks."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from quire.client import (
+    Generation,
+    PinnedPrefix,
+    PositionLogprobs,
+    RequestCompleted,
+    SequenceFinished,
+    StreamEvent,
+    TokenChunk,
+    Tokenization,
+    Usage,
+)
+from quire.rpc.errors import (
+    AlreadyExists,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    QuireError,
+    ResourceExhausted,
+    Unavailable,
+)
+from tests.sim.world.gateways import character_of
+from tests.sim.world.reference import Answer, ExpectedSequence, answer_of
+from tests.sim.world.traffic import TENANTS, Generate, Pin, Request, Tokenize
+from tests.support.logprobs import Line
+
+_TOLERANCE = 1e-4
+_LIMITS = {each.name: each for each in TENANTS}
+
+
+class FalseAnswerError(AssertionError):
+    """An answer says something else than undisturbed, or a refusal has no reason in this world."""
+
+
+@dataclass(slots=True)
+class _Said:
+    """What one sequence has said so far."""
+
+    num_tokens: int = 0
+    text: str = ""
+    is_finished: bool = False
+
+
+@dataclass(slots=True)
+class Witness:
+    """Compares what a client sees with the undisturbed answer, event by event."""
+
+    request: Generate
+    expected: Answer
+    num_events: int = 0
+    is_complete: bool = False
+    _said: dict[int, _Said] = field(default_factory=dict[int, _Said])
+
+    @classmethod
+    def of(cls, request: Generate) -> "Witness":
+        return cls(request, answer_of(request))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(said.num_tokens for said in self._said.values())
+
+    def event(self, event: StreamEvent) -> None:
+        """The next event of a stream."""
+        self.num_events += 1
+        self._demand(not self.is_complete, "an event comes after the last one")
+        match event:
+            case TokenChunk():
+                self._chunk(event)
+            case SequenceFinished():
+                said, expected = self._of(event.sequence_index)
+                self._demand(event.num_tokens == said.num_tokens, f"{event} after {said.num_tokens} tokens")
+                self._demand(said.text == expected.text, f"it ends with {said.text!r}, not {expected.text!r}")
+                self._ending(event, expected)
+                said.is_finished = True
+            case RequestCompleted():
+                self._demand(len(self._said) == self.request.num_returned, "a sequence has said nothing")
+                self._demand(all(said.is_finished for said in self._said.values()), "it completes before a sequence")
+                self._completion(event.request_id, event.usage, event.prompt_logprobs)
+
+    def generation(self, answer: Generation) -> None:
+        """A whole answer."""
+        self._demand([each.index for each in answer.sequences] == [*range(self.request.num_returned)], "wrong indices")
+        for each in answer.sequences:
+            said, expected = self._of(each.index)
+            self._demand(each.token_ids == expected.token_ids, f"says {each.token_ids}, not {expected.token_ids}")
+            self._demand(each.text == expected.text, f"says {each.text!r}, not {expected.text!r}")
+            self._lines(each.token_ids, each.logprobs, expected.lines, self.request.options.logprobs)
+            self._ending(each, expected)
+            said.num_tokens = len(each.token_ids)
+        self._completion(answer.request_id, answer.usage, answer.prompt_logprobs)
+
+    def _chunk(self, chunk: TokenChunk) -> None:
+        said, expected = self._of(chunk.sequence_index)
+        start, end = said.num_tokens, said.num_tokens + len(chunk.token_ids)
+        self._demand(chunk.offset == start, f"a chunk starts at {chunk.offset}, not at {start}")
+        self._demand(
+            chunk.token_ids == expected.token_ids[start:end],
+            f"says {chunk.token_ids} at {start}, not {expected.token_ids[start:end]}",
+        )
+        said.num_tokens, said.text = end, said.text + chunk.text
+        self._demand(expected.text.startswith(said.text), f"says {said.text!r}, not {expected.text!r}")
+        self._lines(chunk.token_ids, chunk.logprobs, expected.lines[start:end], self.request.options.logprobs)
+
+    def _ending(self, ending: "SequenceFinished | object", expected: ExpectedSequence) -> None:
+        seen = tuple(getattr(ending, name) for name in ("finish_reason", "stop_string", "stop_token_id"))
+        wanted = (expected.finish_reason, expected.stop_string, expected.stop_token_id)
+        self._demand(seen == wanted, f"ends by {seen}, not {wanted}")
+        count = getattr(ending, "num_tokens", len(expected.token_ids))
+        self._demand(count == len(expected.token_ids), f"has {count} tokens, not {len(expected.token_ids)}")
+        if self.request.options.logprobs is not None or self.request.chooses:
+            summed = getattr(ending, "cumulative_logprob", None)
+            close = summed is not None and abs(summed - expected.cumulative_logprob) < _TOLERANCE
+            self._demand(close, f"its log probability is {summed}, not {expected.cumulative_logprob}")
+
+    def _completion(self, request_id: str, usage: Usage, prompt: Sequence[PositionLogprobs]) -> None:
+        self.is_complete = True
+        self._demand(request_id == self.request.request_id, f"it is {request_id}")
+        self._demand(usage.prompt_tokens == len(self.request.prompt), f"{usage} of {len(self.request.prompt)} tokens")
+        self._demand(usage.cached_tokens < max(usage.prompt_tokens, 1), f"{usage} has all cached")
+        counts = self.expected.num_generated
+        self._demand(counts is None or usage.generated_tokens in counts, f"{usage}, not {counts} tokens")
+        self._lines(self.request.prompt[1:], prompt, self.expected.prompt_lines, self.request.options.prompt_logprobs)
+
+    def _lines(
+        self, token_ids: Sequence[int], seen: Sequence[PositionLogprobs], expected: Sequence[Line], count: int | None
+    ) -> None:
+        if count is None:
+            self._demand(not seen, "it has log probabilities")
+            return
+        self._demand(len(seen) == len(token_ids), f"{len(seen)} log probabilities of {len(token_ids)} tokens")
+        for token_id, each, line in zip(token_ids, seen, expected, strict=True):
+            chosen = (each.chosen.token_id, each.chosen.logprob, each.chosen.rank)
+            self._demand(chosen == (token_id, line.logprob, line.rank), f"{chosen} is not {line} of {token_id}")
+            top = [(position.token_id, position.logprob) for position in each.top]
+            wanted = [*zip(line.top_token_ids, line.top_logprobs, strict=True)]
+            self._demand(top == wanted, f"{top} are not {wanted}")
+
+    def _of(self, index: int) -> tuple[_Said, ExpectedSequence]:
+        self._demand(index < self.request.num_returned, f"there is no sequence {index}")
+        said = self._said.setdefault(index, _Said())
+        self._demand(not said.is_finished, f"sequence {index} goes on after its end")
+        return said, self.expected.sequences[index]
+
+    def _demand(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            raise FalseAnswerError(f"{self.request.request_id}: {otherwise}")
+
+
+def check_tokens(request: Tokenize, answer: Tokenization) -> None:
+    """A text has one token a character."""
+    spelled = tuple(character_of(token_id) for token_id in request.prompt)
+    if answer.token_ids != request.prompt or answer.tokens != spelled:
+        raise FalseAnswerError(f"the tokens of text {request.number} are {answer}")
+
+
+def check_pin(request: Pin, pin: PinnedPrefix, block_size: int) -> None:
+    """A pin holds the whole blocks of its prefix."""
+    blocks = len(request.prompt) // block_size
+    if (pin.pinned_blocks, pin.pinned_tokens) != (blocks, blocks * block_size):
+        raise FalseAnswerError(f"pin {request.number} of {len(request.prompt)} tokens: {pin}")
+
+
+def check_refusal(request: Request, error: QuireError, *, block_size: int, has_faults: bool) -> None:
+    """A call fails only by what its client wants, by the limits of its key, or by what breaks."""
+    is_too_short = isinstance(request, Pin) and len(request.prompt) < block_size
+    if is_too_short and isinstance(error, InvalidArgument):
+        return
+    if not any(_reasons(request, error, has_faults=has_faults)):
+        raise FalseAnswerError(f"{request} fails by {type(error).__name__} {error.reason}: {error}") from error
+
+
+def _reasons(request: Request, error: QuireError, *, has_faults: bool) -> Iterable[bool]:
+    limits = _LIMITS[request.tenant]
+    match error:
+        case DeadlineExceeded():
+            yield isinstance(request, Generate) and request.timeout_s is not None
+        case Cancelled():
+            yield isinstance(request, Generate) and request.cancels_after_s is not None
+        case ResourceExhausted(reason="RATE_LIMIT_EXCEEDED"):
+            yield limits.requests_per_minute is not None or limits.tokens_per_minute is not None
+        case ResourceExhausted(reason="CONCURRENCY_LIMIT"):
+            yield limits.max_concurrent_requests is not None
+        case Unavailable():
+            yield has_faults
+        case NotFound() | AlreadyExists():
+            # Of a durable stream that nobody has any more, or that somebody still has.
+            yield has_faults and isinstance(request, Generate) and request.verb.is_durable
+        case _:
+            pass
