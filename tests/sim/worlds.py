@@ -9,6 +9,7 @@ from quire.clock import CLOCK
 from tests.sim.world.cluster import CheckedScheduler, Cluster, Layout, checked_cores, draw_layout
 from tests.sim.world.faults import Fault, draw_faults
 from tests.sim.world.gateways import gateways_without_sockets
+from tests.sim.world.oracles import Circumstances
 from tests.sim.world.traffic import Request, draw_requests
 from tests.sim.world.world import Node, World
 
@@ -74,7 +75,7 @@ def run_world(plan: Plan) -> Outcome:
             clusters[0].cores[node.host] = core
 
         with gateways_without_sockets(), checked_cores(keep):
-            cluster = Cluster(world, plan.layout, has_faults=bool(plan.faults))
+            cluster = Cluster(world, plan.layout, _circumstances(plan))
             clusters.append(cluster)
             for request in plan.requests:
                 world.at(request.at, lambda request=request: cluster.ask(request))
@@ -92,6 +93,11 @@ def run_world(plan: Plan) -> Outcome:
         errors = tuple(story.error.reason for story in cluster.stories if story.error is not None)
         num_tokens = sum(story.witness.num_tokens for story in cluster.stories if story.witness is not None)
         return Outcome(world.digest, world.num_events, world.now, num_tokens, errors)
+
+
+def _circumstances(plan: Plan) -> Circumstances:
+    trouble_s = sum(fault.seconds for fault in plan.faults)
+    return Circumstances(plan.layout.worker.block_size, bool(plan.faults), trouble_s)
 
 
 def main(first: int, count: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from quire.client import AsyncClient, AsyncStream, ChatMessage, RetryPolicy
 from quire.rpc.errors import NotFound, QuireError
 from tests.sim.world.gateways import character_of, key_of
-from tests.sim.world.oracles import FalseAnswerError, Witness, check_pin, check_refusal, check_tokens
+from tests.sim.world.oracles import Circumstances, FalseAnswerError, Witness, check_pin, check_tokens
 from tests.sim.world.traffic import TENANTS, Generate, Pin, Request, Tokenize, Verb
 from tests.sim.world.world import World
 
@@ -44,8 +44,7 @@ class Client:
 
     world: World
     addresses: str
-    block_size: int
-    has_faults: bool
+    circumstances: Circumstances
     false_answers: list[FalseAnswerError]
     _clients: dict[str, AsyncClient] = field(default_factory=dict[str, AsyncClient])
 
@@ -58,7 +57,7 @@ class Client:
                 story.has_ended = not story.has_left
             except QuireError as error:
                 story.error = error
-                check_refusal(request, error, block_size=self.block_size, has_faults=self.has_faults)
+                self.circumstances.check_refusal(request, error)
         except FalseAnswerError as error:
             self.false_answers.append(error)
         reason = None if story.error is None else story.error.reason
@@ -137,7 +136,7 @@ class Client:
     async def _pin(self, request: Pin) -> None:
         client = self._client(request.tenant)
         pin = await client.pin_prefix(request.prompt, time_to_live_ms=request.time_to_live_ms)
-        check_pin(request, pin, self.block_size)
+        check_pin(request, pin, self.circumstances.block_size)
         if request.unpins_after_s is not None:
             await asyncio.sleep(request.unpins_after_s)
             with suppress(NotFound):

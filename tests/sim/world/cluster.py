@@ -24,7 +24,7 @@ from tests.sim.world.clients import Client, Story
 from tests.sim.world.device import HashRunner, SimDeviceLoop
 from tests.sim.world.gateways import PORT, run_gateway, settings_of
 from tests.sim.world.network import Network, Weather
-from tests.sim.world.oracles import FalseAnswerError
+from tests.sim.world.oracles import Circumstances, FalseAnswerError
 from tests.sim.world.traffic import LONGEST, MAX_MODEL_LEN, VOCAB_SIZE, Request
 from tests.sim.world.transport import SimTransport
 from tests.sim.world.world import Node, World
@@ -86,7 +86,7 @@ class Cluster:
 
     world: World
     layout: Layout
-    has_faults: bool
+    circumstances: Circumstances
     stories: list[Story] = field(default_factory=list[Story])
     runners: dict[str, HashRunner] = field(default_factory=dict[str, HashRunner])
     gateways: dict[str, Gateway] = field(default_factory=dict[str, Gateway])
@@ -152,13 +152,7 @@ class Cluster:
         await run_gateway(settings, lambda gateway: self.gateways.update({node.host: gateway}))
 
     async def _run_client(self, node: Node) -> None:
-        self._clients[node.host] = Client(
-            self.world,
-            self._addresses,
-            block_size=self.layout.worker.block_size,
-            has_faults=self.has_faults,
-            false_answers=self.false_answers,
-        )
+        self._clients[node.host] = Client(self.world, self._addresses, self.circumstances, self.false_answers)
         await asyncio.Event().wait()
 
     def ask(self, request: Request) -> None:

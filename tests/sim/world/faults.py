@@ -10,6 +10,8 @@ from tests.sim.world.world import Node, World
 
 MAX_FAULT_S = 30.0
 """No fault lasts longer."""
+RESTART_S = 3.0
+"""By then a supervisor has started a killed process anew, and others have found it."""
 
 
 class Target(Protocol):
@@ -33,6 +35,11 @@ class Fault(Protocol):
     @property
     def at(self) -> float: ...
 
+    @property
+    def seconds(self) -> float:
+        """How long it lasts, with what follows from it."""
+        ...
+
     def begin(self, target: Target) -> None:
         """Breaks it; what lasts ends by itself within MAX_FAULT_S."""
         ...
@@ -44,6 +51,10 @@ class Kill:
 
     at: float
     host: str
+
+    @property
+    def seconds(self) -> float:
+        return RESTART_S
 
     def begin(self, target: Target) -> None:
         target.running[self.host].kill()
@@ -86,6 +97,10 @@ class Reset:
 
     at: float
     number: int
+
+    @property
+    def seconds(self) -> float:
+        return 0.0
 
     def begin(self, target: Target) -> None:
         if connections := target.network.connections:

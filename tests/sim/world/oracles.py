@@ -15,7 +15,6 @@ from quire.client import (
     Usage,
 )
 from quire.rpc.errors import (
-    AlreadyExists,
     Cancelled,
     DeadlineExceeded,
     InvalidArgument,
@@ -30,6 +29,8 @@ from tests.sim.world.traffic import TENANTS, Generate, Pin, Request, Tokenize
 from tests.support.logprobs import Line
 
 _TOLERANCE = 1e-4
+_PATIENCE_S = 30.0
+"""Less than the time for which clients try to go on with durable streams."""
 _LIMITS = {each.name: each for each in TENANTS}
 
 
@@ -121,7 +122,8 @@ class Witness:
         self.is_complete = True
         self._demand(request_id == self.request.request_id, f"it is {request_id}")
         self._demand(usage.prompt_tokens == len(self.request.prompt), f"{usage} of {len(self.request.prompt)} tokens")
-        self._demand(usage.cached_tokens < max(usage.prompt_tokens, 1), f"{usage} has all cached")
+        # All of it where the request goes on elsewhere after some tokens.
+        self._demand(usage.cached_tokens <= usage.prompt_tokens, f"{usage} has more cached than there is")
         counts = self.expected.num_generated
         self._demand(counts is None or usage.generated_tokens in counts, f"{usage}, not {counts} tokens")
         self._lines(self.request.prompt[1:], prompt, self.expected.prompt_lines, self.request.options.prompt_logprobs)
@@ -165,30 +167,47 @@ def check_pin(request: Pin, pin: PinnedPrefix, block_size: int) -> None:
         raise FalseAnswerError(f"pin {request.number} of {len(request.prompt)} tokens: {pin}")
 
 
-def check_refusal(request: Request, error: QuireError, *, block_size: int, has_faults: bool) -> None:
-    """A call fails only by what its client wants, by the limits of its key, or by what breaks."""
-    is_too_short = isinstance(request, Pin) and len(request.prompt) < block_size
-    if is_too_short and isinstance(error, InvalidArgument):
-        return
-    if not any(_reasons(request, error, has_faults=has_faults)):
-        raise FalseAnswerError(f"{request} fails by {type(error).__name__} {error.reason}: {error}") from error
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What there is in a world that a call can fail by.
 
+    Attributes:
+        trouble_s: How long things are broken, in all.
+    """
 
-def _reasons(request: Request, error: QuireError, *, has_faults: bool) -> Iterable[bool]:
-    limits = _LIMITS[request.tenant]
-    match error:
-        case DeadlineExceeded():
-            yield isinstance(request, Generate) and request.timeout_s is not None
-        case Cancelled():
-            yield isinstance(request, Generate) and request.cancels_after_s is not None
-        case ResourceExhausted(reason="RATE_LIMIT_EXCEEDED"):
-            yield limits.requests_per_minute is not None or limits.tokens_per_minute is not None
-        case ResourceExhausted(reason="CONCURRENCY_LIMIT"):
-            yield limits.max_concurrent_requests is not None
-        case Unavailable():
-            yield has_faults
-        case NotFound() | AlreadyExists():
-            # Of a durable stream that nobody has any more, or that somebody still has.
-            yield has_faults and isinstance(request, Generate) and request.verb.is_durable
-        case _:
-            pass
+    block_size: int
+    has_faults: bool
+    trouble_s: float
+
+    def check_refusal(self, request: Request, error: QuireError) -> None:
+        """A call fails only by what its client wants, by the limits of its key, or by what breaks."""
+        if not any(self._reasons(request, error)):
+            raise FalseAnswerError(f"{request} fails by {type(error).__name__} {error.reason}: {error}") from error
+
+    def _reasons(self, request: Request, error: QuireError) -> Iterable[bool]:
+        limits, generate = _LIMITS[request.tenant], request if isinstance(request, Generate) else None
+        is_limited = generate is not None and generate.timeout_s is not None
+        is_cancelled = generate is not None and generate.cancels_after_s is not None
+        is_durable = generate is not None and generate.verb.is_durable
+        match error:
+            case InvalidArgument():
+                yield isinstance(request, Pin) and len(request.prompt) < self.block_size
+            case DeadlineExceeded():
+                yield is_limited
+            case Cancelled():
+                yield is_cancelled
+            case ResourceExhausted(reason="RATE_LIMIT_EXCEEDED"):
+                yield limits.requests_per_minute is not None or limits.tokens_per_minute is not None
+            case ResourceExhausted(reason="PIN_QUOTA"):
+                yield isinstance(request, Pin)
+            case ResourceExhausted(reason="CONCURRENCY_LIMIT"):
+                yield limits.max_concurrent_requests is not None
+            case Unavailable():
+                # A durable stream outlives what its client's patience does.
+                yield self.has_faults and (not is_durable or is_limited or self.trouble_s > _PATIENCE_S)
+            case NotFound():
+                # A part of what is chosen at the end cannot be continued where nobody has it any more.
+                ends = generate is not None and (generate.chooses or is_cancelled or is_limited)
+                yield self.has_faults and is_durable and (ends or self.trouble_s > _PATIENCE_S)
+            case _:
+                pass

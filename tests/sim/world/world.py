@@ -165,6 +165,7 @@ class World:
         # Services configure the log of their process, which here is that of the tests.
         root = logging.getLogger()
         self._log_handlers, self._log_level = list(root.handlers), root.level
+        root.setLevel(logging.ERROR)
         return self
 
     def __exit__(self, *_: object) -> None:
