@@ -5,13 +5,12 @@ import time
 from dataclasses import dataclass, replace
 from random import Random
 
-from quire.clock import CLOCK
-from tests.sim.world.cluster import CheckedScheduler, Cluster, Layout, checked_cores, draw_layout
+from tests.sim.world.cluster import Cluster, Layout, draw_layout, watched_schedulers
 from tests.sim.world.faults import Fault, draw_faults
 from tests.sim.world.gateways import gateways_without_sockets
 from tests.sim.world.oracles import Circumstances
 from tests.sim.world.traffic import Request, draw_requests
-from tests.sim.world.world import Node, World
+from tests.sim.world.world import StuckError, World
 
 _START_S = 2.0
 """By then all processes serve, so that without faults no call fails."""
@@ -68,13 +67,7 @@ def run_world(plan: Plan) -> Outcome:
     """
     with World(plan.seed) as world:
         clusters: list[Cluster] = []
-
-        def keep(core: CheckedScheduler) -> None:
-            node = CLOCK.get()
-            assert isinstance(node, Node)
-            clusters[0].cores[node.host] = core
-
-        with gateways_without_sockets(), checked_cores(keep):
+        with gateways_without_sockets(), watched_schedulers(clusters):
             cluster = Cluster(world, plan.layout, _circumstances(plan))
             clusters.append(cluster)
             for request in plan.requests:
@@ -87,8 +80,12 @@ def run_world(plan: Plan) -> Outcome:
 
             world.run(are_over, _LIMIT_S)
             cluster.check()
+            cluster.check_rates(world.now - _START_S)
             # What clients have left behind ends soon after.
-            world.run(lambda: cluster.has_failed or not cluster.held, _LIMIT_S)
+            try:
+                world.run(lambda: cluster.has_failed or not cluster.held, _LIMIT_S)
+            except StuckError as error:
+                raise StuckError(f"{', '.join(cluster.held)}: {error}") from error
             cluster.check()
         errors = tuple(story.error.reason for story in cluster.stories if story.error is not None)
         num_tokens = sum(story.witness.num_tokens for story in cluster.stories if story.witness is not None)

@@ -2,6 +2,7 @@
 gateways, and clients. A supervisor starts anew what dies."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 from gateway.app import Gateway
+from quire.clock import CLOCK
 from quire.prefix_hashes import BlockHash
 from scheduler_svc.core import invariants
 from scheduler_svc.core.block_pool import BlockId
@@ -17,15 +19,17 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import ClientId, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import ClientEvents, StepResult
+from scheduler_svc.service import app as scheduler_app
 from scheduler_svc.service import step_loop
 from scheduler_svc.service.app import serve
+from scheduler_svc.service.requests import Requests
 from scheduler_svc.settings import SchedulerSettings
 from tests.sim.world.clients import Client, Story
 from tests.sim.world.device import HashRunner, SimDeviceLoop
 from tests.sim.world.gateways import PORT, run_gateway, settings_of
 from tests.sim.world.network import Network, Weather
 from tests.sim.world.oracles import Circumstances, FalseAnswerError
-from tests.sim.world.traffic import LONGEST, MAX_MODEL_LEN, VOCAB_SIZE, Request
+from tests.sim.world.traffic import LONGEST, MAX_MODEL_LEN, TENANTS, VOCAB_SIZE, Generate, Request
 from tests.sim.world.transport import SimTransport
 from tests.sim.world.world import Node, World
 from tests.support.fake_worker import FakeWorkerConfig
@@ -81,7 +85,7 @@ class Cluster:
     Attributes:
         running: The process of each host that lives, or that died last.
         gateways: The gateway of each host, from when it serves.
-        cores: The scheduler's core of each host, the last one.
+        cores, requests: The scheduler's core and its table of requests of each host, the last ones.
     """
 
     world: World
@@ -91,6 +95,7 @@ class Cluster:
     runners: dict[str, HashRunner] = field(default_factory=dict[str, HashRunner])
     gateways: dict[str, Gateway] = field(default_factory=dict[str, Gateway])
     cores: dict[str, "CheckedScheduler"] = field(default_factory=dict[str, "CheckedScheduler"])
+    requests: dict[str, Requests] = field(default_factory=dict[str, Requests])
     false_answers: list[FalseAnswerError] = field(default_factory=list[FalseAnswerError])
 
     def __post_init__(self) -> None:
@@ -127,6 +132,7 @@ class Cluster:
     def _restart(self, host: str, main: _Main) -> None:
         self.gateways.pop(host, None)
         self.cores.pop(host, None)
+        self.requests.pop(host, None)
         self.world.after(self._supervisor.uniform(0.05, 1.5), lambda: self._start(host, main))
 
     async def _run_worker(self, node: Node) -> None:
@@ -161,7 +167,8 @@ class Cluster:
         self.stories.append(story)
         self.world.note("ask", request.number)
         node, client = self.running[request.client], self._clients[request.client]
-        node.start(lambda: client.ask(story))
+        task = node.start(lambda: client.ask(story))
+        task.add_done_callback(lambda _: self.check_concurrency())
 
     def check(self) -> None:
         """Raises FalseAnswerError where an answer says what it must not, a device misused a block, or a process has
@@ -187,9 +194,62 @@ class Cluster:
 
     @property
     def held(self) -> list[str]:
-        """What is held for requests."""
-        held = [f"{host} has {count} requests" for host, each in self.gateways.items() if (count := len(each._ledger))]
-        return held + [f"{host} has {count} requests" for host, core in self.cores.items() if (count := core.num_live)]
+        """What processes hold, for requests or after them; nothing when all is quiet."""
+        held: list[str] = []
+        for host, gateway in self.gateways.items():
+            held += _counted(host, {"requests": len(gateway._ledger)})
+        for host, requests in self.requests.items():
+            # Gateways say now and then what they have taken in; until then the end of a plain request is kept.
+            owned = (
+                each for each in requests._by_handle.values() if each.durable or not (each.is_over and each.reader)
+            )
+            held += _counted(host, {"requests in its table": sum(1 for _ in owned)})
+        for host, core in self.cores.items():
+            pool, swap = core.batch.blocks.pool, core.swap_space.pool
+            held += _counted(
+                host,
+                {
+                    "live requests": core.num_live,
+                    "steps in flight": len(core.in_flight),
+                    "pins": len(core.pins),
+                    "rows": int(core.batch.rows.active.sum()),
+                    "blocks": pool.num_blocks - len(pool.free_blocks()),
+                    "host blocks": swap.num_blocks - len(swap.free_blocks()),
+                },
+            )
+        return held
+
+    def check_concurrency(self) -> None:
+        """Raises FalseAnswerError where more requests of a key run than it may have at once."""
+        for host, gateway in self.gateways.items():
+            running = Counter(live.request.tenant for live in gateway._ledger if not live.is_over)
+            for tenant in TENANTS:
+                most = tenant.max_concurrent_requests
+                if most is not None and running[tenant.name] > most:
+                    raise FalseAnswerError(f"{host} runs {running[tenant.name]} requests of {tenant}")
+
+    def check_rates(self, seconds: float) -> None:
+        """Raises FalseAnswerError where all gateways together served more than the rates of a key allow."""
+        num_gateways = sum(node.host.startswith("gateway") for node in self.world.nodes)
+        for tenant in TENANTS:
+            served = [
+                story.request
+                for story in self.stories
+                if story.request.tenant == tenant.name and story.has_ended and isinstance(story.request, Generate)
+            ]
+            amounts = {
+                "requests_per_minute": len(served),
+                # What is generated may exceed the rate: a running request is never ended for it.
+                "tokens_per_minute": sum(len(request.prompt) for request in served),
+            }
+            for name, amount in amounts.items():
+                limit = tenant.limits[name]
+                if limit is not None and amount > num_gateways * limit * (1 + seconds / 60):
+                    raise FalseAnswerError(f"{tenant} got {amount} of {name} in {seconds:.1f} s")
+
+
+def _counted(host: str, counts: dict[str, int]) -> list[str]:
+    return [f"{host} has {count} {what}" for what, count in counts.items() if count]
 
 
 class CheckedScheduler(Scheduler):
@@ -215,15 +275,23 @@ class CheckedScheduler(Scheduler):
 
 
 @contextmanager
-def checked_cores(on_core: Callable[[CheckedScheduler], None]) -> Iterator[None]:
-    """Inside the block, services make cores that check themselves; `on_core` gets each."""
+def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
+    """Inside the block, scheduler services have cores that check themselves, and the last cluster knows their parts."""
 
-    def make(config: SchedulerConfig) -> CheckedScheduler:
-        core = CheckedScheduler(config)
-        on_core(core)
+    def host() -> str:
+        node = CLOCK.get()
+        assert isinstance(node, Node)
+        return node.host
+
+    def make_core(config: SchedulerConfig) -> CheckedScheduler:
+        core = clusters[-1].cores[host()] = CheckedScheduler(config)
         return core
 
-    with patch.object(step_loop, "Scheduler", make):
+    def make_requests(*arguments: Any) -> Requests:
+        requests = clusters[-1].requests[host()] = Requests(*arguments)
+        return requests
+
+    with patch.object(step_loop, "Scheduler", make_core), patch.object(scheduler_app, "Requests", make_requests):
         yield
 
 
@@ -246,6 +314,7 @@ def draw_layout(draw: Random) -> Layout:
         preemption_mode=draw.choice(("auto", "swap", "recompute")),
         max_steps_in_flight=draw.choice((1, 2, 2, 4)),
         max_prefill_share=draw.choice((0.1, 0.5, 1.0)),
+        durable_grace=draw.choice((3.0, 60.0)),
     )
     weather = Weather(
         max_delay_s=draw.choice((0.001, 0.001, 0.02)),

@@ -35,7 +35,7 @@ TENANTS = (
     Tenant("ann"),
     Tenant("bob"),
     Tenant("metered", tokens_per_minute=1500),
-    Tenant("limited", requests_per_minute=20, max_concurrent_requests=3),
+    Tenant("limited", requests_per_minute=6, max_concurrent_requests=2),
 )
 
 
