@@ -75,15 +75,12 @@ def run_world(plan: Plan) -> Outcome:
             for fault in plan.faults:
                 world.at(fault.at, lambda fault=fault: fault.begin(cluster))
 
-            def are_over() -> bool:
-                return bool(cluster.false_answers) or (len(cluster.stories) == len(plan.requests) and cluster.are_over)
-
-            world.run(are_over, _LIMIT_S)
+            world.run(lambda: cluster.has_failed or cluster.num_over == len(plan.requests), _LIMIT_S)
             cluster.check()
             cluster.check_rates(world.now - _START_S)
             # What clients have left behind ends soon after.
             try:
-                world.run(lambda: cluster.has_failed or not cluster.held, _LIMIT_S)
+                world.run(lambda: cluster.has_failed or cluster.is_quiet, _LIMIT_S)
             except StuckError as error:
                 raise StuckError(f"{', '.join(cluster.held)}: {error}") from error
             cluster.check()

@@ -101,6 +101,7 @@ class Cluster:
     def __post_init__(self) -> None:
         self.network = Network(self.world, self.layout.weather)
         self.running: dict[str, Node] = {}
+        self._num_over = 0
         self._supervisor = self.world.generator("supervisor")
         addresses: list[str] = []
         for number, host in enumerate(self.layout.gateways):
@@ -168,7 +169,12 @@ class Cluster:
         self.world.note("ask", request.number)
         node, client = self.running[request.client], self._clients[request.client]
         task = node.start(lambda: client.ask(story))
-        task.add_done_callback(lambda _: self.check_concurrency())
+
+        def over(_: object) -> None:
+            self._num_over += 1
+            self.check_concurrency()
+
+        task.add_done_callback(over)
 
     def check(self) -> None:
         """Raises FalseAnswerError where an answer says what it must not, a device misused a block, or a process has
@@ -186,38 +192,40 @@ class Cluster:
     @property
     def has_failed(self) -> bool:
         """Whether `check` raises, as far as that is cheap to know."""
-        return bool(self.false_answers) or any(node.errors for node in self.world.nodes)
+        return bool(self.false_answers) or self.world.has_errors
 
     @property
-    def are_over(self) -> bool:
-        return all(story.is_over for story in self.stories)
+    def num_over(self) -> int:
+        """How many requests are over."""
+        return self._num_over
 
     @property
     def held(self) -> list[str]:
         """What processes hold, for requests or after them; nothing when all is quiet."""
-        held: list[str] = []
+        return list(self._held())
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is held. Asked after each event: it looks no further than to what it finds first."""
+        return next(self._held(), None) is None
+
+    def _held(self) -> Iterator[str]:
         for host, gateway in self.gateways.items():
-            held += _counted(host, {"requests": len(gateway._ledger)})
+            if count := len(gateway._ledger):
+                yield f"{host} has {count} requests"
+        for host, core in self.cores.items():
+            pool, swap = core.batch.blocks.pool, core.swap_space.pool
+            if core.num_live or core.in_flight or len(core.pins):
+                yield f"{host} has {core.num_live} requests, {len(core.in_flight)} steps, {len(core.pins)} pins"
+            elif pool.num_free < pool.num_blocks or swap.num_free < swap.num_blocks or core.batch.rows.active.any():
+                yield f"{host} holds blocks or rows, and has no requests"
         for host, requests in self.requests.items():
             # Gateways say now and then what they have taken in; until then the end of a plain request is kept.
             owned = (
                 each for each in requests._by_handle.values() if each.durable or not (each.is_over and each.reader)
             )
-            held += _counted(host, {"requests in its table": sum(1 for _ in owned)})
-        for host, core in self.cores.items():
-            pool, swap = core.batch.blocks.pool, core.swap_space.pool
-            held += _counted(
-                host,
-                {
-                    "live requests": core.num_live,
-                    "steps in flight": len(core.in_flight),
-                    "pins": len(core.pins),
-                    "rows": int(core.batch.rows.active.sum()),
-                    "blocks": pool.num_blocks - len(pool.free_blocks()),
-                    "host blocks": swap.num_blocks - len(swap.free_blocks()),
-                },
-            )
-        return held
+            if count := sum(1 for _ in owned):
+                yield f"{host} has {count} requests in its table"
 
     def check_concurrency(self) -> None:
         """Raises FalseAnswerError where more requests of a key run than it may have at once."""
@@ -246,10 +254,6 @@ class Cluster:
                 limit = tenant.limits[name]
                 if limit is not None and amount > num_gateways * limit * (1 + seconds / 60):
                     raise FalseAnswerError(f"{tenant} got {amount} of {name} in {seconds:.1f} s")
-
-
-def _counted(host: str, counts: dict[str, int]) -> list[str]:
-    return [f"{host} has {count} {what}" for what, count in counts.items() if count]
 
 
 class CheckedScheduler(Scheduler):

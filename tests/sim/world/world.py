@@ -131,6 +131,7 @@ class Node:
 
     def failed(self, context: dict[str, Any]) -> None:
         self.errors.append(context)
+        self._world.has_errors = True
 
 
 class World:
@@ -148,6 +149,8 @@ class World:
         self.nodes: list[Node] = []
         self._live: list[Node] = []
         self.num_events = 0
+        self.has_errors = False
+        """Whether a process has an error that nobody caught."""
         self.story: list[str] | None = None
         """Lines of what happens, where somebody wants to read them."""
         self._numbers: dict[str, itertools.count[int]] = {}
