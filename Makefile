@@ -56,7 +56,12 @@ test: setup triton-client ## show each promise once; or run the tests that ARGS 
 test-all: setup triton-client ## run the tests that `make test` leaves out
 	$(PYTEST) $(IN_PARALLEL) -m "$(SECOND_TIER)" $(ARGS)
 
-test-long: setup triton-client test-sanitizers ## 1,000 examples of each property, fuzz, upgrades, the soak, sanitizers
+# Worlds of `make test-long`, which take two processors about an hour; each run has seeds of its own.
+WORLDS ?= 14000
+SEED ?= $(shell date +%s)00000
+
+test-long: setup triton-client test-sanitizers ## 1,000 examples of each property, worlds, fuzz, upgrades, the soak, sanitizers
+	$(PYTEST) $(IN_PARALLEL) --timeout 3600 tests/sim/test_worlds.py --seed $(SEED) --worlds $(WORLDS)
 	QUIRE_TEST_PROFILE=long $(PYTEST) $(IN_PARALLEL) -m "" --timeout 3600 tests/unit \
 		tests/service/gateway/test_schemathesis.py
 	QUIRE_FUZZ_SECONDS=60 $(PYTEST) --timeout 600 tests/chaos/test_fuzz.py

@@ -5,10 +5,12 @@ import os
 import signal
 from collections.abc import AsyncIterator, Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from tests.support.tiers import may_select
 
@@ -45,6 +47,18 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+class _InParts(LoadFileScheduling):
+    """File by file, but worlds, of which each test has some: one process would take longer than all others."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid if "test_worlds.py::" in nodeid else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """How processes share the tests."""
+    return _InParts(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

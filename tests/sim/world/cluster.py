@@ -25,7 +25,7 @@ from scheduler_svc.service.app import serve
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.settings import SchedulerSettings
 from tests.sim.world.clients import Client, Story
-from tests.sim.world.device import HashRunner, SimDeviceLoop
+from tests.sim.world.device import HashRunner, SimDeviceLoop, prepare
 from tests.sim.world.gateways import PORT, run_gateway, settings_of
 from tests.sim.world.network import Network, Weather
 from tests.sim.world.oracles import Circumstances, FalseAnswerError
@@ -143,7 +143,8 @@ class Cluster:
         )
         self.runners[node.name] = runner
         servicer = WorkerServicer(WorkerMetrics())
-        servicer.open(Worker(config.info(), runner, SimDeviceLoop(node, runner)))
+        loop = cast(Any, SimDeviceLoop(node, runner))
+        servicer.open(Worker(config.info(), runner, loop, prepare=lambda sent: prepare(node, sent)))
         server = await start_server(servicer, f"{node.host}:{_WORKER_PORT}")
         server.set_serving(True)
         await asyncio.Event().wait()

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from quire import clock
+from quire.common.v1 import common_pb2
 from tests.sim.world.model import Draw, candidates, line_of, mixed, mixed_prefixes, next_token
 from tests.sim.world.world import Node
 from tests.support.fake_pool import FakePool
@@ -61,7 +63,8 @@ class HashRunner(FakeRunner):
                 best, logprobs = candidates(mix, sampling.num_candidates)
                 searching.append(RowCandidates(row, np.array(best, np.int32), np.array(logprobs, np.float32)))
                 continue
-            draw = Draw(sampling.parameters.temperature, sampling.parameters.top_k, sampling.seed)
+            pattern = "" if sampling.constraint is None else sampling.constraint.message.regex
+            draw = Draw(sampling.parameters.temperature, sampling.parameters.top_k, sampling.seed, pattern)
             token_ids[place] = token_id = next_token(mix, draw, end)
             state.prefixes.append(token_id)
             if sampling.logprobs is not None:
@@ -87,42 +90,17 @@ class HashRunner(FakeRunner):
         return tuple(reports)
 
 
-class _SimThread(JobThread[Any]):
-    """A thread of a device loop in a world. To wait for a launched step takes the time of the step."""
-
-    def __init__(self, node: Node, name: str, take: Callable[[Any], Future[None] | None]) -> None:
-        super().__init__(name, take)
-        self._node = node
-        self._waiting: deque[Any] = deque()
-        self._is_busy = False
-
-    def put(self, job: Any) -> None:
-        self._waiting.append(job)
-        if not self._is_busy:
-            self._next()
-
-    def _next(self) -> None:
-        self._is_busy = bool(self._waiting)
-        if self._is_busy:
-            job = self._waiting.popleft()
-            self._node.run_job(lambda: self._do(job), _seconds_of(job))
-
-    def _do(self, job: Any) -> None:
-        earlier = self._take(job)
-        if earlier is None:
-            self._next()
-        else:
-            earlier.add_done_callback(lambda _: self._do(job))
+def prepare(node: Node, row_sampling: bytes) -> "Future[None] | None":
+    """Compiles the constraint of a row in a thread, where it has one."""
+    if not common_pb2.RowSampling.FromString(row_sampling).sampling.HasField("constraint"):
+        return None
+    future: Future[None] = Future()
+    node.run_job(lambda: future.set_result(None))
+    return future
 
 
-def _seconds_of(job: Any) -> float:
-    if not isinstance(job, RunningStep):
-        return 0.0
-    return _STEP_S + _TOKEN_S * int(job.job.admitted.step.batch.num_new_tokens.sum())
-
-
-class SimDeviceLoop(DeviceLoop):
-    """A worker's own device loop, whose threads the world steps."""
+class SimDeviceLoop:
+    """Runs steps one after the other, as `worker_svc.device.device_loop.DeviceLoop` does in its threads."""
 
     def __init__(self, node: Node, runner: StepRunner) -> None:
         super().__init__(leave=lambda _: node.kill(), thread=functools.partial(_SimThread, node))

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import tokenizers
@@ -20,9 +20,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from gateway import app
 from gateway.app import Gateway
 from gateway.offload import FairExecutor
-from gateway.request.constraint_checker import ConstraintChecker
 from gateway.request.served_model import ServedModel
 from gateway.settings import GatewaySettings
+from quire.common.v1.common_pb2 import Constraint
 from tests.sim.world.traffic import EOS_TOKEN_ID, NUM_SPECIAL_TOKENS, TENANTS, VOCAB_SIZE, Tenant
 
 PORT = 50051
@@ -84,9 +84,19 @@ def _open_model(path: Path, name: str | None, executor: FairExecutor, **_: Any) 
     return replace(
         _served_model(),
         architecture="FakeForCausalLM",
-        constraints=ConstraintChecker(path),
+        constraints=cast(Any, _Checker()),
         executor=executor,
     )
+
+
+class _Checker:
+    """In place of the process that compiles constraints before their requests are accepted."""
+
+    async def check(self, constraint: Constraint, tenant: str) -> None:
+        await asyncio.to_thread(lambda: None)
+
+    def close(self) -> None:
+        """There is no process."""
 
 
 class _NoHttpServer:

@@ -20,11 +20,12 @@ _EOS_OF_256 = 3
 
 
 class Draw(NamedTuple):
-    """How a row chooses: greedily without a temperature."""
+    """How a row chooses: greedily without a temperature, and only letters where it has a pattern such as [a-e]+."""
 
     temperature: float
     top_k: int
     seed: int
+    pattern: str = ""
 
 
 def mixed(content: np.ndarray) -> int:
@@ -45,7 +46,10 @@ def next_token(mix: int, draw: Draw, position: int) -> int:
         number = _scrambled(number ^ luck)
     if number >> 56 < _EOS_OF_256:
         return EOS_TOKEN_ID
-    return NUM_SPECIAL_TOKENS + (number >> 20) % (VOCAB_SIZE - NUM_SPECIAL_TOKENS)
+    first, last = (draw.pattern[1], draw.pattern[3]) if draw.pattern else ("", "")
+    count = ord(last) - ord(first) + 1 if draw.pattern else VOCAB_SIZE - NUM_SPECIAL_TOKENS
+    start = NUM_SPECIAL_TOKENS + (ord(first) - ord("a") if draw.pattern else 0)
+    return start + (number >> 20) % count
 
 
 def line_of(mix: int, token_id: int, count: int) -> Line:

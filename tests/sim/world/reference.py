@@ -79,7 +79,8 @@ def _seed(request: Generate, index: int) -> int:
 
 def _sequence(request: Generate, index: int) -> ExpectedSequence:
     options = request.options
-    draw = Draw(options.temperature or 0.0, options.top_k or 0, _seed(request, index))
+    pattern = "" if options.constraint is None else options.constraint.regex or ""
+    draw = Draw(options.temperature or 0.0, options.top_k or 0, _seed(request, index), pattern)
     prefixes, ending, start = Prefixes(request.prompt), _ending(options), len(request.prompt)
     lines: list[Line] = []
     text, reason = "", FinishReason.LENGTH

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from random import Random
 
-from quire.client import BeamSearch, EarlyStopping, GenerationOptions
+from quire.client import BeamSearch, Constraint, EarlyStopping, GenerationOptions
 
 NUM_SPECIAL_TOKENS = 16
 EOS_TOKEN_ID = 2
@@ -231,6 +231,9 @@ def _with_sequences(draw: Random, options: GenerationOptions, most: int) -> Gene
             )
         case _:
             pass
+    if draw.random() < 0.1:
+        pattern = Constraint(regex=draw.choice(("[a-e]+", "[c-p]+", "[x-z]+")))
+        options = replace(options, constraint=pattern, ignore_eos=None, stop_token_ids=())
     if options.best_of in (None, options.n) and draw.random() < 0.2:
         return replace(options, stop=tuple(draw.choice("abcdefgh") for _ in range(4)))
     return options
