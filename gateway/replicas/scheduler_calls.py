@@ -13,7 +13,7 @@ from gateway.replicas.request_messages import request_from_submit
 from quire import clock
 from quire.arrays import encode_int32
 from quire.histograms import Distribution
-from quire.rpc.errors import FieldViolation, NotFound, QuireError, Unavailable
+from quire.rpc.errors import DeadlineExceeded, FieldViolation, NotFound, QuireError, Unavailable
 from quire.scheduler.v1 import scheduler_pb2
 
 _TIMEOUT_S = 5.0
@@ -197,6 +197,7 @@ async def _answers(asking: Mapping[asyncio.Task[Any], str], request_id: str, *, 
         done, pending = await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             break
+        # In the order of the replicas: that of a set differs from process to process.
         for task in [each for each in asking if each in done]:
             answer = task.result()
             if isinstance(answer, QuireError):
@@ -208,6 +209,9 @@ async def _answers(asking: Mapping[asyncio.Task[Any], str], request_id: str, *, 
     if found:
         return found
     for error in errors:
+        if isinstance(error, DeadlineExceeded):
+            # The limit is the gateway's own: its caller may ask again.
+            raise Unavailable(f"a scheduler did not answer within {_TIMEOUT_S:g} s", reason="NO_ANSWER") from error
         if not isinstance(error, NotFound):
             raise error
     raise no_such_request(request_id)

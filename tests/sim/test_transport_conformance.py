@@ -12,6 +12,7 @@ import grpc.aio
 import pytest
 from google.protobuf.wrappers_pb2 import StringValue
 
+from quire.client.connection import open_channel as open_spread_channel
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import FieldViolation, InvalidArgument, ResourceExhausted, from_rpc_error
 from quire.rpc.interceptors import CallEnds
@@ -625,6 +626,38 @@ async def what_handlers_set_reaches_the_caller(setting: Setting) -> Any:
         made = call(channel, "unary_unary")(text(""))
         answer = await outcome(made)
         return [failed, dict(await made.trailing_metadata())["x-end"], answer]
+
+
+@behaves((["a", "b"], ["b"], "UNAVAILABLE"))
+async def calls_spread_over_several_addresses(setting: Setting) -> Any:
+    def named(name: str) -> Any:
+        async def handler(request: Any, context: Any) -> Any:
+            return text(name)
+
+        return handler
+
+    addresses = [await setting.serve("unary_unary", named("a"))]
+    if setting.address.startswith("unix:"):
+        setting.address += "-b"
+    addresses.append(await setting.serve("unary_unary", named("b")))
+    if setting.network is not None:
+        # Names of a list are looked up by the system.
+        setting.network.names["10.0.0.1"] = "server"
+        addresses = [address.replace("server:", "10.0.0.1:") for address in addresses]
+
+    async def answers() -> list[str]:
+        return sorted({await outcome(call(channel, "unary_unary")(text(""))) for _ in range(10)})
+
+    async with open_spread_channel(grpc.aio, addresses, None) as channel:
+        while (both := await answers()) != ["a", "b"]:  # noqa: ASYNC110 (nothing says when both are connected)
+            # The second connection takes a moment longer.
+            await asyncio.sleep(0.01)
+        await setting.in_server(lambda: setting.servers[0].stop(0))
+        await asyncio.sleep(0.2)
+        one = await answers()
+        await setting.stop(0)
+        await asyncio.sleep(0.2)
+        return both, one, (await answers())[0]
 
 
 async def over_grpc(setting: Setting, behaviour: Callable[[Setting], Awaitable[Any]]) -> Any:

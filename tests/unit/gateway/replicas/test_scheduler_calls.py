@@ -8,7 +8,7 @@ import pytest
 
 from gateway.replicas.link import SchedulerLink
 from gateway.replicas.scheduler_calls import SchedulerCalls
-from quire.rpc.errors import NotFound, QuireError, Unavailable
+from quire.rpc.errors import DeadlineExceeded, NotFound, QuireError, Unavailable
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.processes import until_true
 
@@ -37,6 +37,7 @@ def having(num_tokens: int, *, is_over: bool = False) -> Replica:
 
 NOTHING = Replica(NotFound("nothing"))
 SILENT = Replica(Unavailable("not connected"))
+HANGING = Replica(DeadlineExceeded("Deadline Exceeded"))
 
 
 def requests_by_id(*replicas: Replica) -> SchedulerCalls:
@@ -65,7 +66,15 @@ async def test_the_replica_that_goes_on_with_a_request_is_found_before_one_that_
     assert await found(*replicas) == position
 
 
-@pytest.mark.parametrize(("replicas", "error"), [((NOTHING, NOTHING), NotFound), ((NOTHING, SILENT), Unavailable)])
+@pytest.mark.parametrize(
+    ("replicas", "error"),
+    [
+        ((NOTHING, NOTHING), NotFound),
+        ((NOTHING, SILENT), Unavailable),
+        # Not the deadline of the caller, whose durable stream would end by it.
+        ((NOTHING, HANGING), Unavailable),
+    ],
+)
 async def test_what_no_replica_has_is_not_found_unless_one_could_not_be_asked(replicas, error):
     with pytest.raises(error):
         await found(*replicas)
