@@ -4,6 +4,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any, cast
 
 from tests.sim.world.cluster import Cluster, Layout, draw_layout, watched_schedulers
 from tests.sim.world.faults import Fault, draw_faults
@@ -54,7 +55,7 @@ def draw_plan(seed: int) -> Plan:
         seed,
         layout,
         tuple(replace(each, at=_START_S + each.at) for each in requests),
-        tuple(replace(each, at=_START_S + each.at) for each in faults),
+        tuple(replace(cast(Any, each), at=_START_S + each.at) for each in faults),
     )
 
 
