@@ -15,10 +15,10 @@ from quire.clock import CLOCK
 from quire.prefix_hashes import BlockHash
 from scheduler_svc.core import invariants
 from scheduler_svc.core.block_pool import BlockId
-from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.request import ClientId, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import ClientEvents, StepResult
+from scheduler_svc.core.step import ClientEvents, StepPlan, StepResult
 from scheduler_svc.service import app as scheduler_app
 from scheduler_svc.service import step_loop
 from scheduler_svc.service.app import serve
@@ -26,6 +26,7 @@ from scheduler_svc.service.requests import Requests
 from scheduler_svc.settings import SchedulerSettings
 from tests.sim.world.clients import Client, Story
 from tests.sim.world.device import HashRunner, SimDeviceLoop, prepare
+from tests.sim.world.fairness import Shares
 from tests.sim.world.gateways import PORT, run_gateway, settings_of
 from tests.sim.world.network import Network, Weather
 from tests.sim.world.oracles import Circumstances, FalseAnswerError
@@ -258,7 +259,29 @@ class Cluster:
 
 
 class CheckedScheduler(Scheduler):
-    """The core, whose invariants hold after every operation that changes it from outside."""
+    """The core, whose invariants hold after every operation that changes it from outside, and which is as fair as its
+    policy promises."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self._fairness = Shares(config.max_num_seqs, LONGEST) if config.policy is PolicyKind.FAIR else None
+
+    def schedule(self, now: float) -> StepPlan | None:
+        self._observe_fairness()
+        plan = super().schedule(now)
+        if plan is not None and self._fairness is not None:
+            tenants, served = self.batch.rows.tenant, Counter[str]()
+            for row, num_new in zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True):
+                served[tenants[row]] += num_new
+            served.update(tenants[plan.samples[:, 0]].tolist())
+            self._fairness.serve(served)
+            self._observe_fairness()
+        return plan
+
+    def _observe_fairness(self) -> None:
+        if self._fairness is not None:
+            waiting = self.waiting.tenants_with_next() | self.swapped.tenants_with_next()
+            self._fairness.observe(frozenset(waiting), self.num_preemptions)
 
     def abort(self, key: RequestKey) -> bool:
         done = super().abort(key)

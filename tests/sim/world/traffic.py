@@ -150,8 +150,9 @@ def draw_requests(draw: Random, clients: Sequence[str], pool_tokens: int, over_s
     match draw.choice(("mixed", "mixed", "mixed", "flood", "followers")):
         case "flood":
             # One tenant asks for much at once, and others for a little.
-            flood = [_generate(draw, number, mood, at=0.0) for number in range(mood.count)]
-            few = [_generate(draw, mood.count + number, mood) for number in range(3)]
+            count = mood.count + 10
+            flood = [_generate(draw, number, mood, at=0.0) for number in range(count)]
+            few = [_generate(draw, count + number, mood) for number in range(3)]
             return tuple(
                 [replace(each, tenant="bob") for each in flood] + [replace(each, tenant="ann") for each in few]
             )
