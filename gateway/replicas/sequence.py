@@ -66,6 +66,8 @@ class SequenceStream:
         # Output that became certain after the last token.
         self._last = NOTHING
         self._cumulative_logprob: float | None = None
+        # So many tokens are in the sum already when they come.
+        self._num_summed = 0
 
     def accept(self, offset: int, token_ids: Sequence[int], logprobs: LogprobColumns | None = None) -> int:
         """Takes the new ones among these tokens; returns their number.
@@ -88,7 +90,7 @@ class SequenceStream:
         for position in range(seen, len(token_ids)):
             if self.finished is not None:
                 break
-            if chosen is not None:
+            if chosen is not None and offset + position >= self._num_summed:
                 self._cumulative_logprob = (self._cumulative_logprob or 0.0) + chosen[position]
             self._accept_token(token_ids[position])
         count = len(self.token_ids) - before
@@ -137,7 +139,7 @@ class SequenceStream:
         self._known_tokens = num_tokens
         self._known_characters = num_characters
         if cumulative_logprob is not None:
-            self._cumulative_logprob = cumulative_logprob
+            self._cumulative_logprob, self._num_summed = cumulative_logprob, num_tokens
 
     def drop_skipped(self) -> None:
         """Drops the output and the log probabilities of skipped tokens that came."""

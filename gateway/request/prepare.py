@@ -11,7 +11,7 @@ import numpy as np
 
 from gateway.replicas.generation_request import GenerationRequest, Parameters
 from gateway.replicas.live import LiveRequest
-from gateway.request.answer_memory import check_answer_size
+from gateway.request.answer_memory import check_answer_size, num_prompt_logprobs
 from gateway.request.chats import prepare_chat
 from gateway.request.limits import DRAWING, NUMBERS, Limits
 from gateway.request.served_model import ServedModel
@@ -353,14 +353,19 @@ async def continue_from(live: LiveRequest, held: Sequence[HeldSequence]) -> None
 
     A scheduler goes on from the tokens of its caller as it goes on from those of a gateway after its own loss: prompt,
     parameters, seed and tokens are the whole state of a request. The rest is the same, if the logits are.
+    Log probabilities of the prompt come with its first token, so a request for them begins from there: the caller does
+    not get the tokens again that it holds.
 
     Raises:
         InvalidArgument: a sequence had ended before its last token.
     """
     turns = Turns()
+    begins_anew = bool(num_prompt_logprobs(live.request))
     for position, (stream, sequence) in enumerate(zip(live.sequences, held, strict=True)):
         token_ids = sequence.token_ids
         stream.skip(len(token_ids), sequence.num_characters, cumulative_logprob=sequence.cumulative_logprob)
+        if begins_anew:
+            continue
         for begin in range(0, len(token_ids), TOKENS_PER_TURN):
             stream.accept(begin, token_ids[begin : begin + TOKENS_PER_TURN])
             await turns.pause()

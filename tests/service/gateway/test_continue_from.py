@@ -108,6 +108,19 @@ async def test_log_probabilities_are_those_of_the_tokens_that_follow_and_their_s
     assert finished.finished.cumulative_logprob == -9.0
 
 
+async def test_log_probabilities_of_the_prompt_come_though_its_tokens_are_held(gateway, scheduler):
+    """They come before the first token. The tokens are drawn again; their sum is not counted twice."""
+    scheduler.rule = scripted(SPEECH)
+    request = request_of(max_tokens=9)
+    request.output.logprobs, request.output.prompt_logprobs = 1, 0
+    request.continue_from.extend(held(SPEECH[:9], cumulative_logprob=-9.0))
+    *chunks, finished, completed = await collect_rest(gateway, request)
+    assert not any(response.chunk.token_ids or response.chunk.logprobs for response in chunks)
+    assert finished.finished.cumulative_logprob == -9.0
+    assert len(completed.completed.prompt_logprobs) == completed.completed.usage.prompt_tokens - 1
+    assert not scheduler.submits[0].emitted
+
+
 async def test_a_durable_stream_that_is_refused_for_what_is_held_leaves_its_id_free(scheduler):
     scheduler.rule = scripted(SPEECH)
     scheduler.durable_grace_ms = 60_000

@@ -5,21 +5,18 @@ through its block table (`model`), so one block that is wrong, stale or early ma
 """
 
 import functools
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 
-from quire import clock
 from quire.common.v1 import common_pb2
 from tests.sim.world.model import Draw, candidates, line_of, mixed, mixed_prefixes, next_token
 from tests.sim.world.world import Node
 from tests.support.fake_pool import FakePool
 from tests.support.fake_runner import FakeRunner
 from tests.support.logprobs import Line, columns_of
-from worker_svc.device.device_loop import DeviceLoop, JobThread, RunningStep, StepRunner
+from worker_svc.device.device_loop import StepRunner
 from worker_svc.step import (
     Batch,
     PromptLogprobs,

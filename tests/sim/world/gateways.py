@@ -7,11 +7,10 @@ import json
 import string
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import tokenizers
@@ -20,9 +19,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from gateway import app
 from gateway.app import Gateway
 from gateway.offload import FairExecutor
+from gateway.request.constraint_checker import ConstraintChecker
 from gateway.request.served_model import ServedModel
 from gateway.settings import GatewaySettings
-from quire.common.v1.common_pb2 import Constraint
 from tests.sim.world.traffic import EOS_TOKEN_ID, NUM_SPECIAL_TOKENS, TENANTS, VOCAB_SIZE, Tenant
 
 PORT = 50051
@@ -84,15 +83,15 @@ def _open_model(path: Path, name: str | None, executor: FairExecutor, **_: Any) 
     return replace(
         _served_model(),
         architecture="FakeForCausalLM",
-        constraints=cast(Any, _Checker()),
+        constraints=ConstraintChecker(_Trial()),
         executor=executor,
     )
 
 
-class _Checker:
+class _Trial:
     """In place of the process that compiles constraints before their requests are accepted."""
 
-    async def check(self, constraint: Constraint, tenant: str) -> None:
+    async def verdict(self, content: bytes) -> None:
         await asyncio.to_thread(lambda: None)
 
     def close(self) -> None:
@@ -115,13 +114,6 @@ class _NoHttpServer:
     close = hand_over = stop
 
 
-def _at_once(function: Callable[[], Any], name: str) -> Future[Any]:
-    """In place of a thread of its own, before anything is served."""
-    future: Future[Any] = Future()
-    future.set_result(function())
-    return future
-
-
 @contextmanager
 def gateways_without_sockets() -> Iterator[None]:
     """Inside the block, gateways start without an HTTP listener and without reading files of models."""
@@ -130,7 +122,6 @@ def gateways_without_sockets() -> Iterator[None]:
     with (
         patch.object(app, "HttpServer", _NoHttpServer),
         patch.object(app, "make_http_app", lambda *_, **__: None),
-        patch.object(app, "in_daemon_thread", _at_once),
         patch.object(ServedModel, "open", _open_model),
     ):
         yield
