@@ -10,13 +10,17 @@ from tests.sim.world.cluster import Cluster, Layout, draw_layout, watched_schedu
 from tests.sim.world.faults import Fault, draw_faults
 from tests.sim.world.gateways import gateways_without_sockets
 from tests.sim.world.oracles import Circumstances
-from tests.sim.world.traffic import Request, draw_requests
+from tests.sim.world.traffic import MAX_OUTPUT, TENANT, Generate, Request, draw_requests
 from tests.sim.world.world import StuckError, World
 
 _START_S = 2.0
 """By then all processes serve, so that without faults no call fails."""
-_LIMIT_S = 300.0
-"""Faults begin within ten seconds and last half a minute at most; after that everything has to end."""
+_PATIENCE_S = 90.0
+"""After all trouble, the longest ping and the longest wait of a client for its next call: then all has to be over."""
+_QUOTA_S = 300.0
+"""What a client of a limited key waits, with all its attempts."""
+_KEPT_S = 130.0
+"""Durable requests are kept for a minute without a reader, and once more after their end; pins are no longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +80,12 @@ def run_world(plan: Plan) -> Outcome:
             for fault in plan.faults:
                 world.at(fault.at, lambda fault=fault: fault.begin(cluster))
 
-            world.run(lambda: cluster.has_failed or cluster.num_over == len(plan.requests), _LIMIT_S)
+            world.run(lambda: cluster.has_failed or cluster.num_over == len(plan.requests), _limit_s(plan))
             cluster.check()
             cluster.check_rates(world.now - _START_S)
             # What clients have left behind ends soon after.
             try:
-                world.run(lambda: cluster.has_failed or cluster.is_quiet, _LIMIT_S)
+                world.run(lambda: cluster.has_failed or cluster.is_quiet, _KEPT_S + _PATIENCE_S)
             except StuckError as error:
                 raise StuckError(f"{', '.join(cluster.held)}: {error}") from error
             cluster.check()
@@ -93,6 +97,15 @@ def run_world(plan: Plan) -> Outcome:
 def _circumstances(plan: Plan) -> Circumstances:
     trouble_s = sum(fault.seconds for fault in plan.faults)
     return Circumstances(plan.layout.worker.block_size, bool(plan.faults), trouble_s)
+
+
+def _limit_s(plan: Plan) -> float:
+    """When everything has to have ended. A replica computes all that is asked in a few seconds."""
+    last_s = max((each.at for each in (*plan.requests, *plan.faults)), default=0.0)
+    generates = [each for each in plan.requests if isinstance(each, Generate)]
+    reading_s = max((each.pause_s * (MAX_OUTPUT + 2) * each.num_returned for each in generates), default=0.0)
+    is_limited = any(set(TENANT[each.tenant].limits.values()) != {None} for each in plan.requests)
+    return last_s + _circumstances(plan).trouble_s + reading_s + _PATIENCE_S + is_limited * _QUOTA_S
 
 
 def main(first: int, count: int) -> None:

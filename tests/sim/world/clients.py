@@ -8,10 +8,8 @@ from quire.client import AsyncClient, AsyncStream, ChatMessage, RetryPolicy
 from quire.rpc.errors import NotFound, QuireError
 from tests.sim.world.gateways import character_of, key_of
 from tests.sim.world.oracles import Circumstances, FalseAnswerError, Witness, check_pin, check_tokens
-from tests.sim.world.traffic import TENANTS, Generate, Pin, Request, Tokenize, Verb
+from tests.sim.world.traffic import TENANT, Generate, Pin, Request, Tokenize, Verb
 from tests.sim.world.world import World
-
-_TENANTS = {each.name: each for each in TENANTS}
 
 
 @dataclass(slots=True)
@@ -77,7 +75,7 @@ class Client:
         client = self._clients.get(tenant)
         if client is None:
             policy = RetryPolicy(resume_for_s=60)
-            client = AsyncClient(self.addresses, api_key=key_of(_TENANTS[tenant]), retry=policy)
+            client = AsyncClient(self.addresses, api_key=key_of(TENANT[tenant]), retry=policy)
             self._clients[tenant] = client
         return client
 

@@ -25,13 +25,12 @@ from quire.rpc.errors import (
 )
 from tests.sim.world.gateways import character_of
 from tests.sim.world.reference import Answer, ExpectedSequence, answer_of
-from tests.sim.world.traffic import TENANTS, Generate, Pin, Request, Tokenize
+from tests.sim.world.traffic import TENANT, Generate, Pin, Request, Tokenize
 from tests.support.logprobs import Line
 
 _TOLERANCE = 1e-4
 _PATIENCE_S = 30.0
 """Less than the time for which clients try to go on with durable streams."""
-_LIMITS = {each.name: each for each in TENANTS}
 
 
 class FalseAnswerError(AssertionError):
@@ -185,7 +184,7 @@ class Circumstances:
             raise FalseAnswerError(f"{request} fails by {type(error).__name__} {error.reason}: {error}") from error
 
     def _reasons(self, request: Request, error: QuireError) -> Iterable[bool]:
-        limits, generate = _LIMITS[request.tenant], request if isinstance(request, Generate) else None
+        limits, generate = TENANT[request.tenant], request if isinstance(request, Generate) else None
         is_limited = generate is not None and generate.timeout_s is not None
         is_cancelled = generate is not None and generate.cancels_after_s is not None
         is_durable = generate is not None and generate.verb.is_durable

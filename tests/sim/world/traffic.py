@@ -11,8 +11,8 @@ NUM_SPECIAL_TOKENS = 16
 EOS_TOKEN_ID = 2
 VOCAB_SIZE = 250
 MAX_MODEL_LEN = 256
-_MAX_PROMPT, _MAX_OUTPUT = 104, 60
-LONGEST = _MAX_PROMPT + _MAX_OUTPUT
+_MAX_PROMPT, MAX_OUTPUT = 104, 60
+LONGEST = _MAX_PROMPT + MAX_OUTPUT
 """The most tokens that a sequence of a drawn request has."""
 
 
@@ -37,6 +37,7 @@ TENANTS = (
     Tenant("metered", tokens_per_minute=1500),
     Tenant("limited", requests_per_minute=6, max_concurrent_requests=2),
 )
+TENANT = {each.name: each for each in TENANTS}
 
 
 class Verb(Enum):
@@ -187,7 +188,7 @@ def _generate(draw: Random, number: int, mood: Mood, at: float | None = None) ->
         temperature=draw.choice((0.5, 1.0)) if sampled else 0.0,
         top_k=draw.choice((None, 40)),
         seed=draw.randrange(1 << 64) if sampled else None,
-        max_tokens=draw.randrange(1, _MAX_OUTPUT + 1),
+        max_tokens=draw.randrange(1, MAX_OUTPUT + 1),
         ignore_eos=draw.choice((None, True)),
         stop_token_ids=tuple(_token(draw) for _ in range(draw.choice((0, 0, 0, 8)))),
         logprobs=draw.choice((None, None, 0, 3)),
