@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 from gateway.app import Gateway
@@ -144,7 +144,7 @@ class Cluster:
         )
         self.runners[node.name] = runner
         servicer = WorkerServicer(WorkerMetrics())
-        loop = cast(Any, SimDeviceLoop(node, runner))
+        loop = SimDeviceLoop(node, runner)
         servicer.open(Worker(config.info(), runner, loop, prepare=lambda sent: prepare(node, sent)))
         server = await start_server(servicer, f"{node.host}:{_WORKER_PORT}")
         server.set_serving(True)

@@ -96,8 +96,42 @@ def prepare(node: Node, row_sampling: bytes) -> "Future[None] | None":
     return future
 
 
-class SimDeviceLoop:
-    """Runs steps one after the other, as `worker_svc.device.device_loop.DeviceLoop` does in its threads."""
+class _SimThread(JobThread[Any]):
+    """A thread of a device loop in a world. To wait for a launched step takes the time of the step."""
+
+    def __init__(self, node: Node, name: str, take: Callable[[Any], Future[None] | None]) -> None:
+        super().__init__(name, take)
+        self._node = node
+        self._waiting: deque[Any] = deque()
+        self._is_busy = False
+
+    def put(self, job: Any) -> None:
+        self._waiting.append(job)
+        if not self._is_busy:
+            self._next()
+
+    def _next(self) -> None:
+        self._is_busy = bool(self._waiting)
+        if self._is_busy:
+            job = self._waiting.popleft()
+            self._node.run_job(lambda: self._do(job), _seconds_of(job))
+
+    def _do(self, job: Any) -> None:
+        earlier = self._take(job)
+        if earlier is None:
+            self._next()
+        else:
+            earlier.add_done_callback(lambda _: self._do(job))
+
+
+def _seconds_of(job: Any) -> float:
+    if not isinstance(job, RunningStep):
+        return 0.0
+    return _STEP_S + _TOKEN_S * int(job.job.admitted.step.batch.num_new_tokens.sum())
+
+
+class SimDeviceLoop(DeviceLoop):
+    """A worker's own device loop, whose threads the world steps."""
 
     def __init__(self, node: Node, runner: StepRunner) -> None:
         super().__init__(leave=lambda _: node.kill(), thread=functools.partial(_SimThread, node))
