@@ -5,8 +5,10 @@ through its block table (`model`), so one block that is wrong, stale or early ma
 """
 
 import functools
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
@@ -16,15 +18,8 @@ from tests.sim.world.world import Node
 from tests.support.fake_pool import FakePool
 from tests.support.fake_runner import FakeRunner
 from tests.support.logprobs import Line, columns_of
-from worker_svc.device.device_loop import StepRunner
-from worker_svc.step import (
-    Batch,
-    PromptLogprobs,
-    RowCandidates,
-    StepOutput,
-    StepTimings,
-    TokenLogprobs,
-)
+from worker_svc.device.device_loop import DeviceLoop, JobThread, RunningStep, StepRunner
+from worker_svc.step import Batch, PromptLogprobs, RowCandidates, StepOutput, StepTimings, TokenLogprobs
 
 _STEP_S, _TOKEN_S = 0.002, 0.000_02
 
