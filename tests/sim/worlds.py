@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, cast
 
-from tests.sim.world.cluster import Cluster, Layout, draw_layout, watched_schedulers
+from tests.sim.world.cluster import MANY, Cluster, Layout, draw_layout, watched_schedulers
 from tests.sim.world.faults import Fault, draw_faults
 from tests.sim.world.gateways import gateways_without_sockets
 from tests.sim.world.oracles import Circumstances
@@ -96,7 +96,14 @@ def run_world(plan: Plan) -> Outcome:
 
 def _circumstances(plan: Plan) -> Circumstances:
     trouble_s = sum(fault.seconds for fault in plan.faults)
-    return Circumstances(plan.layout.worker.block_size, bool(plan.faults), trouble_s)
+    settings = plan.layout.settings
+    return Circumstances(
+        plan.layout.worker.block_size,
+        bool(plan.faults),
+        settings.max_waiting_requests < MANY,
+        settings.max_durable_requests < MANY,
+        trouble_s,
+    )
 
 
 def _limit_s(plan: Plan) -> float:

@@ -5,7 +5,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -38,7 +38,19 @@ from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.stream import Worker, WorkerServicer, start_server
 
 _WORKER_PORT, _SCHEDULER_PORT = 7001, 7002
+MANY = 1024
+"""A limit of requests that no world reaches."""
 _Main = Callable[[Node], Coroutine[Any, Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """Flags of all gateways."""
+
+    routing: str
+    failover_delay: float
+    reconnect_grace: float
+    max_chunk_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +67,7 @@ class Layout:
     num_clients: int
     worker: FakeWorkerConfig
     settings: SchedulerSettings
+    gateway: GatewayOptions
     weather: Weather
 
     @property
@@ -157,7 +170,8 @@ class Cluster:
 
     async def _run_gateway(self, node: Node) -> None:
         schedulers = [host for host in self.layout.replicas if host.startswith("scheduler")]
-        settings = settings_of(node.host, tuple(f"{host}:{_SCHEDULER_PORT}" for host in schedulers))
+        addresses = tuple(f"{host}:{_SCHEDULER_PORT}" for host in schedulers)
+        settings = settings_of(node.host, addresses, **asdict(self.layout.gateway))
         await run_gateway(settings, lambda gateway: self.gateways.update({node.host: gateway}))
 
     async def _run_client(self, node: Node) -> None:
@@ -343,10 +357,18 @@ def draw_layout(draw: Random) -> Layout:
         max_steps_in_flight=draw.choice((1, 2, 2, 4)),
         max_prefill_share=draw.choice((0.1, 0.5, 1.0)),
         durable_grace=draw.choice((3.0, 60.0)),
+        max_waiting_requests=draw.choice((MANY, MANY, 3)),
+        max_durable_requests=draw.choice((MANY, MANY, 2)),
     )
     weather = Weather(
         max_delay_s=draw.choice((0.001, 0.001, 0.02)),
         bytes_per_s=draw.choice((1e9, 1e9, 1e5)),
         window_bytes=draw.choice((128 * 1024, 128 * 1024, 256)),
     )
-    return Layout(draw.choice((1, 1, 2)), draw.choice((1, 2, 2)), 2, worker, settings, weather)
+    gateway = GatewayOptions(
+        routing=draw.choice(("cache", "affinity", "round-robin")),
+        failover_delay=draw.choice((0.5, 5.0)),
+        reconnect_grace=draw.choice((1.0, 10.0)),
+        max_chunk_tokens=draw.choice((1, 256)),
+    )
+    return Layout(draw.choice((1, 1, 2)), draw.choice((1, 2, 2)), 2, worker, settings, gateway, weather)

@@ -171,11 +171,14 @@ class Circumstances:
     """What there is in a world that a call can fail by.
 
     Attributes:
+        has_short_queue, has_few_durable: Whether a scheduler refuses requests that wait, or durable ones.
         trouble_s: How long things are broken, in all.
     """
 
     block_size: int
     has_faults: bool
+    has_short_queue: bool
+    has_few_durable: bool
     trouble_s: float
 
     def check_refusal(self, request: Request, error: QuireError) -> None:
@@ -197,6 +200,10 @@ class Circumstances:
                 yield is_cancelled
             case ResourceExhausted(reason="RATE_LIMIT_EXCEEDED"):
                 yield limits.requests_per_minute is not None or limits.tokens_per_minute is not None
+            case ResourceExhausted(reason="QUEUE_FULL"):
+                yield self.has_short_queue
+            case ResourceExhausted(reason="DURABLE_LIMIT"):
+                yield self.has_few_durable and is_durable
             case ResourceExhausted(reason="PIN_QUOTA"):
                 yield isinstance(request, Pin)
             case ResourceExhausted(reason="CONCURRENCY_LIMIT"):
