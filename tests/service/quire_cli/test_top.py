@@ -52,16 +52,7 @@ async def url(tmp_path, monkeypatch):
     await scheduler.stop()
 
 
-async def test_without_a_terminal_top_prints_one_plain_snapshot(url, capsys):
-    assert await asyncio.to_thread(main, ["top", "--url", url]) == 0
-    head, line = capsys.readouterr().out.splitlines()
-    assert head.startswith(f"quire-tiny at {url}")
-    assert line.endswith(
-        "ready, running 3, waiting 2, swapped 1, 100 tokens/s, first token 42 ms, KV 25%, preemptions 4"
-    )
-
-
-async def test_top_shows_each_of_two_replicas(capsys):
+async def test_without_a_terminal_top_prints_one_plain_snapshot_of_each_replica(capsys):
     frames = [make_frame(1.0, 0), make_frame(3.0, 200)]
     schedulers = [FakeScheduler(frames=list(frames)) for _ in range(2)]
     for scheduler in schedulers:
@@ -70,9 +61,10 @@ async def test_top_shows_each_of_two_replicas(capsys):
         assert await asyncio.to_thread(main, ["top", "--url", running.http_url]) == 0
     for scheduler in schedulers:
         await scheduler.stop()
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.partition(": ")[0] for line in lines] == [f"replica {each.address}" for each in schedulers]
-    assert all("ready, running 3" in line for line in lines)
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith(f"quire-tiny at {running.http_url}")
+    said = "ready, running 3, waiting 2, swapped 1, 100 tokens/s, first token 42 ms, KV 25%, preemptions 4"
+    assert lines == [f"replica {each.address}: {said}" for each in schedulers]
 
 
 def make_deployment(num_replicas: int) -> Deployment:
@@ -134,13 +126,6 @@ def test_in_a_tiny_terminal_the_numbers_are_sentences(width, height, num_replica
     assert ("scheduler.sock" in "".join(lines)) == (num_replicas > 1)
 
 
-async def test_errors_are_one_line(url, capsys, tmp_path):
-    assert await asyncio.to_thread(main, ["top", "--url", "http://127.0.0.1:1"]) == 1
-    assert capsys.readouterr().err.startswith("quire top: error: no gateway answers (http://127.0.0.1:1: ")
-    assert main(["top", "--url", "ftp://x"]) == 2
-    assert "expected http://HOST:PORT" in capsys.readouterr().err
-
-
 def test_replicas_that_the_gateway_no_longer_has_are_not_shown() -> None:
     deployment = Deployment()
     for address in ("unix:/tmp/a", "unix:/tmp/b"):
@@ -150,6 +135,8 @@ def test_replicas_that_the_gateway_no_longer_has_are_not_shown() -> None:
 
 
 def test_an_address_that_is_no_gateway_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["top", "--url", "http://127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err.startswith("quire top: error: no gateway answers (http://127.0.0.1:1: ")
     with LocalHub({}) as other:
         other.status = 200
         assert main(["top", "--url", other.endpoint]) == 1
@@ -157,9 +144,13 @@ def test_an_address_that_is_no_gateway_is_one_line(capsys: pytest.CaptureFixture
             capsys.readouterr().err
             == f"quire top: error: {other.endpoint} answers, but not as a gateway of Quire does\n"
         )
-    for url, problem in (("http://h:99999", "Port out of range 0-65535"), ("http://[h", "Invalid IPv6 URL")):
+    for url, problem in (
+        ("http://h:99999", "Port out of range 0-65535\n"),
+        ("http://[h", "Invalid IPv6 URL\n"),
+        ("ftp://x", "expected http://HOST:PORT"),
+    ):
         assert main(["top", "--url", url]) == 2
-        assert capsys.readouterr().err == f'quire top: error: --url: "{url}" is not valid: {problem}\n'
+        assert capsys.readouterr().err.startswith(f'quire top: error: --url: "{url}" is not valid: {problem}')
     missing = tmp_path / "ca.pem"
     assert main(["top", "--url", "https://127.0.0.1:1", "--tls-ca-file", str(missing)]) == 2
     assert capsys.readouterr().err == f"quire top: error: {missing} cannot be used for TLS: No such file or directory\n"
@@ -194,18 +185,8 @@ async def test_top_draws_in_a_terminal_and_ctrl_c_ends_it(url):
     ours, theirs = pty.openpty()
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
     environ = os.environ | {"TERM": "xterm"}
-    program = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "quire_cli.main",
-        "top",
-        "--url",
-        url,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=environ,
-    )
+    command = [sys.executable, "-m", "quire_cli.main", "top", "--url", url]
+    program = await asyncio.create_subprocess_exec(*command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
     os.close(theirs)
     assert "last steps of" in await read_until(ours, "who waits at")
     # Another size is drawn at the next picture.

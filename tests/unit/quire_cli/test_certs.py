@@ -28,34 +28,36 @@ def test_every_role_gets_a_certificate_for_its_hosts(tmp_path: Path) -> None:
         assert {"localhost", "127.0.0.1", "gpu-1.example", "10.0.0.7", f"quire://role/{role}"} <= set(names)
 
 
-def test_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
+def test_keys_are_for_their_owner_alone_and_a_second_call_renews_everything_but_the_authority(tmp_path: Path) -> None:
     assert main(["certs", "--tls-dir", str(tmp_path)]) == 0
     for name in ("ca.key", *(f"{role}.key" for role in Role)):
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
-
-
-def test_a_second_call_renews_everything_but_the_authority(tmp_path: Path) -> None:
-    assert main(["certs", "--tls-dir", str(tmp_path)]) == 0
     authority, worker = (tmp_path / "ca.pem").read_bytes(), (tmp_path / "worker.pem").read_bytes()
     assert main(["certs", "--tls-dir", str(tmp_path)]) == 0
     assert (tmp_path / "ca.pem").read_bytes() == authority
     assert (tmp_path / "worker.pem").read_bytes() != worker
 
 
-@pytest.mark.parametrize("name", ["ca.pem", "ca.key"])
-def test_an_authority_without_one_of_its_files_is_not_replaced(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["certs", "--tls-dir", str(tmp_path)]) == 0
-    (tmp_path / name).unlink()
-    assert main(["certs", "--tls-dir", str(tmp_path)]) == 2
-    assert "the authority cannot be read" in capsys.readouterr().err
-    assert not (tmp_path / name).exists()
+def test_what_would_make_no_certificates_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refusal(directory: Path, *flags: str) -> str:
+        assert main(["certs", "--tls-dir", str(directory), *flags]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
 
-
-def test_a_host_that_is_none_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["certs", "--tls-dir", str(tmp_path), "--host", "füße"]) == 2
-    assert "--host" in capsys.readouterr().err
+    assert "--host" in refusal(tmp_path, "--host", "füße")
+    for name in ("ca.pem", "ca.key"):
+        directory = tmp_path / f"without {name}"
+        assert main(["certs", "--tls-dir", str(directory)]) == 0
+        key = (directory / "ca.key").read_bytes()
+        (directory / name).unlink()
+        assert "the authority cannot be read" in refusal(directory)
+        assert not (directory / name).exists()
+    # The key of another authority.
+    (directory / "ca.key").write_bytes(key)
+    other = tmp_path / "other"
+    assert main(["certs", "--tls-dir", str(other)]) == 0
+    (other / "ca.key").write_bytes(key)
+    assert "no certificate belongs to ca.key" in refusal(other)
 
 
 def certificates_of(path: Path) -> list[x509.Certificate]:
@@ -101,14 +103,6 @@ def test_a_new_authority_is_trusted_beside_the_old_one_and_signs_at_the_next_cal
     (tmp_path / "ca.pem").write_bytes(new.public_bytes(serialization.Encoding.PEM))
     assert main(call) == 0
     assert {signer_of(role) for role in Role} == {new.subject}
-
-
-def test_an_authority_whose_key_is_of_another_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("a", "b"):
-        assert main(["certs", "--tls-dir", str(tmp_path / name)]) == 0
-    (tmp_path / "a" / "ca.key").write_bytes((tmp_path / "b" / "ca.key").read_bytes())
-    assert main(["certs", "--tls-dir", str(tmp_path / "a")]) == 2
-    assert "no certificate belongs to ca.key" in capsys.readouterr().err
 
 
 def test_by_role_a_directory_has_what_its_role_needs_and_no_more(tmp_path: Path) -> None:

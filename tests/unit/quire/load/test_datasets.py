@@ -72,9 +72,12 @@ def test_every_request_fits_the_model_and_has_a_prompt_and_an_output(
         assert 10 <= request.token_ids.min() <= request.token_ids.max() < VOCAB_SIZE
 
 
-def test_fixed_lengths_are_never_clipped() -> None:
+def test_fixed_lengths_are_never_clipped_and_prompts_cannot_be_written_to() -> None:
     assert {(len(each.token_ids), each.output_len) for each in take(fixed(3, 500, 1000), 20, 0)} == {(3, 500)}
     assert {(len(each.token_ids), each.output_len) for each in take(fixed(500, 3, 1000), 20, 0)} == {(500, 3)}
+    (request,) = take(fixed(4, 4, VOCAB_SIZE), 1, seed=0)
+    with pytest.raises(ValueError, match="read-only"):
+        request.token_ids[0] = 3
 
 
 def test_requests_take_shared_prefixes_in_turn_and_share_nothing_else() -> None:
@@ -114,12 +117,6 @@ def test_turns_a_conversation_are_as_many_as_asked_for() -> None:
     load = take(chat(2048, VOCAB_SIZE, max_turns=10**6), 4000, seed=0)
     num_conversations = sum(request.turn == 0 for request in load)
     assert len(load) / num_conversations == pytest.approx(3.5, rel=0.1)
-
-
-def test_prompts_cannot_be_written_to() -> None:
-    (request,) = take(fixed(4, 4, VOCAB_SIZE), 1, seed=0)
-    with pytest.raises(ValueError, match="read-only"):
-        request.token_ids[0] = 3
 
 
 @pytest.mark.parametrize(

@@ -78,19 +78,18 @@ def test_a_bad_line_is_refused_by_its_number(tmp_path: Path, line: object, messa
         read_requests(written(tmp_path, {"prompt": "good"}, line))
 
 
-def test_a_file_without_requests_and_one_that_is_no_text_are_refused(tmp_path: Path) -> None:
+def test_a_file_without_requests_one_that_is_no_text_and_a_trace_that_lasts_for_ages_are_refused(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(ValueError, match="holds no request"):
         read_requests(written(tmp_path, "", " "))
+    lines = ({"prompt": "a", "arrival_s": time} for time in (0, 1e300))
+    with pytest.raises(ValueError, match=r"the last request comes 1e\+300 s after the first"):
+        read_requests(written(tmp_path, *lines))
     path = tmp_path / "picture.jsonl"
     path.write_bytes(b"\xff\xd8\xff\xe0")
     with pytest.raises(ValueError, match=r"picture.jsonl is not UTF-8 text"):
         read_requests(path)
-
-
-def test_a_trace_that_lasts_for_ages_is_refused(tmp_path: Path) -> None:
-    lines = ({"prompt": "a", "arrival_s": time} for time in (0, 1e300))
-    with pytest.raises(ValueError, match=r"the last request comes 1e\+300 s after the first"):
-        read_requests(written(tmp_path, *lines))
 
 
 def test_other_tokens_have_the_same_lengths_and_share_what_they_shared() -> None:
@@ -119,28 +118,22 @@ def test_a_result_comes_back_from_its_file(tmp_path: Path) -> None:
     assert result.runs[0].requests["error"] == [None] * 4 + ["UNAVAILABLE"]
 
 
-def test_a_file_stays_whole_where_the_next_result_cannot_be_written(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    make_result("quire", 2.0).write(path)
-    before = path.read_bytes()
-    with pytest.raises(OSError, match="full"):
-        replace_file(path, fail_half_way)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
+def fail_half_way(path: Path) -> None:
+    path.write_text("half")
+    raise OSError("full")
 
 
-def test_a_link_to_a_file_stays_a_link(tmp_path: Path) -> None:
+def test_a_file_stays_whole_where_the_next_result_cannot_be_written_and_a_link_stays_a_link(tmp_path: Path) -> None:
     link, path = tmp_path / "newest.json", tmp_path / "a.json"
     link.symlink_to(path)
     for _ in range(2):
         make_result("quire", 2.0).write(link)
         assert link.is_symlink()
-        assert LoadResult.read(path).name == "quire"
-
-
-def fail_half_way(path: Path) -> None:
-    path.write_text("half")
-    raise OSError("full")
+    before = path.read_bytes()
+    with pytest.raises(OSError, match="full"):
+        replace_file(path, fail_half_way)
+    assert path.read_bytes() == before
+    assert set(tmp_path.iterdir()) == {link, path}
 
 
 @pytest.mark.parametrize(
@@ -195,16 +188,14 @@ def test_a_result_that_was_changed_is_refused_by_the_field(
         LoadResult.read(path)
 
 
-def test_names_are_shown_letter_by_letter(tmp_path: Path) -> None:
-    plot([make_result(r"_a $\nonsense$ b", 1.0)], tmp_path / "a.svg")
-    assert r"_a $\nonsense$ b, p50" in (tmp_path / "a.svg").read_text()
-
-
-def test_closed_loops_stand_at_their_concurrency_and_a_run_of_errors_alone_is_left_out(tmp_path: Path) -> None:
+def test_names_are_shown_letter_by_letter_and_a_run_of_errors_alone_is_left_out(tmp_path: Path) -> None:
     failed = RequestRecord(0, 0.0, 0.0, 1.0, error="UNAVAILABLE")
     failures = LoadResult("bench", "away", {}, (Run.of(make_report([failed], request_rate=math.inf), [failed]),))
-    plot([make_result("quire", math.inf), failures], tmp_path / "a.svg")
-    assert "requests at once" in (tmp_path / "a.svg").read_text()
+    plot([make_result(r"_a $\nonsense$ b", math.inf), failures], tmp_path / "a.svg")
+    picture = (tmp_path / "a.svg").read_text()
+    assert r"_a $\nonsense$ b, p50" in picture
+    # Closed loops stand at their concurrency.
+    assert "requests at once" in picture
 
 
 def test_a_picture_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:

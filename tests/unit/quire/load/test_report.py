@@ -90,17 +90,11 @@ def test_throughput_and_goodput_are_counted_by_hand() -> None:
     assert report.itl.count == 4
 
 
-def test_what_no_server_says_is_not_known() -> None:
+def test_what_no_server_says_is_not_known_and_errors_alone_have_a_report() -> None:
     report = make_report([make_record()], request_rate=math.inf)
     assert (report.cached_tokens, report.preemptions, report.goodput, report.client_cpu_share) == (None,) * 4
-
-
-def test_a_run_of_errors_alone_has_a_report() -> None:
     report = make_report([RequestRecord(0, 0.0, 0.0, 0.0, error="UNAVAILABLE")], request_rate=1.0, slo=Slo(e2e=1))
     assert (report.completed, report.ttft, report.itl, report.goodput, report.requests_per_s) == (0, None, None, 0, 0)
-
-
-def test_no_records_make_no_report() -> None:
     with pytest.raises(ValueError, match="there is no request to report"):
         make_report([], request_rate=1.0)
 

@@ -162,12 +162,14 @@ async def test_failures_have_a_reason_and_a_message(answer: Any, reason: str, me
     assert message in raised.value.message
 
 
-async def test_a_connection_that_breaks_is_a_failure() -> None:
+async def test_a_connection_that_breaks_and_beams_that_are_no_answer_are_failures() -> None:
     def break_off(request: httpx.Request) -> httpx.Response:
         raise httpx.ReadError("reset")
 
     with pytest.raises(RequestFailedError, match="reset"):
         await send(make_server(break_off), make_request())
+    with pytest.raises(RequestFailedError, match="KeyError 'choices'"):
+        await send(make_server(Peer((200, {}))), make_request(beam_width=2))
 
 
 @pytest.mark.parametrize(
@@ -198,23 +200,16 @@ async def test_a_server_that_answers_nothing_but_its_models_cannot_be_measured()
         await make_server(hang).connect()
 
 
-async def test_beams_that_are_no_answer_of_openais_api_are_a_failure() -> None:
-    with pytest.raises(RequestFailedError, match="KeyError 'choices'"):
-        await send(make_server(Peer((200, {}))), make_request(beam_width=2))
-
-
 async def test_a_stream_whose_end_is_a_reason_alone_is_complete() -> None:
     stream = b"data: " + json.dumps(text("a", "stop")).encode()
     chunks, _ = await send(make_server(Peer(stream)), make_request())
     assert chunks.tokens == [1]
 
 
-async def test_a_length_that_is_none_is_not_known() -> None:
+async def test_the_only_model_needs_no_name_and_a_length_that_is_none_is_not_known() -> None:
     models = {"data": [{"id": "m", "max_model_len": "long"}]}
     peer = Peer(events(text("a")))
-    server = make_server(lambda each: httpx.Response(200, json=models) if "models" in each.url.path else peer(each))
-    assert (await server.connect()).max_model_len is None
-
-
-async def test_the_only_model_needs_no_name() -> None:
-    assert (await make_server(Peer(events(text("a"))), model=None).connect()).model == "m"
+    facts = await make_server(
+        lambda each: httpx.Response(200, json=models) if "models" in each.url.path else peer(each), model=None
+    ).connect()
+    assert (facts.model, facts.max_model_len) == ("m", None)
