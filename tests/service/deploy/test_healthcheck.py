@@ -26,25 +26,16 @@ def healthcheck() -> ModuleType:
     return module
 
 
-async def test_healthcheck_follows_what_the_server_says(
+async def test_healthcheck_follows_what_the_server_says_and_alive_is_whoever_answers(
     healthcheck: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = await RpcServer.start("127.0.0.1:0", lambda _: None, [])
-    try:
-        assert await asyncio.to_thread(healthcheck.main, [server.address]) == 1
-        server.set_serving(True)
-        assert await asyncio.to_thread(healthcheck.main, [server.address]) == 0
-        assert capsys.readouterr().out.splitlines() == [
-            f"{server.address}: NOT_SERVING",
-            f"{server.address}: SERVING",
-        ]
-    finally:
-        await server.stop(grace_s=0)
-
-
-async def test_a_server_that_answers_is_alive_though_it_does_not_serve(healthcheck: ModuleType, tmp_path: Path) -> None:
-    server = await RpcServer.start("127.0.0.1:0", lambda _: None, [])
+    assert await asyncio.to_thread(healthcheck.main, [server.address]) == 1
     assert await asyncio.to_thread(healthcheck.main, ["--alive", server.address]) == 0
+    server.set_serving(True)
+    assert await asyncio.to_thread(healthcheck.main, [server.address]) == 0
+    states = [line.removeprefix(f"{server.address}: ") for line in capsys.readouterr().out.splitlines()]
+    assert (states[0], states[-1]) == ("NOT_SERVING", "SERVING")
     await server.stop(grace_s=0)
     assert await asyncio.to_thread(healthcheck.main, ["--alive", server.address]) == 1
 
@@ -60,10 +51,6 @@ async def test_healthcheck_of_a_unix_socket_shows_no_certificate(
     server.set_serving(True)
     assert await asyncio.to_thread(healthcheck.main, [f"unix:{socket}"]) == 0
     await server.stop(grace_s=0)
-
-
-async def test_healthcheck_fails_in_time_where_nobody_listens(healthcheck: ModuleType, tmp_path: Path) -> None:
-    assert await asyncio.to_thread(healthcheck.main, [f"unix:{tmp_path / 'nobody'}"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -93,15 +80,18 @@ async def test_healthcheck_does_not_wait_for_a_server_that_is_silent(
     healthcheck: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(healthcheck, "TIMEOUT_S", 0.05)
-    silent = asyncio.Event()
+    is_over, is_closed = asyncio.Event(), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await silent.wait()
+        await is_over.wait()
         writer.close()
+        await writer.wait_closed()
+        is_closed.set()
 
     async with await asyncio.start_unix_server(serve, tmp_path / "socket"):
         assert await asyncio.to_thread(healthcheck.main, ["--alive", f"unix:{tmp_path / 'socket'}"]) == 1
-        silent.set()
+        is_over.set()
+        await is_closed.wait()
     assert "timed out" in capsys.readouterr().out
 
 
