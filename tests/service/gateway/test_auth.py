@@ -291,6 +291,9 @@ async def test_a_model_that_is_not_allowed_is_as_one_that_is_not_there(rig, kind
     assert served.message == unknown.message.replace('"m"', f'"{MODEL}"')
     assert MODEL not in absent.message
     assert (await error_of(rig.tokenize(other.key))).reason == "MODEL_NOT_FOUND"
+    headers = {"authorization": f"Bearer {other.key}"}
+    tokenized = await rig.http.post("/tokenize", json={"prompt": "x"}, headers=headers)
+    assert (tokenized.status_code, tokenized.json()["error"]["code"]) == (404, "model_not_found")
 
 
 @BOTH

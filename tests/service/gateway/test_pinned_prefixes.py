@@ -20,6 +20,7 @@ from quire.rpc.errors import (
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
 from tests.support.rig import TOKENIZER
+from tests.support.tokenizers import byte_level, write_model_directory
 
 LONG_TEXT = "Once upon a time there was a fox who lived in a wood with many friends and slept in a hollow tree"
 SHORT = common_pb2.StoppingParameters(max_tokens=4)
@@ -170,6 +171,13 @@ async def test_an_empty_pin_id_is_refused(gateway):
     error = await error_of(gateway.prefixes.UnpinPrefix(UnpinPrefixRequest()))
     assert isinstance(error, InvalidArgument)
     assert [violation.field for violation in error.violations] == ["pin_id"]
+
+
+async def test_a_conversation_without_a_template_is_refused(scheduler, tmp_path):
+    directory = write_model_directory(tmp_path / "plain", byte_level())
+    async with running_gateway(scheduler, model=str(directory)) as gateway:
+        error = await error_of(gateway.prefixes.PinPrefix(pin_chat(("user", LONG_TEXT))))
+    assert (error.reason, type(error)) == ("NO_CHAT_TEMPLATE", InvalidArgument)
 
 
 async def test_deadlines_pass_on(gateway, scheduler):

@@ -169,9 +169,11 @@ async def test_a_span_says_how_its_request_ended(
 ) -> None:
     header, trace_id, _ = make_traceparent()
     scheduler.step_delay_s = 0.02
+    if happens == "fails":
+        scheduler.emits.clear()
     request = stream_request(max_tokens=500, request_id="mine")
     call = traced.generation.GenerateStream(request, metadata=(("traceparent", header),))
-    await call.read()
+    await (scheduler.until(lambda: scheduler.live) if happens == "fails" else call.read())
     match happens:
         case "fails":
             scheduler.fail(next(iter(scheduler.live)), code=13, reason="NON_FINITE_LOGITS", message="row 3")
@@ -182,7 +184,9 @@ async def test_a_span_says_how_its_request_ended(
     span = await span_of(collector, trace_id)
     assert span.status == status
     assert attributes.items() <= span.attributes.items()
-    assert span.attributes["gen_ai.usage.output_tokens"] >= 1
+    # It fails before its first token.
+    assert (span.attributes["gen_ai.usage.output_tokens"] >= 1) == (happens != "fails")
+    assert ("gen_ai.latency.time_to_first_token" in span.attributes) == (happens != "fails")
     assert "gen_ai.response.finish_reasons" not in span.attributes
 
 

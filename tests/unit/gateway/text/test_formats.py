@@ -135,6 +135,7 @@ def calls_of(output):
 @pytest.mark.parametrize("name", TWO_CALLS)
 def test_calls_are_read_as_models_write_them(name):
     output = read(tool_format(name), TWO_CALLS[name])
+    assert read(tool_format(name), *TWO_CALLS[name]) == output
     assert calls_of(output) == [WEATHER, NOW]
     assert output.text == ("" if name in _WITHOUT_TEXT else "Wait.")
 
