@@ -25,7 +25,7 @@ DOCUMENTS = [
 SERVICES = (GatewaySettings, SchedulerSettings, WorkerSettings)
 # Where flags are added by hand.
 SCRIPTS = ("bench", "tools", "examples", "assets")
-# What other programs take: docker, kubectl, helm, systemctl, pip, chrt, vLLM.
+# What other programs take: docker, kubectl, helm, systemctl, pip, chrt, vLLM, pytest with the flags of tests/sim.
 FOREIGN_FLAGS = {
     "--build",
     "--build-arg",
@@ -42,6 +42,7 @@ FOREIGN_FLAGS = {
     "--no-deps",
     "--fifo",
     "--no-enable-prefix-caching",
+    "--worlds",
 }
 # Spoken of as what there is not.
 ABSENT = {"setup.py"}
