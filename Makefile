@@ -60,7 +60,7 @@ test-all: setup triton-client ## run the tests that `make test` leaves out
 WORLDS ?= 14000
 SEED ?= $(shell date +%s)00000
 
-test-long: setup triton-client test-sanitizers ## 1,000 examples of each property, worlds, fuzz, upgrades, soak
+test-long: setup triton-client test-sanitizers ## more examples, worlds, fuzz, upgrades, the soak, sanitizers
 	$(PYTEST) $(IN_PARALLEL) --timeout 3600 tests/sim/test_worlds.py --seed $(SEED) --worlds $(WORLDS)
 	QUIRE_TEST_PROFILE=long $(PYTEST) $(IN_PARALLEL) -m "" --timeout 3600 tests/unit \
 		tests/service/gateway/test_schemathesis.py

@@ -211,7 +211,7 @@ async def _answers(asking: Mapping[asyncio.Task[Any], str], request_id: str, *, 
     for error in errors:
         if isinstance(error, DeadlineExceeded):
             # The limit is the gateway's own: its caller may ask again.
-            raise Unavailable(f"a scheduler did not answer within {_TIMEOUT_S:g} s", reason="NO_ANSWER") from error
+            raise Unavailable(f"a scheduler did not answer within {_TIMEOUT_S:g} s") from error
         if not isinstance(error, NotFound):
             raise error
     raise no_such_request(request_id)

@@ -284,10 +284,10 @@ class CheckedScheduler(Scheduler):
         self._observe_fairness()
         plan = super().schedule(now)
         if plan is not None and self._fairness is not None:
-            tenants, served = self.batch.rows.tenant, Counter[str]()
+            tenants, served = self.batch.rows.tenant.tolist(), Counter[str]()
             for row, num_new in zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True):
                 served[tenants[row]] += num_new
-            served.update(tenants[plan.samples[:, 0]].tolist())
+            served.update(tenants[row] for row in plan.samples[:, 0].tolist())
             self._fairness.serve(served)
             self._observe_fairness()
         return plan

@@ -30,7 +30,6 @@ RETRYABLE = {
     "LOADING",
     "MODEL_CHANGED",
     "NEWER_REQUEST",
-    "NO_ANSWER",
     "NO_SCHEDULER",
     "NO_WORKER",
     "PIN_LOST",
