@@ -27,6 +27,7 @@ SERVICES = (GatewaySettings, SchedulerSettings, WorkerSettings)
 SCRIPTS = ("bench", "tools", "examples", "assets")
 # What other programs take: docker, kubectl, helm, systemctl, pip, chrt, vLLM, pytest with the flags of tests/sim.
 FOREIGN_FLAGS = {
+    "--worlds",
     "--build",
     "--build-arg",
     "--from-file",
