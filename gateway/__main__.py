@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from gateway.settings import GatewaySettings
+from quire import failpoint
 from quire.logs import configure_logging
 from quire.rpc.process import imports_that_stay, run_service
 from quire.settings import load_settings
@@ -17,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
 
     async def start() -> None:
+        failpoint.arm(os.environ)
         settings = load_settings(GatewaySettings, arguments, os.environ, program=_PROGRAM)
         with imports_that_stay():
             from gateway.app import serve

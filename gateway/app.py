@@ -32,6 +32,7 @@ from gateway.settings import GatewaySettings
 from gateway.turns import TenantTurns
 from gateway.vllm_metrics import VllmMetrics
 from quire import clock, entropy
+from quire.failpoint import failpoint
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.inference import open_inference_pb2
 from quire.metrics import MetricsServer, register_process
@@ -166,6 +167,7 @@ class Gateway:
         rest and closes everything."""
         self._is_stopping = True
         self._generator.is_draining = True
+        failpoint("gateway.drain.begun")
         self._rpc.set_serving(False)
         self._generator.durable_reads.close()
         if len(self._ledger):

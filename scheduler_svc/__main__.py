@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from quire import failpoint
 from quire.rpc.process import imports_that_stay, leave_out_of_collections, run_service
 from quire.settings import load_settings
 from scheduler_svc.settings import SchedulerSettings
@@ -16,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
 
     async def run() -> None:
+        failpoint.arm(os.environ)
         settings = load_settings(SchedulerSettings, arguments, os.environ, program=PROGRAM)
         with imports_that_stay():
             from scheduler_svc.service.app import serve

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from quire import failpoint
 from quire.rpc.process import imports_that_stay, run_service
 from quire.settings import load_settings
 from worker_svc.settings import WorkerSettings
@@ -15,6 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the worker until a signal comes; the exit status."""
 
     async def run() -> None:
+        failpoint.arm(os.environ)
         settings = load_settings(WorkerSettings, sys.argv[1:] if argv is None else argv, os.environ, program=PROGRAM)
         # OpenMP reads it when torch is imported. Threads that spin at the end of each operation wait for a partner that
         # has lost its core to another process, which costs a time slice, again and again (ADR 0005).

@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 
+from quire.failpoint import failpoint
 from quire.logs import configure_logging
 from quire.metrics import MetricsServer, register_process
 from quire.model_source import check_local_model
@@ -53,6 +54,7 @@ async def serve(settings: WorkerSettings) -> None:
             with imports_that_stay(), placed_threads(settings):
                 from worker_svc.startup import build_worker
 
+            failpoint("worker.load.begun")
             return build_worker(settings, device_loop, stopping, servicer.report_loading)
 
         worker = await asyncio.wrap_future(device_loop.call(load))

@@ -19,6 +19,7 @@ from gateway.replicas.sequence import TokenGapError
 from gateway.turns import Turns
 from quire import compatibility, entropy
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
+from quire.failpoint import failpoint
 from quire.progress import LoadProgress
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import FailedPrecondition, QuireError, Unavailable, from_rpc_error
@@ -332,11 +333,13 @@ class SchedulerLink:
         async for message in responses:
             match message.WhichOneof("message"):
                 case "events":
+                    failpoint("gateway.events.before_apply")
                     turns = Turns()
                     for part in event_batch_from(message.events).parts(_TOKENS_AT_ONCE):
                         await turns.pause()
                         self._listener.on_events(self, part)
                         await _let_readers_run()
+                    failpoint("gateway.events.before_credit")
                     num_taken += 1
                     if num_taken % _MESSAGES_OF_CREDIT == 0:
                         self._grant(_MESSAGES_OF_CREDIT, num_taken)

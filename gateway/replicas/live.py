@@ -22,6 +22,7 @@ from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.sequence import SequenceStream, TokenGapError
 from gateway.turns import Turns
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, differing_parts
+from quire.failpoint import failpoint
 from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.logprob_columns import LogprobLog
 from quire.logs import REQUEST_ID
@@ -338,6 +339,7 @@ class LiveRequest:
                     continue
                 # It may have more after the turns of the others.
                 self._news.set()
+                failpoint("gateway.stream.before_write")
                 yield event
                 if self._error is not None:
                     raise self._error

@@ -15,6 +15,7 @@ from gateway.replicas.routing import Candidate, Router, RoutingPolicy
 from gateway.replicas.scheduler_calls import SchedulerCalls
 from quire import compatibility, entropy
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, check_model, check_protocol, differing_parts
+from quire.failpoint import failpoint
 from quire.rpc.errors import FailedPrecondition, QuireError, ResourceExhausted, Unavailable
 from quire.rpc.patience import LAST_LOOK_S
 from quire.rpc.tls import TlsIdentity
@@ -278,6 +279,7 @@ class Replicas:
         self._some_connected.set()
         self._draining.discard(link.address)
         self._update_readiness()
+        failpoint("gateway.connected.before_resubmit")
         # First, since a new request may have the id of one that ends.
         self._end_released(link)
         self._for_each(self._ledger.of_replica(link.address), lambda live: self._submit(live, link))
@@ -348,6 +350,7 @@ class Replicas:
         self._assign(live, link.address)
         self._note_model(live, link)
         live.submissions += 1
+        failpoint("gateway.submit.before_send")
         link.submit(live)
 
     def _note_model(self, live: LiveRequest, link: SchedulerLink) -> None:

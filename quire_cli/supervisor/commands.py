@@ -9,6 +9,7 @@ from pathlib import Path
 
 import quire
 from gateway.settings import GatewaySettings
+from quire import failpoint
 from quire.processors import num_processors
 from quire.settings import to_argv
 from quire_cli.supervisor.settings import ServeSettings
@@ -138,8 +139,11 @@ def _own_port(first: int | None, number: int) -> int | None:
 
 
 def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the services: without `QUIRE_*`, which the flags replace, and with the path of this code."""
-    inherited = {name: value for name, value in environ.items() if not name.startswith("QUIRE_")}
+    """The environment of the services: without `QUIRE_*`, which the flags replace, except for what tests watch
+    processes by, and with the path of this code."""
+    inherited = {
+        name: value for name, value in environ.items() if not name.startswith("QUIRE_") or name == failpoint.VARIABLE
+    }
     code = str(Path(quire.__file__).resolve().parent.parent)
     paths = [code, *filter(None, [inherited.get("PYTHONPATH")])]
     # The libraries log every peer that goes away; our services log that themselves.

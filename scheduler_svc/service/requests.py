@@ -15,6 +15,7 @@ from functools import partial
 from itertools import chain, count
 from typing import Protocol
 
+from quire.failpoint import failpoint
 from quire.progress import LoadProgress
 from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey
@@ -336,6 +337,7 @@ class Requests:
             # All of its output is kept, so it goes out in parts, as far as the reader takes it and no other one comes.
             self._set_reader(owned, reader, None if owned.reader == reader else _taken_over(owned))
             self._update(owned)
+            failpoint("scheduler.reader.changed")
             del self._readers[owned.key.handle]
             go_on = partial(self._readers.__setitem__, owned.key.handle, reader)
             charge_per_token = owned.durable.charge_per_token
@@ -346,6 +348,7 @@ class Requests:
             owned.history.clear()
         self._set_reader(owned, reader, None if owned.reader == reader else _taken_over(owned))
         self._update(owned)
+        failpoint("scheduler.reader.changed")
         outbox.put_prompt_logprobs(prompt_logprobs)
         if not events.is_empty:
             outbox.put(0, events)

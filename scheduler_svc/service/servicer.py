@@ -11,6 +11,7 @@ import grpc.aio
 from quire import clock, compatibility
 from quire.arrays import decode_int32
 from quire.compatibility import ModelFingerprint, ProtocolVersions, check_model, check_protocol
+from quire.failpoint import failpoint
 from quire.logs import REQUEST_ID
 from quire.rpc.errors import (
     FailedPrecondition,
@@ -71,6 +72,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 self._cache.add(connection.outbox)
             while (outgoing := await connection.outbox.take()) is not None:
                 started = clock.monotonic()
+                failpoint("scheduler.events.before_write")
                 for message in self._messages(outgoing, connection):
                     yield message
                 if not connection.outbox.has_credit:
@@ -288,12 +290,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._check_not_draining()
         description = submit.SerializeToString() if _can_be_replayed(submit) else None
         request = self._requests.admit(request, submit.nonce, reader, description)
+        failpoint("scheduler.submit.before_queue")
         try:
             self._loop.submit(request, trace_context_of(submit))
         except Exception:
             if (owned := reader.request) is not None:
                 self._requests.forget(owned)
             raise
+        failpoint("scheduler.submit.accepted")
 
     def _resume(self, resume: scheduler_pb2.Resume, reader: Reader) -> None:
         try:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 
 from quire import clock
+from quire.failpoint import failpoint
 from quire.histograms import Distribution
 from quire.logs import REQUEST_ID
 from quire.progress import LoadProgress
@@ -212,6 +213,7 @@ class StepLoop:
         Returns how many are live at the timeout; None waits without limit.
         """
         self._set_ready(is_draining=True)
+        failpoint("scheduler.drain.begun")
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -284,6 +286,7 @@ class StepLoop:
                 self._metrics.planned(plan, planned - started)
                 if self.watchers.are_any:
                     self.watchers.planned(scheduler, plan, started, planned)
+                failpoint("scheduler.step.before_send")
                 await link.send(plan)
                 self.trace.planned(plan, started, planned)
                 self.trace.part("send", plan.step_id, planned, clock.monotonic())
@@ -322,6 +325,7 @@ class StepLoop:
             self._wake.set()
             self.trace.answered(result.step_id, answer.worker_us, now)
             self.trace.part("apply", result.step_id, now, clock.monotonic())
+            failpoint("scheduler.apply.before_emit")
             self._requests.deliver_prompt_logprobs(prompt_logprobs)
             self._emit(result.step_id, events)
             self.cache.tell()
@@ -408,6 +412,7 @@ class StepLoop:
             if config != self.scheduler.config:
                 self._rebuild(self.scheduler, config)
         scheduler = self.scheduler
+        failpoint("scheduler.attach.before_inventory")
         scheduler.restore_sealed(link.sealed)
         self.cache.tell()
         self._judge_loss(scheduler, was_alive=info.is_same_worker(before) and not self._was_faulty)

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from quire.compatibility import check_model
+from quire.failpoint import failpoint
 from quire.progress import LoadProgress
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import FailedPrecondition, InvalidArgument, QuireError, from_rpc_error
@@ -301,7 +302,12 @@ class WorkerGroup:
         await asyncio.gather(*(link.close() for link in self._links))
 
     async def _write(self, message: bytes) -> None:
-        await asyncio.gather(*(link.write(message) for link in self._links))
+        first, *others = self._links
+        await asyncio.gather(first.write(message), *(self._write_to_other(link, message) for link in others))
+
+    async def _write_to_other(self, link: WorkerLink, message: bytes) -> None:
+        failpoint("scheduler.step.between_ranks")
+        await link.write(message)
 
     async def _read(self, rank: int, link: WorkerLink) -> None:
         while True:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quire import clock
+from quire.failpoint import failpoint
 from quire.logprob_columns import LogprobColumns
 from tests.support.fake_pool import BlockError, FakePool
 from tests.support.fake_rows import FakeRows
@@ -145,6 +146,7 @@ class FakeRunner:
             # The first of a session: all rows of the one before are released.
             self._rows = FakeRows(self._block_size)
         self._pool.move(step.cache_operations)
+        failpoint("worker.step.moved")
         self._rows.apply(step.row_changes)
         if any(self._rows[row].sampling.seed in self._deadly_seeds for row in step.batch.rows.tolist()):
             self.on_deadly()
@@ -158,6 +160,7 @@ class FakeRunner:
         # What the stand-in itself takes is part of the cost, not added to it.
         clock.sleep(max(started + self._step_seconds - clock.monotonic(), 0))
         self._seals.add(step.sealed, self.num_steps)
+        failpoint("worker.step.sealed")
         model_us = int((clock.monotonic() - started) * 1e6)
         return FakeStep(replace(output, timings=StepTimings(queue_us, 0, model_us, 0)))
 

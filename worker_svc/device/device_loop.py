@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -124,7 +125,8 @@ class JobThread(Generic[Job]):
         It must not raise."""
         self._take = take
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # It sees what the context of this call sees, a test's failpoints for example.
+        self._thread = threading.Thread(target=copy_context().run, args=[self._run], name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()

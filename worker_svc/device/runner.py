@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire import clock
+from quire.failpoint import failpoint
 from worker_svc.device.batch import (
     SamplePlan,
     build_model_input,
@@ -158,6 +159,7 @@ class LaunchedStep:
         is_refused = self.columns.is_refused
         is_usable = values.is_finite & ~is_refused & ~self.failed_prompts.failing_samples(step, failed_prompts)
         self.seals.add(step.sealed, self.number)
+        failpoint("worker.step.sealed")
         draws = is_usable & (self.columns.num_candidates == 0)
         logprobs, candidates, chunks = values.logprobs, values.candidates, values.finite_tokens
         return StepOutput(
@@ -258,6 +260,7 @@ class ModelRunner:
         self._seals.begin_write(admitted.written_blocks, self._num_launched)
         stopwatch = Stopwatch(self._model.device)
         self._moves.apply(admitted)
+        failpoint("worker.step.moved")
         self._rows.apply(step.row_changes, admitted.max_forked)
         stopwatch.mark()
 

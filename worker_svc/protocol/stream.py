@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import grpc.aio
 
 from quire import clock
+from quire.failpoint import failpoint
 from quire.progress import STARTING, LoadProgress
 from quire.rpc.errors import FailedPrecondition, Internal, QuireError, Unavailable
 from quire.rpc.server import UNLIMITED_MESSAGE_BYTES, RpcServer
@@ -185,6 +186,7 @@ class StepStream:
         tasks: list[asyncio.Task[None]] = []
         try:
             sealed = await self._worker.sealed_blocks(session.epoch)
+            failpoint("worker.attach.before_inventory")
             self._metrics.attached()
             yield attached_message(session.epoch, self._worker.info, sealed)
             tasks = [asyncio.create_task(self._read(requests)), asyncio.create_task(self._send_heartbeats())]
@@ -229,6 +231,7 @@ class StepStream:
         self._session.check(step_header(message))
         admitted = self._worker.admit(self._worker.decoder.decode(message))
         self._session.start(message.step_id)
+        failpoint("worker.step.admitted")
         self._spans.step_starts(admitted.step, {each.row: each.traceparent for each in message.traced})
         self._idle.clear()
         self._worker.submit(self._lane, admitted)
