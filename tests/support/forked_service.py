@@ -34,7 +34,8 @@ def main(address: str, *words: str) -> None:
         # It ends without a word where the process that forks has ended.
         status = int(link.recv(_MAX_NUMBER_BYTES) or -signal.SIGKILL)
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     sys.exit(status)
 
