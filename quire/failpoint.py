@@ -4,9 +4,9 @@
 a simulated process, and `arm` does so for a real one, which is for tests only. docs/internals/failpoints.md says what
 each name stands for.
 
-A real process watches a directory: a file NAME with the content "kill 3" there ends the process by SIGKILL at the third
-pass of failpoint NAME from then on, and is gone before that, so that its successor lives. "delay 0.5" waits half a
-second at each pass, in the thread that passes, as long as the file is there.
+A real process watches a directory, into which orders are moved whole: a file NAME with the content "kill 3" ends the
+process by SIGKILL at the third pass of failpoint NAME from then on, and is gone before that, so that its successor
+lives. "delay 0.5" waits half a second at each pass, in the thread that passes, as long as the file is there.
 """
 
 import os

@@ -2,12 +2,13 @@
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, cast
 
 from tests.sim.world.cluster import MANY, Cluster, Layout, draw_layout, watched_schedulers
-from tests.sim.world.faults import Fault, draw_faults
+from tests.sim.world.faults import Fault, Glitch, draw_faults
 from tests.sim.world.gateways import gateways_without_sockets
 from tests.sim.world.oracles import Circumstances
 from tests.sim.world.traffic import MAX_OUTPUT, TENANT, Generate, Request, draw_requests
@@ -54,7 +55,7 @@ def draw_plan(seed: int) -> Plan:
     layout, over_s = draw_layout(draw), draw.choice((0.3, 3.0, 10.0))
     pool_tokens = layout.worker.num_blocks * layout.worker.block_size
     requests = draw_requests(draw, layout.clients, pool_tokens, over_s)
-    faults = draw_faults(draw, layout.hosts, layout.servers, over_s)
+    faults = draw_faults(draw, layout.hosts, layout.servers, over_s, layout.worker)
     return Plan(
         seed,
         layout,
@@ -63,14 +64,16 @@ def draw_plan(seed: int) -> Plan:
     )
 
 
-def run_world(plan: Plan) -> Outcome:
-    """Runs a cluster and its requests under the faults of a plan.
+def run_world(plan: Plan, on_world: Callable[[World], object] = lambda _: None) -> Outcome:
+    """Runs a cluster and its requests under the faults of a plan. `on_world` gets the world before it begins.
 
     Raises:
         FalseAnswerError: an answer says what it must not.
         StuckError: not everything has ended in time.
+        ServiceFailedError: a process did what it must not.
     """
     with World(plan.seed) as world:
+        on_world(world)
         clusters: list[Cluster] = []
         with gateways_without_sockets(), watched_schedulers(clusters):
             cluster = Cluster(world, plan.layout, _circumstances(plan))
@@ -83,6 +86,7 @@ def run_world(plan: Plan) -> Outcome:
             world.run(lambda: cluster.has_failed or cluster.num_over == len(plan.requests), _limit_s(plan))
             cluster.check()
             cluster.check_rates(world.now - _START_S)
+            cluster.check_glitches()
             # What clients have left behind ends soon after.
             try:
                 world.run(lambda: cluster.has_failed or cluster.is_quiet, _KEPT_S + _PATIENCE_S)
@@ -103,6 +107,7 @@ def _circumstances(plan: Plan) -> Circumstances:
         settings.max_waiting_requests < MANY,
         settings.max_durable_requests < MANY,
         trouble_s,
+        any(isinstance(fault, Glitch) for fault in plan.faults),
     )
 
 

@@ -11,12 +11,15 @@ from typing import Any
 from unittest.mock import patch
 
 from gateway.app import Gateway
+from gateway.auth.keys import KeyRing
 from quire.clock import CLOCK
 from quire.prefix_hashes import BlockHash
+from quire.settings import ConfigurationError
 from scheduler_svc.core import invariants
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.request import ClientId, RequestKey
+from scheduler_svc.core.request import Request as CoreRequest
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import ClientEvents, StepPlan, StepResult
 from scheduler_svc.service import app as scheduler_app
@@ -25,21 +28,24 @@ from scheduler_svc.service.app import serve
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.settings import SchedulerSettings
 from tests.sim.world.clients import Client, Story
-from tests.sim.world.device import HashRunner, SimDeviceLoop, prepare
+from tests.sim.world.device import Devices, HashRunner, SimDeviceLoop, prepare
 from tests.sim.world.fairness import Shares
 from tests.sim.world.gateways import PORT, run_gateway, settings_of
 from tests.sim.world.network import Network, Weather
 from tests.sim.world.oracles import Circumstances, FalseAnswerError
+from tests.sim.world.supervisor import Supervised
 from tests.sim.world.traffic import LONGEST, MAX_MODEL_LEN, TENANTS, VOCAB_SIZE, Generate, Request
 from tests.sim.world.transport import SimTransport
 from tests.sim.world.world import Node, World
 from tests.support.fake_worker import FakeWorkerConfig
+from worker_svc.device.device_loop import end_when_hung
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.stream import Worker, WorkerServicer, start_server
 
 _WORKER_PORT, _SCHEDULER_PORT = 7001, 7002
 MANY = 1024
 """A limit of requests that no world reaches."""
+_STEP_TIMEOUT_S, _DRAIN_TIMEOUT_S = 5.0, 5.0
 _Main = Callable[[Node], Coroutine[Any, Any, Any]]
 
 
@@ -116,7 +122,11 @@ class Cluster:
         self.network = Network(self.world, self.layout.weather)
         self.running: dict[str, Node] = {}
         self._num_over = 0
-        self._supervisor = self.world.generator("supervisor")
+        self.devices = Devices(self.world)
+        self._started_ns: dict[str, int] = {}
+        self._rivals: list[Node] = []
+        self.hosts: dict[str, Supervised] = {}
+        self._workers = {host: self.layout.worker for host in self.layout.replicas if host.startswith("worker")}
         addresses: list[str] = []
         for number, host in enumerate(self.layout.gateways):
             # Clients look names up in the system's own way, and addresses not.
@@ -132,36 +142,57 @@ class Cluster:
             self._start(host, self._run_client)
 
     def _start(self, host: str, main: _Main) -> None:
-        node = self.world.node(host)
-        self.running[host] = node
-        SimTransport.install(self.network, node)
-        task = node.start(lambda: main(node))
-        node.on_end.append(lambda: self._restart(host, main))
+        def started(node: Node) -> None:
+            self.running[host] = node
+            self._started_ns[host] = node.unix_ns()
+            node.on_end.append(lambda: self._forget(host))
 
-        def ended(done: asyncio.Task[Any]) -> None:
-            if not done.cancelled() and (error := done.exception()) is not None:
-                raise AssertionError(f"{node.name} failed") from error
+        self.hosts[host] = Supervised(self.world, self.network, host, main, started)
 
-        task.add_done_callback(ended)
-
-    def _restart(self, host: str, main: _Main) -> None:
+    def _forget(self, host: str) -> None:
+        """The process of a host has ended."""
         self.gateways.pop(host, None)
         self.cores.pop(host, None)
         self.requests.pop(host, None)
-        self.world.after(self._supervisor.uniform(0.05, 1.5), lambda: self._start(host, main))
+
+    def change_worker(self, host: str, change: Callable[[FakeWorkerConfig], FakeWorkerConfig]) -> None:
+        """The worker of a host is another one from its next start on."""
+        self._workers[host] = change(self._workers[host])
+
+    def start_rival(self, host: str, older_s: float) -> None:
+        """A scheduler with the worker of this one, which started so many seconds before it by its clock. It ends by
+        itself, and is not started again."""
+        node = self.world.node(f"rival-{len(self._rivals)}")
+        self._rivals.append(node)
+        self.world.set_back(node.host, (node.unix_ns() - self._started_ns[host]) / 1e9 + older_s)
+        SimTransport.install(self.network, node)
+        listen, workers = f"{node.host}:{_SCHEDULER_PORT}", (f"{host.replace('scheduler', 'worker')}:{_WORKER_PORT}",)
+        task = node.start(lambda: serve(replace(self.layout.settings, listen=listen, workers=workers)))
+
+        def ended(_: object) -> None:
+            if (error := task.exception()) is not None and not isinstance(error, ConfigurationError):
+                node.fail(error)
+            node.kill()
+
+        task.add_done_callback(ended)
+        node.on_end.append(lambda: self._forget(node.host))
 
     async def _run_worker(self, node: Node) -> None:
-        config = self.layout.worker
+        config = self._workers[node.host]
         runner = HashRunner(
             config.num_blocks, config.block_size, config.vocab_size, num_host_blocks=config.num_host_blocks
         )
         self.runners[node.name] = runner
         servicer = WorkerServicer(WorkerMetrics())
-        loop = SimDeviceLoop(node, runner)
-        servicer.open(Worker(config.info(), runner, loop, prepare=lambda sent: prepare(node, sent)))
+        loop = SimDeviceLoop(node, runner, self.devices)
+        worker = Worker(config.info(), runner, loop, prepare=lambda sent: prepare(node, sent))
+        servicer.open(worker)
         server = await start_server(servicer, f"{node.host}:{_WORKER_PORT}")
         server.set_serving(True)
-        await asyncio.Event().wait()
+        try:
+            await end_when_hung(worker.busy_ms, _STEP_TIMEOUT_S, leave=lambda _: node.kill())
+        finally:
+            await server.stop(grace_s=1.0)
 
     async def _run_scheduler(self, node: Node) -> None:
         worker = node.host.replace("scheduler", "worker")
@@ -171,7 +202,7 @@ class Cluster:
     async def _run_gateway(self, node: Node) -> None:
         schedulers = [host for host in self.layout.replicas if host.startswith("scheduler")]
         addresses = tuple(f"{host}:{_SCHEDULER_PORT}" for host in schedulers)
-        settings = settings_of(node.host, addresses, **asdict(self.layout.gateway))
+        settings = settings_of(node.host, addresses, drain_timeout=_DRAIN_TIMEOUT_S, **asdict(self.layout.gateway))
         await run_gateway(settings, lambda gateway: self.gateways.update({node.host: gateway}))
 
     async def _run_client(self, node: Node) -> None:
@@ -229,6 +260,13 @@ class Cluster:
         for host, gateway in self.gateways.items():
             if count := len(gateway._ledger):
                 yield f"{host} has {count} requests"
+            keys = gateway.authenticator
+            assert isinstance(keys, KeyRing)
+            if count := sum(len(known.caller.account._running) for known in keys._by_hash.values()):
+                yield f"{host} counts {count} requests of keys"
+        for rival in self._rivals:
+            if not rival.is_dead:
+                yield f"{rival.name} runs"
         for host, core in self.cores.items():
             pool, swap = core.batch.blocks.pool, core.swap_space.pool
             if core.num_live or core.in_flight or len(core.pins):
@@ -242,6 +280,13 @@ class Cluster:
             )
             if count := sum(1 for _ in owned):
                 yield f"{host} has {count} requests in its table"
+
+    def check_glitches(self) -> None:
+        """Raises FalseAnswerError where more requests than rows failed by what is not finite."""
+        failed = [story for story in self.stories if story.error and story.error.reason == "NON_FINITE_LOGITS"]
+        num_spoiled = sum(runner.num_spoiled for runner in self.runners.values())
+        if len(failed) > num_spoiled:
+            raise FalseAnswerError(f"{len(failed)} requests fail by {num_spoiled} rows that are not finite")
 
     def check_concurrency(self) -> None:
         """Raises FalseAnswerError where more requests of a key run than it may have at once."""
@@ -290,6 +335,7 @@ class CheckedScheduler(Scheduler):
             served.update(tenants[row] for row in plan.samples[:, 0].tolist())
             self._fairness.serve(served)
             self._observe_fairness()
+        self._check()
         return plan
 
     def _observe_fairness(self) -> None:
@@ -297,23 +343,42 @@ class CheckedScheduler(Scheduler):
             waiting = self.waiting.tenants_with_next() | self.swapped.tenants_with_next()
             self._fairness.observe(frozenset(waiting), self.num_preemptions)
 
+    def submit(self, request: CoreRequest, now: float) -> None:
+        super().submit(request, now)
+        self._check()
+
     def abort(self, key: RequestKey) -> bool:
         done = super().abort(key)
-        invariants.check(self)
+        self._check()
+        return done
+
+    def abort_sequence(self, key: RequestKey, index: int) -> bool:
+        done = super().abort_sequence(key, index)
+        self._check()
         return done
 
     def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
         events = super().apply(result, now)
-        invariants.check(self)
+        self._check()
         return events
 
     def void_in_flight(self, now: float) -> None:
         super().void_in_flight(now)
-        invariants.check(self)
+        self._check()
 
     def restore_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
         super().restore_sealed(sealed)
-        invariants.check(self)
+        self._check()
+
+    def _check(self) -> None:
+        try:
+            invariants.check(self)
+        except Exception as error:
+            node = CLOCK.get()
+            assert isinstance(node, Node)
+            # The service may catch it.
+            node.fail(error)
+            raise
 
 
 @contextmanager
@@ -352,6 +417,8 @@ def draw_layout(draw: Random) -> Layout:
     )
     settings = SchedulerSettings(
         log_level="error",
+        step_timeout=_STEP_TIMEOUT_S,
+        drain_timeout=_DRAIN_TIMEOUT_S,
         policy=draw.choice(("fcfs", "priority", "fair")),
         preemption_mode=draw.choice(("auto", "swap", "recompute")),
         max_steps_in_flight=draw.choice((1, 2, 2, 4)),

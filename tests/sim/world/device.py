@@ -5,7 +5,7 @@ through its block table (`model`), so one block that is wrong, stale or early ma
 """
 
 import functools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -14,13 +14,15 @@ import numpy as np
 
 from quire.common.v1 import common_pb2
 from tests.sim.world.model import Draw, candidates, line_of, mixed, mixed_prefixes, next_token
-from tests.sim.world.world import Node
-from tests.support.fake_pool import FakePool
+from tests.sim.world.world import Node, World
+from tests.support.fake_pool import BlockError, FakePool, Prefixes
 from tests.support.fake_runner import FakeRunner
 from tests.support.logprobs import Line, columns_of
-from worker_svc.device.device_loop import DeviceLoop, JobThread, RunningStep, StepRunner
+from worker_svc.device.device_loop import DeviceLoop, JobThread, RunningStep
 from worker_svc.step import Batch, PromptLogprobs, RowCandidates, StepOutput, StepTimings, TokenLogprobs
 
+_NOT_FINITE = -1
+"""In a slot: a number that is none. Hashes are never below 0."""
 _STEP_S, _TOKEN_S = 0.002, 0.000_02
 
 
@@ -30,6 +32,19 @@ class _ReadablePool(FakePool):
     def read(self, blocks: Sequence[int], end: int) -> np.ndarray:
         """[end] int64: what a row with these blocks finds in its slots."""
         return self._gpu[self._places(blocks, 0, end)]
+
+    def is_finite(self, blocks: Sequence[int], end: int) -> bool:
+        """Whether a row finds a number in each of its first slots."""
+        return not (self.read(blocks, end) == _NOT_FINITE).any()
+
+    def spoil(self, blocks: Sequence[int], start: int, end: int) -> None:
+        """What was computed for these slots is not finite."""
+        self._gpu[self._places(blocks, start, end)] = _NOT_FINITE
+
+    def check_read(self, row: int, blocks: Sequence[int], prefixes: Prefixes, end: int) -> None:
+        """As any pool; what is not finite is found by the row that samples after it."""
+        if self.is_finite(blocks, end):
+            super().check_read(row, blocks, prefixes, end)
 
 
 class HashRunner(FakeRunner):
@@ -41,15 +56,44 @@ class HashRunner(FakeRunner):
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int, *, num_host_blocks: int) -> None:
         super().__init__(num_blocks, block_size, vocab_size, num_host_blocks=num_host_blocks)
         self._pool = self._readable = _ReadablePool(num_blocks, num_host_blocks, block_size)
+        self.on_block_error: Callable[[BlockError], object] = lambda _: None
+        self.takes_glitch: Callable[[], bool] = lambda: False
+        """Whether what the next step computes for one row is not finite."""
+        self.num_spoiled = 0
+
+    def _compute(self, batch: Batch) -> None:
+        try:
+            super()._compute(batch)
+        except BlockError as error:
+            # A scheduler that tries again would hide it.
+            self.on_block_error(error)
+            raise
+        if len(batch.rows) and self.takes_glitch():
+            self.num_spoiled += 1
+            row, start, end = (int(column[0]) for column in (batch.rows, batch.num_computed_tokens, batch.ends))
+            self._readable.spoil(self._rows[row].blocks, start, end)
+
+    def _failing_chunks(self, batch: Batch) -> tuple[int, ...]:
+        sampling = set(batch.samples[:, 1].tolist())
+        ends = zip(batch.rows.tolist(), batch.ends.tolist(), strict=True)
+        chunks = [(row, end) for row, end in ends if row not in sampling]
+        return tuple(row for row, end in chunks if not self._readable.is_finite(self._rows[row].blocks, end))
 
     def _sample(self, step_id: int, batch: Batch) -> StepOutput:
         ends = dict(zip(batch.rows.tolist(), (batch.num_computed_tokens + batch.num_new_tokens).tolist(), strict=True))
         token_ids = np.zeros(len(batch.samples), np.int32)
         searching: list[RowCandidates] = []
         lines: dict[int, Line] = {}
+        failed: list[int] = []
         for place, (row, source) in enumerate(batch.samples.tolist()):
             end, state = ends[source], self._rows[row]
             sampling = state.sampling
+            if not self._readable.is_finite(self._rows[source].blocks, end):
+                failed.append(row)
+                if sampling.num_candidates is None:
+                    # The step behind it may compute its token already.
+                    state.prefixes.append(0)
+                continue
             mix = mixed(self._readable.read(self._rows[source].blocks, end))
             if sampling.num_candidates is not None:
                 best, logprobs = candidates(mix, sampling.num_candidates)
@@ -63,7 +107,7 @@ class HashRunner(FakeRunner):
                 lines[place] = line_of(mix, token_id, sampling.logprobs)
         reported = TokenLogprobs(np.array(list(lines), np.int32), columns_of(lines.values())) if lines else None
         timings = StepTimings(0, 0, 0, 0)
-        return StepOutput(step_id, batch.samples[:, 0], token_ids, reported, tuple(searching), (), timings)
+        return StepOutput(step_id, batch.samples[:, 0], token_ids, reported, tuple(searching), tuple(failed), timings)
 
     def _judge_prompts(self, batch: Batch) -> tuple[PromptLogprobs, ...]:
         reports: list[PromptLogprobs] = []
@@ -91,12 +135,41 @@ def prepare(node: Node, row_sampling: bytes) -> "Future[None] | None":
     return future
 
 
+class Devices:
+    """The devices of all hosts, as far as something is wrong with them."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._hang_until: dict[str, float] = {}
+        self._glitches: Counter[str] = Counter()
+
+    def hang(self, host: str, seconds: float) -> None:
+        """Steps that begin within these seconds end after them; restarts of the process do not help."""
+        self._world.note("hang", host)
+        self._hang_until[host] = max(self._hang_until.get(host, 0.0), self._world.now + seconds)
+
+    def glitch(self, host: str) -> None:
+        """One row of a step to come gets numbers that are none."""
+        self._world.note("glitch", host)
+        self._glitches[host] += 1
+
+    def take_glitch(self, host: str) -> bool:
+        """Whether the step that runs now is such a one."""
+        has_one = self._glitches[host] > 0
+        self._glitches[host] -= has_one
+        return has_one
+
+    def wait_s(self, host: str) -> float:
+        """How much longer than usual a step takes that begins now."""
+        return max(self._hang_until.get(host, 0.0) - self._world.now, 0.0)
+
+
 class _SimThread(JobThread[Any]):
     """A thread of a device loop in a world. To wait for a launched step takes the time of the step."""
 
-    def __init__(self, node: Node, name: str, take: Callable[[Any], Future[None] | None]) -> None:
+    def __init__(self, node: Node, devices: Devices, name: str, take: Callable[[Any], Future[None] | None]) -> None:
         super().__init__(name, take)
-        self._node = node
+        self._node, self._devices = node, devices
         self._waiting: deque[Any] = deque()
         self._is_busy = False
 
@@ -109,7 +182,7 @@ class _SimThread(JobThread[Any]):
         self._is_busy = bool(self._waiting)
         if self._is_busy:
             job = self._waiting.popleft()
-            self._node.run_job(lambda: self._do(job), _seconds_of(job))
+            self._node.run_job(lambda: self._do(job), self._seconds_of(job))
 
     def _do(self, job: Any) -> None:
         earlier = self._take(job)
@@ -118,16 +191,18 @@ class _SimThread(JobThread[Any]):
         else:
             earlier.add_done_callback(lambda _: self._do(job))
 
-
-def _seconds_of(job: Any) -> float:
-    if not isinstance(job, RunningStep):
-        return 0.0
-    return _STEP_S + _TOKEN_S * int(job.job.admitted.step.batch.num_new_tokens.sum())
+    def _seconds_of(self, job: Any) -> float:
+        if not isinstance(job, RunningStep):
+            return 0.0
+        step_s = _STEP_S + _TOKEN_S * int(job.job.admitted.step.batch.num_new_tokens.sum())
+        return step_s + self._devices.wait_s(self._node.host)
 
 
 class SimDeviceLoop(DeviceLoop):
     """A worker's own device loop, whose threads the world steps."""
 
-    def __init__(self, node: Node, runner: StepRunner) -> None:
-        super().__init__(leave=lambda _: node.kill(), thread=functools.partial(_SimThread, node))
+    def __init__(self, node: Node, runner: HashRunner, devices: Devices) -> None:
+        super().__init__(leave=lambda _: node.kill(), thread=functools.partial(_SimThread, node, devices))
+        runner.on_block_error = node.fail
+        runner.takes_glitch = lambda: devices.take_glitch(node.host)
         self.use(runner)

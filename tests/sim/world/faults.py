@@ -1,17 +1,49 @@
 """Faults as values: what breaks in a world, and when. Each begins at its time and undoes itself."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from random import Random
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
+from tests.sim.world.device import Devices
 from tests.sim.world.network import Network
+from tests.sim.world.supervisor import Supervised
 from tests.sim.world.world import Node, World
+from tests.support.fake_worker import FakeWorkerConfig
 
 MAX_FAULT_S = 30.0
 """No fault lasts longer."""
 RESTART_S = 3.0
 """By then a supervisor has started a killed process anew, and others have found it."""
+
+# Where the processes of a host can be killed, and up to which pass that is drawn: what rarely happens, early.
+FAILPOINTS: Mapping[str, Mapping[str, int]] = {
+    "worker": {
+        "worker.attach.before_inventory": 2,
+        "worker.step.admitted": 60,
+        "worker.step.moved": 60,
+        "worker.step.sealed": 60,
+    },
+    "scheduler": {
+        "scheduler.submit.before_queue": 8,
+        "scheduler.submit.accepted": 8,
+        "scheduler.step.before_send": 60,
+        "scheduler.step.between_ranks": 60,
+        "scheduler.apply.before_emit": 60,
+        "scheduler.events.before_write": 60,
+        "scheduler.attach.before_inventory": 2,
+        "scheduler.reader.changed": 4,
+        "scheduler.drain.begun": 1,
+    },
+    "gateway": {
+        "gateway.submit.before_send": 8,
+        "gateway.connected.before_resubmit": 2,
+        "gateway.events.before_apply": 60,
+        "gateway.events.before_credit": 60,
+        "gateway.stream.before_write": 60,
+        "gateway.drain.begun": 1,
+    },
+}
 
 
 class Target(Protocol):
@@ -24,13 +56,31 @@ class Target(Protocol):
     def network(self) -> Network: ...
 
     @property
-    def running(self) -> dict[str, Node]:
+    def hosts(self) -> Mapping[str, Supervised]: ...
+
+    @property
+    def running(self) -> Mapping[str, Node]:
         """The process of each host that lives, or that died last."""
+        ...
+
+    @property
+    def devices(self) -> Devices:
+        """The workers' devices."""
+        ...
+
+    def change_worker(self, host: str, change: Callable[[FakeWorkerConfig], FakeWorkerConfig]) -> None:
+        """The worker of a host is another one from its next start on."""
+        ...
+
+    def start_rival(self, host: str, older_s: float) -> None:
+        """A scheduler with the worker of this one, which started so many seconds before it by its clock."""
         ...
 
 
 class Fault(Protocol):
     """Something that breaks at a time, in seconds since the world's beginning."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def at(self) -> float: ...
@@ -58,6 +108,71 @@ class Kill:
 
     def begin(self, target: Target) -> None:
         target.running[self.host].kill()
+
+
+@dataclass(frozen=True, slots=True)
+class KillAt:
+    """kill -9 of a process in the middle of what it does: at the n-th pass of a failpoint from then on."""
+
+    at: float
+    host: str
+    failpoint: str
+    number: int
+
+    @property
+    def seconds(self) -> float:
+        return RESTART_S
+
+    def begin(self, target: Target) -> None:
+        target.world.kill_at(self.host, self.failpoint, self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """SIGTERM: the process ends in order, and its supervisor starts another one."""
+
+    at: float
+    host: str
+
+    @property
+    def seconds(self) -> float:
+        return MAX_FAULT_S
+
+    def begin(self, target: Target) -> None:
+        target.hosts[self.host].stop_in_order()
+
+
+@dataclass(frozen=True, slots=True)
+class PowerOff:
+    """A machine is gone for some seconds, and the others' connections to it are half open."""
+
+    at: float
+    host: str
+    dark_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.dark_s + RESTART_S
+
+    def begin(self, target: Target) -> None:
+        target.hosts[self.host].power_off(self.dark_s)
+
+
+@dataclass(frozen=True, slots=True)
+class CannotStart:
+    """For some seconds no process can be started on a host, by whatever it ended."""
+
+    at: float
+    host: str
+    lasts_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.lasts_s + 2 * RESTART_S
+
+    def begin(self, target: Target) -> None:
+        host = target.hosts[self.host]
+        host.cannot_start_until = max(host.cannot_start_until, target.world.now + self.lasts_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +222,175 @@ class Reset:
             connections[self.number % len(connections)].reset()
 
 
-def draw_faults(draw: Random, hosts: Sequence[str], servers: Sequence[str], over_s: float) -> tuple[Fault, ...]:
+@dataclass(frozen=True, slots=True)
+class HalfOpen:
+    """A connection carries nothing more, and neither end is told: what is between them has forgotten it."""
+
+    at: float
+    number: int
+
+    @property
+    def seconds(self) -> float:
+        return MAX_FAULT_S
+
+    def begin(self, target: Target) -> None:
+        if connections := target.network.connections:
+            connections[self.number % len(connections)].go_silent()
+
+
+@dataclass(frozen=True, slots=True)
+class SetClock:
+    """An operator sets a clock back by so many seconds, or forward. A worker lets a scheduler whose clock was set back
+    in after half a minute."""
+
+    at: float
+    host: str
+    back_s: float
+
+    @property
+    def seconds(self) -> float:
+        return MAX_FAULT_S + RESTART_S
+
+    def begin(self, target: Target) -> None:
+        target.world.set_back(self.host, self.back_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """The device of a worker does not go on for some seconds, be the process another one by then."""
+
+    at: float
+    host: str
+    hangs_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.hangs_s + 3 * RESTART_S
+
+    def begin(self, target: Target) -> None:
+        target.devices.hang(self.host, self.hangs_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Glitch:
+    """What the device computes for one row of a step is not finite. The request fails, and no other one."""
+
+    at: float
+    host: str
+
+    @property
+    def seconds(self) -> float:
+        return 0.0
+
+    def begin(self, target: Target) -> None:
+        target.devices.glitch(self.host)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherPool:
+    """A worker dies and comes back with a pool of another size."""
+
+    at: float
+    host: str
+    num_blocks: int
+    num_host_blocks: int
+
+    @property
+    def seconds(self) -> float:
+        return RESTART_S
+
+    def begin(self, target: Target) -> None:
+        def change(config: FakeWorkerConfig) -> FakeWorkerConfig:
+            return replace(config, num_blocks=self.num_blocks, num_host_blocks=self.num_host_blocks)
+
+        target.change_worker(self.host, change)
+        target.running[self.host].kill()
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """Another scheduler comes to a worker, which started before the one that has it. It has to give up."""
+
+    at: float
+    host: str
+    older_s: float
+
+    @property
+    def seconds(self) -> float:
+        return RESTART_S
+
+    def begin(self, target: Target) -> None:
+        target.start_rival(self.host, self.older_s)
+
+
+def draw_faults(
+    draw: Random, hosts: Sequence[str], servers: Sequence[str], over_s: float, worker: FakeWorkerConfig
+) -> tuple[Fault, ...]:
     """Up to eight faults that begin within so many seconds. Servers are the hosts whose processes are killed."""
-    return tuple(_draw_fault(draw, hosts, servers, draw.uniform(0, over_s)) for _ in range(draw.randrange(9)))
+    faults = [_draw_fault(draw, hosts, servers, draw.uniform(0, over_s), worker) for _ in range(draw.randrange(9))]
+    if any(isinstance(fault, Rival) for fault in faults):
+        # A scheduler whose clock was set back is the older one when it starts again, and gives up in its turn.
+        faults = [fault for fault in faults if not isinstance(fault, SetClock)]
+    return tuple(faults)
 
 
-def _draw_fault(draw: Random, hosts: Sequence[str], servers: Sequence[str], at: float) -> Fault:
-    match draw.choice(("kill", "kill", "pause", "cut", "cut both", "reset")):
+def _draw_fault(
+    draw: Random, hosts: Sequence[str], servers: Sequence[str], at: float, worker: FakeWorkerConfig
+) -> Fault:
+    match draw.choices(tuple(_WEIGHTS), tuple(_WEIGHTS.values()))[0]:
         case "kill":
             return Kill(at, draw.choice(servers))
+        case "kill at":
+            host = draw.choice(servers)
+            points = FAILPOINTS[host.partition("-")[0]]
+            failpoint = draw.choice(tuple(points))
+            return KillAt(at, host, failpoint, draw.randint(1, points[failpoint]))
+        case "stop":
+            return Stop(at, draw.choice(servers))
+        case "power off":
+            return PowerOff(at, draw.choice(servers), draw.uniform(0.1, MAX_FAULT_S))
+        case "cannot start":
+            return CannotStart(at, draw.choice(servers), draw.uniform(0.1, 15))
         case "pause":
             return Pause(at, draw.choice(hosts), draw.uniform(0.01, 15))
         case "cut" | "cut both" as kind:
             source, destination = draw.sample(hosts, 2)
             return Cut(at, source, destination, kind == "cut both", draw.uniform(0.01, MAX_FAULT_S))
+        case "half open":
+            return HalfOpen(at, draw.randrange(1 << 16))
+        case "clock":
+            return SetClock(at, draw.choice(hosts), draw.choice((-600.0, -1.0, 1.0, 30.0, 600.0)))
+        case "hang":
+            workers = [host for host in servers if host.startswith("worker")]
+            return Hang(at, draw.choice(workers), draw.choice((0.5, 5.0, MAX_FAULT_S)))
+        case "rival":
+            schedulers = [host for host in servers if host.startswith("scheduler")]
+            return Rival(at, draw.choice(schedulers), draw.choice((0.02, 0.5, 3600.0)))
+        case "glitch":
+            return Glitch(at, draw.choice([host for host in servers if host.startswith("worker")]))
+        case "other pool":
+            workers = [host for host in servers if host.startswith("worker")]
+            # What fitted fits still.
+            num_blocks = draw.choice((worker.num_blocks, worker.num_blocks + 7, 2 * worker.num_blocks))
+            return OtherPool(at, draw.choice(workers), num_blocks, draw.choice((0, 16, 128)))
         case _:
             return Reset(at, draw.randrange(1 << 16))
+
+
+_WEIGHTS = {
+    "kill": 4,
+    "kill at": 6,
+    "stop": 1,
+    "power off": 1,
+    "cannot start": 1,
+    "pause": 3,
+    "cut": 2,
+    "cut both": 2,
+    "half open": 1,
+    "reset": 3,
+    "clock": 1,
+    "hang": 1,
+    "glitch": 2,
+    "rival": 1,
+    "other pool": 1,
+}

@@ -93,7 +93,13 @@ class Network:
                 connection.watch()
 
     def power_on(self, host: str) -> None:
+        """It answers again: that it knows nothing of the connections from before."""
+        self.world.note("power on", host)
         self.dark.discard(host)
+        for connection in list(self.connections):
+            if host in connection.hosts:
+                connection.close_client_end("Connection reset by peer")
+                connection.close_server_end("Connection reset by peer")
 
     def _doubt(self, source: str, destination: str) -> None:
         for connection in self.connections:
@@ -133,10 +139,18 @@ class Pipe:
         self._chance = network.world.generator(name)
         self._arrives_at = 0.0
         self._held: deque[tuple[str, Callable[[], None]]] = deque()
+        self.is_silent = False
+        """Nothing that is sent arrives any more."""
         network.add_pipe(self)
 
     def send(self, what: str, action: Callable[[], None], size: int = 0) -> None:
-        """Does `action` in the process at the other end, when the message has arrived there."""
+        """Does `action` in the process at the other end, when the message has arrived there. A process that is dead
+        sends nothing: what still runs of it are the last moments of the call that it was killed in."""
+        if not self.source.is_dead:
+            self.deliver(what, action, size)
+
+    def deliver(self, what: str, action: Callable[[], None], size: int = 0) -> None:
+        """The same for what the kernel sends."""
         world, weather = self._network.world, self._network.weather
         local = self.source.host == self.destination.host
         delay = weather.min_delay_s if local else self._chance.uniform(weather.min_delay_s, weather.max_delay_s)
@@ -147,9 +161,11 @@ class Pipe:
         """The way is open again."""
         held, self._held = self._held, deque()
         for what, action in held:
-            self.send(what, action)
+            self.deliver(what, action)
 
     def _arrive(self, what: str, action: Callable[[], None]) -> None:
+        if self.is_silent:
+            return
         if self._held or not self._network.is_open(self.source.host, self.destination.host):
             self._held.append((what, action))
             return
@@ -207,6 +223,12 @@ class Connection:
         self.close_client_end("Connection reset by peer")
         self.close_server_end("Connection reset by peer")
 
+    def go_silent(self) -> None:
+        """What is between its ends has forgotten it: it is half open until the ends notice that by pings."""
+        self.network.world.note("silent", *self.hosts)
+        self.up.is_silent = self.down.is_silent = True
+        self.watch()
+
     def close_client_end(self, why: str) -> None:
         node = self.client
         if not node.is_dead:
@@ -224,7 +246,8 @@ class Connection:
 
             def check(give_up: Callable[[str], None] = give_up) -> None:
                 there, back = self.hosts
-                if not (self.network.is_open(there, back) and self.network.is_open(back, there)):
+                is_open = self.network.is_open(there, back) and self.network.is_open(back, there)
+                if self.up.is_silent or not is_open:
                     give_up("ping timeout")
 
             self.network.world.after(patience * jitter, check)
@@ -246,12 +269,12 @@ class Connection:
     def _client_died(self) -> None:
         self._client_open = False
         if self.client.host not in self.network.dark:
-            self.up.send("close", lambda: self._lose_server("the client died"))
+            self.up.deliver("close", lambda: self._lose_server("the client died"))
 
     def _server_died(self) -> None:
         self._server_open = False
         if self.server.host not in self.network.dark:
-            self.down.send("close", lambda: self._lose_client("Socket closed"))
+            self.down.deliver("close", lambda: self._lose_client("Socket closed"))
 
     def _forget_if_over(self) -> None:
         if not self._client_open and not self._server_open:

@@ -173,6 +173,7 @@ class Circumstances:
     Attributes:
         has_short_queue, has_few_durable: Whether a scheduler refuses requests that wait, or durable ones.
         trouble_s: How long things are broken, in all.
+        may_glitch: Whether a device may compute what is not finite.
     """
 
     block_size: int
@@ -180,6 +181,7 @@ class Circumstances:
     has_short_queue: bool
     has_few_durable: bool
     trouble_s: float
+    may_glitch: bool = False
 
     def check_refusal(self, request: Request, error: QuireError) -> None:
         """A call fails only by what its client wants, by the limits of its key, or by what breaks."""
@@ -211,6 +213,8 @@ class Circumstances:
             case Unavailable():
                 # A durable stream outlives what its client's patience does.
                 yield self.has_faults and (not is_durable or is_limited or self.trouble_s > _PATIENCE_S)
+            case _ if error.reason == "NON_FINITE_LOGITS":
+                yield self.may_glitch
             case NotFound():
                 # A part of what is chosen at the end cannot be continued where nobody has it any more.
                 ends = generate is not None and (generate.chooses or is_cancelled or is_limited)

@@ -14,6 +14,7 @@ import random
 import sys
 import warnings
 from asyncio import events
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
@@ -21,6 +22,7 @@ from typing import Any
 
 from quire.clock import CLOCK
 from quire.entropy import ENTROPY
+from quire.failpoint import FAILPOINTS
 from tests.sim.world.loop import NodeLoop
 
 _START_UNIX_S = 1_800_000_000.0
@@ -33,6 +35,15 @@ _MAX_CLOCK_OFFSET_S = 2.0
 
 class StuckError(Exception):
     """Nothing can happen any more, or the time is over, and what was waited for has not happened."""
+
+
+class ServiceFailedError(Exception):
+    """A service did what it must not, as `__cause__` says: the world ends with that."""
+
+
+class KilledError(BaseException):
+    """Leaves the code of a process that was killed in the middle of it. What `finally` blocks on the way do stays in
+    the process, which is dead: its loop is cut and nothing that it sends leaves it."""
 
 
 class Node:
@@ -58,6 +69,7 @@ class Node:
         self.context = copy_context()
         self.context.run(CLOCK.set, self)
         self.context.run(ENTROPY.set, self)
+        self.context.run(FAILPOINTS.set, self)
         self.loop = NodeLoop(self)
         self.on_end: list[Callable[[], None]] = []
         """Called where the process ends, as the kernel closes what it held."""
@@ -66,7 +78,8 @@ class Node:
         return self._boot_s + self._world.now * self._rate
 
     def unix_ns(self) -> int:
-        return round((self._unix_offset_s + self._world.now) * 1e9)
+        offset_s = self._unix_offset_s - self._world.set_back_s.get(self.host, 0.0)
+        return round((offset_s + self._world.now) * 1e9)
 
     def thread_time(self) -> float:
         return self.monotonic()
@@ -77,10 +90,11 @@ class Node:
     def random_bytes(self, count: int) -> bytes:
         return self._random.randbytes(count)
 
-    def set_back(self, seconds: float) -> None:
-        """An operator corrects the clock; what is monotonic stays so."""
-        self._world.note("clock", self.name, round(seconds, 6))
-        self._unix_offset_s -= seconds
+    def passed(self, name: str) -> None:
+        """The process passes a failpoint, and dies there where that was arranged."""
+        if not self.is_dead and self._world.is_due(self, name):
+            self.kill()
+            raise KilledError(name)
 
     def start(self, main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Runs a coroutine in the process; returns its task."""
@@ -125,13 +139,20 @@ class Node:
                 self._world.after(_MAX_JOB_S, run)
             elif not self.is_dead:
                 self._world.note("job", self.name)
-                self.context.copy().run(job)
+                with suppress(KilledError):
+                    self.context.copy().run(job)
 
         self._world.after(duration, run)
 
     def failed(self, context: dict[str, Any]) -> None:
         self.errors.append(context)
         self._world.has_errors = True
+        error = context.get("exception")
+        self.fail(error if isinstance(error, BaseException) else AssertionError(context.get("message")))
+
+    def fail(self, error: BaseException) -> None:
+        """The process did what it must not. The world ends, whoever may catch the error now."""
+        self._world.fail(self, error)
 
 
 class World:
@@ -151,8 +172,14 @@ class World:
         self.num_events = 0
         self.has_errors = False
         """Whether a process has an error that nobody caught."""
-        self.story: list[str] | None = None
-        """Lines of what happens, where somebody wants to read them."""
+        self.set_back_s: dict[str, float] = {}
+        """By how much the clocks of hosts were set back since the beginning."""
+        self.num_passed: Counter[str] = Counter()
+        """How often each failpoint was passed, by any process."""
+        self._deaths: dict[tuple[str, str], int] = {}
+        self._failure: ServiceFailedError | None = None
+        self.story: list[tuple[float, tuple[object, ...]]] | None = None
+        """When what happens, where somebody wants to read it."""
         self._numbers: dict[str, itertools.count[int]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -200,10 +227,9 @@ class World:
     def note(self, *what: object) -> None:
         """Something happened: it counts for the digest. To be called only with what is the same in every process."""
         self.num_events += 1
-        line = f"{self.now!r} {what!r}"
-        self._hash.update(line.encode())
+        self._hash.update(f"{self.now!r} {what!r}".encode())
         if self.story is not None:
-            self.story.append(line)
+            self.story.append((self.now, what))
 
     def node(self, host: str) -> Node:
         """A new process."""
@@ -221,6 +247,37 @@ class World:
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         self.at(self.now + seconds, action)
 
+    def set_back(self, host: str, seconds: float) -> None:
+        """An operator corrects the clock of a host, by less than nothing to the future; what is monotonic stays so."""
+        self.note("clock", host, round(seconds, 6))
+        self.set_back_s[host] = self.set_back_s.get(host, 0.0) + seconds
+
+    def kill_at(self, host: str, failpoint: str, number: int) -> None:
+        """The process of the host that passes the failpoint for this time from now on dies there."""
+        self.note("arm", host, failpoint, number)
+        self._deaths[host, failpoint] = number
+
+    def is_due(self, node: Node, failpoint: str) -> bool:
+        """Whether the process dies at this pass of a failpoint."""
+        self.num_passed[failpoint] += 1
+        number = self._deaths.get((node.host, failpoint))
+        if number is None:
+            return False
+        self._deaths[node.host, failpoint] = number - 1
+        if number > 1:
+            return False
+        del self._deaths[node.host, failpoint]
+        self.note("failpoint", node.name, failpoint)
+        return True
+
+    def fail(self, node: Node, error: BaseException) -> None:
+        """The first failure of a process ends the world."""
+        if self._failure is None:
+            self.note("failed", node.name)
+            where = f"(seed {self.seed}, second {self.now:.3f})"
+            self._failure = ServiceFailedError(f"{node.name}: {type(error).__name__}: {error} {where}")
+            self._failure.__cause__ = error
+
     def end(self, node: Node) -> None:
         """A process was killed. What it had in the middle of something is kept as it is."""
         self._kept.append(node.loop.cut())
@@ -231,10 +288,13 @@ class World:
 
         Raises:
             StuckError: it does not hold after so many virtual seconds, or nothing can happen any more.
+            ServiceFailedError: a process did what it must not.
         """
         end = self.now + limit_s
         num_turns = 0
         while not until():
+            if self._failure is not None:
+                raise self._failure
             ready = [node for node in self._live if node.loop.has_work and not node.is_stopped]
             if ready:
                 node = ready[0] if len(ready) == 1 else self.random.choice(ready)

@@ -1,0 +1,486 @@
+"""Known faults, put back one at a time: the worlds have to find each.
+
+`python -m tests.sim.known_faults [NAME...] [--worlds 1000] [--first 0]` runs worlds from the first seed on until one
+fails, and prints a row of docs/internals/known_faults.md for each fault. A world that fails without the fault, too,
+does not count. A patch that does not apply any more fails loudly: where the code has changed, the fault is to be
+written anew for what stands there now.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tests.sim.mutation import Patch, patched
+from tests.sim.worlds import draw_plan, run_world
+
+_BATCH = "scheduler_svc.core.batch"
+_POOL = "scheduler_svc.core.block_pool"
+_KV = "scheduler_svc.core.kv_cache"
+_PLACEMENT = "scheduler_svc.core.placement"
+_RESULTS = "scheduler_svc.core.results"
+_SCHEDULER = "scheduler_svc.core.scheduler"
+_SEQUENCE = "scheduler_svc.core.sequence"
+_OUTBOX = "scheduler_svc.service.outbox"
+_REQUESTS = "scheduler_svc.service.requests"
+_SERVICER = "scheduler_svc.service.servicer"
+_STEP_LOOP = "scheduler_svc.service.step_loop"
+_WORKER_LINK = "scheduler_svc.service.worker_link"
+_SEALS = "worker_svc.device.seals"
+_LEDGER = "worker_svc.device.row_ledger"
+_SESSION = "worker_svc.protocol.session"
+_STREAM = "worker_svc.protocol.stream"
+_LINK = "gateway.replicas.link"
+_REPLICAS = "gateway.replicas.replica_set"
+_GATEWAY_SEQUENCE = "gateway.replicas.sequence"
+_BEAMS = "scheduler_svc.core.beam_search"
+_PINS = "scheduler_svc.core.pins"
+_QUOTA = "gateway.auth.quota"
+_GENERATOR = "gateway.request.generator"
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFault:
+    """A fault of the product.
+
+    Attributes:
+        what: What is wrong, for people.
+        was_there: Whether the product had it once; else it was made by hand.
+    """
+
+    name: str
+    what: str
+    patches: tuple[Patch, ...]
+    was_there: bool = False
+
+
+def _made(name: str, what: str, module: str, old: str, new: str) -> KnownFault:
+    return KnownFault(name, what, (Patch(module, old, new),))
+
+
+def _mended(name: str, what: str, module: str, old: str, new: str) -> KnownFault:
+    return KnownFault(name, what, (Patch(module, old, new),), was_there=True)
+
+
+FAULTS = (
+    _made(
+        "dropped-copy",
+        "a shared block is replaced by one of the sequence's own, and not copied",
+        _BATCH,
+        "            self.draft.copies.append(pair)\n",
+        "            pass\n",
+    ),
+    _made(
+        "slot-off-by-one",
+        "a decode gets its next block one token too late",
+        _BATCH,
+        "return rows[self.num_slots[rows] <= self.num_computed[rows]]",
+        "return rows[self.num_slots[rows] < self.num_computed[rows]]",
+    ),
+    _made(
+        "one-token-too-many",
+        "a sequence decodes once more after its last token",
+        _BATCH,
+        "can_compute = (num_tokens < self.max_len) & (self.num_computed < num_tokens)",
+        "can_compute = (num_tokens <= self.max_len) & (self.num_computed < num_tokens)",
+    ),
+    _made(
+        "lost-row",
+        "a row is not given back when its sequence ends",
+        _BATCH,
+        "            heapq.heappush(self._free, row)\n",
+        "            pass\n",
+    ),
+    _mended(
+        "seal-of-another",
+        "a block that was handed out anew before its seal was announced is announced",
+        _BATCH,
+        "        self.draft.sealed = self.blocks.still_sealed(self.draft.sealed)\n",
+        "",
+    ),
+    _made(
+        "seal-too-early",
+        "a block counts as full with its first token",
+        _RESULTS,
+        "num_full = (step.num_computed - batch.rows.dependent[step.rows]) // batch.blocks.block_size",
+        "num_full = -(-step.num_computed // batch.blocks.block_size)",
+    ),
+    _made(
+        "released-row",
+        "the result of a row that was released since counts for the sequence that has it now",
+        _RESULTS,
+        "        current = table.incarnation[step.rows] == step.incarnations\n        self._seal(",
+        "        current = table.incarnation[step.rows] >= step.incarnations\n        self._seal(",
+    ),
+    _made(
+        "freed-block-in-table",
+        "a sequence that gave its blocks back still has them in its table",
+        _KV,
+        "        self.pool.free(*(sequence.block_table for sequence in sequences))\n"
+        "        for sequence in sequences:\n"
+        "            sequence.block_table = []\n",
+        "        self.pool.free(*(sequence.block_table for sequence in sequences))\n",
+    ),
+    _made(
+        "stale-cached-start",
+        "what was found in the prefix cache once is taken for found for good",
+        _POOL,
+        "            if not set(recent).isdisjoint(start.blocks):\n                return False\n",
+        "",
+    ),
+    _made(
+        "evicted-block-found",
+        "a cached block that is handed out anew can still be hit",
+        _POOL,
+        "                del self._by_hash[content]\n",
+        "",
+    ),
+    _made(
+        "follower-never-released",
+        "a request that waits for blocks of another one is not told that they are there",
+        _KV,
+        "        keys, self._released = self._released, []\n        return keys",
+        "        self._released = []\n        return []",
+    ),
+    _made(
+        "whole-prompt-cached",
+        "all tokens of a sequence may be taken from the cache, so that there are no logits",
+        _SEQUENCE,
+        "            return self.num_tokens - 1\n        return min",
+        "            return self.num_tokens\n        return min",
+    ),
+    _made(
+        "swap-in-before-copy",
+        "groups come back from host memory before what leaves in the same step was copied there",
+        _SCHEDULER,
+        "        has_preempted = self._preempt_for_decodes(now)\n        if not has_preempted:\n"
+        "            self._swap_in(now)\n",
+        "        self._swap_in(now)\n        has_preempted = self._preempt_for_decodes(now)\n",
+    ),
+    _made(
+        "swap-in-forgotten",
+        "a group is back in the batch, and its blocks are not copied back",
+        _PLACEMENT,
+        "        batch.draft.swap_in += swapped_in.pairs\n",
+        "",
+    ),
+    _made(
+        "newest-token-swapped",
+        "the newest token of a swapped sequence counts as computed",
+        _PLACEMENT,
+        "sequence.num_swapped_tokens = min(int(batch.rows.num_computed[sequence.row]), sequence.num_tokens - 1)",
+        "sequence.num_swapped_tokens = int(batch.rows.num_tokens[sequence.row])",
+    ),
+    _made(
+        "host-pool-overfull",
+        "groups are swapped out without a look at the room in host memory",
+        _KV,
+        "        return len(_distinct(self._kept(sequence) for sequence in sequences)) <= self.pool.num_free",
+        "        return bool(sequences)",
+    ),
+    _made(
+        "blocks-of-lost-worker",
+        "the prefix cache outlives the worker whose blocks are in it",
+        _SCHEDULER,
+        "        self._make_pools()\n        for pin in self.pins.lose_blocks():",
+        "        cached = [(b, self.batch.blocks.pool.hash_of(b)) for b in range(self.config.num_blocks)]\n"
+        "        self._make_pools()\n"
+        "        self.restore_sealed([(b, name) for b, name in cached if name is not None])\n"
+        "        for pin in self.pins.lose_blocks():",
+    ),
+    _made(
+        "seal-outlives-content",
+        "a worker goes on to call a block final that a later step writes to",
+        _SEALS,
+        "            self._sealed[block_ids] = False\n",
+        "",
+    ),
+    _made(
+        "rows-outlive-session",
+        "a worker keeps the rows of its scheduler before",
+        _STREAM,
+        "        self._ledger.reset()\n",
+        "",
+    ),
+    _made(
+        "epoch-compared-with-ge",
+        "a worker refuses a newer epoch where the session of the one before has not ended",
+        _SESSION,
+        "            if epoch == highest:\n",
+        "            if epoch >= highest:\n",
+    ),
+    _mended(
+        "clock-set-back",
+        "a worker refuses a scheduler whose clock was set back, however long nobody else comes",
+        _SESSION,
+        "epoch < highest and not self._is_vacant(now)",
+        "epoch < highest",
+    ),
+    _mended(
+        "hash-of-other-block-size",
+        "requests move to a worker with blocks of another size, and keep the names of blocks",
+        _SCHEDULER,
+        "                group.move_to_blocks_of(self.config.block_size)\n",
+        "",
+    ),
+    _made(
+        "offset-counted-twice",
+        "the offset of a kept output's first token is added twice when a reader comes back",
+        _OUTBOX,
+        "        events.offsets += range(output.first + skipped, output.first + end)\n",
+        "        events.offsets += range(2 * output.first + skipped, 2 * output.first + end)\n",
+    ),
+    _made(
+        "replayed-twice",
+        "what a reader was sent when it came back is kept, and sent again the next time",
+        _REQUESTS,
+        "        if owned.durable is None:\n            owned.history.clear()\n",
+        "",
+    ),
+    _made(
+        "gap-unnoticed",
+        "a reader that lacks more than is kept is taken back",
+        _OUTBOX,
+        "        return not any(self._lacks(each, held) for each in progress if each.index not in held.ended)\n",
+        "        return True\n",
+    ),
+    _made(
+        "untaken-dropped",
+        "messages that a gateway has not taken in when its stream breaks are dropped",
+        _OUTBOX,
+        "        return [*self._sent, *self._waiting]\n",
+        "        return [*self._waiting]\n",
+    ),
+    _made(
+        "lost-credit",
+        "a gateway gives credit for one message where it took two",
+        _LINK,
+        "                        self._grant(_MESSAGES_OF_CREDIT, num_taken)\n",
+        "                        self._grant(1, num_taken)\n",
+    ),
+    _made(
+        "no-resubmission",
+        "a gateway whose scheduler is back does not submit what ran there",
+        _REPLICAS,
+        "        self._for_each(self._ledger.of_replica(link.address), lambda live: self._submit(live, link))\n",
+        "",
+    ),
+    _made(
+        "accepted-twice",
+        "tokens that a gateway has already are taken again",
+        _GATEWAY_SEQUENCE,
+        "        for position in range(seen, len(token_ids)):\n",
+        "        for position in range(min(seen, 1), len(token_ids)):\n",
+    ),
+    _made(
+        "seal-before-finite",
+        "what a row computed is sealed, although its sample was not finite",
+        _RESULTS,
+        "            if row in result.failures:\n",
+        "            if row in ():\n",
+    ),
+    _made(
+        "chunk-sealed-before-finite",
+        "a chunk of a prompt is sealed, although it was not finite",
+        _RESULTS,
+        "            batch.rows.seals_chunks[invalid] = False\n",
+        "",
+    ),
+    _made(
+        "beams-pruned-wrong",
+        "hypotheses beyond the best of a beam search's step are kept",
+        _BEAMS,
+        "finished = self._finish(likely[: self._parameters.width], outputs, length)",
+        "finished = self._finish(likely, outputs, length)",
+    ),
+    _made(
+        "beam-forks-last-token",
+        "a beam that forks keeps the blocks of the one that was dropped",
+        _RESULTS,
+        "        self._batch.blocks.free(*dropped)\n",
+        "",
+    ),
+    _made(
+        "fork-keeps-seed",
+        "the samples of one prompt all draw with the seed of the first",
+        _BATCH,
+        "                self.draft.seeds[child.row] = child.request.sampling_of(child.index).seed\n",
+        "",
+    ),
+    _made(
+        "pin-not-counted",
+        "a pin has blocks and is none of their holders",
+        _PINS,
+        "        pool.touch(blocks)\n",
+        "",
+    ),
+    _made(
+        "quota-not-given-back",
+        "a request that is over counts for the limit of its key",
+        _QUOTA,
+        "            del self._running[use]\n            self._charge(use)\n",
+        "            self._charge(use)\n",
+    ),
+    _made(
+        "durable-replayed-twice",
+        "who resumes a durable stream gets the tokens again that it has",
+        _GENERATOR,
+        "skip(offset.num_tokens, offset.num_characters)",
+        "skip(0, 0)",
+    ),
+    _made(
+        "replay-goes-on",
+        "a durable output goes on to its reader of before when another one has come",
+        _REQUESTS,
+        "            before.connection.outbox.drop_replay(before.handle)\n",
+        "",
+    ),
+    _made(
+        "events-during-replay",
+        "new tokens of a durable request go to a reader before those that it lacks",
+        _REQUESTS,
+        "            del self._readers[owned.key.handle]\n            go_on",
+        "            go_on",
+    ),
+    _made(
+        "log-probabilities-of-others",
+        "a reader that comes back gets the first log probabilities with the tokens that it lacks",
+        _OUTBOX,
+        "            events.logprobs.append(output.logprobs.part(skipped, end))\n",
+        "            events.logprobs.append(output.logprobs.part(0, end - skipped))\n",
+    ),
+    _made(
+        "reconnect-loses-abort",
+        "a gateway that is back does not say which of its requests nobody reads any more",
+        _LINK,
+        "        self._send(scheduler_pb2.ConnectRequest(end_unread=scheduler_pb2.EndUnread()))\n",
+        "",
+    ),
+    _made(
+        "leaves-without-abort",
+        "a client that leaves does not end its request",
+        _REPLICAS,
+        "        if link.is_connected:\n            link.abort(live.handle)\n        elif",
+        "        if link.is_connected:\n            pass\n        elif",
+    ),
+    _mended(
+        "gap-after-end",
+        "tokens that come after the end of a sequence count as a gap",
+        _GATEWAY_SEQUENCE,
+        "        if self.finished is not None:\n            return 0\n        before = len(self.token_ids)\n",
+        "        before = len(self.token_ids)\n",
+    ),
+    _mended(
+        "ends-in-recomputation",
+        "a sequence that ends while it computes what others share takes it away from them",
+        _SCHEDULER,
+        "            self._placement.requeue(group)\n        self._end(ending)\n",
+        "            pass\n        self._end(ending)\n",
+    ),
+    _mended(
+        "forks-with-output",
+        "a sequence with output that computes its prompt again forks others from it",
+        _BATCH,
+        "        if chunk < remaining or parent.num_output_tokens:\n",
+        "        if chunk < remaining:\n",
+    ),
+    _mended(
+        "other-pool-untold",
+        "requests that move to another pool are dropped without a word",
+        _SCHEDULER,
+        "                self._enqueue(group)\n        for pin in old.pins:\n",
+        "                pass\n        for pin in old.pins:\n",
+    ),
+    _mended(
+        "hold-behind",
+        "a request waits for blocks of another one that comes after it",
+        _SCHEDULER,
+        "        if row is None or batch.rows.order[row] > group.order:\n",
+        "        if row is None:\n",
+    ),
+    KnownFault(
+        "two-schedulers-fight",
+        "a scheduler that is refused for a newer one tries again, with an epoch that rises each time",
+        (
+            Patch(
+                _WORKER_LINK,
+                "    if error.reason in _OTHER_SCHEDULER:\n        return WorkerTakenError\n",
+                "",
+            ),
+            Patch(
+                _WORKER_LINK,
+                "    return int(started_at_s * 1e3) << _ATTEMPT_BITS\n",
+                "    return int(started_at_s * 1e3)\n",
+            ),
+        ),
+        was_there=True,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The first world that finds a fault, and how.
+
+    Attributes:
+        num_worlds: How many worlds ran with the fault, this one included.
+        seconds: What that took, of a processor.
+    """
+
+    seed: int
+    num_worlds: int
+    seconds: float
+    how: str
+
+
+def find(fault: KnownFault, seeds: Iterable[int]) -> Found | None:
+    """Runs worlds with a fault until one fails that does not fail without it; None where none does.
+
+    Raises StalePatchError.
+    """
+    seconds, num_worlds = 0.0, 0
+    for seed in seeds:
+        started = time.process_time()
+        with patched(*fault.patches):
+            how = _problem_of(seed)
+        seconds, num_worlds = seconds + time.process_time() - started, num_worlds + 1
+        if how is not None and _problem_of(seed) is None:
+            return Found(seed, num_worlds, seconds, how)
+    return None
+
+
+def _problem_of(seed: int) -> str | None:
+    """Why a world fails, in one line; None where it does not."""
+    try:
+        run_world(draw_plan(seed))
+    except Exception as error:
+        cause = error.__cause__
+        said = f"{type(error).__name__}: {error}" + (f" ({type(cause).__name__}: {cause})" if cause else "")
+        return said.partition("\n")[0]
+    return None
+
+
+def main(argv: list[str]) -> int:
+    """Prints a row of a table for each fault; returns 1 where one is not found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.sim.known_faults")
+    parser.add_argument("names", nargs="*", help="faults to look for; all by default")
+    parser.add_argument("--worlds", type=int, default=1000, help="how many worlds to run at most for each")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    arguments = parser.parse_args(argv)
+    if unknown := set(arguments.names) - {fault.name for fault in FAULTS}:
+        parser.error(f"there is no fault {', '.join(sorted(unknown))}")
+    num_missed = 0
+    for fault in FAULTS:
+        if arguments.names and fault.name not in arguments.names:
+            continue
+        found = find(fault, range(arguments.first, arguments.first + arguments.worlds))
+        num_missed += found is None
+        told = "not found | | |" if found is None else f"{found.seed} | {found.seconds:.1f} | {found.how[:160]} |"
+        origin = "was there" if fault.was_there else "made"
+        print(f"| `{fault.name}` | {origin} | {fault.what} | {told}", flush=True)
+    return 1 if num_missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

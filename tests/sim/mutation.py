@@ -1,0 +1,120 @@
+"""Puts a fault into code that is loaded: functions get the code of a changed source, and their own again afterwards.
+
+Nothing is imported anew, so whoever holds a function already runs the changed one, too. A change must be inside of
+functions or methods, which must not gain or lose variables of functions around them.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+
+class StalePatchError(Exception):
+    """A patch does not apply any more: the source has changed since it was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """A change of a module's source: `old`, which is there once, becomes `new`."""
+
+    module: str
+    old: str
+    new: str
+
+    def apply(self, source: str) -> str:
+        """The source as it is with this change. Raises StalePatchError."""
+        if (count := source.count(self.old)) != 1:
+            raise StalePatchError(f"{self.module} has the text {count} times, not once: {self.old!r}")
+        return source.replace(self.old, self.new)
+
+
+@contextmanager
+def patched(*patches: Patch) -> Iterator[None]:
+    """Inside the block, functions are as the patches say.
+
+    Raises StalePatchError.
+    """
+    before: list[tuple[FunctionType, CodeType]] = []
+    try:
+        for name in dict.fromkeys(patch.module for patch in patches):
+            changed = _changes(import_module(name), [patch for patch in patches if patch.module == name])
+            for function, code in changed:
+                before.append((function, function.__code__))
+                function.__code__ = code
+        yield
+    finally:
+        for function, code in reversed(before):
+            function.__code__ = code
+
+
+def _changes(module: ModuleType, patches: Sequence[Patch]) -> list[tuple[FunctionType, CodeType]]:
+    """The functions of a module that patches change, with the code that they get."""
+    source = inspect.getsource(module)
+    for patch in patches:
+        source = patch.apply(source)
+    codes = {code.co_qualname: code for code in _codes(_compiled(module, source))}
+    changes = [
+        (function, code)
+        for function in _functions(module)
+        if (code := codes.get(function.__code__.co_qualname)) is not None and not _is_same(code, function.__code__)
+    ]
+    if len(changes) < len(patches):
+        raise StalePatchError(f"{len(patches)} patches change {len(changes)} functions of {module.__name__}")
+    return changes
+
+
+def _compiled(module: ModuleType, source: str) -> CodeType:
+    try:
+        return compile(source, module.__file__ or module.__name__, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise StalePatchError(f"{module.__name__} is no Python when it is changed: {error}") from error
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A code object and all within it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _functions(module: ModuleType) -> Iterator[FunctionType]:
+    """The functions and methods that a module defines, below whatever wraps them."""
+    seen: set[int] = set()
+    for value in list(vars(module).values()):
+        owned = [value]
+        if inspect.isclass(value) and value.__module__ == module.__name__:
+            owned = list(vars(value).values())
+        for each in owned:
+            for function in _unwrapped(each):
+                if function.__module__ == module.__name__ and id(function) not in seen:
+                    seen.add(id(function))
+                    yield function
+
+
+def _unwrapped(value: Any) -> Iterator[FunctionType]:
+    if isinstance(value, property):
+        parts = [value.fget, value.fset, value.fdel]
+    elif isinstance(value, classmethod | staticmethod):
+        parts = [value.__func__]
+    else:
+        parts = [value]
+    for part in parts:
+        inner = inspect.unwrap(part) if callable(part) else part
+        if isinstance(inner, FunctionType):
+            yield inner
+
+
+def _is_same(left: CodeType, right: CodeType) -> bool:
+    """Whether two functions do the same; where they are in their files does not count."""
+    if (left.co_code, left.co_names, left.co_varnames) != (right.co_code, right.co_names, right.co_varnames):
+        return False
+    pairs = zip(left.co_consts, right.co_consts, strict=False)
+    return len(left.co_consts) == len(right.co_consts) and all(
+        _is_same(one, other) if isinstance(one, CodeType) and isinstance(other, CodeType) else one == other
+        for one, other in pairs
+    )

@@ -1,0 +1,61 @@
+"""Worlds find what they are for: known faults that are put back, each by a seed from docs/internals/known_faults.md."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scheduler_svc.core.batch import RowTable
+from tests.sim.known_faults import FAULTS, find
+from tests.sim.mutation import Patch, StalePatchError, patched
+from tests.sim.shrink import WorldFailedError, check_world
+from tests.sim.worlds import draw_plan
+
+_TABLE = Path(__file__).parents[2] / "docs/internals/known_faults.md"
+_BY_NAME = {fault.name: fault for fault in FAULTS}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_patches_apply_to_what_stands_there(fault) -> None:
+    """Where one does not, the code has changed: write the fault anew for it, and look for its seed."""
+    with patched(*fault.patches):
+        pass
+
+
+def test_a_patch_is_gone_after_its_block() -> None:
+    before = RowTable.without_slot.__code__
+    with patched(*_BY_NAME["slot-off-by-one"].patches):
+        assert RowTable.without_slot.__code__ is not before
+    assert RowTable.without_slot.__code__ is before
+
+
+def test_a_patch_of_what_is_no_longer_there_is_stale() -> None:
+    with pytest.raises(StalePatchError, match="0 times"), patched(Patch(RowTable.__module__, "was there once", "")):
+        pass
+
+
+def test_the_table_has_each_fault() -> None:
+    named = re.findall(r"^\| `([^`]+)` \|", _TABLE.read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(_BY_NAME)
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        ("dropped-copy", 0),
+    ],
+)
+def test_a_world_finds(name: str, seed: int) -> None:
+    found = find(_BY_NAME[name], [seed])
+    assert found is not None
+
+
+def test_a_failing_world_tells_a_short_story() -> None:
+    plan = draw_plan(0)
+    with patched(*_BY_NAME["dropped-copy"].patches), pytest.raises(WorldFailedError) as told:
+        check_world(plan)
+    story = str(told.value)
+    assert f"of {len(plan.requests)} requests" in story
+    assert "what happened:" in story
+    assert story.count("Generate(") < len(plan.requests)
+    assert re.search(r"s  failed worker-\d#\d", story)

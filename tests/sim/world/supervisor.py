@@ -1,0 +1,103 @@
+"""What keeps the service of a host running, by the rules of `quire serve`: its back-off, and what counts as a death."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from quire.settings import ConfigurationError
+from quire_cli.supervisor.process import RestartBackoff
+from tests.sim.world.network import Network
+from tests.sim.world.transport import SimTransport
+from tests.sim.world.world import Node, World
+
+_MIN_START_S, _MAX_START_S = 0.05, 1.4
+"""What the start of a process takes until it listens, besides the wait that the supervisor decides on."""
+_GRACE_S = 20.0
+"""After so long a process that was told to stop is killed."""
+
+
+class Supervised:
+    """A host, and its one service, which is started again whenever it ends and the host has power.
+
+    Attributes:
+        node: The process that lives, or that died last.
+        cannot_start_until: Before that time, starting a process fails: there is no memory or no process left.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        host: str,
+        main: Callable[[Node], Coroutine[Any, Any, Any]],
+        on_start: Callable[[Node], object],
+    ) -> None:
+        """`main` is what each process runs; `on_start` is told of each one before it runs."""
+        self.host = host
+        self.cannot_start_until = 0.0
+        self._world, self._network = world, network
+        self._main = main
+        self._on_start = on_start
+        self._backoff = RestartBackoff()
+        self._chance = world.generator(f"supervisor of {host}")
+        self._has_died = True
+        self._start()
+
+    def stop_in_order(self) -> None:
+        """SIGTERM: the service ends by itself, as its `finally` blocks say, or is killed when that takes too long."""
+        node = self.node
+        if not node.is_dead:
+            self._world.note("terminate", node.name)
+            node.loop.put(asyncio.Handle(self._task.cancel, (), node.loop, node.context))
+            self._world.after(_GRACE_S, node.kill)
+
+    def power_off(self, seconds: float) -> None:
+        """The machine is gone for a while, without a word to anybody."""
+        self._network.power_off(self.host)
+        self._world.after(seconds, self._power_on)
+
+    def _power_on(self) -> None:
+        if self.host in self._network.dark:
+            self._network.power_on(self.host)
+            if self.node.is_dead:
+                # The supervisor is a new one, too.
+                self._backoff = RestartBackoff()
+                self._start_after(0.0)
+
+    def _start(self) -> None:
+        world = self._world
+        if self.host in self._network.dark or (world.nodes and not self._is_gone):
+            return
+        if world.now < self.cannot_start_until:
+            world.note("cannot start", self.host)
+            self._start_after(self._backoff.delay_s(0.0))
+            return
+        node = self.node = world.node(self.host)
+        self._has_died, started_at = True, world.now
+        SimTransport.install(self._network, node)
+        self._on_start(node)
+        task = self._task = node.start(lambda: self._main(node))
+        node.on_end.append(lambda: self._ended(world.now - started_at))
+        task.add_done_callback(lambda _: self._exit(node, task))
+
+    @property
+    def _is_gone(self) -> bool:
+        return not hasattr(self, "node") or self.node.is_dead
+
+    def _exit(self, node: Node, task: asyncio.Task[Any]) -> None:
+        """The service has ended by itself."""
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            if not isinstance(error, ConfigurationError):
+                node.fail(error)
+            self._world.note("refused", node.name, str(error).partition(";")[0])
+        else:
+            self._has_died = False
+        node.kill()
+
+    def _ended(self, lived_s: float) -> None:
+        if self.host not in self._network.dark:
+            self._start_after(self._backoff.delay_s(lived_s, died=self._has_died))
+
+    def _start_after(self, delay_s: float) -> None:
+        world = self._world
+        world.after(delay_s + self._chance.uniform(_MIN_START_S, _MAX_START_S), self._start)
