@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import pytest_asyncio
 
 from quire import failpoint
 from tests.support.killing import Streams, TooLateError, kill
 from tests.support.processes import until_true
 from tests.support.serving import Served, serving
+
+pytestmark = pytest.mark.extended
 
 
 async def _nothing(served: Served) -> None:

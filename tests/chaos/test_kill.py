@@ -62,7 +62,6 @@ async def undisturbed(request: pytest.FixtureRequest, survivor: Served) -> tuple
         ("stories", [["gateway"]], True),
         ("constrained", [["worker"]], False),
         pytest.param("stories", [["scheduler", "worker"]], False, marks=pytest.mark.extended),
-        pytest.param("stories", [["worker"], ["worker"]], False, marks=pytest.mark.extended),
         pytest.param("constrained", [["scheduler"]], False, marks=pytest.mark.extended),
         pytest.param("constrained", [["gateway"]], True, marks=pytest.mark.extended),
         pytest.param("constrained", [["scheduler", "worker"]], False, marks=pytest.mark.extended),
