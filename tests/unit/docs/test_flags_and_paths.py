@@ -24,10 +24,9 @@ DOCUMENTS = [
 ]
 SERVICES = (GatewaySettings, SchedulerSettings, WorkerSettings)
 # Where flags are added by hand.
-SCRIPTS = ("bench", "tools", "examples", "assets")
-# What other programs take: docker, kubectl, helm, systemctl, pip, chrt, vLLM, pytest with the flags of tests/sim.
+SCRIPTS = ("bench", "tools", "examples", "assets", "tests/sim")
+# What other programs take: docker, kubectl, helm, systemctl, pip, chrt, vLLM.
 FOREIGN_FLAGS = {
-    "--worlds",
     "--build",
     "--build-arg",
     "--from-file",
@@ -43,7 +42,6 @@ FOREIGN_FLAGS = {
     "--no-deps",
     "--fifo",
     "--no-enable-prefix-caching",
-    "--worlds",
 }
 # Spoken of as what there is not.
 ABSENT = {"setup.py"}
@@ -120,7 +118,7 @@ def flags_of_settings() -> Iterator[str]:
 def flags_of_scripts() -> Iterator[str]:
     for file in (file for folder in SCRIPTS for file in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "add_argument":
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", None) in ("add_argument", "addoption"):
                 yield from (
                     each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)
                 )
