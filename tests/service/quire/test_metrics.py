@@ -129,3 +129,11 @@ def test_new_files_hold_for_new_connections(encrypted: MetricsServer, tmp_path: 
     assert scrape(encrypted, context_of(tmp_path, Role.OPERATOR))
     with pytest.raises(OSError, match=r"."):
         scrape(encrypted, before)
+
+
+def test_files_that_are_no_good_are_refused_at_start(registry: CollectorRegistry, tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    tls = ServerTls.for_operators(TlsIdentity.of(tmp_path, Role.WORKER))
+    (tmp_path / "worker.pem").write_text("damaged")
+    with pytest.raises(ConfigurationError, match=r"worker\.pem"):
+        MetricsServer.start("127.0.0.1", 0, registry, tls)
