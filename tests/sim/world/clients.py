@@ -4,8 +4,11 @@ import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from quire.client import AsyncClient, AsyncStream, ChatMessage, RetryPolicy
-from quire.rpc.errors import NotFound, QuireError
+import grpc
+
+from quire.client import AsyncClient, AsyncStream, ChatMessage, RetryPolicy, convert
+from quire.gateway.v1 import generation_pb2
+from quire.rpc.errors import NotFound, QuireError, from_rpc_error
 from tests.sim.world.gateways import character_of, key_of
 from tests.sim.world.oracles import Circumstances, FalseAnswerError, Witness, check_pin, check_tokens
 from tests.sim.world.traffic import TENANT, Generate, Pin, Request, Tokenize, Verb
@@ -81,7 +84,9 @@ class Client:
 
     async def _generate(self, request: Generate, story: Story) -> None:
         witness = story.witness = Witness.of(request)
-        cancelling = None
+        cancelling = taking = None
+        if request.taken_over_after_s is not None:
+            taking = asyncio.create_task(self._take_over(request, witness, request.taken_over_after_s))
         if request.cancels_after_s is not None:
             cancelling = asyncio.create_task(self._cancel(request, request.cancels_after_s))
         try:
@@ -95,6 +100,8 @@ class Client:
         finally:
             if cancelling is not None:
                 cancelling.cancel()
+            if taking is not None:
+                await taking
 
     async def _whole(self, request: Generate, witness: Witness) -> None:
         client = self._client(request.tenant)
@@ -113,6 +120,23 @@ class Client:
                     await asyncio.sleep(request.pause_s)
         if not witness.is_complete:
             raise FalseAnswerError(f"{request.request_id} ends before its last event")
+
+    async def _take_over(self, request: Generate, witness: Witness, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        other = witness.resumed()
+        message = generation_pb2.ResumeStreamRequest(request_id=request.request_id)
+        for index, offset, num_characters in witness.offsets:
+            message.offsets.add(sequence_index=index, offset=offset, num_characters=num_characters)
+        self.world.note("take over", request.number, witness.num_tokens)
+        try:
+            # A call of its own, which does not go on after a loss.
+            async for response in self._client(request.tenant)._stubs.generation.ResumeStream(message, timeout=60):
+                other.event(convert.from_stream_response(response))
+            if not other.is_complete:
+                raise FalseAnswerError(f"{request.request_id}, resumed, ends before its last event")
+            self.world.note("taken over", request.number)
+        except grpc.RpcError as error:
+            self.circumstances.check_takeover(request, from_rpc_error(error))
 
     def _stream(self, request: Generate) -> AsyncStream:
         client = self._client(request.tenant)

@@ -1,7 +1,7 @@
 """What must hold of every answer and of every refusal, whatever breaks."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.client import (
     Generation,
@@ -15,6 +15,7 @@ from quire.client import (
     Usage,
 )
 from quire.rpc.errors import (
+    Aborted,
     Cancelled,
     DeadlineExceeded,
     InvalidArgument,
@@ -25,7 +26,7 @@ from quire.rpc.errors import (
 )
 from tests.sim.world.gateways import character_of
 from tests.sim.world.reference import Answer, ExpectedSequence, answer_of
-from tests.sim.world.traffic import TENANT, Generate, Pin, Request, Tokenize
+from tests.sim.world.traffic import TENANT, Generate, Pin, Request, Tokenize, Verb
 from tests.support.logprobs import Line
 
 _TOLERANCE = 1e-4
@@ -59,6 +60,16 @@ class Witness:
     @classmethod
     def of(cls, request: Generate) -> "Witness":
         return cls(request, answer_of(request))
+
+    def resumed(self) -> "Witness":
+        """A witness of a call that goes on from here. The ends of sequences come to it once more."""
+        said = {index: _Said(each.num_tokens, each.text) for index, each in self._said.items()}
+        return Witness(self.request, self.expected, _said=said)
+
+    @property
+    def offsets(self) -> list[tuple[int, int, int]]:
+        """Of each sequence that has said something: its index, and the number of its tokens and characters."""
+        return [(index, each.num_tokens, len(each.text)) for index, each in self._said.items()]
 
     @property
     def num_tokens(self) -> int:
@@ -188,6 +199,11 @@ class Circumstances:
         if not any(self._reasons(request, error)):
             raise FalseAnswerError(f"{request} fails by {type(error).__name__} {error.reason}: {error}") from error
 
+    def check_takeover(self, request: Generate, error: QuireError) -> None:
+        """A call that resumes a stream fails where there is none, or no longer, or where its client takes it back."""
+        if not isinstance(error, NotFound | Aborted) and not (self.has_faults and isinstance(error, DeadlineExceeded)):
+            self.check_refusal(replace(request, verb=Verb.STREAM), error)
+
     def _reasons(self, request: Request, error: QuireError) -> Iterable[bool]:
         limits, generate = TENANT[request.tenant], request if isinstance(request, Generate) else None
         is_limited = generate is not None and generate.timeout_s is not None
@@ -198,6 +214,8 @@ class Circumstances:
                 yield isinstance(request, Pin) and len(request.prompt) < self.block_size
             case DeadlineExceeded():
                 yield is_limited
+            case Aborted(reason="REQUEST_TAKEN_OVER"):
+                yield generate is not None and generate.taken_over_after_s is not None
             case Cancelled():
                 yield is_cancelled
             case ResourceExhausted(reason="RATE_LIMIT_EXCEEDED"):

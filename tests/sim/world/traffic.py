@@ -70,6 +70,7 @@ class Generate:
         leaves_after_s: When its client leaves; None where it waits for the end.
         cancels_after_s: When another call of the tenant cancels it by its id.
         pause_s: How long its client takes for each event.
+        taken_over_after_s: When another call resumes the stream, which is durable, from where its client is by then.
     """
 
     number: int
@@ -84,6 +85,7 @@ class Generate:
     leaves_after_s: float | None = None
     cancels_after_s: float | None = None
     pause_s: float = 0.0
+    taken_over_after_s: float | None = None
 
     @property
     def request_id(self) -> str:
@@ -211,6 +213,7 @@ def _generate(draw: Random, number: int, mood: Mood, at: float | None = None) ->
         leaves_after_s=draw.choice((None, None, None, None, draw.uniform(0, 3))),
         cancels_after_s=draw.choice((None,) * 7 + (draw.uniform(0, 2),)),
         pause_s=draw.choice((0.0, 0.0, 0.0, draw.uniform(0, 0.5))),
+        taken_over_after_s=draw.choice((None, None, None, draw.uniform(0, 2))) if verb.is_durable else None,
     )
 
 
