@@ -42,7 +42,14 @@ def test_the_table_has_each_fault() -> None:
 @pytest.mark.parametrize(
     ("name", "seed"),
     [
-        ("dropped-copy", 0),
+        ("dropped-copy", 1),
+        ("slot-off-by-one", 0),
+        ("released-row", 1),
+        ("freed-block-in-table", 1),
+        ("follower-never-released", 1),
+        ("whole-prompt-cached", 1),
+        ("blocks-of-lost-worker", 3),
+        ("rows-outlive-session", 4),
     ],
 )
 def test_a_world_finds(name: str, seed: int) -> None:
@@ -51,7 +58,7 @@ def test_a_world_finds(name: str, seed: int) -> None:
 
 
 def test_a_failing_world_tells_a_short_story() -> None:
-    plan = draw_plan(0)
+    plan = draw_plan(1)
     with patched(*_BY_NAME["dropped-copy"].patches), pytest.raises(WorldFailedError) as told:
         check_world(plan)
     story = str(told.value)
