@@ -305,3 +305,14 @@ def test_host_blocks_that_change_hands_before_a_plan_hold_the_last_one():
     driver.preempt(second)
     assert second.key in driver.scheduler.swapped
     driver.finish(second)
+
+
+@pytest.mark.parametrize("prompt_logprobs_start", [None, 1])
+def test_a_request_that_comes_back_with_output_of_some_sequences_fits_as_it_did_at_first(prompt_logprobs_start):
+    first = make_request(1, prompt_len=16, max_tokens=4, num_sequences=8, prompt_logprobs_start=prompt_logprobs_start)
+    config = make_config(num_blocks=4 + 8, block_size=4, max_num_seqs=8)
+    for counts in ([0] * 8, [2, 0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 4]):
+        driver = Driver(config)
+        request = continued(first, counts)
+        driver.submit(request)
+        driver.finish(request)
