@@ -49,7 +49,7 @@ def test_the_table_has_each_fault() -> None:
         ("follower-never-released", 1),
         ("whole-prompt-cached", 1),
         ("blocks-of-lost-worker", 3),
-        ("rows-outlive-session", 4),
+        ("rows-outlive-session", 3),
     ],
 )
 def test_a_world_finds(name: str, seed: int) -> None:
