@@ -71,9 +71,9 @@ async def return_freed_memory(interval_s: float) -> None:
     """Returns freed memory to the operating system: large blocks at once, the rest again and again, until cancelled.
 
     glibc keeps what is free between blocks in use, and once a large block was freed it takes further ones from what it
-    keeps. Requests of megabytes leave a process with twice the memory that it uses. A call takes less than a
-    millisecond where little is free, and some ten otherwise, in a thread, without the interpreter's lock. Other C
-    libraries have no such calls, and return memory by themselves.
+    keeps. Requests of megabytes leave a process with twice the memory that it uses. `malloc_trim` takes less than a
+    millisecond where little is free and up to 30 ms otherwise; it runs in a thread, without the interpreter's lock.
+    With a C library that lacks these functions nothing happens.
     """
     libc = ctypes.CDLL(None)
     set_option, trim = getattr(libc, "mallopt", None), getattr(libc, "malloc_trim", None)
