@@ -70,3 +70,33 @@ async def test_work_that_fails_passes_its_turn_on():
     )
     assert isinstance(outcomes[0], ZeroDivisionError)
     assert log == ["next"] * 2
+
+
+async def test_functions_that_cannot_pause_run_one_at_a_time_tenants_in_turn_whether_or_not_they_fail() -> None:
+    shared, log = TenantTurns(), list[str]()
+
+    def parse(name: str) -> str:
+        log.append(name)
+        if name == "wrong":
+            raise ValueError(name)
+        return name.upper()
+
+    tenants = ["flood", "flood", "flood", "flood", "quiet"]
+    names = ["one", "wrong", "three", "four", "other"]
+    calls = [asyncio.create_task(shared.call(tenant, parse, name)) for tenant, name in zip(tenants, names, strict=True)]
+    most_at_once = 0
+    while not all(call.done() for call in calls):
+        before = len(log)
+        await asyncio.sleep(0)
+        most_at_once = max(most_at_once, len(log) - before)
+    assert most_at_once == 1
+    assert sorted(log) == sorted(names)
+    # Not behind all calls of the other tenant.
+    assert log.index("other") < 3
+    assert [repr(call.exception()) if call.exception() else call.result() for call in calls] == [
+        "ONE",
+        "ValueError('wrong')",
+        "THREE",
+        "FOUR",
+        "OTHER",
+    ]
