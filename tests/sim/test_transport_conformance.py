@@ -24,6 +24,7 @@ from tests.support.cut_link import CutLink
 
 _SERVICE = "test.Probe"
 _LIMIT_S = 30.0
+_CHUNK, _MOST_CHUNKS = StringValue(value="x" * 65_536), 4096
 EOF = cast(Any, grpc.aio).EOF
 
 
@@ -95,6 +96,16 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(_LIMIT_S):
         while not condition():  # noqa: ASYNC110 (the other side may be in another loop)
             await asyncio.sleep(0.001)
+
+
+async def _stops_growing(chunks: list[Any]) -> bool:
+    """True once a writer of chunks waits, and False where it wrote all that it may. The windows of a fast connection
+    grow to tens of MiB."""
+    before = -1
+    while before != len(chunks):
+        before = len(chunks)
+        await asyncio.sleep(0.1)
+    return before < _MOST_CHUNKS
 
 
 async def outcome(awaitable: Awaitable[Any]) -> Any:
@@ -349,30 +360,25 @@ async def large_answers_are_refused(setting: Setting) -> Any:
 
 @behaves((True, True))
 async def writer_waits_for_a_reader_that_does_not_read(setting: Setting) -> Any:
-    chunk, count = text("x" * 65_536), 256
-
     async def flood(request: Any, context: Any) -> AsyncIterator[Any]:
-        for number in range(count):
-            setting.seen.append(number)
-            yield chunk
+        while "enough" not in setting.seen and len(setting.seen) < _MOST_CHUNKS:
+            setting.seen.append("chunk")
+            yield _CHUNK
 
     async with open_channel(await setting.serve("unary_stream", flood)) as channel:
         made = call(channel, "unary_stream")(text("go"))
         await made.read()
-        before = -1
-        while before != len(setting.seen):
-            before = len(setting.seen)
-            await asyncio.sleep(0.02)
+        waits = await _stops_growing(setting.seen)
+        num_written = len(setting.seen)
+        setting.seen.append("enough")
         num_read = 1
         while await made.read() is not EOF:
             num_read += 1
-        return before < count, num_read == count
+        return waits, num_read == num_written
 
 
 @behaves((True, True))
 async def client_waits_for_a_server_that_does_not_read(setting: Setting) -> Any:
-    chunk, count = text("x" * 65_536), 256
-
     async def slow(requests: Any, context: Any) -> Any:
         await anext(requests)
         await until(lambda: "go on" in setting.seen)
@@ -383,22 +389,19 @@ async def client_waits_for_a_server_that_does_not_read(setting: Setting) -> Any:
 
     async with open_channel(await setting.serve("stream_unary", slow)) as channel:
         made = call(channel, "stream_unary")()
-        sent: list[int] = []
+        sent: list[None] = []
 
         async def write() -> None:
-            for number in range(count):
-                await made.write(chunk)
-                sent.append(number)
+            while "go on" not in setting.seen and len(sent) < _MOST_CHUNKS:
+                await made.write(_CHUNK)
+                sent.append(None)
             await made.done_writing()
 
         writing = asyncio.ensure_future(write())
-        before = -1
-        while before != len(sent):
-            before = len(sent)
-            await asyncio.sleep(0.02)
+        waits = await _stops_growing(sent)
         setting.seen.append("go on")
         await writing
-        return before < count, (await made).value == str(count)
+        return waits, (await made).value == str(len(sent))
 
 
 @behaves(("UNAVAILABLE", "hi!"))
