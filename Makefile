@@ -71,9 +71,10 @@ test-long: setup triton-client test-sanitizers ## more examples, worlds, fuzz, u
 test-sanitizers: setup ## run the tests of the CPU kernels with sanitizers of addresses, undefined behavior and threads
 	tests/sanitizers/run.sh $(BIN)/python $(ARGS)
 
-test-mutation: setup ## change the scheduler's core in 80 places, one at a time; print the changes that no test finds
+test-mutation: setup ## change the scheduler's core in 80 places, one at a time; print what no test and no world finds
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install $(PIP_FLAGS) --quiet cosmic-ray==8.7.0
-	$(BIN)/python -m tools.mutation_sample scheduler_svc/core tests/unit/scheduler_svc/core --exclude invariants $(ARGS)
+	$(BIN)/python -m tools.mutation_sample scheduler_svc/core tests/unit/scheduler_svc/core --exclude invariants \
+		--worlds 200 $(ARGS)
 
 # The browser is in no tier: 68 MB from npm, which may be unreachable where the tiers run.
 test-ui: setup ## look at the page /ui in headless Chromium, and draw the pictures of docs/images again

@@ -3,8 +3,9 @@
     python -m tools.mutation_sample scheduler_svc/core tests/unit/scheduler_svc/core --exclude invariants
 
 Places in the code are drawn with a fixed seed, and each is changed by one of cosmic-ray's operators. The test files run
-one after the other until one fails, those first that found most so far. Modules are changed in place and restored, so
-nothing else may use the checkout meanwhile. `make test-mutation` installs cosmic-ray, which nothing else needs.
+one after the other until one fails, those first that found most so far; then as many simulated worlds as asked for.
+Modules are changed in place and restored, so nothing else may use the checkout meanwhile. `make test-mutation` installs
+cosmic-ray, which nothing else needs.
 """
 
 import argparse
@@ -15,9 +16,12 @@ import random
 import re
 import resource
 import sys
+import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from math import sqrt
 from pathlib import Path
+from typing import Any
 
 import hypothesis.stateful  # noqa: F401  (what the tests import is loaded once, before the forks)
 import pytest
@@ -33,7 +37,8 @@ _OPERATORS = ("AddNot", "NumberReplacer", "Replace", "ZeroIteration")
 _EXCLUDED = re.compile("_BitOr_|_Is_(Eq|NotEq|Lt|Gt)|_IsNot_(Eq|NotEq|Lt|Gt)")
 
 _CPU_SECONDS, _MEMORY = 60, 8 << 30
-"""What one test file may use: a change may make a loop endless."""
+"""What one test file or world may use: a change may make a loop endless."""
+_WORLDS = "worlds"
 
 
 def main() -> int:
@@ -44,6 +49,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=80, help="how many places are changed")
     parser.add_argument("--first", type=int, default=1, help="the number of the first of them that this run changes")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--worlds", type=int, default=0, help="how many worlds look for what no test finds")
     arguments = parser.parse_args()
     modules = [path for path in sorted(arguments.package.rglob("*.py")) if path.stem not in arguments.exclude]
     found_by = Counter({str(path): 0 for path in sorted(arguments.tests.rglob("test_*.py"))})
@@ -52,7 +58,7 @@ def main() -> int:
     # The same examples for each change, and none after the first that fails. Profiles of the tests inherit it.
     settings.register_profile("sample", derandomize=True, database=None, deadline=None, report_multiple_bugs=False)
     settings.load_profile("sample")
-    if broken := _first_failing(list(found_by)):
+    if broken := _first_failing(list(found_by), arguments.worlds):
         print(f"{broken} fails without any change")
         return 1
     sample = _draw(modules, arguments.sample, random.Random(arguments.seed))[arguments.first - 1 :]
@@ -62,7 +68,7 @@ def main() -> int:
         changed = mutate_code(original, get_operator(mutation.operator_name)(), mutation.occurrence)
         try:
             mutation.module_path.write_text(changed)
-            found = _first_failing([path for path, _ in found_by.most_common()])
+            found = _first_failing([path for path, _ in found_by.most_common() if path != _WORLDS], arguments.worlds)
         finally:
             mutation.module_path.write_text(original)
             os.utime(mutation.module_path, ns=(written.st_atime_ns, written.st_mtime_ns))
@@ -90,30 +96,50 @@ def _draw(modules: list[Path], size: int, generator: random.Random) -> list[Muta
     return [generator.choice(changes[place]) for place in generator.sample(sorted(changes), min(size, len(changes)))]
 
 
-def _first_failing(files: list[str]) -> str | None:
-    for file in files:
-        process = multiprocessing.get_context("fork").Process(target=_run, args=(file,))
-        process.start()
-        process.join()
-        if process.exitcode:
-            return file
-    return None
+def _first_failing(files: list[str], num_worlds: int) -> str | None:
+    if failing := next((file for file in files if _fails(_run, file)), None):
+        return failing
+    return _WORLDS if num_worlds and _fails(_run_worlds, num_worlds) else None
 
 
-def _run(file: str) -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
+def _fails(run: Callable[[Any], int], argument: object) -> bool:
+    """Whether it fails, or does not end, in a process of its own, which imports the changed module."""
+    process = multiprocessing.get_context("fork").Process(target=_in_silence, args=(run, argument))
+    process.start()
+    process.join()
+    return bool(process.exitcode)
+
+
+def _in_silence(run: Callable[[Any], int], argument: object) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    # Nobody reads the smallest example.
-    engine.MAX_SHRINKING_SECONDS = 0
-    # No limit by the clock: on a busy machine a test that finds nothing would seem to have found the change.
-    arguments = [file, "-q", "-x", "--timeout", "0", "-p", "no:cacheprovider"]
-    arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     with (
         Path(os.devnull).open("w") as nowhere,
         contextlib.redirect_stdout(nowhere),
         contextlib.redirect_stderr(nowhere),
     ):
-        os._exit(pytest.main(arguments))
+        os._exit(run(argument))
+
+
+def _run(file: str) -> int:
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
+    # Nobody reads the smallest example.
+    engine.MAX_SHRINKING_SECONDS = 0
+    # No limit by the clock: on a busy machine a test that finds nothing would seem to have found the change.
+    arguments = [file, "-q", "-x", "--timeout", "0", "-p", "no:cacheprovider"]
+    return pytest.main([*arguments, "-W", "ignore::pytest.PytestAssertRewriteWarning"])
+
+
+def _run_worlds(count: int) -> int:
+    from tests.sim.worlds import draw_plan, run_world
+
+    for seed in range(count):
+        used = int(time.process_time())
+        resource.setrlimit(resource.RLIMIT_CPU, (used + _CPU_SECONDS, resource.RLIM_INFINITY))
+        try:
+            run_world(draw_plan(seed))
+        except Exception:
+            return 1
+    return 0
 
 
 def _interval(hits: int, total: int, z: float = 1.96) -> tuple[float, float]:
