@@ -1,6 +1,5 @@
 """The ledger applies what a scheduler says to the right live requests, and says what remains to be done."""
 
-import asyncio
 import dataclasses
 
 import numpy as np
@@ -14,14 +13,13 @@ from gateway.replicas.events import (
     FinishReason,
     PromptRun,
     RequestEnded,
-    RequestFailed,
     SequenceEnded,
     TokenRun,
     Usage,
 )
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.sequence import TokenGapError
-from quire.rpc.errors import AlreadyExists, Cancelled, Internal, ResourceExhausted
+from quire.rpc.errors import Internal
 from tests.support import parameters
 from tests.support.logprobs import Line, columns_of
 from tests.support.tokenizers import byte_level, wrapped
@@ -51,16 +49,6 @@ def open_live(ledger, *args, **kwargs):
     live = ledger.open(make_request(*args, **kwargs), TOKENIZER)
     live.replica = REPLICA
     return live
-
-
-def test_tenants_do_not_meet_each_others_ids(ledger):
-    one, two = (open_live(ledger, "same", tenant=tenant) for tenant in ("one", "two"))
-    assert (ledger.get("one", "same"), ledger.get("two", "same"), ledger.get("three", "same")) == (one, two, None)
-    with pytest.raises(AlreadyExists):
-        ledger.check_unused("one", "same")
-    ledger.check_unused("three", "same")
-    ledger.close(one)
-    assert (ledger.get("one", "same"), ledger.get("two", "same")) == (None, two)
 
 
 def make_batch(runs=(), ended=(), completed=(), failed=()):
@@ -162,21 +150,6 @@ async def test_sequences_take_turns_while_new_tokens_keep_coming(ledger):
     assert taken == [(0, 0), (1, 0), (0, 1), (1, 2), (0, 3), (1, 4)]
 
 
-async def test_what_is_left_of_sequences_comes_chunk_by_chunk_in_turn():
-    ledger = Ledger(max_chunk_tokens=2)
-    live = open_live(ledger, num_sequences=2)
-    runs = [TokenRun(live.handle, 0, 0, [60] * 5), TokenRun(live.handle, 1, 0, [61])]
-    ended = [
-        SequenceEnded(live.handle, index, size, FinishReason.LENGTH, None, None) for index, size in enumerate((5, 1))
-    ]
-    ledger.apply(REPLICA, make_batch(runs, ended, [RequestEnded(live.handle, USAGE)]))
-    events = [event async for event in live.events()]
-    assert [(type(event), event.sequence_index) for event in events if not isinstance(event, Completed)] == [
-        (Chunk, 0), (Chunk, 1), (Chunk, 0), (Finished, 1), (Chunk, 0), (Finished, 0),
-    ]  # fmt: skip
-    assert isinstance(events[-1], Completed)
-
-
 async def test_a_stop_string_ends_the_request_here(ledger, clock):
     live = open_live(ledger, stop=["the"])
     clock.now += 0.5
@@ -210,32 +183,6 @@ async def test_what_a_request_cost_that_ended_here_is_the_schedulers_to_say(ledg
     assert usage.preemptions == (1 if knows else 0)
 
 
-async def test_a_stop_string_in_the_last_step_of_a_request_needs_no_abort(ledger):
-    live = open_live(ledger, stop=["the"])
-    said = dataclasses.replace(USAGE, cached_tokens=2)
-    batch = finishing_batch(live, ids_of("the"))
-    outcome = ledger.apply(REPLICA, dataclasses.replace(batch, completed=[RequestEnded(live.handle, said)]))
-    assert (outcome.ended_here, outcome.sequences_ended_here) == ([], [])
-    assert (await live.result())[1] == dataclasses.replace(said, generated_tokens=len(ids_of("the")))
-
-
-async def test_tokens_after_a_stop_string_in_one_of_several_sequences_cost_nothing(ledger):
-    live = open_live(ledger, stop=["the"], num_sequences=2)
-    stopped = ids_of("the")
-    ledger.apply(
-        REPLICA, make_batch([TokenRun(live.handle, 0, 0, [*stopped, 60, 61]), TokenRun(live.handle, 1, 0, [62])])
-    )
-    last = make_batch(
-        [TokenRun(live.handle, 1, 1, [63])],
-        [SequenceEnded(live.handle, 1, 2, FinishReason.LENGTH, None, None)],
-        [RequestEnded(live.handle, Usage(prompt_tokens=3, generated_tokens=len(stopped) + 4, cached_tokens=2))],
-    )
-    ledger.apply(REPLICA, last)
-    sequences, usage = await live.result()
-    assert sum(len(sequence.token_ids) for sequence in sequences) == len(stopped) + 2
-    assert usage == Usage(prompt_tokens=3, generated_tokens=len(stopped) + 2, cached_tokens=2)
-
-
 @pytest.mark.parametrize(
     "batch_of",
     [
@@ -262,74 +209,6 @@ def test_work_that_nobody_wants_is_reported(ledger):
     assert live.num_generated_tokens == 1
 
 
-@pytest.mark.parametrize(
-    ("token_ids", "reason"),
-    [([60] * 100, FinishReason.LENGTH), ([60, 1], FinishReason.STOP), ([60] * 99, None)],
-    ids=["all its tokens", "eos", "one short"],
-)
-async def test_a_request_that_has_all_its_tokens_needs_no_scheduler(ledger, token_ids, reason):
-    live = open_live(ledger)
-    ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, 0, token_ids)]))
-    live.end_if_complete()
-    assert live.is_over == (reason is not None)
-    if reason is not None:
-        (sequence,), usage = await live.result()
-        assert sequence.finished.reason is reason
-        assert usage.generated_tokens == len(token_ids)
-
-
-@pytest.mark.parametrize("is_late", [True, False])
-async def test_what_a_stop_string_has_ended_does_not_fail_any_more(ledger, is_late):
-    live = open_live(ledger, stop=["the"])
-    runs, failed = [TokenRun(live.handle, 0, 0, ids_of("a the"))], [RequestFailed(live.handle, Internal("NaN"))]
-    if is_late:
-        ledger.apply(REPLICA, make_batch(runs))
-        outcome = ledger.apply(REPLICA, make_batch(failed=failed))
-    else:
-        outcome = ledger.apply(REPLICA, make_batch(runs, failed=failed))
-    assert outcome.failed == []
-    (sequence,), usage = await live.result()
-    assert sequence.finished.stop_string == "the"
-    assert usage.generated_tokens == live.num_generated_tokens
-
-
-async def test_an_error_ends_the_events(ledger):
-    live = open_live(ledger)
-    live.fail(Cancelled("by id"))
-    live.fail(ResourceExhausted("too late"))
-    with pytest.raises(Cancelled):
-        await anext(live.events())
-    with pytest.raises(Cancelled):
-        await live.result()
-
-
-def test_ids_are_unique_among_live_requests(ledger):
-    live = open_live(ledger, "same")
-    with pytest.raises(AlreadyExists, match="same"):
-        open_live(ledger, "same")
-    ledger.close(live)
-    ledger.close(live)
-    assert open_live(ledger, "same").handle != live.handle
-
-
-async def test_wait_until_empty_waits_for_what_arrives_and_for_what_it_opens(ledger):
-    with ledger.arriving():
-        waiting = asyncio.ensure_future(ledger.wait_until_empty())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        live = open_live(ledger)
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    ledger.close(live)
-    await asyncio.wait_for(waiting, 30)
-
-
-async def test_what_arrived_and_was_refused_is_not_waited_for(ledger):
-    with pytest.raises(ResourceExhausted), ledger.arriving():
-        raise ResourceExhausted("too much")
-    await asyncio.wait_for(ledger.wait_until_empty(), 30)
-
-
 def prompt_run(live, first_position, count):
     token_ids = np.arange(first_position, first_position + count, dtype=np.int32)
     columns = columns_of([Line(-0.5)] * count)
@@ -353,21 +232,3 @@ def test_missing_prompt_positions_are_a_gap():
     live = open_live(ledger)
     with pytest.raises(TokenGapError, match="log probabilities of its prompt up to position 1"):
         ledger.apply(REPLICA, prompt_run(live, 2, 1))
-
-
-async def test_a_stop_string_in_one_sequence_while_the_end_of_the_other_is_on_its_way_ends_the_request():
-    ledger = Ledger(max_chunk_tokens=100)
-    live = open_live(ledger, stop=["the"], num_sequences=2)
-    stopped = ids_of("the")
-    outcome = ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 1, 0, stopped)]))
-    assert outcome.sequences_ended_here == [(live, 1)]
-    # The scheduler ended sequence 0 before it was told to end sequence 1, with which the request ended there alone.
-    last = make_batch(
-        [TokenRun(live.handle, 0, 0, [60, 61])], [SequenceEnded(live.handle, 0, 2, FinishReason.LENGTH, None, None)]
-    )
-    outcome = ledger.apply(REPLICA, last)
-    assert (outcome.ended_here, outcome.sequences_ended_here) == ([live], [])
-    ledger.apply(REPLICA, make_batch(completed=[RequestEnded(live.handle, None)]))
-    sequences, usage = await live.result()
-    assert [sequence.finished.reason for sequence in sequences] == [FinishReason.LENGTH, FinishReason.STOP]
-    assert usage.generated_tokens == 2 + len(stopped)

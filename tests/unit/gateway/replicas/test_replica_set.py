@@ -21,7 +21,7 @@ from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.replica_set import Replicas
 from quire.compatibility import UNKNOWN_MODEL
-from quire.rpc.errors import ResourceExhausted, Unavailable
+from quire.rpc.errors import ResourceExhausted
 from tests.support.parameters import make_request
 from tests.support.processes import until_true
 from tests.support.tokenizers import byte_level, wrapped
@@ -124,18 +124,6 @@ async def test_a_request_that_workers_die_of_is_seen_often_enough_by_one_schedul
     cluster.replicas.release(live)
 
 
-async def test_a_request_that_gets_tokens_between_losses_leaves_as_soon_each_time():
-    def serve(scheduler: Scheduler, live: LiveRequest) -> None:
-        scheduler.tell(runs=[TokenRun(live.handle, 0, live.num_generated_tokens, [50])])
-        scheduler.lose_worker(1.5 * FAILOVER_DELAY_S)
-
-    cluster = Cluster(2, serve)
-    live = cluster.place("unlucky")
-    await until_true(lambda: live.num_generated_tokens == 8)
-    assert live.submissions >= 6
-    cluster.replicas.release(live)
-
-
 async def test_those_that_a_full_queue_refuses_do_not_come_back_all_at_once():
     full = ResourceExhausted("the queue is full", retry_after_ms=20)
 
@@ -195,20 +183,6 @@ async def test_requests_are_spread_by_how_many_each_replica_has_now():
     assert sorted(len(scheduler.has) for scheduler in cluster.schedulers) == [0, 1, 2]
 
 
-async def test_an_entry_that_takes_over_leaves_a_replica_without_a_worker_as_the_one_before_would_have():
-    cluster = Cluster(2, lambda *_: None)
-    earlier = cluster.place("story")
-    left, ready = sorted(cluster.schedulers, key=lambda each: not each.submitted)
-    left.lose_worker(until_back_s=60)
-    live = cluster.ledger.prepare(earlier.request, TOKENIZER)
-    cluster.ledger.close(earlier)
-    cluster.ledger.enter(live)
-    cluster.replicas.hand_over(earlier, live)
-    assert live.handle in left.submitted
-    await until_true(lambda: live.handle in ready.submitted)
-    cluster.replicas.release(live)
-
-
 @pytest.mark.parametrize(("durable", "epoch", "is_ended"), [(True, 7, True), (True, 8, False), (False, 7, False)])
 async def test_a_durable_request_is_ended_at_its_scheduler_when_that_is_back(durable, epoch, is_ended):
     """It would be kept for another reader; a plain one ends by itself, and another scheduler does not have it."""
@@ -253,19 +227,3 @@ async def test_requests_of_a_replica_that_is_gone_for_good_go_to_others_and_thos
     for live in (running, failed):
         cluster.replicas.release(live)
         cluster.replicas.detach(live)
-
-
-async def test_a_request_that_is_taken_over_from_a_replica_that_is_gone_is_placed_anew():
-    cluster = Cluster(2, lambda *_: None)
-    earlier = cluster.place("story", durable=True)
-    gone, other = sorted(cluster.schedulers, key=lambda each: earlier.handle not in each.has)
-    live = cluster.ledger.prepare(earlier.request, TOKENIZER)
-    cluster.ledger.close(earlier)
-    cluster.ledger.enter(live)
-    live.is_prepared = False
-    lose_for_good(cluster, gone)
-    live.is_prepared = True
-    cluster.replicas.hand_over(earlier, live)
-    assert live.replica == other.address
-    with pytest.raises(Unavailable, match="is not connected"):
-        cluster.replicas.resume(live, gone.address)

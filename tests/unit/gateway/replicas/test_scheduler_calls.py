@@ -80,14 +80,6 @@ async def test_what_no_replica_has_is_not_found_unless_one_could_not_be_asked(re
         await found(*replicas)
 
 
-async def test_a_replica_that_hangs_does_not_hold_up_who_reads_on_elsewhere(monkeypatch):
-    monkeypatch.setattr("gateway.replicas.scheduler_calls._TIMEOUT_S", 300.0)
-    hanging = having(9)
-    hanging.answers = asyncio.Event()
-    async with asyncio.timeout(60):
-        assert await found(hanging, having(5), NOTHING) == 1
-
-
 async def test_a_cancellation_is_answered_by_the_first_replica_and_reaches_the_others_later(monkeypatch):
     monkeypatch.setattr("gateway.replicas.scheduler_calls._TIMEOUT_S", 300.0)
     hanging = having(5)
@@ -97,12 +89,3 @@ async def test_a_cancellation_is_answered_by_the_first_replica_and_reaches_the_o
     assert hanging.num_answered == 0
     hanging.answers.set()
     await until_true(lambda: hanging.num_answered == 1)
-
-
-async def test_what_the_quick_replicas_do_not_have_may_be_at_the_slow_one():
-    slow = having(5)
-    slow.answers = asyncio.Event()
-    finding = asyncio.create_task(found(NOTHING, slow))
-    await asyncio.sleep(0)
-    slow.answers.set()
-    assert await finding == 1

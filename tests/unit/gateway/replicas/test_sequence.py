@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.replicas.events import FinishReason
-from gateway.replicas.sequence import SequenceStream, TokenGapError
+from gateway.replicas.sequence import SequenceStream
 from gateway.text.formats.answer import HARMONY_REASONING, AnswerFormat
 from gateway.text.formats.thinking import Thinking
 from gateway.text.stop import StopStrings
@@ -52,49 +52,12 @@ def test_repeated_events_change_nothing(cuts):
     assert "".join(chunk.text for chunk in take_all(stream, 3)) == "hello world, hello there again"
 
 
-def test_a_gap_is_refused_and_changes_nothing():
-    stream = make_stream()
-    stream.accept(0, [60])
-    with pytest.raises(TokenGapError):
-        stream.accept(2, [61])
-    assert stream.token_ids == [60]
-
-
-def test_an_end_with_another_number_of_tokens_is_a_gap():
-    stream = make_stream()
-    stream.accept(0, [60])
-    with pytest.raises(TokenGapError):
-        stream.end(2, FinishReason.LENGTH, None, None)
-    assert stream.finished is None
-
-
-def test_the_token_that_ends_the_sequence_is_no_text():
-    stream = make_stream(ending=ids_of("!"))
-    token_ids = ids_of("hello") + ids_of("!")
-    stream.accept(0, token_ids)
-    stream.end(len(token_ids), FinishReason.STOP, ids_of("!")[0], None)
-    (chunk,) = take_all(stream)
-    assert (chunk.token_ids, chunk.text) == (token_ids, "hello")
-    assert stream.take_finished().stop_token_id == ids_of("!")[0]
-
-
 def test_an_ending_token_that_did_not_end_the_sequence_is_text():
     stream = make_stream(ending=ids_of("!"))
     token_ids = ids_of("a!b!")
     stream.accept(0, token_ids)
     stream.end(len(token_ids), FinishReason.LENGTH, None, None)
     assert "".join(chunk.text for chunk in take_all(stream)) == "a!b!"
-
-
-def test_stop_string_cuts_text_and_keeps_tokens_up_to_its_last():
-    stream = make_stream(stop=["world"])
-    token_ids = ids_of("hello world, hello")
-    accepted = stream.accept(0, token_ids)
-    assert stream.finished.stop_string == "world"
-    assert stream.finished.reason is FinishReason.STOP
-    assert stream.finished.num_tokens == accepted == len(stream.token_ids)
-    assert byte_level().decode(stream.token_ids).endswith("world")
-    assert "".join(chunk.text for chunk in take_all(stream, 1)) == "hello "
 
 
 def test_nothing_is_accepted_after_a_stop_string():
@@ -107,47 +70,11 @@ def test_nothing_is_accepted_after_a_stop_string():
     assert stream.take_finished().stop_string == "the"
 
 
-def test_held_back_text_is_delivered_at_the_end():
-    stream = make_stream(stop=["there!"])
-    token_ids = ids_of("hello there")
-    stream.accept(0, token_ids)
-    first = take_all(stream)
-    assert "".join(chunk.text for chunk in first) == "hello "
-    stream.end(len(token_ids), FinishReason.LENGTH, None, None)
-    (last,) = take_all(stream)
-    assert (last.offset, last.token_ids, last.text) == (len(token_ids), [], "there")
-
-
-def test_finished_comes_once_and_after_all_chunks():
-    stream = make_stream()
-    stream.accept(0, [60, 61])
-    stream.end(2, FinishReason.LENGTH, None, None)
-    assert stream.take_finished() is None
-    take_all(stream)
-    assert stream.take_finished().num_tokens == 2
-    assert stream.take_finished() is None
-
-
-def test_logprobs_go_with_their_tokens():
-    stream = make_stream()
-    stream.accept(0, [60, 61, 62], logprobs_of([60, 61, 62]))
-    chunks = take_all(stream, 2)
-    assert [[entry.chosen.token_id for entry in chunk.logprobs] for chunk in chunks] == [[60, 61], [62]]
-
-
 def test_a_stop_string_sums_the_logprobs_of_its_tokens():
     stream = make_stream(stop=["the"])
     token_ids = ids_of("the")
     stream.accept(0, token_ids, logprobs_of(token_ids))
     assert stream.finished.cumulative_logprob == -0.25 * len(token_ids)
-
-
-@pytest.mark.parametrize("of_the_scheduler", [None, -7.0])
-def test_the_sum_of_the_logprobs_is_reported_whoever_ends_the_sequence(of_the_scheduler):
-    stream = make_stream()
-    stream.accept(0, [60, 61, 62], logprobs_of([60, 61, 62]))
-    stream.end(3, FinishReason.LENGTH, None, of_the_scheduler)
-    assert stream.finished.cumulative_logprob == -0.75
 
 
 def test_the_schedulers_sum_is_reported_where_no_logprobs_came():
@@ -189,13 +116,6 @@ def test_a_stop_string_that_begins_before_min_tokens_counts_where_it_ends():
     stream = make_stream(["bab"], min_tokens=len(token_ids) - 1)
     stream.accept(0, token_ids)
     assert end_of(stream) == ("aba", "bab")
-
-
-def test_the_stop_string_is_kept_where_asked():
-    token_ids = ids_of("one stop two")
-    stream = make_stream(["stop", "p t"], include_stop_string=True)
-    stream.accept(0, token_ids)
-    assert end_of(stream) == ("one stop", "stop")
 
 
 @pytest.mark.parametrize(

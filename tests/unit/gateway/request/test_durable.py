@@ -112,15 +112,6 @@ async def test_what_was_left_is_read_on_with_its_place_and_its_charge(reads, acc
     reads.close()
 
 
-async def test_it_ends_when_nobody_has_come_back_in_time(reads, account, ledger, replicas):
-    replicas.durable_grace_s = 0.01
-    live = read_and_leave(reads, account, ledger)
-    await until_true(lambda: ledger.get("acme", "story") is None)
-    assert replicas.released == [live]
-    assert not account._running
-    assert not len(reads)
-
-
 async def test_a_copy_of_what_another_call_has_taken_counts_no_more(reads, ledger, monkeypatch):
     has_copied, goes_on = asyncio.Event(), asyncio.Event()
 
@@ -171,26 +162,6 @@ async def test_of_calls_that_resume_it_at_once_one_copies_at_a_time_and_only_the
     assert copied == [first] * 51 + [last] * 51
 
 
-async def test_a_call_that_resumes_it_and_leaves_while_it_waits_lets_the_next_one_go_on(reads, account, ledger):
-    with AnswerMemory(per_call=1 << 20, per_key=1 << 20, total=1 << 20).call("key", STREAMED) as memory:
-        complete(make_live(ledger, 50))
-        calls = [asyncio.create_task(reads.find("acme", "story", [], memory)) for _ in range(2)]
-        await asyncio.sleep(0)
-        calls[1].cancel()
-        await asyncio.wait(calls)
-        found = await reads.find("acme", "story", [], memory)
-        assert calls[0].result().num_generated_tokens == found.num_generated_tokens == 50
-        assert not reads._next
-
-
-async def test_what_is_over_is_kept_for_as_long_and_then_forgotten(reads, account, ledger, replicas):
-    replicas.durable_grace_s = 0.01
-    live = read_and_leave(reads, account, ledger)
-    complete(live)
-    await until_true(lambda: ledger.get("acme", "story") is None)
-    assert not replicas.released
-
-
 async def test_its_time_begins_anew_with_its_end(reads, account, ledger, monkeypatch):
     loop, timers = asyncio.get_running_loop(), []
     call_later = loop.call_later
@@ -208,37 +179,6 @@ async def test_its_time_begins_anew_with_its_end(reads, account, ledger, monkeyp
     assert not second.cancelled()
     reads.close()
     assert second.cancelled()
-
-
-async def test_what_fails_or_is_taken_over_elsewhere_is_forgotten_at_once(reads, account, ledger):
-    live = read_and_leave(reads, account, ledger)
-    live.fail(Aborted("read elsewhere", reason="REQUEST_TAKEN_OVER"))
-    await until_true(lambda: ledger.get("acme", "story") is None)
-    assert not account._running
-
-
-async def test_what_is_left_before_it_could_be_submitted_is_not_kept(reads, account, ledger, replicas):
-    live = make_live(ledger, 20)
-    live.is_prepared = False
-    with account.admitted(0, lambda: live.num_computed_tokens) as use, reads.read(account, use, live):
-        pass
-    assert not reads.keeps(live)
-    assert ledger.get("acme", "story") is None
-    assert not account._running
-
-
-async def test_whoever_resumes_it_goes_on_with_place_and_charge(reads, account, ledger):
-    earlier = read_and_leave(reads, account, ledger)
-    ledger.close(earlier)
-    live = make_live(ledger, 20)
-    with reads.resumed(account, live, 0):
-        assert len(account._running) == 1
-        assert not reads.keeps(earlier)
-        add_tokens(live, 5)
-        account.check()
-        assert level(account) == 975
-    assert reads.keeps(live)
-    reads.close()
 
 
 async def test_resumption_with_another_key_pays_for_what_comes_from_then_on(reads, account, ledger):
@@ -266,15 +206,6 @@ async def test_resumption_that_is_refused_changes_nothing(reads, ledger):
     reads.close()
 
 
-async def test_a_gateway_that_stops_leaves_them_to_the_scheduler(reads, account, ledger, replicas):
-    first = read_and_leave(reads, account, ledger)
-    reads.close()
-    second = read_and_leave(reads, account, ledger, request_id="other")
-    assert replicas.detached == [first, second]
-    assert not account._running
-    assert not len(ledger)
-
-
 async def test_only_so_many_tokens_are_kept_and_what_is_over_makes_way(reads, account, ledger, replicas, monkeypatch):
     monkeypatch.setattr(durable, "MAX_KEPT_TOKENS", 1010)
     account.change_limits(Limits())
@@ -284,17 +215,6 @@ async def test_only_so_many_tokens_are_kept_and_what_is_over_makes_way(reads, ac
     assert replicas.detached == [over]
     beyond = read_and_leave(reads, account, ledger, request_id="beyond")
     assert replicas.detached == [over, beyond]
-    assert all(map(reads.keeps, kept))
-    reads.close()
-
-
-async def test_room_is_found_without_a_look_at_all_that_is_kept(reads, account, ledger, monkeypatch):
-    account.change_limits(Limits())
-    kept = [read_and_leave(reads, account, ledger, request_id=f"kept-{number}") for number in range(100)]
-    asked = []
-    monkeypatch.setattr(LiveRequest, "max_generated_tokens", property(lambda self: asked.append(self) or 500))
-    last = read_and_leave(reads, account, ledger, request_id="last")
-    assert set(asked) == {last}
     assert all(map(reads.keeps, kept))
     reads.close()
 
@@ -310,44 +230,3 @@ async def test_one_that_runs_does_not(reads, account, ledger):
     reads.drop_completed("acme", "story")
     assert ledger.get("acme", "story") is live
     reads.close()
-
-
-def taken(live):
-    """What a client gets by now: tokens, text and log probabilities, and how its sequences ended."""
-    chunks = [stream.take_chunk(1000) for stream in live.sequences]
-    parts = [(chunk.offset, chunk.token_ids, chunk.text, [each.chosen for each in chunk.logprobs]) for chunk in chunks]
-    return parts, [stream.take_finished() for stream in live.sequences]
-
-
-@pytest.mark.parametrize("logprobs", [None, 0])
-@pytest.mark.parametrize("is_over", [False, True])
-async def test_another_entry_catches_up_whatever_the_client_of_the_first_was_given(ledger, logprobs, is_over):
-    earlier = ledger.prepare(make_request(logprobs=logprobs), TOKENIZER)
-    whole = ledger.prepare(make_request(logprobs=logprobs), TOKENIZER)
-    for live in (earlier, whole):
-        add_tokens(live, 90)
-    await anext(earlier.events())
-    for live in (earlier, whole):
-        add_tokens(live, 10)
-        if is_over:
-            complete(live)
-    again = ledger.prepare(make_request(logprobs=logprobs), TOKENIZER)
-    num_turns = 1
-    while not again.catch_up(earlier, 32):
-        num_turns += 1
-    assert num_turns == 5
-    assert again.is_over == is_over
-    assert again.usage == earlier.usage
-    assert taken(again) == taken(whole)
-
-
-async def test_of_several_sequences_each_is_as_far(ledger):
-    earlier = ledger.prepare(make_request(logprobs=0, num_sequences=2), TOKENIZER)
-    add_tokens(earlier, 10, 0)
-    add_tokens(earlier, 30, 1)
-    earlier.end_sequence(SequenceEnded(earlier.handle, 1, 30, FinishReason.LENGTH, None, -3.0))
-    again = ledger.prepare(make_request(logprobs=0, num_sequences=2), TOKENIZER)
-    assert [again.catch_up(earlier, 10) for _ in range(5)] == [False] * 4 + [True]
-    assert [stream.token_ids for stream in again.sequences] == [stream.token_ids for stream in earlier.sequences]
-    assert again.sequences[0].finished is None
-    assert again.sequences[1].finished == earlier.sequences[1].finished
