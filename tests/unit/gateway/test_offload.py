@@ -68,18 +68,6 @@ async def test_results_and_errors_are_those_of_the_function():
     executor.shutdown()
 
 
-async def test_a_tenant_does_not_wait_for_the_queue_of_another(make_jobs):
-    jobs = make_jobs(1)
-    await jobs.block("a", LONG)
-    tasks = [jobs.start("a", f"a{number}", LONG) for number in range(60)]
-    await until_waiting()
-    tasks.append(jobs.start("b", "b", LONG))
-    await until_waiting()
-    jobs.release()
-    await asyncio.gather(*tasks)
-    assert jobs.ran.index("b") <= 1
-
-
 async def test_tenants_get_the_same_bytes(make_jobs):
     jobs = make_jobs(1)
     await jobs.block("a", SHORT)
@@ -121,17 +109,6 @@ async def test_short_work_runs_while_long_work_waits(make_jobs):
     await asyncio.gather(*long)
 
 
-async def test_short_work_does_not_keep_long_work_from_running(make_jobs):
-    jobs = make_jobs(1)
-    await jobs.block("a", SHORT)
-    tasks = [jobs.start("a", "short", LONG_BYTES) for _ in range(50)]
-    tasks.append(jobs.start("a", "long", LONG))
-    await until_waiting()
-    jobs.release()
-    await asyncio.gather(*tasks)
-    assert jobs.ran.index("long") <= 3
-
-
 async def test_a_tenant_with_too_many_bytes_waiting_is_refused(make_jobs):
     jobs = make_jobs(1, max_waiting_bytes=8 * LONG)
     await jobs.block("a", SHORT)
@@ -149,17 +126,6 @@ async def test_a_tenant_with_too_many_bytes_waiting_is_refused(make_jobs):
     assert sorted(jobs.ran) == ["a", "a", "a", "b"]
 
 
-async def test_a_full_queue_still_takes_one_job_of_each_tenant(make_jobs):
-    jobs = make_jobs(1, max_waiting_bytes=4 * LONG)
-    await jobs.block("a", SHORT)
-    waiting = [jobs.start(tenant, tenant, LONG) for tenant in ("a", "b", "c", "d", "e")]
-    await until_waiting()
-    with pytest.raises(ResourceExhausted, match="bytes of requests wait"):
-        await jobs.start("e", "refused", SHORT)
-    jobs.release()
-    await asyncio.gather(*waiting)
-
-
 async def test_work_of_a_caller_that_left_is_not_run_and_leaves_room(make_jobs):
     jobs = make_jobs(1, max_waiting_bytes=4 * LONG)
     await jobs.block("a", SHORT)
@@ -174,17 +140,6 @@ async def test_work_of_a_caller_that_left_is_not_run_and_leaves_room(make_jobs):
     jobs.release()
     await last
     assert jobs.ran == ["last"]
-
-
-async def test_a_turn_that_comes_with_the_cancellation_goes_to_the_next(make_jobs):
-    jobs = make_jobs(1)
-    blocking = await jobs.block("a", SHORT)
-    gone, last = jobs.start("a", "gone", SHORT), jobs.start("a", "last", SHORT)
-    await until_waiting()
-    blocking.add_done_callback(lambda _: gone.cancel())
-    jobs.release()
-    await last
-    assert jobs.ran[-1] == "last"
 
 
 async def test_a_thread_is_taken_until_the_function_ends_also_if_the_caller_left(make_jobs):

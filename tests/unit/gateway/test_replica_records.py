@@ -12,14 +12,6 @@ def add(records: ReplicaRecords, address: str, num_tokens: int) -> None:
     records.of(address).add_tokens(Arrivals(0.0, num_tokens))
 
 
-def test_replicas_have_places_in_their_order():
-    records = ReplicaRecords()
-    records.keep(["b", "a"])
-    add(records, "a", 3)
-    assert counts(records) == [0, 3]
-    assert records.places() == {"b": 0, "a": 1}
-
-
 def test_a_replica_that_comes_continues_the_counters_of_one_that_is_gone():
     records = ReplicaRecords()
     records.keep(["a", "b"])

@@ -25,18 +25,6 @@ def in_pieces(log: list[str], name: str, count: int) -> Callable[[], bool]:
     return work
 
 
-async def test_of_many_calls_one_has_a_turn_at_a_time():
-    shared, log = TenantTurns(), list[str]()
-    calls = [asyncio.create_task(shared.do("acme", in_pieces(log, str(number), 5))) for number in range(20)]
-    most_at_once = 0
-    while not all(call.done() for call in calls):
-        before = len(log)
-        await asyncio.sleep(0)
-        most_at_once = max(most_at_once, len(log) - before)
-    assert most_at_once == 1
-    assert len(log) == 100
-
-
 async def test_tenants_take_turns_however_many_calls_each_has():
     shared, log = TenantTurns(), list[str]()
     async with asyncio.TaskGroup() as group:
@@ -58,18 +46,6 @@ async def test_a_call_that_is_cancelled_passes_its_turn_on():
     assert [outcome is None for outcome in outcomes] == [True, False, True, True, False, True]
     await shared.do("acme", in_pieces(log, "last", 1))
     assert log[-1] == "last"
-
-
-async def test_work_that_fails_passes_its_turn_on():
-    def fail() -> bool:
-        raise ZeroDivisionError
-
-    shared, log = TenantTurns(), list[str]()
-    outcomes = await asyncio.gather(
-        shared.do("acme", fail), shared.do("acme", in_pieces(log, "next", 2)), return_exceptions=True
-    )
-    assert isinstance(outcomes[0], ZeroDivisionError)
-    assert log == ["next"] * 2
 
 
 async def test_functions_that_cannot_pause_run_one_at_a_time_tenants_in_turn_whether_or_not_they_fail() -> None:

@@ -1,14 +1,10 @@
 """Keys: how they are made and shown, the file of keys, and the callers that they stand for while the file changes."""
 
-import contextlib
-import hashlib
 import json
 import stat
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway.auth.caller import Access
 from gateway.auth.keys import (
@@ -34,19 +30,9 @@ def test_keys_are_long_and_all_different():
     assert all(len(key) >= 43 for key in keys)
 
 
-def test_the_hash_is_that_of_the_standard():
-    assert hash_of("quire-x").hex() == hashlib.sha256(b"quire-x").hexdigest()
-
-
 @pytest.mark.parametrize("header", ["Bearer quire-abc", "bearer quire-abc", "BEARER   quire-abc", b"Bearer quire-abc"])
 def test_the_scheme_may_be_written_in_any_case(header):
     assert shown_key([header]) == "quire-abc"
-
-
-def test_nothing_shown_is_a_missing_key():
-    with pytest.raises(Unauthenticated) as raised:
-        shown_key([])
-    assert raised.value.reason == "MISSING_API_KEY"
 
 
 @pytest.mark.parametrize(
@@ -90,12 +76,6 @@ def text_of(*entries):
     return json.dumps({"keys": entries})
 
 
-def test_an_entry_without_options_allows_little_and_limits_nothing():
-    (entry,) = parse_keys(text_of(ENTRY))
-    assert (entry.hash, entry.tenant) == (hash_of("a"), "acme")
-    assert (entry.access, entry.limits) == (Access(None, 0, 0, False, False), Limits())
-
-
 @pytest.mark.parametrize("entry", [FULL, make_entry("k-2", "b", "t", Access(frozenset(), 5, 5))])
 def test_what_is_written_is_read_again(tmp_path, entry):
     write_keys(tmp_path / "keys.json", [entry])
@@ -127,38 +107,23 @@ def test_a_link_to_the_file_stays_a_link(tmp_path):
         ({"id": None}, r"keys\[0\].id is null"),
         ({"id": "a b"}, r'keys\[0\].id is "a b"'),
         ({"tenant": ""}, r'keys\[0\] \("k-1"\).tenant is ""'),
-        ({"tenant": "x" * 65}, r"tenant is .* 1 to 64 characters"),
-        ({"sha256": "A" * 64}, "sha256 must be 64 hexadecimal digits"),
         ({"sha256": 7}, "sha256 must be 64 hexadecimal digits"),
         ({"requests_per_minute": 0}, r"requests_per_minute is 0; it must be an integer in \[1, "),
         ({"tokens_per_minute": 1.5}, "tokens_per_minute is 1.5"),
-        ({"max_concurrent_requests": True}, "max_concurrent_requests is true"),
         ({"priority": 101}, r"priority is 101; it must be an integer in \[-100, 100\]"),
         ({"priority": 5, "max_priority": 4}, "priority is 5; it must be at most max_priority, 4"),
         ({"models": "m"}, 'models is "m"; it must be a list of names'),
-        ({"models": [1]}, r"models is \[1\]"),
         ({"may_pin": "yes"}, 'may_pin is "yes"; it must be true or false'),
         ({"is_operator": 1}, "is_operator is 1"),
         ({"expires_at": "tomorrow"}, 'expires_at is "tomorrow"'),
-        ({"expires_at": "2027-01-01T00:00:00Z", "created_at": 1}, "created_at is 1"),
         ({"expires_at": "2027-01-01T00:00:00"}, "expires_at is .* such as 2027"),
-        ({"expires_at": 5}, "expires_at is 5"),
-        ({"note": 5}, "note is 5"),
         ({"note": "\x1b[2J"}, "note is .* it must be a text of one line"),
-        ({"note": "\ud800"}, "note is"),
-        ({"models": ["a\nb"]}, "models is"),
         ({"request_per_minute": 5}, 'unknown field "request_per_minute"'),
     ],
 )
 def test_a_wrong_field_is_named_with_its_entry(change, says):
     with pytest.raises(ValueError, match=says):
         parse_keys(text_of(ENTRY | change))
-
-
-def test_a_key_put_there_instead_of_its_hash_is_not_repeated():
-    with pytest.raises(ValueError, match="sha256") as raised:
-        parse_keys(text_of(ENTRY | {"sha256": "quire-secret"}))
-    assert "quire-secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -191,25 +156,6 @@ def test_a_file_that_cannot_be_used_is_a_configuration_error_that_names_it(tmp_p
         read_keys(path)
 
 
-def test_a_directory_that_is_not_there_is_a_configuration_error(tmp_path):
-    with pytest.raises(ConfigurationError, match="cannot write"):
-        write_keys(tmp_path / "missing" / "keys.json", [])
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
-FIELDS = st.sampled_from([*ENTRY, "models", "priority", "may_pin", "expires_at", "tokens_per_minute", "note"])
-
-
-@given(st.dictionaries(FIELDS, JSON, max_size=4))
-def test_any_other_value_is_taken_or_refused(changes):
-    with contextlib.suppress(ValueError):
-        assert len(parse_keys(text_of(ENTRY | changes))) == 1
-
-
 NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 ACME = make_entry("k-1", "a", "acme", Access(frozenset({"m"})), Limits(requests_per_minute=1))
 OTHER = make_entry("k-2", "b", "other")
@@ -240,12 +186,6 @@ def test_a_key_stands_for_its_entry(path):
     assert len(ring) == 2
 
 
-def test_a_key_that_is_not_there_is_invalid_and_so_is_the_hash_of_one_that_is(path):
-    ring = KeyRing([path])
-    assert reason_of(ring, "c") == "INVALID_API_KEY"
-    assert reason_of(ring, ACME.hash.hex()) == "INVALID_API_KEY"
-
-
 def test_a_key_expires_while_the_gateway_runs(path):
     times = [NOON]
     expiring = make_entry("k-1", "a", "acme", expires_at=NOON + timedelta(hours=1))
@@ -257,23 +197,6 @@ def test_a_key_expires_while_the_gateway_runs(path):
     ring.refresh()
     with pytest.raises(Unauthenticated):
         caller.account.check()
-
-
-def test_a_key_that_expired_is_valid_again_when_its_end_is_moved(path):
-    end = NOON + timedelta(hours=1)
-    write_keys(path, [make_entry("k-1", "a", "acme", expires_at=end)])
-    times = [NOON]
-    ring = KeyRing([path], now=lambda: times[-1])
-    times.append(end)
-    ring.refresh()
-    write_keys(path, [make_entry("k-1", "a", "acme", expires_at=end + timedelta(hours=1))])
-    ring.refresh()
-    account = ring.authenticate(bearer("a")).account
-    account.check()
-    times.append(end + timedelta(hours=1))
-    ring.refresh()
-    with pytest.raises(Unauthenticated):
-        account.check()
 
 
 def test_added_changed_and_revoked_keys_are_seen_at_the_next_look(path):
@@ -314,12 +237,6 @@ def test_a_file_that_becomes_unusable_leaves_the_keys_and_is_reported_once(path,
     assert reason_of(ring, "a") == "INVALID_API_KEY"
 
 
-def test_an_unchanged_file_is_not_read_again(path, monkeypatch):
-    ring = KeyRing([path])
-    monkeypatch.setattr("gateway.auth.keys.read_keys", lambda path: pytest.fail("read again"))
-    ring.refresh()
-
-
 def test_several_files_are_one_ring_and_must_not_share_keys(path, tmp_path):
     more = tmp_path / "more.json"
     write_keys(more, [make_entry("k-9", "z", "more")])
@@ -327,11 +244,6 @@ def test_several_files_are_one_ring_and_must_not_share_keys(path, tmp_path):
     write_keys(more, [make_entry("k-1", "z", "more")])
     with pytest.raises(ConfigurationError, match='the id "k-1"'):
         KeyRing([path, more])
-
-
-def test_a_file_that_cannot_be_used_at_the_start_is_a_configuration_error(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"missing\.json"):
-        KeyRing([tmp_path / "missing.json"])
 
 
 def test_a_file_that_everyone_may_write_is_warned_of(path, caplog):

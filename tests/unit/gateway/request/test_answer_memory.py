@@ -15,7 +15,6 @@ from gateway.request.answer_memory import (
     AS_TENSORS,
     IN_PIECES,
     STREAMED,
-    STREAMED_AND_REPEATED,
     AnswerMemory,
 )
 from gateway.request.generator import results_of
@@ -120,17 +119,6 @@ async def test_what_a_stream_has_written_is_not_held(ledger, memory):
     assert memory.num_bytes == 0
 
 
-async def test_a_stream_that_repeats_its_text_at_the_end_holds_it(ledger, memory):
-    held = []
-    for form in (STREAMED, STREAMED_AND_REPEATED):
-        with memory.call("key", form) as call:
-            live = open_live(ledger, call, request_id=f"with {form}")
-            generate(ledger, live, 10)
-            await anext(live.events())
-            held.append(call.num_bytes)
-    assert held[0] < held[1] < 2 * held[0]
-
-
 @pytest.mark.parametrize(("form", "most"), [(IN_PIECES, 190), (AS_MESSAGE, 85), (AS_TENSORS, 45)])
 async def test_a_call_that_holds_too_much_is_ended_and_says_what_helps(ledger, memory, form, most):
     with memory.call("key", form) as call:
@@ -150,19 +138,6 @@ async def test_a_call_that_holds_too_much_is_ended_and_says_what_helps(ledger, m
         assert (memory.num_bytes, call.num_bytes) == (0, 0)
         call.add(10_000)
         assert memory.num_bytes == 0
-
-
-async def test_what_is_dropped_counts_no_more_and_does_not_end_with_the_call(ledger, memory):
-    with memory.call("key", STREAMED) as call:
-        dropped = open_live(ledger, call)
-        generate(ledger, dropped, 10)
-        assert call.num_bytes > 0
-        call.drop_all()
-        assert (call.num_bytes, memory.num_bytes) == (0, 0)
-        live = open_live(ledger, call, request_id="again")
-        generate(ledger, live, 600)
-        assert live.is_over
-        assert not dropped.is_over
 
 
 def ended(*calls):
@@ -217,10 +192,3 @@ def test_what_a_call_asks_for_in_so_many_words_is_refused_before_it_runs_where_i
         assert refused.value.violations[0].field == "stopping.max_tokens"
     with memory.call("key", STREAMED) as call:
         call.expect(make_request(num_sequences=128, logprobs=20, max_tokens=9999), 9999)
-
-
-@pytest.mark.parametrize("form", [IN_PIECES, AS_MESSAGE, AS_TENSORS])
-def test_a_context_of_32k_with_five_log_probabilities_is_let_pass_by_the_default_limits(form):
-    memory = AnswerMemory(per_call=64 << 20, per_key=128 << 20, total=256 << 20)
-    with memory.call("key", form) as call:
-        call.expect(make_request(logprobs=5, max_tokens=32_768), 32_768)

@@ -1,7 +1,6 @@
 """Constraints are compiled on trial: verdicts, bounds of time and memory, turns of tenants."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -15,8 +14,6 @@ from quire.rpc.errors import InvalidArgument, ResourceExhausted, Unavailable
 from tests.support.processes import until_true
 from tests.support.tokenizers import byte_level, write_model_directory
 
-# A string of distinct words: nothing in it repeats.
-ENUM_OF_1_MB = json.dumps({"enum": [f"{index * 7919:07d}-entry" for index in range(40_000)]})
 HOSTILE = {
     "nested quantifiers": Constraint(regex="((((a{1,100}){1,100}){1,100}){1,100}){1,100}b"),
     "a counted class": Constraint(regex="(.{1,5000}[a-z]){1,5000}x{5000}"),
@@ -81,26 +78,10 @@ async def test_a_hostile_constraint_is_refused_and_harms_no_other(checker, name)
     await checker.check(Constraint(regex="[a-z]{2,3}"), "other")
 
 
-async def test_a_megabyte_of_enum_is_compiled_or_refused(checker) -> None:
-    """That depends on the vocabulary, and harms nobody."""
-    with contextlib.suppress(InvalidArgument):
-        await checker.check(Constraint(json_schema=ENUM_OF_1_MB), "a")
-    await checker.check(Constraint(regex="[a-z]{2,3}"), "other")
-
-
 async def test_what_takes_too_long_is_ended(checker) -> None:
     slow = {"type": "object", "properties": {f"name_{index}": {"type": "string"} for index in range(8000)}}
     with pytest.raises(InvalidArgument, match="processor time to compile"):
         await checker.check(Constraint(json_schema=json.dumps(slow)), "a")
-
-
-async def test_a_verdict_is_kept_by_content(checker, monkeypatch) -> None:
-    constraint = Constraint(regex="(a")
-    for _ in range(2):
-        with pytest.raises(InvalidArgument, match="unclosed group"):
-            await checker.check(constraint, "a")
-        # What is known needs no process.
-        monkeypatch.setattr(checker, "_trial", None)
 
 
 async def test_kept_verdicts_are_bounded_and_the_tenant_with_most_loses_first(checker, monkeypatch) -> None:
@@ -109,29 +90,6 @@ async def test_kept_verdicts_are_bounded_and_the_tenant_with_most_loses_first(ch
     for index in range(12):
         await checker.check(Constraint(regex=f"busy {index}"), "busy")
     assert {tenant: len(kept) for tenant, kept in checker._kept.items()} == {"quiet": 1, "busy": 4}
-
-
-async def test_equal_constraints_at_once_are_compiled_once(checker) -> None:
-    calls = []
-    verdict = checker._trial.verdict
-
-    async def counted(content: bytes):
-        calls.append(content)
-        return await verdict(content)
-
-    checker._trial.verdict = counted
-    await asyncio.gather(*(checker.check(Constraint(regex="x+"), "a") for _ in range(5)))
-    assert len(calls) == 1
-
-
-async def test_a_process_that_dies_is_started_again(checker) -> None:
-    await checker.check(Constraint(regex="a"), "a")
-    process = checker._trial._process
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    await until_true(lambda: checker._trial._reading is None)
-    await checker.check(Constraint(regex="b"), "a")
-    assert checker._trial._process.pid != process.pid
 
 
 async def test_constraints_under_trial_when_the_process_dies_fail_as_unavailable(checker) -> None:
@@ -189,18 +147,3 @@ async def test_too_many_waiting_constraints_are_refused_with_a_time_to_come_back
     await asyncio.sleep(0)
     gate.set()
     await asyncio.gather(*tasks, other)
-
-
-async def test_one_that_leaves_the_queue_gives_its_turn_on() -> None:
-    turns, gate = FairTurns(1, 3, 3), asyncio.Event()
-
-    async def work() -> None:
-        await gate.wait()
-
-    first, second, third = (asyncio.create_task(turns.run("a", work)) for _ in range(3))
-    await asyncio.sleep(0)
-    second.cancel()
-    gate.set()
-    await asyncio.wait_for(asyncio.gather(first, third), timeout=10)
-    with pytest.raises(asyncio.CancelledError):
-        await second

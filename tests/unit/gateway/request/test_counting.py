@@ -155,25 +155,11 @@ def test_packed_and_unpacked_numbers_are_counted():
         CountedMessage(DetokenizeRequest, LIMITS).parse(unpacked)
 
 
-@pytest.mark.parametrize("field", [b"\xb8\x80\x80\x80\x00\x00", b"\x3a\x80\x80\x80\x80\x00"])
-def test_padded_tags_and_sizes_count_by_their_bytes(field):
-    counted = CountedMessage(GenerateRequest, LIMITS)
-    counted.parse(field * 20_000)
-    with pytest.raises(InvalidArgument, match=r"more than 131,136 fields and entries"):
-        counted.parse(field * 30_000)
-
-
 def test_entries_behind_a_number_of_ten_bytes_are_counted():
     padded = b"\x38" + b"\x80" * 9 + b"\x00"
     data = padded + GenerateRequest(continue_from=[HeldSequence()] * 2).SerializeToString()
     with pytest.raises(InvalidArgument, match="continue_from has more than 1 entries"):
         CountedMessage(GenerateRequest, _Exactly(8, 1)).parse(data)
-
-
-def test_token_ids_may_take_all_of_a_message():
-    request = GenerateRequest()
-    request.token_ids.ids.extend([1] * 500_000)
-    assert CountedMessage(GenerateRequest, LIMITS).parse(request.SerializeToString()) == request
 
 
 @pytest.mark.parametrize(
@@ -216,20 +202,6 @@ def test_entries_of_a_body_count_together_by_the_path_of_their_field(fields, pat
     error = refused(fields)
     assert [each.field for each in error.violations] == [path]
     assert f"{count} entries; the max is {limit}" in error.message
-
-
-def test_bodies_that_people_send_pass():
-    schema = {"type": "object", "properties": {f"p{number}": {"enum": [1, 2]} for number in range(2000)}}
-    check_json(
-        {
-            "prompt": [[1] * 100_000] * 3,
-            "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 100}] * 8,
-            "tools": [{"function": {"name": "a", "parameters": schema}}] * 5,
-            "allowed_token_ids": list(range(100_000)),
-            "guided_choice": ["a"] * 100_000,
-        },
-        LIMITS,
-    )
 
 
 def test_paths_of_deeply_nested_objects_stay_short():

@@ -10,7 +10,6 @@ from gateway.request.limits import limits_of
 from gateway.request.prepare import resolve
 from gateway.request.served_model import ServedModel
 from gateway.settings import GatewaySettings
-from gateway.types import ChatMessage, ChatPrompt
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import SCHEDULER_PROTOCOL, UNKNOWN_MODEL
 from quire.settings import ConfigurationError, load_settings
@@ -64,64 +63,9 @@ def test_a_default_out_of_range_is_a_configuration_error(tmp_path, executor, nam
         open_model(tmp_path, executor, generation_config__json=f'{{"{name}": {value}}}')
 
 
-def test_a_temperature_that_greedy_does_not_use_is_not_judged(tmp_path, executor):
-    model = open_model(tmp_path, executor, generation_config__json='{"do_sample": false, "temperature": -1}')
-    assert model.sampling_defaults.temperature == 0
-
-
 def test_do_sample_false_is_greedy(tmp_path, executor):
     model = open_model(tmp_path, executor, generation_config__json='{"do_sample": false, "temperature": 0.6}')
     assert model.sampling_defaults.temperature == 0
-
-
-def test_a_default_that_is_no_number_is_a_configuration_error(tmp_path, executor):
-    with pytest.raises(ConfigurationError, match="top_p"):
-        open_model(tmp_path, executor, generation_config__json='{"top_p": "high"}')
-
-
-async def test_special_tokens_of_either_form_reach_the_template(tmp_path, executor):
-    config = (
-        '{"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "{{ bos_token }}a{{ eos_token }}"}'
-    )
-    model = open_model(tmp_path, executor, tokenizer_config__json=config)
-    assert await model.tokenizer.spell(await model.chat.encode(ChatPrompt([ChatMessage("user", "x")]))) == [
-        "<s>",
-        "a",
-        "</s>",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("tokenizer_config", "expected"),
-    [
-        ('{"chat_template": "{{ bos_token }}{{ eos_token }}"}', ["<s>", "</s>"]),
-        ('{"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": "a"}', ["<s>", "</s>"]),
-        ('{"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": "a", "added_tokens_decoder": {}}', ["a"]),
-    ],
-    ids=["map alone", "map over configuration", "configuration that lists its added tokens"],
-)
-async def test_special_tokens_map_reaches_the_template(tmp_path, executor, tokenizer_config, expected):
-    special_tokens = '{"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "never"}'
-    model = open_model(
-        tmp_path, executor, tokenizer_config__json=tokenizer_config, special_tokens_map__json=special_tokens
-    )
-    assert await model.tokenizer.spell(await model.chat.encode(ChatPrompt([ChatMessage("user", "x")]))) == expected
-
-
-async def test_special_tokens_of_one_model_alone_reach_the_template(tmp_path, executor):
-    config = (
-        '{"chat_template": "{{ image_token }}{{ video_token }}{{ tool_token }}", "add_bos_token": true, '
-        '"extra_special_tokens": {"image_token": "a"}, "video_token": {"content": "b"}}'
-    )
-    model = open_model(tmp_path, executor, tokenizer_config__json=config)
-    assert await model.tokenizer.spell(await model.chat.encode(ChatPrompt([ChatMessage("user", "x")]))) == ["a", "b"]
-
-
-async def test_a_long_conversation_is_rendered_in_a_thread(tmp_path, executor):
-    model = open_model(tmp_path, executor, chat_template__jinja="{% for m in messages %}{{ m.content }}{% endfor %}")
-    messages = [ChatMessage("user", "the cat ")] * 1000
-    expected = byte_level().encode("the cat " * 1000, add_special_tokens=False).ids
-    assert await model.chat.encode(ChatPrompt(messages)) == expected
 
 
 def test_limits_are_those_that_hold_on_every_replica():

@@ -52,15 +52,3 @@ def test_bodies_that_came_whole_stay_and_the_new_one_is_refused():
     assert bodies.given_up == []
     whole.release()
     bodies.begin("next").add(100)
-
-
-def test_releasing_twice_counts_once():
-    bodies = Bodies(100)
-    one, other = bodies.begin("one"), bodies.begin("other")
-    one.add(50)
-    other.add(50)
-    other.complete()
-    one.release()
-    one.release()
-    with pytest.raises(ResourceExhausted):
-        bodies.begin("new").add(51)
