@@ -80,10 +80,6 @@ def test_a_template_cannot_leave_its_sandbox(source):
         render(source)
 
 
-def test_text_of_a_message_is_never_a_template():
-    assert render("{{ messages[0].content }}", [ChatMessage("user", "{{ 7 * 7 }}")]) == "{{ 7 * 7 }}"
-
-
 @pytest.mark.parametrize("source", ["{% for %}", "{{ a }}\n{% if", "{{ " + "(" * 5000, "{% if a %}" * 3000])
 def test_a_broken_template_is_a_configuration_error_of_one_line(source: str):
     with pytest.raises(ConfigurationError, match=r"^the model's chat template is invalid: ") as caught:
@@ -95,10 +91,6 @@ def test_a_broken_template_is_a_configuration_error_of_one_line(source: str):
 SYSTEM = ChatMessage("system", "Be kind to all foxes.")
 USER = ChatMessage("user", "Who are you?")
 
-PLAIN = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 SYSTEM_IN_FIRST_TURN = (
     "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% set system = messages[0].content + '. ' %}"
     "{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}"
@@ -130,14 +122,6 @@ def prefix_of(tmp_path):
     executor.shutdown()
 
 
-def test_a_system_message_is_shared_up_to_what_the_user_says(prefix_of):
-    assert prefix_of(PLAIN, SYSTEM) == "<system>Be kind to all foxes.;<user>"
-
-
-def test_a_question_is_shared_up_to_the_answer(prefix_of):
-    assert prefix_of(PLAIN, SYSTEM, USER) == "<system>Be kind to all foxes.;<user>Who are you?;<assistant>"
-
-
 def test_a_system_message_that_is_written_with_the_first_turn_is_shared(prefix_of):
     # Not the space at its end, which is one token with a word that follows.
     assert prefix_of(SYSTEM_IN_FIRST_TURN, SYSTEM) == "[Be kind to all foxes.."
@@ -146,10 +130,6 @@ def test_a_system_message_that_is_written_with_the_first_turn_is_shared(prefix_o
 def test_what_a_template_drops_later_is_not_shared(prefix_of):
     answer = ChatMessage("assistant", "A fox.")
     assert prefix_of(FORGETS_OLD_ANSWERS, USER, answer) == "<user>Who are you?<user>"
-
-
-def test_messages_alone_where_the_template_knows_no_role_that_could_follow(prefix_of):
-    assert prefix_of(KNOWS_BOTS_ALONE, ChatMessage("bot", "Beep.")) == "Beep."
 
 
 def test_messages_that_the_template_refuses_are_refused(prefix_of):
@@ -214,12 +194,6 @@ def test_a_message_is_continued_as_in_transformers(source, content):
     )
     prompt = ChatPrompt(messages, template_options=TemplateOptions(continue_final_message=True))
     assert ChatTemplate(source, SPECIAL_TOKENS).render(prompt) == expected[0]
-
-
-def test_a_template_that_drops_the_last_message_cannot_continue_it():
-    prompt = ChatPrompt(MESSAGES, template_options=TemplateOptions(continue_final_message=True))
-    with pytest.raises(InvalidArgument, match="continue_final_message"):
-        ChatTemplate("{{ messages[0].content }}", {}).render(prompt)
 
 
 def test_a_developer_is_the_system_for_templates_without_developers():

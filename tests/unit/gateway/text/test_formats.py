@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.text.formats.answer import (
-    CALL_PARSERS,
     HARMONY,
     HARMONY_REASONING,
     AnswerFormat,
@@ -146,10 +145,6 @@ def test_a_call_has_the_id_that_the_model_wrote_if_no_other_call_has_it():
     assert [call.id for call in calls] == ["functions.get_weather:0", "functions.now:1", "call-2"]
 
 
-def test_every_format_is_tested():
-    assert TWO_CALLS.keys() == CALL_PARSERS.keys() | {HARMONY}
-
-
 @pytest.mark.parametrize(("name", "text", "calls"), VARIANTS)
 def test_calls_are_read_in_the_other_forms_that_models_use(name, text, calls):
     output = read(tool_format(name), text)
@@ -186,12 +181,6 @@ def test_what_is_read_does_not_depend_on_the_pieces(data):
     assert read(answer_format, *text) == whole
 
 
-@given(st.sampled_from(sorted(CALL_PARSERS)), st.text(alphabet='<[{"]}>: \ntoolcnw_|`', max_size=40))
-def test_text_without_calls_comes_as_it_is(name, text):
-    output = read(tool_format(name), *text)
-    assert output.tool_calls or output.text == text
-
-
 def test_arguments_are_delivered_as_they_come():
     parser = tool_format("hermes").parser(str)
     assert parser.push('<tool_call>{"name": "now", "arguments": {"a": "x').tool_calls == (
@@ -201,12 +190,6 @@ def test_arguments_are_delivered_as_they_come():
     parser = tool_format("qwen3_coder").parser(str)
     parser.push("<tool_call>\n<function=get_weather>\n<parameter=city>\n")
     assert parser.push('a "b"').tool_calls == (ToolCallDelta(0, arguments='a \\"b\\"'),)
-
-
-def test_an_unfinished_call_is_delivered_as_far_as_it_came():
-    assert read(tool_format("hermes"), '<tool_call>{"name": "now", "arguments": {"a": ').tool_calls == (
-        ToolCallDelta(0, "call-0", "now", '{"a": '),
-    )
 
 
 def test_a_long_call_that_must_be_read_as_a_whole_is_content():
@@ -235,17 +218,6 @@ def test_a_long_call_that_must_be_read_as_a_whole_is_content():
 def test_reasoning_is_apart_from_content(name, thinking, text, output):
     answer_format = AnswerFormat(reasoning_format=name, thinking=thinking)
     assert read(answer_format, text) == read(answer_format, *text) == output
-
-
-def test_calls_after_reasoning():
-    text = f"<think>\nA <tool_call> would help.\n</think>\n\n{TWO_CALLS['hermes']}"
-    output = read(tool_format("hermes", reasoning_format="qwen3"), text)
-    assert (output.reasoning, output.text, calls_of(output)) == ("A <tool_call> would help.", "Wait.", [WEATHER, NOW])
-
-
-def test_a_format_without_tools_and_reasoning_needs_no_parser():
-    assert AnswerFormat().parser(str) is None
-    assert AnswerFormat(reasoning_format="qwen3", thinking=Thinking.NONE).parser(str) is None
 
 
 def test_a_client_that_has_some_characters_gets_the_rest():

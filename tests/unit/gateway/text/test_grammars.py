@@ -157,10 +157,6 @@ def test_a_call_that_has_begun_fits(name, held):
     assert num_complete
 
 
-def test_a_format_that_is_not_known_leaves_begun_calls_free():
-    assert constrained_calls(None, CALLS, ModelText(), is_forced=False, is_single=True) is None
-
-
 # What schemas may have in other notations than JSON.
 VALUES = {
     "type": "object",
@@ -214,53 +210,6 @@ def test_what_only_json_can_enforce_is_named(properties, problem):
             check_arguments(name, schema)
     for name in ("hermes", None, *(() if is_text else ("qwen3_coder", "glm45"))):
         check_arguments(name, schema)
-
-
-@pytest.mark.parametrize("name", ["hermes", "mistral", "granite", None])
-def test_references_are_followed_in_parameters_with_the_names_of_keywords(name):
-    names = ("examples", "default", "const", "enum")
-    schema = {
-        "type": "object",
-        "properties": {key: {"$ref": "#/$defs/default"} for key in names},
-        "required": names,
-        "$defs": {"default": {"enum": ["x"]}},
-    }
-    calls = [CallGrammar("now", json.dumps(schema))]
-    constraint = constrained_calls(name, calls, ModelText(), is_forced=True, is_single=True)
-    text, _ = written(constraint, vocabulary("byte level"), 1)
-    (call,) = read(format_of_forced_calls(name), text).tool_calls
-    assert json.loads(call.arguments) == dict.fromkeys(names, "x")
-
-
-@pytest.mark.parametrize("held", [vocabulary("byte level"), with_marks()], ids=["marks are text", "marks are tokens"])
-@pytest.mark.parametrize(
-    ("name", "begun"),
-    [
-        ("qwen3_coder", "<tool_call>\n<function=now>\n<parameter=at>\nit\n</parameter>\n<parameter=n>\n5\n"),
-        ("glm45", "<tool_call>now\n<arg_key>at</arg_key><arg_value>it</arg_value>\n<arg_key>n</arg_key><arg_value>5"),
-    ],
-)
-def test_calls_between_tags_have_any_arguments_where_no_schema_is_enforced(name, begun, held):
-    constraint = constrained_calls(
-        name, [CallGrammar("now")], ModelText("", held.special_tokens), is_forced=False, is_single=True
-    )
-    text, _ = written(constraint, held, 1, begun)
-    (call,) = read(name, text).tool_calls
-    assert '{"at": "it", "n": ' in call.arguments
-
-
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "gemma4", "pythonic"])
-def test_a_schema_that_is_a_reference_is_followed(name):
-    parameters = {"type": "object", "properties": {"a": {"const": "x"}}, "required": ["a"]}
-    schema = json.dumps({"$ref": "#/definitions/now", "definitions": {"now": parameters}})
-    held = vocabulary("byte level")
-    constraint = constrained_calls(name, [CallGrammar("now", schema)], ModelText(), is_forced=True, is_single=True)
-    text, _ = written(constraint, held, 1)
-    tools = (OfferedTool("now", text_parameters(schema)),)
-    parser = AnswerFormat(format_of_forced_calls(name), tools=tools).parser(str)
-    (call,) = joined([parser.push(text), parser.finish()]).tool_calls
-    assert json.loads(call.arguments) == {"a": "x"}
-    assert text_parameters(schema) == {"a"}
 
 
 @pytest.mark.parametrize(
