@@ -63,17 +63,3 @@ def test_calls_stay_whole_when_a_slow_reader_gets_text_and_calls_in_one_piece(cu
     calls = [(block.call_id, block.name, block.content) for block in blocks.all if block.kind is BlockKind.TOOL_CALL]
     assert calls == [("a", "look", '{"x": 1}'), ("b", "find", "{}")]
     assert "".join(block.content for block in blocks.all if block.kind is BlockKind.TEXT) == "I look.And thenDone."
-
-
-def test_nothing_has_no_blocks():
-    assert run([]) == run([Output()]) or not run([])[0].all
-    assert run([Output()])[1] == []
-
-
-@given(st.lists(st.builds(Output, text=st.text(max_size=3), reasoning=st.text(max_size=3)), max_size=8))
-def test_no_text_is_lost(pieces):
-    blocks, events = run(pieces)
-    for kind, name in ((BlockKind.TEXT, "text"), (BlockKind.REASONING, "reasoning")):
-        expected = "".join(getattr(piece, name) for piece in pieces)
-        assert "".join(block.content for block in blocks.all if block.kind is kind) == expected
-    assert "".join(text for _, _, text in events) == "".join(block.content for block in blocks.all)

@@ -12,7 +12,6 @@ from gateway.api.answers import OPENAI, LazyList, WholeResponse, as_json, json_p
 from gateway.api.respond import Call, respond
 from gateway.request.answer_memory import AnswerMemory
 from gateway.request.generator import Generator
-from quire.rpc.errors import FailedPrecondition
 
 
 @pytest.mark.parametrize(
@@ -85,22 +84,6 @@ async def test_a_large_answer_leaves_piece_by_piece_and_a_small_one_with_its_len
     assert b"".join(piece["body"] for piece in pieces) == body[:size]
     assert all(len(piece["body"]) <= 65_536 for piece in pieces)
     assert [piece.get("more_body", False) for piece in pieces] == [True] * (len(pieces) - 1) + [False]
-
-
-@pytest.mark.parametrize("size", [0, 70_000])
-async def test_a_body_that_fails_after_its_start_is_left_incomplete(size):
-    async def make():
-        if size:
-            yield bytes(size)
-        raise FailedPrecondition("too much", reason="ANSWER_TOO_LARGE")
-
-    start, *pieces = await sent(make)
-    if size:
-        assert start["status"] == 200
-        assert all(piece["more_body"] for piece in pieces)
-    else:
-        assert start["status"] == 400
-        assert b"too much" in pieces[0]["body"]
 
 
 @pytest.mark.parametrize(("ended_at", "status"), [(0, 400), (150, 200)])

@@ -30,13 +30,6 @@ def violations_of(fields) -> dict[str, str]:
     return {each.field: each.description for each in violations.found}
 
 
-@pytest.mark.parametrize(
-    "fields", [{}, {"label": [1]}, {"n": 1, "never": None}, {"inner": {"known": 3, "other": None}}]
-)
-def test_what_changes_nothing_is_accepted(fields):
-    assert violations_of(fields) == {}
-
-
 def test_every_other_field_is_refused_by_its_path():
     fields = {"n": True, "never": 0, "x" * 200: 1, "inner": {"label": 1}, "entries": [{}, {"other": []}]}
     assert violations_of(fields) == {
@@ -94,10 +87,3 @@ def test_instructions_stand_before_all_messages_and_join_a_system_message(instru
     own = "Be kind.\nBe short.\n\nNow."
     assert [message.content for message in with_system.prompt] == [f"{instructions}\n\n{own}" if instructions else own]
     assert with_system.path_of("messages[0].content") == "input[0]"
-
-
-def test_a_later_system_message_stays_where_it_is():
-    conversation = Conversation()
-    conversation.add("a", "user", ["x"])
-    conversation.add_system("b", ["y"])
-    assert [message.role for message in conversation.messages] == ["user", "system"]

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.answers import ErrorAnswer
-from gateway.api.anthropic.write import ANTHROPIC, MessageShaper
+from gateway.api.anthropic.write import MessageShaper
 from gateway.replicas.events import Chunk, Finished, FinishReason, GeneratedSequence, Usage
 from gateway.text.formats.output import ToolCallDelta
 from quire.gateway.v1.generation_pb2 import ToolCall
@@ -97,12 +96,3 @@ def test_arguments_that_are_no_object_are_kept_as_far_as_they_go(arguments, show
     message = whole(arguments, Finished(0, 4, FinishReason.LENGTH))
     assert message["content"][-1]["input"] == shown
     assert message["stop_reason"] == "max_tokens"
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [(400, "invalid_request_error"), (429, "rate_limit_error"), (500, "api_error"), (503, "overloaded_error")],
-)
-def test_errors_say_their_kind(status, kind):
-    error = ANTHROPIC.error(ErrorAnswer(status, "no", "code"))
-    assert error == {"type": "error", "error": {"type": kind, "message": "no"}}

@@ -104,13 +104,3 @@ def test_a_text_may_be_constrained_as_over_http():
     wrong = sampled({"structured_outputs": {"regex": "a", "choice": ["b"]}})
     place = 'inputs[1].contents.bytes_contents[0]["structured_outputs"]'
     assert read(wrong, in_stream=False) == [f"{place}.choice"]
-
-
-def test_json_that_is_nested_too_deeply_to_be_written_again_is_refused_or_stays_text():
-    deep: dict = {}
-    for _ in range(500):
-        deep = {"a": deep}
-    assert read(sampled({"guided_json": deep}), in_stream=False) == ["inputs[1].contents.bytes_contents[0]"]
-    inference = read(sampled({}, guided_json=json.dumps(deep)), in_stream=False)
-    assert isinstance(inference, Inference)
-    assert inference.options[0].sampling.constraint == Constraint(json_schema=json.dumps(deep))

@@ -1,20 +1,18 @@
 """Bodies to options, and the validator's field names back."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from gateway.api.openai.completion_calls import CompletionCall
-from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
+from gateway.api.openai.read import completion_options, completion_prompts, param_name
 from gateway.api.openai.schemas import ChatBody, CompletionBody
-from gateway.types import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
+from gateway.types import TextPrompt, TokenPrompt
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,
     EARLY_STOPPING_NEVER,
     EARLY_STOPPING_TRUE,
     BeamSearchParameters,
-    SamplingParameters,
 )
 from quire.rpc.errors import InvalidArgument
 from tests.support.openai_bodies import parse
@@ -29,12 +27,6 @@ def completion(**fields) -> CompletionBody:
 
 def chat(content: Any = "hello", **fields) -> ChatBody:
     return parse(ChatBody, {"messages": [{"role": "user", "content": content}]} | fields)
-
-
-def messages_of(body: ChatBody) -> Sequence[ChatMessage]:
-    prompt = chat_options(body, "id").prompt
-    assert isinstance(prompt, ChatPrompt)
-    return prompt.messages
 
 
 def options(**fields):
@@ -55,15 +47,6 @@ def options(**fields):
 )
 def test_the_four_kinds_of_prompts(prompt, expected):
     assert completion_prompts(completion(prompt=prompt)) == expected
-
-
-def test_what_is_absent_stays_absent():
-    asked = options()
-    assert asked.stopping.max_tokens == 16
-    assert (asked.sampling, asked.as_written) == (SamplingParameters(), {})
-    assert not asked.output.HasField("logprobs")
-    assert not asked.output.HasField("prompt_logprobs")
-    assert chat_options(chat(), "id").asked("stopping.max_tokens") is None
 
 
 @pytest.mark.parametrize(
@@ -123,36 +106,9 @@ def test_beam_search(fields, expected):
         assert not options(**fields).sampling.HasField("beam_search")
 
 
-def test_content_in_parts_becomes_one_text():
-    body = chat([{"type": "text", "text": "one"}, {"type": "text", "text": "two"}])
-    assert messages_of(body) == [ChatMessage("user", "one\ntwo")]
-
-
-def test_names_of_speakers_reach_the_template_and_an_empty_one_is_none():
-    messages = [{"role": "user", "content": "hello", "name": name} for name in ("Ann", "", None)]
-    names = [message.name for message in messages_of(chat(messages=messages))]
-    assert names == ["Ann", None, None]
-
-
 def test_a_seed_of_minus_one_is_none_as_vllm_has_it():
     assert not options(seed=-1).sampling.HasField("seed")
     assert options(seed=0).sampling.HasField("seed")
-
-
-def test_a_negative_seed_is_the_number_that_has_the_same_bits():
-    asked = options(seed=-5)
-    assert (asked.sampling.seed, asked.asked("sampling.seed")) == (2**64 - 5, -5)
-
-
-def test_chat_log_probabilities():
-    assert chat_options(chat(logprobs=True), "id").asked("output.logprobs") == 0
-    assert chat_options(chat(logprobs=True, top_logprobs=3), "id").output.logprobs == 3
-    assert chat_options(chat(logprobs=False), "id").asked("output.logprobs") is None
-
-
-def test_either_name_of_the_length_works():
-    assert chat_options(chat(max_tokens=5), "id").stopping.max_tokens == 5
-    assert chat_options(chat(max_completion_tokens=5), "id").stopping.max_tokens == 5
 
 
 @pytest.mark.parametrize(
@@ -192,11 +148,6 @@ def test_errors_name_the_prompt_among_several():
     )
 
 
-def test_a_completion_without_a_prompt_is_refused():
-    with pytest.raises(InvalidArgument, match=r"^prompt is missing$"):
-        CompletionCall(completion(prompt=None), "m")
-
-
 @pytest.mark.parametrize(("num_prompts", "limit"), [(2, 126), (10, 126), (11, 125)])
 async def test_the_id_of_several_prompts_leaves_room_for_their_numbers(num_prompts, limit):
     def call(num_characters):
@@ -207,8 +158,3 @@ async def test_the_id_of_several_prompts_leaves_room_for_their_numbers(num_promp
     expected = f"request_id has {limit + 1} characters; with {num_prompts} prompts, each of which adds -N to it, "
     with pytest.raises(InvalidArgument, match=f"^{expected}the max is {limit}$"):
         await call(limit + 1).requests(NO_GENERATOR)
-
-
-async def test_the_id_of_one_prompt_may_have_its_full_length():
-    (request,) = await CompletionCall(completion(prompt=[[5]], request_id="x" * 128), "m").requests(NO_GENERATOR)
-    assert request.request_id == "x" * 128

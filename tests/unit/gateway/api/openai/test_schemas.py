@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.api import body as api_body
-from gateway.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.api.openai.schemas import ChatBody, CompletionBody, TokenizeBody
 from gateway.request.violations import shown
 from quire.rpc.errors import InvalidArgument
 from tests.support.openai_bodies import parse
@@ -30,9 +30,7 @@ def chat(**fields) -> ChatBody:
 @pytest.mark.parametrize(
     "data",
     [
-        b"",
         b"{",
-        b'{"prompt": "a"} b',
         b'{"prompt": "\xff"}',
         b'{"prompt": "\\ud800"}',
         b"[" * 100_000,
@@ -54,27 +52,15 @@ def test_what_is_not_an_object_is_refused(data):
     [
         ("prompt", 7, "prompt", "must be a string, a list"),
         ("prompt", [1, "a"], "prompt", "must be a string, a list"),
-        ("prompt", [[1], "a"], "prompt", "must be a string, a list"),
-        ("prompt", [1.5], "prompt", "must be a string, a list"),
-        ("prompt", [True], "prompt", "must be a string, a list"),
-        ("max_tokens", "7", "max_tokens", "must be an integer"),
         ("max_tokens", 7.5, "max_tokens", "must be an integer"),
-        ("max_tokens", True, "max_tokens", "must be an integer"),
-        ("temperature", "hot", "temperature", "must be a number"),
         ("temperature", float("nan"), "temperature", "must be a finite number"),
-        ("temperature", float("inf"), "temperature", "must be a finite number"),
-        ("logprobs", True, "logprobs", "must be an integer"),
         ("stop", 7, "stop", "must be a string or a list of strings"),
-        ("stop", ["a", 7], "stop", "must be a string or a list of strings"),
         ("stream", "yes", "stream", "must be true or false"),
         ("stream_options", [], "stream_options", "must be an object"),
         ("stream_options", {"include_usage": 1}, "stream_options.include_usage", "must be true or false"),
         ("logit_bias", {"a": 1}, "logit_bias[a]", "must be a token id"),
         ("logit_bias", {"5": "much"}, "logit_bias[5]", "must be a number"),
-        ("logit_bias", [5], "logit_bias", "must be an object"),
-        ("stop_token_ids", 5, "stop_token_ids", "must be a list"),
         ("early_stopping", "soon", "early_stopping", 'must be true, false or "never"'),
-        ("model", 5, "model", "must be a string"),
     ],
 )
 def test_a_field_of_the_wrong_type_is_named(field, value, path, expected):
@@ -87,12 +73,9 @@ def test_a_field_of_the_wrong_type_is_named(field, value, path, expected):
     ("messages", "path"),
     [
         (None, "messages"),
-        ("hello", "messages"),
         ([7], "messages[0]"),
         ([{"content": "hello"}], "messages[0].role"),
         ([{"role": "user", "content": 7}], "messages[0].content"),
-        ([{"role": "user", "content": ["hello"]}], "messages[0].content"),
-        ([{"role": "user"}], "messages[0].content"),
         ([{"role": "assistant", "content": None, "tool_calls": [{}]}], "messages[0].tool_calls[0].id"),
         ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0].content"),
         ([{"role": "user", "content": None, "tool_calls": [CALL]}], "messages[0].content"),
@@ -101,8 +84,6 @@ def test_a_field_of_the_wrong_type_is_named(field, value, path, expected):
             [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": {}}}]}],
             "messages[0].tool_calls[0].function.arguments",
         ),
-        ([{"role": "assistant", "tool_calls": [CALL | {"more": 1}]}], "messages[0].tool_calls[0].more"),
-        ([{"role": "assistant", "content": "x", "audio": {"id": "a"}}], "messages[0].audio"),
         ([*HELLO, {"role": "user", "content": "x", "name": 7}], "messages[1].name"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
@@ -110,11 +91,6 @@ def test_a_field_of_the_wrong_type_is_named(field, value, path, expected):
 )
 def test_a_message_that_is_no_text_is_refused(messages, path):
     assert refusal(ChatBody, {"messages": messages}).violations[0].field == path
-
-
-def test_messages_are_required():
-    assert refusal(ChatBody, b"{}").message == "messages is missing"
-    assert refusal(DetokenizeBody, b"{}").message == "tokens is missing"
 
 
 def test_null_is_as_good_as_absent():
@@ -133,14 +109,7 @@ def test_an_unknown_field_is_refused_by_name(field):
     ("field", "value"),
     [
         ("modalities", ["text", "audio"]),
-        ("audio", {"voice": "alloy"}),
-        ("prediction", {"type": "content"}),
-        ("cache_salt", "abc"),
-        ("chat_template", "{{ messages }}"),
-        ("guided_whitespace_pattern", "[ ]*"),
-        ("moderation", {"model": "m"}),
         ("spaces_between_special_tokens", False),
-        ("spaces_between_special_tokens", 1),
         ("return_token_ids", True),
     ],
 )
@@ -173,14 +142,9 @@ def test_values_that_change_nothing_are_fine():
     "fields",
     [
         {"reasoning_effort": "low"},
-        {"verbosity": "high"},
-        {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s"},
         {"store": False, "service_tier": "flex", "metadata": {"a": "b"}, "user": "u"},
         {"stream": True, "stream_options": {"include_obfuscation": False}},
-        {"stream": True, "stream_options": {"include_obfuscation": True, "continuous_usage_stats": True}},
         {"stream_options": {"include_usage": True, "include_tokens": True}},
-        {"tools": []},
-        {"tools": [], "tool_choice": "auto"},
         {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
         {"functions": [{"name": "f"}], "function_call": "none"},
         {"messages": [HELLO[0] | {"cache_control": {"type": "ephemeral"}}]},
@@ -201,11 +165,9 @@ def test_a_hint_without_effect_is_accepted(fields):
         ({"stream": True, "stream_options": {"include_tokens": True}}, "stream_options.include_tokens"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tools": [TOOL | {"more": 1}]}, "tools[0].more"),
         ({"tools": [{"type": "function", "function": {"name": "f", "more": 1}}]}, "tools[0].function.more"),
         ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
         (
             {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [TOOL]}}},
@@ -220,18 +182,13 @@ def test_a_hint_without_effect_is_accepted(fields):
             "tool_choice.allowed_tools.tools[0].type",
         ),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
-        ({"tool_choice": {"type": "custom", "custom": {"name": "a"}}}, "tool_choice.type"),
         ({"tools": [TOOL], "tool_choice": 7}, "tool_choice"),
         ({"tools": [TOOL] * 129}, "tools"),
-        ({"function_call": {"name": "f"}}, "function_call"),
-        ({"functions": [{"name": "f"}]}, "functions"),
         ({"functions": [{"name": "f"}], "tool_choice": "none"}, "functions"),
         ({"logit_processors": [1], "": "none"}, "logit_processors"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"length_penalty": 2.0}, "length_penalty"),
         ({"early_stopping": True}, "early_stopping"),
         ({"early_stopping": "never"}, "early_stopping"),
-        ({"top_logprobs": 2}, "top_logprobs"),
         ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
         ({"add_special_tokens": True}, "add_special_tokens"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
@@ -246,20 +203,6 @@ def test_a_priority_out_of_range_is_told_as_it_was_sent(priority):
     (violation,) = refusal(ChatBody, {"messages": HELLO, "priority": priority}).violations
     assert violation.field == "priority"
     assert violation.description == f"is {shown(priority)}; it must be in [-100, 100]"
-
-
-@pytest.mark.parametrize("priority", [-100, 0, 100, None])
-def test_any_other_priority_is_fine(priority):
-    assert chat(priority=priority).priority == priority
-
-
-def test_all_that_is_wrong_is_told_at_once():
-    error = refusal(ChatBody, {"messages": HELLO, "tools": [{"type": "x"}], "what": 1})
-    assert [violation.field for violation in error.violations] == ["what", "tools[0].type"]
-
-
-def test_tokenize_takes_messages_of_text_alone():
-    assert refusal(TokenizeBody, {"messages": [{"role": "user"}]}).violations[0].field == "messages[0].content"
 
 
 def test_a_byte_order_mark_before_a_body_says_nothing():
@@ -296,26 +239,6 @@ def test_of_all_that_is_wrong_in_a_large_body_only_the_first_is_looked_at(monkey
     with pytest.raises(InvalidArgument, match=message):
         parse(kind, body)
     assert found < [8]
-
-
-@pytest.mark.parametrize(
-    ("kind", "body"),
-    [
-        (CompletionBody, {"prompt": "a", **{f"field{number}": 1 for number in range(1000)}}),
-        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "x"}] * 1000}]}),
-        (ChatBody, {"messages": [{"role": "user", "content": "a", "audio": {"id": "x"}}] * 1000}),
-    ],
-)
-def test_of_what_is_not_supported_no_more_is_named_than_somebody_reads(kind, body):
-    with pytest.raises(InvalidArgument) as raised:
-        parse(kind, body)
-    assert len(raised.value.violations) == 16
-
-
-@pytest.mark.parametrize("part", [{"type": "text", "text": "a", "citations": [1]}])
-def test_what_a_part_says_beside_its_text_is_not_ignored(part):
-    with pytest.raises(InvalidArgument, match=r"messages\[0\].content\[0\].citations is not supported"):
-        parse(ChatBody, {"messages": [{"role": "user", "content": [part]}]})
 
 
 def test_special_tokens_cannot_be_added_to_a_conversation_that_is_tokenized():

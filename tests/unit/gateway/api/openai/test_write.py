@@ -4,14 +4,11 @@ import json
 import math
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models
 
 from gateway.api.answers import as_json
 from gateway.api.openai.write import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from gateway.replicas.events import Logprob, PositionLogprobs
 from gateway.text.tokenizer import TokenTexts
-from quire.model_source import resolve_model
 from tests.support.tokenizers import byte_fallback, byte_level, byte_level_bytes, wrapped
 
 CAT = byte_level().encode(" cat", add_special_tokens=False).ids
@@ -56,30 +53,11 @@ def test_offsets_count_characters_and_go_on_from_chunk_to_chunk(texts):
     assert [piece["text_offset"][0] for piece in pieces] == whole["text_offset"]
 
 
-def test_special_tokens_take_no_room_in_the_text(texts):
-    eos = byte_level().get_vocab()["</s>"]
-    shaped = completion(texts).shape([eos, *CAT], [entry(eos), *map(entry, CAT)])
-    assert shaped["text_offset"][:2] == [0, 0]
-    assert shaped["tokens"][0] == "</s>"
-
-
 def test_the_chosen_token_is_among_the_top_ones_even_where_it_ranks_below(texts):
     (a, b, c) = (byte_level_bytes()[byte] for byte in b"abc")
     shaped = completion(texts, 2).shape([c], [entry(c, -7.0, (a, -1.0), (b, -2.0))])
     assert shaped["top_logprobs"] == [{"a": -1.0, "b": -2.0, "c": -7.0}]
     assert shaped["token_logprobs"] == [-7.0]
-
-
-def test_more_top_tokens_than_wanted_are_cut(texts):
-    (a, b, c) = (byte_level_bytes()[byte] for byte in b"abc")
-    shaped = completion(texts, 1).shape([a], [entry(a, -1.0, (a, -1.0), (b, -2.0), (c, -3.0))])
-    assert shaped["top_logprobs"] == [{"a": -1.0}]
-    assert completion(texts, 0).shape([a], [entry(a)])["top_logprobs"] is None
-
-
-def test_a_token_without_log_probability_has_null(texts):
-    shaped = completion(texts).shape(CAT[:1], [None])
-    assert (shaped["token_logprobs"], shaped["top_logprobs"]) == ([None], [None])
 
 
 def test_what_is_excluded_has_a_number_that_json_can_write(texts):
@@ -114,12 +92,6 @@ def load(tokenizer) -> TokenTexts:
     return TokenTexts(wrapped(tokenizer))
 
 
-async def test_every_byte_of_a_byte_level_vocabulary_is_itself():
-    texts = load(byte_level())
-    for byte, token_id in byte_level_bytes().items():
-        assert texts.bytes_of(token_id) == bytes([byte])
-
-
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
 async def test_the_bytes_of_a_text_s_tokens_are_the_text_s(make):
     tokenizer = make()
@@ -129,29 +101,11 @@ async def test_the_bytes_of_a_text_s_tokens_are_the_text_s(make):
         assert b"".join(map(texts.bytes_of, token_ids)).decode().removeprefix(" ") == text
 
 
-async def test_the_embedded_model_s_tokens():
-    tokenizer = tokenizers.Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
-    texts = load(tokenizer)
-    token_ids = tokenizer.encode("Once upon 🙂").ids
-    assert b"".join(map(texts.bytes_of, token_ids)) == b"<s>" + "Once upon 🙂".encode()
-
-
 async def test_byte_tokens_of_a_fallback_vocabulary_are_bytes():
     tokenizer = byte_fallback()
     texts, vocabulary = load(tokenizer), tokenizer.get_vocab()
     for byte in range(256):
         assert texts.bytes_of(vocabulary[f"<0x{byte:02X}>"]) == bytes([byte])
-
-
-async def test_a_token_keeps_the_space_that_it_begins_with():
-    texts = load(byte_fallback())
-    assert texts.text_of(byte_fallback().get_vocab()["▁the"]) == " the"
-
-
-async def test_unknown_ids_are_empty():
-    texts = load(byte_level())
-    assert texts.bytes_of(5000) == b""
-    assert texts.text_of(5000) == texts.key_of(5000) == ""
 
 
 async def test_parts_of_characters_have_keys_of_their_own():
@@ -161,10 +115,3 @@ async def test_parts_of_characters_have_keys_of_their_own():
     assert texts.key_of(first) == "bytes:\\xf0"
     assert texts.key_of(second) == "bytes:\\x9f"
     assert json.loads(json.dumps(texts.key_of(first))) == "bytes:\\xf0"
-
-
-async def test_a_vocabulary_without_the_anchor_works():
-    tokenizer = tokenizers.Tokenizer(models.BPE({"b": 0, "c": 1}, []))
-    tokenizer.decoder = decoders.Fuse()
-    texts = load(tokenizer)
-    assert [texts.text_of(0), texts.text_of(1)] == ["b", "c"]

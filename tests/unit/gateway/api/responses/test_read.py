@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.api.responses.read import InputBody, ResponseBody, conversation_of, options_of, param_name, parse_body
+from gateway.api.responses.read import ResponseBody, conversation_of, options_of, param_name, parse_body
 from gateway.types import ChatMessage, ChatPrompt, RequestOptions
 from quire.common.v1.common_pb2 import Constraint
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoice, ToolChoiceMode
@@ -32,12 +32,6 @@ async def refusal(**fields) -> InvalidArgument:
     with pytest.raises(InvalidArgument) as raised:
         await read(**fields)
     return raised.value
-
-
-async def test_a_text_is_a_message_of_the_user():
-    made = await options(instructions="Be brief.")
-    assert chat_of(made).messages == [ChatMessage("system", "Be brief."), ChatMessage("user", "hello")]
-    assert made.request_id == "resp_1"
 
 
 async def test_items_are_a_conversation():
@@ -106,35 +100,23 @@ async def test_hints_and_values_that_change_nothing_are_accepted():
     ("fields", "param"),
     [
         ({"input": []}, "input"),
-        ({"input": None}, "input"),
         ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]}, "input[0].content[0].text"),
         ({"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"role": "user", "content": "a", "bad": 1}]}, "input[0].bad"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"prompt": {"id": "a"}}, "prompt"),
         ({"include": ["file_search_call.results"]}, "include[0]"),
-        ({"include": ["reasoning.encrypted_content"] * 33}, "include"),
         ({"truncation": "auto"}, "truncation"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading"),
-        ({"tools": [TOOL] * 129}, "tools"),
         ({"tool_choice": "any"}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "other"}, "tools": [TOOL]}, "tool_choice.name"),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "none", "tools": [TOOL]}}, "tool_choice.mode"),
         ({"tool_choice": {"type": "allowed_tools", "tools": [TOOL]}}, "tool_choice.mode"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}}, "tool_choice"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
-        ({"tool_choice": {"type": "mcp"}}, "tool_choice.type"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
-        ({"metadata": {str(each): "" for each in range(17)}}, "metadata"),
-        ({"metadata": {"a": "b" * 513}}, "metadata"),
         ({"temperature": "hot"}, "temperature"),
         ({"invented": 1}, "invented"),
     ],
@@ -150,13 +132,3 @@ async def test_too_many_items_and_parts_are_refused_before_they_are_validated():
     assert "the max is 10,000" in (await refusal(input=items * 10_001)).message
     parts = [{"type": "input_text", "text": ""}] * 9000
     assert "the max is 8,192" in (await refusal(input=[{"role": "user", "content": parts}])).message
-
-
-async def test_what_counts_tokens_has_the_fields_of_the_prompt_alone():
-    async def count(**fields):
-        return await parse_body(InputBody, json.dumps({"input": "hello"} | fields).encode(), BODY_LIMITS)
-
-    assert (await count(tools=[TOOL], text={"format": {"type": "text"}}, conversation=None)).tools
-    for fields, param in (({"stream": True}, "stream"), ({"truncation": "auto"}, "truncation")):
-        with pytest.raises(InvalidArgument, match=param):
-            await count(**fields)

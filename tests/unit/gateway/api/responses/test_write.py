@@ -121,21 +121,6 @@ def test_only_the_last_item_of_a_response_that_is_cut_is_incomplete(streams):
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
-def test_the_response_repeats_its_parameters():
-    tool = {"type": "function", "name": "look", "parameters": {"type": "object"}}
-    format = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
-    shaper = make_shaper(
-        tools=[tool], tool_choice={"type": "function", "name": "look"}, text={"format": format}, temperature=0.25,
-        reasoning={"effort": "low"}, max_output_tokens=4,
-    )  # fmt: skip
-    response = shaper.whole([([SEQUENCE], USAGE)])
-    assert response["tools"] == [tool | {"description": None, "strict": None}]
-    assert response["tool_choice"] == {"type": "function", "name": "look"}
-    assert response["text"] == {"format": format}
-    assert (response["temperature"], response["top_p"], response["max_output_tokens"]) == (0.25, 1.0, 4)
-    assert response["reasoning"] == {"effort": "low", "summary": None}
-
-
 def test_an_error_is_the_next_event():
     shaper = make_shaper()
     list(shaper.begin())
