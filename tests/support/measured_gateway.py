@@ -9,7 +9,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 from gateway.app import serve
 from gateway.settings import GatewaySettings
 from tests.support.fake_scheduler import FakeScheduler
+
+_NUM_TRIES = 5
 
 
 @dataclass
@@ -35,6 +37,18 @@ class MeasuredGateway:
         async with asyncio.timeout(30):
             milliseconds, name = json.loads(await self.process.stdout.readline())
         return milliseconds, name
+
+    async def assert_short_turns(self, name: str, call: Callable[[], Awaitable[object]], longest_ms: float) -> None:
+        """The call succeeds in each try, and in one of them no turn takes longer: what a call costs shows in each try,
+        and what else the machine does in some."""
+        turns: list[tuple[float, str]] = []
+        await self.longest_turn_ms()
+        for _ in range(_NUM_TRIES):
+            await asyncio.wait_for(call(), 60)
+            turns.append(await self.longest_turn_ms())
+            if turns[-1][0] < longest_ms:
+                return
+        raise AssertionError(f"{name}: the longest turns of {_NUM_TRIES} tries took {turns}")
 
     def peak_memory_mib(self) -> int:
         """The most memory that the process has had at once."""

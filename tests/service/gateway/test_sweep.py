@@ -3,7 +3,6 @@
 `tests/support/sweep.py` makes the calls from the contracts and from /openapi.json, so that a new field is swept, too.
 """
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
@@ -20,8 +19,6 @@ from tests.support.measured_gateway import MeasuredGateway, measured_gateway
 from tests.support.sweep import grpc_calls, http_calls
 
 LONGEST_TURN_MS = 100
-"""Of processor time. A turn that was longer gets more tries: what a call costs shows in each."""
-NUM_TRIES = 5
 MAX_MEMORY_MIB = 400
 SERVICES = [
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
@@ -48,14 +45,7 @@ async def sweep(gateway: MeasuredGateway, calls: Iterable[tuple[str, Call]]) -> 
     num_calls = 0
     for name, call in calls:
         num_calls += 1
-        turns = []
-        for _ in range(NUM_TRIES):
-            await asyncio.wait_for(call(), 60)
-            turns.append(await gateway.longest_turn_ms())
-            if turns[-1][0] < LONGEST_TURN_MS:
-                break
-        else:
-            raise AssertionError(f"{name}: the longest turns of {NUM_TRIES} tries took {turns}")
+        await gateway.assert_short_turns(name, call, LONGEST_TURN_MS)
         assert gateway.process.returncode is None, f"{name} ended the gateway"
     assert gateway.peak_memory_mib() < MAX_MEMORY_MIB
     return num_calls
