@@ -49,7 +49,7 @@ _VALID: Mapping[str, dict[str, Any]] = {
 
 
 # What a text may make a reader of it do: words to tokenize, JSON to parse, and a run that is one word.
-_TEXTS: Mapping[str, bytes] = {"words": b"a b ", "lists": b"[],", "numbers": b"1,", "one word": b"a"}
+_TEXTS: Mapping[str, bytes] = {"words": b"a b ", "lists": b"[],", "one word": b"a"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ _NEIGHBOURS: Mapping[str, dict[str, Any]] = {
     "parameters": {"name": "a"},
     "input_schema": {"name": "a"},
 }
-_ENTRIES: Mapping[str, bytes] = {"numbers": b"1", "texts": b'"a"', "objects": b"{}", "lists": b"[]"}
+_ENTRIES: Mapping[str, bytes] = {"numbers": b"1", "objects": b"{}", "lists": b"[]"}
 
 
 def http_calls(document: Mapping[str, Any], limits: EntryLimits) -> Iterator[HttpCall]:
@@ -244,9 +244,8 @@ def _values(kinds: Set[str], allowed: int) -> Iterator[tuple[str, Callable[[], b
     """What a field is filled with, as JSON."""
     if "array" in kinds:
         for how, entry in _ENTRIES.items():
-            if how in ("numbers", "lists"):
-                yield how, partial(_list_of, entry, _ROOM // (len(entry) + 1))
-            yield f"{allowed:,} {how}", partial(_list_of, entry, allowed)
+            number = allowed if how == "objects" else _ROOM // (len(entry) + 1)
+            yield f"{number:,} {how}", partial(_list_of, entry, number)
         yield f"{allowed:,} long texts", lambda: _list_of(b'"' + b"a" * (_ROOM // allowed - 3) + b'"', allowed)
     if "object" in kinds:
         yield "entries", partial(_object_of, _ROOM // 11)

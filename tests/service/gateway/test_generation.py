@@ -7,10 +7,10 @@ import pytest
 
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
-from tests.support.fake_scheduler import counting_rule, scripted
+from tests.support.fake_scheduler import Hypothesis, counting_rule, scripted
 from tests.support.gateway_process import collect, collected, stream_request
 from tests.support.grpc_types import EOF
-from tests.support.rig import TOKENIZER
+from tests.support.rig import EOS, TOKENIZER
 
 STORY = TOKENIZER.encode("Once there was a fox. The fox ran.", add_special_tokens=False).ids
 
@@ -38,21 +38,6 @@ async def test_a_stream_and_a_whole_answer_say_what_the_scheduler_generated(gate
     assert answer.usage == stream.completed.usage
 
 
-async def test_token_ids_are_taken_as_they_are(gateway, scheduler):
-    request = stream_request(None, token_ids=common_pb2.TokenIds(ids=[9, 8, 7]))
-    stream = await collect(gateway.generation.GenerateStream(request))
-    assert next(iter(scheduler.submits)).prompt_token_ids == b"\x09\0\0\0\x08\0\0\0\x07\0\0\0"
-    assert stream.token_ids == expected_ids([9, 8, 7], 8)
-
-
-async def test_chat_uses_the_template_and_adds_no_special_tokens_of_its_own(gateway):
-    messages = [generation_pb2.ChatMessage(role="user", content="What is 2 plus 3?")]
-    prompt = TOKENIZER.encode("<s><|user|>What is 2 plus 3?<|end|><|assistant|>", add_special_tokens=False).ids
-    answer = await gateway.generation.Chat(generation_pb2.ChatRequest(messages=messages, stopping={"max_tokens": 5}))
-    assert list(answer.sequences[0].token_ids) == expected_ids(prompt, 5)
-    assert answer.usage.prompt_tokens == len(prompt)
-
-
 @pytest.mark.parametrize("best_of", [1, 3])
 async def test_cumulative_logprob_is_the_sum_of_the_chosen_ones(gateway, best_of):
     asked = {
@@ -76,17 +61,6 @@ async def test_cumulative_logprob_is_the_sum_of_the_chosen_ones(gateway, best_of
     assert not bare.finished.HasField("cumulative_logprob")
 
 
-async def test_prompt_logprobs_are_in_both_kinds_of_answer(gateway, scheduler):
-    scheduler.repeats_events = True
-    options = common_pb2.OutputOptions(prompt_logprobs=0)
-    prompt = common_pb2.TokenIds(ids=[50, 60, 70])
-    stream = await collect(gateway.generation.GenerateStream(stream_request(None, token_ids=prompt, output=options)))
-    request = generation_pb2.GenerateRequest(token_ids=prompt, output=options, stopping={"max_tokens": 2})
-    answer = await gateway.generation.Generate(request)
-    for reported in (stream.completed.prompt_logprobs, answer.prompt_logprobs):
-        assert [(entry.chosen.token_id, entry.chosen.logprob) for entry in reported] == [(60, -1.0), (70, -2.0)]
-
-
 @pytest.mark.parametrize("fault", [None, "silent", "lost"])
 async def test_the_usage_of_what_a_stop_string_ended_is_the_schedulers_if_it_says_it(gateway, scheduler, fault):
     scheduler.rule = scripted(STORY)
@@ -107,20 +81,6 @@ async def test_the_usage_of_what_a_stop_string_ended_is_the_schedulers_if_it_say
     assert len(scheduler.submits) == 1
 
 
-async def test_many_streams_at_once(gateway):
-    texts = [
-        "nul \0 byte",
-        "emoji 😀 and 你好",
-        " leading and trailing ",
-        *(f"story {number}" for number in range(125)),
-    ]
-    streams = await asyncio.gather(
-        *(collect(gateway.generation.GenerateStream(stream_request(text, max_tokens=10))) for text in texts)
-    )
-    for text, stream in zip(texts, streams, strict=True):
-        assert stream.token_ids == expected_ids(TOKENIZER.encode(text).ids, 10)
-
-
 async def test_slow_client_gets_everything_once_in_larger_chunks(gateway, scheduler):
     scheduler.step_delay_s = 0
     # Log probabilities fill the connection's window, which is kept small, so that the gateway's writes have to wait.
@@ -139,3 +99,34 @@ async def test_slow_client_gets_everything_once_in_larger_chunks(gateway, schedu
     assert sum(len(chunk.logprobs) for chunk in stream.chunks) == 900
     assert 10 < max(len(chunk.token_ids) for chunk in stream.chunks) <= 256
     assert not scheduler.aborted
+
+
+async def test_hypotheses_of_a_beam_search_become_the_sequences_of_an_answer(gateway, scheduler):
+    scheduler.emits.clear()
+    texts = ["The fox ran home.", "The fox slept.", "A fox."]
+    ids = [TOKENIZER.encode(text, add_special_tokens=False).ids for text in texts]
+    token_ids = [ids[0], *([*each, EOS] for each in ids[1:])]
+    request = generation_pb2.GenerateRequest(text="hello", output=common_pb2.OutputOptions(logprobs=0))
+    request.sampling.n, request.sampling.beam_search.beam_width = 3, 4
+    answering = asyncio.ensure_future(gateway.generation.Generate(request))
+    await scheduler.until(lambda: scheduler.live)
+    (handle,) = scheduler.live
+    scheduler.deliver(
+        handle,
+        [
+            Hypothesis(each, -1.5 * (number + 1), EOS if number else None, logprobs=[-0.5] * len(each))
+            for number, each in enumerate(token_ids)
+        ],
+    )
+    answer = await asyncio.wait_for(answering, 30)
+    assert [sequence.index for sequence in answer.sequences] == [0, 1, 2]
+    assert [sequence.text for sequence in answer.sequences] == texts
+    assert [list(sequence.token_ids) for sequence in answer.sequences] == token_ids
+    assert [sequence.cumulative_logprob for sequence in answer.sequences] == [-0.5 * len(each) for each in token_ids]
+    assert [[each.chosen.logprob for each in sequence.logprobs] for sequence in answer.sequences] == [
+        [-0.5] * len(each) for each in token_ids
+    ]
+    reasons = [sequence.finish_reason for sequence in answer.sequences]
+    assert reasons == [common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_STOP]
+    assert [sequence.stop_token_id for sequence in answer.sequences[1:]] == [EOS, EOS]
+    assert answer.usage.generated_tokens == sum(map(len, token_ids))

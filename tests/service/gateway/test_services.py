@@ -7,20 +7,16 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+from gateway.replicas.members import Resolver
 from quire.gateway.v1 import generation_pb2, model_pb2
-from quire.rpc.errors import InvalidArgument, NotFound, Unavailable
+from quire.rpc.address import DnsName
+from quire.rpc.errors import InvalidArgument, NotFound
 from quire.version import VERSION
-from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
 from tests.support.grpc_types import health_stub, reflection_stub
-from tests.support.parameters import row_sampling
+from tests.support.processes import until_true
 from tests.support.rig import TOKENIZER
 from tests.support.tokenizers import byte_level, write_model_directory
-
-
-async def health_of(channel, service=""):
-    answer = await health_stub(channel).Check(health_pb2.HealthCheckRequest(service=service))
-    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
 
 async def until_health_is(channel, wanted):
@@ -71,12 +67,6 @@ async def test_text_to_tokens_and_back(gateway):
         assert (await gateway.generation.Detokenize(asked)).text == back
 
 
-async def test_detokenize_refuses_ids_out_of_range(gateway):
-    error = await error_of(gateway.generation.Detokenize(generation_pb2.DetokenizeRequest(token_ids=[1, 9999])))
-    assert isinstance(error, InvalidArgument)
-    assert error.violations[0].field == "token_ids[1]"
-
-
 async def test_reflection_lists_the_services(gateway):
     stub = reflection_stub(gateway.channel)
 
@@ -125,51 +115,6 @@ async def test_a_replica_without_its_worker_is_not_ready_but_takes_requests(gate
         assert (await client.get("/ready")).status_code == 200
 
 
-async def test_requests_go_to_replicas_that_have_their_worker(scheduler):
-    other = FakeScheduler()
-    await other.start()
-    async with running_gateway(scheduler, other) as gateway:
-        scheduler.lose_worker()
-        other.lose_worker()
-        await until_health_is(gateway.channel, "NOT_SERVING")
-        other.regain_worker()
-        await until_health_is(gateway.channel, "SERVING")
-        for number in range(8):
-            await collect(gateway.generation.GenerateStream(stream_request(f"hello {number}", max_tokens=2)))
-        assert (len(scheduler.submits), len(other.submits)) == (0, 8)
-    await other.stop()
-
-
-async def test_health_knows_every_service(gateway):
-    await until_health_is(gateway.channel, "SERVING")
-    for name in ("Generation", "Model", "Prefix"):
-        assert await health_of(gateway.channel, f"quire.gateway.v1.{name}Service") == "SERVING"
-
-
-async def test_http_describes_the_server(gateway):
-    request = generation_pb2.GenerateRequest(text="hello")
-    request.stopping.max_tokens = 5
-    await gateway.generation.Generate(request)
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
-        assert (await client.get("/version")).json() == {"version": VERSION}
-        models = (await client.get("/v1/models")).json()
-        assert models["object"] == "list"
-        assert [(model["id"], model["object"]) for model in models["data"]] == [("quire-tiny", "model")]
-        metrics = (await client.get("/metrics")).text
-    assert 'quire_gateway_requests_total{outcome="completed"} 1.0' in metrics
-    assert "quire_gateway_generated_tokens_total 5.0" in metrics
-
-
-async def test_model_service_is_unavailable_where_no_scheduler_was_reached():
-    scheduler = FakeScheduler(refuses_connections=True)
-    await scheduler.start()
-    async with running_gateway(scheduler, connect_timeout=0.05) as gateway:
-        error = await error_of(gateway.models.ListModels(model_pb2.ListModelsRequest()))
-        assert isinstance(error, Unavailable)
-        assert await health_of(gateway.channel) == "NOT_SERVING"
-    await scheduler.stop()
-
-
 @pytest.fixture
 async def plain_gateway(scheduler, tmp_path):
     """A gateway whose model has neither a chat template nor generation defaults."""
@@ -188,9 +133,17 @@ async def test_chat_without_a_template_is_refused(plain_gateway):
     assert not model.has_chat_template
 
 
-async def test_contract_defaults_hold_where_the_model_says_nothing(plain_gateway, scheduler):
-    request = generation_pb2.GenerateRequest(text="hello")
-    request.stopping.max_tokens = 2
-    await plain_gateway.generation.Generate(request)
-    assert row_sampling(scheduler.submits[0]).sampling.temperature == 1
-    assert list(scheduler.submits[0].eos_token_ids) == [1]
+async def test_readiness_names_a_name_that_cannot_be_resolved():
+    async def resolve(name: DnsName) -> list[str]:
+        raise OSError(-2, "Name or service not known")
+
+    name = "dns:///replicas.test:50052"
+    async with (
+        running_gateway(resolver=Resolver(resolve, 0.01), schedulers=(name,)) as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
+    ):
+        replicas = gateway.gateway._generator.replicas
+        await until_true(lambda: replicas.problems)
+        answer = await http.get("/ready")
+        assert answer.status_code == 503
+        assert answer.json()["reason"] == f"no scheduler is connected; {name}: Name or service not known"
