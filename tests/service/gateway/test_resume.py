@@ -7,10 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from quire.client import AsyncClient, GenerationOptions, TokenChunk
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2
-from quire.rpc.errors import Aborted, AlreadyExists, InvalidArgument, NotFound, Unavailable
+from quire.rpc.errors import InvalidArgument
 from tests.support.chat_models import write_chat_model
 from tests.support.gateway_process import error_of, stream_request
 from tests.support.metrics import read_metric, read_metrics
@@ -39,30 +38,6 @@ def durable_request(**fields) -> generation_pb2.GenerateStreamRequest:
 
 def resume_request(**sequences) -> generation_pb2.ResumeStreamRequest:
     return generation_pb2.ResumeStreamRequest(request_id="story", **sequences)
-
-
-@pytest.mark.parametrize("kind", ["stop string", "two sequences", "logprobs"])
-async def test_from_every_offset_the_rest_comes(two, kind):
-    request = durable_request()
-    if kind == "two sequences":
-        request.sampling.n = 2
-    if kind == "logprobs":
-        request.output.logprobs = 2
-    if kind == "stop string":
-        whole = await parts_of(two.first.generation.GenerateStream(request))
-        request.stopping.stop.append(whole[0].text[12:15])
-    whole = await parts_of(two.first.generation.GenerateStream(request))
-    for index, all_of_it in whole.items():
-        num_tokens = len(all_of_it.token_ids)
-        for offset in range(num_tokens + 1):
-            num_characters = len(all_of_it.text) * offset // num_tokens
-            asked = resume_request()
-            asked.offsets.add(sequence_index=index, offset=offset, num_characters=num_characters)
-            rest = (await parts_of(two.second.generation.ResumeStream(asked)))[index]
-            assert rest.token_ids == all_of_it.token_ids[offset:]
-            assert rest.text == all_of_it.text[num_characters:]
-            assert rest.logprobs == all_of_it.logprobs[offset:]
-            assert rest.finished == all_of_it.finished
 
 
 async def test_the_rest_of_a_chat_comes_in_the_same_parts(tmp_path):
@@ -96,49 +71,6 @@ async def test_the_rest_of_a_chat_comes_in_the_same_parts(tmp_path):
             assert rest[-1].completed.usage == usage
 
 
-async def test_another_call_takes_over_and_the_earlier_one_ends(two):
-    request = durable_request()
-    request.stopping.max_tokens = 200
-    request.stopping.ignore_eos = True
-    for gateway in (two.second, two.first):
-        earlier = two.first.generation.GenerateStream(request)
-        await earlier.initial_metadata()
-        later = gateway.generation.ResumeStream(resume_request())
-        error = await error_of(earlier)
-        assert isinstance(error, Aborted)
-        assert error.reason == "REQUEST_TAKEN_OVER"
-        assert len((await parts_of(later))[0].token_ids) == 200
-
-
-async def test_resuming_leaves_another_request_alone_that_runs_under_the_same_id(two):
-    await parts_of(two.first.generation.GenerateStream(durable_request()))
-    other = stream_request("hello hello", max_tokens=200, request_id="story")
-    other.stopping.ignore_eos = True
-    running = two.first.generation.GenerateStream(other)
-    first = await anext(aiter(running))
-    error = await error_of(two.first.generation.ResumeStream(resume_request()))
-    assert isinstance(error, AlreadyExists)
-    assert error.reason == "REQUEST_ID_IN_USE"
-    # The other gateway knows nothing of it.
-    assert len((await parts_of(two.second.generation.ResumeStream(resume_request())))[0].token_ids) == 24
-    rest = await parts_of(running)
-    assert len(first.chunk.token_ids) + len(rest[0].token_ids) == 200
-
-
-async def test_the_id_is_known_at_once_and_cancel_works_through_any_gateway(two):
-    request = durable_request()
-    request.stopping.max_tokens = 900
-    request.stopping.ignore_eos = True
-    call = two.first.generation.GenerateStream(request)
-    assert dict(await call.initial_metadata())["quire-request-id"] == "story"
-    call.cancel()
-    await two.second.generation.Cancel(generation_pb2.CancelRequest(request_id="story"))
-    error = await error_of(two.second.generation.ResumeStream(resume_request()))
-    assert isinstance(error, NotFound)
-    again = two.first.generation.Cancel(generation_pb2.CancelRequest(request_id="story"))
-    assert isinstance(await error_of(again), NotFound)
-
-
 async def test_a_resumed_stream_counts_among_the_requests_of_its_gateway(two):
     port = int(two.second.http_url.rpartition(":")[2])
     request = durable_request()
@@ -169,20 +101,3 @@ async def test_impossible_offsets_are_refused_by_name(two):
         error = await error_of(two.second.generation.ResumeStream(asked))
         assert isinstance(error, InvalidArgument)
         assert error.violations[0].field == f"offsets[0].{name}"
-
-
-async def test_the_client_goes_on_after_its_gateway_breaks_the_stream(two):
-    options = GenerationOptions(seed=5, temperature=1.0, max_tokens=100, ignore_eos=True)
-    async with AsyncClient(two.first.gateway.grpc_address) as client:
-        whole = (await client.generate("hello", options)).sequences[0]
-        token_ids, text = [], ""
-        async with client.generate_stream("hello", options, request_id="story", durable=True) as stream:
-            async for event in stream:
-                if isinstance(event, TokenChunk):
-                    if token_ids and len(token_ids) < 20:
-                        for live in two.first.gateway._ledger:
-                            live.fail(Unavailable("the connection broke"))
-                    assert event.offset == len(token_ids)
-                    token_ids += event.token_ids
-                    text += event.text
-    assert (tuple(token_ids), text) == (tuple(whole.token_ids), whole.text)

@@ -52,16 +52,6 @@ async def test_prompts_go_where_they_are_cached_and_by_affinity_while_that_is_un
         assert (len(first.submits), len(second.submits)) == (2, 2)
 
 
-async def test_a_malformed_update_ends_the_stream_and_the_next_one_works(scheduler, other, caplog):
-    async with running_gateway(scheduler, other) as gateway:
-        before = scheduler.connections
-        scheduler.tell_cache(scheduler_pb2.CacheUpdate(stored=b"1"))
-        await scheduler.until(lambda: scheduler.connections > before)
-        await scheduler.until_known()
-        await send(gateway, PROMPT)
-    assert "cache.stored has 1 bytes" in caplog.text
-
-
 @pytest.mark.parametrize("routing", ["affinity", "round-robin"])
 async def test_other_policies_want_no_updates(scheduler, other, routing):
     async with running_gateway(scheduler, other, routing=routing) as gateway:
@@ -70,7 +60,3 @@ async def test_other_policies_want_no_updates(scheduler, other, routing):
             await send(gateway, PROMPT)
         counts = sorted([len(scheduler.submits), len(other.submits)])
         assert counts == ([2, 2] if routing == "round-robin" else [0, 4])
-
-
-async def test_a_gateway_of_one_scheduler_wants_no_updates(scheduler, gateway):
-    assert not scheduler.wants_cache_updates

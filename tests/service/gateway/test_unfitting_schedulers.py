@@ -52,25 +52,6 @@ async def test_a_scheduler_of_other_versions_or_another_model_is_not_used_and_re
         await scheduler.stop()
 
 
-async def test_requests_wait_for_a_scheduler_that_fits_again_and_new_ones_go_to_one_that_fits(gateway, scheduler):
-    """A scheduler is replaced by a release that this gateway cannot speak to, and that by one that it can."""
-    scheduler.emits.clear()
-    running = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("running"))))
-    await scheduler.until(lambda: scheduler.live)
-    await scheduler.stop()
-    scheduler.protocol = ProtocolVersions(8, 9)
-    await scheduler.start()
-    connections = scheduler.connections
-    await scheduler.until(lambda: scheduler.connections > connections + 1)
-    waiting = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("hello"))))
-    await scheduler.stop()
-    scheduler.protocol = ProtocolVersions(1, 9)
-    await scheduler.start()
-    scheduler.emits.set()
-    assert (await running).token_ids == expected_ids("running", 8)
-    assert (await waiting).token_ids == expected_ids("hello", 8)
-
-
 OLD_MODEL, NEW_MODEL = ModelFingerprint(weights="w1"), ModelFingerprint(weights="w2")
 
 
@@ -85,29 +66,6 @@ def fail_for_model(scheduler: FakeScheduler) -> None:
     """Says what a scheduler does whose worker came back with another model."""
     for handle in list(scheduler.live):
         scheduler.fail(handle, code=code_pb2.UNAVAILABLE, reason="MODEL_CHANGED", message="send it again")
-
-
-async def test_a_request_of_a_changed_model_goes_on_at_a_replica_that_has_the_one_before(without_weights):
-    schedulers = [FakeScheduler(model=OLD_MODEL, step_delay_s=0.01) for _ in range(2)]
-    for each in schedulers:
-        await each.start()
-    async with running_gateway(*schedulers, model=without_weights) as gateway:
-        await asyncio.gather(*(each.until(lambda each=each: each.is_heard) for each in schedulers))
-        reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(max_tokens=30))))
-        begun: list[FakeScheduler] = []
-
-        async def has_begun(each: FakeScheduler) -> None:
-            await each.until(lambda: any(one.num_emitted > 3 for one in each.live.values()))
-            begun.append(each)
-
-        both = [asyncio.create_task(has_begun(each)) for each in schedulers]
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        fail_for_model(begun[0])
-        assert (await reading).token_ids == expected_ids("hello", 30)
-        assert [len(each.submits) for each in schedulers] == [1, 1]
-        await asyncio.gather(*both)
-    for each in schedulers:
-        await each.stop()
 
 
 async def test_a_request_of_a_changed_model_fails_where_no_replica_has_the_one_before(without_weights):
