@@ -1,7 +1,6 @@
 """Keys, limits and tenants over the public fronts. What a limit admits is tested in the unit tests of quotas."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -21,11 +20,8 @@ from tests.support.fronts import FRONTS, Answer, Completions, GrpcGenerate, Mess
 from tests.support.gateway_process import RunningGateway, error_of, running_gateway
 from tests.support.keys import KeysFile
 from tests.support.metrics import read_metrics
-from tests.support.scheduler_process import until
 
 MODEL = "quire-tiny"
-# More tokens than the model takes; that is known once they are counted.
-TOO_LONG = "a " * 1500
 WORDS = "word " * 20
 
 
@@ -116,48 +112,9 @@ async def test_only_a_valid_key_opens_a_front_and_as_often_as_it_may(rig, kind):
     assert [submit.tenant for submit in rig.scheduler.submits] == ["acme"] * 2
 
 
-@BOTH
-async def test_a_revoked_key_ends_nothing_that_runs_and_starts_nothing_new(rig, kind):
-    rig.scheduler.emits.clear()
-    holder = rig.holder(kind)
-    running = asyncio.create_task(holder.ask())
-    await rig.scheduler.until(lambda: rig.scheduler.live)
-    rig.keys.revoke(holder.key)
-    rig.gateway.gateway.authenticator.refresh()
-    assert await holder.reason() == "INVALID_API_KEY"
-    rig.scheduler.emits.set()
-    assert (await running).text
-
-
-@BOTH
-async def test_output_is_charged_while_it_is_generated_and_other_calls_of_the_key_wait(rig, kind):
-    holder = rig.holder(kind, limits=Limits(tokens_per_minute=30))
-    rig.scheduler.tokens_per_step, rig.scheduler.step_delay_s = 50, 60
-    began = time.monotonic()
-    running = asyncio.create_task(holder.ask(max_tokens=900))
-
-    async def refusal_of_tokens() -> str | None:
-        with contextlib.suppress(AssertionError):
-            return (await error_of(rig.tokenize(holder.key))).reason
-        return None
-
-    assert await until(refusal_of_tokens) == "RATE_LIMIT_EXCEEDED"
-    assert not running.done()
-    refusal = (await holder.ask()).refusal
-    assert refusal is not None
-    assert refusal.retry_after_s is not None
-    # 50 and the prompt were used of 30, and tokens come back one every two seconds.
-    assert refusal.retry_after_s >= 40 - (time.monotonic() - began)
-    running.cancel()
-
-
 # Limits; then calls in their order: what the scheduler answers, what is asked, and why it is refused.
 ONE, TOO_HOT = ((), "hello", {}), ((), "hello", {"temperature": -1.0})
 COSTS = {
-    "prompt and output": (
-        Limits(tokens_per_minute=30),
-        [((), "hello", {"max_tokens": 40}, None), (*ONE, "RATE_LIMIT_EXCEEDED")],
-    ),
     "a refused call costs nothing": (
         Limits(requests_per_minute=2, tokens_per_minute=100),
         [*[(*TOO_HOT, "INVALID_ARGUMENT"), ((FULL,), WORDS, {}, "QUEUE_FULL")] * 3, ((), WORDS, {}, None)],
@@ -165,10 +122,6 @@ COSTS = {
     "a prompt that was computed is charged": (
         Limits(tokens_per_minute=100),
         [((INVALID,), WORDS * 3, {}, "INVALID_SAMPLING"), ((), WORDS * 3, {}, "RATE_LIMIT_EXCEEDED")],
-    ),
-    "counted before it is tokenized": (
-        Limits(requests_per_minute=2),
-        [*[((), TOO_LONG, {}, "CONTEXT_LENGTH_EXCEEDED")] * 2, ((), TOO_LONG, {}, "RATE_LIMIT_EXCEEDED")],
     ),
     # 80 tokens and the prompt are used, and one comes back in 0.6 seconds.
     "candidates that are not returned are charged": (
@@ -186,10 +139,7 @@ COSTS_OF_BATCHES = {
         [(*ONE, None), ((), ["hello"] * 4, {}, "RATE_LIMIT_EXCEEDED"), ((), ["hello"] * 3, {}, None),
          (*ONE, "RATE_LIMIT_EXCEEDED")],
     ),
-    "no prompt is submitted before all are valid": (
-        Limits(tokens_per_minute=100),
-        [*[((), [WORDS, TOO_LONG], {}, "CONTEXT_LENGTH_EXCEEDED")] * 5, ((), WORDS, {}, None)],
-    ),
+
     "a prompt that may have been computed is charged": (
         Limits(tokens_per_minute=100),
         [((None, FULL), [WORDS * 3, WORDS], {"max_tokens": 900}, "QUEUE_FULL"),
@@ -214,22 +164,6 @@ async def test_what_a_call_costs(rig, kind, limits, calls):
         if reason is None or refusals:
             num_submits = len(rig.scheduler.submits)
         assert len(rig.scheduler.submits) == num_submits
-
-
-@pytest.mark.parametrize(
-    ("kind", "limits", "text", "reason"),
-    [
-        (GrpcGenerate, Limits(tokens_per_minute=5), WORDS, "RATE_LIMIT_EXCEEDED"),
-        (Completions, Limits(tokens_per_minute=5), WORDS, "RATE_LIMIT_EXCEEDED"),
-        (Completions, Limits(max_concurrent_requests=2), ["hello"] * 3, "CONCURRENCY_LIMIT"),
-        (Completions, Limits(requests_per_minute=2), ["hello"] * 3, "RATE_LIMIT_EXCEEDED"),
-    ],
-)
-async def test_what_can_never_be_admitted_is_not_told_to_come_back(rig, kind, limits, text, reason):
-    refusal = (await rig.holder(kind, limits=limits).ask(text)).refusal
-    assert refusal is not None
-    assert (refusal.reason, refusal.retry_after_s) == (reason, None)
-    assert not rig.scheduler.submits
 
 
 @BOTH

@@ -73,14 +73,6 @@ async def test_who_believes_the_authority_is_answered_and_who_does_not_is_not(
             await plain.get("/health")
 
 
-async def test_certificates_pass_where_every_rule_of_rfc_5280_is_checked(
-    asking_gateway: RunningGateway, tmp_path: Path
-) -> None:
-    strict = trusting(tmp_path, Role.CLIENT)
-    strict.verify_flags |= ssl.VerifyFlags.VERIFY_X509_STRICT
-    assert await is_answered(asking_gateway, strict)
-
-
 async def test_new_files_hold_for_new_connections_and_running_ones_go_on(
     gateway: RunningGateway, tmp_path: Path
 ) -> None:
@@ -109,17 +101,6 @@ async def test_a_gateway_that_asks_for_certificates_answers_nobody_without_one(
     assert await is_answered(asking_gateway, trusting(tmp_path, Role.CLIENT))
     assert not await is_answered(asking_gateway, trusting(tmp_path))
     assert not await is_answered(asking_gateway, stranger)
-
-
-async def test_an_authority_that_has_been_replaced_is_believed_no_more(
-    asking_gateway: RunningGateway, tmp_path: Path
-) -> None:
-    old = trusting(tmp_path, Role.CLIENT)
-    assert await is_answered(asking_gateway, old)
-    make_certificates(tmp_path)
-    assert await is_answered(asking_gateway, trusting(tmp_path, Role.CLIENT))
-    old.load_verify_locations(tmp_path / "ca.pem")
-    assert not await is_answered(asking_gateway, old)
 
 
 async def test_a_session_from_before_does_not_spare_a_client_its_certificate(

@@ -122,12 +122,6 @@ async def test_a_renewed_public_certificate_holds_for_new_connections(
     assert not await is_answered_over_http(gateway, old)
 
 
-async def test_it_needs_no_certificates_inside(public: Path) -> None:
-    async with running_alone(public) as gateway:
-        assert await is_answered_over_grpc(gateway, public)
-        assert await is_answered_over_http(gateway, public)
-
-
 async def test_clients_that_must_show_a_certificate_show_one_of_the_authority_inside(public: Path, inner: Path) -> None:
     make_certificates(public.parent / "other")
     async with running_alone(public, tls_dir=inner, tls_client_auth=True) as gateway:

@@ -209,15 +209,6 @@ async def test_the_feed_has_the_frames_of_each_replica_as_json(open_page, schedu
     assert scheduler.watches[-1].include_memory
 
 
-async def test_numbers_alone_can_be_asked_for(open_page, scheduler):
-    frame = make_frame()
-    frame.ClearField("memory")
-    scheduler.frames.append(frame)
-    (*_, (_, shown)) = await events_of(open_page, "/ui/feed?memory=0", "frame")
-    assert shown["memory"] is None
-    assert not scheduler.watches[-1].include_memory
-
-
 async def test_the_feed_knows_replicas_that_are_gone(open_page, scheduler, gateway):
     ((_, state),) = await events_of(open_page, "/ui/feed", "gateway")
     assert state["model"] == "quire-tiny"
@@ -244,11 +235,3 @@ async def test_a_block_has_the_text_of_the_callers_own_tenant_alone(open_page, s
     assert (other["tokens"], other["num_tokens"]) == (None, len(ids))
     for wrong in ({"block": "x"}, {"block": "-1"}, {"block": "9" * 5000}, {"replica": "elsewhere:1"}):
         assert (await open_page.get("/ui/block", params=query | wrong)).status_code in (400, 404)
-
-
-async def test_the_page_knows_all_parameters(open_page):
-    about = (await open_page.get("/ui/about")).json()
-    assert {"temperature", "n", "use_beam_search", "logprobs", "guided_json"} <= about["parameters"][
-        "properties"
-    ].keys()
-    assert about["has_keys"] is False
