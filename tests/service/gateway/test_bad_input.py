@@ -3,18 +3,13 @@
 import asyncio
 from typing import Any
 
-import grpc
 import pytest
 
 from gateway.text.tokenizer import Tokenizer
-from quire.arrays import decode_int32
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import (
     InvalidArgument,
-    NotFound,
-    ResourceExhausted,
-    from_rpc_error,
 )
 from tests.support.gateway_process import collect, error_of, stream_request
 
@@ -83,20 +78,6 @@ async def test_all_violations_are_reported_at_once(gateway):
         assert (error.reason, [violation.field for violation in error.violations]) == (reason, fields)
 
 
-async def test_too_many_messages_are_refused_before_they_are_converted(gateway, monkeypatch):
-    monkeypatch.setattr("gateway.api.grpc.gateway_messages.ChatMessage", None)
-    messages = [generation_pb2.ChatMessage()] * 65_536
-    chat = generation_pb2.ChatMessages(messages=messages)
-    for call, field in [
-        (gateway.generation.Chat(generation_pb2.ChatRequest(messages=messages)), "messages"),
-        (gateway.generation.Tokenize(generation_pb2.TokenizeRequest(chat=chat)), "chat.messages"),
-    ]:
-        error = await error_of(call)
-        assert isinstance(error, InvalidArgument)
-        assert [violation.field for violation in error.violations] == [field]
-        assert "more than 1,024 entries" in error.message
-
-
 async def test_texts_that_cannot_fit_are_refused_before_they_are_tokenized(gateway, monkeypatch):
     async def encode(*args, **kwargs):
         raise AssertionError("the tokenizer was asked")
@@ -138,28 +119,3 @@ async def test_garbage_is_invalid_argument(gateway, data):
     error = await error_of(gateway.raw_unary("Generate", data))
     assert isinstance(error, InvalidArgument)
     assert [violation.field for violation in error.violations] == ["quire.gateway.v1.GenerateRequest"]
-
-
-async def test_the_last_of_text_and_token_ids_counts(gateway, scheduler):
-    """As protobuf defines it for fields that exclude each other."""
-    text = generation_pb2.GenerateRequest(text="hello").SerializeToString()
-    ids = generation_pb2.GenerateRequest(
-        token_ids=common_pb2.TokenIds(ids=[5, 6]), stopping={"max_tokens": 2}
-    ).SerializeToString()
-    await gateway.raw_unary("Generate", text + ids)
-    assert decode_int32(scheduler.submits[-1].prompt_token_ids, "prompt").tolist() == [5, 6]
-
-
-@pytest.mark.usefixtures("neighbour")
-async def test_oversized_message_is_resource_exhausted(gateway):
-    error = await error_of(gateway.generation.GenerateStream(stream_request("x" * (4 * 1024 * 1024 + 1))))
-    assert isinstance(error, ResourceExhausted)
-
-
-async def test_every_error_carries_the_domain(gateway):
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await gateway.generation.Cancel(generation_pb2.CancelRequest(request_id="nobody"))
-    details: Any = dict(caught.value.trailing_metadata())["grpc-status-details-bin"]
-    assert b"google.rpc.ErrorInfo" in details
-    assert b"quire" in details
-    assert isinstance(from_rpc_error(caught.value), NotFound)

@@ -4,12 +4,11 @@ import asyncio
 
 import pytest
 
-from quire.arrays import decode_int32
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import InvalidArgument
 from tests.support.fake_scheduler import scripted
-from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
+from tests.support.gateway_process import collect, error_of, stream_request
 from tests.support.rig import TOKENIZER
 
 SPEECH = TOKENIZER.encode(" there was a little dog. 你好 😀 ends", add_special_tokens=False).ids
@@ -28,10 +27,6 @@ def request_of(token_ids=None, *, max_tokens=ALL, stop=(), characters=None, **fi
     if token_ids is not None:
         request.continue_from.extend(held(token_ids, num_characters=characters))
     return request
-
-
-def emitted(submit) -> list[int]:
-    return [token for each in submit.emitted for token in decode_int32(each.token_ids, "token_ids").tolist()]
 
 
 @pytest.mark.parametrize("stop", [(), ("dog. 你",), ("a little", "x")])
@@ -56,14 +51,6 @@ async def test_the_rest_follows_wherever_the_stream_was_cut(gateway, scheduler, 
         assert rest[-1].completed.usage.prompt_tokens == whole.completed.usage.prompt_tokens
 
 
-async def test_the_scheduler_gets_the_tokens_and_is_not_told_that_it_accepted_them(gateway, scheduler):
-    scheduler.rule = scripted(SPEECH)
-    await collect_rest(gateway, request_of(SPEECH[:3]))
-    (submit,) = scheduler.submits
-    assert emitted(submit) == SPEECH[:3]
-    assert not submit.resubmitted
-
-
 async def collect_rest(gateway, request):
     async with asyncio.timeout(30):
         return [response async for response in gateway.generation.GenerateStream(request)]
@@ -83,18 +70,6 @@ async def test_a_sequence_that_its_tokens_end_is_over_at_once(gateway, scheduler
     assert finished.finished.finish_reason == reason
     assert completed.completed.usage.generated_tokens == len(token_ids)
     assert not scheduler.submits
-
-
-async def test_one_answer_has_what_follows(gateway, scheduler):
-    scheduler.rule = scripted(SPEECH)
-    request = generation_pb2.GenerateRequest(text="hello", continue_from=held(SPEECH[:5]))
-    request.sampling.temperature = 0
-    request.stopping.max_tokens = 9
-    response = await gateway.generation.Generate(request)
-    (sequence,) = response.sequences
-    assert list(sequence.token_ids) == SPEECH[5:9]
-    assert sequence.text == TOKENIZER.decode(SPEECH[:9])[len(TOKENIZER.decode(SPEECH[:5])) :]
-    assert response.usage.generated_tokens == 9
 
 
 async def test_log_probabilities_are_those_of_the_tokens_that_follow_and_their_sum_is_that_of_all(gateway, scheduler):
@@ -119,17 +94,6 @@ async def test_log_probabilities_of_the_prompt_come_though_its_tokens_are_held(g
     assert finished.finished.cumulative_logprob == -9.0
     assert len(completed.completed.prompt_logprobs) == completed.completed.usage.prompt_tokens - 1
     assert not scheduler.submits[0].emitted
-
-
-async def test_a_durable_stream_that_is_refused_for_what_is_held_leaves_its_id_free(scheduler):
-    scheduler.rule = scripted(SPEECH)
-    scheduler.durable_grace_ms = 60_000
-    async with running_gateway(scheduler) as gateway:
-        request = request_of(SPEECH[:6], stop=("little",), durable=True, request_id="story")
-        error = await error_of(gateway.generation.GenerateStream(request))
-        assert isinstance(error, InvalidArgument)
-        assert "the sequence ended with token" in error.message
-        await collect_rest(gateway, request_of(SPEECH[:4], durable=True, request_id="story"))
 
 
 def changed(request, change):
@@ -164,29 +128,3 @@ async def test_what_cannot_be_of_the_request_is_refused_by_name(gateway, schedul
     assert error.violations[0].field == field
     assert says in error.message
     assert not scheduler.submits
-
-
-async def test_entries_without_tokens_are_a_request_from_its_start(gateway, scheduler):
-    scheduler.rule = scripted(SPEECH)
-    request = request_of([], max_tokens=4)
-    request.sampling.temperature = 1
-    request.sampling.best_of = 1
-    assert (await collect(gateway.generation.GenerateStream(request))).token_ids == SPEECH[:4]
-
-
-async def test_others_have_their_turns_while_many_tokens_become_text(gateway, scheduler):
-    """The loop is not held up, and a scheduler that comes back meanwhile gets the request once, and whole."""
-    token_ids = (SPEECH * 60)[:900]
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.create_task(count())
-    await collect_rest(gateway, request_of(token_ids, max_tokens=901))
-    counting.cancel()
-    assert turns > 1
-    assert [emitted(submit) for submit in scheduler.submits] == [token_ids]

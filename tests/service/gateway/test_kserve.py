@@ -10,7 +10,6 @@ import pytest
 from quire.gateway.v1 import generation_pb2
 from quire.inference import open_inference_pb2 as pb
 from tests.support.fake_scheduler import counting_rule
-from tests.support.gateway_process import error_of
 from tests.support.grpc_types import EOF
 
 SERVICE = "/inference.GRPCInferenceService/"
@@ -139,15 +138,6 @@ async def test_repository_index_lists_the_model_and_its_state(gateway, monkeypat
     assert not ready.models
 
 
-async def test_repository_index_knows_no_repository_by_a_name(gateway):
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await unary(
-            gateway, "RepositoryIndex", pb.RepositoryIndexRequest(repository_name="mine"), pb.RepositoryIndexResponse
-        )
-    assert refused.value.code().name == "NOT_FOUND"
-    assert 'repository_name is "mine"' in (refused.value.details() or "")
-
-
 @pytest.mark.parametrize(
     ("method", "words"),
     [
@@ -161,13 +151,6 @@ async def test_a_method_that_is_not_served_is_refused_with_a_way_out(gateway, me
     assert refused.value.code().name == "UNIMPLEMENTED"
     assert f"{method} is not served here" in (refused.value.details() or "")
     assert words in (refused.value.details() or "")
-
-
-async def test_an_unknown_method_of_another_service_stays_what_grpc_makes_of_it(gateway):
-    call = gateway.channel.unary_unary("/quire.gateway.v1.GenerationService/NoSuchMethod")
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await call(b"", timeout=30)
-    assert (refused.value.code().name, refused.value.details()) == ("UNIMPLEMENTED", "Method not found!")
 
 
 async def test_an_error_is_the_status_of_a_stream_that_asks_for_it(gateway, scheduler):
@@ -186,22 +169,3 @@ async def wait_none_is_live(gateway, scheduler) -> None:
     await scheduler.until(lambda: not scheduler.live)
     async with asyncio.timeout(30):
         await gateway.gateway._ledger.wait_until_empty()
-
-
-async def test_a_damaged_message_ends_the_stream_as_invalid(gateway):
-    call = gateway.channel.stream_stream(SERVICE + "ModelStreamInfer")
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        async for _ in call(iter([b"\xff\xff"]), timeout=30):
-            pass
-    assert refused.value.code().name == "INVALID_ARGUMENT"
-
-
-async def test_a_prompt_that_fails_ends_the_ones_before_it_at_once(gateway, scheduler):
-    with scheduler.standing_still():
-        answer = asyncio.create_task(error_of(infer(gateway, make_request("hello", "good morning"))))
-        await scheduler.until(lambda: len(scheduler.live) == 2)
-        first, second = scheduler.live
-        scheduler.fail(second, code=grpc.StatusCode.INTERNAL.value[0], reason="STEP_FAILED", message="the step failed")
-        error = await asyncio.wait_for(answer, 30)
-        assert (error.reason, error.message) == ("STEP_FAILED", "the step failed")
-        await scheduler.until(lambda: first not in scheduler.live)

@@ -35,21 +35,16 @@ def with_parameter(name, **value):
     ("change", "field", "words"),
     [
         (lambda r: r.inputs.__delitem__(0), "inputs", "has no text_input"),
-        (lambda r: r.inputs[0].shape.append(2), "inputs[0].shape", "[N, 1]"),
-        (lambda r: r.inputs[0].shape.__setitem__(0, 2), "inputs[0].shape", "1 came in inputs[0].contents"),
         (lambda r: setattr(r.inputs[0], "datatype", "FP32"), "inputs[0].datatype", "BYTES"),
         (lambda r: setattr(r.inputs[0], "name", "other"), "inputs[0].name", "text_input"),
-        (lambda r: setattr(r.inputs[1], "name", "text_input"), "inputs[1].name", "second time"),
         (lambda r: r.inputs[1].contents.bool_contents.append(True), "inputs[1].shape", "2 came"),
         (lambda r: r.raw_input_contents.append(b"\x05"), "raw_input_contents", "1 entries for 3 inputs"),
-        (lambda r: r.raw_input_contents.extend([b"\x05", b"\x01", b""]), "raw_input_contents[0]", "elements of BYTES"),
         (
             lambda r: r.inputs[0].contents.bytes_contents.__setitem__(0, b"\xff"),
             "inputs[0].contents.bytes_contents[0]",
             "UTF-8",
         ),
         (lambda r: r.inputs[2].contents.bytes_contents.__setitem__(0, b"[]"), JSON, "JSON object"),
-        (lambda r: r.inputs[2].contents.bytes_contents.__setitem__(0, b'{"stop": "\\ud800"}'), JSON, "valid JSON"),
         (lambda r: r.outputs.add(name="other"), "outputs[0].name", "num_output_tokens"),
         (
             lambda r: r.inputs[0].parameters["shared_memory_region"].MergeFromString(b"\x10\x01"),
@@ -76,15 +71,12 @@ async def test_a_tensor_at_fault_is_named(gateway, change, field, words):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"temperature": "warm"}, "must be a number"),
         ({"no_such": 1}, "is not a field"),
-        ({"best_of": 2, "use_beam_search": True, "n": 3}, None),
         ({"ignore_eos": "perhaps"}, 'is "perhaps"; it must be true or false'),
         ({"prompt": "hello"}, "is no sampling parameter; set the input text_input"),
         ({"stream": True}, "set the input stream"),
         ({"logprobs": 3}, "return_logprobs"),
         ({"prompt_logprobs": 3}, "no output"),
-        ({"x" * 200: 3}, "is not a field"),
     ],
 )
 async def test_a_sampling_parameter_in_the_tensor_is_named_by_its_place(gateway, value, words):
@@ -101,11 +93,9 @@ async def test_a_sampling_parameter_in_the_tensor_is_named_by_its_place(gateway,
         ("max_tokens", {"int64_param": 0}, "is 0; it must be in"),
         ("temperature", {"double_param": float("nan")}, "finite"),
         ("temperature", {"string_param": "warm"}, "must be a number"),
-        ("skip_special_tokens", {"string_param": "yes"}, 'is "yes"; it must be true or false'),
         ("ignore_eos", {"int64_param": 1}, "must be true or false"),
         ("sequence_id", {"int64_param": 7}, "no state"),
         ("timeout", {"int64_param": 1000}, "deadline"),
-        ("no_such", {"bool_param": True}, "is not a field"),
         ("seed", {}, "has no value"),
     ],
 )
@@ -114,15 +104,6 @@ async def test_a_parameter_of_the_request_is_named_by_its_key(gateway, name, val
     (violation,) = error.violations
     assert violation.field == f'parameters["{name}"]'
     assert words in violation.description
-
-
-async def test_very_many_parameters_are_refused(gateway):
-    request = make_request("hello")
-    for number in range(1025):
-        request.parameters[f"p{number}"].bool_param = True
-    error = await refusal(gateway, request)
-    assert [violation.field for violation in error.violations] == ["parameters"]
-    assert "more than 1,024 entries" in error.message
 
 
 def test_of_very_many_inputs_that_are_none_few_are_named():
@@ -140,13 +121,6 @@ def test_of_very_many_inputs_that_are_none_few_are_named():
 async def test_the_prompt_at_fault_is_named_among_several(gateway, raw, field):
     error = await refusal(gateway, make_request("hello", "fox " * 2000, raw=raw))
     assert error.violations[0].field == field
-
-
-async def test_a_sum_that_cannot_fit_names_the_parameter_that_would_set_it(gateway):
-    request = make_request("hello", sampling={"temperature": 0})
-    request.parameters["max_tokens"].int64_param = 1023
-    error = await refusal(gateway, request)
-    assert [violation.field for violation in error.violations] == ['parameters["max_tokens"]']
 
 
 @pytest.mark.parametrize("text", ["true", "True", "TRUE"])
@@ -191,9 +165,3 @@ async def test_a_stream_refuses_several_prompts_texts_and_the_input(gateway):
         "including": "inputs[3].contents.bool_contents[0] is false; a streamed text never has its prompt",
         "texts": f'{JSON}["n"] is 2; a streamed request has one text',
     }
-
-
-async def test_a_deeply_nested_parameter_is_refused(gateway):
-    request = make_request("hello")
-    request.inputs[2].contents.bytes_contents[0] = b"[" * 100_000
-    assert "is not valid JSON" in (await refusal(gateway, request)).message

@@ -113,19 +113,13 @@ async def test_what_clients_add_to_a_request_is_fine(client):
 @pytest.mark.parametrize(
     ("path", "body", "status", "says"),
     [
-        ("/v2/models/other/infer", {"inputs": [text_input("a")]}, 404, 'model_name is "other"'),
         (f"{MODEL}/versions/2/infer", {"inputs": [text_input("a")]}, 404, 'model_version is "2"'),
         (f"{MODEL}/infer", {}, 400, "inputs is missing"),
-        (f"{MODEL}/infer", {"inputs": []}, 400, "inputs has no text_input"),
         (f"{MODEL}/infer", {"inputs": [text_input("a")], "model_name": "b"}, 400, 'model_name is "b"; the path has'),
         (f"{MODEL}/infer", {"inputs": [text_input("a")], "other": 1}, 400, "other is not a field"),
-        (f"{MODEL}/infer", {"inputs": [text_input("a", shape=[2])]}, 400, "1 came in inputs[0].data"),
-        (f"{MODEL}/infer", {"inputs": [text_input("a", shape=[-1])]}, 400, "inputs[0].shape"),
         (f"{MODEL}/infer", {"inputs": [text_input(True)]}, 400, "inputs[0].data[0] must be a string"),
-        (f"{MODEL}/infer", {"inputs": [text_input(7)]}, 400, "inputs[0].data must be a list of strings"),
         (f"{MODEL}/infer", {"inputs": [text_input("a"), flag("stream", "x")]}, 400, "inputs[1].data[0] must be true"),
         (f"{MODEL}/infer", {"inputs": [text_input("a"), flag("stream")]}, 400, "use ModelStreamInfer"),
-        (f"{MODEL}/infer", {"inputs": [text_input("a", datatype="INT8")]}, 400, "inputs[0].datatype"),
         (f"{MODEL}/infer", {"inputs": [text_input("a")], "parameters": {"n": 2**64}}, 400, 'parameters["n"]'),
         (
             f"{MODEL}/infer",
@@ -134,7 +128,6 @@ async def test_what_clients_add_to_a_request_is_fine(client):
             "parameters must be an object",
         ),
         (f"{MODEL}/infer", {"inputs": [text_input("a")], "parameters": {"n": 999}}, 400, 'parameters["n"] is 999'),
-        (f"{MODEL}/infer", {"inputs": [text_input("a " * 3000)]}, 400, "prompt is too long"),
         (f"{MODEL}/infer", [], 400, "must be a JSON object"),
     ],
 )
@@ -150,12 +143,6 @@ async def test_binary_tensors_are_refused_with_the_way_out(client):
     response = await client.post(f"{MODEL}/infer", content=b"{}abc", headers=headers)
     assert response.status_code == 400
     assert "binary_data=False" in response.json()["error"]
-
-
-@pytest.mark.parametrize("path", ["/v2/models/other", "/v2/models/other/ready", f"{MODEL}/versions/2"])
-async def test_another_model_is_not_found(client, path):
-    response = await client.get(path)
-    assert (response.status_code, set(response.json())) == (404, {"error"})
 
 
 async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_fault_in_the_log(gateway, client, caplog):

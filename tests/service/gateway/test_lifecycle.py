@@ -12,7 +12,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from gateway.app import Gateway, serve
+from gateway.app import Gateway
 from gateway.settings import GatewaySettings
 from quire.gateway.v1 import generation_pb2_grpc
 from quire.rpc.address import AddressInUse
@@ -59,15 +59,6 @@ async def test_drain_that_takes_too_long_aborts_the_rest(scheduler):
     assert scheduler.aborted == ["stuck"]
 
 
-async def test_serve_stops_when_it_is_cancelled(scheduler):
-    settings = GatewaySettings(grpc_port=0, http_port=0, schedulers=(scheduler.address,), drain_timeout=1)
-    serving = asyncio.create_task(serve(settings))
-    await scheduler.until(lambda: scheduler.connections)
-    serving.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(serving, 30)
-
-
 @pytest.mark.parametrize("port", ["grpc_port", "http_port"])
 async def test_port_in_use_is_one_clear_line(port):
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -82,12 +73,6 @@ async def test_broken_tokenizer_is_one_clear_line(tmp_path):
     with pytest.raises(ConfigurationError, match=r"tokenizer\.json is not a tokenizer") as caught:
         await Gateway.start(GatewaySettings(grpc_port=0, http_port=0, model=str(directory)))
     assert "\n" not in str(caught.value)
-
-
-async def test_broken_chat_template_is_one_clear_line(tmp_path):
-    directory = write_model_directory(tmp_path / "broken", byte_level(), chat_template__jinja="{% if %}")
-    with pytest.raises(ConfigurationError, match="chat template is invalid"):
-        await Gateway.start(GatewaySettings(grpc_port=0, http_port=0, model=str(directory)))
 
 
 @contextlib.asynccontextmanager

@@ -105,17 +105,3 @@ async def test_the_refusal_of_a_thread_tells_the_client_to_go_on_without(client)
     assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
     assert "thread" in error["message"]
     assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-
-
-async def test_fields_of_errors_are_those_of_the_body(client):
-    roleless = [*HELLO["messages"], {"role": "assistant", "content": [{"type": "text", "text": 3}]}]
-    bodies = [
-        (MESSAGES, HELLO | {"stop_sequences": [""]}, "stop_sequences[0] is empty"),
-        (MESSAGES, HELLO | {"max_tokens": 5000}, "max_tokens is 5,000"),
-        (f"{MESSAGES}/count_tokens", {"messages": roleless}, "messages[1].content[0].text must be a string"),
-        (f"{MESSAGES}/count_tokens", {"messages": HELLO["messages"], "max_tokens": 3}, "max_tokens is not a field"),
-    ]
-    for path, body, expected in bodies:
-        answer = await client.post(path, json=body)
-        assert answer.status_code == 400
-        assert expected in answer.json()["error"]["message"]

@@ -78,12 +78,6 @@ async def test_a_prompt_that_is_too_long_may_be_truncated_to_its_end(client, rig
         assert (status, error["param"]) == (400, "truncate_prompt_tokens")
 
 
-async def test_an_echo_of_a_truncated_prompt_begins_with_what_was_kept(client):
-    answer = await complete(client, prompt="hello there", truncate_prompt_tokens=1, echo=True, max_tokens=1)
-    last = TOKENIZER.decode(TOKENIZER.encode("hello there").ids[-1:])
-    assert answer["choices"][0]["text"].startswith(last)
-
-
 @pytest.mark.parametrize(
     ("files", "code"),
     [({}, "no_chat_template"), ({"chat_template__jinja": "{{ raise_exception('no') }}"}, "chat_template")],
@@ -96,19 +90,6 @@ async def test_a_conversation_that_the_model_cannot_take_is_refused(scheduler, t
     ):
         status, error = await error_of(http, CHAT)
         assert (status, error["param"], error["code"]) == (400, "messages", code)
-
-
-async def test_log_probabilities_of_a_completion(client, rig):
-    rig.scheduler.rule = scripted(SPEECH)
-    (choice,) = (await complete(client, max_tokens=4, logprobs=2))["choices"]
-    logprobs = choice["logprobs"]
-    assert "".join(logprobs["tokens"]) == choice["text"]
-    for offset, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
-        assert choice["text"][offset:].startswith(token)
-    assert logprobs["token_logprobs"] == [-0.5] * 4
-    assert [len(top) for top in logprobs["top_logprobs"]] == [2] * 4
-    (bare,) = (await complete(client, max_tokens=4, logprobs=0))["choices"]
-    assert bare["logprobs"] == logprobs | {"top_logprobs": None}
 
 
 @pytest.mark.parametrize("prompt", ["hello there", TOKENIZER.encode("hello there").ids])
@@ -149,17 +130,6 @@ async def test_log_probabilities_of_the_prompt(client):
     chat = (await client.post(CHAT, json={"messages": HELLO, "prompt_logprobs": 0, "max_tokens": 1})).json()
     assert chat["prompt_logprobs"][0] is None
     assert "logprobs" not in choice or choice["logprobs"] is None
-
-
-async def test_log_probabilities_of_a_chat(client, rig):
-    rig.scheduler.rule = scripted(SPEECH)
-    body = {"messages": HELLO, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
-    (choice,) = (await client.post(CHAT, json=body)).json()["choices"]
-    content = choice["logprobs"]["content"]
-    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == choice["message"]["content"]
-    assert [len(entry["top_logprobs"]) for entry in content] == [2, 2, 2]
-    (bare,) = (await client.post(CHAT, json=body | {"top_logprobs": None})).json()["choices"]
-    assert bare["logprobs"]["content"][0]["top_logprobs"] == []
 
 
 @pytest.mark.parametrize(
@@ -243,16 +213,6 @@ async def test_a_body_that_comes_in_pieces_has_the_same_limit(client):
     assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
 
 
-async def test_a_body_of_the_largest_size_is_read(scheduler):
-    body = json.dumps({"prompt": "hello"}).encode()
-    async with (
-        running_gateway(scheduler, max_message_bytes=2000) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
-    ):
-        for size, status in ((2000, 200), (2001, 413)):
-            assert (await http.post(COMPLETIONS, content=body.ljust(size))).status_code == status
-
-
 async def test_a_body_that_the_client_waits_to_send_is_refused_at_once(rig):
     reader, writer = await asyncio.open_connection(*rig.gateway.gateway.http_address.split(":"))
     writer.write(
@@ -276,15 +236,6 @@ async def test_models(client):
     (listed,) = (await client.get("/v1/models")).json()["data"]
     assert listed == (await client.get("/v1/models/quire-tiny")).json()
     assert (listed["object"], listed["owned_by"], listed["max_model_len"]) == ("model", "quire", 1024)
-
-
-async def test_a_model_s_name_may_have_slashes(scheduler):
-    async with (
-        running_gateway(scheduler, served_model_name="org/model") as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
-    ):
-        assert (await http.get("/v1/models/org/model")).json()["id"] == "org/model"
-        assert (await http.post(COMPLETIONS, json={"prompt": "a", "model": "org/model"})).status_code == 200
 
 
 async def test_tokenize_and_detokenize(client):

@@ -6,7 +6,6 @@ import socket
 
 import httpx
 import pytest
-from google.rpc import code_pb2
 
 from tests.support.fake_scheduler import FakeScheduler, Hypothesis, counting_rule
 from tests.support.gateway_process import running_gateway
@@ -65,23 +64,6 @@ async def test_every_chunk_has_the_usage_so_far_where_it_is_continuous(client, p
     assert chunks[-1]["usage"] == whole
 
 
-async def test_the_usage_so_far_is_that_of_all_prompts_and_none_without_usage(client):
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {"prompt": ["hello", "the little dragon"], "max_tokens": 6}
-    chunks, _ = await read_stream(client, COMPLETIONS, body | {"stream_options": options})
-    assert chunks[-2]["usage"]["completion_tokens"] == 12
-    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {chunks[-1]["usage"]["prompt_tokens"]}
-    chunks, _ = await read_stream(client, COMPLETIONS, body | {"stream_options": options | {"include_usage": False}})
-    assert all("usage" not in chunk for chunk in chunks)
-
-
-async def test_the_first_chunk_of_a_chat_has_the_role_and_no_other_has(client):
-    chunks, _ = await read_stream(client, CHAT, BODIES[CHAT])
-    roles = [chunk["choices"][0]["delta"].get("role") for chunk in chunks]
-    assert roles == ["assistant"] + [None] * (len(chunks) - 1)
-    assert all("usage" not in chunk for chunk in chunks)
-
-
 async def test_ids_and_objects_are_those_of_openai(client):
     for path, prefix, kind, chunk_kind in (
         (CHAT, "chatcmpl-", "chat.completion", "chat.completion.chunk"),
@@ -121,35 +103,6 @@ async def test_choices_of_several_prompts_count_on(client, rig):
     choices = (await answer).json()["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
     assert choices[0]["text"] == choices[2]["text"] != choices[1]["text"] == choices[3]["text"]
-
-
-async def test_a_failure_in_the_middle_of_one_of_several_prompts_is_the_last_event_of_the_stream(client, rig):
-    rig.scheduler.step_delay_s = 0.01
-    body = {"prompt": ["hello", "other"], "max_tokens": 500}
-    reading = asyncio.create_task(read_stream(client, COMPLETIONS, body))
-    await rig.scheduler.until(lambda: any(live.num_emitted > 3 for live in rig.scheduler.live.values()))
-    rig.scheduler.fail(
-        max(rig.scheduler.live), code=code_pb2.INTERNAL, reason="NUMERICS", message="logits are not finite"
-    )
-    chunks, is_done = await reading
-    assert not is_done
-    error = {"message": "logits are not finite", "type": "server_error", "param": None, "code": "numerics"}
-    assert chunks[-1] == {"error": error}
-    assert all("choices" in chunk for chunk in chunks[:-1])
-    await rig.scheduler.until(lambda: rig.scheduler.aborted)
-    assert not rig.scheduler.live
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-async def test_a_client_that_leaves_ends_the_requests_of_all_its_prompts(client, rig, streaming):
-    rig.scheduler.step_delay_s = 0.01
-    body = {"prompt": ["hello", "other"], "stream": streaming, "max_tokens": 800}
-    call = asyncio.create_task(client.post(COMPLETIONS, json=body))
-    await rig.scheduler.until(lambda: len(rig.scheduler.live) == 2)
-    call.cancel()
-    await asyncio.gather(call, return_exceptions=True)
-    await rig.scheduler.until(lambda: len(rig.scheduler.aborted) == 2)
-    assert not rig.scheduler.live
 
 
 async def test_a_slow_reader_gets_everything_once_in_larger_chunks():

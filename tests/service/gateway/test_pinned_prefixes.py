@@ -2,7 +2,6 @@
 
 import asyncio
 
-import grpc
 import pytest
 
 from quire.arrays import decode_int32
@@ -20,7 +19,6 @@ from quire.rpc.errors import (
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
 from tests.support.rig import TOKENIZER
-from tests.support.tokenizers import byte_level, write_model_directory
 
 LONG_TEXT = "Once upon a time there was a fox who lived in a wood with many friends and slept in a hollow tree"
 SHORT = common_pb2.StoppingParameters(max_tokens=4)
@@ -70,14 +68,6 @@ async def test_a_text_is_pinned_as_generate_tokenizes_it(gateway, scheduler):
     assert scheduler.pins[pin.pin_id] == tokens_of(submit)[: pin.pinned_tokens]
     assert pin.pinned_tokens == 16 * pin.pinned_blocks >= 16
     assert pin.time_to_live_ms == 1234
-
-
-async def test_token_ids_are_pinned_as_they_are_and_for_five_minutes(gateway, scheduler):
-    ids = list(range(40, 75))
-    pin = await gateway.prefixes.PinPrefix(PinPrefixRequest(token_ids=common_pb2.TokenIds(ids=ids), model="quire-tiny"))
-    assert tokens_of(scheduler.pin_requests[0]) == ids
-    assert (pin.pinned_tokens, pin.pinned_blocks, pin.time_to_live_ms) == (32, 2, 300_000)
-    assert scheduler.pin_requests[0].time_to_live_ms == 300_000
 
 
 @pytest.mark.parametrize(
@@ -167,19 +157,6 @@ async def test_bad_pins_are_named_with_value_and_limit(gateway, scheduler, reque
     assert not scheduler.pin_requests
 
 
-async def test_an_empty_pin_id_is_refused(gateway):
-    error = await error_of(gateway.prefixes.UnpinPrefix(UnpinPrefixRequest()))
-    assert isinstance(error, InvalidArgument)
-    assert [violation.field for violation in error.violations] == ["pin_id"]
-
-
-async def test_a_conversation_without_a_template_is_refused(scheduler, tmp_path):
-    directory = write_model_directory(tmp_path / "plain", byte_level())
-    async with running_gateway(scheduler, model=str(directory)) as gateway:
-        error = await error_of(gateway.prefixes.PinPrefix(pin_chat(("user", LONG_TEXT))))
-    assert (error.reason, type(error)) == ("NO_CHAT_TEMPLATE", InvalidArgument)
-
-
 async def test_deadlines_pass_on(gateway, scheduler):
     scheduler.answers_pins.clear()
     # A deadline may pass before the call comes to the scheduler.
@@ -194,43 +171,3 @@ async def test_deadlines_pass_on(gateway, scheduler):
     scheduler.answers_pins.set()
     await gateway.prefixes.PinPrefix(PinPrefixRequest(text=LONG_TEXT))
     assert scheduler.pin_deadlines_s[1] is None
-
-
-async def test_a_client_that_leaves_takes_its_call_back(gateway, scheduler):
-    scheduler.answers_pins.clear()
-    call = gateway.prefixes.PinPrefix(PinPrefixRequest(text=LONG_TEXT))
-    waiting = asyncio.ensure_future(call.code())
-    await asyncio.wait_for(scheduler.pin_asked.wait(), 30)
-    call.cancel()
-    await asyncio.wait_for(scheduler.pin_left.wait(), 30)
-    assert await waiting == grpc.StatusCode.CANCELLED
-
-
-@pytest.mark.parametrize("fault", ["dies", "breaks"])
-async def test_a_scheduler_that_is_lost_meanwhile_is_unavailable(gateway, scheduler, fault):
-    scheduler.answers_pins.clear()
-    pinning = asyncio.create_task(error_of(gateway.prefixes.PinPrefix(PinPrefixRequest(text=LONG_TEXT))))
-    await asyncio.wait_for(scheduler.pin_asked.wait(), 30)
-    if fault == "dies":
-        await scheduler.stop()
-    else:
-        scheduler.break_streams(grpc.StatusCode.UNAVAILABLE)
-    error = await pinning
-    assert isinstance(error, Unavailable)
-    if fault == "dies":
-        scheduler.epoch += 1
-        await scheduler.start()
-
-
-async def test_without_a_scheduler_there_is_no_pin():
-    scheduler = FakeScheduler(refuses_connections=True)
-    await scheduler.start()
-    async with running_gateway(scheduler, connect_timeout=0.05) as gateway:
-        for call in (
-            gateway.prefixes.PinPrefix(PinPrefixRequest(text=LONG_TEXT)),
-            gateway.prefixes.UnpinPrefix(UnpinPrefixRequest(pin_id="x")),
-        ):
-            error = await error_of(call)
-            assert isinstance(error, Unavailable)
-            assert error.reason == "NO_SCHEDULER"
-    await scheduler.stop()

@@ -65,25 +65,6 @@ async def test_gateways_that_ask_for_it_share_both_ports(scheduler, directory: P
                     seen.add(await id_behind(first.gateway.grpc_address))
 
 
-async def test_the_one_that_is_left_gets_all_connections(scheduler):
-    async with running_gateway(scheduler, reuse_port=True) as first:
-        async with running_gateway(scheduler, reuse_port=True, **ports_of(first.gateway)):
-            pass
-        held = {await id_behind(first.gateway.grpc_address) for _ in range(8)}
-        assert len(held) == 1
-        for _ in range(8):
-            async with httpx.AsyncClient(timeout=60) as client:
-                assert (await client.get(f"{first.http_url}/health")).status_code == 200
-
-
-@pytest.mark.parametrize("port", ["grpc_port", "http_port"])
-async def test_a_port_of_one_that_does_not_share_is_in_use(port: str):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        ports: dict[str, Any] = {"grpc_port": 0, "http_port": 0} | {port: taken.getsockname()[1]}
-        with pytest.raises(AddressInUse):
-            await Gateway.start(GatewaySettings(reuse_port=True, **ports))
-
-
 async def test_a_local_socket_that_is_served_is_in_use_and_leaves_nothing_behind(scheduler, directory: Path):
     path, others = directory / "g.sock", count_gateways()
     async with running_gateway(scheduler, local_socket=path):

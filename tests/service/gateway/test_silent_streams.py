@@ -2,12 +2,9 @@
 
 import asyncio
 import contextlib
-import json
 
 import httpx
-import openai
 import pytest
-from google.rpc import code_pb2
 
 from tests.support.gateway_process import collect, running_gateway, stream_request
 
@@ -21,7 +18,6 @@ BODIES = {
 }
 COMMENT = ": keep-alive"
 SHORT_S = 0.1
-EOS = 2
 
 
 @pytest.fixture(autouse=True)
@@ -62,28 +58,6 @@ async def test_headers_come_before_the_first_token_and_comments_while_nothing_co
     assert any(each in rest[-1] for each in ("[DONE]", "response.incomplete", "message_stop"))
 
 
-async def test_comments_come_after_one_of_several_prompts_has_ended(scheduler):
-    scheduler.step_delay_s = 60
-    scheduler.rule = lambda prompt, position: EOS if len(prompt) < 5 else 100
-    body = BODIES[COMPLETIONS] | {"prompt": ["a", "word " * 20]}
-    before = []
-    async with lines_of(scheduler, COMPLETIONS, body, sse_keepalive=SHORT_S) as lines:
-        while (line := await anext(lines)) != COMMENT:
-            before.append(line)
-    assert '"finish_reason":"stop"' in "".join(before)
-
-
-async def test_comments_are_nothing_to_the_client_of_openai(scheduler):
-    scheduler.step_delay_s = 2 * SHORT_S
-    async with (
-        running_gateway(scheduler, sse_keepalive=SHORT_S / 2) as gateway,
-        openai.AsyncOpenAI(base_url=f"{gateway.http_url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        asked = {"model": "quire-tiny", "messages": USER, "max_tokens": 4, "stream": True}
-        chunks = [chunk async for chunk in await client.chat.completions.create(**asked)]
-    assert chunks[-1].choices[0].finish_reason == "length"
-
-
 @pytest.mark.parametrize("interval_s", [0.0, 60.0], ids=["off", "longer than between tokens"])
 async def test_a_stream_without_silence_or_without_keepalive_has_no_comments(scheduler, interval_s):
     scheduler.step_delay_s = SHORT_S / 10
@@ -95,15 +69,6 @@ async def test_a_stream_without_silence_or_without_keepalive_has_no_comments(sch
         assert not done
         scheduler.emits.set()
         assert COMMENT not in [await reading, *[line async for line in lines]]
-
-
-async def test_a_failure_behind_the_headers_is_the_last_event(scheduler):
-    scheduler.emits.clear()
-    async with lines_of(scheduler, CHAT) as lines:
-        (handle,) = scheduler.live
-        scheduler.fail(handle, code=code_pb2.INTERNAL, reason="WORKER_LOST", message="lost")
-        (line,) = [line async for line in lines if line]
-    assert json.loads(line.removeprefix("data: "))["error"]["code"] == "worker_lost"
 
 
 async def test_a_stream_that_no_scheduler_takes_keeps_its_status(scheduler):

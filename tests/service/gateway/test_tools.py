@@ -1,6 +1,5 @@
 """Tools, reasoning and options of templates in chats: what each API has of its own beside what tests of fronts show."""
 
-import asyncio
 import json
 from typing import Any, cast
 
@@ -13,17 +12,13 @@ from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2 as pb
 from quire.rpc.errors import InvalidArgument
 from tests.support.chat_models import write_chat_model
-from tests.support.fake_scheduler import Hypothesis
 from tests.support.gateway_process import collect, error_of, running_gateway
 from tests.support.rig import (
     CALL,
-    EOS,
     REASONED,
-    TOKENIZER,
     WEATHER,
     WEATHER_SCHEMA,
     constraint_of,
-    prompt_of,
     prompt_text_of,
 )
 
@@ -64,40 +59,6 @@ async def test_parts_of_calls_are_told_once_and_a_caller_that_holds_some_gets_th
         assert "".join(call.arguments for call in calls) == '{"city": "Rome"}' * 2
         assert [call.name for call in calls if call.name] == ["get_weather"] * 2
         assert responses[-2].finished.finish_reason == common_pb2.FINISH_REASON_TOOL_CALLS
-
-
-async def test_the_template_gets_tools_calls_results_names_and_reasoning(rig):
-    called = pb.ToolCall(id="call_1", name="get_weather", arguments='{"city": "Rome", "days": 2}')
-    messages = [
-        pb.ChatMessage(role="user", content="Is it warm?", name="Ann"),
-        pb.ChatMessage(role="assistant", reasoning="Hm.", tool_calls=[called]),
-        pb.ChatMessage(role="tool", content="30 degrees", tool_call_id="call_1"),
-    ]
-    await rig.gateway.generation.Chat(request(messages=messages))
-    prompt = prompt_text_of(rig.scheduler.submits[-1])
-    described = json.dumps({"type": "function", "function": WEATHER})
-    call = '{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}'
-    for part in (described, "Ann: Is it warm?", "<think>Hm.</think>", call, "30 degrees"):
-        assert part in prompt
-
-
-async def test_arguments_of_the_template_and_the_last_message_continued(rig):
-    generation, submits = rig.gateway.generation, rig.scheduler.submits
-    options = pb.TemplateOptions()
-    options.arguments.update({"enable_thinking": False})
-    wanted = common_pb2.Constraint(json_schema=json.dumps(WEATHER_SCHEMA))
-    await generation.Chat(request(tools=[], response_format=wanted, template_options=options))
-    assert prompt_text_of(submits[-1]).endswith("<|assistant|><think></think>")
-    assert not constraint_of(submits[-1]).HasField("begins_after")
-    begun = [ASKED, pb.ChatMessage(role="assistant", content="It is")]
-    continued = pb.TemplateOptions(continue_final_message=True)
-    rig.says(" warm.")
-    answer = await generation.Chat(request(messages=begun, template_options=continued))
-    assert prompt_text_of(submits[-1]).endswith("<|assistant|>It is")
-    assert answer.sequences[0].text == " warm."
-    chat = pb.ChatMessages(messages=begun, tools=[TOOL], template_options=continued)
-    tokenized = await generation.Tokenize(pb.TokenizeRequest(chat=chat))
-    assert tokenized.token_ids == prompt_of(submits[-1])
 
 
 async def test_tools_constrain_the_answer(rig):
@@ -239,39 +200,6 @@ async def chat(client: AsyncOpenAI, **fields) -> Any:
     )
 
 
-async def test_the_deltas_of_calls_are_openai_s(rig, openai):
-    rig.says(f"Two. {CALL}\n{CALL}")
-    chunks = [chunk async for chunk in await chat(openai, stream=True)]
-    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
-    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
-    parts = [part for delta in deltas for part in delta.tool_calls or []]
-    firsts = [part for part in parts if part.id]
-    assert [(part.index, part.type, part.function.name, part.function.arguments) for part in firsts] == [
-        (0, "function", "get_weather", ""),
-        (1, "function", "get_weather", ""),
-    ]
-    for index in (0, 1):
-        own = [part for part in parts if part.index == index]
-        assert own[0].id
-        assert all(part.id is None and part.type is None and part.function.name is None for part in own[1:])
-    assert [choice.finish_reason for choice in chunks[-1].choices] == ["tool_calls"]
-
-
-async def test_a_message_that_the_stream_helper_puts_together_goes_back_with_a_result(rig, openai):
-    rig.says(f"<think>Hm.</think>{CALL}")
-    asked = {"model": "quire-tiny", "messages": USER, "tools": TOOLS, "max_tokens": 300}
-    async with openai.chat.completions.stream(**asked) as stream:
-        message = (await stream.get_final_completion()).choices[0].message
-    assert message.content is None
-    (call,) = message.tool_calls
-    assert json.loads(call.function.arguments) == {"city": "Rome"}
-    rig.says("It is warm.")
-    result = {"role": "tool", "tool_call_id": call.id, "content": "warm"}
-    again = await chat(openai, messages=[*USER, message, result])
-    assert again.choices[0].message.content == "It is warm."
-    assert "<think>Hm.</think>" in prompt_text_of(rig.scheduler.submits[-1])
-
-
 @pytest.mark.parametrize("streams", [False, True])
 async def test_reasoning_has_both_names_its_share_of_the_usage_and_may_be_left_out(rig, openai, streams):
     rig.says("<think>\nHm.\n</think>\n\nYes.")
@@ -288,27 +216,6 @@ async def test_reasoning_has_both_names_its_share_of_the_usage_and_may_be_left_o
     assert "reasoning_content" not in hidden.message.model_dump()
 
 
-async def test_log_probabilities_have_all_tokens_of_calls(rig, openai):
-    rig.says(CALL)
-    (choice,) = (await chat(openai, logprobs=True)).choices
-    assert "".join(entry.token for entry in choice.logprobs.content).startswith(CALL)
-    chunks = [chunk async for chunk in await chat(openai, logprobs=True, stream=True)]
-    entries = [e for chunk in chunks for c in chunk.choices if c.logprobs for e in c.logprobs.content]
-    assert len(entries) == len(choice.logprobs.content)
-
-
-async def test_several_answers_have_calls_of_their_own(rig, openai):
-    token_ids = TOKENIZER.encode(CALL, add_special_tokens=False).ids
-    with rig.scheduler.standing_still():
-        answering = asyncio.create_task(chat(openai, n=3))
-        await rig.scheduler.until(lambda: rig.scheduler.live)
-        (handle,) = rig.scheduler.live
-        rig.scheduler.deliver(handle, [Hypothesis(token_ids, -1.0, EOS)] * 3)
-        choices = (await answering).choices
-    assert [choice.finish_reason for choice in choices] == ["tool_calls"] * 3
-    assert len({choice.message.tool_calls[0].id for choice in choices}) == 3
-
-
 async def test_an_echo_begins_with_the_last_message(rig, openai):
     rig.says("you")
     messages = [*USER, {"role": "assistant", "content": "how are "}]
@@ -317,16 +224,6 @@ async def test_an_echo_begins_with_the_last_message(rig, openai):
     assert choice.message.content == "how are you"
     stream = await chat(openai, tools=[], messages=messages, extra_body=more, stream=True)
     assert "".join([c.delta.content or "" async for chunk in stream for c in chunk.choices]) == "how are you"
-
-
-async def test_an_effort_is_a_hint_where_the_template_knows_none(rig):
-    for path, body in (
-        ("/v1/chat/completions", {"messages": USER, "reasoning_effort": "low"}),
-        ("/v1/responses", {"input": "a", "reasoning": {"effort": "low"}}),
-        ("/v1/messages", {"messages": USER, "max_tokens": 9, "output_config": {"effort": "low"}}),
-    ):
-        answer = await rig.http.post(path, json=body)
-        assert answer.status_code == 200, answer.text
 
 
 # What is wrong, by fields that only one of the APIs has.

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from gateway.request.spans import RequestSpan
 from quire.gateway.v1 import generation_pb2
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import RunningGateway, collect, error_of, running_gateway, stream_request
@@ -83,22 +82,6 @@ async def test_an_http_request_continues_the_trace_of_its_headers(
     assert span.attributes["gen_ai.usage.output_tokens"] == 4
 
 
-async def test_each_prompt_of_a_completion_has_a_span_in_the_callers_trace(
-    traced: RunningGateway, collector: TraceCollector
-) -> None:
-    header, trace_id, caller = make_traceparent()
-    async with httpx.AsyncClient(timeout=60) as client:
-        await client.post(
-            f"{traced.http_url}/v1/completions",
-            json={"prompt": ["one", "two"], "max_tokens": 2},
-            headers={"traceparent": header},
-            timeout=30,
-        )
-    await collector.trace(trace_id, 2)
-    spans = [span for span in collector.spans if span.trace_id == trace_id]
-    assert [span.parent_id for span in spans] == [caller] * 2
-
-
 @pytest.mark.parametrize(
     "header",
     ["", "nonsense", "00-" + "0" * 32 + "-b7ad6b7169203331-01", "ff-" + "a" * 32 + "-b7ad6b7169203331-01", "00-abc-1"],
@@ -110,19 +93,6 @@ async def test_an_invalid_traceparent_is_ignored_and_a_trace_begins(
     (span,) = await collector.until(lambda spans: list(spans))
     assert span.parent_id == ""
     assert scheduler.submits[-1].trace_context.traceparent.startswith(f"00-{span.trace_id}-{span.span_id}-")
-
-
-async def test_a_request_without_context_after_one_with_it_on_the_same_connection_begins_its_own_trace(
-    traced: RunningGateway, collector: TraceCollector
-) -> None:
-    header, trace_id, _ = make_traceparent()
-    async with httpx.AsyncClient(timeout=30) as client:
-        for headers in ({"traceparent": header}, {}):
-            body = {"prompt": "one", "max_tokens": 2}
-            await client.post(f"{traced.http_url}/v1/completions", json=body, headers=headers)
-    first, second = await collector.until(lambda spans: len(spans) == 2 and list(spans))
-    assert (first.trace_id, second.parent_id) == (trace_id, "")
-    assert second.trace_id != trace_id
 
 
 async def test_a_caller_that_samples_nothing_is_followed(
@@ -220,11 +190,3 @@ async def test_a_collector_that_is_down_costs_requests_nothing_and_the_log_one_l
         stopped_at = loop.time()
     assert loop.time() - stopped_at < 30
     assert sum("traces cannot be sent" in record.message for record in caplog.records) == 1
-
-
-async def test_without_an_endpoint_nothing_is_made_or_sent(gateway: RunningGateway, scheduler: FakeScheduler) -> None:
-    header, _, _ = make_traceparent()
-    await collect(gateway.generation.GenerateStream(stream_request(), metadata=(("traceparent", header),)))
-    assert not scheduler.submits[-1].HasField("trace_context")
-    with RequestSpan(None, "model", "resume") as span:
-        assert span.context is None

@@ -50,22 +50,6 @@ def streamed(prompt: str, request_id: str, **parameters) -> dict:
     }
 
 
-async def test_server_and_model_are_live_and_ready(client: TritonClient):
-    assert await client.simple("is_server_live")
-    assert await client.simple("is_server_ready")
-    assert await client.simple("is_model_ready", model_name=MODEL)
-    assert await client.simple("is_model_ready", model_name=MODEL, model_version="1")
-    assert not await client.simple("is_model_ready", model_name="other")
-
-
-async def test_metadata_names_tensors_with_datatypes_and_shapes(client: TritonClient):
-    assert (await client.simple("get_server_metadata", as_json=True))["name"] == "quire"
-    metadata = await client.simple("get_model_metadata", model_name=MODEL, as_json=True)
-    assert metadata["name"] == MODEL
-    assert {"name": "text_input", "datatype": "BYTES", "shape": ["-1"]} in metadata["inputs"]
-    assert {"name": "text_output", "datatype": "BYTES", "shape": ["-1"]} in metadata["outputs"]
-
-
 async def test_infer_answers_with_the_request_id_and_every_output_that_is_wanted(gateway, client: TritonClient):
     outputs = ["num_output_tokens", "text_output", "finish_reason", "num_input_tokens"]
     answer = await client.infer(INPUTS, request_id="mine", parameters=EIGHT, outputs=outputs)
@@ -88,22 +72,6 @@ async def test_log_probabilities_come_as_json_by_token_id_and_summed(client: Tri
         assert [(entry["logprob"], entry["rank"]) for entry in position.values()] == [(-0.5, 1), (-1.5, 2)]
 
 
-async def test_pieces_of_a_stream_have_the_log_probabilities_of_their_tokens(client: TritonClient):
-    request = streamed("hello", "mine", logprobs=1)
-    request["inputs"] |= {"return_logprobs": [True], "return_cumulative_logprob": [True]}
-    pieces = [piece["outputs"] for piece in await client.stream(request)]
-    assert sum(len(json.loads(piece["logprobs"][0])) for piece in pieces) == 8
-    sums = [piece["cumulative_logprob"][0] for piece in pieces]
-    assert sums == sorted(sums, reverse=True)
-    assert sums[-2:] == [-4.0, -4.0]
-
-
-async def test_the_text_has_its_prompt_unless_that_is_excluded(client: TritonClient):
-    (text,) = (await client.infer({"text_input": ["hello"]}, parameters=EIGHT))["outputs"]["text_output"]
-    (alone,) = (await client.infer(INPUTS, parameters=EIGHT))["outputs"]["text_output"]
-    assert text == "hello" + alone
-
-
 @pytest.mark.parametrize("empty_final", [False, True])
 async def test_stream_pieces_are_the_text_and_the_last_is_marked_final(gateway, client: TritonClient, empty_final):
     pieces = await client.stream(streamed("hello", "mine"), empty_final=empty_final)
@@ -120,36 +88,6 @@ async def test_the_client_for_asyncio_streams_as_well(gateway, client: TritonCli
     assert 'parameters["temperature"]' in error["message"]
     text = "".join(piece["outputs"]["text_output"][0] for piece in pieces if "error" not in piece)
     assert text == await expected_text(gateway, "hello")
-
-
-async def test_a_stream_that_is_cancelled_ends_its_requests(gateway, scheduler, client: TritonClient):
-    num_aborted = len(scheduler.aborted)
-    pieces = await client.stream(streamed("hello", "mine", max_tokens=900, ignore_eos=True), cancels=True)
-    assert pieces[0]["outputs"]["text_output"]
-    await scheduler.until(lambda: len(scheduler.aborted) == num_aborted + 1)
-    async with asyncio.timeout(30):
-        await gateway.gateway._ledger.wait_until_empty()
-
-
-async def test_a_request_without_stream_gets_one_final_response_in_a_stream(gateway, client: TritonClient):
-    (response,) = await client.stream({"inputs": INPUTS, "parameters": EIGHT, "request_id": "whole"})
-    assert response["outputs"] == {"text_output": [await expected_text(gateway, "hello")]}
-    assert response["parameters"] == {"triton_final_response": True}
-
-
-@pytest.mark.parametrize(
-    ("change", "status", "words"),
-    [
-        ({"model_name": "other"}, "NOT_FOUND", '"other"'),
-        ({"outputs": ["other"]}, "INVALID_ARGUMENT", 'outputs[0].name is "other"'),
-        ({"parameters": {"max_tokens": 0}}, "INVALID_ARGUMENT", 'parameters["max_tokens"] is 0'),
-    ],
-)
-async def test_errors_of_infer_have_a_status_and_name_what_is_at_fault(client: TritonClient, change, status, words):
-    with pytest.raises(TritonError) as refused:
-        await client.infer(**({"inputs": INPUTS} | change))
-    assert refused.value.status == f"StatusCode.{status}"
-    assert words in refused.value.message
 
 
 async def test_the_configuration_is_the_model_s_in_triton_s_terms(client: TritonClient):
@@ -199,14 +137,6 @@ async def test_statistics_count_requests_and_their_time_by_how_they_ended(gatewa
     assert grown == {"success": 3, "fail": 1, "queue": 3, "compute_infer": 3}
     assert int(after["inference_stats"]["success"]["ns"]) > 0
     assert int(after["inference_stats"]["fail"]["ns"]) > 0
-
-
-@pytest.mark.parametrize("method", ["get_model_config", "get_inference_statistics"])
-@pytest.mark.parametrize("asked", [{"model_name": "other"}, {"model_name": MODEL, "model_version": "7"}])
-async def test_what_is_asked_of_another_model_is_not_found(client: TritonClient, method, asked):
-    with pytest.raises(TritonError) as refused:
-        await client.simple(method, **asked)
-    assert refused.value.status == "StatusCode.NOT_FOUND"
 
 
 @pytest.mark.parametrize(
