@@ -153,3 +153,14 @@ async def test_a_thread_is_taken_until_the_function_ends_also_if_the_caller_left
     assert jobs.ran == []
     jobs.release()
     await next_one
+
+
+async def test_a_full_queue_still_takes_one_job_of_each_tenant(make_jobs):
+    jobs = make_jobs(1, max_waiting_bytes=4 * LONG)
+    await jobs.block("a", SHORT)
+    waiting = [jobs.start(tenant, tenant, LONG) for tenant in ("a", "b", "c", "d", "e")]
+    await until_waiting()
+    with pytest.raises(ResourceExhausted, match="bytes of requests wait"):
+        await jobs.start("e", "refused", SHORT)
+    jobs.release()
+    await asyncio.gather(*waiting)

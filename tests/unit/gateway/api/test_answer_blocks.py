@@ -5,17 +5,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.answer_blocks import BlockKind, Blocks, Step
+from gateway.api.answer_blocks import BlockKind, Blocks
 from gateway.text.formats.output import Output, ToolCallDelta, joined
-
-PIECES = [
-    Output(reasoning="Let me "),
-    Output(reasoning="see.", text="I "),
-    Output(text="look."),
-    Output(tool_calls=(ToolCallDelta(0, "a", "look", '{"x"'), ToolCallDelta(0, arguments=": 1}"))),
-    Output(tool_calls=(ToolCallDelta(1, "b", "find"),)),
-    Output(text="Done."),
-]
 
 
 def run(pieces):
@@ -23,26 +14,6 @@ def run(pieces):
     events = [(step, block.position, text) for piece in pieces for step, block, text in blocks.push(piece)]
     events += [(step, block.position, text) for step, block, text in blocks.end()]
     return blocks, events
-
-
-def test_each_part_of_an_answer_is_a_block_and_one_is_open_at_a_time():
-    blocks, events = run(PIECES)
-    assert [(block.kind, block.name, block.content) for block in blocks.all] == [
-        (BlockKind.REASONING, "", "Let me see."),
-        (BlockKind.TEXT, "", "I look."),
-        (BlockKind.TOOL_CALL, "look", '{"x": 1}'),
-        (BlockKind.TOOL_CALL, "find", ""),
-        (BlockKind.TEXT, "", "Done."),
-    ]
-    is_open = None
-    for step, position, _ in events:
-        if step is Step.BEGIN:
-            assert is_open is None
-            is_open = position
-        assert position == is_open
-        if step is Step.END:
-            is_open = None
-    assert is_open is None
 
 
 @given(st.sets(st.integers(1, 8)))

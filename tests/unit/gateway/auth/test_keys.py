@@ -258,3 +258,8 @@ def test_without_keys_everyone_is_the_same_caller():
     caller = off.authenticate([])
     assert (caller.tenant, caller.visible("m"), caller.priority_of(100)) == ("default", "m", 100)
     caller.check_may_pin()
+
+
+def test_a_directory_that_is_not_there_is_a_configuration_error(tmp_path):
+    with pytest.raises(ConfigurationError, match="cannot write"):
+        write_keys(tmp_path / "missing" / "keys.json", [])

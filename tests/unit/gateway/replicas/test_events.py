@@ -1,9 +1,11 @@
 """The scheduler's messages become values; malformed ones are refused."""
 
+import pytest
+
 from gateway.replicas.events import FinishReason, Logprob, PositionLogprobs, TokenLogprobs, event_batch_from
 from quire.arrays import encode_int32
 from quire.common.v1 import common_pb2
-from quire.rpc.errors import ResourceExhausted
+from quire.rpc.errors import InvalidArgument, ResourceExhausted
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.logprobs import Line, fill, lines_of, token_logprobs
 
@@ -64,3 +66,23 @@ def test_ends_and_failures():
     error = batch.failed[0].error
     assert isinstance(error, ResourceExhausted)
     assert (error.reason, error.message, error.retry_after_ms) == ("QUEUE_FULL", "full", 5)
+
+
+MALFORMED = {
+    "length": scheduler_pb2.TokenEvents(handles=b"\0\0\0"),
+    "columns": scheduler_pb2.TokenEvents(handles=encode_int32([1, 2]), offsets=encode_int32([0])),
+    "handle": make_events([(-1, 0, 0, 5)]),
+    "token": make_events([(1, 0, 0, -5)]),
+    "event index": make_events([(1, 0, 0, 5)], token_logprobs=logprobs(1)),
+    "logprobs missing": make_events([(1, 0, 0, 5), (1, 0, 1, 6)], token_logprobs=logprobs(0)),
+    "no reason": make_events([], finished=[scheduler_pb2.SequenceEnd(handle=1)]),
+    "prompt ids": make_events([], prompt_logprobs=[prompt_logprobs([50])]),
+    "prompt id": make_events([], prompt_logprobs=[prompt_logprobs([50, -1])]),
+    "no prompt position": make_events([], prompt_logprobs=[scheduler_pb2.PromptLogprobs(handle=1)]),
+}
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_malformed_events_are_refused(fault):
+    with pytest.raises(InvalidArgument):
+        event_batch_from(MALFORMED[fault])

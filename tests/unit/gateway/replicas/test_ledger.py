@@ -13,13 +13,14 @@ from gateway.replicas.events import (
     FinishReason,
     PromptRun,
     RequestEnded,
+    RequestFailed,
     SequenceEnded,
     TokenRun,
     Usage,
 )
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.sequence import TokenGapError
-from quire.rpc.errors import Internal
+from quire.rpc.errors import AlreadyExists, Internal
 from tests.support import parameters
 from tests.support.logprobs import Line, columns_of
 from tests.support.tokenizers import byte_level, wrapped
@@ -158,6 +159,8 @@ async def test_a_stop_string_ends_the_request_here(ledger, clock):
     outcome = ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, 1, ids_of("the cat"))]))
     assert outcome.ended_here == [live]
     assert live.awaits_usage
+    # It does not fail any more.
+    assert ledger.apply(REPLICA, make_batch(failed=[RequestFailed(live.handle, Internal("NaN"))])).failed == []
     live.end_if_complete()
     events = [event async for event in live.events()]
     assert events[-2].stop_string == "the"
@@ -232,3 +235,12 @@ def test_missing_prompt_positions_are_a_gap():
     live = open_live(ledger)
     with pytest.raises(TokenGapError, match="log probabilities of its prompt up to position 1"):
         ledger.apply(REPLICA, prompt_run(live, 2, 1))
+
+
+def test_ids_are_unique_among_live_requests(ledger):
+    live = open_live(ledger, "same")
+    with pytest.raises(AlreadyExists, match="same"):
+        open_live(ledger, "same")
+    ledger.close(live)
+    ledger.close(live)
+    assert open_live(ledger, "same").handle != live.handle

@@ -21,7 +21,7 @@ from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.replica_set import Replicas
 from quire.compatibility import UNKNOWN_MODEL
-from quire.rpc.errors import ResourceExhausted
+from quire.rpc.errors import Internal, ResourceExhausted, Unavailable
 from tests.support.parameters import make_request
 from tests.support.processes import until_true
 from tests.support.tokenizers import byte_level, wrapped
@@ -124,6 +124,33 @@ async def test_a_request_that_workers_die_of_is_seen_often_enough_by_one_schedul
     cluster.replicas.release(live)
 
 
+async def test_a_request_stays_where_the_worker_is_back_soon_and_leaves_where_it_is_not():
+    cluster = Cluster(2, lambda *_: None)
+    live = cluster.place("story")
+    first, other = sorted(cluster.schedulers, key=lambda each: not each.submitted)
+    first.lose_worker(until_back_s=FAILOVER_DELAY_S / 10)
+    await asyncio.sleep(3 * FAILOVER_DELAY_S)
+    assert (live.replica, first.submitted, other.submitted) == (first.address, [live.handle], [])
+    first.lose_worker(until_back_s=60)
+    await until_true(lambda: live.handle in other.has)
+    assert (live.replica, first.has) == (other.address, {})
+    cluster.replicas.release(live)
+
+
+async def test_a_request_whose_tokens_cannot_become_text_fails_alone_and_is_aborted():
+    cluster = Cluster(1, lambda *_: None)
+    (scheduler,) = cluster.schedulers
+    detokenizer = SimpleNamespace(push=lambda token_id: 1 / 0)
+    tokenizer = cast(Any, SimpleNamespace(detokenizer=lambda **_: detokenizer))
+    broken, other = cluster.ledger.open(make_request("broken"), tokenizer), cluster.place("other")
+    cluster.replicas.place(broken)
+    scheduler.tell(runs=[TokenRun(live.handle, 0, 0, [50]) for live in (broken, other)])
+    assert (list(scheduler.has), other.num_generated_tokens) == ([other.handle], 1)
+    with pytest.raises(Internal):
+        await broken.result()
+    cluster.replicas.release(other)
+
+
 async def test_those_that_a_full_queue_refuses_do_not_come_back_all_at_once():
     full = ResourceExhausted("the queue is full", retry_after_ms=20)
 
@@ -170,19 +197,6 @@ async def test_what_is_completed_counts_for_no_replica_though_its_client_still_r
     assert aborted == []
 
 
-async def test_requests_are_spread_by_how_many_each_replica_has_now():
-    cluster = Cluster(3, lambda *_: None)
-    lives = [cluster.place(f"request {number}") for number in range(30)]
-    counts = [len(scheduler.has) for scheduler in cluster.schedulers]
-    # They begin alike, so that all would go to the same one; a quarter more than its share is what it may have.
-    assert (sum(counts), max(counts)) == (30, 13)
-    for live in lives:
-        cluster.replicas.release(live)
-    for number in range(3):
-        cluster.place(f"later {number}")
-    assert sorted(len(scheduler.has) for scheduler in cluster.schedulers) == [0, 1, 2]
-
-
 @pytest.mark.parametrize(("durable", "epoch", "is_ended"), [(True, 7, True), (True, 8, False), (False, 7, False)])
 async def test_a_durable_request_is_ended_at_its_scheduler_when_that_is_back(durable, epoch, is_ended):
     """It would be kept for another reader; a plain one ends by itself, and another scheduler does not have it."""
@@ -227,3 +241,19 @@ async def test_requests_of_a_replica_that_is_gone_for_good_go_to_others_and_thos
     for live in (running, failed):
         cluster.replicas.release(live)
         cluster.replicas.detach(live)
+
+
+async def test_a_request_that_is_taken_over_from_a_replica_that_is_gone_is_placed_anew():
+    cluster = Cluster(2, lambda *_: None)
+    earlier = cluster.place("story", durable=True)
+    gone, other = sorted(cluster.schedulers, key=lambda each: earlier.handle not in each.has)
+    live = cluster.ledger.prepare(earlier.request, TOKENIZER)
+    cluster.ledger.close(earlier)
+    cluster.ledger.enter(live)
+    live.is_prepared = False
+    lose_for_good(cluster, gone)
+    live.is_prepared = True
+    cluster.replicas.hand_over(earlier, live)
+    assert live.replica == other.address
+    with pytest.raises(Unavailable, match="is not connected"):
+        cluster.replicas.resume(live, gone.address)

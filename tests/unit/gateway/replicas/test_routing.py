@@ -14,46 +14,21 @@ from gateway.replicas.routing import (
     Router,
     RoutingPolicy,
     affinity_key,
-    choose_replica,
     prompt_hashes,
 )
 from quire.prefix_hashes import BlockHash, short
 from quire.rpc.errors import InvalidArgument
 from quire.scheduler.v1 import scheduler_pb2
 
-REPLICAS = ["a:1", "b:1", "c:1", "d:1"]
-
 
 def key_of(*token_ids):
     return affinity_key(np.array(token_ids, np.int32), 16)
-
-
-def idle(replicas=REPLICAS):
-    return dict.fromkeys(replicas, 0)
 
 
 def test_prompts_that_share_their_first_blocks_share_a_key():
     prefix = list(range(64))
     assert key_of(*prefix, 1, 2, 3) == key_of(*prefix, 9, 9)
     assert key_of(*prefix) != key_of(*prefix[:-1], 99)
-
-
-def test_a_tail_beyond_whole_blocks_does_not_count():
-    assert key_of(*range(16), 5) == key_of(*range(16), 6)
-    assert key_of(1, 2) != key_of(1, 3)
-
-
-def test_idle_replicas_are_used_evenly():
-    counts = Counter(choose_replica(key_of(number), idle()) for number in range(2000))
-    assert set(counts) == set(REPLICAS)
-    assert max(counts.values()) < 1.3 * min(counts.values())
-
-
-def test_only_keys_of_a_lost_replica_move():
-    for number in range(300):
-        before = choose_replica(key_of(number), idle())
-        after = choose_replica(key_of(number), idle(REPLICAS[:3]))
-        assert after == before or before == REPLICAS[3]
 
 
 SIZE = 4
@@ -122,15 +97,6 @@ def test_a_prefix_that_several_have_stays_at_one():
     both = {name: Candidate(0, SIZE, make_cached(STORY)) for name in "ab"}
     tails = [make_prompt(*([500 + n] * 15)) for n in range(50)]
     assert len({choose(np.concatenate((STORY, tail)), **both) for tail in tails}) == 1
-
-
-def test_replicas_may_have_blocks_of_different_sizes():
-    large = CachedBlocks()
-    hashes = prompt_hashes(STORY, "", 16)
-    large.update(cache_update_from(scheduler_pb2.CacheUpdate(stored=b"".join(map(short, hashes)))))
-    small = Candidate(0, SIZE, make_cached(STORY[:28]))
-    assert choose(STORY, a=small, b=Candidate(0, 16, large)) == "b"
-    assert choose(STORY, a=Candidate(0, SIZE, make_cached(STORY[:36])), b=Candidate(0, 16, large)) == "a"
 
 
 def test_round_robin_takes_turns_whatever_the_load():

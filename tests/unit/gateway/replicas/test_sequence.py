@@ -9,7 +9,6 @@ from gateway.replicas.sequence import SequenceStream
 from gateway.text.formats.answer import HARMONY_REASONING, AnswerFormat
 from gateway.text.formats.thinking import Thinking
 from gateway.text.stop import StopStrings
-from tests.support.logprobs import Line, columns_of
 from tests.support.tokenizers import byte_level, wrapped
 
 TOKENIZER = wrapped(byte_level())
@@ -36,10 +35,6 @@ def take_all(stream, max_tokens=1000):
     return chunks
 
 
-def logprobs_of(token_ids):
-    return columns_of([Line(-0.25)] * len(token_ids))
-
-
 @settings(deadline=None)
 @given(cuts=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6)), max_size=30))
 def test_repeated_events_change_nothing(cuts):
@@ -58,23 +53,6 @@ def test_an_ending_token_that_did_not_end_the_sequence_is_text():
     stream.accept(0, token_ids)
     stream.end(len(token_ids), FinishReason.LENGTH, None, None)
     assert "".join(chunk.text for chunk in take_all(stream)) == "a!b!"
-
-
-def test_nothing_is_accepted_after_a_stop_string():
-    stream = make_stream(stop=["the"])
-    stream.accept(0, ids_of("the"))
-    count = len(stream.token_ids)
-    assert stream.accept(count, [60, 61]) == 0
-    stream.end(count + 2, FinishReason.LENGTH, None, None)
-    assert stream.take_chunk(10).token_ids == stream.token_ids
-    assert stream.take_finished().stop_string == "the"
-
-
-def test_a_stop_string_sums_the_logprobs_of_its_tokens():
-    stream = make_stream(stop=["the"])
-    token_ids = ids_of("the")
-    stream.accept(0, token_ids, logprobs_of(token_ids))
-    assert stream.finished.cumulative_logprob == -0.25 * len(token_ids)
 
 
 def test_the_schedulers_sum_is_reported_where_no_logprobs_came():

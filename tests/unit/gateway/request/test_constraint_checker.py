@@ -147,3 +147,18 @@ async def test_too_many_waiting_constraints_are_refused_with_a_time_to_come_back
     await asyncio.sleep(0)
     gate.set()
     await asyncio.gather(*tasks, other)
+
+
+async def test_one_that_leaves_the_queue_gives_its_turn_on() -> None:
+    turns, gate = FairTurns(1, 3, 3), asyncio.Event()
+
+    async def work() -> None:
+        await gate.wait()
+
+    first, second, third = (asyncio.create_task(turns.run("a", work)) for _ in range(3))
+    await asyncio.sleep(0)
+    second.cancel()
+    gate.set()
+    await asyncio.wait_for(asyncio.gather(first, third), timeout=10)
+    with pytest.raises(asyncio.CancelledError):
+        await second

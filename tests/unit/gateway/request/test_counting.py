@@ -227,3 +227,11 @@ def test_more_numbers_than_any_prompt_needs_are_refused_before_they_are_parsed()
 )
 def test_values_in_a_text_are_not_those_in_its_strings(text, count):
     assert num_values_in(text) == count
+
+
+@pytest.mark.parametrize("field", [b"\xb8\x80\x80\x80\x00\x00", b"\x3a\x80\x80\x80\x80\x00"])
+def test_padded_tags_and_sizes_count_by_their_bytes(field):
+    counted = CountedMessage(GenerateRequest, LIMITS)
+    counted.parse(field * 20_000)
+    with pytest.raises(InvalidArgument, match=r"more than 131,136 fields and entries"):
+        counted.parse(field * 30_000)

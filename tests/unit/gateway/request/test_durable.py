@@ -230,3 +230,15 @@ async def test_one_that_runs_does_not(reads, account, ledger):
     reads.drop_completed("acme", "story")
     assert ledger.get("acme", "story") is live
     reads.close()
+
+
+async def test_a_call_that_resumes_it_and_leaves_while_it_waits_lets_the_next_one_go_on(reads, account, ledger):
+    with AnswerMemory(per_call=1 << 20, per_key=1 << 20, total=1 << 20).call("key", STREAMED) as memory:
+        complete(make_live(ledger, 50))
+        calls = [asyncio.create_task(reads.find("acme", "story", [], memory)) for _ in range(2)]
+        await asyncio.sleep(0)
+        calls[1].cancel()
+        await asyncio.wait(calls)
+        found = await reads.find("acme", "story", [], memory)
+        assert calls[0].result().num_generated_tokens == found.num_generated_tokens == 50
+        assert not reads._next

@@ -85,3 +85,8 @@ def test_parameters_of_workers_have_no_text_and_nothing_that_the_scheduler_decid
     assert (row.sampling.temperature, row.sampling.top_p, dict(row.sampling.logit_bias)) == (0.5, 1, {7: 1.5})
     assert (row.stopping.min_tokens, sorted(row.stopping.stop_token_ids)) == (2, [1, 8, 9])
     assert b"secret" not in parameters.row_sampling
+
+
+async def test_what_the_model_has_no_tokens_for_is_left_out():
+    limit = max(ids_of(" cat"))
+    assert await bad_token_sequences(wrapped(byte_level()), ["cat"], limit) == (ids_of("cat"),)

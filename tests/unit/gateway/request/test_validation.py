@@ -65,6 +65,7 @@ def beams(
 
 # The group of parameters, what is asked of it, the parameter at fault, and what the message must say.
 BAD_PARAMETERS = [
+    ("sampling", beams(2, early_stopping=9), "beam_search.early_stopping", "is 9"),
     ("sampling", {"temperature": 100.5}, "temperature", "100.5"),
     ("sampling", {"min_p": -1}, "min_p", "[0, 1]"),
     ("sampling", {"top_k": -1}, "top_k", "-1"),
@@ -340,3 +341,8 @@ def test_parameters_of_all_prompts_are_bounded_together():
     allowed = call_options({"allowed_token_ids": list(range(limits_of_one))})
     violations = call_refused(allowed, num_prompts)
     assert "sampling.allowed_token_ids" in [violation.field for violation in violations]
+
+
+def test_what_one_request_may_not_have_is_left_to_its_own_check():
+    check_call(call_options({"n": 10**9}), 1, LIMITS)
+    check_call(call_options(stop=["x" * 10**6] * 100), 1, LIMITS)

@@ -224,3 +224,9 @@ def test_whole_numbers_among_the_arguments_of_a_template_are_integers():
     template = ChatTemplate("{{ budget }} {{ share }} {{ list }}", {})
     assert template.render(ChatPrompt(MESSAGES, template_options=options)) == "5 0.5 [1]"
     assert template.arguments == {"budget", "share", "list"}
+
+
+def test_a_template_that_drops_the_last_message_cannot_continue_it():
+    prompt = ChatPrompt(MESSAGES, template_options=TemplateOptions(continue_final_message=True))
+    with pytest.raises(InvalidArgument, match="continue_final_message"):
+        ChatTemplate("{{ messages[0].content }}", {}).render(prompt)

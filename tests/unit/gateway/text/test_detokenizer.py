@@ -31,14 +31,6 @@ def test_byte_level_pieces_add_up_for_any_tokens(token_ids, special):
 
 
 @settings(deadline=None)
-@given(data=st.binary(max_size=120))
-def test_byte_level_pieces_add_up_for_any_bytes(data):
-    alphabet = byte_level_bytes()
-    token_ids = [alphabet[byte] for byte in data]
-    assert "".join(pieces_of(BYTE_LEVEL, token_ids)) == data.decode("utf-8", errors="replace")
-
-
-@settings(deadline=None)
 @given(text=st.text(alphabet="a😀你é👍🏽 ", max_size=60))
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte level", "byte fallback"])
 def test_no_piece_holds_half_a_character(tokenizer, text):

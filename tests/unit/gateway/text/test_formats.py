@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.text.formats.answer import (
+    CALL_PARSERS,
     HARMONY,
     HARMONY_REASONING,
     AnswerFormat,
@@ -258,3 +259,9 @@ TEMPLATES = {
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_formats_are_recognised_by_the_chat_template(template):
     assert (tool_format_of(template), reasoning_format_of(template)) == TEMPLATES[template]
+
+
+@given(st.sampled_from(sorted(CALL_PARSERS)), st.text(alphabet='<[{"]}>: \ntoolcnw_|`', max_size=40))
+def test_text_without_calls_comes_as_it_is(name, text):
+    output = read(tool_format(name), *text)
+    assert output.tool_calls or output.text == text

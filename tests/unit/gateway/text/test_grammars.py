@@ -294,3 +294,24 @@ def test_parameters_that_are_texts():
     }
     assert text_parameters(json.dumps(schema)) == {"a", "b", "c"}
     assert text_parameters("") == text_parameters("[") == text_parameters('{"properties": 1}') == frozenset()
+
+
+def test_a_format_that_is_not_known_leaves_begun_calls_free():
+    assert constrained_calls(None, CALLS, ModelText(), is_forced=False, is_single=True) is None
+
+
+@pytest.mark.parametrize("held", [vocabulary("byte level"), with_marks()], ids=["marks are text", "marks are tokens"])
+@pytest.mark.parametrize(
+    ("name", "begun"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=now>\n<parameter=at>\nit\n</parameter>\n<parameter=n>\n5\n"),
+        ("glm45", "<tool_call>now\n<arg_key>at</arg_key><arg_value>it</arg_value>\n<arg_key>n</arg_key><arg_value>5"),
+    ],
+)
+def test_calls_between_tags_have_any_arguments_where_no_schema_is_enforced(name, begun, held):
+    constraint = constrained_calls(
+        name, [CallGrammar("now")], ModelText("", held.special_tokens), is_forced=False, is_single=True
+    )
+    text, _ = written(constraint, held, 1, begun)
+    (call,) = read(name, text).tool_calls
+    assert '{"at": "it", "n": ' in call.arguments

@@ -117,24 +117,27 @@ async def test_a_model_that_always_reasons_is_not_told_to(thinking, always_reaso
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
-        
+
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]},
          "messages[0].content[0].type"),
-        
-        
+
+
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a",
           "content": [{"type": "image"}]}]}]}, "messages[0].content[0].content[0].type"),
-        
+
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool", "name": "other"}, "tools": [TOOL]}, "tool_choice.name"),
-        
+
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"container": "c"}, "container"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"invented": 1}, "invented"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "system", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]},
+         "messages[0].content[0].type"),
     ],
 )  # fmt: skip
 async def test_what_is_wrong_is_refused_by_its_name(fields, param):

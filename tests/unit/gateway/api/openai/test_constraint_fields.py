@@ -107,6 +107,7 @@ def test_text_is_no_constraint():
             "structured_outputs.disable_any_whitespace",
         ),
         ({"guided_choice": "a"}, "guided_choice"),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag"),
     ],
 )
 def test_what_is_wrong_is_named(fields, path):
@@ -114,3 +115,8 @@ def test_what_is_wrong_is_named(fields, path):
         with pytest.raises(InvalidArgument) as caught:
             parse(kind, head | fields)
         assert caught.value.violations[0].field == path
+
+
+def test_values_that_change_nothing_are_fine():
+    outputs = {"regex": "a", "disable_fallback": True, "disable_any_whitespace": False, "whitespace_pattern": None}
+    assert parse(CompletionBody, {"prompt": "a", "structured_outputs": outputs}).structured_outputs is not None

@@ -1,5 +1,6 @@
 """Conversations of chats: what messages, tools and template options become, and how errors name them."""
 
+import pytest
 from google.protobuf.json_format import MessageToDict
 
 from gateway.api.openai.read import chat_options, param_name
@@ -13,6 +14,7 @@ from quire.gateway.v1.generation_pb2 import (
     ToolCall,
     ToolChoice,
 )
+from quire.rpc.errors import InvalidArgument
 from tests.support.openai_bodies import parse
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -92,3 +94,9 @@ def test_errors_name_the_fields_as_they_came():
         "template_options.continue_final_message": "continue_final_message",
     }.items():
         assert param_name(body, field) == name
+
+
+def test_an_integer_that_no_template_can_get_is_refused():
+    with pytest.raises(InvalidArgument) as caught:
+        prompt(chat_template_kwargs={"deep": {"a": [10**400]}})
+    assert [each.field for each in caught.value.violations] == ["chat_template_kwargs"]

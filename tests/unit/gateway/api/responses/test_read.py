@@ -119,6 +119,13 @@ async def test_hints_and_values_that_change_nothing_are_accepted():
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"temperature": "hot"}, "temperature"),
         ({"invented": 1}, "invented"),
+        ({"input": None}, "input"),
+        ({"include": ["reasoning.encrypted_content"] * 33}, "include"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "mcp"}}, "tool_choice.type"),
+        ({"metadata": {str(each): "" for each in range(17)}}, "metadata"),
+        ({"metadata": {"a": "b" * 513}}, "metadata"),
     ],
 )
 async def test_what_is_wrong_is_refused_by_its_name(fields, param):

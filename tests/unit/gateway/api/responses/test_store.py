@@ -44,3 +44,11 @@ LONG = "x" * 1_000_000
 def test_a_text_counts_with_the_memory_that_it_takes():
     # One character beyond the basic plane makes every character of a text take four bytes.
     assert StoredResponse(b"", [ChatMessage("user", LONG + "\U0001f98a")]).num_bytes >= 4_000_000
+
+
+def test_one_that_is_too_large_displaces_nothing():
+    store = ResponseStore(2 * SIZE)
+    store.add("one", "a", RESPONSE)
+    store.add("one", "b", StoredResponse(b"x" * 2 * SIZE, ()))
+    assert store.get("one", "a")
+    assert store.get("one", "b") is None
