@@ -1,6 +1,5 @@
 """What a fake scheduler does with pins: it keeps them by content, and refuses on demand."""
 
-import asyncio
 import hashlib
 from dataclasses import dataclass, field
 
@@ -19,29 +18,19 @@ class FakePins:
         block_size: Of pins; shorter prefixes are refused.
         pins: The pinned token ids by pin id.
         pin_requests: What came, in order.
-        pin_deadlines_s: The time that each of those calls had left, None for ever.
         pin_error: Answers to every call about pins.
-        answers_pins: While it is clear, calls about pins wait.
-        pin_asked: Set once a call to pin has come.
-        pin_left: Set once the caller of a call to pin that waited has left.
     """
 
     block_size: int = 16
     pins: dict[str, list[int]] = field(default_factory=dict)
     pin_requests: list[scheduler_pb2.PinPrefixRequest] = field(default_factory=list)
-    pin_deadlines_s: list[float | None] = field(default_factory=list)
     pin_error: QuireError | None = None
-    answers_pins: asyncio.Event = field(default_factory=asyncio.Event)
-    pin_asked: asyncio.Event = field(default_factory=asyncio.Event)
-    pin_left: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def PinPrefix(
         self, request: scheduler_pb2.PinPrefixRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.PinPrefixResponse:
         self.pin_requests.append(request)
-        self.pin_deadlines_s.append(context.time_remaining())
-        self.pin_asked.set()
-        await self._admit()
+        self._admit()
         token_ids = decode_int32(request.token_ids, "token_ids", minimum=0).tolist()
         num_blocks = len(token_ids) // self.block_size
         if not num_blocks:
@@ -54,16 +43,11 @@ class FakePins:
     async def UnpinPrefix(
         self, request: scheduler_pb2.UnpinPrefixRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.UnpinPrefixResponse:
-        await self._admit()
+        self._admit()
         if self.pins.pop(request.pin_id, None) is None:
             raise NotFound(f'no pin "{request.pin_id}"', reason="PIN_NOT_FOUND")
         return scheduler_pb2.UnpinPrefixResponse()
 
-    async def _admit(self) -> None:
-        try:
-            await self.answers_pins.wait()
-        except asyncio.CancelledError:
-            self.pin_left.set()
-            raise
+    def _admit(self) -> None:
         if self.pin_error is not None:
             raise self.pin_error

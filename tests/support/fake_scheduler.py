@@ -139,7 +139,6 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
         tokens_per_step: Tokens of each request in one step, as after a slow stream. Where neither this nor the delay is
             set, there are more after the first hundred.
         emits: While it is clear, no step is made.
-        repeats_events: Each step repeats the tokens of the step before.
         refusal: Answers to the next submits instead of tokens; None accepts one.
         answers_aborts: Says what an aborted request has cost, where it is asked.
         drains: Answers DRAINING to new streams and to every submit; what runs goes on.
@@ -156,13 +155,11 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
     max_model_len: int = 1024
     architecture: str = "LlamaForCausalLM"
     max_logprobs: int = 20
-    durable_grace_ms: int = 0
     protocol: ProtocolVersions = SCHEDULER_PROTOCOL
     model: ModelFingerprint = UNKNOWN_MODEL
     rule: TokenRule = counting_rule
     step_delay_s: float = 0.001
     tokens_per_step: int = 1
-    repeats_events: bool = False
     refuses_connections: bool = False
     checks_hello: bool = True
     answers_aborts: bool = True
@@ -185,7 +182,6 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
         self._changed = asyncio.Event()
         self.emits = _Signal(self._changed)
         self.emits.set()
-        self.answers_pins.set()
         self._broken_with: grpc.StatusCode | None = None
         self._heard = asyncio.Event()
         self._outgoing: deque[scheduler_pb2.ConnectResponse] = deque()
@@ -253,21 +249,15 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
         self.emits.set()
         self._send_state(ready=True)
 
-    def drain(self, *, tells: bool = True) -> None:
-        """Takes nothing new, and says so where it tells."""
+    def drain(self) -> None:
+        """Takes nothing new, and says so."""
         self.drains = True
-        if tells:
-            self._send_state(ready=False)
+        self._send_state(ready=False)
 
     def fail(self, handle: int, **failure: Any) -> None:
         """Fails one live request."""
         self.live.pop(handle, None)
         self.send(scheduler_pb2.TokenEvents(failed=[scheduler_pb2.RequestFailure(handle=handle, **failure)]))
-
-    def remember(self, submit: scheduler_pb2.Submit) -> None:
-        """Goes on with a request that the open stream's gateway has forgotten."""
-        self.live[submit.handle] = FakeRequest.of(submit)
-        self._changed.set()
 
     async def until(self, condition: Callable[[], Any]) -> None:
         """Waits until something that came makes the condition true."""
@@ -451,16 +441,15 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
         lines: dict[int, Line] = {}
         events = scheduler_pb2.TokenEvents(step_id=self._step_id)
         for handle, request in list(self.live.items()):
-            if not request.num_emitted or self.repeats_events:
+            if not request.num_emitted:
                 self._add_prompt_logprobs(events, request)
-            start = max(request.num_emitted - 1, 0) if self.repeats_events else request.num_emitted
-            for position in range(start, request.num_emitted + self._num_next(request)):
+            for position in range(request.num_emitted, request.num_emitted + self._num_next(request)):
                 token_id = self.rule(request.prompt, position)
                 if (logprobs := self._logprobs(request, token_id)) is not None:
                     lines[len(columns[0])] = logprobs
                 for column, value in zip(columns, (handle, 0, position, token_id), strict=True):
                     column.append(value)
-                if position >= request.num_emitted and self._is_over(request, position, token_id, events):
+                if self._is_over(request, position, token_id, events):
                     del self.live[handle]
                     break
         events.handles, events.sequence_indices, events.offsets, events.token_ids = map(encode_int32, columns)
@@ -515,7 +504,6 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             block_size=self.block_size,
-            durable_grace_ms=self.durable_grace_ms,
             num_gpu_blocks=64,
             num_host_blocks=0,
             max_num_seqs=256,

@@ -5,7 +5,6 @@ import asyncio
 import httpx
 import pytest
 
-from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import running_gateway
 
 COMPLETIONS = "/v1/completions"
@@ -48,21 +47,3 @@ async def test_an_answer_that_grows_too_large_ends_alone_and_its_requests_are_ab
     await scheduler.until(lambda: len(scheduler.aborted) == 1)
     # What it held is free again.
     assert (await post(small_gateway, prompt="hello", max_tokens=200, logprobs=20)).status_code == 200
-
-
-async def test_a_large_answer_comes_in_pieces_and_is_the_same_as_its_stream(scheduler: FakeScheduler):
-    scheduler.tokens_per_step = 50
-    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
-        async with http.stream("POST", COMPLETIONS, json=LARGE | {"max_tokens": 900, "echo": True}) as response:
-            assert response.headers["transfer-encoding"] == "chunked"
-            body = await response.aread()
-        assert len(body) > 1_000_000
-        choices = response.json()["choices"]
-        assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
-        for choice in choices:
-            logprobs = choice["logprobs"]
-            assert {len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")} == {
-                len(logprobs["tokens"])
-            }
-            assert logprobs["token_logprobs"][0] is None
-            assert len(choice["text"]) >= logprobs["text_offset"][-1] > logprobs["text_offset"][-100]

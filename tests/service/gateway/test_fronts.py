@@ -9,7 +9,7 @@ import pytest
 from google.rpc import code_pb2
 
 from quire.common.v1 import common_pb2
-from quire.gateway.v1 import generation_pb2
+from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_scheduler import counting_rule
 from tests.support.fronts import (
@@ -25,7 +25,7 @@ from tests.support.fronts import (
     Responses,
     fronts_that_take,
 )
-from tests.support.gateway_process import running_gateway
+from tests.support.gateway_process import error_of, running_gateway
 from tests.support.parameters import row_sampling
 from tests.support.rig import (
     CALL,
@@ -444,5 +444,8 @@ async def test_without_a_scheduler_every_front_is_unavailable():
             assert refusal is not None
             assert refusal.status == "UNAVAILABLE"
             assert front is Messages or refusal.reason == "NO_SCHEDULER"
+        listing = gateway.models.ListModels(model_pb2.ListModelsRequest())
+        pinning = gateway.prefixes.PinPrefix(prefix_pb2.PinPrefixRequest(text="hello"))
+        assert [(await error_of(call)).reason for call in (listing, pinning)] == ["NO_SCHEDULER"] * 2
         models = (await http.get("/v1/models")).json()["data"]
         assert [(model["id"], model["max_model_len"]) for model in models] == [("quire-tiny", None)]

@@ -87,11 +87,6 @@ async def test_a_connection_from_before_is_served_once_more_and_told_to_close(sc
                 await http.post("/v1/completions", json=COMPLETION)
 
 
-async def test_a_drain_without_time_ends_at_once(scheduler):
-    async with running_gateway(scheduler, reuse_port=True, hand_over=True) as gateway, asyncio.timeout(30):
-        await gateway.gateway.stop(0)
-
-
 def test_only_a_gateway_that_shares_its_ports_can_hand_them_over():
     with pytest.raises(ValueError, match="--hand-over leaves the ports to gateways that share them; give --reuse-port"):
         GatewaySettings(hand_over=True)

@@ -40,13 +40,6 @@ async def test_a_caller_without_a_key_who_sends_half_a_body_is_answered_and_cut_
             assert await read_to_end(connection) == b""
 
 
-async def test_an_answer_does_not_wait_for_a_body_that_nobody_reads(scheduler):
-    async with running_gateway(scheduler, slow_sender_timeout=60) as gateway:
-        with await connection_to(gateway) as connection:
-            connection.sendall(request("GET /health", {"content-length": "9"}))
-            assert (await read_answer(connection)).status == 200
-
-
 async def test_a_body_that_nobody_reads_is_taken_in_for_a_while_so_that_its_sender_gets_the_answer(scheduler, tmp_path):
     keys = KeysFile(tmp_path / "keys.json").path
     async with (
@@ -56,17 +49,6 @@ async def test_a_body_that_nobody_reads_is_taken_in_for_a_while_so_that_its_send
         for _ in range(3):
             answer = await http.post("/v1/completions", content=b" " * 3_000_000)
             assert (answer.status_code, answer.headers["connection"]) == (401, "close")
-
-
-async def test_a_connection_stays_open_behind_an_answer_to_a_body_that_came_whole(scheduler, tmp_path):
-    keys = KeysFile(tmp_path / "keys.json").path
-    async with running_gateway(scheduler, keys_files=(keys,)) as gateway:
-        with await connection_to(gateway) as connection:
-            for _ in range(2):
-                connection.sendall(request("POST /v1/completions", {"content-length": "9"}) + b"x" * 9)
-                answer = await read_answer(connection)
-                assert answer.status == 401
-                assert "connection" not in answer.headers
 
 
 async def test_a_body_that_comes_byte_by_byte_has_no_longer_than_one_that_stops(scheduler):
@@ -164,14 +146,6 @@ def send_chunks(connection: socket.socket, num_chunks: int) -> None:
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         for _ in range(num_chunks // 1000):
             connection.sendall(b"1\r\n \r\n" * 1000)
-
-
-async def test_a_request_behind_another_one_in_the_same_packet_is_answered(scheduler):
-    async with running_gateway(scheduler) as gateway:
-        with await connection_to(gateway) as connection:
-            connection.sendall(request("GET /health") + request("GET /version"))
-            assert (await read_answer(connection)).status == 200
-            assert b"version" in (await read_answer(connection)).body
 
 
 async def test_of_too_many_bodies_the_one_that_has_come_for_longest_is_refused_and_a_quick_one_is_served(scheduler):

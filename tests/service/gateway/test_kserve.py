@@ -10,7 +10,6 @@ import pytest
 from quire.gateway.v1 import generation_pb2
 from quire.inference import open_inference_pb2 as pb
 from tests.support.fake_scheduler import counting_rule
-from tests.support.grpc_types import EOF
 
 SERVICE = "/inference.GRPCInferenceService/"
 
@@ -61,20 +60,10 @@ async def infer_stream(gateway, *requests):
         return [response async for response in stream_call(gateway)(iter(requests))]
 
 
-async def read_to_the_end(call):
-    while await call.read() is not EOF:
-        pass
-
-
 @pytest.fixture
 def gateway(rig):
     rig.scheduler.rule = counting_rule
     return rig.gateway
-
-
-@pytest.fixture
-def scheduler(rig):
-    return rig.scheduler
 
 
 async def expected_text(gateway, prompt):
@@ -153,19 +142,10 @@ async def test_a_method_that_is_not_served_is_refused_with_a_way_out(gateway, me
     assert words in (refused.value.details() or "")
 
 
-async def test_an_error_is_the_status_of_a_stream_that_asks_for_it(gateway, scheduler):
-    call = stream_call(gateway)(timeout=60, metadata=[("triton_grpc_error", "true")])
-    await call.write(make_request("hello", stream=True, sampling={"max_tokens": 500, "ignore_eos": True}))
-    await call.read()
-    with scheduler.standing_still():
-        await call.write(make_request("hello", stream=True, sampling={"temperature": -1}))
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await read_to_the_end(call)
-        assert refused.value.code().name == "INVALID_ARGUMENT"
-        await wait_none_is_live(gateway, scheduler)
-
-
-async def wait_none_is_live(gateway, scheduler) -> None:
-    await scheduler.until(lambda: not scheduler.live)
-    async with asyncio.timeout(30):
-        await gateway.gateway._ledger.wait_until_empty()
+async def test_repository_index_knows_no_repository_by_a_name(gateway):
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await unary(
+            gateway, "RepositoryIndex", pb.RepositoryIndexRequest(repository_name="mine"), pb.RepositoryIndexResponse
+        )
+    assert refused.value.code().name == "NOT_FOUND"
+    assert 'repository_name is "mine"' in (refused.value.details() or "")

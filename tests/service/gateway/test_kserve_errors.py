@@ -56,6 +56,9 @@ def with_parameter(name, **value):
             'outputs[0].parameters["classification"]',
             "not classes",
         ),
+        (lambda r: r.inputs[0].shape.append(2), "inputs[0].shape", "[N, 1]"),
+        (lambda r: r.raw_input_contents.extend([b"\x05", b"\x01", b""]), "raw_input_contents[0]", "elements of BYTES"),
+        (lambda r: r.inputs[2].contents.bytes_contents.__setitem__(0, b'{"stop": "\\ud800"}'), JSON, "valid JSON"),
     ],
 )
 async def test_a_tensor_at_fault_is_named(gateway, change, field, words):

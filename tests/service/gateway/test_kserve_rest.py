@@ -155,3 +155,9 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_fault_in_the
     for _ in range(3):
         await client.get("/health")
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@pytest.mark.parametrize("path", ["/v2/models/other", "/v2/models/other/ready", f"{MODEL}/versions/2"])
+async def test_another_model_is_not_found(client, path):
+    response = await client.get(path)
+    assert (response.status_code, set(response.json())) == (404, {"error"})

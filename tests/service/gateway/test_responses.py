@@ -111,8 +111,9 @@ async def test_a_kept_response_is_deleted(client):
     assert await client.responses.retrieve(response.id) == response
     await client.responses.delete(response.id)
     for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
-        with pytest.raises(NotFoundError):
-            await call(response.id)
+        for response_id in (response.id, "chatcmpl-1"):
+            with pytest.raises(NotFoundError):
+                await call(response_id)
     with pytest.raises(BadRequestError, match="send the items of the earlier turns in input") as raised:
         await client.responses.create(model="quire-tiny", input="a", previous_response_id=response.id)
     assert (raised.value.param, raised.value.code) == ("previous_response_id", "response_not_found")

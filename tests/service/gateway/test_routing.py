@@ -1,7 +1,6 @@
 """A gateway sends prompts where schedulers say that they are cached."""
 
 import numpy as np
-import pytest
 
 from gateway.auth.caller import DEFAULT_TENANT
 from gateway.replicas.routing import prompt_hashes
@@ -50,13 +49,3 @@ async def test_prompts_go_where_they_are_cached_and_by_affinity_while_that_is_un
         await first.until_known()
         await send(gateway, PROMPT)
         assert (len(first.submits), len(second.submits)) == (2, 2)
-
-
-@pytest.mark.parametrize("routing", ["affinity", "round-robin"])
-async def test_other_policies_want_no_updates(scheduler, other, routing):
-    async with running_gateway(scheduler, other, routing=routing) as gateway:
-        assert not scheduler.wants_cache_updates
-        for _ in range(4):
-            await send(gateway, PROMPT)
-        counts = sorted([len(scheduler.submits), len(other.submits)])
-        assert counts == ([2, 2] if routing == "round-robin" else [0, 4])

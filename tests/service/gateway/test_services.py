@@ -3,9 +3,7 @@
 import asyncio
 
 import httpx
-import pytest
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2
 
 from gateway.replicas.members import Resolver
 from quire.gateway.v1 import generation_pb2, model_pb2
@@ -13,10 +11,9 @@ from quire.rpc.address import DnsName
 from quire.rpc.errors import InvalidArgument, NotFound
 from quire.version import VERSION
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
-from tests.support.grpc_types import health_stub, reflection_stub
+from tests.support.grpc_types import health_stub
 from tests.support.processes import until_true
 from tests.support.rig import TOKENIZER
-from tests.support.tokenizers import byte_level, write_model_directory
 
 
 async def until_health_is(channel, wanted):
@@ -65,20 +62,8 @@ async def test_text_to_tokens_and_back(gateway):
     for is_special, back in ((False, text), (True, f"<s>{text}")):
         asked = generation_pb2.DetokenizeRequest(token_ids=answer.token_ids, include_special_tokens=is_special)
         assert (await gateway.generation.Detokenize(asked)).text == back
-
-
-async def test_reflection_lists_the_services(gateway):
-    stub = reflection_stub(gateway.channel)
-
-    async def requests():
-        yield reflection_pb2.ServerReflectionRequest(list_services="")
-        yield reflection_pb2.ServerReflectionRequest(file_containing_symbol="quire.gateway.v1.GenerationService")
-
-    listed, described = [answer async for answer in stub.ServerReflectionInfo(requests())]
-    names = {service.name for service in listed.list_services_response.service}
-    assert {"quire.gateway.v1.GenerationService", "quire.gateway.v1.ModelService", "grpc.health.v1.Health"} <= names
-    assert "quire.gateway.v1.PrefixService" in names
-    assert described.file_descriptor_response.file_descriptor_proto
+    error = await error_of(gateway.generation.Detokenize(generation_pb2.DetokenizeRequest(token_ids=[1, 9999])))
+    assert [violation.field for violation in error.violations] == ["token_ids[1]"]
 
 
 async def test_readiness_follows_the_scheduler(gateway, scheduler):
@@ -115,35 +100,47 @@ async def test_a_replica_without_its_worker_is_not_ready_but_takes_requests(gate
         assert (await client.get("/ready")).status_code == 200
 
 
-@pytest.fixture
-async def plain_gateway(scheduler, tmp_path):
-    """A gateway whose model has neither a chat template nor generation defaults."""
-    directory = write_model_directory(tmp_path / "plain", byte_level())
-    async with running_gateway(scheduler, model=str(directory), served_model_name="other-name") as gateway:
-        yield gateway
+NAME = "dns:///replicas.test:50052"
 
 
-async def test_chat_without_a_template_is_refused(plain_gateway):
-    request = generation_pb2.ChatRequest(messages=[generation_pb2.ChatMessage(role="user", content="hi")])
-    error = await error_of(plain_gateway.generation.Chat(request))
-    assert isinstance(error, InvalidArgument)
-    assert error.reason == "NO_CHAT_TEMPLATE"
-    assert '"other-name"' in error.message
-    model = (await plain_gateway.models.GetModel(model_pb2.GetModelRequest(model="other-name"))).model
-    assert not model.has_chat_template
+async def test_a_replica_that_appears_gets_requests_and_one_that_goes_gets_none(scheduler, other):
+    found = [scheduler]
+
+    async def resolve(name: DnsName) -> list[str]:
+        assert str(name) == NAME
+        return [each.address for each in found]
+
+    settings = {"schedulers": (NAME,), "routing": "round-robin"}
+    async with running_gateway(scheduler, resolver=Resolver(resolve, 0.01), **settings) as gateway:
+
+        async def counts_after_four() -> tuple[int, int]:
+            calls = (gateway.generation.GenerateStream(stream_request(max_tokens=2)) for _ in range(4))
+            await asyncio.gather(*map(collect, calls))
+            return len(scheduler.submits), len(other.submits)
+
+        assert await counts_after_four() == (4, 0)
+        found.append(other)
+        await other.until_known()
+        assert await counts_after_four() == (6, 2)
+        found.remove(scheduler)
+        links = gateway.gateway._generator.replicas.links
+        await until_true(lambda: scheduler.address not in links)
+        assert await counts_after_four() == (6, 6)
+        # Its counters stay.
+        async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
+            assert "quire_gateway_generated_tokens_total 24.0" in (await http.get("/metrics")).text
 
 
 async def test_readiness_names_a_name_that_cannot_be_resolved():
     async def resolve(name: DnsName) -> list[str]:
         raise OSError(-2, "Name or service not known")
 
-    name = "dns:///replicas.test:50052"
     async with (
-        running_gateway(resolver=Resolver(resolve, 0.01), schedulers=(name,)) as gateway,
+        running_gateway(resolver=Resolver(resolve, 0.01), schedulers=(NAME,)) as gateway,
         httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
     ):
         replicas = gateway.gateway._generator.replicas
         await until_true(lambda: replicas.problems)
         answer = await http.get("/ready")
         assert answer.status_code == 503
-        assert answer.json()["reason"] == f"no scheduler is connected; {name}: Name or service not known"
+        assert answer.json()["reason"] == f"no scheduler is connected; {NAME}: Name or service not known"

@@ -12,7 +12,7 @@ from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2 as pb
 from quire.rpc.errors import InvalidArgument
 from tests.support.chat_models import write_chat_model
-from tests.support.gateway_process import collect, error_of, running_gateway
+from tests.support.gateway_process import error_of, running_gateway
 from tests.support.rig import (
     CALL,
     REASONED,
@@ -31,34 +31,6 @@ MAX_TOKENS = common_pb2.StoppingParameters(max_tokens=300)
 
 def request(kind: Any = pb.ChatRequest, **fields) -> Any:
     return kind(**{"messages": [ASKED], "tools": [TOOL], "stopping": MAX_TOKENS} | fields)
-
-
-async def test_parts_of_calls_are_told_once_and_a_caller_that_holds_some_gets_the_rest(rig):
-    rig.says(REASONED)
-    chat = rig.gateway.generation.ChatStream
-    whole = await collect(chat(request(pb.ChatStreamRequest)))
-    deltas = [delta for chunk in whole.chunks for delta in chunk.tool_calls]
-    for index in (0, 1):
-        first, *rest = [delta for delta in deltas if delta.index == index]
-        assert (first.name, bool(first.id)) == ("get_weather", True)
-        assert not any(delta.name or delta.id for delta in rest)
-    assert len({delta.id for delta in deltas if delta.id}) == 2
-    for num_chunks in range(1, len(whole.chunks), 7):
-        had = whole.chunks[:num_chunks]
-        calls = [call for chunk in had for call in chunk.tool_calls]
-        held = pb.HeldSequence(
-            token_ids=[token for chunk in had for token in chunk.token_ids],
-            num_characters=sum(len(chunk.text) + len(chunk.reasoning) for chunk in had)
-            + sum(len(call.name) + len(call.arguments) for call in calls),
-        )
-        responses = [each async for each in chat(request(pb.ChatStreamRequest, continue_from=[held]))]
-        chunks = [*had, *(response.chunk for response in responses if response.HasField("chunk"))]
-        assert "".join(chunk.text for chunk in chunks) == whole.text
-        assert "".join(chunk.reasoning for chunk in chunks) == "I need it."
-        calls = [call for chunk in chunks for call in chunk.tool_calls]
-        assert "".join(call.arguments for call in calls) == '{"city": "Rome"}' * 2
-        assert [call.name for call in calls if call.name] == ["get_weather"] * 2
-        assert responses[-2].finished.finish_reason == common_pb2.FINISH_REASON_TOOL_CALLS
 
 
 async def test_tools_constrain_the_answer(rig):
@@ -99,17 +71,6 @@ async def test_arguments_are_an_object_where_the_schema_does_not_say_so_or_canno
         error = await error_of(rig.gateway.generation.Chat(request(tools=[tool])))
         assert [each.field for each in error.violations] == ["tools[0].parameters"]
         assert "look-around" in error.message
-
-
-@pytest.mark.parametrize("mode", [pb.TOOL_CHOICE_MODE_AUTO, pb.TOOL_CHOICE_MODE_REQUIRED])
-async def test_only_allowed_tools_are_called_and_the_prompt_has_all(rig, mode):
-    rig.says(f"<think>Hm.</think>{CALL}{CALL.replace('get_weather', 'now')}")
-    choice = pb.ToolChoice(mode=mode, allowed=["get_weather"])
-    answer = await rig.gateway.generation.Chat(request(tools=[TOOL, pb.Tool(name="now")], tool_choice=choice))
-    assert '"now"' in prompt_text_of(rig.scheduler.submits[-1])
-    assert "now" not in str(constraint_of(rig.scheduler.submits[-1]))
-    (sequence,) = answer.sequences
-    assert [call.name for call in sequence.tool_calls] == ["get_weather"]
 
 
 def message(**fields: Any) -> dict[str, Any]:

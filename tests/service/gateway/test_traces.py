@@ -160,23 +160,6 @@ async def test_a_span_says_how_its_request_ended(
     assert "gen_ai.response.finish_reasons" not in span.attributes
 
 
-async def test_a_request_that_is_submitted_again_stays_in_its_trace(
-    traced: RunningGateway, scheduler: FakeScheduler, collector: TraceCollector
-) -> None:
-    header, trace_id, _ = make_traceparent()
-    scheduler.step_delay_s = 0.02
-    call = traced.generation.GenerateStream(stream_request(max_tokens=20), metadata=(("traceparent", header),))
-    responses = aiter(call)
-    assert (await anext(responses)).HasField("chunk")
-    scheduler.break_streams()
-    await scheduler.until(lambda: len(scheduler.submits) == 2)
-    assert scheduler.submits[0].trace_context == scheduler.submits[1].trace_context
-    async with asyncio.timeout(30):
-        assert [response async for response in responses][-1].HasField("completed")
-    span = await span_of(collector, trace_id)
-    assert (span.attributes["quire.submissions"], span.attributes["quire.outcome"]) == (2, "completed")
-
-
 async def test_a_collector_that_is_down_costs_requests_nothing_and_the_log_one_line(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, unused_tcp_port: int
 ) -> None:

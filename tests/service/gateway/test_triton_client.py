@@ -1,7 +1,6 @@
 """Triton's own Python client against the gateway: what its users call works, and errors reach them as errors."""
 
 import asyncio
-import json
 import time
 
 import pytest
@@ -60,18 +59,6 @@ async def test_infer_answers_with_the_request_id_and_every_output_that_is_wanted
     assert answer["outputs"]["finish_reason"] == ["length"]
 
 
-async def test_log_probabilities_come_as_json_by_token_id_and_summed(client: TritonClient):
-    wanted = {"return_logprobs": [True], "return_cumulative_logprob": [True]}
-    answer = await client.infer(INPUTS | wanted, parameters={"max_tokens": 3, "logprobs": 2})
-    assert answer["outputs"]["cumulative_logprob"] == [-1.5]
-    (text,) = answer["outputs"]["logprobs"]
-    positions = json.loads(text)
-    assert len(positions) == 3
-    for position in positions:
-        assert {"logprob", "rank", "decoded_token"} == set(next(iter(position.values())))
-        assert [(entry["logprob"], entry["rank"]) for entry in position.values()] == [(-0.5, 1), (-1.5, 2)]
-
-
 @pytest.mark.parametrize("empty_final", [False, True])
 async def test_stream_pieces_are_the_text_and_the_last_is_marked_final(gateway, client: TritonClient, empty_final):
     pieces = await client.stream(streamed("hello", "mine"), empty_final=empty_final)
@@ -80,14 +67,6 @@ async def test_stream_pieces_are_the_text_and_the_last_is_marked_final(gateway, 
     assert {piece["id"] for piece in pieces} == {"mine"}
     finals = [piece["parameters"]["triton_final_response"] for piece in pieces]
     assert finals == [False] * (len(pieces) - 1) + [True]
-
-
-async def test_the_client_for_asyncio_streams_as_well(gateway, client: TritonClient):
-    pieces = await client.aio_stream(streamed("hello", "a"), streamed("hello", "bad", temperature=-1.0))
-    (error,) = [piece["error"] for piece in pieces if "error" in piece]
-    assert 'parameters["temperature"]' in error["message"]
-    text = "".join(piece["outputs"]["text_output"][0] for piece in pieces if "error" not in piece)
-    assert text == await expected_text(gateway, "hello")
 
 
 async def test_the_configuration_is_the_model_s_in_triton_s_terms(client: TritonClient):
@@ -139,15 +118,24 @@ async def test_statistics_count_requests_and_their_time_by_how_they_ended(gatewa
     assert int(after["inference_stats"]["fail"]["ns"]) > 0
 
 
-@pytest.mark.parametrize(
-    ("method", "words"),
-    [
-        ("load_model", "the model is the one that the server was started with"),
-        ("unload_model", "the model is the one that the server was started with"),
-    ],
-)
-async def test_what_is_not_served_says_where_else_to_look(client: TritonClient, method, words):
+@pytest.mark.parametrize("method", ["get_model_config", "get_inference_statistics"])
+@pytest.mark.parametrize("asked", [{"model_name": "other"}, {"model_name": MODEL, "model_version": "7"}])
+async def test_what_is_asked_of_another_model_is_not_found(client: TritonClient, method, asked):
     with pytest.raises(TritonError) as refused:
-        await client.simple(method, model_name=MODEL)
-    assert refused.value.status == "StatusCode.UNIMPLEMENTED"
-    assert words in refused.value.message
+        await client.simple(method, **asked)
+    assert refused.value.status == "StatusCode.NOT_FOUND"
+
+
+async def test_a_request_without_stream_gets_one_final_response_in_a_stream(gateway, client: TritonClient):
+    (response,) = await client.stream({"inputs": INPUTS, "parameters": EIGHT, "request_id": "whole"})
+    assert response["outputs"] == {"text_output": [await expected_text(gateway, "hello")]}
+    assert response["parameters"] == {"triton_final_response": True}
+
+
+async def test_a_stream_that_is_cancelled_ends_its_requests(gateway, scheduler, client: TritonClient):
+    num_aborted = len(scheduler.aborted)
+    pieces = await client.stream(streamed("hello", "mine", max_tokens=900, ignore_eos=True), cancels=True)
+    assert pieces[0]["outputs"]["text_output"]
+    await scheduler.until(lambda: len(scheduler.aborted) == num_aborted + 1)
+    async with asyncio.timeout(30):
+        await gateway.gateway._ledger.wait_until_empty()

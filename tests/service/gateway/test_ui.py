@@ -85,14 +85,6 @@ async def test_the_page_and_all_of_its_files_come_from_here_and_load_nothing_fro
     assert (await open_page.get("/ui/other.js")).status_code == 404
 
 
-async def test_the_page_can_be_off(scheduler):
-    async with (
-        running_gateway(scheduler, ui=False) as running,
-        httpx.AsyncClient(base_url=running.http_url, timeout=60) as http,
-    ):
-        assert (await http.get("/ui/")).status_code == 404
-
-
 @pytest.mark.parametrize("path", ["/ui", "/ui/", "/ui/app.js", "/ui/feed", "/ui/about", "/ui/block"])
 async def test_only_operators_get_anything(page, keys, path):
     tenant, operator = keys.add("acme"), keys.add("staff", access=OPERATOR)
@@ -171,42 +163,6 @@ async def test_the_feed_ends_when_the_key_is_revoked(page, keys):
         await page.get("/ui/about")
         async for _ in lines:
             pass
-
-
-def make_frame() -> scheduler_pb2.WatchResponse:
-    memory = scheduler_pb2.MemoryChanges(
-        sequences=[scheduler_pb2.WatchedSequence(number=1, request_id="<b>", tenant="a", num_sequences=2)],
-        progress=encode_int32([1, 2, 20, 19]),
-        lengths=encode_int32([1, 2]),
-        tables=encode_int32([1, 0, 5, 1, 1, 7]),
-        named=encode_int32([5, 7]),
-        names=bytes(range(1, 9)) + bytes(8),
-        events=encode_int32([scheduler_pb2.MEMORY_EVENT_COPY, 3, 5, 7]),
-    )
-    frame = scheduler_pb2.WatchResponse(is_whole=True, unix_seconds=12.5, memory=memory)
-    frame.numbers.num_blocks = 9
-    frame.numbers.gpu_pool.used_blocks = 2
-    frame.waiting.add(request_id="r", reason=scheduler_pb2.WAIT_REASON_SHARED_PREFIX)
-    frame.steps.add(step_id=3, num_decodes=1)
-    return frame
-
-
-async def test_the_feed_has_the_frames_of_each_replica_as_json(open_page, scheduler):
-    scheduler.frames.append(make_frame())
-    (*_, (name, frame)) = await events_of(open_page, "/ui/feed", "frame")
-    assert (name, frame["replica"], frame["is_whole"], frame["unix_seconds"]) == (
-        "frame",
-        scheduler.address,
-        True,
-        12.5,
-    )
-    assert frame["numbers"]["num_blocks"] == 9
-    assert frame["numbers"]["gpu_pool"]["used_blocks"] == 2
-    assert frame["memory"]["tables"] == [1, 0, 5, 1, 1, 7]
-    assert frame["memory"]["names"] == ["0102030405060708", ""]
-    assert frame["memory"]["sequences"][0]["request_id"] == "<b>"
-    assert frame["waiting"][0]["reason"] == "shared_prefix"
-    assert scheduler.watches[-1].include_memory
 
 
 async def test_the_feed_knows_replicas_that_are_gone(open_page, scheduler, gateway):

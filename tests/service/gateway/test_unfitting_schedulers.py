@@ -105,3 +105,26 @@ async def test_a_scheduler_that_comes_back_with_another_model_gets_requests_with
         assert (await waiting).token_ids == expected_ids("waiting", 8)
         assert len(scheduler.submits) == 3
     await scheduler.stop()
+
+
+async def test_a_request_of_a_changed_model_goes_on_at_a_replica_that_has_the_one_before(without_weights):
+    schedulers = [FakeScheduler(model=OLD_MODEL, step_delay_s=0.01) for _ in range(2)]
+    for each in schedulers:
+        await each.start()
+    async with running_gateway(*schedulers, model=without_weights) as gateway:
+        await asyncio.gather(*(each.until(lambda each=each: each.is_heard) for each in schedulers))
+        reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(max_tokens=30))))
+        begun: list[FakeScheduler] = []
+
+        async def has_begun(each: FakeScheduler) -> None:
+            await each.until(lambda: any(one.num_emitted > 3 for one in each.live.values()))
+            begun.append(each)
+
+        both = [asyncio.create_task(has_begun(each)) for each in schedulers]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        fail_for_model(begun[0])
+        assert (await reading).token_ids == expected_ids("hello", 30)
+        assert [len(each.submits) for each in schedulers] == [1, 1]
+        await asyncio.gather(*both)
+    for each in schedulers:
+        await each.stop()
