@@ -19,7 +19,6 @@ from tests.support.fake_scheduler import FakeScheduler
 from tests.support.fronts import FRONTS, Answer, Completions, GrpcGenerate, Messages, Responses
 from tests.support.gateway_process import RunningGateway, error_of, running_gateway
 from tests.support.keys import KeysFile
-from tests.support.metrics import read_metrics
 
 MODEL = "quire-tiny"
 WORDS = "word " * 20
@@ -181,28 +180,6 @@ async def test_requests_run_at_the_keys_priority_and_may_lower_it_but_not_exceed
     )
     assert refusal.message == f"priority {allowed}"
     assert len(rig.scheduler.submits) == 3
-
-
-@BOTH
-async def test_calls_that_a_valid_key_does_not_allow_are_counted_by_reason(rig, kind):
-    holder = rig.holder(kind, access=Access(max_priority=0), limits=Limits(max_concurrent_requests=1))
-    slow = rig.holder(kind, limits=Limits(requests_per_minute=1))
-    assert await holder.reason(priority=1) == "PRIORITY_NOT_ALLOWED"
-    rig.scheduler.emits.clear()
-    running = asyncio.create_task(holder.ask())
-    await rig.scheduler.until(lambda: rig.scheduler.live)
-    refusal = (await holder.ask()).refusal
-    assert refusal is not None
-    assert (refusal.reason, bool(refusal.retry_after_s)) == ("CONCURRENCY_LIMIT", True)
-    rig.scheduler.emits.set()
-    assert (await running).text
-    rig.scheduler.refusal.append(FULL)
-    assert [await holder.reason(), await holder.reason()] == ["QUEUE_FULL", None]
-    assert [await slow.reason() for _ in range(3)] == [None, "RATE_LIMIT_EXCEEDED", "RATE_LIMIT_EXCEEDED"]
-    name = "quire_gateway_refused_callers_total"
-    metrics = await read_metrics(int(rig.gateway.http_url.rpartition(":")[2]))
-    counted = {key.split('"')[1]: value for key, value in metrics.items() if key.startswith(name)}
-    assert counted == {"PRIORITY_NOT_ALLOWED": 1, "CONCURRENCY_LIMIT": 1, "RATE_LIMIT_EXCEEDED": 2}
 
 
 @BOTH

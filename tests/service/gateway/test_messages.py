@@ -33,20 +33,6 @@ async def events_of(client, **fields) -> list[dict]:
     return events
 
 
-async def test_a_message_is_what_the_chat_says(client):
-    message = await create(client, system="Be brief.")
-    messages = [{"role": "system", "content": "Be brief."}, *HELLO["messages"]]
-    chat = (await client.post("/v1/chat/completions", json={"messages": messages})).json()
-    assert message["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
-    assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "quire-tiny")
-    assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
-    usage = message["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
-    assert usage["output_tokens"] == chat["usage"]["completion_tokens"]
-    counted = await client.post(f"{MESSAGES}/count_tokens", json={"system": "Be brief.", "messages": HELLO["messages"]})
-    assert counted.json() == {"input_tokens": chat["usage"]["prompt_tokens"]}
-
-
 async def test_a_stream_has_every_event_in_order(client):
     events = await events_of(client)
     kinds = [event["type"] for event in events]

@@ -4,7 +4,6 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 
-import httpx
 import pytest
 
 from quire.gateway.v1 import generation_pb2
@@ -64,22 +63,6 @@ async def test_a_grpc_request_continues_the_trace_of_its_metadata_and_the_schedu
     told = scheduler.submits[-1].trace_context
     assert told.traceparent == f"00-{trace_id}-{span.span_id}-01"
     assert told.tracestate == "vendor=value"
-
-
-async def test_an_http_request_continues_the_trace_of_its_headers(
-    traced: RunningGateway, collector: TraceCollector
-) -> None:
-    header, trace_id, caller = make_traceparent()
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "n": 1}
-    async with httpx.AsyncClient(timeout=60) as client:
-        answer = await client.post(
-            f"{traced.http_url}/v1/chat/completions", json=body, headers={"traceparent": header}, timeout=10
-        )
-    assert answer.status_code == 200
-    span = await span_of(collector, trace_id)
-    assert span.parent_id == caller
-    assert span.attributes["gen_ai.operation.name"] == "chat"
-    assert span.attributes["gen_ai.usage.output_tokens"] == 4
 
 
 @pytest.mark.parametrize(

@@ -49,16 +49,6 @@ def streamed(prompt: str, request_id: str, **parameters) -> dict:
     }
 
 
-async def test_infer_answers_with_the_request_id_and_every_output_that_is_wanted(gateway, client: TritonClient):
-    outputs = ["num_output_tokens", "text_output", "finish_reason", "num_input_tokens"]
-    answer = await client.infer(INPUTS, request_id="mine", parameters=EIGHT, outputs=outputs)
-    assert (answer["id"], answer["model_name"]) == ("mine", MODEL)
-    assert answer["outputs"].keys() == set(outputs)
-    assert answer["outputs"]["text_output"] == [await expected_text(gateway, "hello")]
-    assert answer["outputs"]["num_output_tokens"] == [8]
-    assert answer["outputs"]["finish_reason"] == ["length"]
-
-
 @pytest.mark.parametrize("empty_final", [False, True])
 async def test_stream_pieces_are_the_text_and_the_last_is_marked_final(gateway, client: TritonClient, empty_final):
     pieces = await client.stream(streamed("hello", "mine"), empty_final=empty_final)

@@ -17,6 +17,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.measured_gateway import MeasuredGateway, measured_gateway
@@ -106,6 +107,17 @@ async def a_long_output_comes_at_once(rig: Rig) -> None:
     assert len(answer.sequences[0].token_ids) == 40_000
 
 
+async def an_answer_with_many_log_probabilities(rig: Rig) -> None:
+    rig.scheduler.tokens_per_step = 10_000
+    try:
+        request = generation_pb2.GenerateRequest(text="hello", output=common_pb2.OutputOptions(logprobs=20))
+        request.stopping.CopyFrom(common_pb2.StoppingParameters(max_tokens=6000, ignore_eos=True))
+        answer = await rig.generation.Generate(request, timeout=60)
+    finally:
+        rig.scheduler.tokens_per_step = 1
+    assert len(answer.sequences[0].logprobs) == 6000
+
+
 async def a_thousand_requests_go_on_when_their_scheduler_is_back(rig: Rig) -> None:
     with rig.scheduler.standing_still():
         calling = asyncio.create_task(rig.complete(prompt=["hello there " * 100] * NUM_PROMPTS, max_tokens=2))
@@ -126,6 +138,7 @@ CALLS: dict[str, Callable[[Rig], Awaitable[None]]] = {
     "a long echo": partial(a_call_is_given_up, num_submits=1, prompt=[[7] * 50_000], n=128, echo=True),
     "a long text": a_long_text_is_tokenized,
     "a long output": a_long_output_comes_at_once,
+    "many log probabilities": an_answer_with_many_log_probabilities,
     "a lost scheduler": a_thousand_requests_go_on_when_their_scheduler_is_back,
 }
 

@@ -7,9 +7,6 @@ import pytest
 from gateway.api.fields import Conversation, Part, check_fields
 from gateway.request.violations import Violations
 from gateway.types import ChatMessage
-from quire.gateway.v1.generation_pb2 import ToolCall
-
-CALL = ToolCall(id="1", name="look", arguments="{}")
 
 
 class Inner(Part):
@@ -39,23 +36,6 @@ def test_every_other_field_is_refused_by_its_path():
         "inner.label": "is not a field that is known here",
         "entries[1].other": "is not a field that is known here",
     }
-
-
-def test_reasoning_content_and_calls_of_one_answer_are_one_message():
-    conversation = Conversation()
-    conversation.add("input[0]", "user", ["a", "b"])
-    conversation.add_reasoning("input[1]", ["hm"])
-    conversation.add_answer("input[2]", ["I look"])
-    conversation.add_call("input[3]", CALL)
-    conversation.add_result("input[4]", "1", ["found"])
-    assert conversation.messages == [
-        ChatMessage("user", "a\nb"),
-        ChatMessage("assistant", "I look", tool_calls=(CALL,), reasoning="hm"),
-        ChatMessage("tool", "found", tool_call_id="1"),
-    ]
-    assert conversation.path_of("messages[1].tool_calls[0].name") == "input[1]"
-    assert conversation.path_of("messages[2].content") == "input[4]"
-    assert conversation.path_of("messages") is None
 
 
 @pytest.mark.parametrize("joins", [False, True])

@@ -126,15 +126,6 @@ def test_a_refused_request_gets_back_what_it_did_not_use(clock, refund, left):
         assert refusal(account).metadata["limit"] == "requests_per_minute"
 
 
-def test_a_call_whose_requests_are_not_all_admitted_now_is_refused_before_the_first(clock):
-    account = Account(Limits(requests_per_minute=3), clock)
-    run_one(account)
-    with pytest.raises(ResourceExhausted) as raised:
-        account.check_call(3)
-    assert raised.value.retry_after_ms == 20_000
-    account.check_call(2)
-
-
 def test_changed_limits_hold_at_once_and_forget_nothing(clock):
     account = Account(Limits(requests_per_minute=10), clock)
     for _ in range(5):

@@ -87,19 +87,6 @@ async def running(rig: Rig) -> AsyncIterator[Rig]:
     assert not any(link.is_running for link in rig.made.values())
 
 
-async def test_an_address_that_the_name_gets_is_linked_while_others_run_on():
-    async with running(Rig()) as rig:
-        await rig.until(A)
-        first = rig.made[A]
-        rig.answer = {A, B}
-        await rig.until(A, B)
-        await until_true(lambda: rig.made[B].is_running)
-    assert rig.made[A] is first
-    # Its certificate names the name, not the address.
-    assert rig.made[B].host_name == "replicas.test"
-    assert (rig.found, rig.gone) == ([A, B], [])
-
-
 async def test_an_address_that_the_name_loses_stays_until_its_requests_are_over():
     async with running(Rig()) as rig:
         rig.busy = {A}

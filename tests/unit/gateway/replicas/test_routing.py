@@ -105,18 +105,6 @@ def test_round_robin_takes_turns_whatever_the_load():
     assert [router.choose(STORY, "", candidates) for _ in range(4)] == ["a", "b", "a", "b"]
 
 
-def test_updates_add_up_until_all_is_cleared():
-    hashes = prompt_hashes(STORY, "", SIZE)
-    names = list(map(short, hashes))
-    cached = CachedBlocks()
-    cached.update(cache_update_from(scheduler_pb2.CacheUpdate(cleared=True, stored=b"".join(names[:6]))))
-    assert (len(cached), cached.num_cached(hashes)) == (6, 6)
-    cached.update(cache_update_from(scheduler_pb2.CacheUpdate(removed=names[3], stored=names[7] + names[0])))
-    assert (len(cached), cached.num_cached(hashes)) == (6, 3)
-    cached.update(cache_update_from(scheduler_pb2.CacheUpdate(cleared=True)))
-    assert (len(cached), cached.num_cached(hashes)) == (0, 0)
-
-
 def test_of_a_part_the_last_block_that_is_told_counts():
     hashes = [BlockHash(bytes(31) + bytes([end])) for end in (1, 4, 3, 8, 1, 12, 2)]
     cached = CachedBlocks()

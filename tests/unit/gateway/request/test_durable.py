@@ -162,25 +162,6 @@ async def test_of_calls_that_resume_it_at_once_one_copies_at_a_time_and_only_the
     assert copied == [first] * 51 + [last] * 51
 
 
-async def test_its_time_begins_anew_with_its_end(reads, account, ledger, monkeypatch):
-    loop, timers = asyncio.get_running_loop(), []
-    call_later = loop.call_later
-
-    def note_timer(delay, callback, *args):
-        timers.append((delay, call_later(delay, callback, *args)))
-        return timers[-1][1]
-
-    monkeypatch.setattr(loop, "call_later", note_timer)
-    live = read_and_leave(reads, account, ledger)
-    complete(live)
-    (first_s, first), (second_s, second) = timers
-    assert (first_s, second_s) == (60.0, 60.0)
-    assert first.cancelled()
-    assert not second.cancelled()
-    reads.close()
-    assert second.cancelled()
-
-
 async def test_resumption_with_another_key_pays_for_what_comes_from_then_on(reads, account, ledger):
     earlier = read_and_leave(reads, account, ledger)
     ledger.close(earlier)
@@ -223,13 +204,6 @@ async def test_one_that_is_over_makes_way_for_another_of_its_id(reads, account, 
     complete(read_and_leave(reads, account, ledger))
     reads.drop_completed("acme", "story")
     ledger.check_unused("acme", "story")
-
-
-async def test_one_that_runs_does_not(reads, account, ledger):
-    live = read_and_leave(reads, account, ledger)
-    reads.drop_completed("acme", "story")
-    assert ledger.get("acme", "story") is live
-    reads.close()
 
 
 async def test_a_call_that_resumes_it_and_leaves_while_it_waits_lets_the_next_one_go_on(reads, account, ledger):

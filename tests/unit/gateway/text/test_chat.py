@@ -89,20 +89,11 @@ def test_a_broken_template_is_a_configuration_error_of_one_line(source: str):
 
 
 SYSTEM = ChatMessage("system", "Be kind to all foxes.")
-USER = ChatMessage("user", "Who are you?")
 
 SYSTEM_IN_FIRST_TURN = (
     "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% set system = messages[0].content + '. ' %}"
     "{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}"
     "{% for m in rest %}[{{ system if loop.first }}{{ m.content }}]{% endfor %}"
-)
-FORGETS_OLD_ANSWERS = (
-    "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}<{{ m.role }}>{{ m.content }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-KNOWS_BOTS_ALONE = (
-    "{% for m in messages %}{% if m.role != 'bot' %}{{ raise_exception('only bots') }}{% endif %}{{ m.content }}"
-    "{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
 )
 
 
@@ -125,16 +116,6 @@ def prefix_of(tmp_path):
 def test_a_system_message_that_is_written_with_the_first_turn_is_shared(prefix_of):
     # Not the space at its end, which is one token with a word that follows.
     assert prefix_of(SYSTEM_IN_FIRST_TURN, SYSTEM) == "[Be kind to all foxes.."
-
-
-def test_what_a_template_drops_later_is_not_shared(prefix_of):
-    answer = ChatMessage("assistant", "A fox.")
-    assert prefix_of(FORGETS_OLD_ANSWERS, USER, answer) == "<user>Who are you?<user>"
-
-
-def test_messages_that_the_template_refuses_are_refused(prefix_of):
-    with pytest.raises(InvalidArgument, match="only bots"):
-        prefix_of(KNOWS_BOTS_ALONE, USER)
 
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))

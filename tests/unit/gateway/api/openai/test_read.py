@@ -7,7 +7,6 @@ import pytest
 from gateway.api.openai.completion_calls import CompletionCall
 from gateway.api.openai.read import completion_options, completion_prompts, param_name
 from gateway.api.openai.schemas import ChatBody, CompletionBody
-from gateway.types import TextPrompt, TokenPrompt
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,
     EARLY_STOPPING_NEVER,
@@ -32,21 +31,6 @@ def chat(content: Any = "hello", **fields) -> ChatBody:
 def options(**fields):
     body = completion(**fields)
     return completion_options(body, completion_prompts(body)[0], "id")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [
-        ("a", [TextPrompt("a")]),
-        (["a", "b"], [TextPrompt("a"), TextPrompt("b")]),
-        ([1, 2], [TokenPrompt([1, 2])]),
-        ([[1, 2], [3]], [TokenPrompt([1, 2]), TokenPrompt([3])]),
-        ([[]], [TokenPrompt([])]),
-        ([], [TokenPrompt([])]),
-    ],
-)
-def test_the_four_kinds_of_prompts(prompt, expected):
-    assert completion_prompts(completion(prompt=prompt)) == expected
 
 
 @pytest.mark.parametrize(
@@ -80,11 +64,6 @@ def test_an_echo_with_log_probabilities_asks_for_those_of_the_prompt():
     assert options(echo=True, logprobs=2, prompt_logprobs=1).output.prompt_logprobs == 2
     assert options(logprobs=2).asked("output.prompt_logprobs") is None
     assert options(echo=True).asked("output.prompt_logprobs") is None
-
-
-def test_an_echo_of_no_tokens_generates_one_that_is_not_shown():
-    assert options(echo=True, max_tokens=0).stopping.max_tokens == 1
-    assert options(max_tokens=0).asked("stopping.max_tokens") == 0
 
 
 @pytest.mark.parametrize(
