@@ -4,14 +4,12 @@ responses, Anthropic's messages, and the Open Inference Protocol of KServe.
 Parameters have the names of the gRPC contract; a front has those of `takes`.
 """
 
-import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import grpc.aio
-import httpx
 from google.protobuf.json_format import ParseDict
 
 from quire.common.v1 import common_pb2
@@ -95,8 +93,8 @@ class Front:
     field_names: ClassVar[Mapping[str, str]] = {}
     """Names of fields in errors, where they are not those of the gRPC contract without its groups."""
 
-    def __init__(self, gateway: RunningGateway, http: httpx.AsyncClient) -> None:
-        self._gateway, self._http = gateway, http
+    def __init__(self, gateway: RunningGateway) -> None:
+        self._gateway = gateway
 
     async def ask(
         self, text: Any = "hello", *, streams: bool = False, authorizations: Sequence[str] = (), **fields: Any
@@ -311,7 +309,7 @@ class _OfHttp(Front):
         self, answer: Answer, text: Any, fields: dict[str, Any], headers: list[tuple[str, str]], *, streams: bool
     ) -> None:
         body = self._body(text, fields) | ({"stream": True} if streams else {})
-        async with self._http.stream("POST", self.path, json=body, headers=headers) as response:
+        async with self._gateway.http.stream("POST", self.path, json=body, headers=headers) as response:
             if response.status_code == 200 and streams:
                 async for line in response.aiter_lines():
                     if line.startswith("data: {"):
@@ -531,10 +529,3 @@ CHATS = tuple(front for front in FRONTS if "tools" in front.takes)
 
 def fronts_that_take(*fields: str) -> tuple[type[Front], ...]:
     return tuple(front for front in FRONTS if front.takes.issuperset(fields))
-
-
-@contextlib.asynccontextmanager
-async def front_of(gateway: RunningGateway, front: type[Front]) -> AsyncIterator[Front]:
-    """The front of a gateway until the block ends."""
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
-        yield front(gateway, client)

@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import grpc.aio
+import httpx
 
 from gateway.app import Gateway
 from gateway.replicas.members import Resolver
@@ -37,6 +39,11 @@ class RunningGateway:
     prefixes: prefix_pb2_grpc.PrefixServiceStub
     http_url: str
 
+    @cached_property
+    def http(self) -> httpx.AsyncClient:
+        """A client of its HTTP port, which is closed with it."""
+        return httpx.AsyncClient(base_url=self.http_url, timeout=60)
+
     async def raw_unary(self, method: str, data: bytes) -> bytes:
         """Calls a method of GenerationService with bytes that no stub would send."""
         call = self.channel.unary_unary(GENERATION + method)
@@ -51,24 +58,28 @@ async def running_gateway(
     addresses = tuple(scheduler.address for scheduler in schedulers)
     values = {"grpc_port": 0, "http_port": 0, "schedulers": addresses, "drain_timeout": 0.0} | settings
     gateway = await Gateway.start(GatewaySettings(**values), resolver=resolver)
-    running = asyncio.create_task(gateway.run())
+    serving = asyncio.create_task(gateway.run())
     channel = grpc.aio.insecure_channel(gateway.grpc_address)
+    running = RunningGateway(
+        gateway,
+        channel,
+        generation_pb2_grpc.GenerationServiceStub(channel),
+        model_pb2_grpc.ModelServiceStub(channel),
+        prefix_pb2_grpc.PrefixServiceStub(channel),
+        f"http://{gateway.http_address}",
+    )
     try:
         for scheduler in schedulers:
             await scheduler.until_known()
-        yield RunningGateway(
-            gateway,
-            channel,
-            generation_pb2_grpc.GenerationServiceStub(channel),
-            model_pb2_grpc.ModelServiceStub(channel),
-            prefix_pb2_grpc.PrefixServiceStub(channel),
-            f"http://{gateway.http_address}",
-        )
+        yield running
     finally:
+        # Where it was used.
+        if "http" in vars(running):
+            await running.http.aclose()
         await channel.close()
-        running.cancel()
+        serving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await running
+            await serving
         await gateway.stop(values["drain_timeout"])
 
 

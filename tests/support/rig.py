@@ -36,7 +36,10 @@ class Rig:
 
     gateway: RunningGateway
     scheduler: FakeScheduler
-    http: httpx.AsyncClient
+
+    @property
+    def http(self) -> httpx.AsyncClient:
+        return self.gateway.http
 
     def says(self, text: str) -> None:
         """What all sequences say before they end by themselves."""
@@ -56,11 +59,8 @@ async def running_rig(directory: Path, **settings: Any) -> AsyncIterator[Rig]:
     scheduler = FakeScheduler()
     await scheduler.start()
     settings = {"model": str(write_chat_model(directory / "model")), "served_model_name": "quire-tiny"} | settings
-    async with (
-        running_gateway(scheduler, max_stored_response_bytes=1 << 20, **settings) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
-    ):
-        yield Rig(gateway, scheduler, http)
+    async with running_gateway(scheduler, max_stored_response_bytes=1 << 20, **settings) as gateway:
+        yield Rig(gateway, scheduler)
     await scheduler.stop()
 
 

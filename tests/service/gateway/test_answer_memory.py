@@ -2,7 +2,6 @@
 
 import asyncio
 
-import httpx
 import pytest
 
 from tests.support.gateway_process import running_gateway
@@ -18,8 +17,7 @@ async def small_gateway(scheduler):
 
 
 async def post(gateway, **fields):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
-        return await http.post(COMPLETIONS, json=fields)
+    return await gateway.http.post(COMPLETIONS, json=fields)
 
 
 async def test_an_answer_that_is_asked_to_be_too_large_is_refused_with_the_way_out(small_gateway, scheduler):
@@ -39,8 +37,7 @@ async def test_an_answer_that_grows_too_large_ends_alone_and_its_requests_are_ab
     scheduler.tokens_per_step = 8
     others = [post(small_gateway, prompt="hello", max_tokens=200, logprobs=5) for _ in range(3)]
     body = {"messages": [{"role": "user", "content": "x"}], "n": 1, "logprobs": True, "top_logprobs": 20}
-    async with httpx.AsyncClient(base_url=small_gateway.http_url, timeout=60) as http:
-        large, *answers = await asyncio.gather(http.post("/v1/chat/completions", json=body), *others)
+    large, *answers = await asyncio.gather(small_gateway.http.post("/v1/chat/completions", json=body), *others)
     assert large.status_code == 400
     assert "--max-answer-bytes is 200,000; stream the answer" in large.json()["error"]["message"]
     assert [len(answer.json()["choices"][0]["logprobs"]["tokens"]) for answer in answers] == [200] * 3

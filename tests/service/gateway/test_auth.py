@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import grpc
-import httpx
 import pytest
 import pytest_asyncio
 
@@ -52,7 +51,6 @@ class Holder:
 @dataclass(frozen=True)
 class Rig:
     gateway: RunningGateway
-    http: httpx.AsyncClient
     keys: KeysFile
     scheduler: FakeScheduler
 
@@ -60,7 +58,7 @@ class Rig:
         """A front of a new key, which the gateway knows."""
         key = self.keys.add(tenant, **options)
         self.gateway.gateway.authenticator.refresh()
-        return Holder(kind(self.gateway, self.http), key)
+        return Holder(kind(self.gateway), key)
 
     async def tokenize(self, key: str) -> None:
         request = generation_pb2.TokenizeRequest(text="x")
@@ -70,11 +68,8 @@ class Rig:
 @pytest_asyncio.fixture(loop_scope="session")
 async def rig(scheduler, tmp_path) -> AsyncIterator[Rig]:
     keys = KeysFile(tmp_path / "keys.json")
-    async with (
-        running_gateway(scheduler, keys_files=(keys.path,), open_metrics=True) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
-    ):
-        yield Rig(gateway, http, keys, scheduler)
+    async with running_gateway(scheduler, keys_files=(keys.path,), open_metrics=True) as gateway:
+        yield Rig(gateway, keys, scheduler)
 
 
 BOTH = pytest.mark.parametrize("kind", [GrpcGenerate, Completions], ids=["grpc", "http"])
@@ -82,7 +77,7 @@ BOTH = pytest.mark.parametrize("kind", [GrpcGenerate, Completions], ids=["grpc",
 
 @pytest.mark.parametrize("kind", FRONTS, ids=lambda front: front.name)
 async def test_only_a_valid_key_opens_a_front_and_as_often_as_it_may(rig, kind):
-    front = kind(rig.gateway, rig.http)
+    front = kind(rig.gateway)
     expired = rig.keys.add("acme", expires_at=datetime.now(UTC) - timedelta(seconds=1))
     first, second = (rig.keys.add("acme", limits=Limits(requests_per_minute=1)) for _ in range(2))
     rig.gateway.gateway.authenticator.refresh()
@@ -188,7 +183,7 @@ async def test_a_model_that_is_not_allowed_is_as_one_that_is_not_there(rig, kind
     other = rig.holder(kind, access=Access(models=frozenset({"another"})))
     for holder, models in ((allowed, [MODEL]), (other, [])):
         authorization = f"Bearer {holder.key}"
-        listed = (await rig.http.get("/v1/models", headers={"authorization": authorization})).json()["data"]
+        listed = (await rig.gateway.http.get("/v1/models", headers={"authorization": authorization})).json()["data"]
         request, metadata = model_pb2.ListModelsRequest(), (("authorization", authorization),)
         of_grpc = (await rig.gateway.models.ListModels(request, metadata=metadata)).models
         assert [each["id"] for each in listed] == [each.name for each in of_grpc] == models
@@ -203,7 +198,7 @@ async def test_a_model_that_is_not_allowed_is_as_one_that_is_not_there(rig, kind
     assert MODEL not in absent.message
     assert (await error_of(rig.tokenize(other.key))).reason == "MODEL_NOT_FOUND"
     headers = {"authorization": f"Bearer {other.key}"}
-    tokenized = await rig.http.post("/tokenize", json={"prompt": "x"}, headers=headers)
+    tokenized = await rig.gateway.http.post("/tokenize", json={"prompt": "x"}, headers=headers)
     assert (tokenized.status_code, tokenized.json()["error"]["code"]) == (404, "model_not_found")
 
 
@@ -220,9 +215,9 @@ async def test_tenants_may_use_one_request_id_at_the_same_time(rig, kind):
 
 @pytest.mark.parametrize("kind", [GrpcGenerate, Completions, Responses])
 async def test_ids_that_the_gateway_makes_are_long_and_random(scheduler, kind):
-    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
+    async with running_gateway(scheduler) as gateway:
         for shown in ([], ["Bearer whatever"], []):
-            assert (await kind(gateway, http).ask(authorizations=shown)).text
+            assert (await kind(gateway).ask(authorizations=shown)).text
     # Without a file of keys everybody is the default tenant.
     assert {submit.tenant for submit in scheduler.submits} == {"default"}
     ids = [submit.request_id.rpartition("_" if kind is Responses else "-")[2] for submit in scheduler.submits]

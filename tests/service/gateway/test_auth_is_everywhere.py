@@ -152,32 +152,30 @@ async def test_a_service_that_nobody_named_is_refused_with_a_key_too(keys, key):
 async def test_every_path_but_the_open_ones_is_refused_without_a_key(gateway, key):
     known = set(paths_of(gateway.gateway._http.config.app.routes))
     assert {"/v1/chat/completions", "/v1/models", "/metrics", "/tokenize"} <= known
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=30) as client:
-        for path in {re.sub(r"{.*?}", "x", path) for path in known} | {"/", "/no/such", "/docs", "/health/"}:
-            for method in ("GET", "POST", "OPTIONS", "PUT"):
-                response = await client.request(method, path)
-                if path in OPEN_PATHS | access.OPEN_PATHS:
-                    assert response.status_code != 401, path
-                    continue
-                assert response.status_code == 401, (method, path)
-                assert response.headers["www-authenticate"] == "Bearer"
-                if method == "GET" and path in ("/ui", "/ui/"):
-                    assert "This page is for operators" in response.text
-                    continue
-                error = response.json()["error"]
-                if path.startswith("/v1/messages"):
-                    assert error["type"] == "authentication_error"
-                    continue
-                assert (error["type"], error["code"]) == ("invalid_request_error", "missing_api_key")
-        for path in OPEN_PATHS:
-            assert (await client.get(path)).status_code in (200, 503)
-        assert (await client.get("/no/such", headers=dict(bearer(key)))).status_code == 404
+    for path in {re.sub(r"{.*?}", "x", path) for path in known} | {"/", "/no/such", "/docs", "/health/"}:
+        for method in ("GET", "POST", "OPTIONS", "PUT"):
+            response = await gateway.http.request(method, path)
+            if path in OPEN_PATHS | access.OPEN_PATHS:
+                assert response.status_code != 401, path
+                continue
+            assert response.status_code == 401, (method, path)
+            assert response.headers["www-authenticate"] == "Bearer"
+            if method == "GET" and path in ("/ui", "/ui/"):
+                assert "This page is for operators" in response.text
+                continue
+            error = response.json()["error"]
+            if path.startswith("/v1/messages"):
+                assert error["type"] == "authentication_error"
+                continue
+            assert (error["type"], error["code"]) == ("invalid_request_error", "missing_api_key")
+    for path in OPEN_PATHS:
+        assert (await gateway.http.get(path)).status_code in (200, 503)
+    assert (await gateway.http.get("/no/such", headers=dict(bearer(key)))).status_code == 404
 
 
 async def test_a_key_may_come_in_the_header_of_anthropic_s_clients(gateway, key):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
-        for shown, status in ((key, 200), ("no", 401)):
-            assert (await client.get("/v1/models", headers={"x-api-key": shown})).status_code == status
+    for shown, status in ((key, 200), ("no", 401)):
+        assert (await gateway.http.get("/v1/models", headers={"x-api-key": shown})).status_code == status
 
 
 async def test_another_tenants_running_request_cannot_be_told_from_one_that_is_not_there(gateway, keys, scheduler):
@@ -216,8 +214,7 @@ async def test_pins_need_a_key_that_allows_them_and_are_the_tenants_own(gateway,
         async with AsyncClient(gateway.gateway.grpc_address, api_key=pinning[tenant]) as client:
             await client.pin_prefix(LONG_TEXT)
     assert [request.tenant for request in scheduler.pin_requests] == ["one", "two"]
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
-        metrics = (await http.get("/metrics", headers=dict(bearer(operator)))).text
+    metrics = (await gateway.http.get("/metrics", headers=dict(bearer(operator)))).text
     assert 'quire_gateway_refused_callers_total{reason="PINNING_NOT_ALLOWED"} 2.0' in metrics
 
 
@@ -241,9 +238,8 @@ async def test_replicas_and_metrics_are_for_operators(gateway, keys, key):
     for shown, status, num_replicas in ((key, 403, 0), (operator, 200, 1)):
         async with AsyncClient(gateway.gateway.grpc_address, api_key=shown) as client:
             assert len((await client.server_info()).replicas) == num_replicas
-        async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
-            response = await client.get("/metrics", headers=dict(bearer(shown)))
-            assert response.status_code == status
+        response = await gateway.http.get("/metrics", headers=dict(bearer(shown)))
+        assert response.status_code == status
     assert 'quire_gateway_refused_callers_total{reason="OPERATORS_ONLY"} 1.0' in response.text
 
 

@@ -40,11 +40,10 @@ async def test_a_grpc_connection_too_many_is_closed_until_another_one_ends(sched
 
 async def test_the_body_of_an_answer_waits_for_no_packet_of_the_client(gateway):
     """On a loop of asyncio, too, which sets TCP_NODELAY only for sockets that it makes."""
-    async with httpx.AsyncClient(base_url=gateway.http_url) as client:
-        assert (await client.get("/health")).status_code == 200
-        (connection,) = gateway.gateway._http.server_state.connections
-        accepted = connection.transport.get_extra_info("socket")
-        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    assert (await gateway.http.get("/health")).status_code == 200
+    (connection,) = gateway.gateway._http.server_state.connections
+    accepted = connection.transport.get_extra_info("socket")
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_calls_beyond_those_of_one_connection_wait_in_the_client(scheduler):
@@ -70,9 +69,8 @@ async def test_an_http_connection_too_many_is_closed_and_counted_until_another_o
         surplus = await connection_to(gateway)
         assert await read_to_end(surplus) == b""
         held[1].close()
-        async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
-            async with asyncio.timeout(30):
-                metrics = await answered(client, "/metrics")
+        async with asyncio.timeout(30):
+            metrics = await answered(gateway.http, "/metrics")
         assert "quire_gateway_refused_http_connections_total" in metrics
         assert "quire_gateway_refused_http_connections_total 0.0" not in metrics
         surplus.close()

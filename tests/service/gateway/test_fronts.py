@@ -4,7 +4,6 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
 import pytest
 from google.rpc import code_pb2
 
@@ -52,7 +51,7 @@ STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["whole", "strea
 
 @pytest.fixture
 def front(rig: Rig, request: pytest.FixtureRequest) -> Front:
-    return request.param(rig.gateway, rig.http)
+    return request.param(rig.gateway)
 
 
 def over(fronts) -> pytest.MarkDecorator:
@@ -161,7 +160,7 @@ async def test_the_scheduler_gets_every_parameter_and_every_default(rig, front):
 async def test_the_scheduler_gets_from_each_front_what_it_gets_over_grpc(rig, front, streams):
     alike = GrpcChat if isinstance(front, CHATS) else GrpcGenerate
     asked = {name: value for name, value in EVERYTHING.items() if name in front.takes}
-    for each in (front, alike(rig.gateway, rig.http)):
+    for each in (front, alike(rig.gateway)):
         assert (await each.ask("hello there", streams=streams, **asked)).refusal is None
     ours, theirs = rig.scheduler.submits
     for submit in (ours, theirs):
@@ -340,7 +339,7 @@ async def test_stop_strings_are_those_of_the_content(rig, front):
 async def test_tools_and_their_choice_are_in_the_prompt_and_the_constraint_as_over_grpc(rig, front, choice):
     rig.says(CALL)
     asked: dict[str, Any] = {"tools": [WEATHER]} | ({} if choice is None else {"tool_choice": choice})
-    for each in (front, GrpcChat(rig.gateway, rig.http)):
+    for each in (front, GrpcChat(rig.gateway)):
         assert (await each.ask(**asked)).refusal is None
     ours, theirs = rig.scheduler.submits
     assert prompt_of(ours) == prompt_of(theirs)
@@ -409,8 +408,8 @@ async def test_what_is_wrong_with_tools_is_named_as_its_front_has_it(rig, front,
 
 async def test_a_gateway_that_drains_finishes_what_runs_and_refuses_what_is_new_over_every_front(scheduler):
     scheduler.emits.clear()
-    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
-        fronts = [front(gateway, http) for front in FRONTS]
+    async with running_gateway(scheduler) as gateway:
+        fronts = [front(gateway) for front in FRONTS]
         running = [
             asyncio.create_task(
                 front.ask(
@@ -435,17 +434,14 @@ async def test_a_gateway_that_drains_finishes_what_runs_and_refuses_what_is_new_
 
 
 async def test_without_a_scheduler_every_front_is_unavailable():
-    async with (
-        running_gateway(schedulers=("127.0.0.1:1",), connect_timeout=0.05) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
-    ):
+    async with running_gateway(schedulers=("127.0.0.1:1",), connect_timeout=0.05) as gateway:
         for front in FRONTS:
-            refusal = (await front(gateway, http).ask()).refusal
+            refusal = (await front(gateway).ask()).refusal
             assert refusal is not None
             assert refusal.status == "UNAVAILABLE"
             assert front is Messages or refusal.reason == "NO_SCHEDULER"
         listing = gateway.models.ListModels(model_pb2.ListModelsRequest())
         pinning = gateway.prefixes.PinPrefix(prefix_pb2.PinPrefixRequest(text="hello"))
         assert [(await error_of(call)).reason for call in (listing, pinning)] == ["NO_SCHEDULER"] * 2
-        models = (await http.get("/v1/models")).json()["data"]
+        models = (await gateway.http.get("/v1/models")).json()["data"]
         assert [(model["id"], model["max_model_len"]) for model in models] == [("quire-tiny", None)]

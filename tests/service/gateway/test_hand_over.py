@@ -73,18 +73,15 @@ async def test_grpc_finds_no_fault_in_a_port_that_was_left(scheduler, capfd):
 
 
 async def test_a_connection_from_before_is_served_once_more_and_told_to_close(scheduler):
-    async with (
-        running_gateway(scheduler, reuse_port=True, hand_over=True) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
-    ):
-        before = await http.post("/v1/completions", json=COMPLETION)
+    async with running_gateway(scheduler, reuse_port=True, hand_over=True) as gateway:
+        before = await gateway.http.post("/v1/completions", json=COMPLETION)
         assert "connection" not in before.headers
         async with draining(gateway):
-            last = await http.post("/v1/completions", json=COMPLETION)
+            last = await gateway.http.post("/v1/completions", json=COMPLETION)
             assert last.status_code == 200
             assert last.headers["connection"] == "close"
             with pytest.raises(httpx.ConnectError):
-                await http.post("/v1/completions", json=COMPLETION)
+                await gateway.http.post("/v1/completions", json=COMPLETION)
 
 
 def test_only_a_gateway_that_shares_its_ports_can_hand_them_over():

@@ -6,7 +6,6 @@ import json
 import socket
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.support.gateway_process import running_gateway
@@ -42,12 +41,9 @@ async def test_a_caller_without_a_key_who_sends_half_a_body_is_answered_and_cut_
 
 async def test_a_body_that_nobody_reads_is_taken_in_for_a_while_so_that_its_sender_gets_the_answer(scheduler, tmp_path):
     keys = KeysFile(tmp_path / "keys.json").path
-    async with (
-        running_gateway(scheduler, keys_files=(keys,)) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
-    ):
+    async with running_gateway(scheduler, keys_files=(keys,)) as gateway:
         for _ in range(3):
-            answer = await http.post("/v1/completions", content=b" " * 3_000_000)
+            answer = await gateway.http.post("/v1/completions", content=b" " * 3_000_000)
             assert (answer.status_code, answer.headers["connection"]) == (401, "close")
 
 
@@ -64,10 +60,10 @@ async def test_a_body_that_comes_byte_by_byte_has_no_longer_than_one_that_stops(
 
 async def test_a_body_in_very_many_short_chunks_is_refused_and_other_ones_are_not(scheduler):
     body = json.dumps({"prompt": "hello", "max_tokens": 2}).encode()
-    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
+    async with running_gateway(scheduler) as gateway:
         # Fewer short ones, and more long ones.
         for chunks in (pieces(body.ljust(8000), 1), pieces(body.ljust(2_700_000), 300)):
-            assert (await http.post("/v1/completions", content=chunks)).status_code == 200
+            assert (await gateway.http.post("/v1/completions", content=chunks)).status_code == 200
         with await connection_to(gateway) as connection:
             connection.setblocking(True)
             connection.sendall(request("POST /v1/completions", {"transfer-encoding": "chunked"}))
@@ -77,7 +73,7 @@ async def test_a_body_in_very_many_short_chunks_is_refused_and_other_ones_are_no
             answer = await read_to_end(connection)
         assert answer[:12] in (b"", b"HTTP/1.1 400")
         assert not scheduler.live
-        assert (await http.get("/health")).status_code == 200
+        assert (await gateway.http.get("/health")).status_code == 200
 
 
 @pytest.mark.parametrize("behind_an_answer", [False, True])
@@ -166,8 +162,7 @@ async def test_of_too_many_bodies_the_one_that_has_come_for_longest_is_refused_a
             )
             assert refused.error["code"] == "bodies_full"
             assert f"{2 * MAX_BYTES:,} bytes" in refused.error["message"]
-            async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
-                answers = [await http.post("/v1/completions", content=body) for _ in range(4)]
+            answers = [await gateway.http.post("/v1/completions", content=body) for _ in range(4)]
             assert [answer.status_code for answer in answers] == [200] * 4
         finally:
             for connection in slow:
@@ -177,14 +172,11 @@ async def test_of_too_many_bodies_the_one_that_has_come_for_longest_is_refused_a
 async def test_bodies_of_requests_that_run_count_until_they_are_over(scheduler):
     scheduler.emits.clear()
     body = json.dumps({"prompt": "hello", "max_tokens": 2}).encode().ljust(MAX_BYTES)
-    async with (
-        running_gateway(scheduler, max_message_bytes=MAX_BYTES, max_total_body_bytes=MAX_BYTES) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
-    ):
-        running = asyncio.create_task(http.post("/v1/completions", content=body))
+    async with running_gateway(scheduler, max_message_bytes=MAX_BYTES, max_total_body_bytes=MAX_BYTES) as gateway:
+        running = asyncio.create_task(gateway.http.post("/v1/completions", content=body))
         await scheduler.until(lambda: scheduler.live)
-        refused = await http.post("/v1/completions", content=body)
+        refused = await gateway.http.post("/v1/completions", content=body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "bodies_full")
         scheduler.emits.set()
         assert (await running).status_code == 200
-        assert (await http.post("/v1/completions", content=body)).status_code == 200
+        assert (await gateway.http.post("/v1/completions", content=body)).status_code == 200

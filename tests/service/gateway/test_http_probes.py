@@ -26,8 +26,7 @@ async def ready_gateway(gateway, scheduler):
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_head_is_answered_as_get_without_a_body(ready_gateway, path):
-    async with httpx.AsyncClient(base_url=ready_gateway.http_url, timeout=60) as client:
-        asked, got = await client.head(path), await client.get(path)
+    asked, got = await ready_gateway.http.head(path), await ready_gateway.http.get(path)
     assert (asked.status_code, got.status_code) == (200, 200)
     assert headers_of(asked) == headers_of(got)
     assert got.content
@@ -37,18 +36,14 @@ async def test_head_is_answered_as_get_without_a_body(ready_gateway, path):
 async def test_head_says_not_ready_by_its_status():
     scheduler = FakeScheduler(refuses_connections=True)
     await scheduler.start()
-    async with (
-        running_gateway(scheduler) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client,
-    ):
-        answer = await client.head("/ready")
+    async with running_gateway(scheduler) as gateway:
+        answer = await gateway.http.head("/ready")
     assert (answer.status_code, answer.content) == (503, b"")
     await scheduler.stop()
 
 
 async def test_other_methods_are_told_which_there_are(gateway):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
-        answer = await client.post("/health")
+    answer = await gateway.http.post("/health")
     assert answer.status_code == 405
     assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD"}
 
@@ -58,17 +53,14 @@ async def test_pages_of_allowed_origins_alone_may_call(scheduler):
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization,content-type,x-stainless-lang",
     }
-    async with (
-        running_gateway(scheduler, allowed_origins=("https://a.example", "https://b.example")) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client,
-    ):
-        allowed = await client.options("/v1/completions", headers=preflight | {"origin": "https://b.example"})
+    async with running_gateway(scheduler, allowed_origins=("https://a.example", "https://b.example")) as gateway:
+        allowed = await gateway.http.options("/v1/completions", headers=preflight | {"origin": "https://b.example"})
         assert allowed.status_code == 200
         assert allowed.headers["access-control-allow-origin"] == "https://b.example"
         assert "authorization" in allowed.headers["access-control-allow-headers"].lower()
-        other = await client.options("/v1/completions", headers=preflight | {"origin": "https://c.example"})
+        other = await gateway.http.options("/v1/completions", headers=preflight | {"origin": "https://c.example"})
         assert (other.status_code, other.headers.get("access-control-allow-origin")) == (400, None)
-        answer = await client.post("/v1/completions", json={"prompt": 5}, headers={"origin": "https://a.example"})
+        answer = await gateway.http.post("/v1/completions", json={"prompt": 5}, headers={"origin": "https://a.example"})
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (400, "https://a.example")
 
 
@@ -78,11 +70,8 @@ async def test_an_unexpected_error_is_logged_once_with_the_id_that_its_answer_ha
         raise RuntimeError("broken")
 
     monkeypatch.setattr("gateway.server.http.generate_latest", fail)
-    async with (
-        running_gateway(scheduler, allowed_origins=("https://a.example",)) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
-    ):
-        answer = await http.get("/metrics", headers=sent | {"origin": "https://a.example"})
+    async with running_gateway(scheduler, allowed_origins=("https://a.example",)) as gateway:
+        answer = await gateway.http.get("/metrics", headers=sent | {"origin": "https://a.example"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "unexpected")
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
     (request_id,) = answer.headers.get_list("x-request-id")

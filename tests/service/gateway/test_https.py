@@ -68,9 +68,8 @@ async def test_who_believes_the_authority_is_answered_and_who_does_not_is_not(
     assert await is_answered(gateway, trusting(tmp_path))
     assert not await is_answered(gateway, trusting(tmp_path / "other"))
     assert not await is_answered(gateway, ssl.create_default_context())
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as plain:
-        with pytest.raises(httpx.TransportError):
-            await plain.get("/health")
+    with pytest.raises(httpx.TransportError):
+        await gateway.http.get("/health")
 
 
 async def test_new_files_hold_for_new_connections_and_running_ones_go_on(

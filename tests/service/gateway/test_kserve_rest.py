@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.service.gateway.test_kserve import infer as infer_over_grpc
@@ -50,13 +49,10 @@ async def test_the_server_and_its_model_are_live_and_ready(client):
 
 
 async def test_without_a_scheduler_it_is_live_and_not_ready():
-    async with (
-        running_gateway(schedulers=("127.0.0.1:1",)) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
-    ):
-        assert (await http.get("/v2/health/live")).status_code == 200
+    async with running_gateway(schedulers=("127.0.0.1:1",)) as gateway:
+        assert (await gateway.http.get("/v2/health/live")).status_code == 200
         for path in ("/v2/health/ready", f"{MODEL}/ready"):
-            response = await http.get(path)
+            response = await gateway.http.get(path)
             assert (response.status_code, response.json()["ready"]) == (503, False)
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 
-import httpx
 import pytest
 
 from quire.arrays import decode_int32
@@ -79,11 +78,8 @@ async def test_a_prompt_that_is_too_long_may_be_truncated_to_its_end(client, rig
 )
 async def test_a_conversation_that_the_model_cannot_take_is_refused(scheduler, tmp_path, files, code):
     directory = write_model_directory(tmp_path / "model", byte_level(), **files)
-    async with (
-        running_gateway(scheduler, model=str(directory)) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
-    ):
-        status, error = await error_of(http, CHAT)
+    async with running_gateway(scheduler, model=str(directory)) as gateway:
+        status, error = await error_of(gateway.http, CHAT)
         assert (status, error["param"], error["code"]) == (400, "messages", code)
 
 

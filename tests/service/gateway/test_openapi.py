@@ -3,7 +3,6 @@
 import json
 import re
 
-import httpx
 import pytest
 import pytest_asyncio
 
@@ -94,10 +93,7 @@ async def test_the_tokenizer_is_described_as_its_directory_has_it(client):
 async def test_a_key_without_the_model_gets_no_tokenizer(scheduler, tmp_path):
     keys = KeysFile(tmp_path / "keys.json")
     key = keys.add("acme", access=Access(models=frozenset({"other"})))
-    async with (
-        running_gateway(scheduler, keys_files=(keys.path,)) as running,
-        httpx.AsyncClient(base_url=running.http_url, timeout=60) as http,
-    ):
+    async with running_gateway(scheduler, keys_files=(keys.path,)) as running:
         for shown, status in ((key, 404), ("no", 401)):
-            answer = await http.get("/tokenizer_info", headers={"authorization": f"Bearer {shown}"})
+            answer = await running.http.get("/tokenizer_info", headers={"authorization": f"Bearer {shown}"})
             assert answer.status_code == status

@@ -17,8 +17,7 @@ PATH = "/v1/completions"
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def client(gateway):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
-        yield http
+    yield gateway.http
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import asyncio
 from collections import Counter, defaultdict
 from typing import Any
 
-import httpx
 import hypothesis
 import pytest
 import pytest_asyncio
@@ -106,9 +105,8 @@ def statuses_of(operation: Any, url: str, parameters: dict[str, str]) -> Counter
 
 
 async def test_answers_to_drawn_requests_are_those_that_the_document_describes(gateway):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
-        document = (await client.get("/openapi.json")).json()
-        stored = (await client.post("/v1/responses", json={"input": "hello"})).json()
+    document = (await gateway.http.get("/openapi.json")).json()
+    stored = (await gateway.http.post("/v1/responses", json={"input": "hello"})).json()
     parameters = {"model": "quire-tiny", "version": "1", "response_id": stored["id"]}
     found = list(schemathesis.openapi.from_dict(document).get_all_operations())
     operations = [each.ok() for each in found if isinstance(each, Ok)]

@@ -2,7 +2,6 @@
 
 import asyncio
 
-import httpx
 from grpc_health.v1 import health_pb2
 
 from gateway.replicas.members import Resolver
@@ -68,36 +67,34 @@ async def test_text_to_tokens_and_back(gateway):
 
 async def test_readiness_follows_the_scheduler(gateway, scheduler):
     await until_health_is(gateway.channel, "SERVING")
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
-        assert (await client.get("/ready")).status_code == 200
-        await scheduler.stop()
-        await until_health_is(gateway.channel, "NOT_SERVING")
-        answer = await client.get("/ready")
-        assert answer.status_code == 503
-        assert answer.json()["reason"].startswith("no scheduler is connected")
-        assert (await client.get("/health")).status_code == 200
-        scheduler.epoch += 1
-        await scheduler.start()
-        await until_health_is(gateway.channel, "SERVING")
-        assert (await client.get("/ready")).status_code == 200
+    assert (await gateway.http.get("/ready")).status_code == 200
+    await scheduler.stop()
+    await until_health_is(gateway.channel, "NOT_SERVING")
+    answer = await gateway.http.get("/ready")
+    assert answer.status_code == 503
+    assert answer.json()["reason"].startswith("no scheduler is connected")
+    assert (await gateway.http.get("/health")).status_code == 200
+    scheduler.epoch += 1
+    await scheduler.start()
+    await until_health_is(gateway.channel, "SERVING")
+    assert (await gateway.http.get("/ready")).status_code == 200
 
 
 async def test_a_replica_without_its_worker_is_not_ready_but_takes_requests(gateway, scheduler):
     await until_health_is(gateway.channel, "SERVING")
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
-        scheduler.lose_worker()
-        await until_health_is(gateway.channel, "NOT_SERVING")
-        answer = await client.get("/ready")
-        assert (answer.status_code, answer.json()["reason"]) == (503, "no scheduler has its worker")
-        info = await gateway.models.GetServerInfo(model_pb2.GetServerInfoRequest())
-        assert info.replicas[0].connected
-        waiting = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(max_tokens=4))))
-        await scheduler.until(lambda: scheduler.live)
-        assert not waiting.done()
-        scheduler.regain_worker()
-        assert len((await waiting).token_ids) == 4
-        await until_health_is(gateway.channel, "SERVING")
-        assert (await client.get("/ready")).status_code == 200
+    scheduler.lose_worker()
+    await until_health_is(gateway.channel, "NOT_SERVING")
+    answer = await gateway.http.get("/ready")
+    assert (answer.status_code, answer.json()["reason"]) == (503, "no scheduler has its worker")
+    info = await gateway.models.GetServerInfo(model_pb2.GetServerInfoRequest())
+    assert info.replicas[0].connected
+    waiting = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(max_tokens=4))))
+    await scheduler.until(lambda: scheduler.live)
+    assert not waiting.done()
+    scheduler.regain_worker()
+    assert len((await waiting).token_ids) == 4
+    await until_health_is(gateway.channel, "SERVING")
+    assert (await gateway.http.get("/ready")).status_code == 200
 
 
 NAME = "dns:///replicas.test:50052"
@@ -127,20 +124,16 @@ async def test_a_replica_that_appears_gets_requests_and_one_that_goes_gets_none(
         await until_true(lambda: scheduler.address not in links)
         assert await counts_after_four() == (6, 6)
         # Its counters stay.
-        async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
-            assert "quire_gateway_generated_tokens_total 24.0" in (await http.get("/metrics")).text
+        assert "quire_gateway_generated_tokens_total 24.0" in (await gateway.http.get("/metrics")).text
 
 
 async def test_readiness_names_a_name_that_cannot_be_resolved():
     async def resolve(name: DnsName) -> list[str]:
         raise OSError(-2, "Name or service not known")
 
-    async with (
-        running_gateway(resolver=Resolver(resolve, 0.01), schedulers=(NAME,)) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
-    ):
+    async with running_gateway(resolver=Resolver(resolve, 0.01), schedulers=(NAME,)) as gateway:
         replicas = gateway.gateway._generator.replicas
         await until_true(lambda: replicas.problems)
-        answer = await http.get("/ready")
+        answer = await gateway.http.get("/ready")
         assert answer.status_code == 503
         assert answer.json()["reason"] == f"no scheduler is connected; {NAME}: Name or service not known"

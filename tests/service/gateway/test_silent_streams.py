@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 
-import httpx
 import pytest
 
 from tests.support.gateway_process import collect, running_gateway, stream_request
@@ -32,8 +31,7 @@ async def lines_of(scheduler, path, body=None, **settings):
     """The lines of a stream, whose headers have come."""
     async with (
         running_gateway(scheduler, **settings) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=30) as http,
-        http.stream("POST", path, json=(body or BODIES[path]) | {"stream": True}) as response,
+        gateway.http.stream("POST", path, json=(body or BODIES[path]) | {"stream": True}) as response,
     ):
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -74,8 +72,7 @@ async def test_a_stream_without_silence_or_without_keepalive_has_no_comments(sch
 async def test_a_stream_that_no_scheduler_takes_keeps_its_status(scheduler):
     async with running_gateway(scheduler, connect_timeout=10 * SHORT_S, failover_delay=0.0) as gateway:
         await scheduler.stop()
-        async with httpx.AsyncClient(base_url=gateway.http_url, timeout=30) as http:
-            answer = await http.post(CHAT, json=BODIES[CHAT] | {"stream": True})
+        answer = await gateway.http.post(CHAT, json=BODIES[CHAT] | {"stream": True})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_scheduler")
 
 

@@ -22,8 +22,7 @@ OPERATOR = Access(is_operator=True)
 @pytest_asyncio.fixture(loop_scope="session")
 async def open_page(gateway) -> AsyncIterator[httpx.AsyncClient]:
     """Of a gateway that asks for no keys."""
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=30) as http:
-        yield http
+    yield gateway.http
 
 
 @pytest.fixture
@@ -35,10 +34,7 @@ def keys(tmp_path) -> KeysFile:
 async def page(scheduler, keys) -> AsyncIterator[httpx.AsyncClient]:
     """Of a gateway that asks for keys."""
     keys.add("nobody")
-    async with (
-        running_gateway(scheduler, keys_files=(keys.path,)) as running,
-        httpx.AsyncClient(base_url=running.http_url, timeout=30) as http,
-    ):
+    async with running_gateway(scheduler, keys_files=(keys.path,)) as running:
         # Keys that a test adds are known to the next call.
         real = running.gateway.authenticator.authenticate
 
@@ -47,7 +43,7 @@ async def page(scheduler, keys) -> AsyncIterator[httpx.AsyncClient]:
             return real(authorizations)
 
         running.gateway.authenticator.authenticate = authenticate
-        yield http
+        yield running.http
 
 
 async def events_of(http: httpx.AsyncClient, url: str, last: str) -> list[tuple[str, dict]]:
