@@ -87,17 +87,13 @@ class DurableReads:
         self._replicas = replicas
         self._tokenizer = tokenizer
         self._reads: dict[tuple[str, str], _Read] = {}
-        self._num_kept = self._kept_tokens = 0
+        self._kept_tokens = 0
         # Finished requests without a client, oldest first; they are evicted to make room.
         self._over: dict[_Read, None] = {}
         self._is_closed = False
         self._turns = TenantTurns()
         # The requests that a call resumes now, and the call that does so next, if any.
         self._next: dict[tuple[str, str], asyncio.Future[None] | None] = {}
-
-    def __len__(self) -> int:
-        """The number of requests that are read without a client."""
-        return self._num_kept
 
     def check_resumption(self, account: Account, tenant: str, request_id: str) -> None:
         """Whether the account may resume this request now. Raises as `Account.check` does."""
@@ -251,7 +247,6 @@ class DurableReads:
         # The request continues although the context of its earlier use ends.
         read.use = read.account.replace(read.use, _generated(live, read.base))
         read.timer = asyncio.get_running_loop().call_later(grace_s, self._expire, read)
-        self._num_kept += 1
         self._count(read, _num_tokens(live))
         live.when_over(lambda: self._note_over(read, grace_s))
         return True
@@ -297,7 +292,6 @@ class DurableReads:
         if read.timer is not None:
             read.timer.cancel()
             read.timer = None
-            self._num_kept -= 1
             self._count(read, 0)
             self._over.pop(read, None)
         read.account.end(read.use)

@@ -38,6 +38,7 @@ def with_parameter(name, **value):
         (lambda r: setattr(r.inputs[0], "datatype", "FP32"), "inputs[0].datatype", "BYTES"),
         (lambda r: setattr(r.inputs[0], "name", "other"), "inputs[0].name", "text_input"),
         (lambda r: r.inputs[1].contents.bool_contents.append(True), "inputs[1].shape", "2 came"),
+        (lambda r: setattr(r.inputs[1], "name", "text_input"), "inputs[1].name", "second time"),
         (lambda r: r.raw_input_contents.append(b"\x05"), "raw_input_contents", "1 entries for 3 inputs"),
         (
             lambda r: r.inputs[0].contents.bytes_contents.__setitem__(0, b"\xff"),

@@ -184,6 +184,7 @@ def test_what_is_read_does_not_depend_on_the_pieces(data):
 
 def test_arguments_are_delivered_as_they_come():
     parser = tool_format("hermes").parser(str)
+    assert not parser.is_reasoning
     assert parser.push('<tool_call>{"name": "now", "arguments": {"a": "x').tool_calls == (
         ToolCallDelta(0, "0", "now", '{"a": "x'),
     )

@@ -108,6 +108,7 @@ def test_text_is_no_constraint():
         ),
         ({"guided_choice": "a"}, "guided_choice"),
         ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag"),
+        ({"structural_tag": 7}, "structural_tag"),
     ],
 )
 def test_what_is_wrong_is_named(fields, path):
