@@ -1,4 +1,4 @@
-"""OpenAI's API in front of a fake scheduler: what reaches the scheduler, what comes back, and what is refused."""
+"""OpenAI's API in front of a fake scheduler: what reaches the scheduler, what comes back, whole and as a stream."""
 
 import asyncio
 import json
@@ -6,9 +6,10 @@ import json
 import pytest
 
 from quire.arrays import decode_int32
-from tests.support.fake_scheduler import scripted
+from tests.support.fake_scheduler import counting_rule, scripted
 from tests.support.gateway_process import running_gateway
 from tests.support.rig import SPEECH, TOKENIZER
+from tests.support.sse import read_stream
 from tests.support.tokenizers import byte_level, write_model_directory
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -245,3 +246,73 @@ async def test_what_a_model_that_generates_text_cannot_do_is_refused_with_the_re
     error = response.json()["error"]
     assert (response.status_code, error["type"], error["code"]) == (400, "invalid_request_error", "wrong_kind_of_model")
     assert 'model "quire-tiny" generates text' in error["message"]
+
+
+USAGE = {"stream_options": {"include_usage": True}}
+
+
+# A body for each path.
+BODIES = {CHAT: {"messages": HELLO, "max_tokens": 6}, COMPLETIONS: {"prompt": "hello", "max_tokens": 6}}
+
+
+PATHS = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+
+
+@pytest.fixture
+def counting_client(rig):
+    # Texts that depend on their prompts.
+    rig.scheduler.rule = counting_rule
+    return rig.http
+
+
+def text_of(path: str, chunks: list, index: int = 0) -> str:
+    """The text of one choice."""
+    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+    return "".join(choice["delta"].get("content", "") if path == CHAT else choice["text"] for choice in choices)
+
+
+@PATHS
+async def test_every_chunk_has_the_usage_so_far_where_it_is_continuous(counting_client, path):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks, is_done = await read_stream(counting_client, path, BODIES[path] | {"stream_options": options})
+    whole = (await counting_client.post(path, json=BODIES[path])).json()["usage"]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert is_done
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-2] == counts[-1] == 6
+    assert all(
+        usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        and usage["prompt_tokens"] == whole["prompt_tokens"]
+        for usage in (chunk["usage"] for chunk in chunks)
+    )
+    assert chunks[-1]["usage"] == whole
+
+
+async def test_ids_and_objects_are_those_of_openai(counting_client):
+    for path, prefix, kind, chunk_kind in (
+        (CHAT, "chatcmpl-", "chat.completion", "chat.completion.chunk"),
+        (COMPLETIONS, "cmpl-", "text_completion", "text_completion"),
+    ):
+        response = await counting_client.post(path, json=BODIES[path])
+        whole = response.json()
+        chunks, _ = await read_stream(counting_client, path, BODIES[path])
+        assert whole["id"].startswith(prefix)
+        assert response.headers["x-request-id"] == whole["id"]
+        assert (whole["object"], chunks[0]["object"]) == (kind, chunk_kind)
+        assert whole["model"] == "quire-tiny"
+        assert whole["system_fingerprint"].startswith("quire-")
+
+
+async def test_prompts_of_one_completion_keep_their_order(counting_client, rig):
+    prompts = ["hello", "good bye", "the little dragon"]
+    alone = [
+        (await counting_client.post(COMPLETIONS, json={"prompt": prompt})).json()["choices"][0]["text"]
+        for prompt in prompts
+    ]
+    whole = (await counting_client.post(COMPLETIONS, json={"prompt": prompts})).json()
+    assert [(choice["index"], choice["text"]) for choice in whole["choices"]] == list(enumerate(alone))
+    chunks, is_done = await read_stream(counting_client, COMPLETIONS, {"prompt": prompts} | USAGE)
+    assert is_done
+    assert [text_of(COMPLETIONS, chunks, index) for index in range(3)] == alone
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert whole["usage"]["completion_tokens"] == 48

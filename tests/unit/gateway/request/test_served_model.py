@@ -97,3 +97,13 @@ def test_settings_come_from_flags_and_environment():
 def test_schedulers_must_be_addresses(schedulers, says):
     with pytest.raises(ConfigurationError, match=says):
         load_settings(GatewaySettings, ["--schedulers", schedulers], {}, program="quire gateway")
+
+
+def load(*argv: str) -> GatewaySettings:
+    return load_settings(GatewaySettings, argv, {}, program="quire gateway")
+
+
+def test_the_longest_grace_is_what_schedulers_take():
+    assert load("--reconnect-grace=600").reconnect_grace == 600
+    with pytest.raises(ConfigurationError, match=r"--reconnect-grace.*the greatest value is 600"):
+        load("--reconnect-grace=600.001")
