@@ -261,3 +261,18 @@ async def test_a_message_of_anthropic_s_takes_results_and_is_counted(rig):
     counted = await rig.http.post("/v1/messages/count_tokens", json={"messages": messages, "tools": [tool]})
     usage = answer.json()["usage"]
     assert counted.json()["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+async def test_a_message_that_the_stream_helper_puts_together_goes_back_with_a_result(rig, openai):
+    rig.says(f"<think>Hm.</think>{CALL}")
+    asked = {"model": "quire-tiny", "messages": USER, "tools": TOOLS, "max_tokens": 300}
+    async with openai.chat.completions.stream(**asked) as stream:
+        message = (await stream.get_final_completion()).choices[0].message
+    assert message.content is None
+    (call,) = message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Rome"}
+    rig.says("It is warm.")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "warm"}
+    again = await chat(openai, messages=[*USER, message, result])
+    assert again.choices[0].message.content == "It is warm."
+    assert "<think>Hm.</think>" in prompt_text_of(rig.scheduler.submits[-1])

@@ -156,3 +156,20 @@ async def test_a_collector_that_is_down_costs_requests_nothing_and_the_log_one_l
         stopped_at = loop.time()
     assert loop.time() - stopped_at < 30
     assert sum("traces cannot be sent" in record.message for record in caplog.records) == 1
+
+
+async def test_a_request_that_is_submitted_again_stays_in_its_trace(
+    traced: RunningGateway, scheduler: FakeScheduler, collector: TraceCollector
+) -> None:
+    header, trace_id, _ = make_traceparent()
+    scheduler.step_delay_s = 0.02
+    call = traced.generation.GenerateStream(stream_request(max_tokens=20), metadata=(("traceparent", header),))
+    responses = aiter(call)
+    assert (await anext(responses)).HasField("chunk")
+    scheduler.break_streams()
+    await scheduler.until(lambda: len(scheduler.submits) == 2)
+    assert scheduler.submits[0].trace_context == scheduler.submits[1].trace_context
+    async with asyncio.timeout(30):
+        assert [response async for response in responses][-1].HasField("completed")
+    span = await span_of(collector, trace_id)
+    assert (span.attributes["quire.submissions"], span.attributes["quire.outcome"]) == (2, "completed")
