@@ -38,18 +38,13 @@ async def document(shared_rig):
 
 ANSWERS = [
     ("GET", "/health", None),
-    ("GET", "/ready", None),
-    ("GET", "/version", None),
     ("GET", "/openapi.json", None),
     ("GET", "/tokenizer_info", None),
     ("GET", "/v1/models", None),
     ("GET", "/v1/models/quire-tiny", None),
     ("GET", "/v2", None),
     ("GET", "/v2/health/live", None),
-    ("GET", "/v2/health/ready", None),
-    ("GET", "/v2/models/quire-tiny", None),
     ("GET", "/v2/models/quire-tiny/ready", None),
-    ("GET", "/v2/models/quire-tiny/versions/1", None),
     ("GET", "/v2/models/quire-tiny/versions/1/ready", None),
     ("POST", "/v2/models/quire-tiny/infer", {"inputs": [TEXTS, LOGPROBS], "id": "a"}),
     ("POST", "/v2/models/quire-tiny/versions/1/infer", {"inputs": [TEXTS]}),

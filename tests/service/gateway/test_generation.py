@@ -38,29 +38,6 @@ async def test_a_stream_and_a_whole_answer_say_what_the_scheduler_generated(gate
     assert answer.usage == stream.completed.usage
 
 
-@pytest.mark.parametrize("best_of", [1, 3])
-async def test_cumulative_logprob_is_the_sum_of_the_chosen_ones(gateway, best_of):
-    asked = {
-        "text": "hello",
-        "sampling": common_pb2.SamplingParameters(best_of=best_of),
-        "stopping": common_pb2.StoppingParameters(max_tokens=6),
-        "output": common_pb2.OutputOptions(logprobs=2),
-    }
-    stream = await collect(gateway.generation.GenerateStream(generation_pb2.GenerateStreamRequest(**asked)))
-    (sequence,) = (await gateway.generation.Generate(generation_pb2.GenerateRequest(**asked))).sequences
-    of_stream = [entry for chunk in stream.chunks for entry in chunk.logprobs]
-    for reported, entries, token_ids in (
-        (stream.finished, of_stream, stream.token_ids),
-        (sequence, sequence.logprobs, sequence.token_ids),
-    ):
-        assert [entry.chosen.token_id for entry in entries] == token_ids
-        assert all([top.rank for top in entry.top] == [1, 2] for entry in entries)
-        assert reported.HasField("cumulative_logprob")
-        assert reported.cumulative_logprob == sum(entry.chosen.logprob for entry in entries)
-    bare = await collect(gateway.generation.GenerateStream(stream_request()))
-    assert not bare.finished.HasField("cumulative_logprob")
-
-
 @pytest.mark.parametrize("fault", [None, "silent", "lost"])
 async def test_the_usage_of_what_a_stop_string_ended_is_the_schedulers_if_it_says_it(gateway, scheduler, fault):
     scheduler.rule = scripted(STORY)

@@ -56,13 +56,6 @@ async def test_without_a_scheduler_it_is_live_and_not_ready():
             assert (response.status_code, response.json()["ready"]) == (503, False)
 
 
-async def test_the_metadata_names_the_tensors(client):
-    metadata = (await client.get(MODEL)).json()
-    assert (metadata["name"], metadata["versions"], metadata["platform"]) == ("quire-tiny", ["1"], "quire")
-    assert {"name": "text_input", "datatype": "BYTES", "shape": [-1]} in metadata["inputs"]
-    assert {"name": "text_output", "datatype": "BYTES", "shape": [-1]} in metadata["outputs"]
-
-
 async def test_an_inference_is_what_it_is_over_grpc(gateway, client):
     over_grpc = await infer_over_grpc(gateway, make_request("hello", "good bye"))
     response = await infer(

@@ -38,16 +38,6 @@ async def test_a_refused_id_is_not_sent_back_in_a_header_that_clients_could_not_
     assert "x-request-id" not in answer.headers
 
 
-async def test_an_echo_with_special_tokens_shown_begins_where_its_text_does(client, rig):
-    rig.scheduler.rule = scripted(SPEECH)
-    fields = {"max_tokens": 2, "echo": True, "logprobs": 1, "skip_special_tokens": False}
-    (choice,) = (await complete(client, prompt="hello there", **fields))["choices"]
-    logprobs = choice["logprobs"]
-    for offset, token in list(zip(logprobs["text_offset"], logprobs["tokens"], strict=True))[1:]:
-        assert choice["text"][offset:].startswith(token)
-    assert logprobs["text_offset"][:2] == [0, 0]
-
-
 @pytest.mark.parametrize(("add_special_tokens", "first"), [(None, "<s>"), (True, "<s>"), (False, "he")])
 async def test_special_tokens_are_added_unless_they_are_not_wanted(client, rig, add_special_tokens, first):
     answer = await complete(client, add_special_tokens=add_special_tokens, echo=True, max_tokens=1)
@@ -122,41 +112,6 @@ async def test_log_probabilities_of_the_prompt(client):
     chat = (await client.post(CHAT, json={"messages": HELLO, "prompt_logprobs": 0, "max_tokens": 1})).json()
     assert chat["prompt_logprobs"][0] is None
     assert "logprobs" not in choice or choice["logprobs"] is None
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "status", "param", "code"),
-    [
-        (CHAT, {"messages": [{"role": "", "content": "x"}]}, 400, "messages[0].role", "invalid_argument"),
-        (COMPLETIONS, {"prompt": "", "add_special_tokens": False}, 400, "prompt", "invalid_argument"),
-        (COMPLETIONS, {"prompt": None}, 400, "prompt", "invalid_argument"),
-        (COMPLETIONS, {"prompt": [5, 2**70]}, 400, "prompt[1]", "invalid_argument"),
-        (COMPLETIONS, {"prompt": [[5], [6, 9999]]}, 400, "prompt[1][1]", "invalid_argument"),
-        (COMPLETIONS, {"prompt": ["a", ""], "add_special_tokens": False}, 400, "prompt[1]", "invalid_argument"),
-        (COMPLETIONS, {"prompt": [5] * 1000, "max_tokens": 25}, 400, "max_tokens", "context_length_exceeded"),
-        (COMPLETIONS, {"use_beam_search": True, "n": 2, "stop": ["a"]}, 400, "stop", "invalid_argument"),
-        (COMPLETIONS, {"seed": -(2**63) - 1}, 400, "seed", "invalid_argument"),
-        (COMPLETIONS, {"request_id": "a\r\nx: y"}, 400, "request_id", "invalid_argument"),
-        (COMPLETIONS, {"suffix": "x"}, 400, "suffix", "invalid_argument"),
-    ],
-)
-@pytest.mark.parametrize("streaming", [False, True])
-async def test_what_is_wrong_is_named_and_nothing_runs_for_it(
-    client, rig, path, fields, status, param, code, streaming
-):
-    good = {"messages": HELLO} if path == CHAT else {"prompt": "hello"}
-    with rig.scheduler.standing_still():
-        response = await client.post(
-            path,
-            content=json.dumps(good | fields | {"stream": streaming}),
-            headers={"content-type": "application/json"},
-        )
-        await rig.scheduler.until(lambda: not rig.scheduler.live)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"], error["code"]) == (status, param, code)
-    assert error["type"] == "invalid_request_error"
-    assert set(error) == {"message", "type", "param", "code"}
-    assert (await complete(client))["choices"][0]["text"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The ledger applies what a scheduler says to the right live requests, and says what remains to be done."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -72,41 +70,6 @@ def clock():
 @pytest.fixture
 def ledger(clock):
     return Ledger(max_chunk_tokens=100, clock=clock)
-
-
-class Raising:
-    """A tokenizer whose detokenizer raises at one token."""
-
-    def detokenizer(self, *, include_special_tokens, shown):
-        return self
-
-    def push(self, token_id):
-        if token_id == 66:
-            raise ZeroDivisionError("a token nobody thought of")
-        return "x"
-
-    def flush(self):
-        return ""
-
-
-async def test_an_event_that_cannot_be_applied_fails_its_own_request_and_no_other(ledger, caplog):
-    broken = ledger.open(make_request("broken"), Raising())
-    broken.replica = REPLICA
-    other = open_live(ledger, "other")
-    runs = [
-        TokenRun(broken.handle, 0, 0, [60]),
-        TokenRun(broken.handle, 0, 1, [66]),
-        TokenRun(broken.handle, 0, 2, [60]),
-    ]
-    finishing = finishing_batch(other, ids_of("hello"))
-    outcome = ledger.apply(REPLICA, dataclasses.replace(finishing, runs=[*runs, *finishing.runs]))
-    assert (outcome.broken, outcome.over, outcome.unknown_handles) == ([broken], [other], set())
-    assert (await other.result())[0][0].text == "hello"
-    with pytest.raises(Internal) as caught:
-        await broken.result()
-    assert caught.value.reason == "UNEXPECTED"
-    assert "nobody thought of" not in caught.value.message
-    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3, 100])

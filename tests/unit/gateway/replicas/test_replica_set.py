@@ -137,7 +137,7 @@ async def test_a_request_stays_where_the_worker_is_back_soon_and_leaves_where_it
     cluster.replicas.release(live)
 
 
-async def test_a_request_whose_tokens_cannot_become_text_fails_alone_and_is_aborted():
+async def test_a_request_whose_tokens_cannot_become_text_fails_alone_and_is_aborted(caplog):
     cluster = Cluster(1, lambda *_: None)
     (scheduler,) = cluster.schedulers
     detokenizer = SimpleNamespace(push=lambda token_id: 1 / 0)
@@ -146,8 +146,10 @@ async def test_a_request_whose_tokens_cannot_become_text_fails_alone_and_is_abor
     cluster.replicas.place(broken)
     scheduler.tell(runs=[TokenRun(live.handle, 0, 0, [50]) for live in (broken, other)])
     assert (list(scheduler.has), other.num_generated_tokens) == ([other.handle], 1)
-    with pytest.raises(Internal):
+    with pytest.raises(Internal) as caught:
         await broken.result()
+    assert (caught.value.reason, "division" in caught.value.message) == ("UNEXPECTED", False)
+    assert sum(record.exc_info is not None for record in caplog.records) == 1
     cluster.replicas.release(other)
 
 

@@ -19,10 +19,6 @@ def ids_of(text):
     return byte_level().encode(text, add_special_tokens=False).ids
 
 
-def text_of(token_ids):
-    return TOKENIZER.decode(token_ids, include_special_tokens=False)
-
-
 def make_stream(stop=(), ending=(EOS,), **stopping):
     stops = StopStrings(stop) if stop else None
     return SequenceStream(0, TOKENIZER.detokenizer(include_special_tokens=False), stops, frozenset(ending), **stopping)
@@ -60,40 +56,6 @@ def test_the_schedulers_sum_is_reported_where_no_logprobs_came():
     stream.accept(0, [60])
     stream.end(1, FinishReason.LENGTH, None, -7.0)
     assert stream.finished.cumulative_logprob == -7.0
-
-
-def end_of(stream):
-    """All text, and what ended the sequence."""
-    text = "".join(chunk.text for chunk in take_all(stream))
-    return text, stream.finished.stop_string
-
-
-@pytest.mark.parametrize("size", [1, 3, 100])
-def test_no_stop_string_is_matched_before_min_tokens(size):
-    token_ids = ids_of("one stop two stop three")
-    first_stop = next(n for n in range(len(token_ids)) if "stop" in text_of(token_ids[:n]))
-    for min_tokens in range(len(token_ids)):
-        stream = make_stream(["stop"], min_tokens=min_tokens)
-        for offset in range(0, len(token_ids), size):
-            if stream.finished is None:
-                stream.accept(offset, token_ids[offset : offset + size])
-        stream.end_if_complete(len(token_ids))
-        decoded = text_of(stream.token_ids)
-        text, stop_string = end_of(stream)
-        if min_tokens < first_stop:
-            assert (text, stop_string) == ("one ", "stop")
-        elif stop_string is None:
-            assert text == decoded == "one stop two stop three"
-        else:
-            assert text == "one stop two "
-            assert len(stream.token_ids) > min_tokens
-
-
-def test_a_stop_string_that_begins_before_min_tokens_counts_where_it_ends():
-    token_ids = ids_of("ababab")
-    stream = make_stream(["bab"], min_tokens=len(token_ids) - 1)
-    stream.accept(0, token_ids)
-    assert end_of(stream) == ("aba", "bab")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from gateway.offload import FairExecutor
 from gateway.request.served_model import ServedModel
 from gateway.text.tokenizer import Tokenizer
 from gateway.types import ChatMessage, ChatPrompt
-from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_NONE, TemplateOptions, Tool, ToolChoice
+from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_NONE, Tool, ToolChoice
 from quire.settings import ConfigurationError
 from tests.support.tokenizers import BOS, EOS, byte_fallback, byte_level, wrapped, write_model_directory
 
@@ -24,7 +24,6 @@ TEXTS = [
     "it 's a cat . is n't it ? we 've ' quoted ' , they 're",
     "naïve café 😀 <pad><unk>[UNK]",
 ]
-TEMPLATE = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
 
 
 def word_piece() -> tokenizers.Tokenizer:
@@ -167,26 +166,6 @@ async def test_tools_have_a_template_of_their_own_as_in_transformers(tmp_path, e
         assert await chat.render(ChatPrompt(messages, tools=tools)) == expected
     no_choice = ChatPrompt(messages, tools=[Tool(name="now")], tool_choice=ToolChoice(mode=TOOL_CHOICE_MODE_NONE))
     assert await chat.render(no_choice) == "no tools: hello"
-
-
-@pytest.mark.parametrize("place", ["tokenizer_config", "named", "file", "file over the configuration"])
-async def test_chats_are_those_of_transformers(tmp_path, executor, place):
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<x>", "added_tokens_decoder": IM}
-    in_config = {
-        "tokenizer_config": {"chat_template": TEMPLATE},
-        "named": {"chat_template": [{"name": "default", "template": TEMPLATE}, {"name": "rag", "template": "rag"}]},
-        "file over the configuration": {"chat_template": "not this one"},
-    }
-    directory = written(tmp_path, byte_level(), tokenizer_config=config | in_config.get(place, {}))
-    if place.startswith("file"):
-        (directory / "chat_template.jinja").write_text(TEMPLATE)
-    messages = [ChatMessage("user", "hello <x>"), ChatMessage("assistant", "the cat")]
-    expected = AutoTokenizer.from_pretrained(directory).apply_chat_template(
-        [{"role": each.role, "content": each.content} for each in messages], return_dict=False
-    )
-    prompt = ChatPrompt(messages, template_options=TemplateOptions(add_generation_prompt=False))
-    ours = await ServedModel.open(directory, None, executor).chat.encode(prompt)
-    assert ours == expected
 
 
 @pytest.mark.parametrize(
