@@ -4,7 +4,6 @@ import json
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from tests.support.gateway_process import running_gateway
 
@@ -15,9 +14,9 @@ ORIGIN = {"origin": "https://evil.example"}
 PATH = "/v1/completions"
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def client(gateway):
-    yield gateway.http
+@pytest.fixture
+def client(gateway):
+    return gateway.http
 
 
 @pytest.mark.parametrize(

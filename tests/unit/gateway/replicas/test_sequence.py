@@ -8,7 +8,6 @@ from gateway.replicas.events import FinishReason
 from gateway.replicas.sequence import SequenceStream
 from gateway.text.formats.answer import HARMONY_REASONING, AnswerFormat
 from gateway.text.formats.thinking import Thinking
-from gateway.text.stop import StopStrings
 from tests.support.tokenizers import byte_level, wrapped
 
 TOKENIZER = wrapped(byte_level())
@@ -19,9 +18,8 @@ def ids_of(text):
     return byte_level().encode(text, add_special_tokens=False).ids
 
 
-def make_stream(stop=(), ending=(EOS,), **stopping):
-    stops = StopStrings(stop) if stop else None
-    return SequenceStream(0, TOKENIZER.detokenizer(include_special_tokens=False), stops, frozenset(ending), **stopping)
+def make_stream(ending=(EOS,), **fields):
+    return SequenceStream(0, TOKENIZER.detokenizer(include_special_tokens=False), None, frozenset(ending), **fields)
 
 
 def take_all(stream, max_tokens=1000):

@@ -13,8 +13,7 @@ from gateway.request import durable
 from gateway.request.answer_memory import STREAMED, AnswerMemory
 from gateway.request.durable import DurableReads
 from quire.rpc.errors import Aborted, ResourceExhausted
-from tests.support import parameters
-from tests.support.logprobs import Line, columns_of
+from tests.support.parameters import make_request
 from tests.support.processes import until_true
 from tests.support.tokenizers import byte_level, wrapped
 
@@ -24,10 +23,9 @@ TOKENIZER = wrapped(byte_level())
 class FakeReplicas:
     """Notes what it is told."""
 
-    def __init__(self, grace_s: float = 60.0) -> None:
-        self.durable_grace_s = grace_s
+    def __init__(self) -> None:
+        self.durable_grace_s = 60.0
         self.detached: list[LiveRequest] = []
-        self.released: list[LiveRequest] = []
 
     def detach(self, live: LiveRequest) -> None:
         self.detached.append(live)
@@ -36,7 +34,7 @@ class FakeReplicas:
         raise NotImplementedError
 
     def release(self, live: LiveRequest) -> None:
-        self.released.append(live)
+        raise NotImplementedError
 
 
 @pytest.fixture
@@ -59,28 +57,20 @@ def reads(ledger, replicas):
     return DurableReads(ledger, replicas, TOKENIZER)
 
 
-def make_request(request_id="story", **fields):
-    return parameters.make_request(request_id, "acme", max_tokens=500, durable=True, **fields)
-
-
-def make_live(ledger, num_tokens=0, request_id="story"):
-    live = ledger.open(make_request(request_id), TOKENIZER)
+def make_live(ledger, num_tokens, request_id="story"):
+    live = ledger.open(make_request(request_id, "acme", max_tokens=500, durable=True), TOKENIZER)
     add_tokens(live, num_tokens)
     return live
 
 
-def add_tokens(live, count, index=0):
-    begin = len(live.sequences[index].token_ids)
-    logprobs = None
-    if live.request.logprobs is not None:
-        logprobs = columns_of(Line(-float(begin + each)) for each in range(count))
-    live.accept(TokenRun(live.handle, index, begin, [70 + (begin + each) % 20 for each in range(count)], logprobs))
+def add_tokens(live, count):
+    begin = len(live.sequences[0].token_ids)
+    live.accept(TokenRun(live.handle, 0, begin, [70 + (begin + each) % 20 for each in range(count)]))
 
 
 def complete(live):
-    for stream in live.sequences:
-        num_tokens = len(stream.token_ids)
-        live.end_sequence(SequenceEnded(live.handle, stream.index, num_tokens, FinishReason.LENGTH, None, None))
+    num_tokens = len(live.sequences[0].token_ids)
+    live.end_sequence(SequenceEnded(live.handle, 0, num_tokens, FinishReason.LENGTH, None, None))
     live.complete(RequestEnded(live.handle, Usage(3, 20, cached_tokens=2)))
 
 

@@ -88,8 +88,6 @@ def test_a_broken_template_is_a_configuration_error_of_one_line(source: str):
     assert len(str(caught.value)) < 400
 
 
-SYSTEM = ChatMessage("system", "Be kind to all foxes.")
-
 SYSTEM_IN_FIRST_TURN = (
     "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% set system = messages[0].content + '. ' %}"
     "{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}"
@@ -97,25 +95,14 @@ SYSTEM_IN_FIRST_TURN = (
 )
 
 
-@pytest.fixture
-def prefix_of(tmp_path):
-    """The text of what is pinned for messages under a template."""
+def test_a_system_message_that_is_written_with_the_first_turn_is_shared(tmp_path):
     executor = FairExecutor(1)
-
-    def call(template, *messages):
-        directory = write_model_directory(tmp_path / "model", byte_level(), chat_template__jinja=template)
-        model = ServedModel.open(directory, None, executor)
-        return model.tokenizer.decode(
-            asyncio.run(model.chat.encode_prefix(ChatPrompt(messages))), include_special_tokens=True
-        )
-
-    yield call
-    executor.shutdown()
-
-
-def test_a_system_message_that_is_written_with_the_first_turn_is_shared(prefix_of):
+    directory = write_model_directory(tmp_path / "model", byte_level(), chat_template__jinja=SYSTEM_IN_FIRST_TURN)
+    model = ServedModel.open(directory, None, executor)
+    prefix = asyncio.run(model.chat.encode_prefix(ChatPrompt([ChatMessage("system", "Be kind to all foxes.")])))
     # Not the space at its end, which is one token with a word that follows.
-    assert prefix_of(SYSTEM_IN_FIRST_TURN, SYSTEM) == "[Be kind to all foxes.."
+    assert model.tokenizer.decode(prefix, include_special_tokens=True) == "[Be kind to all foxes.."
+    executor.shutdown()
 
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
