@@ -205,6 +205,13 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
         await self._server.stop(0)
         self.live.clear()
 
+    async def __aenter__(self) -> "FakeScheduler":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
     async def restart(self) -> None:
         """A new incarnation that knows nothing of the old one."""
         await self.stop()
@@ -519,11 +526,8 @@ async def running_fake_scheduler(
     directory: Path, **attributes: Any
 ) -> AsyncIterator[scheduler_pb2_grpc.SchedulerServiceStub]:
     """Serves until the block ends; yields a stub that is connected to a socket in `directory`."""
-    fake = FakeScheduler(address=f"unix:{directory / 'scheduler'}", **attributes)
-    await fake.start()
-    channel = open_channel(fake.address)
-    try:
+    async with (
+        FakeScheduler(address=f"unix:{directory / 'scheduler'}", **attributes) as fake,
+        open_channel(fake.address) as channel,
+    ):
         yield scheduler_pb2_grpc.SchedulerServiceStub(channel)
-    finally:
-        await channel.close()
-        await fake.stop()

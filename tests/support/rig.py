@@ -56,12 +56,12 @@ class Rig:
 
 @contextlib.asynccontextmanager
 async def running_rig(directory: Path, **settings: Any) -> AsyncIterator[Rig]:
-    scheduler = FakeScheduler()
-    await scheduler.start()
     settings = {"model": str(write_chat_model(directory / "model")), "served_model_name": "quire-tiny"} | settings
-    async with running_gateway(scheduler, max_stored_response_bytes=1 << 20, **settings) as gateway:
+    async with (
+        FakeScheduler() as scheduler,
+        running_gateway(scheduler, max_stored_response_bytes=1 << 20, **settings) as gateway,
+    ):
         yield Rig(gateway, scheduler)
-    await scheduler.stop()
 
 
 def expected_ids(text: str, count: int) -> list[int]:

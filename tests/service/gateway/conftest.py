@@ -30,19 +30,15 @@ def _templates_are_compiled_once() -> Iterator[None]:
 
 @pytest.fixture
 async def scheduler() -> AsyncIterator[FakeScheduler]:
-    fake = FakeScheduler()
-    await fake.start()
-    yield fake
-    await fake.stop()
+    async with FakeScheduler() as fake:
+        yield fake
 
 
 @pytest.fixture
 async def other() -> AsyncIterator[FakeScheduler]:
     """Another scheduler, for gateways that have two."""
-    fake = FakeScheduler()
-    await fake.start()
-    yield fake
-    await fake.stop()
+    async with FakeScheduler() as fake:
+        yield fake
 
 
 @pytest.fixture

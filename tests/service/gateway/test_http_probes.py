@@ -34,12 +34,9 @@ async def test_head_is_answered_as_get_without_a_body(ready_gateway, path):
 
 
 async def test_head_says_not_ready_by_its_status():
-    scheduler = FakeScheduler(refuses_connections=True)
-    await scheduler.start()
-    async with running_gateway(scheduler) as gateway:
+    async with FakeScheduler(refuses_connections=True) as scheduler, running_gateway(scheduler) as gateway:
         answer = await gateway.http.head("/ready")
     assert (answer.status_code, answer.content) == (503, b"")
-    await scheduler.stop()
 
 
 async def test_other_methods_are_told_which_there_are(gateway):

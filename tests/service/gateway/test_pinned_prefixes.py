@@ -1,12 +1,10 @@
 """Prefixes that clients pin: the same tokens as of later requests, on every replica, and every answer as it is."""
 
-import asyncio
-
 import pytest
 
 from quire.arrays import decode_int32
 from quire.common.v1 import common_pb2
-from quire.gateway.v1 import generation_pb2, model_pb2
+from quire.gateway.v1 import generation_pb2
 from quire.gateway.v1.prefix_pb2 import PinPrefixRequest, UnpinPrefixRequest
 from quire.rpc.errors import (
     Internal,
@@ -15,7 +13,6 @@ from quire.rpc.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
 from tests.support.rig import TOKENIZER
 
@@ -37,25 +34,11 @@ def pin_chat(*turns):
     return PinPrefixRequest(chat=generation_pb2.ChatMessages(messages=chat(*turns)))
 
 
-async def until_all_are_connected(gateway):
-    async with asyncio.timeout(30):
-        while True:
-            info = await gateway.models.GetServerInfo(model_pb2.GetServerInfoRequest())
-            if all(replica.connected for replica in info.replicas):
-                return
-
-
 @pytest.fixture
-async def replicas():
+async def replicas(scheduler, other):
     """A gateway, and the two schedulers that it is connected to."""
-    schedulers = [FakeScheduler(), FakeScheduler()]
-    for scheduler in schedulers:
-        await scheduler.start()
-    async with running_gateway(*schedulers) as gateway:
-        await until_all_are_connected(gateway)
-        yield gateway, *schedulers
-    for scheduler in schedulers:
-        await scheduler.stop()
+    async with running_gateway(scheduler, other) as gateway:
+        yield gateway, scheduler, other
 
 
 async def test_a_text_is_pinned_as_generate_tokenizes_it(gateway, scheduler):

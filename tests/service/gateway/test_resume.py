@@ -5,6 +5,7 @@ import json
 from collections import defaultdict
 from collections.abc import AsyncIterator
 
+import grpc.aio
 import pytest
 
 from quire.common.v1 import common_pb2
@@ -23,14 +24,13 @@ from tests.support.two_gateways import TwoGateways, two_gateways
 async def two(tmp_path) -> AsyncIterator[TwoGateways]:
     async with two_gateways(tmp_path) as gateways:
         yield gateways
-        for request_id in ("story", "other"):
-            with contextlib.suppress(Exception):
-                await gateways.first.generation.Cancel(generation_pb2.CancelRequest(request_id=request_id))
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await gateways.first.generation.Cancel(generation_pb2.CancelRequest(request_id="story"))
         await wait_nothing_in_use(gateways.scheduler)
 
 
-def durable_request(**fields) -> generation_pb2.GenerateStreamRequest:
-    request = stream_request(max_tokens=24, request_id="story", durable=True, **fields)
+def durable_request() -> generation_pb2.GenerateStreamRequest:
+    request = stream_request(max_tokens=24, request_id="story", durable=True)
     request.sampling.seed = 5
     request.sampling.temperature = 1.0
     return request

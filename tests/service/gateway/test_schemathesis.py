@@ -59,13 +59,13 @@ NUM_BODIES, NUM_PATHS = (1000, 50) if hypothesis.settings().max_examples > 100 e
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def gateway():
-    scheduler = FakeScheduler()
-    await scheduler.start()
     tokenizer = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
-    scheduler.rule = scripted([*tokenizer.encode("It is so.", add_special_tokens=False).ids, id_of(tokenizer, "</s>")])
-    async with running_gateway(scheduler, max_stored_response_bytes=1 << 20) as running:
+    rule = scripted([*tokenizer.encode("It is so.", add_special_tokens=False).ids, id_of(tokenizer, "</s>")])
+    async with (
+        FakeScheduler(rule=rule) as scheduler,
+        running_gateway(scheduler, max_stored_response_bytes=1 << 20) as running,
+    ):
         yield running
-    await scheduler.stop()
 
 
 @st.composite

@@ -33,11 +33,8 @@ Call = Callable[[], Awaitable[object]]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def gateway() -> AsyncIterator[MeasuredGateway]:
-    scheduler = FakeScheduler(max_model_len=60_000)
-    await scheduler.start()
-    async with measured_gateway(scheduler) as gateway:
+    async with FakeScheduler(max_model_len=60_000) as scheduler, measured_gateway(scheduler) as gateway:
         yield gateway
-    await scheduler.stop()
 
 
 async def sweep(gateway: MeasuredGateway, calls: Iterable[tuple[str, Call]]) -> int:

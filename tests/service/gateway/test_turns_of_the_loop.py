@@ -47,15 +47,13 @@ class Rig:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def rig() -> AsyncIterator[Rig]:
-    scheduler = FakeScheduler(max_model_len=60_000)
-    await scheduler.start()
     async with (
+        FakeScheduler(max_model_len=60_000) as scheduler,
         measured_gateway(scheduler) as gateway,
         httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
         grpc.aio.insecure_channel(gateway.grpc_address) as channel,
     ):
         yield Rig(gateway, scheduler, http, generation_pb2_grpc.GenerationServiceStub(channel))
-    await scheduler.stop()
 
 
 async def too_many_sequences_are_refused(rig: Rig) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import shutil
 from pathlib import Path
 
-import httpx
 import pytest
 from google.rpc import code_pb2
 
@@ -19,24 +18,18 @@ from tests.support.scheduler_process import until
 
 async def test_a_scheduler_of_other_versions_or_another_model_is_not_used_and_ready_says_why(caplog):
     """Both are refused by what their welcome says, as of a scheduler that does not check what a gateway says."""
-    newer = FakeScheduler(protocol=ProtocolVersions(8, 9), checks_hello=False)
-    other = FakeScheduler(model=ModelFingerprint(tokenizer="0123456789abcdef"), checks_hello=False)
-    third = FakeScheduler(architecture="GPT2LMHeadModel")
-    for scheduler in (newer, other, third):
-        await scheduler.start()
     async with (
+        FakeScheduler(protocol=ProtocolVersions(8, 9), checks_hello=False) as newer,
+        FakeScheduler(model=ModelFingerprint(tokenizer="0123456789abcdef"), checks_hello=False) as other,
+        FakeScheduler(architecture="GPT2LMHeadModel") as third,
         running_gateway(newer, other, third, connect_timeout=0.5) as gateway,
-        httpx.AsyncClient(timeout=60) as http,
     ):
         assert isinstance(await error_of(gateway.generation.GenerateStream(stream_request("hello"))), Unavailable)
 
         async def reason_of_all() -> str | None:
-            said = (await http.get(f"{gateway.http_url}/ready")).json()["reason"]
-            return (
-                said
-                if all(each in said for each in ("speaks versions", "different models", "GPT2LMHeadModel"))
-                else None
-            )
+            said = (await gateway.http.get("/ready")).json()["reason"]
+            parts = ("speaks versions", "different models", "GPT2LMHeadModel")
+            return said if all(each in said for each in parts) else None
 
         reason = await until(reason_of_all)
         ours = f"this gateway {SCHEDULER_PROTOCOL}"
@@ -48,8 +41,6 @@ async def test_a_scheduler_of_other_versions_or_another_model_is_not_used_and_re
         await newer.until(lambda: newer.connections > connections + 2)
     lines = [record.getMessage() for record in caplog.records if "quire.scheduler.v1" in record.getMessage()]
     assert len(lines) == 1
-    for scheduler in (newer, other, third):
-        await scheduler.stop()
 
 
 OLD_MODEL, NEW_MODEL = ModelFingerprint(weights="w1"), ModelFingerprint(weights="w2")
@@ -69,9 +60,10 @@ def fail_for_model(scheduler: FakeScheduler) -> None:
 
 
 async def test_a_request_of_a_changed_model_fails_where_no_replica_has_the_one_before(without_weights):
-    scheduler = FakeScheduler(model=OLD_MODEL)
-    await scheduler.start()
-    async with running_gateway(scheduler, model=without_weights) as gateway:
+    async with (
+        FakeScheduler(model=OLD_MODEL) as scheduler,
+        running_gateway(scheduler, model=without_weights) as gateway,
+    ):
         await scheduler.until(lambda: scheduler.is_heard)
         scheduler.emits.clear()
         reading = asyncio.create_task(error_of(gateway.generation.GenerateStream(stream_request("hello"))))
@@ -80,14 +72,14 @@ async def test_a_request_of_a_changed_model_fails_where_no_replica_has_the_one_b
         error = await reading
         assert isinstance(error, Unavailable)
         assert (error.reason, error.message) == ("MODEL_CHANGED", "send it again")
-    await scheduler.stop()
 
 
 async def test_a_scheduler_that_comes_back_with_another_model_gets_requests_without_tokens_alone(without_weights):
     """Scheduler and worker were replaced together, so that this scheduler knows of no request."""
-    scheduler = FakeScheduler(model=OLD_MODEL, tokens_per_step=1, step_delay_s=60)
-    await scheduler.start()
-    async with running_gateway(scheduler, model=without_weights) as gateway:
+    async with (
+        FakeScheduler(model=OLD_MODEL, tokens_per_step=1, step_delay_s=60) as scheduler,
+        running_gateway(scheduler, model=without_weights) as gateway,
+    ):
         await scheduler.until(lambda: scheduler.is_heard)
         begun = asyncio.create_task(error_of(gateway.generation.GenerateStream(stream_request("begun"))))
         await scheduler.until(lambda: any(each.num_emitted for each in scheduler.live.values()))
@@ -104,14 +96,15 @@ async def test_a_scheduler_that_comes_back_with_another_model_gets_requests_with
         assert "(before and now: weights w1 and w2); it cannot go on: send it again" in error.message
         assert (await waiting).token_ids == expected_ids("waiting", 8)
         assert len(scheduler.submits) == 3
-    await scheduler.stop()
 
 
 async def test_a_request_of_a_changed_model_goes_on_at_a_replica_that_has_the_one_before(without_weights):
-    schedulers = [FakeScheduler(model=OLD_MODEL, step_delay_s=0.01) for _ in range(2)]
-    for each in schedulers:
-        await each.start()
-    async with running_gateway(*schedulers, model=without_weights) as gateway:
+    async with (
+        FakeScheduler(model=OLD_MODEL, step_delay_s=0.01) as first,
+        FakeScheduler(model=OLD_MODEL, step_delay_s=0.01) as second,
+        running_gateway(first, second, model=without_weights) as gateway,
+    ):
+        schedulers = first, second
         await asyncio.gather(*(each.until(lambda each=each: each.is_heard) for each in schedulers))
         reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(max_tokens=30))))
         begun: list[FakeScheduler] = []
@@ -126,5 +119,3 @@ async def test_a_request_of_a_changed_model_goes_on_at_a_replica_that_has_the_on
         assert (await reading).token_ids == expected_ids("hello", 30)
         assert [len(each.submits) for each in schedulers] == [1, 1]
         await asyncio.gather(*both)
-    for each in schedulers:
-        await each.stop()
