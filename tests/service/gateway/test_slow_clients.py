@@ -3,16 +3,15 @@
 import asyncio
 import json
 import socket
-from collections.abc import Callable
 
 import grpc
 import pytest
 import pytest_asyncio
 
 from quire.gateway.v1 import generation_pb2_grpc
-from quire.rpc.errors import DeadlineExceeded, InvalidArgument, from_rpc_error
+from quire.rpc.errors import DeadlineExceeded, InvalidArgument
 from tests.support.gateway_process import error_of, running_gateway, stream_request
-from tests.support.grpc_types import EOF
+from tests.support.raw_http import connection_to, read_answer, read_to_end, request
 
 SHORT_S = 0.3
 # How an answer ends that is not cut off.
@@ -27,17 +26,15 @@ async def gateway(scheduler):
 
 async def test_a_grpc_client_that_stops_reading_loses_its_request(gateway, scheduler):
     scheduler.step_delay_s = 0.002
-    request = stream_request("slow", max_tokens=900, request_id="slow")
-    request.output.logprobs = 20
+    asked = stream_request("slow", max_tokens=900, request_id="slow")
+    asked.output.logprobs = 20
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_535)]
     async with grpc.aio.insecure_channel(gateway.gateway.grpc_address, options) as channel:
-        call = generation_pb2_grpc.GenerationServiceStub(channel).GenerateStream(request)
-        await call.read()
+        responses = aiter(generation_pb2_grpc.GenerationServiceStub(channel).GenerateStream(asked))
+        await anext(responses)
         await scheduler.until(lambda: scheduler.aborted)
         assert scheduler.aborted == ["slow"]
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await read_responses(call)
-    error = from_rpc_error(raised.value)
+        error = await error_of(responses)
     assert isinstance(error, DeadlineExceeded)
     assert error.reason == "SLOW_READER"
 
@@ -71,40 +68,22 @@ async def test_an_http_client_that_stops_reading_loses_its_request_and_its_conne
 
 async def test_an_http_client_that_reads_slowly_gets_all_of_one_large_answer(gateway):
     with large_answer(gateway) as connection:
-        began = asyncio.get_running_loop().time()
-        answer = await read_to_end(connection, piece_bytes=3000, delay_s=SHORT_S / 10, is_over=is_whole)
-        assert asyncio.get_running_loop().time() - began > 3 * SHORT_S
-    assert is_whole(answer)
+        loop, answer = asyncio.get_running_loop(), b""
+        began = loop.time()
+        async with asyncio.timeout(30):
+            while not is_whole(answer):
+                answer += await loop.sock_recv(connection, 3000)
+                await asyncio.sleep(SHORT_S / 10)
+        assert loop.time() - began > 3 * SHORT_S
 
 
 @pytest.mark.parametrize("sent", [b"", b'{"prompt": '])
 async def test_an_http_client_that_does_not_send_its_body_is_told_so(gateway, scheduler, sent):
-    with http_connection(gateway) as connection:
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            b"content-length: 100\r\n\r\n" + sent
-        )
-        answer = await read_to_end(connection)
-    assert answer.startswith(b"HTTP/1.1 408 ")
-    assert b'"code":"slow_sender"' in answer
+    with await connection_to(gateway) as connection:
+        connection.sendall(request("POST /v1/completions", {"content-length": "100"}, sent))
+        answer = await read_answer(connection)
+    assert (answer.status, answer.error["code"]) == (408, "slow_sender")
     assert not scheduler.submits
-
-
-async def read_responses(call) -> None:
-    async with asyncio.timeout(30):
-        while await call.read() is not EOF:
-            pass
-
-
-def http_connection(gateway, receive_bytes: int | None = None) -> socket.socket:
-    """A connection of a client that reads nothing by itself."""
-    connection = socket.socket()
-    if receive_bytes is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-    host, _, port = gateway.gateway.http_address.rpartition(":")
-    connection.connect((host, int(port)))
-    connection.setblocking(False)
-    return connection
 
 
 def large_answer(gateway, **fields) -> socket.socket:
@@ -113,11 +92,12 @@ def large_answer(gateway, **fields) -> socket.socket:
     gateway.gateway._http._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     asked = {"prompt": "slow", "max_tokens": 1000, "ignore_eos": True, "logprobs": 5}
     body = json.dumps(asked | fields).encode()
-    connection = http_connection(gateway, receive_bytes=4096)
-    connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        b"content-length: %d\r\n\r\n%s" % (len(body), body)
-    )
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    host, _, port = gateway.gateway.http_address.rpartition(":")
+    connection.connect((host, int(port)))
+    connection.setblocking(False)
+    connection.sendall(request("POST /v1/completions", {"content-length": str(len(body))}, body))
     return connection
 
 
@@ -126,19 +106,3 @@ def is_whole(answer: bytes) -> bool:
     headers, _, body = answer.partition(b"\r\n\r\n")
     assert b"transfer-encoding: chunked" in headers.lower() or not body
     return body.endswith(b"\r\n" + LAST_CHUNK)
-
-
-async def read_to_end(
-    connection: socket.socket,
-    *,
-    piece_bytes: int = 65536,
-    delay_s: float = 0.0,
-    is_over: Callable[[bytes], bool] = lambda answer: False,
-) -> bytes:
-    """Reads until the connection is closed, or what came `is_over`, and waits between pieces."""
-    loop, answer = asyncio.get_running_loop(), b""
-    async with asyncio.timeout(30):
-        while not is_over(answer) and (piece := await loop.sock_recv(connection, piece_bytes)):
-            answer += piece
-            await asyncio.sleep(delay_s)
-    return answer
