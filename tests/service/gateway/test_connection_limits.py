@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.rpc import server
-from quire.rpc.errors import Unavailable
+from quire.rpc.errors import ResourceExhausted, Unavailable
 from tests.support.gateway_process import error_of, running_gateway
 from tests.support.grpc_types import health_stub
 from tests.support.raw_http import connection_to, read_to_end
@@ -171,3 +171,12 @@ async def test_a_long_unary_call_survives_its_client_s_pings(scheduler, monkeypa
         assert not call.done()
         scheduler.emits.set()
         assert (await asyncio.wait_for(call, 30)).sequences
+
+
+async def test_metadata_beyond_the_limit_is_refused_and_below_it_is_not(scheduler):
+    async with running_gateway(scheduler) as gateway:
+        health = health_stub(gateway.channel)
+        assert await health.Check(CHECK, metadata=[("x", "y" * 60_000)], timeout=30)
+        error = await error_of(health.Check(CHECK, metadata=[("x", "y" * 131_072)], timeout=30))
+        assert isinstance(error, ResourceExhausted)
+        assert await health.Check(CHECK, timeout=30)

@@ -86,3 +86,9 @@ def logged_errors(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
         for each in caplog.records
         if each.levelname == "ERROR" and each.name.partition(".")[0] in ("gateway", "uvicorn", "starlette")
     ]
+
+
+async def test_no_page_of_another_origin_may_call_unless_it_is_said(gateway):
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as client:
+        answer = await client.post("/v1/completions", json={"prompt": 5}, headers={"origin": "https://a.example"})
+    assert "access-control-allow-origin" not in answer.headers

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import httpx
 import pytest
 
 from quire.arrays import decode_int32
@@ -271,3 +272,12 @@ async def test_prompts_of_one_completion_keep_their_order(counting_client, rig):
     assert [text_of(COMPLETIONS, chunks, index) for index in range(3)] == alone
     assert chunks[-1]["usage"] == whole["usage"]
     assert whole["usage"]["completion_tokens"] == 48
+
+
+async def test_a_model_s_name_may_have_slashes(scheduler):
+    async with (
+        running_gateway(scheduler, served_model_name="org/model") as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
+    ):
+        assert (await http.get("/v1/models/org/model")).json()["id"] == "org/model"
+        assert (await http.post(COMPLETIONS, json={"prompt": "a", "model": "org/model"})).status_code == 200

@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from tests.support.gateway_process import running_gateway
+from tests.support.keys import KeysFile
 
 COMPLETION = {"prompt": "hello", "max_tokens": 2}
 BODY = json.dumps(COMPLETION).encode()
@@ -74,3 +75,28 @@ async def test_hosts_are_checked_on_loopback_or_where_they_are_named(scheduler, 
         port = gateway.gateway.http_address.rpartition(":")[2]
         answer = await http.get(f"http://127.0.0.1:{port}/v1/models", headers={"host": host})
     assert answer.status_code == status
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        JSON,
+        {"content-type": "Application/JSON; charset=utf-8"},
+        {"content-type": "application/problem+json"},
+        # The server's own pages, and those that were allowed in: a browser asks before it sends this.
+        JSON | ORIGIN,
+    ],
+)
+async def test_programs_are_served_as_before(client, headers):
+    assert (await client.post(PATH, content=BODY, headers=headers)).status_code == 200
+
+
+async def test_keys_keep_other_sites_out_by_themselves(scheduler, tmp_path):
+    keys = KeysFile(tmp_path / "keys.json")
+    headers = {"host": "llm.example", "authorization": f"Bearer {keys.add('acme')}"}
+    async with (
+        running_gateway(scheduler, keys_files=(keys.path,)) as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
+    ):
+        assert (await http.get("/v1/models", headers=headers)).status_code == 200

@@ -164,3 +164,9 @@ async def drained(client, streaming) -> None:
     if streaming:
         async for _ in made:
             pass
+
+
+async def test_what_shall_not_be_stored_is_not(client):
+    response = await client.responses.create(model="quire-tiny", input="hello", store=False)
+    with pytest.raises(NotFoundError, match="not known to this gateway"):
+        await client.responses.retrieve(response.id)

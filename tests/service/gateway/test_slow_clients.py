@@ -5,12 +5,13 @@ import json
 import socket
 
 import grpc
+import httpx
 import pytest
 import pytest_asyncio
 
 from quire.gateway.v1 import generation_pb2_grpc
 from quire.rpc.errors import DeadlineExceeded, InvalidArgument
-from tests.support.gateway_process import error_of, running_gateway, stream_request
+from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
 from tests.support.raw_http import connection_to, read_answer, read_to_end, request
 
 SHORT_S = 0.3
@@ -106,3 +107,20 @@ def is_whole(answer: bytes) -> bool:
     headers, _, body = answer.partition(b"\r\n\r\n")
     assert b"transfer-encoding: chunked" in headers.lower() or not body
     return body.endswith(b"\r\n" + LAST_CHUNK)
+
+
+async def test_a_client_that_reads_is_never_too_slow_however_long_its_answer_takes(gateway, scheduler):
+    scheduler.step_delay_s = SHORT_S / 10
+    answer = await collect(gateway.generation.GenerateStream(stream_request(max_tokens=30)))
+    assert len(answer.token_ids) == 30
+
+
+async def test_a_body_that_comes_piece_by_piece_in_time_is_served(gateway):
+    async def pieces():
+        for piece in (b'{"prompt": ', b'"hello", ', b'"max_tokens": 3}'):
+            yield piece
+            await asyncio.sleep(SHORT_S / 20)
+
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=30) as client:
+        response = await client.post("/v1/completions", content=pieces(), headers={"content-type": "application/json"})
+    assert response.status_code == 200

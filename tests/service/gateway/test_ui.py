@@ -161,6 +161,13 @@ async def test_the_feed_ends_when_the_key_is_revoked(page, keys):
             pass
 
 
+async def test_the_feed_has_frames_with_memory_or_numbers_alone(open_page, scheduler):
+    for query, has_memory in (("", True), ("?memory=0", False)):
+        (*_, (_, frame)) = await events_of(open_page, f"/ui/feed{query}", "frame")
+        assert (frame["replica"], frame["is_whole"], frame["numbers"]["num_blocks"]) == (scheduler.address, True, 64)
+        assert (frame["memory"] is not None) == scheduler.watches[-1].include_memory == has_memory
+
+
 async def test_the_feed_knows_replicas_that_are_gone(open_page, scheduler, gateway):
     ((_, state),) = await events_of(open_page, "/ui/feed", "gateway")
     assert state["model"] == "quire-tiny"
@@ -187,3 +194,11 @@ async def test_a_block_has_the_text_of_the_callers_own_tenant_alone(open_page, s
     assert (other["tokens"], other["num_tokens"]) == (None, len(ids))
     for wrong in ({"block": "x"}, {"block": "-1"}, {"block": "9" * 5000}, {"replica": "elsewhere:1"}):
         assert (await open_page.get("/ui/block", params=query | wrong)).status_code in (400, 404)
+
+
+async def test_the_page_can_be_off(scheduler):
+    async with (
+        running_gateway(scheduler, ui=False) as running,
+        httpx.AsyncClient(base_url=running.http_url, timeout=60) as http,
+    ):
+        assert (await http.get("/ui/")).status_code == 404

@@ -263,3 +263,9 @@ def test_without_keys_everyone_is_the_same_caller():
 def test_a_directory_that_is_not_there_is_a_configuration_error(tmp_path):
     with pytest.raises(ConfigurationError, match="cannot write"):
         write_keys(tmp_path / "missing" / "keys.json", [])
+
+
+def test_a_key_put_there_instead_of_its_hash_is_not_repeated():
+    with pytest.raises(ValueError, match="sha256") as raised:
+        parse_keys(text_of(ENTRY | {"sha256": "quire-secret"}))
+    assert "quire-secret" not in str(raised.value)

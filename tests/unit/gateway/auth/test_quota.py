@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.auth.quota import Account, Limits, Refund, TokenBucket
-from quire.rpc.errors import ResourceExhausted, Unauthenticated
+from quire.rpc.errors import Cancelled, Internal, ResourceExhausted, Unauthenticated
 
 
 class Clock:
@@ -190,3 +190,27 @@ def test_what_was_used_stays_used_when_the_rate_changes(per_minute, there):
     bucket.resize(per_minute, 0.0)
     assert bucket.seconds_until(there, 0.0) == 0
     assert bucket.seconds_until(there + 1, 0.0) > 0
+
+
+@pytest.mark.parametrize("error", [Internal("failed"), Cancelled("by id"), RuntimeError("a fault")])
+def test_a_request_that_fails_for_another_reason_is_paid_for(clock, error):
+    account = Account(Limits(requests_per_minute=1), clock)
+    with pytest.raises(type(error)), account.admitted(1):
+        raise error
+    refusal(account)
+
+
+def test_a_clock_that_stands_still_or_goes_back_fills_nothing():
+    bucket = TokenBucket(60, 100.0)
+    bucket.take(60, 100.0)
+    assert bucket.seconds_until(1, 90.0) == pytest.approx(1)
+    assert bucket.seconds_until(1, 100.0) == pytest.approx(1)
+
+
+def test_what_is_given_back_is_there_again_but_never_more_than_a_minute():
+    bucket = TokenBucket(60, 0.0)
+    bucket.take(50, 0.0)
+    bucket.give_back(50, 0.0)
+    bucket.give_back(50, 0.0)
+    bucket.take(60, 0.0)
+    assert bucket.seconds_until(1, 0.0) == pytest.approx(1)

@@ -162,3 +162,12 @@ async def test_one_that_leaves_the_queue_gives_its_turn_on() -> None:
     await asyncio.wait_for(asyncio.gather(first, third), timeout=10)
     with pytest.raises(asyncio.CancelledError):
         await second
+
+
+async def test_a_verdict_is_kept_by_content(checker, monkeypatch) -> None:
+    constraint = Constraint(regex="(a")
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="unclosed group"):
+            await checker.check(constraint, "a")
+        # What is known needs no process.
+        monkeypatch.setattr(checker, "_trial", None)

@@ -203,3 +203,23 @@ def test_padded_tags_and_sizes_count_by_their_bytes(field):
     counted.parse(field * 20_000)
     with pytest.raises(InvalidArgument, match=r"more than 131,136 fields and entries"):
         counted.parse(field * 30_000)
+
+
+def test_bodies_that_people_send_pass():
+    schema = {"type": "object", "properties": {f"p{number}": {"enum": [1, 2]} for number in range(2000)}}
+    check_json(
+        {
+            "prompt": [[1] * 100_000] * 3,
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 100}] * 8,
+            "tools": [{"function": {"name": "a", "parameters": schema}}] * 5,
+            "allowed_token_ids": list(range(100_000)),
+            "guided_choice": ["a"] * 100_000,
+        },
+        LIMITS,
+    )
+
+
+def test_token_ids_may_take_all_of_a_message():
+    request = GenerateRequest()
+    request.token_ids.ids.extend([1] * 500_000)
+    assert CountedMessage(GenerateRequest, LIMITS).parse(request.SerializeToString()) == request

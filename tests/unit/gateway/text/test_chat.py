@@ -198,3 +198,7 @@ def test_a_template_that_drops_the_last_message_cannot_continue_it():
     prompt = ChatPrompt(MESSAGES, template_options=TemplateOptions(continue_final_message=True))
     with pytest.raises(InvalidArgument, match="continue_final_message"):
         ChatTemplate("{{ messages[0].content }}", {}).render(prompt)
+
+
+def test_text_of_a_message_is_never_a_template():
+    assert render("{{ messages[0].content }}", [ChatMessage("user", "{{ 7 * 7 }}")]) == "{{ 7 * 7 }}"

@@ -266,3 +266,7 @@ def test_formats_are_recognised_by_the_chat_template(template):
 def test_text_without_calls_comes_as_it_is(name, text):
     output = read(tool_format(name), *text)
     assert output.tool_calls or output.text == text
+
+
+def test_every_format_is_tested():
+    assert TWO_CALLS.keys() == CALL_PARSERS.keys() | {HARMONY}

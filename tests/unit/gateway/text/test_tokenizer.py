@@ -1,5 +1,6 @@
 """A model directory's tokenizer returns what transformers' AutoTokenizer returns; long work runs in a thread."""
 
+import asyncio
 import json
 import string
 
@@ -8,6 +9,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
+from gateway.auth.caller import Access, Caller, set_caller
+from gateway.auth.quota import Account, Limits
 from gateway.offload import FairExecutor
 from gateway.request.served_model import ServedModel
 from gateway.text.tokenizer import Tokenizer
@@ -210,3 +213,24 @@ def test_a_token_id_beyond_all_vocabularies_takes_no_memory() -> None:
     tokenizer = tokenizers.Tokenizer(models.BPE({"a": 0, "b": (1 << 32) - 1}, []))
     with pytest.raises(ConfigurationError, match="the tokenizer has the token id 4294967295; at most 4194303 are"):
         Tokenizer(tokenizer, FairExecutor(1))
+
+
+async def test_truncation_of_the_tokenizer_file_is_not_applied():
+    tokenizer = type(byte_level()).from_str(byte_level().to_str())
+    whole = tokenizer.encode("a b c d e f g h", add_special_tokens=False).ids
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=50)
+    assert await wrapped(tokenizer).encode("a b c d e f g h", add_special_tokens=False) == whole
+
+
+async def test_long_work_is_that_of_the_callers_tenant(executor):
+    tokenizer = wrapped(byte_level(), executor)
+
+    async def encode(tenant: str | None) -> None:
+        if tenant is not None:
+            set_caller(Caller(tenant, Access(), Account(Limits(), lambda: 0.0)))
+        await tokenizer.encode("the cat " * 1000, add_special_tokens=False)
+
+    for tenant in ("acme", "other", None):
+        await asyncio.create_task(encode(tenant))
+    assert executor.tenants == ["acme", "other", "default"]

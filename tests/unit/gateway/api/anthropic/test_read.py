@@ -163,3 +163,10 @@ async def test_names_of_the_validator_are_those_of_the_body():
         "messages": "messages",
     }
     assert {field: param_name(conversation, field) for field in names} == names
+
+
+async def test_hints_are_accepted():
+    await options(
+        metadata={"user_id": "me"}, service_tier="auto", thinking={"type": "adaptive"}, mcp_servers=[],
+        cache_control={"type": "ephemeral"}, tools=[TOOL | {"eager_input_streaming": True, "type": "custom"}],
+    )  # fmt: skip

@@ -100,3 +100,10 @@ def test_an_integer_that_no_template_can_get_is_refused():
     with pytest.raises(InvalidArgument) as caught:
         prompt(chat_template_kwargs={"deep": {"a": [10**400]}})
     assert [each.field for each in caught.value.violations] == ["chat_template_kwargs"]
+
+
+def test_what_a_client_has_added_to_an_answer_has_no_effect():
+    function = {"name": "f", "arguments": '{"a": 1}', "parsed_arguments": {"a": 1}}
+    call = {"id": "c", "type": "function", "index": 1, "function": function}
+    (found,) = prompt(messages=[{"role": "assistant", "content": "1", "parsed": 1, "tool_calls": [call]}]).messages
+    assert found == ChatMessage("assistant", "1", tool_calls=(ToolCall(id="c", name="f", arguments='{"a": 1}'),))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gateway.api.openai.completion_calls import CompletionCall
-from gateway.api.openai.read import completion_options, completion_prompts, param_name
+from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
 from gateway.api.openai.schemas import ChatBody, CompletionBody
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,
@@ -137,3 +137,13 @@ async def test_the_id_of_several_prompts_leaves_room_for_their_numbers(num_promp
     expected = f"request_id has {limit + 1} characters; with {num_prompts} prompts, each of which adds -N to it, "
     with pytest.raises(InvalidArgument, match=f"^{expected}the max is {limit}$"):
         await call(limit + 1).requests(NO_GENERATOR)
+
+
+def test_either_name_of_the_length_works():
+    assert chat_options(chat(max_tokens=5), "id").stopping.max_tokens == 5
+    assert chat_options(chat(max_completion_tokens=5), "id").stopping.max_tokens == 5
+
+
+def test_a_negative_seed_is_the_number_that_has_the_same_bits():
+    asked = options(seed=-5)
+    assert (asked.sampling.seed, asked.asked("sampling.seed")) == (2**64 - 5, -5)

@@ -270,3 +270,22 @@ def test_a_body_of_very_many_fields_is_refused_for_their_number():
     with pytest.raises(QuireError) as caught:
         parse(CompletionBody, data)
     assert "2,000 fields; the max is 1,024" in caught.value.message
+
+
+def test_values_that_change_nothing_are_fine():
+    chat(
+        user="u",
+        store=True,
+        metadata={"a": "b"},
+        service_tier="auto",
+        parallel_tool_calls=True,
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+        modalities=["text"],
+        continue_final_message=False,
+        spaces_between_special_tokens=True,
+        top_logprobs=0,
+        length_penalty=1.0,
+        early_stopping=False,
+    )

@@ -115,3 +115,22 @@ async def test_parts_of_characters_have_keys_of_their_own():
     assert texts.key_of(first) == "bytes:\\xf0"
     assert texts.key_of(second) == "bytes:\\x9f"
     assert json.loads(json.dumps(texts.key_of(first))) == "bytes:\\xf0"
+
+
+def test_special_tokens_take_no_room_in_the_text(texts):
+    eos = byte_level().get_vocab()["</s>"]
+    shaped = completion(texts).shape([eos, *CAT], [entry(eos), *map(entry, CAT)])
+    assert shaped["text_offset"][:2] == [0, 0]
+    assert shaped["tokens"][0] == "</s>"
+
+
+def test_more_top_tokens_than_wanted_are_cut(texts):
+    (a, b, c) = (byte_level_bytes()[byte] for byte in b"abc")
+    shaped = completion(texts, 1).shape([a], [entry(a, -1.0, (a, -1.0), (b, -2.0), (c, -3.0))])
+    assert shaped["top_logprobs"] == [{"a": -1.0}]
+    assert completion(texts, 0).shape([a], [entry(a)])["top_logprobs"] is None
+
+
+def test_a_token_without_log_probability_has_null(texts):
+    shaped = completion(texts).shape(CAT[:1], [None])
+    assert (shaped["token_logprobs"], shaped["top_logprobs"]) == ([None], [None])

@@ -1,9 +1,13 @@
 """Responses that a gateway keeps."""
 
+from dataclasses import fields
+from typing import Any
+
 import pytest
 
 from gateway.api.responses.store import ResponseStore, StoredResponse
 from gateway.types import ChatMessage
+from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.rpc.errors import InvalidArgument, NotFound
 
 RESPONSE = StoredResponse(b"{}", (ChatMessage("user", "hello"),))
@@ -52,3 +56,16 @@ def test_one_that_is_too_large_displaces_nothing():
     store.add("one", "b", StoredResponse(b"x" * 2 * SIZE, ()))
     assert store.get("one", "a")
     assert store.get("one", "b") is None
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(ChatMessage) if each.name != "tool_calls"])
+def test_every_field_of_a_message_counts(name):
+    values: dict[str, Any] = {"role": "user", "content": "", name: LONG}
+    message = ChatMessage(**values)
+    assert StoredResponse(b"", [message]).num_bytes >= len(LONG)
+
+
+@pytest.mark.parametrize("name", [each.name for each in ToolCall.DESCRIPTOR.fields])
+def test_every_field_of_a_tool_call_counts(name):
+    message = ChatMessage("assistant", "", tool_calls=[ToolCall(**{name: LONG})])
+    assert StoredResponse(b"", [message]).num_bytes >= len(LONG)
