@@ -1,4 +1,4 @@
-"""Schedulers that refuse, fail, repeat themselves, vanish and come back."""
+"""What no sound scheduler sends, and errors in the gateway's own work for one request: others go on."""
 
 import asyncio
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Load balancers ask by HEAD: the same status and headers as by GET, and no body."""
+"""Load balancers ask by HEAD; pages of other origins may call where it is said; unexpected errors have an id."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Durable streams are resumed through any gateway, from any offset: two gateways, a real scheduler, a fake worker."""
+"""Durable streams are resumed through any gateway: two of them, a real scheduler, a fake worker."""
 
 import contextlib
 import json

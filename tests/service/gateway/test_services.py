@@ -1,4 +1,4 @@
-"""What a gateway says about itself: models, limits, health, reflection, HTTP; and tokens to text and back."""
+"""What a gateway says about itself: models, limits, readiness, its replicas; and tokens to text and back."""
 
 import asyncio
 

@@ -1,4 +1,5 @@
-"""A gateway that stops: nothing that it accepted fails by that, and nobody who is idle holds it up."""
+"""A gateway that stops: nothing that it accepted fails by that, nobody who is idle holds it up, and shared ports are
+left to others."""
 
 import asyncio
 import contextlib

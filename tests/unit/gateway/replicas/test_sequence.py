@@ -1,4 +1,4 @@
-"""A sequence takes each token once, in order, and gives coalesced chunks."""
+"""A sequence takes each token once, in order."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Requests that are one to the caller: how their answer is made."""
+"""How many prompts may be prepared at once."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the gateway reads from a model directory."""
+"""What the gateway reads from a model directory and from its flags."""
 
 import re
 
@@ -13,6 +13,7 @@ from gateway.settings import GatewaySettings
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import SCHEDULER_PROTOCOL, UNKNOWN_MODEL
 from quire.settings import ConfigurationError, load_settings
+from scheduler_svc.service import servicer
 from tests.support.parameters import make_options
 from tests.support.tokenizers import byte_level, write_model_directory
 
@@ -104,6 +105,6 @@ def load(*argv: str) -> GatewaySettings:
 
 
 def test_the_longest_grace_is_what_schedulers_take():
-    assert load("--reconnect-grace=600").reconnect_grace == 600
+    assert load("--reconnect-grace=600").reconnect_grace * 1000 == servicer._MAX_GRACE_PERIOD_MS
     with pytest.raises(ConfigurationError, match=r"--reconnect-grace.*the greatest value is 600"):
         load("--reconnect-grace=600.001")

@@ -1,4 +1,4 @@
-"""What comes in a body: JSON, types, and fields that are not done here."""
+"""What comes in a body: JSON, how much of it, types, and fields that are not done here."""
 
 import json
 from typing import Any
