@@ -1,21 +1,14 @@
 """What the measurement of the GPU makes of errors and interruptions, and the truths that its figures rest on."""
 
-import asyncio
 import json
 import math
-import subprocess
-import sys
-import time
-from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from bench import gpu, gpu_serving
 from bench.gpu_checks import Check
 from bench.gpu_figures import Figure
 from bench.gpu_findings import Findings
@@ -26,31 +19,10 @@ from bench.gpu_steps import NUM_STEPS, DecodeRun
 from bench.step_trace_busy import busy_share
 from kernels import ops
 from kernels.reference import ScoreRule
-from quire_cli.supervisor import ServeSettings
 from tests.support.graph_recorder import CallingRecorder
 
 CHECK = Check("rms_norm", "float16", 1e-4, 2e-3)
 FIGURE = Figure("decode", "GB/s", 3000.0, 4000.0, 12.5, 0.85)
-
-
-def make_arguments(*flags: str) -> Namespace:
-    parser = ArgumentParser()
-    gpu.add_arguments(parser)
-    return parser.parse_args(list(flags))
-
-
-def test_a_run_of_some_groups_leaves_the_file_of_the_whole_one() -> None:
-    assert gpu._path_of_results(make_arguments()) == gpu.RESULTS
-    assert gpu._path_of_results(make_arguments("--only", "decode")) is None
-    assert gpu._path_of_results(make_arguments("--check-only", "--out", "some.json")) is None
-
-
-def test_another_run_keeps_the_seed_of_what_it_goes_on_with(tmp_path: Path) -> None:
-    path = tmp_path / "gpu.json"
-    Findings(7).write(path, {})
-    assert gpu._begin(make_arguments("--resume", str(path))).seed == 7
-    with pytest.raises(SystemExit, match=r"--seed is 8; what .* holds was drawn with 7"):
-        gpu._begin(make_arguments("--resume", str(path), "--seed", "8"))
 
 
 def good() -> Iterator[int]:
@@ -64,29 +36,6 @@ def bad() -> Iterator[int]:
 
 def make_collector(findings: Findings, *, works: bool = True) -> Collector:
     return Collector(findings, lambda: None, lambda: works)
-
-
-def test_an_error_costs_its_own_group(capsys: pytest.CaptureFixture[str]) -> None:
-    def groups() -> Iterator[tuple[str, Iterator[int]]]:
-        yield from [("bad", bad()), ("good", good())]
-        raise ImportError("no such kernel")
-
-    findings, taken = Findings(3), list[int]()
-    make_collector(findings).collect(groups(), taken.append, time.monotonic() + 60)
-    assert taken == [1, 3, 4]
-    assert (findings.begun, findings.broken) == (["bad", "good"], ["bad", "what comes before the next group"])
-    printed = capsys.readouterr().err
-    assert "out of memory" in printed
-    assert "no such kernel" in printed
-
-
-def test_no_group_is_begun_after_the_deadline() -> None:
-    findings = Findings(7)
-    gpu._run(make_arguments("--check-only", "--device", "cpu"), findings, time.monotonic() - 1)
-    assert (findings.checks, findings.begun) == ([], [])
-    assert "worker" in findings.late
-    with pytest.raises(SystemExit, match="no time left"):
-        gpu._report(findings)
 
 
 def test_another_run_begins_only_what_was_not_begun_before_the_device_was_lost(tmp_path: Path) -> None:
@@ -106,61 +55,9 @@ def test_another_run_begins_only_what_was_not_begun_before_the_device_was_lost(t
     assert later.broken == ["bad"]
 
 
-def test_a_run_that_is_killed_within_a_group_leaves_it_broken(tmp_path: Path) -> None:
-    path, findings = tmp_path / "gpu.json", Findings(3)
-    seen: list[list[str]] = []
-    collector = Collector(findings, lambda: findings.write(path, {}), lambda: True)
-    collector.collect([("good", good())], lambda _: seen.append(Findings.read(path).broken), math.inf)
-    assert seen == [["good"], ["good"]]
-    assert findings.broken == []
-
-
-def test_what_is_left_is_done_by_another_process_that_knows_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[list[str], Findings]] = []
-
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        calls.append((command, Findings.read(Path(command[command.index("--resume") + 1]))))
-        return subprocess.CompletedProcess(command, 7)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "bench.gpu", "--only", "decode"])
-    findings = Findings(5, [CHECK], [FIGURE], ["decode"], ["decode"])
-    assert gpu._run_another(findings, time.monotonic() + 100) == 7
-    ((command, handed),) = calls
-    assert command[1:5] == ["-m", "bench.gpu", "--only", "decode"]
-    assert 90 < float(command[command.index("--seconds") + 1]) <= 100
-    assert handed == findings
-
-
-def test_an_attempt_to_serve_that_fails_is_raised_after_all_others() -> None:
-    attempts = gpu_serving.Attempts()
-    assert attempts.make(int, "x") is None
-    assert attempts.make(divmod, 7, 2) == (3, 1)
-    with pytest.raises(ExceptionGroup, match="1 failed") as raised:
-        attempts.check()
-    assert isinstance(raised.value.exceptions[0], ValueError)
-
-
-def test_services_that_never_become_ready_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(*_: object) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(gpu_serving, "serve", never)
-    monkeypatch.setattr(gpu_serving, "_SERVING_TIMEOUT_S", 0.05)
-    with pytest.raises(TimeoutError):
-        gpu_serving.serve_once(ServeSettings(), [], Path("trace.json"))
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        ScoreRule(0.3),
-        ScoreRule(0.3, sliding_window=4, soft_cap=2.0, alibi_slopes=torch.tensor([0.5, 0.1, 1.0, 0.0])),
-        ScoreRule(0.3, sliding_window=4, sinks=torch.tensor([0.5, -3.0, 4.0, 0.0])),
-    ],
-    ids=["plain", "window, cap and alibi", "window and sinks"],
-)
-def test_its_float64_attention_is_that_of_the_operation(rule: ScoreRule) -> None:
+def test_its_float64_attention_is_that_of_the_operation() -> None:
+    slopes, sinks = torch.tensor([0.5, 0.1, 1.0, 0.0]), torch.tensor([0.5, -3.0, 4.0, 0.0])
+    rule = ScoreRule(0.3, sliding_window=4, soft_cap=2.0, alibi_slopes=slopes, sinks=sinks)
     rows = [(1, 9), (4, 4), (3, 20)]
     problem = make_problem(rows, Heads(4, 2, 16), torch.float32, "cpu", block_size=5, poisoned=True)
     options = {name: getattr(rule, name) for name in ("scale", "sliding_window", "soft_cap", "alibi_slopes", "sinks")}

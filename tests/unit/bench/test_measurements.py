@@ -1,7 +1,6 @@
 """The measurements without a server, on few sequences: what their numbers count, and what they refuse to count."""
 
 import argparse
-import asyncio
 import json
 import shlex
 import sys
@@ -10,48 +9,18 @@ from pathlib import Path
 import pytest
 
 from bench import core_calls, logprobs
-from bench.control import beside
 from bench.core import time_steps
 from bench.core_calls import CALLS, measure_calls
-from bench.core_load import steady_load, turning_load
+from bench.core_load import turning_load
 from bench.core_logprobs import time_logprob_steps
 from bench.parts import Part, PartTimes
 from bench.report import Series, write_results
-from bench.rule_source import VOCAB_SIZE, Drive, RuleSource, key_of
-from bench.sharing import Workload, mean_shares, saved, shareable
-from bench.texts import real_prompts
+from bench.rule_source import Drive, RuleSource, key_of
+from bench.sharing import saved, shareable
 from bench.waiting_memory import measure_waiting
-from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import Request, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import StepPlan, StepResult
-
-
-async def never() -> None:
-    await asyncio.get_running_loop().create_future()
-
-
-async def refused() -> None:
-    raise ValueError("max_tokens is 33,100; at most 32,760 fit")
-
-
-async def test_a_listener_that_ends_while_it_is_needed_is_an_error_and_others_end_with_the_work() -> None:
-    ended: list[str] = []
-
-    async def listen() -> None:
-        try:
-            await never()
-        finally:
-            ended.append("listener")
-
-    async with asyncio.timeout(30):
-        assert await beside(asyncio.sleep(0, 7), [listen(), listen()]) == 7
-        assert ended == ["listener"] * 2
-        with pytest.raises(ValueError, match="at most 32,760 fit"):
-            await beside(never(), [never(), refused()])
-        with pytest.raises(RuntimeError, match="a client's stream ended"):
-            await beside(never(), [asyncio.sleep(0), never()])
 
 
 def test_every_step_of_a_batch_is_timed_and_has_time_in_each_part() -> None:
@@ -61,13 +30,6 @@ def test_every_step_of_a_batch_is_timed_and_has_time_in_each_part() -> None:
     names = {"make room", "decodes", "prefills and admission", "commit", "seal", "ends", "tokens", "rest of schedule"}
     assert parts.keys() == names
     assert min(parts.values()) > 0
-
-
-def test_a_load_that_ends_too_early_and_too_short_a_warm_up_are_refused() -> None:
-    with pytest.raises(ValueError, match="give more requests"):
-        time_steps(turning_load(4, 4), 2, 5000, None)
-    with pytest.raises(ValueError, match="warm_up is 1, must be at least 2"):
-        time_steps(steady_load(4, 20), 1, 10, None)
 
 
 def test_a_waiting_request_costs_at_least_its_tokens_and_little_more_than_the_prompt_twice() -> None:
@@ -133,41 +95,6 @@ def make_scheduler() -> Scheduler:
     return Scheduler(config)
 
 
-def test_beams_get_distinct_candidates_that_fall_until_the_search_ends() -> None:
-    scheduler, source, seen = make_scheduler(), RuleSource(4), list[StepResult]()
-    beams = BeamParameters(3)
-    scheduler.submit(
-        Request(key_of(0), "beams", [1, 2, 3], RowSampling(0), 5, num_sequences=3, num_returned=1, beam=beams), 0.0
-    )
-
-    def watched(plan: StepPlan) -> StepResult:
-        seen.append(source(plan))
-        return seen[-1]
-
-    drive = Drive(scheduler, watched)
-    while drive.plan() is not None:
-        drive.deliver()
-    assert drive.is_idle
-    assert len(seen) == 5
-    for result in seen:
-        assert len(result.candidates) == len(result.token_ids) == 3
-        assert 0 <= result.token_ids.min() <= result.token_ids.max() < VOCAB_SIZE
-        for candidates in result.candidates.values():
-            assert len(set(candidates.token_ids)) == len(candidates.token_ids) == 6
-            assert list(candidates.logprobs) == sorted(candidates.logprobs, reverse=True)
-
-
-def test_one_row_fails_in_every_step_that_the_rule_names() -> None:
-    scheduler = make_scheduler()
-    for index in range(3):
-        scheduler.submit(Request(key_of(index), str(index), [1, 2, 3], RowSampling(index), 8), 0.0)
-    drive, failures = Drive(scheduler, RuleSource(4, fail_every=2), max_in_flight=1), list[int]()
-    for _ in range(2):
-        drive.plan()
-        failures.append(sum(len(events.failed) for events in drive.deliver().values()))
-    assert failures == [0, 1]
-
-
 def test_two_samples_share_the_prompt_and_copy_the_block_that_they_part_in() -> None:
     scheduler = make_scheduler()
     drive = Drive(scheduler, RuleSource(4))
@@ -178,17 +105,6 @@ def test_two_samples_share_the_prompt_and_copy_the_block_that_they_part_in() -> 
         assert saved(scheduler) == pytest.approx(shared_blocks / 6)
         assert shareable(scheduler) == pytest.approx(shared_blocks / 6)
         drive.deliver()
-
-
-def test_requests_with_equal_prompts_share_nothing_in_the_measurement() -> None:
-    work = Workload([[7] * 33] * 6, [4] * 6, width=1)
-    assert mean_shares(Drive(make_scheduler(), RuleSource(4)), work, 2, (saved,)) == [0]
-
-
-def test_prompts_of_real_text_have_the_lengths_asked_for_and_differ() -> None:
-    prompts = real_prompts(lengths := [1, 2, 19, 512, 19])
-    assert [len(prompt) for prompt in prompts] == lengths
-    assert prompts[2] != prompts[4]
 
 
 def test_results_say_what_was_measured_where_of_which_commit_and_how_to_repeat_it(

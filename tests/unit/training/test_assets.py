@@ -1,41 +1,25 @@
 """The files of assets/quire-tiny fit together, and fit the corpus that trained them."""
 
 import json
-from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import jinja2
 import pytest
-import torch
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from assets.training.corpus import (
-    BOS_ID,
-    CHAT_TEMPLATE,
-    END_ID,
-    EOS_ID,
-    SPECIAL_TOKENS,
-    Conversation,
-    Turn,
-    chat_document,
-    documents,
-)
-from assets.training.tokenizer import JSON_MARKS, VOCABULARY_SIZE, add_json_marks
-from assets.training.train import make_model, widen
+from assets.training.corpus import BOS_ID, CHAT_TEMPLATE, END, SPECIAL_TOKENS, Conversation, Turn, chat_document
+from assets.training.third_course import make_reworded_conversation
+from assets.training.tool_lessons import TOOL_KINDS, make_tool_conversation
+from assets.training.tools import tool_document
 
 DIRECTORY = Path(__file__).parents[3] / "assets" / "quire-tiny"
 
 
 def read_json(name: str) -> dict[str, Any]:
     return json.loads((DIRECTORY / name).read_text())
-
-
-def narrow_tokenizer() -> Tokenizer:
-    """The shipped one without its marks, as the first course has it."""
-    content = read_json("tokenizer.json")
-    content["added_tokens"] = content["added_tokens"][: len(SPECIAL_TOKENS)]
-    return Tokenizer.from_str(json.dumps(content))
 
 
 @pytest.fixture(scope="module")
@@ -49,42 +33,9 @@ def test_special_tokens_have_the_ids_that_the_corpus_assumes(tokenizer: Tokenize
     assert tokenizer.get_vocab_size() == read_json("config.json")["vocab_size"]
 
 
-def test_marks_of_calls_and_json_are_tokens_that_no_document_of_the_first_course_has(tokenizer: Tokenizer) -> None:
-    marks = [tokenizer.encode(mark, add_special_tokens=False).ids for mark in JSON_MARKS]
-    assert marks == [[VOCABULARY_SIZE + index] for index in range(len(JSON_MARKS))]
-    for document in islice(documents(seed=8), 300):
-        for segment in document:
-            assert max(tokenizer.encode(segment.text, add_special_tokens=False).ids) < VOCABULARY_SIZE
-
-
-def test_a_wider_model_says_what_the_narrow_one_did_and_knows_the_pieces_of_its_marks() -> None:
-    torch.manual_seed(1)
-    model, before, after = make_model(), narrow_tokenizer(), narrow_tokenizer()
-    add_json_marks(after)
-    tokens = torch.tensor([before.encode("Hello, Quire!").ids])
-    expected = model(tokens).logits
-    widen(model, before, after)
-    assert torch.equal(model(tokens).logits[..., :VOCABULARY_SIZE], expected)
-    pieces = before.encode(JSON_MARKS[0], add_special_tokens=False).ids
-    weights = model.get_parameter("model.embed_tokens.weight")
-    assert weights.shape[0] == model.config.vocab_size == VOCABULARY_SIZE + len(JSON_MARKS)
-    torch.testing.assert_close(weights[VOCABULARY_SIZE], weights[pieces].mean(0))
-
-
-def test_both_ends_stop_an_answer_and_greedy_decoding_is_the_default() -> None:
-    assert read_json("generation_config.json")["do_sample"] is False
-    assert read_json("generation_config.json")["eos_token_id"] == [EOS_ID, END_ID]
-    assert read_json("config.json")["eos_token_id"] == [EOS_ID, END_ID]
-
-
 @pytest.mark.parametrize("text", ["Hello, Quire!", "naïve café", "日本語 🙂", "tab\tand\nline", "  two  spaces  "])
 def test_every_text_survives_encoding(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
-
-
-def test_digits_are_tokens_of_their_own(tokenizer: Tokenizer) -> None:
-    tokens = tokenizer.encode("12 + 345", add_special_tokens=False).tokens
-    assert [token for token in tokens if token.isdigit()] == ["1", "2", "3", "4", "5"]
 
 
 def test_chat_template_writes_what_the_model_was_trained_on() -> None:
@@ -100,13 +51,63 @@ def test_chat_template_writes_what_the_model_was_trained_on() -> None:
     assert trained.startswith(prompt)
 
 
-def test_segments_encode_as_their_whole_document_does(tokenizer: Tokenizer) -> None:
-    for document in islice(documents(seed=8), 300):
-        apart = [i for segment in document for i in tokenizer.encode(segment.text, add_special_tokens=False).ids]
-        whole = tokenizer.encode("".join(segment.text for segment in document), add_special_tokens=False).ids
-        assert apart == whole
+@pytest.fixture(scope="module")
+def templates() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(DIRECTORY)
 
 
-def test_files_are_small_enough_to_ship() -> None:
-    assert (DIRECTORY / "model.safetensors").stat().st_size < 8_000_000
-    assert (DIRECTORY / "heldout.txt").stat().st_size < 100_000
+def render(templates: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **options: Any) -> str:
+    return str(templates.apply_chat_template(messages, tokenize=False, **options))
+
+
+def test_the_template_writes_conversations_with_tools_as_they_were_trained(templates: PreTrainedTokenizerBase) -> None:
+    rng = Random(6)
+    drawn = [make(rng) for make in (make_tool_conversation, make_reworded_conversation) for _ in range(100)]
+    for conversation in drawn + [draw(rng, held_out=True) for draw in TOOL_KINDS.values() for _ in range(100)]:
+        tools = [tool.definition() for tool in conversation.tools] or None
+        trained = "".join(segment.text for segment in tool_document(conversation))
+        assert render(templates, conversation.messages(), tools=tools) == trained
+        if conversation.exchanges[-1][1] == conversation.exchanges[0][1]:
+            prompt = render(templates, conversation.messages()[:-1], tools=tools, add_generation_prompt=True)
+            assert prompt + conversation.last_answer() + END == trained
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the current weather in a given location",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "location": {"type": "string", "description": "The city and state, e.g. San Francisco, CA"},
+                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+                "days": {"type": ["integer", "null"], "title": "Days"},
+                "radius": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+                "other": {},
+            },
+            "required": ["location"],
+            "additionalProperties": False,
+        },
+    },
+}
+WEATHER_LINE = (
+    '{"name": "get_weather", "description": "Get the current weather in a given location", "parameters": {'
+    '"location": "string: The city and state, e.g. San Francisco, CA", "unit": ["celsius", "fahrenheit"], '
+    '"days": "integer", "radius": "number", "other": "any"}, "required": ["location"]}'
+)
+
+
+def test_a_schema_is_shown_by_names_types_descriptions_and_values(templates: PreTrainedTokenizerBase) -> None:
+    shown = render(templates, [{"role": "user", "content": "Hi"}], tools=[WEATHER])
+    assert shown == f"<s><|system|><tools>\n{WEATHER_LINE}\n</tools><|end|><|user|>Hi<|end|>"
+
+
+def test_arguments_may_be_an_object_or_its_text(templates: PreTrainedTokenizerBase) -> None:
+    def call(arguments: Any) -> list[dict[str, Any]]:
+        calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+        return [{"role": "assistant", "content": "Well.", "tool_calls": calls}]
+
+    expected = '<s><|assistant|>Well.\n<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call><|end|>'
+    assert render(templates, call({"a": "é"})) == render(templates, call('{"a": "é"}')) == expected
