@@ -1,13 +1,11 @@
 """What tools write is current, or they say so."""
 
-import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tools import generate_api_docs, generate_sync_client
-from tools.generate_stubs import generate
 
 SHELF = """
 syntax = "proto3";
@@ -58,12 +56,6 @@ def test_check_refuses_what_was_edited_by_hand(
     assert "run `" in capsys.readouterr().err
 
 
-def test_nothing_of_asyncio_is_left_in_the_blocking_client() -> None:
-    text = generate_sync_client.TARGET.read_text(encoding="utf-8")
-    assert "async" not in text.replace("async_client.py", "").lower()
-    assert "await" not in text
-
-
 def test_comments_of_contracts_read_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate_api_docs, "ROOT", make_repository(tmp_path))
     monkeypatch.setattr(generate_api_docs, "API_DOCS", tmp_path / "api.md")
@@ -76,17 +68,3 @@ def test_comments_of_contracts_read_as_they_were_written(tmp_path: Path, monkeyp
     assert "- `by_floor` (5, map of uint32 to [WatchResponse](#quire.shelf.v1.WatchResponse))\n" in page
     assert "`shelf`: Exactly one." in page
     assert "### message WatchResponse\n\nNo fields." in page
-
-
-def test_long_text_is_wrapped_and_no_line_begins_a_list_by_chance() -> None:
-    text = generate_api_docs._wrap("from 0 to n " * 11 + "- 1. " + "from 0 to n " * 11 + "- 1", "- ", "  ")
-    assert max(map(len, text.splitlines())) <= 120
-    assert not re.search(r"\n *(-|1\.) ", text)
-
-
-def test_a_broken_contract_is_refused_with_its_folder_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    protos = make_repository(tmp_path) / "protos"
-    (protos / "shelf.proto").write_text(SHELF.replace("message WatchResponse {}", ""), encoding="utf-8")
-    with pytest.raises(RuntimeError, match=str(protos)):
-        generate(protos, tmp_path / "out")
-    assert '"WatchResponse" is not defined' in capfd.readouterr().err
