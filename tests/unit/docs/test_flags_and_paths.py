@@ -91,15 +91,6 @@ def test_every_path_is_in_the_repository(document: Path, files: set[str]) -> Non
     assert missing <= ABSENT
 
 
-def test_the_checks_find_what_is_wrong(tmp_path: Path, known_flags: set[str], files: set[str]) -> None:
-    wrong, document = ["gateway/nothing.py", "core/policies.py", "nowhere.py"], tmp_path / "page.md"
-    document.write_text(f"# A `b`\n`gateway/app.py` and {' '.join(f'`{path}`' for path in wrong)}\n")
-    assert [path for path in paths_in(document) if not is_there(path, document, files)] == wrong
-    assert headings(document) == {"a-b"}
-    assert "--port" not in known_flags
-    assert {"--http-port", "--beam-width", "--requests-per-minute", "--runs"} <= known_flags
-
-
 def flags_of_settings() -> Iterator[str]:
     """Those of the services and of every command of `quire`."""
     modules = [

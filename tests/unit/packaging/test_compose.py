@@ -101,29 +101,12 @@ def test_a_gateway_can_be_given_keys_whose_folder_it_sees(services: dict[str, An
     assert services["gateway"]["user"] == "${QUIRE_USER:-10001:10001}"
     assert {default_of(service["user"]) for service in with_tls.values()} == {"1000:1000"}
     assert {service["environment"]["USER"] for service in with_tls.values()} == {"quire"}
-    for path in ("compose.yaml", "deploy/compose.tls.yaml", "docs/deploying.md"):
-        text = (ROOT / path).read_text(encoding="utf-8")
-        made = set(re.findall(r"quire keys add keys/(\S+) ", text))
-        assert len(made) == 1
-        assert set(re.findall(r"QUIRE_KEYS_FILE=/keys/(\S+) ", text)) == made
 
 
 def test_with_tls_each_service_has_the_certificates_of_its_role_alone(with_tls: dict[str, Any]) -> None:
     for name, service in with_tls.items():
         mounts = [default_of(volume) for volume in service["volumes"] if "certs" in volume]
         assert mounts == [f"./certs/{service['command'][0]}:{settings_of(with_tls, name).tls_dir}:ro"]
-
-
-def test_with_tls_health_is_asked_where_no_certificate_matters_and_profiles_stay(
-    services: dict[str, Any], with_tls: dict[str, Any]
-) -> None:
-    for name in ("gateway", "gateway-2"):
-        socket = f"unix:{settings_of(with_tls, name).local_socket}"
-        assert with_tls[name]["healthcheck"]["test"][-1] == socket
-        assert with_tls[name]["healthcheck"]["retries"] == services[name]["healthcheck"]["retries"]
-    assert {name: service.get("profiles") for name, service in with_tls.items()} == {
-        name: service.get("profiles") for name, service in services.items()
-    }
 
 
 def test_only_the_gateway_is_published_and_only_on_loopback(services: dict[str, Any]) -> None:
@@ -144,16 +127,6 @@ def test_what_speaks_without_authentication_reaches_hubs_and_collectors_and_is_r
     assert is_internal == {"inside": True, "egress": False, "outside": False}
     assert members["egress"] == ["worker", "worker-gpu", "scheduler"]
     assert not set(members["outside"]) & set(members["egress"])
-
-
-def test_a_second_gateway_is_the_first_on_other_ports_and_starts_only_when_asked_for(services: dict[str, Any]) -> None:
-    first, second = services["gateway"], services["gateway-2"]
-    assert "profiles" not in first
-    assert second["profiles"] == ["two-gateways"]
-    assert {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)} == {"profiles", "ports"}
-    ports = [default_of(port) for service in (first, second) for port in service["ports"]]
-    assert len({port.split(":")[1] for port in ports}) == 4
-    assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
 def test_services_restart_have_time_to_drain_no_rights_and_images_of_their_own(services: dict[str, Any]) -> None:

@@ -4,8 +4,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from quire.version import VERSION
 from tools.list_requirements import list_requirements
 from tools.set_version import changed
@@ -32,17 +30,6 @@ def read_pins() -> dict[str, str]:
     return {name_of(pin): pin.partition("==")[2] for pin in pins}
 
 
-def test_a_uvicorn_whose_private_classes_may_differ_is_not_installed() -> None:
-    (uvicorn,) = [each for each in list_requirements(PYPROJECT, ["gateway"]) if name_of(each) == "uvicorn"]
-    assert re.search(r"<0\.\d+$", uvicorn)
-
-
-def test_all_is_every_extra_but_those_of_tools_and_development() -> None:
-    extras = read_pyproject()["project"]["optional-dependencies"]
-    assert extras["all"] == [f"quire[{','.join(extra for extra in extras if extra not in {'all', 'bench', 'dev'})}]"]
-    assert list_requirements(PYPROJECT, ["all"]) == list_requirements(PYPROJECT, [])
-
-
 def read_images() -> dict[str, list[str]]:
     """The extras of each image, by its target."""
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
@@ -67,11 +54,6 @@ def test_the_readme_names_every_extra() -> None:
     assert sorted(rows) == sorted(extras.keys() - {"dev"})
 
 
-def test_an_unknown_extra_is_refused() -> None:
-    with pytest.raises(KeyError, match="typesetter"):
-        list_requirements(PYPROJECT, ["typesetter"])
-
-
 def test_everything_required_is_pinned() -> None:
     pyproject = read_pyproject()
     required = (
@@ -89,13 +71,6 @@ def test_torch_brings_no_cuda_and_triton_and_the_generator_of_the_stubs_are_of_o
     pinned = f"grpcio-tools=={pins['grpcio-tools']}"
     assert pinned in pyproject["build-system"]["requires"]
     assert pinned in pyproject["project"]["optional-dependencies"]["dev"]
-
-
-def test_the_version_is_where_the_build_looks_for_it() -> None:
-    source = read_pyproject()["tool"]["scikit-build"]["metadata"]["version"]
-    match = re.search(source["regex"], (ROOT / source["input"]).read_text(encoding="utf-8"))
-    assert match is not None
-    assert match["value"] == VERSION
 
 
 def test_the_changelog_has_a_dated_section_of_each_release_and_one_for_what_comes() -> None:
