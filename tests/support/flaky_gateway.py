@@ -14,11 +14,7 @@ T = TypeVar("T")
 
 
 class FlakyGeneration(FakeGeneration):
-    """Raises the given errors, one a call, and then answers; `num_calls` counts both.
-
-    A stream raises before its first event, after it where the prompt is "halfway", or after the last one where it is
-    "too late".
-    """
+    """Raises the given errors, one a call, before anything is answered; `num_calls` counts all calls."""
 
     def __init__(self, *errors: QuireError) -> None:
         super().__init__()
@@ -47,14 +43,9 @@ class FlakyGeneration(FakeGeneration):
     async def GenerateStream(
         self, request: generation_pb2.GenerateStreamRequest, context: object
     ) -> AsyncIterator[generation_pb2.GenerateStreamResponse]:
-        if request.text not in ("halfway", "too late"):
-            self._fail()
+        self._fail()
         async for response in super().GenerateStream(request, context):
             yield response
-            if request.text == "halfway":
-                self._fail()
-        if request.text == "too late":
-            self._fail()
 
 
 class EitherClient:

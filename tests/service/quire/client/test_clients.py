@@ -3,7 +3,6 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
@@ -151,27 +150,6 @@ async def test_errors_are_typed(client: EitherClient) -> None:
         await client.events("bad")
 
 
-@pytest.mark.parametrize("value", [5, None, b"text"])
-async def test_what_is_no_prompt_or_prefix_is_a_type_error(client: EitherClient, value: Any) -> None:
-    with pytest.raises(TypeError, match=f"^prompt is {value!r}; it must be a str or a sequence of token ids$"):
-        await client.call("generate", value)
-    with pytest.raises(TypeError, match=f"^prefix is {value!r}; it must be a str, a sequence of token ids or"):
-        await client.call("pin_prefix", value)
-
-
-async def test_what_no_message_can_hold_is_refused_by_name(client: EitherClient) -> None:
-    with pytest.raises(InvalidArgument, match="top_k") as caught:
-        await client.call("generate", "x", GenerationOptions(top_k=-1))
-    assert caught.value.violations[0].field == "top_k"
-    with pytest.raises(InvalidArgument, match="text"):
-        await client.call("generate", "\ud800")
-    for call in (("generate", [-1]), ("pin_prefix", [1, ChatMessage("user", "x")])):
-        with pytest.raises(InvalidArgument, match="ids"):
-            await client.call(*call)
-    with pytest.raises(InvalidArgument, match="time_to_live_ms"):
-        await client.call("pin_prefix", "x", time_to_live_ms=-1)
-
-
 async def test_a_timeout_is_deadline_exceeded_no_time_is_too_long_and_nan_is_none(client: EitherClient) -> None:
     with pytest.raises(DeadlineExceeded):
         await client.events("endless", timeout_s=0.2)
@@ -191,28 +169,6 @@ async def test_leaving_a_stream_early_cancels_the_call(client: EitherClient, gen
             assert await client.next(stream.text) == "endless!"
     await asyncio.wait_for(generation.left.wait(), 30)
     assert await client.read(stream) == []
-
-
-async def test_closing_a_stream_ends_the_iteration_of_another_reader(client: EitherClient) -> None:
-    stream = client.client.generate_stream("endless")
-    first = await client.next(stream.text)
-    reader = asyncio.create_task(client.read(stream.text))
-    # It waits for the next piece.
-    await asyncio.sleep(0.05)
-    await client.close_stream(stream)
-    assert (first, await asyncio.wait_for(reader, 30)) == ("endless!", [])
-
-
-async def test_cancelling_the_task_cancels_the_call(address: str, generation: FakeGeneration) -> None:
-    async with AsyncClient(address) as client:
-        stream = client.generate_stream("endless")
-        await anext(stream)
-        reader = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0)
-        reader.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reader
-        await asyncio.wait_for(generation.left.wait(), 30)
 
 
 async def test_a_stream_whose_reader_was_interrupted_does_not_look_complete(address: str) -> None:

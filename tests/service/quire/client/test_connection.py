@@ -82,14 +82,6 @@ async def test_calls_go_to_the_others_when_one_dies_and_to_it_when_it_is_back(ki
         await again.stop(0)
 
 
-async def test_when_all_are_gone_it_is_unavailable(kind: Kind) -> None:
-    async with client_of(kind, NOBODY, "127.0.0.1:2") as client:
-        with pytest.raises(Unavailable):
-            await client.call("generate", "hi", timeout_s=60)
-        with pytest.raises(Unavailable):
-            await client.call("list_models", timeout_s=60)
-
-
 async def test_names_sockets_and_addresses_of_both_families_are_called(kind: Kind, tmp_path: Path) -> None:
     async with two_gateways() as (first, second):
         names = [server.address.replace("127.0.0.1", "localhost") for server in (first, second)]

@@ -35,19 +35,14 @@ class Gateway:
     def resume(self, request: generation_pb2.ResumeStreamRequest, left_s: float | None) -> None:
         self.calls.append([(each.sequence_index, each.offset, each.num_characters) for each in request.offsets])
 
-    def attempts(self, policy: RetryPolicy | None = None, *, end: float | None = None) -> Attempts:
-        return Attempts(policy, CallTime(end, lambda: self.now), False, lambda: 0.0)
+    def attempts(self, policy: RetryPolicy | None = None) -> Attempts:
+        return Attempts(policy, CallTime(None, lambda: self.now), False, lambda: 0.0)
 
     def resumption(
-        self,
-        policy: RetryPolicy | None = None,
-        *,
-        end: float | None = None,
-        num_sequences: int = 1,
-        chooses: bool = False,
+        self, policy: RetryPolicy | None = None, *, num_sequences: int = 1, chooses: bool = False
     ) -> Resumption:
         go_on = None if chooses else self.go_on
-        attempts = self.attempts(policy, end=end)
+        attempts = self.attempts(policy)
         resumption = Resumption("story", self.start, self.resume, go_on, num_sequences, attempts)
         resumption.call()
         return resumption
@@ -106,14 +101,12 @@ def test_a_lost_stream_goes_on_behind_what_came(
     assert gateway.calls == ["start", *calls]
 
 
-def test_the_end_of_a_sequence_is_told_once(gateway: Gateway) -> None:
-    resumption = gateway.resumption()
+def test_the_end_of_a_sequence_is_told_once_and_a_choice_that_is_known_no_more_is_the_callers_error(
+    gateway: Gateway,
+) -> None:
+    resumption = gateway.resumption(chooses=True)
     assert resumption.accept(FINISHED)
     assert not resumption.accept(FINISHED)
-
-
-def test_a_choice_among_sequences_that_is_known_no_more_is_the_callers_error(gateway: Gateway) -> None:
-    resumption = gateway.resumption(chooses=True)
     play(resumption, chunk("a"), LOST)
     with pytest.raises(NotFound):
         resumption.delay_after(UNKNOWN)
@@ -125,14 +118,6 @@ def test_a_refused_request_is_the_callers_error(gateway: Gateway, error: QuireEr
         gateway.resumption().delay_after(error)
 
 
-def test_with_a_policy_a_refused_request_is_submitted_again_and_a_refused_resumption_resumed(gateway: Gateway) -> None:
-    resumption = gateway.resumption(RetryPolicy())
-    assert go_on(resumption, FULL) == 2.0
-    play(resumption, chunk("ab"), LOST)
-    assert go_on(resumption, FULL) == 2.0
-    assert gateway.calls == ["start", "start", OFFSETS, OFFSETS]
-
-
 def test_a_lost_stream_that_is_refused_waits_as_the_gateway_says_and_is_resumed(gateway: Gateway) -> None:
     resumption = gateway.resumption()
     play(resumption, chunk("ab"), LOST)
@@ -141,12 +126,7 @@ def test_a_lost_stream_that_is_refused_waits_as_the_gateway_says_and_is_resumed(
     resumption.accept(chunk("c"))
     with pytest.raises(ResourceExhausted):
         resumption.delay_after(FULL)
-
-
-def test_a_refusal_that_says_a_moment_does_not_hasten_a_lost_stream_and_without_a_time_ends_it(
-    gateway: Gateway,
-) -> None:
-    resumption = gateway.resumption()
+    # No time at all does not hasten it, and none that is said ends it.
     at_once = ResourceExhausted("full", retry_after_ms=0)
     assert [go_on(resumption, error) for error in (LOST, at_once, at_once)] == [0.05, 0.1, 0.2]
     with pytest.raises(ResourceExhausted):
@@ -155,6 +135,8 @@ def test_a_refusal_that_says_a_moment_does_not_hasten_a_lost_stream_and_without_
 
 def test_after_long_refusals_of_a_lost_stream_its_policy_decides(gateway: Gateway) -> None:
     patient, plain = gateway.resumption(RetryPolicy(attempts=None)), gateway.resumption()
+    assert go_on(patient, FULL) == 2.0
+    assert gateway.calls == ["start"] * 3
     for resumption in (patient, plain):
         gateway.now = 0.0
         go_on(resumption, LOST)
@@ -166,13 +148,6 @@ def test_after_long_refusals_of_a_lost_stream_its_policy_decides(gateway: Gatewa
     assert go_on(patient, FULL) == 2.0
 
 
-def test_waits_grow_and_what_comes_forgives_them(gateway: Gateway) -> None:
-    resumption = gateway.resumption()
-    assert [go_on(resumption, LOST) for _ in range(7)] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
-    resumption.accept(chunk("a"))
-    assert go_on(resumption, LOST) == 0.05
-
-
 @pytest.mark.parametrize(
     ("policy", "end", "last_s", "over_s"),
     [
@@ -182,11 +157,14 @@ def test_waits_grow_and_what_comes_forgives_them(gateway: Gateway) -> None:
         (None, 1.0, 0.5, 0.95),
     ],
 )
-def test_it_is_given_up_when_nobody_answers_for_long(
+def test_waits_grow_until_it_is_given_up_and_what_comes_forgives_them(
     gateway: Gateway, policy: RetryPolicy | None, end: float | None, last_s: float, over_s: float
 ) -> None:
-    resumption = gateway.resumption(policy, end=end)
-    go_on(resumption, LOST)
+    resumption = gateway.resumption(policy)
+    assert [go_on(resumption, LOST) for _ in range(7)] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    resumption.attempts.time = CallTime(end, lambda: gateway.now)
+    resumption.accept(chunk("a"))
+    assert go_on(resumption, LOST) == 0.05
     gateway.now = last_s
     go_on(resumption, LOST)
     gateway.now = over_s

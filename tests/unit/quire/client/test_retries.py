@@ -49,17 +49,14 @@ def test_grpc_repeats_what_the_protos_call_idempotent_and_no_generation() -> Non
     assert config["retryPolicy"]["retryableStatusCodes"] == ["UNAVAILABLE"]
 
 
-@pytest.mark.parametrize("error", [FULL, GONE, InvalidArgument("bad")])
-def test_without_a_policy_every_error_is_the_callers(error: QuireError) -> None:
-    assert_raises(make_attempts(None, is_idempotent=True), error)
+def test_without_a_policy_every_error_is_the_callers() -> None:
+    for error in (FULL, GONE, InvalidArgument("bad")):
+        assert_raises(make_attempts(None, is_idempotent=True), error)
 
 
-def test_a_refusal_is_followed_after_the_time_that_it_names_and_up_to_a_quarter_more() -> None:
+def test_waits_are_those_that_refusals_name_and_a_quarter_more_or_double_up_to_the_longest() -> None:
     assert make_attempts(RetryPolicy()).delay_after(FULL) == 2.0
     assert make_attempts(RetryPolicy(), draw=1.0).delay_after(FULL) == 2.5
-
-
-def test_waits_double_up_to_the_longest() -> None:
     attempts = make_attempts(RetryPolicy(attempts=None, first_delay_s=0.5, last_delay_s=3), is_idempotent=True)
     assert [attempts.delay_after(GONE) for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
     assert all(attempts.delay_after(GONE) == 3.0 for _ in range(2000))
@@ -71,13 +68,10 @@ def test_a_lost_generation_is_made_again_only_where_that_is_asked_for() -> None:
     assert make_attempts(RetryPolicy(), is_idempotent=True).delay_after(GONE) == 0.1
 
 
-@pytest.mark.parametrize("error", [InvalidArgument("bad"), ResourceExhausted("too large")], ids=["bad", "no time"])
-def test_other_errors_and_refusals_that_name_no_time_are_the_callers(error: QuireError) -> None:
+def test_other_errors_refusals_without_a_time_and_the_last_attempt_are_the_callers() -> None:
     policy = RetryPolicy(attempts=None, lost_generations=True)
-    assert_raises(make_attempts(policy, is_idempotent=True), error)
-
-
-def test_the_last_attempt_raises() -> None:
+    for error in (InvalidArgument("bad"), ResourceExhausted("too large")):
+        assert_raises(make_attempts(policy, is_idempotent=True), error)
     attempts = make_attempts(RetryPolicy(attempts=3))
     attempts.delay_after(FULL)
     attempts.delay_after(FULL)
@@ -85,12 +79,9 @@ def test_the_last_attempt_raises() -> None:
     assert_raises(make_attempts(RetryPolicy(attempts=1)), FULL)
 
 
-def test_no_wait_goes_beyond_the_time_of_the_call() -> None:
+def test_no_wait_goes_beyond_the_time_of_the_call_of_which_never_less_than_nothing_is_left() -> None:
     assert make_attempts(RetryPolicy(), end=102.0).delay_after(FULL) == 2.0
     assert_raises(make_attempts(RetryPolicy(), end=101.9), FULL)
-
-
-def test_time_that_is_left_is_never_negative() -> None:
     assert CallTime(90.0, lambda: 100.0).left_s() == 0.0
     assert CallTime(101.5, lambda: 100.0).left_s() == 1.5
     assert CallTime(None, lambda: 100.0).left_s() is None
