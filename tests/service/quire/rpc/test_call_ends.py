@@ -51,7 +51,7 @@ def ends() -> Ends:
 
 @pytest.fixture
 async def channel(ends: Ends) -> AsyncIterator[grpc.aio.Channel]:
-    methods = [f"{SERVICE}/{kind}" for kind in ("UnaryUnary", "UnaryStream", "UnaryStreamByWrite", "Wait")]
+    methods = [f"{SERVICE}/{kind}" for kind in ("UnaryUnary", "UnaryStream", "UnaryStreamByWrite")]
     methods += [f"{SERVICE}/{kind}" for kind in ("StreamUnary", "StreamStream")]
 
     def report(method: str, code: grpc.StatusCode) -> None:
@@ -59,8 +59,6 @@ async def channel(ends: Ends) -> AsyncIterator[grpc.aio.Channel]:
 
     server = grpc.aio.server(interceptors=(CallEnds(methods, report), ErrorInterceptor(), Refuses()))
     register(server)
-    handlers = {"Wait": grpc.unary_stream_rpc_method_handler(wait)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with open_channel(f"127.0.0.1:{port}") as channel:
@@ -99,14 +97,6 @@ async def test_a_call_that_ends_early_was_cancelled_or_had_its_time(time_remaini
     with pytest.raises(asyncio.CancelledError):
         await running
     assert reported == [f"S/Hang {code}"]
-
-
-async def test_a_client_that_leaves_cancels_its_call(channel: grpc.aio.Channel, ends: Ends) -> None:
-    call = channel.unary_stream(f"/{SERVICE}/Wait")(b"")
-    assert await call.read() == b"first"
-    call.cancel()
-    await until_true(ends.total)
-    assert ends == {("Wait", "CANCELLED"): 1}
 
 
 async def test_methods_that_clients_make_up_are_one(channel: grpc.aio.Channel, ends: Ends) -> None:

@@ -145,30 +145,21 @@ async def test_an_unexpected_error_is_logged_and_not_told(
     assert str(record.exc_info[1]) == "secret"
 
 
-async def test_metadata_and_any_script_survive(channel: grpc.aio.Channel) -> None:
-    error = await failure_of(channel, "UnaryUnary", b"facts")
-    assert type(error) is NotFound
-    assert error.message == "kein Modell: größer ☂"
-    assert error.metadata == {"model": "x"}
-
-
-async def test_a_huge_error_is_cut_so_that_it_arrives(server: RpcServer) -> None:
-    async with grpc.aio.insecure_channel(server.address) as plain_channel:
-        error = await failure_of(plain_channel, "UnaryUnary", b"long")
-    assert type(error) is InvalidArgument
-    assert error.message.endswith("xxx...")
-    assert len(error.violations) == 5
-
-
-async def test_the_sync_client_reads_the_same_error(server: RpcServer) -> None:
-    def call_full() -> QuireError:
+async def test_both_kinds_of_clients_read_any_script_metadata_and_a_huge_error_that_is_cut(server: RpcServer) -> None:
+    def call_for(request: bytes) -> QuireError:
         with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
-            channel.unary_unary(f"/{SERVICE}/UnaryUnary")(b"full", timeout=30)
+            channel.unary_unary(f"/{SERVICE}/UnaryUnary")(request, timeout=30)
         return from_rpc_error(caught.value)
 
-    error = await asyncio.to_thread(call_full)
-    assert type(error) is ResourceExhausted
-    assert error.retry_after_ms == 1500
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        for request in (b"facts", b"long"):
+            for error in (await failure_of(channel, "UnaryUnary", request), await asyncio.to_thread(call_for, request)):
+                if request == b"facts":
+                    assert (type(error), error.message) == (NotFound, "kein Modell: größer ☂")
+                    assert error.metadata == {"model": "x"}
+                else:
+                    assert (type(error), len(error.violations)) == (InvalidArgument, 5)
+                    assert error.message.endswith("xxx...")
 
 
 async def test_a_refused_connection_and_an_unknown_method_read_as_what_they_are(channel: grpc.aio.Channel) -> None:
