@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 
 import grpc.aio
-import pytest
 
 from quire.client import AsyncClient
 from quire.gateway.v1 import model_pb2, model_pb2_grpc
-from quire.rpc.address import AddressInUse
 from quire_cli.supervisor import LocalServer, ServeSettings
 from quire_cli.supervisor.commands import Programs
 from tests.support.processes import is_alive, until_true
@@ -87,27 +85,6 @@ async def test_the_loss_of_one_leaves_connections_to_the_others_and_the_ports_al
             assert not reading.done()
             reading.cancel()
         assert (server.grpc_address, server.http_address) == addresses
-
-
-async def test_the_ports_stay_ours_while_gateways_run_and_while_none_does(model_directory: Path) -> None:
-    async with make_server(model_directory, gateways=2) as server:
-        ids = ids_of(server, NAMES[:2])
-        port = int(server.grpc_address.rpartition(":")[2])
-        for gateways in (1, 2):
-            with pytest.raises(AddressInUse):
-                await make_server(model_directory, gateways=gateways, grpc_port=port).__aenter__()
-        assert ids_of(server, NAMES[:2]) == ids
-        assert {await id_behind(server.grpc_address) for _ in range(5)} <= ids
-        for name in NAMES[:2]:
-            os.killpg(server.process(name).pid, signal.SIGKILL)
-        grpc_port, http_port = (int(each.rpartition(":")[2]) for each in (server.grpc_address, server.http_address))
-        for port, second in (
-            (grpc_port, make_server(model_directory, grpc_port=grpc_port)),
-            (http_port, make_server(model_directory, http_port=http_port)),
-        ):
-            with pytest.raises(AddressInUse, match=f"^cannot listen on 127.0.0.1:{port}: the port is in use$"):
-                await second.__aenter__()
-        await asyncio.wait_for(server.wait_ready(), 30)
 
 
 async def test_one_that_refuses_what_worked_before_is_started_again_until_it_is_mended(
