@@ -109,21 +109,10 @@ def test_every_request_gets_all_its_tokens_under_pressure(mode: PreemptionMode) 
         assert life.error is None
         assert [len(times) for times in life.token_times] == [request.max_tokens] * request.num_returned
         assert all(times == sorted(times) for times in life.token_times)
-
-
-def test_no_slot_of_the_pool_is_counted_twice() -> None:
-    for step in run(MIXED, num_blocks=24).steps:
-        memory = step.memory
+    # No slot of the pool is counted twice.
+    for memory in (step.memory for step in simulation.steps):
         assert min(memory.tokens, memory.reserved, memory.wasted, memory.shared, memory.cached) >= 0
         assert memory.tokens + memory.reserved + memory.wasted + memory.cached <= memory.total
-
-
-def test_beams_fork_and_are_delivered_at_the_end() -> None:
-    simulation = run([(0.0, make_request(0, 40, 30, n=2, beam=4))])
-    (life,) = simulation.lives
-    assert life.token_times == [[life.ended] * 30] * 2
-    assert simulation.column("shared").max() > 0
-    assert simulation.column("copied_blocks").sum() > 0
 
 
 def test_a_request_that_never_fits_is_refused_and_others_run() -> None:
@@ -139,18 +128,6 @@ def test_each_step_says_what_limited_it() -> None:
     assert {step.limit for step in run(requests, num_blocks=12).steps} == {Limit.BLOCKS, Limit.DEMAND}
     assert {step.limit for step in run(requests, max_num_seqs=2).steps} == {Limit.ROWS, Limit.DEMAND}
     assert {step.limit for step in run(requests, max_num_batched_tokens=32).steps} == {Limit.TOKENS, Limit.DEMAND}
-
-
-def test_another_block_manager_takes_the_place_of_the_cores_own() -> None:
-    class OneRequestAtATime(BlockManager):
-        def has_room(self, num_blocks: int, *, reserve: int = 0, alone: bool = False) -> bool:
-            return alone and super().has_room(num_blocks, reserve=reserve, alone=alone)
-
-    requests = [(0.0, make_request(index, 30, 10)) for index in range(4)]
-    simulation = simulate(Listed(requests), make_config(), FixedSteps(), make_blocks=OneRequestAtATime.of)
-    assert simulation.column("num_running").max() == 1
-    ends = [life.ended or 0.0 for life in simulation.lives]
-    assert ends == sorted(ends)
 
 
 def test_a_block_manager_that_never_has_room_is_an_error() -> None:

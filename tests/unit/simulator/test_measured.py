@@ -50,11 +50,6 @@ def test_noise_stays_in_the_residual_and_no_cost_is_negative(tmp_path: Path) -> 
     assert f"{fitted.residual.num_steps} steps" in str(fitted.residual)
 
 
-def test_several_traces_make_one_fit(tmp_path: Path) -> None:
-    traces = [Trace.read(write_trace(tmp_path / f"{seed}.json", 100, seed=seed)) for seed in range(3)]
-    assert Measured.fit(traces).residual.num_steps > 200
-
-
 def test_a_trace_that_was_cut_off_is_read_up_to_the_cut(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "steps.json", 100)
     whole = path.read_text()

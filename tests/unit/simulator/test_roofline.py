@@ -43,12 +43,10 @@ def test_presets_are_those_of_table_1(
     assert num_slots * shape.slot_bytes == pytest.approx(pool * GIB, rel=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [("opt-125m", 0.1252), ("llama-13b", 13.016), ("llama-3.1-8b", 8.030), ("llama-3.1-70b", 70.554)],
-)
-def test_models_have_as_many_parameters_as_published(name: str, billions: float) -> None:
-    assert MODELS[name].num_parameters == pytest.approx(billions * 1e9, rel=1e-3)
+def test_models_have_as_many_parameters_as_published() -> None:
+    published = {"opt-125m": 0.1252, "llama-13b": 13.016, "llama-3.1-8b": 8.030, "llama-3.1-70b": 70.554}
+    for name, billions in published.items():
+        assert MODELS[name].num_parameters == pytest.approx(billions * 1e9, rel=1e-3)
 
 
 def test_a_directory_describes_its_model_exactly() -> None:
@@ -110,25 +108,6 @@ def test_few_tokens_take_as_long_as_the_weights_are_read_and_many_as_long_as_the
     assert one == pytest.approx(OPT_13B.weight_bytes / A100.bandwidth, rel=0.05)
     many = costs.seconds(work(num_tokens=2048, num_samples=1, context_tokens=2048, attended_pairs=2048 * 1024)).device
     assert many == pytest.approx(2 * OPT_13B.layer_parameters * 2048 / A100.flops, rel=0.05)
-
-
-def test_context_is_read_at_the_bandwidth_of_the_memory() -> None:
-    costs = Roofline(OPT_13B, A100)
-    short, long = (
-        costs.seconds(work(num_tokens=8, num_samples=8, context_tokens=count, attended_pairs=count)).device
-        for count in (1000, 11000)
-    )
-    assert long - short == pytest.approx(10_000 * OPT_13B.slot_bytes / A100.bandwidth)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [{"num_tokens": 64}, {"num_samples": 64}, {"context_tokens": 999}, {"copied_blocks": 9}, {"swapped_blocks": 9}],
-)
-def test_more_work_never_takes_less_time(more: dict[str, int]) -> None:
-    costs = Roofline(OPT_13B, A100)
-    base = {"num_tokens": 8, "num_samples": 8, "context_tokens": 800, "attended_pairs": 800}
-    assert costs.seconds(work(**base | more)).device >= costs.seconds(work(**base)).device
 
 
 def test_devices_share_the_work_and_pay_for_collectives() -> None:

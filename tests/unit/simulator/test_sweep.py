@@ -41,22 +41,9 @@ def test_the_rate_that_is_found_is_kept_and_a_little_more_is_not() -> None:
     assert (serve(1.1 * found.rate).report(1.0, slo).slo_share or 0) < 0.9
 
 
-def test_blocks_are_named_where_they_are_what_is_missing() -> None:
-    found = highest_rate(lambda rate: serve(rate, max_num_seqs=64, num_blocks=6), Slo(ttft=0.3), 0.9, 4.0)
-    assert found.limited_by == "blocks"
-
-
 def test_steps_that_are_too_slow_are_compute() -> None:
     found = highest_rate(serve, Slo(tpot=STEP_S / 2), min_share=0.9, lowest_rate=0.3)
     assert (found.rate, found.limited_by) == (None, "compute")
-
-
-def test_a_slo_that_no_rate_breaks_has_no_limit() -> None:
-    same = serve(1.0)
-    found = highest_rate(lambda rate: same, Slo(e2e=1000.0), min_share=0.9, lowest_rate=0.1)
-    assert found.limited_by is None
-    assert found.rate is not None
-    assert found.rate >= 4096
 
 
 def test_no_rate_above_the_greatest_is_tried() -> None:

@@ -21,7 +21,7 @@ from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan
-from simulator.baselines.buddy import BuddyAllocator, next_power_of_two
+from simulator.baselines.buddy import BuddyAllocator
 from simulator.baselines.contiguous import ContiguousBlocks, OrcaMax, OrcaOracle, OrcaPow2, Reservation
 from simulator.baselines.faster_transformer import RequestLevelBatches
 from simulator.tokens import fake_tokens
@@ -128,28 +128,6 @@ def test_regions_never_overlap_and_hold_all_tokens(
     assert sorted(handle for step in ended for handle in step) == list(range(len(drawn)))
 
 
-@given(st.integers(1, 32), st.integers(1, 32))
-def test_reservations(prompt: int, output: int) -> None:
-    assert Reservation.ORACLE.slots(prompt, output, MAX_LEN) == prompt + output
-    assert prompt + output <= Reservation.POW2.slots(prompt, output, MAX_LEN) < prompt + 2 * output
-    assert Reservation.MAX.slots(prompt, output, MAX_LEN) == MAX_LEN
-
-
-@settings(max_examples=settings().max_examples // 3)
-@given(st.integers(1, 32), st.integers(1, 32))
-def test_an_oracle_holds_what_it_needs_and_the_rounding_of_the_allocator(prompt: int, output: int) -> None:
-    seen: list[tuple[int, int, int]] = []
-
-    def look(scheduler: Scheduler) -> None:
-        blocks = blocks_of(scheduler)
-        seen.append((blocks.num_needed_slots, blocks.num_reserved_slots, blocks.pool.num_used * BLOCK_SIZE))
-
-    run(OrcaOracle, [make_request(0, prompt, output)], look)
-    needed, reserved, held = seen[0]
-    assert needed == reserved == prompt + output
-    assert reserved <= held < 2 * (reserved + BLOCK_SIZE)
-
-
 def test_a_power_of_two_is_reserved_for_the_output() -> None:
     assert Reservation.POW2.slots(10, 25, 2048) == 10 + 32
     assert Reservation.POW2.slots(1000, 600, 1700) == 1700
@@ -171,33 +149,15 @@ def test_fewer_requests_run_the_more_is_reserved() -> None:
     assert [num_running(each) for each in ORCAS] == [4, 8, 8]
 
 
-def test_the_head_of_the_queue_is_not_passed_over() -> None:
-    # The second does not fit beside the first; the third would, and waits behind the second.
-    requests = [make_request(0, 8, 4), make_request(1, 30, 30), make_request(2, 1, 1)]
-    ended = run(OrcaOracle, requests, num_slots=64)
-    assert [handle for step in ended for handle in step] == [0, 1, 2] or ended[3] == [0]
-    assert not any(2 in step for step in ended[:4])
-
-
-def test_a_request_that_never_fits_is_refused() -> None:
+def test_what_cannot_be_served_is_refused() -> None:
     with pytest.raises(ValueError, match="3 regions of 64 slots do not fit into a pool of 128 slots"):
         run(OrcaMax, [make_request(0, 3, 2, width=3)], num_slots=128)
-
-
-def test_other_policies_are_refused() -> None:
-    config = SchedulerConfig(8, 4, 4, 16, 32, policy=PolicyKind.PRIORITY)
     with pytest.raises(ValueError, match="policy is priority; contiguous regions take fcfs only"):
-        OrcaMax.of(config)
-
-
-def test_samples_copy_the_prompt() -> None:
-    copied: list[int] = []
-
-    def look(scheduler: Scheduler) -> None:
-        copied.append(blocks_of(scheduler).num_copied_blocks)
-
-    run(OrcaOracle, [make_request(0, 9, 3, width=3)], look)
-    assert copied[-1] == 2 * 3
+        OrcaMax.of(SchedulerConfig(8, 4, 4, 16, 32, policy=PolicyKind.PRIORITY))
+    with pytest.raises(ValueError, match="a request has 2 sequences"):
+        run(RequestLevelBatches, [make_request(0, 4, 3, width=2)])
+    with pytest.raises(ValueError, match="at least 1 slot, got 0"):
+        BuddyAllocator(0)
 
 
 def test_a_batch_runs_to_its_end_before_the_next_one() -> None:
@@ -215,36 +175,6 @@ def test_a_batch_runs_to_its_end_before_the_next_one() -> None:
     assert isinstance(blocks, RequestLevelBatches)
     assert [[key.handle for key in batch] for batch in blocks.batches] == [[0, 1, 2, 3], [4, 5]]
     assert blocks.pool.num_free == blocks.pool.num_blocks
-
-
-def test_a_batch_takes_requests_of_one_sequence() -> None:
-    with pytest.raises(ValueError, match="a request has 2 sequences"):
-        run(RequestLevelBatches, [make_request(0, 4, 3, width=2)])
-
-
-@pytest.mark.parametrize(("count", "power"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (25, 32), (1024, 1024)])
-def test_next_power_of_two(count: int, power: int) -> None:
-    assert next_power_of_two(count) == power
-
-
-def test_a_piece_is_rounded_up_and_the_lowest_is_taken() -> None:
-    pool = BuddyAllocator(16)
-    assert pool.allocate(3) == (0, 4)
-    assert pool.allocate(5) == (8, 8)
-    assert pool.allocate(1) == (4, 1)
-    assert pool.num_free == 3
-
-
-def test_a_pool_of_any_size_is_used_to_its_last_slot() -> None:
-    pool = BuddyAllocator(15_700)
-    assert sum(1 for _ in iter(lambda: pool.allocate(2048), None)) == 7
-    assert pool.num_free == 15_700 - 7 * 2048
-    assert sum(1 for _ in iter(lambda: pool.allocate(1), None)) == 15_700 - 7 * 2048
-
-
-def test_an_empty_pool_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1 slot, got 0"):
-        BuddyAllocator(0)
 
 
 class BuddyMachine(RuleBasedStateMachine):

@@ -5,16 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from quire.load import Lognormal, chat, shared_prefix
-from scheduler_svc.core.config import PreemptionMode
+from quire.load import Lognormal, shared_prefix
 from simulator.paper.curves import Curve, ratios
-from simulator.paper.figures.loads import MAX_MODEL_LEN, VOCAB_SIZE, alpaca_load, sharegpt_load
+from simulator.paper.figures.loads import MAX_MODEL_LEN, alpaca_load, sharegpt_load
 from simulator.paper.systems import (
     FASTER_TRANSFORMER,
     MAX,
     OPT_13B,
     ORACLE,
-    ORCAS,
     POW2,
     QUIRE,
     SYSTEMS,
@@ -30,51 +28,30 @@ _NUM_REQUESTS = {QUIRE: 100, ORACLE: 60, POW2: 45, MAX: 30, FASTER_TRANSFORMER: 
 """Enough to fill the pool several times; few, as few run at once."""
 
 
-@pytest.fixture(scope="module")
-def saturated() -> dict[str, Point]:
+def test_pages_hold_more_tokens_run_more_requests_at_once_and_serve_higher_rates() -> None:
     """Each system with chats, while requests always wait."""
     loads = {system: replace(FEW, num_saturating=count) for system, count in _NUM_REQUESTS.items()}
-    return {system: run(Job(system, OPT_13B, loads[system], math.inf)) for system in SYSTEMS}
-
-
-def test_memory_that_holds_tokens(saturated: dict[str, Point]) -> None:
+    saturated = {system: run(Job(system, OPT_13B, loads[system], math.inf)) for system in SYSTEMS}
     tokens = {system: point.shares.tokens for system, point in saturated.items()}
     assert tokens[MAX] < tokens[POW2] < tokens[ORACLE] < 0.5 < tokens[QUIRE]
     assert 0.12 < tokens[MAX] < 0.26
     assert tokens[QUIRE] > 0.85
     assert saturated[QUIRE].shares.tokens_of_held > 0.96
-
-
-def test_requests_that_run_at_once(saturated: dict[str, Point]) -> None:
     batched = {system: point.batched for system, point in saturated.items()}
     assert batched[MAX] == pytest.approx(7, abs=0.01)
     assert batched[FASTER_TRANSFORMER] < batched[MAX] < batched[POW2] < batched[ORACLE] < batched[QUIRE]
     assert 1.5 < batched[QUIRE] / batched[ORACLE] < 3.5
-
-
-def test_rates_that_are_served(saturated: dict[str, Point]) -> None:
     served = [saturated[system].served_rate for system in (FASTER_TRANSFORMER, MAX, POW2, ORACLE, QUIRE)]
     assert served == sorted(served)
     assert 1.3 < served[-1] / served[-2] < 3.5
     assert 2.2 < served[-1] / served[1] < 8
 
 
-def test_latency_under_a_load_that_only_pages_carry() -> None:
-    points = [run(Job(system, OPT_13B, FEW.scaled(0.3), 3.2)) for system in (QUIRE, ORACLE)]
-    assert points[0].normalized_s < points[1].normalized_s
-
-
-@pytest.mark.parametrize(("n", "beam_width", "least"), [(4, None, 0.05), (1, 4, 0.3)])
-def test_sharing_saves_blocks(n: int, beam_width: int | None, least: float) -> None:
-    load = replace(alpaca_load(OPT_13B, n=n, beam_width=beam_width), duration_s=1.0)
-    saved = run(Job(QUIRE, OPT_13B, load, 40.0)).shares.saved
-    assert least < saved < 0.75
-
-
-def test_copies_of_beams_cost_the_reservations_time() -> None:
+def test_a_rate_that_pages_carry_takes_the_reservations_longer() -> None:
     load = replace(alpaca_load(OPT_13B, beam_width=4), duration_s=1.0)
     paged, contiguous = (run(Job(system, OPT_13B, load, 10.0)) for system in (QUIRE, ORACLE))
     assert paged.normalized_s < contiguous.normalized_s
+    assert 0.3 < paged.shares.saved < 0.75
 
 
 def test_a_shared_prefix_is_computed_once() -> None:
@@ -84,47 +61,17 @@ def test_a_shared_prefix_is_computed_once() -> None:
     assert paged.batched > 1.5 * contiguous.batched
 
 
-def test_long_prompts_make_all_reservations_alike() -> None:
-    load = Load(chat(MAX_MODEL_LEN, VOCAB_SIZE, max_prompt_len=1024, mean_turns=12), 10, 24)
-    served = [run(Job(system, OPT_13B, load, math.inf)).batched for system in ORCAS]
-    assert max(served) < 1.6 * min(served)
-
-
-def test_both_ways_of_preemption_end_all_requests() -> None:
-    modes = (PreemptionMode.RECOMPUTE, PreemptionMode.SWAP)
-    recompute, swap = (run(Job(QUIRE, OPT_13B, FEW, math.inf, preemption_mode=mode)) for mode in modes)
-    assert recompute.swap_outs == 0 < recompute.preemptions
-    assert swap.swap_outs > 0
-
-
-def test_a_load_that_fills_no_pool_is_served_at_a_rate_above_0() -> None:
-    load = replace(alpaca_load(OPT_13B), num_saturating=3)
-    point = run(Job(QUIRE, OPT_13B, load, math.inf))
-    assert point.served_rate == pytest.approx(3 / (point.normalized_s * 40), rel=0.9)
-
-
-def test_requests_of_many_sequences_fill_the_pool_with_fewer_of_them() -> None:
-    counts = {n: Job(QUIRE, OPT_13B, alpaca_load(OPT_13B, n=n), math.inf).num_saturating for n in (1, 2, 6)}
-    assert counts == {1: 1500, 2: 750, 6: 250}
-    assert Job(MAX, OPT_13B, alpaca_load(OPT_13B), math.inf).num_saturating == 150
-    assert Job(MAX, OPT_13B, FEW, math.inf).num_saturating == FEW.num_saturating
-
-
 def make_curve(*pairs: tuple[float, float], served: float = 1.0) -> Curve:
     shares = Shares(0, 0, 0, 0, 0)
     points = [Point(rate, seconds, rate, 1.0, shares, 0.0, 0) for rate, seconds in pairs]
     return Curve("", Point(math.inf, 1.0, served, 1.0, shares, 0.0, 0), points)
 
 
-def test_rates_are_interpolated_between_points() -> None:
+def test_curves_are_interpolated_and_go_on_at_the_ends_that_do_not_reach_the_levels() -> None:
     curve = make_curve((1, 0.1), (2, 0.1), (4, 0.4))
     assert curve.rate_at(0.2) == pytest.approx(3)
     assert curve.rate_at(0.4) == pytest.approx(4)
-    assert curve.rate_at(0.05) is None
-    assert curve.rate_at(0.5) is None
-
-
-def test_a_curve_goes_on_at_the_ends_that_do_not_reach_the_levels() -> None:
+    assert curve.rate_at(0.05) is curve.rate_at(0.5) is None
     curve = make_curve((1, 0.1), (4, 0.4))
     assert curve.missing(0.1, 0.4) == []
     assert curve.missing(0.05, 0.4) == [pytest.approx(0.6)]
