@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from quire.load import AtOnce, Gamma, Poisson, Trace, arriving_at, chat, fixed, make_arrivals, take, with_arrivals
+from quire.load import AtOnce, Gamma, Poisson, Trace, make_arrivals
 from quire.load.arrivals import first_until
 
 
@@ -15,17 +15,6 @@ def test_gaps_have_the_rate_and_the_burstiness_asked_for(burstiness: float) -> N
     assert gaps.mean() == pytest.approx(0.2, rel=0.05)
     assert gaps.std() / gaps.mean() == pytest.approx(1 / math.sqrt(burstiness), rel=0.05)
     assert gaps.min() >= 0
-
-
-@pytest.mark.parametrize("arrivals", [Poisson(3.0), Gamma(3.0, 0.5)])
-def test_the_same_seed_gives_the_same_times_and_more_times_begin_with_fewer(arrivals: Poisson | Gamma) -> None:
-    assert np.array_equal(arrivals.times(10, seed=4), arrivals.times(100, seed=4)[:10])
-    assert not np.array_equal(arrivals.times(10, seed=4), arrivals.times(10, seed=5))
-
-
-def test_an_infinite_rate_sends_everything_at_once() -> None:
-    assert make_arrivals(math.inf) == AtOnce()
-    assert AtOnce().times(3, seed=0).tolist() == [0, 0, 0]
 
 
 def test_a_trace_keeps_its_gaps_and_begins_at_once() -> None:
@@ -54,17 +43,3 @@ def test_rates_and_times_that_are_none_are_refused() -> None:
         Gamma(1.0, 0)
     with pytest.raises(ValueError, match="the arrival at 1 s follows one at 2 s"):
         Trace((2, 1))
-
-
-def test_turns_that_follow_others_have_no_time_of_their_own() -> None:
-    load = with_arrivals(take(chat(512, 1000), 50, seed=0), Poisson(2.0), seed=0)
-    assert all((request.arrival_s is None) == (request.turn > 0) for request in load)
-    first = [request.arrival_s for request in load if request.turn == 0]
-    assert first == Poisson(2.0).times(len(first), seed=0).tolist()
-
-
-def test_each_request_has_the_time_given_to_it() -> None:
-    load = take(fixed(3, 3, 1000), 2, seed=0)
-    assert [request.arrival_s for request in arriving_at(load, (0.5, 1.5))] == [0.5, 1.5]
-    with pytest.raises(ValueError, match="2 requests and 1 times of arrival"):
-        arriving_at(load, (0.5,))

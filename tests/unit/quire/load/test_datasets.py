@@ -18,7 +18,6 @@ from quire.load import (
     shared_prefix,
     sharegpt,
     take,
-    with_decoding,
 )
 
 VOCAB_SIZE = 1000
@@ -58,26 +57,13 @@ def test_the_same_seed_gives_the_same_requests_and_a_longer_load_begins_as_a_sho
     assert contents(dataset, 30, seed=3) != contents(dataset, 30, seed=4)
 
 
-@pytest.mark.parametrize("longest", [2, 3, 64, 2048])
 @pytest.mark.parametrize("make", [sharegpt, alpaca, chat])
-def test_every_request_fits_the_model_and_has_a_prompt_and_an_output(
-    make: Callable[[int, int], Dataset], longest: int
-) -> None:
-    for request in take(make(longest, VOCAB_SIZE), 300, seed=1):
-        assert len(request.token_ids) >= 1
-        assert request.output_len is not None
-        assert request.output_len >= 1
-        assert len(request.token_ids) + request.output_len <= longest
-        assert request.token_ids.dtype == np.int32
-        assert 10 <= request.token_ids.min() <= request.token_ids.max() < VOCAB_SIZE
-
-
-def test_fixed_lengths_are_never_clipped_and_prompts_cannot_be_written_to() -> None:
-    assert {(len(each.token_ids), each.output_len) for each in take(fixed(3, 500, 1000), 20, 0)} == {(3, 500)}
-    assert {(len(each.token_ids), each.output_len) for each in take(fixed(500, 3, 1000), 20, 0)} == {(500, 3)}
-    (request,) = take(fixed(4, 4, VOCAB_SIZE), 1, seed=0)
-    with pytest.raises(ValueError, match="read-only"):
-        request.token_ids[0] = 3
+def test_every_request_fits_the_model_and_has_a_prompt_and_an_output(make: Callable[[int, int], Dataset]) -> None:
+    for longest in (2, 64):
+        for request in take(make(longest, VOCAB_SIZE), 300, seed=1):
+            assert min(len(request.token_ids), request.output_len or 0) >= 1
+            assert len(request.token_ids) + (request.output_len or 0) <= longest
+            assert 10 <= request.token_ids.min() <= request.token_ids.max() < VOCAB_SIZE
 
 
 def test_requests_take_shared_prefixes_in_turn_and_share_nothing_else() -> None:
@@ -113,12 +99,6 @@ def test_a_turn_carries_the_answer_that_was_served_in_place_of_the_drawn_one() -
     assert longer.token_ids.tolist() == [*first.token_ids[1:], 7, 8, 9, 11, *second.token_ids[-4:]]
 
 
-def test_turns_a_conversation_are_as_many_as_asked_for() -> None:
-    load = take(chat(2048, VOCAB_SIZE, max_turns=10**6), 4000, seed=0)
-    num_conversations = sum(request.turn == 0 for request in load)
-    assert len(load) / num_conversations == pytest.approx(3.5, rel=0.1)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -136,13 +116,3 @@ def test_turns_a_conversation_are_as_many_as_asked_for() -> None:
 def test_impossible_datasets_are_refused_by_value_and_limit(make: Callable[[], Dataset], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_decoding_is_that_asked_for_and_checked() -> None:
-    load = take(alpaca(512, VOCAB_SIZE), 3, seed=0)
-    assert [(each.n, each.beam_width) for each in with_decoding(load, n=4)] == [(4, None)] * 3
-    assert [(each.n, each.beam_width) for each in with_decoding(load, n=2, beam_width=6)] == [(2, 6)] * 3
-    with pytest.raises(ValueError, match="n is 4, must be at most the beam width, 2"):
-        with_decoding(load, n=4, beam_width=2)
-    with pytest.raises(ValueError, match="n is 2, must be 1 for conversations"):
-        with_decoding(take(chat(512, VOCAB_SIZE, mean_turns=20), 20, seed=0), n=2)

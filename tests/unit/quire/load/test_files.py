@@ -15,11 +15,7 @@ from quire.load import (
     make_report,
     read_requests,
     recorded_times,
-    shared_prefix,
-    take,
-    with_other_tokens,
 )
-from quire.load.datasets import Constant
 from quire.load.plots import plot
 from quire.load.results import replace_file
 from tests.unit.quire.load.test_report import make_record
@@ -42,11 +38,7 @@ def test_a_file_has_texts_token_ids_and_conversations(tmp_path: Path) -> None:
     assert recorded_times([text, ids]) is None
     with pytest.raises(ValueError, match="request 1 has a text as its prompt; token ids are needed here"):
         _ = text.token_ids
-
-
-def test_a_file_may_be_a_trace(tmp_path: Path) -> None:
-    load = read_requests(written(tmp_path, *({"prompt": "a", "arrival_s": time} for time in (3, 3.5, 9))))
-    trace = recorded_times(load)
+    trace = recorded_times(read_requests(written(tmp_path, *({"prompt": "a", "arrival_s": at} for at in (3, 3.5, 9)))))
     assert trace is not None
     assert trace.times(3, seed=0).tolist() == [0.0, 0.5, 6.0]
 
@@ -56,20 +48,13 @@ def test_a_file_may_be_a_trace(tmp_path: Path) -> None:
     [
         ("{", "line 2, is no JSON: Expecting property name"),
         ([1], "line 2: is a list, must be an object with prompt or messages"),
-        ({}, "line 2: has neither prompt nor messages"),
         ({"prompt": "a", "messages": []}, "line 2: has both prompt and messages"),
         ({"prompt": "a", "max_tokens": 3}, "line 2: has 'max_tokens'; known are prompt, messages, output_len"),
-        ({"prompt": ""}, "line 2: prompt is '', must be a text or a list of token ids, not empty"),
         ({"prompt": [1, -1]}, r"line 2: prompt is \[1, -1\], must be"),
-        ({"prompt": [True]}, r"line 2: prompt is \[True\], must be"),
         ({"messages": [{"role": "user"}]}, "line 2: a message is {'role': 'user'}, must be an object with"),
         ({"prompt": "a", "output_len": 0}, r"line 2: output_len is 0, must be a whole number in \[1, 16,777,216\]"),
-        ({"prompt": "a", "output_len": 10**18}, "line 2: output_len is 1000000000000000000, must be"),
         ({"prompt": "\ud800"}, r"line 2: prompt is '\\ud800', must be a text"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "line 2: a message is"),
-        ("[" * 100_000, "line 2: it is nested too deeply"),
         ({"prompt": "a", "arrival_s": -1}, "line 2: arrival_s is -1, must be a number of seconds"),
-        ({"prompt": "a", "arrival_s": 10**400}, "line 2: arrival_s is 1000000"),
         ({"prompt": "a", "arrival_s": 1}, "request 1 has no arrival_s and others have; all need one, or none"),
     ],
 )
@@ -92,15 +77,6 @@ def test_a_file_without_requests_one_that_is_no_text_and_a_trace_that_lasts_for_
         read_requests(path)
 
 
-def test_other_tokens_have_the_same_lengths_and_share_what_they_shared() -> None:
-    load = take(shared_prefix(8, Constant(4), Constant(2), 64, 1000), 3, seed=0)
-    moved = with_other_tokens(load, 500, 1000)
-    assert [len(each.token_ids) for each in moved] == [12] * 3
-    assert len({each.token_ids[:8].tobytes() for each in moved}) == 1
-    assert all((a.token_ids != b.token_ids).all() for a, b in zip(load, moved, strict=True))
-    assert all(each.token_ids.min() >= 10 and each.token_ids.max() < 1000 for each in moved)
-
-
 def make_result(name: str, *rates: float) -> LoadResult:
     records = [make_record(index, 0.1 * index, times=(1.0, 1.5, 2.0)) for index in range(4)]
     records.append(RequestRecord(4, 0.5, 0.5, 0.6, error="UNAVAILABLE"))
@@ -109,44 +85,35 @@ def make_result(name: str, *rates: float) -> LoadResult:
     return LoadResult("bench", name, facts, tuple(Run.of(report, records) for report in reports))
 
 
-def test_a_result_comes_back_from_its_file(tmp_path: Path) -> None:
-    result = make_result("quire", 2.0, math.inf)
-    result.write(tmp_path / "new" / "a.json")
-    assert LoadResult.read(tmp_path / "new" / "a.json") == result
-    result.write(tmp_path / "b.json")
-    assert (tmp_path / "b.json").read_bytes() == (tmp_path / "new" / "a.json").read_bytes()
-    assert result.runs[0].requests["error"] == [None] * 4 + ["UNAVAILABLE"]
-
-
 def fail_half_way(path: Path) -> None:
     path.write_text("half")
     raise OSError("full")
 
 
-def test_a_file_stays_whole_where_the_next_result_cannot_be_written_and_a_link_stays_a_link(tmp_path: Path) -> None:
-    link, path = tmp_path / "newest.json", tmp_path / "a.json"
+def test_a_result_comes_back_and_its_file_stays_whole_where_the_next_cannot_be_written(tmp_path: Path) -> None:
+    link, path, result = tmp_path / "newest.json", tmp_path / "new" / "a.json", make_result("quire", 2.0, math.inf)
+    result.write(path)
     link.symlink_to(path)
-    for _ in range(2):
-        make_result("quire", 2.0).write(link)
-        assert link.is_symlink()
+    result.write(link)
+    assert link.is_symlink()
+    assert LoadResult.read(path) == result
+    assert result.runs[0].requests["error"] == [None] * 4 + ["UNAVAILABLE"]
     before = path.read_bytes()
     with pytest.raises(OSError, match="full"):
         replace_file(path, fail_half_way)
     assert path.read_bytes() == before
-    assert set(tmp_path.iterdir()) == {link, path}
+    assert set(path.parent.iterdir()) == {path}
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
         ("[]", "its format is not"),
         ('{"format": "quire.load/1"}', "is a damaged result: KeyError"),
         ('{"format": "quire.load/1", "source": 1, "name": 2, "facts": 3, "runs": []}', "is a result without a run"),
-        ('{"format": "quire.load/1", "runs": "none"}', "is a damaged result: TypeError"),
     ],
-    ids=["cut", "nested", "a list", "empty", "no run", "runs of another type"],
+    ids=["cut", "a list", "empty", "no run"],
 )
 def test_a_file_that_is_no_result_is_refused(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "a.json"
@@ -155,49 +122,31 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, content: str, messa
         LoadResult.read(path)
 
 
+def test_a_result_that_was_changed_is_refused_by_the_field(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for field, value, message in (
+        ("requests_per_s", "many", "requests_per_s is 'many'"),
+        ("max_concurrency", "8", "max_concurrency is '8'"),
+        ("ttft", {"mean": 1}, "KeyError 'count'"),
+    ):
+        make_result("quire", 2.0).write(path)
+        content = json.loads(path.read_text())
+        content["runs"][0]["report"][field] = value
+        path.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=f"is a damaged result: .*{message}"):
+            LoadResult.read(path)
+
+
 def test_several_results_make_one_picture_and_the_same_results_the_same_one(tmp_path: Path) -> None:
-    results = [make_result("quire", 1.0, 2.0, math.inf), make_result("other", 1.0, 2.0)]
+    failed = RequestRecord(0, 0.0, 0.0, 1.0, error="UNAVAILABLE")
+    failures = LoadResult("bench", "away", {}, (Run.of(make_report([failed], request_rate=math.inf), [failed]),))
+    results = [make_result("quire", 1.0, 2.0, math.inf), make_result(r"_a $\nonsense$ b", 1.0, 2.0), failures]
     for name in ("a.svg", "b.svg", "a.png"):
         plot(results, tmp_path / name)
     picture = (tmp_path / "a.svg").read_text()
     assert (tmp_path / "b.svg").read_text() == picture
-    for text in ("normalized latency", "quire, p99", "other, p50", "requests/s"):
+    for text in ("normalized latency", "quire, p99", r"_a $\nonsense$ b, p50", "requests/s"):
         assert text in picture
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("requests_per_s", "many", "requests_per_s is 'many'"),
-        ("max_concurrency", "8", "max_concurrency is '8'"),
-        ("ttft", {"mean": 1}, "KeyError 'count'"),
-        ("ttft", [1], "TypeError"),
-        ("request_rate", "fast", "could not convert"),
-    ],
-)
-def test_a_result_that_was_changed_is_refused_by_the_field(
-    tmp_path: Path, field: str, value: object, message: str
-) -> None:
-    path = tmp_path / "a.json"
-    make_result("quire", 2.0).write(path)
-    content = json.loads(path.read_text())
-    content["runs"][0]["report"][field] = value
-    path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=f"is a damaged result: .*{message}"):
-        LoadResult.read(path)
-
-
-def test_names_are_shown_letter_by_letter_and_a_run_of_errors_alone_is_left_out(tmp_path: Path) -> None:
-    failed = RequestRecord(0, 0.0, 0.0, 1.0, error="UNAVAILABLE")
-    failures = LoadResult("bench", "away", {}, (Run.of(make_report([failed], request_rate=math.inf), [failed]),))
-    plot([make_result(r"_a $\nonsense$ b", math.inf), failures], tmp_path / "a.svg")
-    picture = (tmp_path / "a.svg").read_text()
-    assert r"_a $\nonsense$ b, p50" in picture
-    # Closed loops stand at their concurrency.
-    assert "requests at once" in picture
-
-
-def test_a_picture_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r'a.pdf" must end in .svg or .png'):
         plot([], tmp_path / "a.pdf")

@@ -2,23 +2,19 @@
 
 import json
 import math
-import os
 import re
 import shlex
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from quire.load import LoadRequest, RequestRecord, Slo, make_report
+from quire.load import LoadRequest, Slo, make_report
 from quire.settings import load_settings
 from quire_cli.bench.command import shown_command
 from quire_cli.bench.flags import BenchFlags
 from quire_cli.bench.plan import Load, PlannedRun, read_file
 from quire_cli.bench.table import make_errors, make_table
 from quire_cli.main import main
-from tests.unit.quire.load.test_files import make_result
 from tests.unit.quire.load.test_report import make_record
 
 
@@ -72,11 +68,6 @@ def test_a_duration_is_as_many_requests_as_arrive_in_it() -> None:
     assert all((request.arrival_s or 0) < 5 for request in load)
 
 
-def test_a_closed_loop_with_a_duration_has_no_end_of_its_own() -> None:
-    (run,) = make_load("--max-concurrency=2", "--duration=5").runs()
-    assert [next(run.requests).index for _ in range(500)] == list(range(500))
-
-
 def test_the_dataset_is_that_of_the_flags() -> None:
     ((_, load),) = plan("--dataset=shared-prefix", "--prefix-len=40", "--num-prefixes=2", "--prompt-len=8")
     assert {len(request.token_ids) for request in load} == {48}
@@ -96,9 +87,6 @@ def test_the_warm_up_is_like_the_first_requests_with_tokens_of_its_own() -> None
     assert {(request.turn, request.arrival_s) for request in warm_up} == {(0, None)}
     assert len(warm_up[0].token_ids) == len(first[0].token_ids)
     assert not (warm_up[0].token_ids == first[0].token_ids).any()
-
-
-def test_the_warm_up_is_decoded_as_the_runs_are() -> None:
     assert {(each.n, each.beam_width) for each in make_load("--n=2", "--beam-width=4").warm_up(3)} == {(2, 4)}
 
 
@@ -112,51 +100,32 @@ def test_a_file_with_times_is_a_trace_unless_a_rate_is_given(tmp_path: Path) -> 
     assert [request.arrival_s for request in load] == [0.0, 0.0]
 
 
-def test_the_token_ids_of_a_file_are_sent_as_they_are(tmp_path: Path) -> None:
-    path = tmp_path / "load.jsonl"
-    path.write_text('{"prompt": [1, 900, 77000]}\n')
-    load = make_load(f"--dataset={path}", "--request-rate=1,2")
-    sent = [load.warm_up(4), *(list(run.requests) for run in load.runs())]
-    assert [[request.token_ids.tolist() for request in each] for each in sent] == [[[1, 900, 77000]]] * 3
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--dataset=nonsense"], '"nonsense" is not known; expected sharegpt, alpaca, fixed, shared-prefix, chat'),
         (["--dataset=missing.jsonl"], "cannot read missing.jsonl: No such file"),
         (["--request-rate=-1"], "-1 is no rate; expected numbers above 0, inf or trace"),
-        (["--request-rate=2,fast"], "fast is no rate"),
-        (["--request-rate=nan"], "nan is no rate"),
         (["--request-rate=1e-9"], "1e-9 is not in [0.0001, 1,000,000]; inf sends all at once"),
-        (["--request-rate=1e9"], "1e9 is not in [0.0001, 1,000,000]"),
         (["--request-rate="], "it is empty; expected numbers above 0"),
         (["--request-rate=1000,inf", "--duration=86400", "--max-concurrency=2"], "are 86,400,000 requests; a run has"),
-        (["--num-requests=2000000"], "the greatest value is 1000000"),
-        (["--request-timeout=1e300"], "the greatest value is 604800"),
-        (["--mean-turns=1000", "--dataset=chat"], "the greatest value is 20"),
         (["--request-rate=trace"], "trace takes a file with arrival_s as --dataset"),
         (["--num-requests=5", "--duration=3"], "--num-requests and --duration are both given"),
         (["--duration=3"], "--duration with a rate of inf needs --max-concurrency"),
         (["--burstiness=0", "--request-rate=1"], "--burstiness is 0; it must be above 0"),
         (["--burstiness=2", "--request-rate=inf"], "--burstiness shapes arrivals at a rate"),
         (["--prompt-len=3"], "--prompt-len is for fixed, shared-prefix; --dataset is sharegpt"),
-        (["--output-len=3"], "--output-len is for fixed, shared-prefix and files; --dataset is sharegpt"),
         (["--mean-turns=3"], "--mean-turns is for chat"),
         (["--n=4", "--beam-width=2"], "--n is 4; it must be at most --beam-width, 2"),
         (["--n=2", "--dataset=chat"], "--n is 2; it must be 1 for chat"),
         (["--n=2", "--temperature=0"], "all samples would be the same"),
         (["--endpoint=chat"], "--endpoint is for --backend openai; it is grpc"),
         (["--slo=ttft=5"], '"ttft=5" is no limit; expected NAME=NUMBERms or NAME=NUMBERs'),
-        (["--plot=a.pdf"], "expected a file that ends in .svg or .png"),
         (["--out=/proc/nothing/a.json"], "cannot write /proc/nothing/a.json"),
         (["--backend=openai", "--url=localhost:8000"], "expected http://HOST:PORT or https://HOST:PORT"),
-        (["--backend=openai", "--url=http://localhost:99999"], "expected http://HOST:PORT or https://HOST:PORT"),
-        (["--backend=openai", "--url=http://["], "expected http://HOST:PORT or https://HOST:PORT"),
         (["--backend=openai", "--api-key=clé"], "--api-key has characters that a header cannot have"),
         (["--url=http://localhost:8000"], "is for --backend openai; gRPC takes HOST:PORT"),
         (["--backend=openai", "--tls"], "the flags of TLS are for --backend grpc"),
-        (["plot"], "plot takes one or several results"),
         (["plot", "missing.json"], "cannot read missing.json: No such file"),
     ],
 )
@@ -176,23 +145,6 @@ def test_files_that_are_something_else_are_refused_in_one_line(
     assert f"{path} has none" in refused(capsys, f"--dataset={path}", "--request-rate=trace")
 
 
-def test_a_picture_needs_matplotlib_and_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "matplotlib is not installed; install quire[bench]" in refused(capsys, "--plot=a.svg")
-
-
-def test_results_are_drawn_into_one_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        make_result(name, 1.0, 2.0).write(tmp_path / f"{name}.json")
-    picture = tmp_path / "both.svg"
-    files = [str(tmp_path / "one.json"), str(tmp_path / "two.json")]
-    assert main(["bench", "plot", *files, "--plot", str(picture)]) == 0
-    assert capsys.readouterr().out == f"{picture}\n"
-    assert "two, p99" in picture.read_text()
-
-
 def test_the_table_has_a_column_for_each_run_and_leaves_out_what_nobody_knows() -> None:
     records = [make_record(prompt_tokens=1500), make_record(1, end_s=3.0, error="UNAVAILABLE")]
     reports = [make_report(records, request_rate=rate, slo=Slo(ttft=2.0)) for rate in (2.0, math.inf)]
@@ -207,21 +159,11 @@ def test_the_table_has_a_column_for_each_run_and_leaves_out_what_nobody_knows() 
     assert make_errors(reports, {"UNAVAILABLE": "gone"}) == ["2 failed, UNAVAILABLE: gone"]
 
 
-def test_the_flags_of_a_result_have_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = flags_of("--api-key=secret", "--request-rate=2,inf", "--url=a:1", "--slo=ttft=1s").given()
+def test_flags_and_the_command_in_a_result_have_no_key() -> None:
+    given = flags_of("--api-key=secret", "--request-rate=2,inf", "--url=a:1", "--slo=ttft=1s").given()
     assert given == {"request_rate": [2.0, "inf"], "url": "a:1", "slo": "ttft=1000ms"}
     assert json.dumps(given)
-    assert os.environ.get("QUIRE_API_KEY") is None
-
-
-@pytest.mark.parametrize("key", [["--api-key", "secret"], ["--api-key=secret"]])
-def test_the_command_in_a_result_has_no_key(key: list[str]) -> None:
-    shown = shown_command(["--seed=1", *key, "--n", "2"])
-    assert shown == shlex.join(
-        ["quire", "bench", "--seed=1", *[part.replace("secret", "...") for part in key], "--n", "2"]
-    )
-
-
-def test_a_failed_record_keeps_its_place() -> None:
-    record = RequestRecord(0, 0.0, None, 1.0, error="EARLIER_TURN_FAILED")
-    assert make_table(["1/s"], [make_report([record], request_rate=1.0)]).splitlines()[1].split() == ["requests", "1"]
+    for key in (["--api-key", "secret"], ["--api-key=secret"]):
+        hidden = [part.replace("secret", "...") for part in key]
+        shown = shown_command(["--seed=1", *key, "--n", "2"])
+        assert shown == shlex.join(["quire", "bench", "--seed=1", *hidden, "--n", "2"])

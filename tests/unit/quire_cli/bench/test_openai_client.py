@@ -74,29 +74,6 @@ async def test_a_completion_is_asked_for_in_token_ids_with_its_length() -> None:
     assert (answer.prompt_tokens, answer.cached_tokens, answer.preemptions) == (7, 2, None)
 
 
-async def test_chunks_of_several_tokens_are_corrected_by_the_usage() -> None:
-    usage = {"prompt_tokens": 7, "completion_tokens": 9, "prompt_tokens_details": None}
-    peer = Peer(events(text("abc"), text("def", "length"), {"choices": [], "usage": usage}))
-    chunks, answer = await send(make_server(peer), make_request())
-    assert sum(chunks.tokens) == 9
-    assert len(chunks.times) == 2
-    assert answer.cached_tokens is None
-
-
-async def test_the_first_token_of_a_chat_is_not_its_role() -> None:
-    def delta(**fields: str) -> dict[str, Any]:
-        return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
-
-    stream = events(delta(role="assistant", content=""), delta(reasoning_content="hm"), delta(content="yes"))
-    peer = Peer(stream)
-    chunks, _ = await send(make_server(peer, endpoint="chat"), make_request())
-    assert peer.paths == ["/v1/chat/completions"]
-    assert chunks.tokens == [1, 1]
-    ((message,),) = [body["messages"] for body in peer.bodies]
-    assert message["role"] == "user"
-    assert len(message["content"].split()) == 7
-
-
 async def test_a_chat_carries_the_answers_and_drops_the_oldest_messages() -> None:
     answers = events({"choices": [{"index": 0, "delta": {"content": "yes"}}]})
     peer = Peer(answers)
@@ -137,19 +114,14 @@ async def test_a_server_that_does_not_know_ignore_eos_is_not_asked_for_it() -> N
         ((429, {"error": {"code": "queue_full", "message": "later"}}), "HTTP 429 (queue_full)", "later"),
         ((503, "down"), "HTTP 503", '"down"'),
         (events({"error": {"message": "broken", "type": "server_error"}}), "HTTP 200 (server_error)", "broken"),
-        (b"data: {nonsense\n\n", "NO_JSON", "an event of the stream is no JSON"),
         (b"data: []\n\n", "MALFORMED_ANSWER", "has not the form of OpenAI's API: AttributeError"),
         (events({"choices": [None]}), "MALFORMED_ANSWER", "AttributeError"),
-        (b"data: " + b"[" * 100_000 + b"\n\n", "MALFORMED_ANSWER", "RecursionError"),
         (
             events({"choices": [{"index": 1 << 40, "text": "a"}]}),
             "MALFORMED_ANSWER",
             "a sequence 1099511627776; 1 were",
         ),
-        (events({"choices": [{"index": "0", "text": "a"}]}), "MALFORMED_ANSWER", "a sequence '0'"),
         (events(text("a"), {"usage": {"completion_tokens": -1}}), "MALFORMED_ANSWER", "output tokens is -1"),
-        (events(text("a"), {"usage": {"prompt_tokens": "many"}}), "MALFORMED_ANSWER", "prompt tokens is 'many'"),
-        (events(text("a"), {"usage": ["completion_tokens"]}), "MALFORMED_ANSWER", "TypeError"),
         (b"<html>hello</html>", "INCOMPLETE_STREAM", "the answer is no stream of events"),
         (b'data: {"choices": [{"text": "a"}]}\n\n', "INCOMPLETE_STREAM", "the stream ended before its end"),
     ],
@@ -179,11 +151,9 @@ async def test_a_connection_that_breaks_and_beams_that_are_no_answer_are_failure
         (httpx.Response(401), CannotMeasureError, "asks for an API key"),
         (httpx.Response(503, json={"error": {"message": "loading"}}), CannotMeasureError, "not ready: HTTP 503 to /v1"),
         (httpx.Response(200, json={"data": [{"id": "a"}, {"id": "b"}]}), ConfigurationError, "it serves a, b"),
-        (httpx.Response(200, json={"data": ["a"]}), CannotMeasureError, "no list of models"),
         (httpx.Response(200, json=[]), CannotMeasureError, "no list of models"),
-        (httpx.Response(200, content=b"[" * 100_000), CannotMeasureError, "no list of models"),
     ],
-    ids=["404", "401", "503", "two models", "names alone", "a list", "nested"],
+    ids=["404", "401", "503", "two models", "a list"],
 )
 async def test_servers_that_cannot_be_measured(response: httpx.Response, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
@@ -198,18 +168,3 @@ async def test_a_server_that_answers_nothing_but_its_models_cannot_be_measured()
 
     with pytest.raises(CannotMeasureError, match=r"the first request, of one token: no answer within 60 s"):
         await make_server(hang).connect()
-
-
-async def test_a_stream_whose_end_is_a_reason_alone_is_complete() -> None:
-    stream = b"data: " + json.dumps(text("a", "stop")).encode()
-    chunks, _ = await send(make_server(Peer(stream)), make_request())
-    assert chunks.tokens == [1]
-
-
-async def test_the_only_model_needs_no_name_and_a_length_that_is_none_is_not_known() -> None:
-    models = {"data": [{"id": "m", "max_model_len": "long"}]}
-    peer = Peer(events(text("a")))
-    facts = await make_server(
-        lambda each: httpx.Response(200, json=models) if "models" in each.url.path else peer(each), model=None
-    ).connect()
-    assert (facts.model, facts.max_model_len) == ("m", None)
