@@ -45,7 +45,6 @@ class LocalHub:
         status: What every request is answered, where set.
         forbidden_once: The files whose next request with a range is refused, as by an address that has expired.
         stalled: What an answer waits for before it breaks off.
-        has_stalled: Set when an answer waits.
         held: What every answer waits for.
         ignores_ranges: Whether each file is sent from its beginning.
     """
@@ -60,7 +59,6 @@ class LocalHub:
     status: int | None = None
     forbidden_once: set[str] = field(default_factory=set)
     stalled: threading.Event | None = None
-    has_stalled: threading.Event = field(default_factory=threading.Event)
     held: threading.Event | None = None
     ignores_ranges: bool = False
 
@@ -232,7 +230,6 @@ class _Handler(BaseHTTPRequestHandler):
                 sent += self.wfile.write(content[sent : min(sent + _CHUNK_BYTES, end)])
             if end < len(content) and self.hub.stalled is not None:
                 self.wfile.flush()
-                self.hub.has_stalled.set()
                 self.hub.stalled.wait()
         except OSError:
             """The client left."""

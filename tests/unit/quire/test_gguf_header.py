@@ -60,29 +60,20 @@ HUGE = (1 << 64) - 1
         (b"GGUF\3\0", "it ends within its metadata; the file is cut short"),
         (header(counts=(HUGE, 0)), f"it counts {HUGE} tensors, of which at most 1048576 are read"),
         (header(counts=(0, HUGE)), f"it counts {HUGE} fields, of which"),
-        (header(counts=(0, 1 << 20)), "it ends within its metadata"),
         (header([struct.pack("<Q", HUGE)]), f"it has a text of {HUGE} bytes at byte 32; at most 16777216 are read"),
-        (header([field("a", STRING, struct.pack("<Q", 1 << 24))]), "it ends within its metadata"),
         (
             header([field("a", ARRAY, struct.pack("<IQ", U8, HUGE))]),
             "its lists have more than 8388608 elements up to 'a'",
         ),
-        (header([field("a", ARRAY, struct.pack("<IQ", STRING, HUGE))]), "its lists have more than 8388608 elements"),
         (header([field("a", ARRAY, struct.pack("<IQ", U64, 1 << 22))]), "it ends within its metadata"),
-        (
-            header([field("a", ARRAY, struct.pack("<IQ", ARRAY, 1) * 9000)]),
-            "the type of 'a' is 9, which is unknown here",
-        ),
         (header([field("a", 99, b"")]), "the type of 'a' is 99, which is unknown here"),
         (header([field("a\nb", U8, b"\0")]), r"it has the name 'a\nb'"),
         (header([field("a", U8, b"\0")] * 2), "it has several fields of one name"),
-        (header([], [tensor("t", ())]), "tensor 't' has 0 dimensions"),
         (header([], [tensor("t", (1,) * 5)]), "tensor 't' has 5 dimensions"),
         (header([], [tensor("t", (4, 0))]), "tensor 't' has shape [0, 4], which is empty"),
         (header([], [tensor("t"), tensor("t", offset=32)]) + bytes(99), "it has two tensors 't'"),
         (header([], [tensor("t", offset=HUGE)]) + bytes(99), "tensor 't' begins after its end; the file is cut short"),
         (header([field("general.alignment", U32, bytes(4))]), "general.alignment is 0"),
-        (header([field("general.alignment", STRING, text("x"))]), "general.alignment is 'x'"),
     ],
 )
 def test_what_is_no_header_is_refused_in_one_line(tmp_path: Path, content: bytes, problem: str) -> None:
@@ -98,12 +89,9 @@ def test_metadata_without_end_is_not_read_to_its_end(tmp_path: Path, monkeypatch
     assert error_of(tmp_path / "m.gguf", header(lists)) == "its lists have more than 4500 elements up to '4'"
 
 
-@pytest.mark.parametrize("name", ["m-00000-of-00000.gguf", "m-00005-of-00003.gguf", "m-1-of-3.gguf"])
-def test_names_that_count_wrongly_are_not_parts(name: str) -> None:
-    assert part_names(name) == (name,)
-
-
-def test_a_number_of_parts_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_parts_that_are_counted_wrongly_are_none(tmp_path: Path) -> None:
+    for name in ("m-00000-of-00000.gguf", "m-00005-of-00003.gguf", "m-1-of-3.gguf"):
+        assert part_names(name) == (name,)
     file = tmp_path / "m.gguf"
     file.write_bytes(header([field("split.count", STRING, text("two"))]))
     with pytest.raises(ConfigurationError, match=r"m\.gguf: split\.count is 'two', not a number"):

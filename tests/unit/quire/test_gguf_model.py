@@ -1,7 +1,6 @@
 """What a GGUF file says of its model: configuration, tokenizer, templates."""
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -57,7 +56,7 @@ def test_a_file_is_a_model(directory: Path, tmp_path: Path) -> None:
     assert model.config["dtype"] == "float32"
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "qwen2", "llama-bpe", "tekken"])
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe"])
 def test_byte_level_texts_are_split_as_transformers_splits_them(directory: Path, tmp_path: Path, pre: str) -> None:
     file = write_gguf(tmp_path / "m.gguf", directory, pre=pre, further={"tokenizer.ggml.add_bos_token": False})
     expected = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
@@ -72,11 +71,9 @@ def test_byte_level_texts_are_split_as_transformers_splits_them(directory: Path,
     ("pre", "pieces"),
     [
         ("gpt-2", ["a", "\u01201234", "\u0120It", "'", "S", "\u010a", "\u0120b"]),
-        ("refact", ["a", "\u0120", "1", "2", "3", "4", "\u0120It", "'", "S", "\u010a", "\u0120b"]),
         ("dbrx", ["a", "\u0120", "123", "4", "\u0120It", "'S", "\u010a", "\u0120b"]),
         ("megrez", ["a", "\u0120", "1", "2", "3", "4", "\u0120It", "'S", "\u010a", "\u0120b"]),
         ("gpt-4o", ["a", "\u0120", "123", "4", "\u0120It'S", "\u010a", "\u0120b"]),
-        ("seed-coder", ["a", "\u0120", "1", "2", "3", "4", "\u0120It", "'S", "\u010a", "\u0120b"]),
         ("viking", ["a", "\u0120", "1", "2", "3", "4", "\u0120It'S", "\u010a", "\u0120b"]),
         ("deepseek-coder", ["a", "\u0120", "1", "2", "3", "4", "\u0120It", "'", "S", "\u010a", "\u0120b"]),
     ],
@@ -154,7 +151,6 @@ def test_the_rotation_of_llama_3_is_found_in_its_factors(directory: Path, tmp_pa
         ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
         # As converters wrote it before 2024.
         ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
-        ({"rope.scaling.factor": 0.5}, {"rope_type": "linear", "factor": 0.5}),
         (
             {
                 "rope.scaling.type": "yarn",
@@ -193,18 +189,13 @@ def test_tokens_that_end_a_turn_end_a_text_too(directory: Path, tmp_path: Path) 
     assert described.config["eos_token_id"] == [2, 0]
 
 
-def test_how_to_sample_is_what_the_file_says(directory: Path, tmp_path: Path) -> None:
-    further = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.05, "mirostat": 2}
-    file = write_gguf(
-        tmp_path / "m.gguf", directory, further={f"general.sampling.{key}": value for key, value in further.items()}
-    )
-    expected = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
-    assert ModelDirectory.open(file).generation_config == expected
-
-
-def test_a_sliding_window_is_that_of_mistral(directory: Path, tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "m.gguf", directory, further={"llama.attention.sliding_window": 64})
+def test_how_to_sample_and_a_sliding_window_are_what_the_file_says(directory: Path, tmp_path: Path) -> None:
+    sampling = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.05, "mirostat": 2}
+    further = {f"general.sampling.{key}": value for key, value in sampling.items()}
+    file = write_gguf(tmp_path / "m.gguf", directory, further={**further, "llama.attention.sliding_window": 64})
     model = ModelDirectory.open(file)
+    expected = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    assert model.generation_config == expected
     assert (model.architecture, model.config["sliding_window"]) == ("MistralForCausalLM", 64)
 
 
@@ -216,7 +207,6 @@ def test_a_sliding_window_is_that_of_mistral(directory: Path, tmp_path: Path) ->
             "architecture 'mamba' of GGUF files is not read; read are llama, mistral, qwen2",
         ),
         ({"llama.expert_count": 8}, "llama.expert_used_count is missing"),
-        ({"general.architecture": "gemma3n"}, "architecture 'gemma3n' of GGUF files is not read"),
         ({"general.type": "mmproj"}, " is the part of a model that reads images or sound, which Quire does not"),
         ({"general.type": "adapter"}, " is an adapter (LoRA), not a model"),
         ({"general.type": ["model"], "llama.block_count": 3}, "block_count is 3"),
@@ -225,13 +215,11 @@ def test_a_sliding_window_is_that_of_mistral(directory: Path, tmp_path: Path) ->
         ({"llama.embedding_length": 64}, "embedding_length is 64, and token_embd.weight has 128 columns"),
         ({"llama.attention.key_length": 1 << 30}, "tensor blk.0.attn_q.weight is missing, or has not as many rows"),
         ({"llama.rope.freq_base": 0.0}, "llama.rope.freq_base is 0.0; expected is a number above 0"),
-        ({"tokenizer.ggml.pre": "kimi-k2"}, "tokenizer.ggml.pre is 'kimi-k2'; read are gpt-2, phi-2"),
         ({"tokenizer.ggml.pre": "default"}, "it does not say how its tokenizer splits a text (tokenizer.ggml.pre)"),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is t5; read are gpt2 (byte-level BPE) and llama"),
         ({"split.count": 3}, "is the first of 3 parts of a model; give them the names that they had, which end in"),
         ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'; read are none, linear and yarn"),
         ({"tokenizer.ggml.eos_token_id": 5000}, "eos_token_id is 5000, which is no token of the vocabulary"),
-        ({"llama.block_count": "two"}, "llama.block_count is 'two', not a whole number"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(
@@ -342,14 +330,6 @@ def test_pieces_are_merged_from_all_pairs_of_pieces(
         assert _merges_of(FIELDS, tokens, scores, kinds) == naive_merges(tokens, scores, kinds)
 
 
-def test_merges_take_time_in_proportion_to_the_characters_of_a_vocabulary() -> None:
-    tokens = ["a", "b", *("ab" * 2040 + f"{number:016}" for number in range(6000))]
-    started = time.process_time()
-    assert _merges_of(FIELDS, tokens, [0.0] * len(tokens), [1] * len(tokens)) == []
-    # To look up all ways to cut each token in two takes 25 s.
-    assert time.process_time() - started < 5
-
-
 def test_a_vocabulary_with_merges_without_end_is_refused() -> None:
     tokens = ["a" * length for length in range(1, 1000)]
     with pytest.raises(ConfigurationError, match=r"m\.gguf: its tokens have merges of more than 67108864 characters"):
@@ -384,15 +364,3 @@ def test_headers_are_those_that_the_package_reads(directory: Path, tmp_path: Pat
         found = header.tensors[tensor.name]
         assert (found.start, found.ggml_type) == (tensor.data_offset, tensor.tensor_type)
         assert found.shape == tuple(reversed(tensor.shape.tolist()))
-
-
-def test_fingerprints_of_files_tell_models_apart(directory: Path, tmp_path: Path) -> None:
-    make_model(tmp_path / "other", "llama", seed=1)
-    first, copy, other = (
-        ModelFingerprint.read(ModelDirectory.open(write_gguf(tmp_path / f"{name}.gguf", source)))
-        for name, source in (("a", directory), ("b", directory), ("c", tmp_path / "other"))
-    )
-    assert first == copy
-    assert all((first.config, first.tokenizer, first.weights))
-    assert (first.config, first.tokenizer) == (other.config, other.tokenizer)
-    assert first.weights != other.weights
