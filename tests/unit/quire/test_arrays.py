@@ -30,25 +30,17 @@ def test_the_layout_is_little_endian_in_row_order() -> None:
     assert decode_int32(encode_int32(pairs), "pairs", columns=2).tolist() == [[1, 2], [3, 4]]
 
 
-def test_no_values_are_an_empty_array() -> None:
-    assert encode_int32([]) == b""
-    assert decode_int32(b"", "ids").shape == (0,)
-    assert decode_int32(b"", "pairs", columns=2, minimum=0, below=1).shape == (0, 2)
-
-
-def test_a_decoded_array_is_a_view_that_cannot_be_written() -> None:
+def test_a_decoded_array_is_a_view_that_cannot_be_written_and_no_values_are_an_empty_one() -> None:
     array = decode_int32(encode_int32([1, 2]), "ids")
     assert array.dtype == np.int32
     assert not array.flags.writeable
+    assert decode_int32(b"", "pairs", columns=2, minimum=0, below=1).shape == (0, 2)
 
 
-@pytest.mark.parametrize("value", [2**31, -(2**31) - 1])
-def test_a_value_beyond_int32_is_refused(value: int) -> None:
-    with pytest.raises(OverflowError):
-        encode_int32([value])
-
-
-def test_values_that_are_no_integers_are_refused() -> None:
+def test_a_value_beyond_int32_and_one_that_is_no_integer_are_refused() -> None:
+    for value in (2**31, -(2**31) - 1):
+        with pytest.raises(OverflowError):
+            encode_int32([value])
     with pytest.raises(TypeError):
         encode_int32(np.array([1.5]))
 
@@ -69,7 +61,5 @@ def test_an_error_names_field_value_and_limit(values: list[int], options: dict[s
 
 
 def test_a_length_that_is_not_whole_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="ids has 5 bytes; expected a multiple of 4"):
-        decode_int32(b"12345", "ids")
-    with pytest.raises(InvalidArgument, match="logprobs has 3 bytes"):
+    with pytest.raises(InvalidArgument, match="logprobs has 3 bytes; expected a multiple of 4"):
         decode_float32(b"123", "logprobs")

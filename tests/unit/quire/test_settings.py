@@ -57,6 +57,10 @@ def test_flags_of_every_type_are_read() -> None:
     argv = "it --listen=x --count 4 --share 1e-3 --verbose --model /m --peers c,d --ports 1,2 --memory 2KiB --mode slow"
     loaded = load(*argv.split(), "--num-blocks=7")
     assert loaded == Settings("it", "x", 4, 0.001, True, Path("/m"), ("c", "d"), (1, 2), (), 2048, "slow", 7)
+    # Of repeated flags the last one counts, and tuples add up.
+    assert load("--count=1", "--count=2").count == 2
+    assert load("--peers=a,b", "--peers=c").peers == ("a", "b", "c")
+    assert load("--texts=a, b", "--texts=c").texts == ("a, b", "c")
 
 
 def test_the_environment_wins_over_the_default_and_the_flag_over_both() -> None:
@@ -69,12 +73,6 @@ def test_the_environment_wins_over_the_default_and_the_flag_over_both() -> None:
     assert error_of(QUIRE_VERBOSE="maybe") == 'QUIRE_VERBOSE: "maybe" is not valid: expected true or false'
 
 
-def test_the_last_of_repeated_flags_counts_and_tuples_add_up() -> None:
-    assert load("--count=1", "--count=2").count == 2
-    assert load("--peers=a,b", "--peers=c").peers == ("a", "b", "c")
-    assert load("--texts=a, b", "--texts=c").texts == ("a, b", "c")
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -82,10 +80,8 @@ def test_the_last_of_repeated_flags_counts_and_tuples_add_up() -> None:
         (["--count=0"], '--count: "0" is not valid: the least value is 1'),
         (["--count=11"], '--count: "11" is not valid: the greatest value is 10'),
         (["--share=nan"], '--share: "nan" is not valid: expected a finite number'),
-        (["--share=much"], '--share: "much" is not valid: expected a number'),
         (["--mode=odd"], '--mode: "odd" is not valid: expected one of fast, slow'),
         (["--memory=4G1B"], '--memory: "4G1B" is not valid: expected a size such as 512MiB, 4GiB or 1000000'),
-        (["--ports=1,0"], '--ports: "1,0" is not valid: the least value is 1'),
         (["--listen=nowhere"], "--listen nowhere makes no sense"),
         (["--unknown"], "unrecognized arguments: --unknown (--help lists all flags)"),
         (["--coun=1"], "unrecognized arguments: --coun=1; did you mean --count? (--help lists all flags)"),
@@ -144,36 +140,21 @@ class JobSettings(TimeFlags, PlaceFlags):
     level: int = setting(2, "how high this job is", minimum=2)
 
 
-def test_help_shows_own_fields_first_and_those_of_each_base_under_its_heading(
+def test_a_field_that_is_declared_again_counts_and_help_shows_each_base_under_its_heading(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit):
-        load_settings(JobSettings, ["--help"], {}, program="quire job")
-    _, _, text = capsys.readouterr().out.partition("options:")
-    parts = (
-        "--name",
-        "--level",
-        "how high this job is",
-        "When, at 100% speed:",
-        "--hours",
-        "Where to work:",
-        "--place",
-    )
-    places = [text.index(part) for part in parts]
-    assert places == sorted(places)
-    assert text.count("--level") == 1
-    assert "Only the first line" not in text
-
-
-def test_a_field_that_is_declared_again_has_the_new_default_and_limits() -> None:
     assert load_settings(JobSettings, ["--place=there"], {}, program="q") == JobSettings(place="there", level=2)
     with pytest.raises(ConfigurationError, match="the least value is 2"):
         load_settings(JobSettings, ["--level=1"], {}, program="q")
     assert to_argv(JobSettings, {"hours": 1, "level": 3, "place": "x"}) == ["--level=3", "--hours=1", "--place=x"]
-
-
-def test_to_argv_leaves_out_none_and_unknown_names() -> None:
-    assert to_argv(Settings, {"count": 4, "model": None, "other": 1}) == ["--count=4"]
+    with pytest.raises(SystemExit):
+        load_settings(JobSettings, ["--help"], {}, program="quire job")
+    _, _, text = capsys.readouterr().out.partition("options:")
+    parts = "--name", "--level", "how high this job is", "When, at 100% speed:", "--hours", "Where to work:", "--place"
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+    assert text.count("--level") == 1
+    assert "Only the first line" not in text
 
 
 @dataclass(frozen=True)
@@ -213,26 +194,30 @@ def test_a_file_gives_flags_of_every_type(file: Path) -> None:
     )
 
 
-def test_flags_and_variables_win_over_the_file_and_the_file_over_defaults(file: Path) -> None:
+def test_flags_and_variables_win_over_the_file_and_the_file_over_defaults(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = 'count = 4\nshare = 0.25\npeers = "c,d"\nports = []'
     loaded = load_file(file, text, "--count=5", QUIRE_SHARE="0.75")
     assert (loaded.count, loaded.share, loaded.peers, loaded.ports) == (5, 0.75, ("c", "d"), ())
     loaded = load_settings(FileSettings, [], {"QUIRE_CONFIG": str(file)}, program="quire thing")
     assert loaded.count == 4
+    # Help shows common flags first, and no variables where none is read.
+    with pytest.raises(SystemExit):
+        load_settings(FileSettings, ["--help"], None, program="quire thing")
+    shown = capsys.readouterr().out
+    assert shown.index("most users need") < shown.index("--config") < shown.index("--count")
+    assert "how many [default: 3]" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("cuont = 1", '{file}: "cuont" is not a flag of quire thing; did you mean "count"?'),
-        ("zzz = 1", '{file}: "zzz" is not a flag of quire thing'),
         ("no-verbose = true", '{file}: "no-verbose" is not a flag of quire thing; write verbose = false'),
         ("[thing]", '{file}: "thing" is not a flag of quire thing; a file has no tables, all keys are at its top'),
         ('config = "other"', '{file}: "config" is not a flag of quire thing'),
-        ('target = "x"', '{file}: "target" is not a flag of quire thing'),
         ("count = 11", '{file}: count: "11" is not valid: the greatest value is 10'),
-        ("count = true", '{file}: count: "true" is not valid: expected a whole number'),
-        ("count = [1, 2]", "{file}: count is an array; expected a text, a number, true or false"),
         ("[count]", "{file}: count is a table; expected a text, a number, true or false"),
         ("count = 2026-01-01", "{file}: count is a date or a time; expected a text, a number, true or false"),
         ("num-blocks = 1\nnum_blocks = 2", '{file}: "num-blocks" is there twice, with "-" and with "_"'),
@@ -253,14 +238,6 @@ def test_a_file_that_is_missing_or_no_text_is_refused(file: Path) -> None:
         load_settings(FileSettings, [f"--config={file}"], {}, program="quire thing")
 
 
-def test_help_shows_common_flags_first_and_no_variables_where_none_is_read(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        load_settings(FileSettings, ["--help"], None, program="quire thing")
-    text = capsys.readouterr().out
-    assert text.index("most users need") < text.index("--config") < text.index("--count")
-    assert "how many [default: 3]" in " ".join(text.split())
-
-
 @given(
     st.builds(
         Settings,
@@ -277,7 +254,7 @@ def test_help_shows_common_flags_first_and_no_variables_where_none_is_read(capsy
 )
 def test_to_argv_and_back_is_the_same(original: Settings) -> None:
     values = {name: getattr(original, name) for name in Settings.__slots__ if name != "texts"}
-    assert load(*to_argv(Settings, values)) == original
+    assert load(*to_argv(Settings, {**values, "other": 1})) == original
 
 
 def test_parse_bytes_reads_sizes_and_refuses_what_is_none() -> None:
