@@ -87,28 +87,22 @@ def test_weights_are_the_same_in_one_file_or_in_several(directory: Path, tmp_pat
     assert fingerprint(sharded) == fingerprint(directory)
 
 
-@pytest.mark.parametrize(
-    ("part", "change"),
-    [
+def test_each_part_tells_models_apart(directory: Path) -> None:
+    def tuned(path: Path) -> None:
+        torch.manual_seed(1)
+        save_file({f"layer.{index}": torch.randn(8, 8) for index in range(4)}, path / "model.safetensors")
+
+    for part, change in (
         ("config", lambda path: (path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')),
         ("tokenizer", lambda path: (path / "tokenizer.json").write_text('{"version": "2"}')),
         ("tokenizer", lambda path: (path / "tokenizer_config.json").write_text("{}")),
-        ("weights", lambda path: save_file({"layer.0": torch.ones(8, 8)}, path / "model.safetensors")),
-    ],
-)
-def test_each_part_tells_models_apart(directory: Path, part: str, change) -> None:
-    before = fingerprint(directory)
-    change(directory)
-    after = fingerprint(directory)
-    changed = [name for name in ("config", "tokenizer", "weights") if getattr(before, name) != getattr(after, name)]
-    assert changed == [part]
-
-
-def test_weights_that_are_fine_tuned_are_others(directory: Path) -> None:
-    before = fingerprint(directory)
-    torch.manual_seed(1)
-    save_file({f"layer.{index}": torch.randn(8, 8) for index in range(4)}, directory / "model.safetensors")
-    assert fingerprint(directory).weights != before.weights
+        ("weights", tuned),
+    ):
+        before = fingerprint(directory)
+        change(directory)
+        after = fingerprint(directory)
+        changed = [name for name in ("config", "tokenizer", "weights") if getattr(before, name) != getattr(after, name)]
+        assert changed == [part]
 
 
 def with_header(header: str) -> bytes:
@@ -119,9 +113,7 @@ def with_header(header: str) -> bytes:
     "content",
     [
         b"",
-        b"\xff" * 100,
         b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n",
-        with_header("[]"),
         with_header('{"a": {"dtype": "F32", "shape": [1]}}'),
         with_header('{"a": []}'),
     ],

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.logs import REQUEST_ID, change_level, configure_logging, json_line, set_request_id
+from quire.logs import REQUEST_ID, change_level, configure_logging, set_request_id
 from quire.rpc.process import run_service
 
 LOGGER = logging.getLogger("some.module")
@@ -48,6 +48,13 @@ def test_a_record_in_json_has_the_same_and_the_time_in_utc(capsys: pytest.Captur
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", record.pop("time"))
     message = '3 "blocks"\nof two lines'
     assert record == {"level": "warning", "service": "worker", "logger": "some.module", "message": message}
+    try:
+        raise ValueError("what nobody thought of")
+    except ValueError:
+        LOGGER.exception("é\n\x00")
+    (record,) = records_of(capsys)
+    assert record["message"] == "é\n\x00"
+    assert record["exception"].endswith("ValueError: what nobody thought of")
 
 
 async def test_records_name_the_request_of_their_task_or_the_one_that_they_are_about(
@@ -64,17 +71,6 @@ async def test_records_name_the_request_of_their_task_or_the_one_that_they_are_a
     LOGGER.info("nobody's")
     LOGGER.info("of another", extra={REQUEST_ID: "c"})
     assert [record.get("request_id") for record in records_of(capsys)] == ["a", "b", None, "c"]
-
-
-def test_a_traceback_is_a_field_of_its_record(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging("gateway", "info", "json")
-    try:
-        raise ValueError("what nobody thought of")
-    except ValueError:
-        LOGGER.exception("failed")
-    (record,) = records_of(capsys)
-    assert record["message"] == "failed"
-    assert record["exception"].endswith("ValueError: what nobody thought of")
 
 
 def test_the_level_is_lowered_and_set_back(root_logger: logging.Logger) -> None:
@@ -101,7 +97,3 @@ def test_signals_change_the_level_of_a_service_that_runs(root_logger: logging.Lo
 
     assert run_service(main, program="quire worker") == 0
     assert levels == [logging.DEBUG, logging.WARNING]
-
-
-def test_a_line_in_json_holds_any_text() -> None:
-    assert json.loads(json_line("serve", "info", "quire_cli.supervisor", "é\n\x00"))["message"] == "é\n\x00"

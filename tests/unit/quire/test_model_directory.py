@@ -40,8 +40,8 @@ def error_of(directory: Path) -> str:
     return message
 
 
-WRONG_EOS = [-1, "2", 1.5, True, [2, None]]
-OUTSIDE = ["../1.safetensors", "/1.safetensors", "folder/1.safetensors"]
+WRONG_EOS = [-1, True, [2, None]]
+OUTSIDE = ["../1.safetensors", "/1.safetensors"]
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 9\n"
 TAKEN = (
     "--model takes a directory as transformers saves it (config.json, tokenizer.json, *.safetensors), a GGUF file, a "
@@ -83,7 +83,6 @@ def test_supported_architectures_are_taken_and_an_unknown_one_names_them(make: M
     ("config", "problem"),
     [
         ({}, "names no architecture"),
-        ({"architectures": []}, "names no architecture"),
         ({"architectures": "LlamaForCausalLM"}, "names no architecture"),
         *(({"architectures": ["OPTForCausalLM"], "eos_token_id": eos}, "eos_token_id") for eos in WRONG_EOS),
     ],
@@ -104,12 +103,10 @@ def test_what_is_no_directory_of_a_model_is_refused_in_one_line(tmp_path: Path) 
     assert "cannot read" in error_of(tmp_path)
     with pytest.raises(ConfigurationError, match=r"^model directory ~no-such-user/x cannot be found: .*home directory"):
         resolve_model("~no-such-user/x")
-
-
-@pytest.mark.parametrize("path", ["/nowhere", "./nowhere", "../nowhere", "a/b/c", "name", "models/x.gguf"])
-def test_what_is_no_name_of_the_hub_is_a_path(path: str) -> None:
-    with pytest.raises(ConfigurationError, match="does not exist; --model takes"):
-        resolve_model(path)
+    # What is no name of the hub is a path.
+    for path in ("./nowhere", "a/b/c", "name", "models/x.gguf"):
+        with pytest.raises(ConfigurationError, match="does not exist; --model takes"):
+            resolve_model(path)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +114,6 @@ def test_what_is_no_name_of_the_hub_is_a_path(path: str) -> None:
     [
         (b"{", "not valid JSON"),
         (b"[]", "not a JSON object"),
-        (b"\xff\xfe", "not valid JSON"),
         (b"[" * 100_000, "is nested too deep"),
         (POINTER, "is a pointer of Git LFS; `git lfs pull` fetches the file"),
     ],
@@ -163,19 +159,17 @@ def test_weight_files_are_those_of_the_index(make: Make) -> None:
     assert [file.name for file in weight_files(directory)] == ["1.safetensors", "2.safetensors"]
 
 
-def test_a_single_weight_file_goes_before_the_index(make: Make) -> None:
-    directory = make(**index_of("missing.safetensors"))
-    (directory / "model.safetensors").touch()
-    assert weight_files(directory) == (directory / "model.safetensors",)
-
-
-def test_without_an_index_no_other_safetensors_file_counts_also_before_a_worker_starts(make: Make) -> None:
+def test_a_single_weight_file_goes_before_the_index_and_without_both_none_counts(make: Make) -> None:
     directory = make()
     (directory / "adapter.safetensors").touch()
     with pytest.raises(ConfigurationError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
         weight_files(directory)
+    # Also before a worker starts.
     with pytest.raises(ConfigurationError, match=r"neither model\.safetensors nor"):
         check_servable(ServeSettings(model=str(directory)))
+    make(**index_of("missing.safetensors"))
+    (directory / "model.safetensors").touch()
+    assert weight_files(directory) == (directory / "model.safetensors",)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +177,6 @@ def test_without_an_index_no_other_safetensors_file_counts_also_before_a_worker_
     [
         *(({"weight_map": {"0": name}}, f"shard '{name}' is not a plain file name") for name in OUTSIDE),
         ({}, "weight_map is .*; it must be an object of file names"),
-        ({"weight_map": ["1.safetensors"]}, "weight_map is .*; it must be an object of file names"),
     ],
 )
 def test_an_index_that_leads_elsewhere_or_nowhere_is_refused(make: Make, index: object, problem: str) -> None:
@@ -191,25 +184,20 @@ def test_an_index_that_leads_elsewhere_or_nowhere_is_refused(make: Make, index: 
         weight_files(make(**{"model.safetensors.index": index}))
 
 
-@pytest.mark.parametrize("shards", [(), ("1.safetensors", "2.safetensors")])
-def test_files_that_git_lfs_has_not_fetched_are_refused(make: Make, shards: tuple[str, ...]) -> None:
-    directory = make(**index_of(*shards)) if shards else make()
-    for name in shards or ("model.safetensors",):
-        (directory / name).write_bytes(POINTER)
-    (directory / "tokenizer.json").write_bytes(POINTER)
-    with pytest.raises(ConfigurationError, match=r"safetensors is a pointer of Git LFS"):
-        weight_files(directory)
-    with pytest.raises(ConfigurationError, match=r"tokenizer\.json is a pointer of Git LFS"):
-        ModelDirectory.open(directory).tokenizer_json()
-
-
-def test_a_missing_tokenizer_is_refused_when_asked_for(make: Make) -> None:
-    directory = make()
+def test_files_that_git_lfs_has_not_fetched_and_a_missing_tokenizer_are_refused(make: Make) -> None:
+    for shards in ((), ("1.safetensors", "2.safetensors")):
+        directory = make(**index_of(*shards)) if shards else make()
+        for name in shards or ("model.safetensors",):
+            (directory / name).write_bytes(POINTER)
+        with pytest.raises(ConfigurationError, match=r"safetensors is a pointer of Git LFS"):
+            weight_files(directory)
+        (directory / "model.safetensors").unlink(missing_ok=True)
     model = ModelDirectory.open(directory)
     with pytest.raises(ConfigurationError, match=r"has no tokenizer\.json"):
         model.tokenizer_json()
-    (directory / "tokenizer.json").touch()
-    assert model.tokenizer_json() == (directory / "tokenizer.json").read_bytes()
+    (directory / "tokenizer.json").write_bytes(POINTER)
+    with pytest.raises(ConfigurationError, match=r"tokenizer\.json is a pointer of Git LFS"):
+        model.tokenizer_json()
 
 
 def test_resolve_takes_a_path_or_the_embedded_model(

@@ -27,39 +27,23 @@ def limited(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("quota", "expected"),
-    [("100000 100000", 1), ("50000 100000", 1), ("190000 100000", 1), ("max 100000", AVAILABLE), ("", AVAILABLE)],
+    [("50000 100000", 1), ("190000 100000", 1), ("max 100000", AVAILABLE), ("99900000 100000", AVAILABLE)],
 )
 def test_the_limit_of_a_container_is_rounded_down_to_one_at_the_least(limited, quota: str, expected: int) -> None:
     assert limited("0::/\n", **{"cpu.max": quota}) == expected
 
 
-def test_more_than_there_are_is_no_limit(limited) -> None:
-    assert limited("0::/\n", **{"cpu.max": "99900000 100000"}) == AVAILABLE
-
-
-def test_the_tightest_group_around_the_process_counts(limited) -> None:
-    files = {"a/cpu.max": "100000 100000", "a/b/cpu.max": "max 100000"}
-    assert limited("0::/a/b\n", **files) == 1
-
-
-def test_a_path_of_the_host_that_the_container_does_not_see_is_passed_over(limited) -> None:
-    assert limited("0::/kubepods/pod7\n", **{"cpu.max": "100000 100000"}) == 1
-
-
-def test_control_groups_of_version_1_count_too(limited) -> None:
+def test_the_tightest_group_around_the_process_counts_also_of_version_1_and_where_no_path_is_seen(limited) -> None:
+    assert limited("0::/a/b\n", **{"a/cpu.max": "100000 100000", "a/b/cpu.max": "max 100000"}) == 1
     files = {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}
     assert limited("3:memory:/\n2:cpu,cpuacct:/\n", **files) == 1
     assert limited("2:cpu,cpuacct:/\n", **(files | {"cpu/cpu.cfs_quota_us": "-1"})) == AVAILABLE
-
-
-def test_without_control_groups_all_that_it_may_run_on_count(tmp_path: Path) -> None:
-    assert num_processors(tmp_path, tmp_path / "missing") == AVAILABLE
+    assert limited("0::/kubepods/pod7\n", **{"cpu.max": "100000 100000"}) == 1
 
 
 @pytest.mark.parametrize(
     ("own", "files", "expected"),
     [
-        ("0::/\n", {}, 8192),
         ("0::/\n", {"memory.max": "max", "memory.current": "9000"}, 8192),
         ("0::/\n", {"memory.max": "7000", "memory.current": "6000"}, 1000),
         ("0::/a\n", {"a/memory.max": "7000", "a/memory.current": "7000", "memory.max": "9", "memory.current": "10"}, 0),
@@ -80,8 +64,9 @@ def test_memory_is_what_the_machine_and_the_limits_of_containers_leave(
     assert available_memory(tmp_path, tmp_path / "own", tmp_path / "meminfo") == expected
 
 
-def test_a_system_that_does_not_tell_its_memory_has_no_limit(tmp_path: Path) -> None:
+def test_a_system_that_tells_nothing_has_no_limit(tmp_path: Path) -> None:
     assert available_memory(tmp_path, tmp_path / "own", tmp_path / "meminfo") is None
+    assert num_processors(tmp_path, tmp_path / "missing") == AVAILABLE
 
 
 def test_threads_of_one_core_are_told_from_cores(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from quire.programs import Program, join
 from quire.rpc.errors import (
-    DeadlineExceeded,
     Internal,
     InvalidArgument,
     PermissionDenied,
@@ -78,20 +77,16 @@ async def client() -> Any:
     return FakeClient()
 
 
-@pytest.mark.parametrize(
-    "error",
-    [ResourceExhausted("quota", reason="PIN_QUOTA"), InvalidArgument("too short"), PermissionDenied("no may_pin")],
-)
-async def test_a_prefix_that_cannot_be_pinned_is_used_all_the_same(client, error) -> None:
-    client.errors = [error]
-    async with Program(client, "a document") as program:
-        assert await program.branch().gen() == "!"
-    assert not client.unpinned
+async def test_a_prefix_that_cannot_be_pinned_is_used_all_the_same(client) -> None:
+    for error in (ResourceExhausted("quota"), InvalidArgument("too short"), PermissionDenied("no may_pin")):
+        client.errors = [error]
+        async with Program(client, "a document") as program:
+            assert await program.branch().gen() == "!"
+        assert not client.unpinned
 
 
-@pytest.mark.parametrize("error", [Unavailable("away"), DeadlineExceeded("slow"), Internal("broken")])
-async def test_what_a_program_raises_is_not_lost_where_its_pin_cannot_be_ended(client, error) -> None:
-    client.error_of_unpin = error
+async def test_what_a_program_raises_is_not_lost_where_its_pin_cannot_be_ended(client) -> None:
+    client.error_of_unpin = Unavailable("away")
     with pytest.raises(KeyError, match="mine"):
         async with Program(client, "a document"):
             raise KeyError("mine")
@@ -122,19 +117,6 @@ async def test_a_program_that_is_cancelled_cancels_its_calls_and_ends_its_pin(cl
     assert client.unpinned == ["pin of a document"]
 
 
-async def test_parts_that_cannot_all_be_made_are_cancelled(client) -> None:
-    client.hangs = True
-
-    def parts(program: Program) -> Any:
-        yield program.branch().gen()
-        raise KeyError("mine")
-
-    async with Program(client, "a document") as program:
-        with pytest.raises(KeyError, match="mine"):
-            await join(parts(program))
-    assert client.num_running == 0
-
-
 async def test_forks_of_forks_go_on_by_themselves(client) -> None:
     first = Program(client, "a").branch()
     (second,) = first.append("b").fork(1)
@@ -147,16 +129,13 @@ async def test_forks_of_forks_go_on_by_themselves(client) -> None:
     assert not first.values
 
 
-async def test_of_many_choices_a_few_are_scored_at_once_and_the_branch_is_tokenized_once(client) -> None:
+async def test_of_many_choices_that_may_begin_alike_a_few_are_scored_at_once_over_one_branch(client) -> None:
     choices = [f"{number:03}" for number in range(300)]
     branch = Program(client, "a document").branch()
     assert await branch.select([*choices, "bbb", "bb"]) == "bbb"
     assert client.max_running <= 64
     assert client.tokenized.count("a document") == 1
     assert branch.prompt == "a documentbbb"
-
-
-async def test_choices_may_begin_alike_or_come_twice(client) -> None:
     branch = Program(client, "a document").branch()
     assert await branch.select(["bx", "bxx", "b", "b"], "chosen") == "b"
     assert client.num_running == 0

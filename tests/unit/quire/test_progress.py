@@ -24,8 +24,7 @@ def test_progress_for_people() -> None:
     assert str(HALF) == "reading, 1.5 of 3.0 GiB (50%)"
     assert str(LoadProgress(STARTING)) == "starting"
     assert (HALF.percent, LoadProgress(STARTING).percent) == (50, None)
-    assert of_bytes(1, 1000) == ("1", "1000 B")
-    assert of_bytes(1 << 20, 5 << 19) == ("1.0", "2.5 MiB")
+    assert (of_bytes(1, 1000), of_bytes(1 << 20, 5 << 19)) == (("1", "1000 B"), ("1.0", "2.5 MiB"))
 
 
 def test_a_terminal_has_one_line_that_changes() -> None:
