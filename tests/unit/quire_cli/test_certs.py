@@ -20,20 +20,17 @@ def names_of(path: Path) -> list[str]:
     return [str(name.value) for name in names]
 
 
-def test_every_role_gets_a_certificate_for_its_hosts(tmp_path: Path) -> None:
-    assert main(["certs", "--tls-dir", str(tmp_path / "new"), "--host", "gpu-1.example,10.0.0.7"]) == 0
+def test_every_role_gets_a_key_for_its_owner_alone_and_a_certificate_that_a_second_call_renews(tmp_path: Path) -> None:
+    call = ["certs", "--tls-dir", str(tmp_path), "--host", "gpu-1.example,10.0.0.7"]
+    assert main(call) == 0
     for role in Role:
-        assert TlsIdentity.of(tmp_path / "new", role).read().certificate
-        names = names_of(tmp_path / "new" / f"{role}.pem")
+        assert TlsIdentity.of(tmp_path, role).read().certificate
+        names = names_of(tmp_path / f"{role}.pem")
         assert {"localhost", "127.0.0.1", "gpu-1.example", "10.0.0.7", f"quire://role/{role}"} <= set(names)
-
-
-def test_keys_are_for_their_owner_alone_and_a_second_call_renews_everything_but_the_authority(tmp_path: Path) -> None:
-    assert main(["certs", "--tls-dir", str(tmp_path)]) == 0
     for name in ("ca.key", *(f"{role}.key" for role in Role)):
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
     authority, worker = (tmp_path / "ca.pem").read_bytes(), (tmp_path / "worker.pem").read_bytes()
-    assert main(["certs", "--tls-dir", str(tmp_path)]) == 0
+    assert main(call) == 0
     assert (tmp_path / "ca.pem").read_bytes() == authority
     assert (tmp_path / "worker.pem").read_bytes() != worker
 
@@ -112,12 +109,3 @@ def test_by_role_a_directory_has_what_its_role_needs_and_no_more(tmp_path: Path)
         assert {path.name for path in (tmp_path / role).iterdir()} == {"ca.pem", f"{role}.pem", f"{role}.key"}
         assert TlsIdentity.of(tmp_path / role, role).authority
     assert {path.name for path in tmp_path.iterdir()} == {"ca.pem", "ca.key", *Role}
-
-
-def test_by_role_everyone_believes_all_whom_the_directory_names(tmp_path: Path) -> None:
-    assert main(["certs", "--tls-dir", str(tmp_path), "--by-role"]) == 0
-    assert main(["certs", "--tls-dir", str(tmp_path / "next"), "--by-role"]) == 0
-    both = (tmp_path / "ca.pem").read_bytes() + (tmp_path / "next" / "ca.pem").read_bytes()
-    (tmp_path / "ca.pem").write_bytes(both)
-    assert main(["certs", "--tls-dir", str(tmp_path), "--by-role"]) == 0
-    assert (tmp_path / "worker" / "ca.pem").read_bytes() == both

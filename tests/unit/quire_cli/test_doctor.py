@@ -92,16 +92,12 @@ def test_a_directory_too_long_for_sockets_is_wrong(tmp_path: Path, monkeypatch: 
     assert "TMPDIR" in finding.advice
 
 
-@pytest.mark.parametrize(("is_terminal", "variable", "colours"), [(True, "", 1), (True, "1", 0), (False, "", 0)])
 def test_colours_are_for_terminals_where_no_color_is_not_set(
-    is_terminal: bool,
-    variable: str,
-    colours: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("NO_COLOR", variable)
-    monkeypatch.setattr(doctor.sys.stdout, "isatty", lambda: is_terminal)
     monkeypatch.setattr(doctor, "examine", lambda flags: iter([Finding("part", Verdict.OK, "found")]))
-    assert main(["doctor"]) == 0
-    assert capsys.readouterr().out.count("\033[32m") == colours
+    for is_terminal, variable, colours in ((True, "", 1), (True, "1", 0), (False, "", 0)):
+        monkeypatch.setenv("NO_COLOR", variable)
+        monkeypatch.setattr(doctor.sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        assert main(["doctor"]) == 0
+        assert capsys.readouterr().out.count("\033[32m") == colours

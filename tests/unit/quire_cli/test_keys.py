@@ -60,11 +60,6 @@ def test_add_takes_what_a_key_may_and_how_much(run, path):
     assert entry.expires_at == entry.created_at + timedelta(days=2)
 
 
-def test_keys_are_added_to_those_that_are_there(run, path):
-    keys = [run("add", path, "--tenant=acme")[1].strip() for _ in range(3)]
-    assert [entry.hash for entry in read_keys(path)] == [hash_of(key) for key in keys]
-
-
 # Forked, so that they all begin at the same time.
 ADD_AT_ONCE = """
 import os, sys
@@ -107,23 +102,17 @@ def test_list_shows_what_keys_may_do_and_nothing_that_opens(run, path):
         assert hash_of(key).hex() not in text
 
 
-@pytest.mark.parametrize(
-    ("flags", "left"), [(["--id=a"], ["b", "c"]), (["--id=a", "--id=c"], ["b"]), (["--tenant=t"], ["c"])]
-)
-def test_revoke_takes_keys_out(run, path, flags, left):
-    for key_id, tenant in (("a", "t"), ("b", "t"), ("c", "u")):
+def test_revoke_takes_keys_out_and_one_that_is_there_or_is_not_there_changes_nothing(run, path):
+    for key_id, tenant in (("a", "t"), ("b", "t"), ("c", "u"), ("d", "v")):
         run("add", path, f"--tenant={tenant}", f"--id={key_id}")
-    assert run("revoke", path, *flags)[0] == 0
-    assert [entry.id for entry in read_keys(path)] == left
-
-
-def test_a_key_that_is_there_or_is_not_there_changes_nothing(run, path):
-    run("add", path, "--tenant=t", "--id=a")
+    assert run("revoke", path, "--id=a", "--id=c")[0] == 0
+    assert [entry.id for entry in read_keys(path)] == ["b", "d"]
+    assert run("revoke", path, "--tenant=v")[0] == 0
     # A second key of one id is refused.
-    assert run("add", path, "--tenant=t", "--id=a")[0] == 2
-    status, _, stderr = run("revoke", path, "--id=a", "--id=b")
+    assert run("add", path, "--tenant=t", "--id=b")[0] == 2
+    status, _, stderr = run("revoke", path, "--id=b", "--id=a")
     assert status == 2
-    assert 'no key "b"' in stderr
+    assert 'no key "a"' in stderr
     assert len(read_keys(path)) == 1
     assert run("revoke", path, "--tenant=nobody") == (
         1,
@@ -137,18 +126,15 @@ def test_a_key_that_is_there_or_is_not_there_changes_nothing(run, path):
     [
         ([], "usage: quire keys"),
         (["drop", "KEYS"], '"drop" is not a command; there are add, list, revoke'),
-        (["revoek", "KEYS"], '"revoek" is not a command; did you mean revoke?'),
         (["add"], "--tenant is missing"),
         (["add", "--tenant=t"], "give the file"),
         (["add", "KEYS", "--tenant=a b"], '--tenant is "a b"'),
         (["add", "KEYS", "--tenant=t", "--id="], '--id is ""'),
-        (["add", "KEYS", "--tenant=t", "--requests-per-minute=0"], "the least value is 1"),
         (["add", "KEYS", "--tenant=t", "--priority=5", "--max-priority=4"], "--priority is 5"),
         (["add", "KEYS", "--tenant=t", "--note=a\nb"], "--note is 'a\\nb'"),
         (["add", "KEYS/no/file", "--tenant=t"], "cannot write"),
         (["list", "KEYS"], "No such file"),
         (["revoke", "KEYS"], "give either --id or --tenant"),
-        (["revoke", "KEYS", "--id=a", "--tenant=t"], "give either --id or --tenant"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(run, path, arguments, says):

@@ -10,25 +10,14 @@ from quire_cli.supervisor import process
 from quire_cli.supervisor.process import HangLimits, RestartBackoff, watch
 
 
-def test_waits_double_up_to_the_longest() -> None:
+def test_waits_double_up_to_the_longest_for_who_died_and_a_long_life_forgives() -> None:
     backoff = RestartBackoff()
-    waits = [backoff.delay_s(lived_s=1) for _ in range(8)]
-    assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
-
-
-def test_who_ended_by_itself_did_not_die() -> None:
+    assert [backoff.delay_s(lived_s=1) for _ in range(8)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert [backoff.delay_s(lived_s=each) for each in (29.9, 30, 0)] == [5.0, 0.1, 0.2]
+    # Who ended by itself did not die.
     backoff = RestartBackoff()
     assert [backoff.delay_s(lived_s=1, died=False) for _ in range(5)] == [0.1] * 5
     assert [backoff.delay_s(lived_s=1, died=died) for died in (True, False, True)] == [0.1, 0.1, 0.2]
-
-
-def test_a_long_life_forgives_what_was_before() -> None:
-    backoff = RestartBackoff()
-    for _ in range(8):
-        backoff.delay_s(lived_s=0)
-    assert backoff.delay_s(lived_s=29.9) == 5.0
-    assert backoff.delay_s(lived_s=30) == 0.1
-    assert backoff.delay_s(lived_s=0) == 0.2
 
 
 # Exact in binary, as a limit divided by the interval must be a whole number.

@@ -26,24 +26,19 @@ def test_a_directory_is_private_and_goes_with_all_that_lies_in_it(temporary: Pat
     assert list(temporary.iterdir()) == []
 
 
-def test_one_that_is_held_stays_and_one_that_is_abandoned_goes(temporary: Path) -> None:
-    held = RunDirectory.make()
-    abandoned = temporary / "quire-abandoned"
+def test_one_that_is_abandoned_goes_and_one_that_is_held_or_somebody_elses_stays(temporary: Path) -> None:
+    held, abandoned = RunDirectory.make(), temporary / "quire-abandoned"
     abandoned.mkdir()
     (abandoned / "lock").touch()
-    (abandoned / "worker.sock").touch()
-    new = RunDirectory.make()
-    assert sorted(temporary.iterdir()) == sorted([held.path, new.path])
-    held.remove()
-    new.remove()
-
-
-def test_what_somebody_else_named_like_that_stays(temporary: Path) -> None:
     (temporary / "quire-notes").mkdir()
     (temporary / "quire-notes" / "text").touch()
     (temporary / "quire-file").touch()
-    RunDirectory.make().remove()
-    assert {path.name for path in temporary.iterdir()} == {"quire-notes", "quire-file"}
+    new = RunDirectory.make()
+    others = [temporary / "quire-notes", temporary / "quire-file"]
+    assert sorted(temporary.iterdir()) == sorted([held.path, new.path, *others])
+    held.remove()
+    new.remove()
+    assert sorted(temporary.iterdir()) == sorted(others)
 
 
 def test_a_long_temporary_directory_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
