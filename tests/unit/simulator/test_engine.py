@@ -115,14 +115,6 @@ def test_every_request_gets_all_its_tokens_under_pressure(mode: PreemptionMode) 
         assert memory.tokens + memory.reserved + memory.wasted + memory.cached <= memory.total
 
 
-def test_a_request_that_never_fits_is_refused_and_others_run() -> None:
-    arrivals = Listed([(0.0, make_request(0, 400, 200)), (0.0, make_request(1, 20, 5))])
-    simulation = simulate(arrivals, make_config(), FixedSteps())
-    assert "a sequence can have at most 512" in (simulation.lives[0].error or "")
-    assert simulation.lives[1].error is None
-    assert arrivals.ends == [0, 1]
-
-
 def test_each_step_says_what_limited_it() -> None:
     requests = [(0.0, make_request(index, 30, 60)) for index in range(6)]
     assert {step.limit for step in run(requests, num_blocks=12).steps} == {Limit.BLOCKS, Limit.DEMAND}

@@ -117,12 +117,3 @@ def test_requests_that_have_no_lengths_are_refused() -> None:
         REPLICA.run([plain(0, output=None)])
     with pytest.raises(ValueError, match="request 1 has a text as its prompt"):
         REPLICA.run([LoadRequest(0, "a text", 10)])
-
-
-def test_latency_of_the_front_end_is_added_to_each_token() -> None:
-    load = chats(4.0, 8)
-    plain_run, delayed = REPLICA.run(load), replace(REPLICA, frontend_latency_s=0.5).run(load)
-    for without, added in zip(plain_run.records, delayed.records, strict=True):
-        assert added.ttft_s == pytest.approx((without.ttft_s or 0) + 0.5)
-        assert added.tpot_s == pytest.approx(without.tpot_s)
-        assert added.end_s == pytest.approx(without.end_s + 0.5)

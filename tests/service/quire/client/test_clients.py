@@ -9,21 +9,17 @@ import pytest
 from quire.client import (
     AsyncClient,
     AsyncStream,
-    BeamSearch,
     ChatMessage,
     Client,
-    EarlyStopping,
     FinishReason,
     GenerationOptions,
     Logprob,
-    PinnedPrefix,
     PositionLogprobs,
     RequestCompleted,
     SequenceFinished,
     TokenChunk,
 )
-from quire.common.v1 import common_pb2
-from quire.rpc.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, Unavailable
+from quire.rpc.errors import Cancelled, DeadlineExceeded
 from tests.support.fake_gateway import FakeGeneration, start_fake_gateway
 from tests.support.flaky_gateway import EitherClient
 from tests.support.processes import until_true
@@ -77,18 +73,6 @@ async def test_options_reach_the_gateway_and_absent_ones_stay_absent(
     assert not request.HasField("model")
 
 
-async def test_beam_search_reaches_the_gateway(client: EitherClient, generation: FakeGeneration) -> None:
-    for early_stopping in EarlyStopping:
-        await client.call("generate", "x", GenerationOptions(n=2, beam_search=BeamSearch(4, 0.5, early_stopping)))
-        given = generation.requests.pop().sampling
-        assert (given.n, given.beam_search.beam_width, given.beam_search.length_penalty) == (2, 4, 0.5)
-        expected = common_pb2.EarlyStopping.Value(f"EARLY_STOPPING_{early_stopping.name}")
-        assert given.beam_search.early_stopping == expected
-    await client.call("chat", MESSAGES, GenerationOptions(beam_search=BeamSearch(3)))
-    expected = common_pb2.SamplingParameters(beam_search=common_pb2.BeamSearchParameters(beam_width=3))
-    assert generation.requests.pop().sampling == expected
-
-
 async def test_a_stream_gives_chunks_then_finished_then_completed(client: EitherClient) -> None:
     stream = client.client.generate_stream("one two")
     first, second, finished, completed = await client.read(stream)
@@ -101,53 +85,11 @@ async def test_a_stream_gives_chunks_then_finished_then_completed(client: Either
     assert await client.read(client.client.generate_stream("a b c").text) == ["a ", "b ", "c!"]
 
 
-async def test_chat_sends_messages_and_mappings(client: EitherClient, generation: FakeGeneration) -> None:
-    assert (await client.call("chat", MESSAGES)).text == "hello!"
-    assert await client.read(client.client.chat_stream(MESSAGES).text) == ["hello!"]
-    await client.call("pin_prefix", MESSAGES)
-    chat, stream, pin = generation.requests
-    for request in (chat, stream, pin.chat):
-        assert [(m.role, m.content) for m in request.messages] == [("system", "be kind"), ("user", "hello")]
-
-
 async def test_tokenize_and_detokenize_are_inverse(client: EitherClient) -> None:
     tokenization = await client.call("tokenize", "hi")
     assert (tokenization.token_ids, tokenization.tokens) == ((104, 105), ("h", "i"))
     assert await client.call("detokenize", tokenization.token_ids) == "hi"
     assert (await client.call("tokenize", MESSAGES)).token_ids == tuple(b"be kind hello")
-
-
-async def test_a_prefix_is_text_or_token_ids(client: EitherClient, generation: FakeGeneration) -> None:
-    pin = await client.call("pin_prefix", "be kind", time_to_live_ms=1000, model="fake")
-    assert pin == PinnedPrefix("pin", pinned_tokens=16, pinned_blocks=1, time_to_live_ms=1000)
-    assert (await client.call("pin_prefix", [7, 8])).time_to_live_ms == 300_000
-    await client.call("pin_prefix", [])
-    text, ids, none = generation.requests
-    assert (text.text, text.time_to_live_ms, text.model) == ("be kind", 1000, "fake")
-    assert list(ids.token_ids.ids) == [7, 8]
-    assert not ids.HasField("time_to_live_ms")
-    assert none.WhichOneof("prefix") == "token_ids"
-    await client.call("unpin_prefix", pin.pin_id)
-
-
-async def test_models_server_info_and_cancel(client: EitherClient) -> None:
-    (model,) = await client.call("list_models")
-    assert await client.call("get_model", "fake") == model
-    assert (model.vocab_size, model.eos_token_ids, model.has_chat_template) == (256, (2,), True)
-    info = await client.call("server_info")
-    assert (info.gateway_id, info.replicas[0].num_gpu_blocks, info.limits.max_message_bytes) == ("fake", 64, 4096)
-    await client.call("cancel", "running")
-
-
-async def test_errors_are_typed(client: EitherClient) -> None:
-    with pytest.raises(InvalidArgument, match="prompt is bad") as caught:
-        await client.call("generate", "bad")
-    assert caught.value.violations[0].field == "text"
-    for method in ("get_model", "cancel", "unpin_prefix"):
-        with pytest.raises(NotFound):
-            await client.call(method, "other")
-    with pytest.raises(InvalidArgument):
-        await client.events("bad")
 
 
 async def test_a_timeout_is_deadline_exceeded_no_time_is_too_long_and_nan_is_none(client: EitherClient) -> None:
@@ -169,17 +111,6 @@ async def test_leaving_a_stream_early_cancels_the_call(client: EitherClient, gen
             assert await client.next(stream.text) == "endless!"
     await asyncio.wait_for(generation.left.wait(), 30)
     assert await client.read(stream) == []
-
-
-async def test_a_stream_whose_reader_was_interrupted_does_not_look_complete(address: str) -> None:
-    async with AsyncClient(address) as client:
-        stream = client.generate_stream("endless")
-        await anext(stream)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await anext(stream)
-        with pytest.raises(Unavailable, match="before its last event"):
-            await anext(stream)
 
 
 async def test_closing_the_client_cancels_all_its_calls_and_who_waits_is_told(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.client import BeamSearch, ChatMessage, GenerationOptions
+from quire.client import BeamSearch, ChatMessage, EarlyStopping, GenerationOptions
 from quire.client.convert import (
     GenerationFields,
     to_cancel_request,
@@ -18,6 +18,7 @@ from quire.client.convert import (
     to_tokenize_request,
     to_unpin_request,
 )
+from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, prefix_pb2
 from quire.rpc.errors import InvalidArgument
 
@@ -83,6 +84,20 @@ def test_what_is_no_early_stopping_is_refused_by_name_value_and_limit(early_stop
     expected = f"early_stopping is {early_stopping!r}; it must be one of EarlyStopping: false, true, never"
     with pytest.raises(InvalidArgument, match=re.escape(expected)):
         options_request(beam_search=BeamSearch(2, early_stopping=early_stopping))
+
+
+def test_beams_are_sent_as_they_are_given() -> None:
+    for early_stopping in EarlyStopping:
+        sampling = options_request(n=2, beam_search=BeamSearch(4, 0.5, early_stopping)).sampling
+        given = common_pb2.BeamSearchParameters(
+            beam_width=4,
+            length_penalty=0.5,
+            early_stopping=common_pb2.EarlyStopping.Value(f"EARLY_STOPPING_{early_stopping.name}"),
+        )
+        assert sampling == common_pb2.SamplingParameters(n=2, beam_search=given)
+    assert options_request(beam_search=BeamSearch(3)).sampling.beam_search == common_pb2.BeamSearchParameters(
+        beam_width=3
+    )
 
 
 def test_one_str_is_one_text() -> None:

@@ -5,16 +5,6 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    MultipleResults,
-    RuleBasedStateMachine,
-    consumes,
-    initialize,
-    invariant,
-    multiple,
-    rule,
-)
 
 from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
@@ -32,30 +22,15 @@ ORCAS = (OrcaMax, OrcaPow2, OrcaOracle)
 
 
 def make_config(num_slots: int = 256) -> SchedulerConfig:
-    return SchedulerConfig(
-        num_blocks=num_slots // BLOCK_SIZE,
-        block_size=BLOCK_SIZE,
-        max_num_seqs=32,
-        max_num_batched_tokens=512,
-        max_model_len=MAX_LEN,
-    )
+    return SchedulerConfig(num_slots // BLOCK_SIZE, BLOCK_SIZE, 32, 512, MAX_LEN)
 
 
 def make_request(
     index: int, prompt_len: int, output_len: int, width: int = 1, beam: BeamParameters | None = None
 ) -> Request:
-    key = RequestKey(ClientId(0), Handle(index))
-    num_returned = width if beam is None else 1
-    return Request(
-        key,
-        str(index),
-        [7] * prompt_len,
-        RowSampling(index),
-        output_len,
-        num_sequences=width,
-        num_returned=num_returned,
-        beam=beam,
-    )
+    key, returned = RequestKey(ClientId(0), Handle(index)), width if beam is None else 1
+    prompt, sampling = [7] * prompt_len, RowSampling(index)
+    return Request(key, str(index), prompt, sampling, output_len, num_sequences=width, num_returned=returned, beam=beam)
 
 
 def run(
@@ -77,7 +52,9 @@ def run(
         ended.append([end.handle for each in events.values() for end in each.completed])
     assert not scheduler.num_live
     blocks = blocks_of(scheduler)
+    # All pieces have joined.
     assert blocks.pool.num_free == blocks.pool.num_blocks
+    assert blocks.pool.allocate(blocks.pool.num_blocks) == list(range(blocks.pool.num_blocks))
     assert blocks.num_reserved_slots == blocks.num_needed_slots == 0
     assert scheduler.num_preemptions == 0
     return ended
@@ -175,51 +152,3 @@ def test_a_batch_runs_to_its_end_before_the_next_one() -> None:
     assert isinstance(blocks, RequestLevelBatches)
     assert [[key.handle for key in batch] for batch in blocks.batches] == [[0, 1, 2, 3], [4, 5]]
     assert blocks.pool.num_free == blocks.pool.num_blocks
-
-
-class BuddyMachine(RuleBasedStateMachine):
-    """Allocates and frees at random, beside a set of the slots that are held."""
-
-    pieces: Bundle[tuple[int, int]] = Bundle("pieces")
-
-    @initialize(num_slots=st.integers(1, 100))
-    def make(self, num_slots: int) -> None:
-        self.pool = BuddyAllocator(num_slots)
-        self.held: set[int] = set()
-
-    @rule(target=pieces, wanted=st.integers(1, 80))
-    def allocate(self, wanted: int) -> MultipleResults[tuple[int, int]] | tuple[int, int]:
-        piece = self.pool.allocate(wanted)
-        if piece is None:
-            return multiple()
-        start, size = piece
-        assert wanted <= size < 2 * wanted
-        assert start % size == 0 or self.pool.num_slots % size
-        slots = set(range(start, start + size))
-        assert not slots & self.held
-        assert max(slots) < self.pool.num_slots
-        self.held |= slots
-        return piece
-
-    @rule(piece=consumes(pieces))
-    def free(self, piece: tuple[int, int]) -> None:
-        start, size = piece
-        self.held -= set(range(start, start + size))
-        self.pool.free(start, size)
-
-    @invariant()
-    def slots_are_held_or_free(self) -> None:
-        if hasattr(self, "pool"):
-            assert self.pool.num_free == self.pool.num_slots - len(self.held)
-
-    @invariant()
-    def all_pieces_join_when_nothing_is_held(self) -> None:
-        if hasattr(self, "pool") and not self.held:
-            largest = 1 << (self.pool.num_slots.bit_length() - 1)
-            piece = self.pool.allocate(largest)
-            assert piece == (0, largest)
-            self.pool.free(*piece)
-
-
-TestBuddyMachine = BuddyMachine.TestCase
-TestBuddyMachine.settings = settings(max_examples=settings().max_examples // 4, stateful_step_count=30)
