@@ -9,9 +9,12 @@ import torch
 
 from bench import gpu_checks
 from bench.gpu_checks import LIMITS, Check, check_groups, compare
+from bench.gpu_model import config_of, make_model, step_bytes
 from bench.gpu_problems import Heads, expected_attention, make_problem
+from bench.gpu_steps import NUM_STEPS, DecodeRun
 from kernels import cuda, reference
 from kernels.reference import ScoreRule
+from tests.support.graph_recorder import CallingRecorder
 
 
 def checks_with(monkeypatch: pytest.MonkeyPatch, **changes: Callable[..., Any]) -> Iterator[Check]:
@@ -52,3 +55,17 @@ def test_a_row_of_zeros_or_of_no_numbers_among_long_contexts_is_seen() -> None:
     assert not check.passed
     actual[0, 0] = torch.nan
     assert not compare("attention", actual, expected).passed
+
+
+def test_decode_steps_with_graphs_read_all_weights_but_the_embedding_and_the_keys_and_values() -> None:
+    small = {"vocab_size": 1200, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    model = make_model(config_of("llama-1b") | small | heads, torch.device("cpu"))
+    layer = 32 * (4 * 8 + 2 * 2 * 8) + 32 * 32 + 3 * 32 * 48 + 2 * 32
+    weights = 2 * (2 * layer + 32 + 32 * 1200)
+    assert step_bytes(model) == weights
+    run = DecodeRun(model, 3, 20, recorder := CallingRecorder())
+    assert run.step_bytes == weights + 3 * 20 * 2 * 2 * 2 * 8 * 2
+    times = run.measure(NUM_STEPS)
+    assert 0 < times.model <= times.whole
+    assert recorder.replays.total() > NUM_STEPS

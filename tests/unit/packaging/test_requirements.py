@@ -63,10 +63,8 @@ def test_everything_required_is_pinned() -> None:
     assert {name_of(requirement) for requirement in required} <= read_pins().keys()
 
 
-def test_torch_brings_no_cuda_and_triton_and_the_generator_of_the_stubs_are_of_one_version() -> None:
+def test_torch_brings_no_cuda_and_the_generator_of_the_stubs_is_of_one_version() -> None:
     pins, pyproject = read_pins(), read_pyproject()
-    # What torch 2.13.0 for CUDA requires: with another pin of triton, that build could not be installed.
-    assert (pins["torch"], pins["triton"]) == ("2.13.0", "3.7.1")
     assert not [name for name in pins if name.startswith(("nvidia-", "cuda-"))]
     pinned = f"grpcio-tools=={pins['grpcio-tools']}"
     assert pinned in pyproject["build-system"]["requires"]

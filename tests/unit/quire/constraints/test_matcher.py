@@ -30,8 +30,8 @@ def tag(begin: str, regex: str, end: str) -> StructuralTag:
     return StructuralTag(begin=begin, regex=regex, end=end)
 
 
-def tags(*entries: StructuralTag, **options: bool) -> Constraint:
-    return Constraint(structural_tags=StructuralTags(tags=entries, **options))
+def tags(*entries: StructuralTag, no_white_space: bool = False, **options: bool) -> Constraint:
+    return Constraint(structural_tags=StructuralTags(tags=entries, **options), no_white_space=no_white_space)
 
 
 @pytest.mark.parametrize(
@@ -65,26 +65,14 @@ def test_white_space_of_json_is_bounded_and_styles_of_indentation_are_possible()
 
 
 @pytest.mark.parametrize(
-    "constraint",
+    ("constraint", "before", "after"),
     [
-        Constraint(json_object={}, no_white_space=True),
-        Constraint(json_schema='{"type": "object"}', no_white_space=True, begins_after=">"),
-        Constraint(
-            structural_tags=StructuralTags(tags=[StructuralTag(begin=">", json_schema="{}", end="<")]),
-            no_white_space=True,
-        ),
-        Constraint(
-            structural_tags=StructuralTags(
-                tags=[StructuralTag(begin=">", json_schema="{}", end="<")], no_free_text=True
-            ),
-            no_white_space=True,
-        ),
+        (Constraint(json_schema='{"type": "object"}', no_white_space=True, begins_after=">"), ">", ""),
+        (tags(StructuralTag(begin=">", json_schema="{}", end="<"), no_white_space=True), ">", "<"),
     ],
-    ids=["object", "schema", "tag", "tag alone"],
+    ids=["schema", "tag"],
 )
-def test_json_without_white_space_has_none_but_in_its_strings(constraint) -> None:
-    before = ">" if constraint.HasField("begins_after") or constraint.HasField("structural_tags") else ""
-    after = "<" if constraint.HasField("structural_tags") else ""
+def test_json_without_white_space_has_none_but_in_its_strings(constraint, before, after) -> None:
     value = {"a": [1, {"b": " "}], "c d": {}}
     assert accepts(constraint, before + json.dumps(value, separators=(",", ":")) + after)
     for text in (json.dumps(value), json.dumps(value, indent=1), '{ "a":1}', '{"a":1\n}', "{ }", '{"a": 1}'):
@@ -101,13 +89,10 @@ def test_eos_may_follow_only_where_the_text_is_complete(kind) -> None:
         matcher.consume(token_id)
     assert seen == [False, True, False]
     assert allowed_texts(matcher, kind) == {eos}
-
-
-def test_after_the_end_nothing_but_the_end_may_follow() -> None:
-    matcher = make_matcher(Constraint(regex="a"))
-    for token_id in (*spelled("a"), *vocabulary("byte level").eos):
+    # After the end nothing but the end may follow.
+    for token_id in vocabulary(kind).eos:
         matcher.consume(token_id)
-    assert allowed_texts(matcher) == {EOS.encode()}
+    assert allowed_texts(matcher, kind) == {eos}
 
 
 def test_a_text_ends_with_any_of_its_ending_tokens_and_these_are_no_text_before() -> None:
@@ -128,6 +113,9 @@ def test_the_end_is_delayed_as_long_as_something_else_may_follow() -> None:
     assert [bool(mask_of(matcher, held, delays_end=delays)[eos]) for delays in (False, True)] == [True, False]
     matcher.consume(*spelled("a"))
     assert mask_of(matcher, held, delays_end=True)[eos]
+    matcher.consume(*spelled("b"))
+    assert not mask_of(matcher, held).any()
+    assert "cannot follow" in (matcher.error or "")
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -191,14 +179,12 @@ def test_no_token_goes_beyond_a_beginning() -> None:
         halfway.consume(token_id)
     assert not any(text.startswith(b"th") and text != b"th" for text in allowed_texts(halfway))
     assert any(text.startswith(b"th") and text != b"th" for text in held.token_bytes)
-
-
-def test_json_may_begin_with_white_space_after_free_text() -> None:
-    matcher = make_matcher(Constraint(json_object={}, begins_after=">"))
+    # JSON may begin with white space there.
+    json_after = make_matcher(Constraint(json_object={}, begins_after=">"))
     for token_id in spelled("x>\n\n{}"):
-        matcher.consume(token_id)
-    assert matcher.error is None
-    assert matcher.may_end
+        json_after.consume(token_id)
+    assert json_after.error is None
+    assert json_after.may_end
 
 
 def test_a_beginning_that_is_a_special_token_is_that_token() -> None:
@@ -228,21 +214,11 @@ def test_a_tag_may_be_required_single_and_alone() -> None:
     assert [accepts(alone, text) for text in ("", "<1>", "<1><2>")] == [0, 1, 0]
 
 
-def test_tags_that_begin_alike_are_alternatives() -> None:
+def test_tags_that_begin_alike_are_alternatives_and_a_part_without_an_end_goes_on_where_it_may_end() -> None:
     constraint = tags(tag("<", "a+", ">"), tag("<", "b", ";"))
     assert [accepts(constraint, text) for text in ("<aa>", "<b;", "<b>", "<a;")] == [True, True, False, False]
-
-
-def test_a_part_without_an_end_goes_on_as_free_text_where_it_may_end() -> None:
     constraint = tags(tag("#", "[0-9]+", ""))
     assert [accepts(constraint, text) for text in ("a #12", "a #12 b #3", "a #", "a #b")] == [True, True, False, False]
-
-
-def test_an_error_is_told_and_leaves_no_token() -> None:
-    held, matcher = vocabulary("byte level"), make_matcher(Constraint(regex="a"))
-    matcher.consume(*spelled("b"))
-    assert not mask_of(matcher, held).any()
-    assert "cannot follow" in (matcher.error or "")
 
 
 def test_logits_may_be_wider_or_narrower_than_the_vocabulary() -> None:
