@@ -131,7 +131,9 @@ async def raw_error(address: str, tls: TlsIdentity, kind: str) -> QuireError:
     return from_rpc_error(caught.value)
 
 
-async def test_strangers_are_not_connected(worker: RpcServer, tmp_path: Path) -> None:
+async def test_strangers_and_certificates_out_of_their_time_are_not_connected(
+    worker: RpcServer, authority: Authority, tmp_path: Path
+) -> None:
     make_certificates(tmp_path / "other")
     distrustful = TlsIdentity.of(tmp_path / "other", Role.SCHEDULER)
     make_certificates(tmp_path / "unknown")
@@ -145,16 +147,10 @@ async def test_strangers_are_not_connected(worker: RpcServer, tmp_path: Path) ->
         open_channel(worker.address, tls=distrustful),
     ):
         assert isinstance(await error_of(channel), Unavailable)
-
-
-@pytest.mark.parametrize("age_days", [30, -30], ids=["expired", "not yet valid"])
-async def test_a_certificate_out_of_its_time_is_not_connected(
-    worker: RpcServer, authority: Authority, tmp_path: Path, age_days: int
-) -> None:
-    made_at = dt.datetime.now(dt.UTC) - dt.timedelta(days=age_days)
-    authority.issue(tmp_path, Role.SCHEDULER, LOCAL_HOSTS, 1, made_at)
-    late = TlsIdentity.of(tmp_path, Role.SCHEDULER)
-    assert isinstance(await error_of(open_channel(worker.address, tls=late)), Unavailable)
+    for age_days in (30, -30):
+        authority.issue(tmp_path, Role.SCHEDULER, LOCAL_HOSTS, 1, dt.datetime.now(dt.UTC) - dt.timedelta(days=age_days))
+        tls = TlsIdentity.of(tmp_path, Role.SCHEDULER)
+        assert isinstance(await error_of(open_channel(worker.address, tls=tls)), Unavailable)
 
 
 async def test_new_files_hold_for_new_connections_and_running_ones_go_on(worker: RpcServer, tmp_path: Path) -> None:
@@ -167,6 +163,11 @@ async def test_new_files_hold_for_new_connections_and_running_ones_go_on(worker:
         old = grpc.aio.secure_channel(worker.address, before.channel_credentials())
         assert isinstance(await error_of(old), Unavailable)
         assert await reflect(running)
+    # Damaged ones leave the old ones in force.
+    (tmp_path / "worker.pem").write_text("damaged")
+    for _ in range(2):
+        async with open_channel(worker.address, tls=TlsIdentity.of(tmp_path, Role.SCHEDULER)) as channel:
+            assert await reflect(channel)
 
 
 async def test_callers_of_both_authorities_get_through_while_one_replaces_the_other(
@@ -178,14 +179,6 @@ async def test_callers_of_both_authorities_get_through_while_one_replaces_the_ot
         (directory / "ca.pem").write_bytes(both)
     for directory in (tmp_path, tmp_path / "next"):
         async with open_channel(worker.address, tls=TlsIdentity.of(directory, Role.SCHEDULER)) as channel:
-            assert await reflect(channel)
-
-
-async def test_damaged_new_files_leave_the_old_ones_in_force(worker: RpcServer, tmp_path: Path) -> None:
-    scheduler = TlsIdentity.of(tmp_path, Role.SCHEDULER)
-    (tmp_path / "worker.pem").write_text("damaged")
-    for _ in range(2):
-        async with open_channel(worker.address, tls=scheduler) as channel:
             assert await reflect(channel)
 
 

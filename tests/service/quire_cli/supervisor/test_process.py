@@ -193,7 +193,7 @@ async def test_a_process_that_dies_while_none_can_be_started_is_started_once_one
     await until_true(lambda: num_open_files() <= open_files)
 
 
-async def test_stop_lets_the_process_end_by_itself(supervise, tmp_path: Path) -> None:
+async def test_stop_lets_the_process_end_by_itself_or_kills_it(supervise, tmp_path: Path) -> None:
     file = tmp_path / "end"
     supervision = supervise(NOTE_TERM.format(file=str(file), status=0))
     pid = await supervision.until_up()
@@ -202,13 +202,10 @@ async def test_stop_lets_the_process_end_by_itself(supervise, tmp_path: Path) ->
     assert not is_alive(pid)
     assert supervision.reports == []
     await supervision.process.stop(60)
-
-
-async def test_stop_kills_a_process_that_does_not_end(supervise) -> None:
-    supervision = supervise(IGNORE_TERM)
-    pid = await supervision.until_up()
+    stubborn = supervise(IGNORE_TERM)
+    pid = await stubborn.until_up()
     async with asyncio.timeout(30):
-        await supervision.process.stop(0.1)
+        await stubborn.process.stop(0.1)
     assert not is_alive(pid)
 
 
@@ -244,27 +241,22 @@ async def test_a_line_of_any_length_and_bytes_does_no_harm(supervise) -> None:
     assert max(map(len, supervision.output)) < 1_000_000
 
 
-# Says "up" when it listens. Where it is told to stop itself, it never answers.
+# Says "up" when it listens, stops itself, and never answers.
 SERVICE = """
 import asyncio, os, signal, sys
 from quire.rpc.server import RpcServer
 async def serve():
     server = await RpcServer.start(sys.argv[1], lambda _: None, [])
-    server.set_serving(sys.argv[2] == "serving")
     print("up", flush=True)
-    if sys.argv[2] == "stopped":
-        os.kill(os.getpid(), signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
     await asyncio.Event().wait()
 asyncio.run(serve())
 """
 
 
-@pytest.mark.parametrize("state", ["serving", "stopped"])
-async def test_a_service_that_hangs_is_killed_and_started_again(
-    tmp_path_factory: pytest.TempPathFactory, state: str
-) -> None:
+async def test_a_service_that_hangs_is_killed_and_started_again(tmp_path_factory: pytest.TempPathFactory) -> None:
     socket = tmp_path_factory.mktemp("w") / "s"
-    command = [sys.executable, "-c", SERVICE, f"unix:{socket}", state]
+    command = [sys.executable, "-c", SERVICE, f"unix:{socket}"]
     reports: list[str] = []
     output: list[str] = []
     spec = ServiceSpec("thing", lambda: command, dict(os.environ), output.append)
@@ -273,11 +265,8 @@ async def test_a_service_that_hangs_is_killed_and_started_again(
     tasks = [supervised.start(), asyncio.create_task(watch(supervised, socket, limits, reports.append))]
     try:
         await until_true(lambda: "up" in output)
-        # On a busy machine it may be silent for so long by itself, before and after.
-        starts = supervised.starts
         output.clear()
-        os.kill(supervised.pid, signal.SIGSTOP)
-        await until_true(lambda: supervised.starts > starts and "up" in output)
+        await until_true(lambda: supervised.starts > 1 and "up" in output)
         assert set(reports) == {"thing answers no health check for 0.9 s; killing it"}
     finally:
         tasks[1].cancel()

@@ -1,8 +1,6 @@
 """LocalServer with stand-ins: programs that wait for SIGTERM, and a fake gateway."""
 
 import asyncio
-import os
-import signal
 import socket
 import sys
 import tempfile
@@ -11,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from quire.client import AsyncClient
 from quire.rpc.address import AddressInUse
 from quire.settings import ConfigurationError
 from quire_cli.supervisor import LocalServer, ServeSettings, ServiceRefused, server
 from quire_cli.supervisor.commands import Programs
-from tests.support.processes import is_alive, until_true
+from tests.support.processes import is_alive
 
 WAITS = (sys.executable, "-S", "-c", "import signal; signal.pause()")
 REFUSES = (sys.executable, "-S", "-c", "import sys; sys.exit(2)")
@@ -37,34 +34,6 @@ def temporary_directory(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytes
 def make_server(model_directory: Path, programs: Programs = STAND_INS, **settings) -> LocalServer:
     values = {"grpc_port": 0, "http_port": 0, "model": str(model_directory), "drain_timeout": 1.0} | settings
     return LocalServer(ServeSettings(**values), programs=programs, report=lambda line: None)
-
-
-def pids_of(server: LocalServer) -> list[int]:
-    return [server.process(name).pid for name in ("worker", "scheduler", "gateway")]
-
-
-async def test_it_serves_where_it_says_and_leaves_nothing_behind(model_directory: Path) -> None:
-    async with make_server(model_directory) as server:
-        await server.wait_ready()
-        async with AsyncClient(server.grpc_address) as client:
-            assert (await client.generate("hi")).text == "hi!"
-        host, _, port = server.http_address.rpartition(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        writer.close()
-        await writer.wait_closed()
-        pids = pids_of(server)
-        assert all(map(is_alive, pids))
-    assert not any(map(is_alive, pids))
-
-
-async def test_services_that_are_killed_come_back_and_the_gateway_at_the_same_ports(model_directory: Path) -> None:
-    async with make_server(model_directory) as server:
-        addresses = (server.grpc_address, server.http_address)
-        for name in ("worker", "gateway"):
-            os.kill(server.process(name).pid, signal.SIGKILL)
-        await until_true(lambda: server.process("worker").starts == server.process("gateway").starts == 2)
-        await asyncio.wait_for(server.wait_ready(), 30)
-        assert (server.grpc_address, server.http_address) == addresses
 
 
 async def test_a_service_that_refuses_its_configuration_ends_all_and_leaves_nothing_behind(
