@@ -50,32 +50,6 @@ def test_every_flag_and_variable_is_one_that_the_service_knows(
             assert service["environment"].keys() - {"USER"} <= known_variables(SETTINGS[service["command"][0]])
 
 
-def test_services_find_each_other(services: dict[str, Any]) -> None:
-    worker, scheduler, gateway = (settings_of(services, name) for name in ("worker", "scheduler", "gateway"))
-    assert scheduler.workers == ("worker:" + worker.listen.rpartition(":")[2],)
-    assert gateway.schedulers == ("scheduler:" + scheduler.listen.rpartition(":")[2],)
-    assert worker.device == "cpu"
-
-
-def test_healthchecks_ask_the_port_that_the_service_listens_on(services: dict[str, Any]) -> None:
-    ports = {
-        "worker": settings_of(services, "worker").listen.rpartition(":")[2],
-        "scheduler": settings_of(services, "scheduler").listen.rpartition(":")[2],
-        "gateway": str(settings_of(services, "gateway").grpc_port),
-    }
-    for name, port in ports.items():
-        *command, script, address = services[name]["healthcheck"]["test"]
-        assert command == ["CMD", "python"]
-        assert f"COPY deploy/{Path(script).name} {script}" in (ROOT / "Dockerfile").read_text(encoding="utf-8")
-        assert address == f"127.0.0.1:{port}"
-
-
-def test_each_service_waits_until_the_one_below_is_healthy(services: dict[str, Any]) -> None:
-    assert services["gateway"]["depends_on"] == {"scheduler": {"condition": "service_healthy"}}
-    assert services["scheduler"]["depends_on"]["worker"] == {"condition": "service_healthy"}
-    assert "depends_on" not in services["worker"]
-
-
 def test_a_worker_on_a_gpu_takes_the_place_and_the_name_of_the_other(services: dict[str, Any]) -> None:
     """With `--scale worker=0`. The scheduler waits for it if its profile is asked for."""
     on_cpu, on_gpu = services["worker"], services["worker-gpu"]

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import functools
 import re
-import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -12,10 +11,7 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from quire.rpc.tls import Role
-from quire_cli.main import main
 from tests.support.compose import ROOT
-from tests.unit.quire_cli.test_certs import names_of
 from tools.check_kubernetes import (
     DEFAULT,
     RENDERED,
@@ -144,24 +140,6 @@ def test_what_nobody_should_read_comes_from_a_secret() -> None:
     assert sources == [[{"configMapRef": {"name": "quire-settings"}}, {"secretRef": {"name": "more"}}]] * 3
 
 
-def test_a_node_that_drains_takes_one_pod_of_a_kind_at_a_time() -> None:
-    for file, components in ((DEFAULT, {"gateway", "replica"}), (RANKS, {"gateway", "replica", "ranks"})):
-        budgets = [each["spec"] for each in read(file).of_kind("PodDisruptionBudget")]
-        assert {each["selector"]["matchLabels"]["app.kubernetes.io/component"] for each in budgets} == components
-        # A budget of a single pod lets it go: nodes can be emptied.
-        assert [each["maxUnavailable"] for each in budgets] == [1] * len(components)
-
-
-@pytest.mark.parametrize(("file", "service"), [(GPU, "quire-replica"), (RANKS, "quire-schedulers")])
-def test_gateways_follow_the_name_of_all_replicas(file: Path, service: str) -> None:
-    manifests = read(file)
-    (gateway,) = (pod.container("gateway") for pod in manifests.pods() if pod.name == "gateway")
-    assert gateway.settings.schedulers == (f"dns:///{service}.quire.svc:50052",)
-    (found,) = (each for each in manifests.of_kind("Service") if each["metadata"]["name"] == service)
-    # They connect while the workers still load, and learn by the stream when there are steps.
-    assert found["spec"]["publishNotReadyAddresses"] is True
-
-
 def made_with(values: Mapping[str, Any], release: str = RELEASE) -> Manifests:
     return Manifests(tuple(documents_of(render(values, release))))
 
@@ -240,33 +218,11 @@ def test_what_does_not_fit_is_found(document: tuple[Path, str, str], change: Cha
     assert [line for line in problems(changed(*document, change)) if problem in line]
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
+def test_a_field_that_no_schema_has_or_of_another_type_is_found() -> None:
+    for change, named in (
         (lambda document: document["spec"].update(replica=2), "'replica'"),
         (set_to("grpc", "scheduler", "ports", 0, "containerPort"), "'grpc'"),
-    ],
-)
-def test_a_field_that_no_schema_has_or_of_another_type_is_found(change: Change, named: str) -> None:
-    found = list(schema_problems(changed(*REPLICA, change)))
-    assert found
-    assert all(line.startswith("StatefulSet quire-replica: ") and named in line for line in found)
-
-
-def test_the_commands_in_the_documents_make_every_file_of_the_secrets(tmp_path: Path) -> None:
-    """Those that the manifests mount; and the certificates have the names by which services are called."""
-    text = (ROOT / "docs" / "deploying.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    (command,) = re.findall(r"^quire (certs .*replica.*)$", text, re.MULTILINE)
-    words = shlex.split(command)
-    words[words.index("--tls-dir") + 1] = str(tmp_path)
-    assert main(words) == 0
-    for role in (Role.GATEWAY, Role.SCHEDULER, Role.WORKER, Role.OPERATOR):
-        assert f"create secret generic {role}-certs --from-file=certs/{role}" in " ".join(text.split())
-        assert {each.name for each in (tmp_path / role).iterdir()} == {"ca.pem", f"{role}.pem", f"{role}.key"}
-    assert "create secret generic api-keys --from-file=keys.json" in text
-    names = set(names_of(tmp_path / Role.WORKER / "worker.pem"))
-    assert {"quire-replica.quire.svc", "quire-schedulers.quire.svc"} <= names
-    assert {"*.quire-replica.quire.svc", "quire-gateway.quire.svc", "quire-gateways.quire.svc"} <= names
-    certificates = [each["spec"] for each in read(RANKS).of_kind("Certificate")]
-    assert {each["uris"][0] for each in certificates} == {f"quire://role/{each['commonName']}" for each in certificates}
-    assert all(set(each["dnsNames"]) <= names for each in certificates)
+    ):
+        found = list(schema_problems(changed(*REPLICA, change)))
+        assert found
+        assert all(line.startswith("StatefulSet quire-replica: ") and named in line for line in found)

@@ -48,12 +48,6 @@ def test_only_images_of_workers_have_torch() -> None:
         assert names.isdisjoint({"triton", "accelerate"})
 
 
-def test_the_readme_names_every_extra() -> None:
-    rows = re.findall(r"^\| `quire\[([a-z]+)\]` \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    extras = read_pyproject()["project"]["optional-dependencies"]
-    assert sorted(rows) == sorted(extras.keys() - {"dev"})
-
-
 def test_everything_required_is_pinned() -> None:
     pyproject = read_pyproject()
     required = (
