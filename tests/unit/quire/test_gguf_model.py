@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 from gateway.offload import FairExecutor
 from gateway.text.tokenizer import Tokenizer
-from quire import gguf_tokenizer, model_directory
+from quire import gguf_tokenizer
 from quire.compatibility import ModelFingerprint
 from quire.gguf_header import GgufFields, GgufHeader
-from quire.gguf_model import GgufDescription, describe
 from quire.gguf_tokenizer import _merges_of
 from quire.model_directory import ModelDirectory, weight_files
 from quire.model_source import resolve_model
@@ -261,24 +260,6 @@ def test_parts_are_one_model(directory: Path, tmp_path: Path) -> None:
         model = ModelDirectory.open(part)
         assert (model.name, model.config, model.tokenizer_json()) == ("m", whole.config, whole.tokenizer_json())
         assert ModelFingerprint.read(model) == ModelFingerprint.read(whole)
-
-
-def test_a_release_that_derives_more_from_a_file_has_the_same_model(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write_gguf(tmp_path / "m.gguf", directory)
-    before = ModelDirectory.open(file)
-
-    def describe_better(path: Path) -> GgufDescription:
-        found = describe(path)
-        tokenizer = found.tokenizer.replace(b'"version": "1.0"', b'"version": "1.1"')
-        return replace(found, config=found.config | {"sliding_window": 8}, tokenizer_config={}, tokenizer=tokenizer)
-
-    monkeypatch.setattr(model_directory, "describe", describe_better)
-    now = ModelDirectory.open(file)
-    assert now.config != before.config
-    assert now.tokenizer_json() != before.tokenizer_json()
-    assert ModelFingerprint.read(now) == ModelFingerprint.read(before)
 
 
 @pytest.mark.parametrize(

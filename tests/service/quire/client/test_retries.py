@@ -10,8 +10,8 @@ from quire.client import AsyncClient, Client, RequestCompleted, RetryPolicy, Tok
 from quire.rpc.errors import Cancelled, QuireError, ResourceExhausted, Unavailable
 from tests.support.fake_gateway import start_fake_gateway
 from tests.support.flaky_gateway import EitherClient, FlakyGeneration
+from tests.support.ports import free_port
 from tests.support.processes import until_true
-from tests.support.resetting_proxy import ResettingProxy, resetting_proxy
 
 FULL = ResourceExhausted("the queue is full", reason="QUEUE_FULL", retry_after_ms=20)
 GONE = Unavailable("about to stop", reason="DRAINING")
@@ -34,22 +34,6 @@ async def calling(
     finally:
         await client.close()
         await server.stop(0)
-
-
-@contextlib.asynccontextmanager
-async def reset_first(
-    kind: type[Client] | type[AsyncClient], num_resets: int, retry: RetryPolicy | None = None
-) -> AsyncIterator[tuple[EitherClient, FlakyGeneration, ResettingProxy]]:
-    """A client whose first connections are reset while they are being opened."""
-    generation = FlakyGeneration()
-    server = await start_fake_gateway("127.0.0.1:0", generation)
-    async with resetting_proxy(server.address, num_resets) as proxy:
-        client = EitherClient(kind(proxy.address, retry=retry))
-        try:
-            yield client, generation, proxy
-        finally:
-            await client.close()
-    await server.stop(0)
 
 
 async def test_an_idempotent_call_is_made_four_times_and_more_often_by_a_policy(kind) -> None:
@@ -81,27 +65,25 @@ async def test_a_generation_that_may_have_been_served_is_made_again_only_where_t
     assert generation.num_calls == 2 + 1
 
 
-async def test_calls_outlive_connections_that_are_reset_while_they_open(kind) -> None:
-    async with reset_first(kind, 3) as (client, _, proxy):
-        assert (await client.call("tokenize", "hi", timeout_s=60)).token_ids == (104, 105)
-    assert proxy.num_connections == 3 + 1
-    # A generation reached nobody: a policy makes it again, and without one it is the caller's.
-    async with reset_first(kind, 2, retry=RetryPolicy()) as (client, generation, _):
-        assert (await client.call("generate", "hi", timeout_s=60)).text == "hi!"
-        assert generation.num_calls == 1
-    async with reset_first(kind, 1) as (client, generation, _):
-        with pytest.raises(Unavailable):
-            await client.call("generate", "hi", timeout_s=60)
-        assert generation.num_calls == 0
-
-
-async def test_a_generation_that_never_reaches_anybody_is_given_up_whatever_the_policy(kind) -> None:
-    retry = RetryPolicy(attempts=None, first_delay_s=0.01)
-    async with reset_first(kind, 1000, retry=retry) as (client, generation, proxy):
-        with pytest.raises(Unavailable):
-            await client.call("generate", "hi", timeout_s=60)
-        assert generation.num_calls == 0
-        assert proxy.num_connections < 50
+@pytest.mark.parametrize("num_gateways", [1, 2])
+async def test_a_generation_that_reached_nobody_is_made_again_by_a_policy_and_given_up_where_nobody_comes(
+    kind, num_gateways: int
+) -> None:
+    """gRPC says it in other words where there are several gateways."""
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(num_gateways)]
+    impatient = EitherClient(kind(addresses, retry=RetryPolicy(attempts=None, first_delay_s=0.001)))
+    with pytest.raises(Unavailable):
+        await impatient.call("generate", "hi", timeout_s=60)
+    patient = EitherClient(kind(addresses, retry=RetryPolicy(attempts=None, first_delay_s=1.0)))
+    asking = asyncio.create_task(patient.call("generate", "hi", timeout_s=60))
+    await asyncio.sleep(0.2)
+    generation = FlakyGeneration()
+    server = await start_fake_gateway(addresses[0], generation)
+    assert (await asking).text == "hi!"
+    assert generation.num_calls == 1
+    for client in (impatient, patient):
+        await client.close()
+    await server.stop(0)
 
 
 async def test_with_a_policy_a_refused_call_comes_back(kind) -> None:
