@@ -18,10 +18,14 @@ from quire.load import (
     with_decoding,
 )
 from quire.load.requests import frozen
-from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.step import StepWork
 from simulator.costs import StepSeconds
-from simulator.replica import Replica
+from simulator.engine import StuckError, simulate
+from simulator.load import LoadArrivals
+from simulator.memory import Limit
+from simulator.replica import Outcome, Replica
 
 CONFIG = SchedulerConfig(
     num_blocks=64, block_size=16, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=512, num_host_blocks=32
@@ -117,3 +121,64 @@ def test_requests_that_have_no_lengths_are_refused() -> None:
         REPLICA.run([plain(0, output=None)])
     with pytest.raises(ValueError, match="request 1 has a text as its prompt"):
         REPLICA.run([LoadRequest(0, "a text", 10)])
+
+
+class FixedSteps:
+    """Every step takes the same time."""
+
+    def __init__(self, **latency: float) -> None:
+        self._seconds = StepSeconds(0.01, **latency)
+
+    def seconds(self, work: StepWork) -> StepSeconds:
+        return self._seconds
+
+
+def run_fixed(load: Sequence[LoadRequest], config: SchedulerConfig = CONFIG, **latency: float) -> Outcome:
+    return Replica(config, FixedSteps(**latency), vocab_size=1000).run(load)
+
+
+def test_each_token_takes_a_step_and_latency_is_hidden_but_where_the_device_idles() -> None:
+    outcome = run_fixed([plain(0, output=5, arrival_s=1.0)])
+    assert outcome.records[0].chunk_times_s.tolist() == pytest.approx([1.01, 1.02, 1.03, 1.04, 1.05])
+    assert [step.work.num_tokens for step in outcome.simulation.steps] == [20, 1, 1, 1, 1]
+    (delayed,) = run_fixed([plain(0, output=5, arrival_s=0.0)], launch=0.004, answer=0.002).records
+    assert delayed.chunk_times_s.tolist() == pytest.approx([0.016, 0.026, 0.036, 0.046, 0.056])
+    # At 0.005 s the first step runs and the second, which is planned already, follows it.
+    _, second = run_fixed([plain(0, output=50, arrival_s=0.0), plain(1, output=5, arrival_s=0.005)]).records
+    assert second.chunk_times_s[0] == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize("mode", PreemptionMode)
+def test_every_request_gets_all_its_tokens_under_pressure(mode: PreemptionMode) -> None:
+    load = [
+        replace(plain(index, 10 + 37 * index % 90, 5 + 61 * index % 70, arrival_s=0.02 * index), n=1 + index % 3)
+        for index in range(20)
+    ]
+    outcome = run_fixed(load, replace(CONFIG, num_blocks=24, num_host_blocks=24, preemption_mode=mode))
+    assert outcome.simulation.num_preemptions > 0
+    assert_all_tokens(load, outcome.records)
+    # No slot of the pool is counted twice.
+    for memory in (step.memory for step in outcome.simulation.steps):
+        assert min(memory.tokens, memory.reserved, memory.wasted, memory.shared, memory.cached) >= 0
+        assert memory.tokens + memory.reserved + memory.wasted + memory.cached <= memory.total
+
+
+def test_each_step_says_what_limited_it() -> None:
+    prompts = [frozen(np.arange(10 + 50 * index, 40 + 50 * index)) for index in range(6)]
+    load = [replace(plain(index, 30, 60, arrival_s=0.0), prompt=each) for index, each in enumerate(prompts)]
+    for changes, limit in (
+        ({"num_blocks": 12}, Limit.BLOCKS),
+        ({"max_num_seqs": 2}, Limit.ROWS),
+        ({"max_num_batched_tokens": 32}, Limit.TOKENS),
+    ):
+        steps = run_fixed(load, replace(CONFIG, watermark=0.0, **changes)).simulation.steps
+        assert {step.limit for step in steps} == {limit, Limit.DEMAND}
+
+
+def test_a_block_manager_that_never_has_room_is_an_error() -> None:
+    class NoRoom(BlockManager):
+        def has_room(self, num_blocks: int, *, reserve: int = 0, alone: bool = False) -> bool:
+            return False
+
+    with pytest.raises(StuckError, match="1 requests are left"):
+        simulate(LoadArrivals([plain(0, arrival_s=0.0)]), CONFIG, FixedSteps(), make_blocks=NoRoom.of)
