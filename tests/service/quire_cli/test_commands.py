@@ -100,40 +100,23 @@ def test_pin_and_unpin(run: Run, gateway: FakeGatewayThread, tmp_path: Path) -> 
     assert run("unpin", "other") == (1, "", 'quire unpin: error: no pin "other"\n')
 
 
-def test_chat_with_piped_lines_keeps_the_conversation(run: Run, gateway: FakeGatewayThread) -> None:
-    status, stdout, stderr = run("chat", "--system=be kind", stdin="hello\n\nand now\n/exit\nnever\n")
-    assert (status, stdout, stderr) == (0, "hello!\nand now!\n", "")
-    assert [(m.role, m.content) for m in gateway.generation.requests[-1].messages] == [
-        ("system", "be kind"),
-        ("user", "hello"),
-        ("assistant", "hello!"),
-        ("user", "and now"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("said", "status", "answers", "complaint", "sent"),
-    [
-        # A message that failed is forgotten, and so is all before a reset but the system message.
-        ("bad\nagain\n", 1, "again!\n", "quire chat: error: prompt is bad\n", ["s", "again"]),
-        ("one\n/reset\ntwo\n", 0, "one!\ntwo!\n", "", ["s", "two"]),
-        # A mistyped command is not sent.
-        (
-            "/resett\n/usr/bin is a path\n",
-            0,
-            "/usr/bin is a path!\n",
-            "quire chat: there is no command /resett; /exit leaves",
-            ["s", "/usr/bin is a path"],
-        ),
-    ],
-)
-def test_what_chat_keeps(
-    run: Run, gateway: FakeGatewayThread, said: str, status: int, answers: str, complaint: str, sent: list[str]
+def test_chat_keeps_the_conversation_but_for_what_failed_and_all_before_a_reset(
+    run: Run, gateway: FakeGatewayThread
 ) -> None:
-    ended, stdout, stderr = run("chat", "--system=s", stdin=said)
-    assert (ended, stdout) == (status, answers)
-    assert stderr.startswith(complaint)
-    assert [m.content for m in gateway.generation.requests[-1].messages] == sent
+    said = "hello", "", "bad", "and now", "/resett", "/reset", "/usr/bin is a path", "/exit", "never"
+    status, stdout, stderr = run("chat", "--system=be kind", stdin="\n".join(said))
+    assert (status, stdout) == (1, "hello!\nand now!\n/usr/bin is a path!\n")
+    failed, unknown = stderr.splitlines()
+    assert failed == "quire chat: error: prompt is bad"
+    # A mistyped command is not sent.
+    assert unknown.startswith("quire chat: there is no command /resett; /exit leaves")
+    assert [[message.content for message in request.messages] for request in gateway.generation.requests] == [
+        ["be kind", "hello"],
+        ["be kind", "hello", "hello!", "bad"],
+        ["be kind", "hello", "hello!", "and now"],
+        ["be kind", "/usr/bin is a path"],
+    ]
+    assert [message.role for message in gateway.generation.requests[2].messages][1:3] == ["user", "assistant"]
 
 
 def test_status_shows_health_models_and_replicas_as_text_and_as_json(run: Run, gateway: FakeGatewayThread) -> None:

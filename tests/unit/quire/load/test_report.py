@@ -40,6 +40,9 @@ def test_latencies_of_one_sequence() -> None:
     assert record.normalized_latency_s == 0.5
     assert record.tpot_s == pytest.approx(1.5 / 4)
     assert record.gaps_s().tolist() == [0.5, 1.0]
+    # What comes at once has no time per token.
+    beams = make_record(times=(3.0, 3.0), tokens=(8, 8), sequences=(0, 1))
+    assert (beams.ttft_s, beams.tpot_s, beams.gaps_s().tolist()) == (3.0, None, [])
 
 
 def test_samples_are_sequences_of_their_own_and_the_longest_one_is_the_output() -> None:
@@ -49,14 +52,6 @@ def test_samples_are_sequences_of_their_own_and_the_longest_one_is_the_output() 
     assert record.tpot_s == pytest.approx((4.0 - 1.0) / 2)
     assert sorted(record.gaps_s()) == [1.0, 1.5, 2.0]
     assert record.normalized_latency_s == pytest.approx(4.0 / 3)
-
-
-def test_an_answer_that_comes_at_once_has_no_time_per_token() -> None:
-    beams = make_record(times=(3.0, 3.0), tokens=(8, 8), sequences=(0, 1))
-    assert beams.ttft_s == 3.0
-    assert beams.tpot_s is None
-    assert beams.gaps_s().tolist() == []
-    assert make_record(times=(1.0,)).tpot_s is None
 
 
 def test_throughput_and_goodput_are_counted_by_hand() -> None:

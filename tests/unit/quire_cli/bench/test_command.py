@@ -51,19 +51,14 @@ def test_each_rate_is_a_run_with_the_same_lengths_and_other_tokens() -> None:
     assert {request.arrival_s for request in at_once[1]} == {0.0}
 
 
-def test_limits_of_concurrency_are_runs_too_and_make_a_closed_loop_without_a_rate() -> None:
+def test_limits_of_concurrency_are_runs_too_and_a_duration_is_as_many_requests_as_arrive_in_it() -> None:
     runs = [run for run, _ in plan("--max-concurrency=1,8", "--num-requests=3")]
     assert [(run.label, run.max_concurrency, run.is_closed) for run in runs] == [
         ("inf, 1 at once", 1, True),
         ("inf, 8 at once", 8, True),
     ]
-    ((limited, _),) = plan("--max-concurrency=4", "--request-rate=5", "--num-requests=3")
-    assert not limited.is_closed
-
-
-def test_a_duration_is_as_many_requests_as_arrive_in_it() -> None:
-    ((run, load),) = plan("--request-rate=20", "--duration=5")
-    assert run.num_requests is None
+    ((run, load),) = plan("--max-concurrency=4", "--request-rate=20", "--duration=5")
+    assert (run.is_closed, run.num_requests) == (False, None)
     assert 50 < len(load) < 200
     assert all((request.arrival_s or 0) < 5 for request in load)
 

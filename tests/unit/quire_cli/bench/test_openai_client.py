@@ -134,16 +134,6 @@ async def test_failures_have_a_reason_and_a_message(answer: Any, reason: str, me
     assert message in raised.value.message
 
 
-async def test_a_connection_that_breaks_and_beams_that_are_no_answer_are_failures() -> None:
-    def break_off(request: httpx.Request) -> httpx.Response:
-        raise httpx.ReadError("reset")
-
-    with pytest.raises(RequestFailedError, match="reset"):
-        await send(make_server(break_off), make_request())
-    with pytest.raises(RequestFailedError, match="KeyError 'choices'"):
-        await send(make_server(Peer((200, {}))), make_request(beam_width=2))
-
-
 @pytest.mark.parametrize(
     ("response", "error", "message"),
     [
@@ -160,11 +150,18 @@ async def test_servers_that_cannot_be_measured(response: httpx.Response, error: 
         await make_server(lambda _: response).connect()
 
 
-async def test_a_server_that_answers_nothing_but_its_models_cannot_be_measured() -> None:
-    def hang(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/v1/models":
-            return httpx.Response(200, json=MODELS)
-        raise httpx.ReadTimeout("timed out")
+async def test_a_connection_that_breaks_or_brings_nothing_is_a_failure() -> None:
+    def breaking(error: httpx.RequestError) -> OpenAiServer:
+        def answer(request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/v1/models":
+                return httpx.Response(200, json=MODELS)
+            raise error
 
+        return make_server(answer)
+
+    with pytest.raises(RequestFailedError, match="reset"):
+        await send(breaking(httpx.ReadError("reset")), make_request())
+    with pytest.raises(RequestFailedError, match="KeyError 'choices'"):
+        await send(make_server(Peer((200, {}))), make_request(beam_width=2))
     with pytest.raises(CannotMeasureError, match=r"the first request, of one token: no answer within 60 s"):
-        await make_server(hang).connect()
+        await breaking(httpx.ReadTimeout("timed out")).connect()
