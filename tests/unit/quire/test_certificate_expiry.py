@@ -25,27 +25,20 @@ def test_the_time_is_the_one_that_a_library_reads(directory: Path) -> None:
         assert expires_at(path.read_text()) == certificate.not_valid_after_utc.timestamp()
 
 
-@pytest.mark.parametrize("days", [1, 10 * 365, 40 * 365])
-def test_times_of_both_types_are_read(tmp_path: Path, days: int) -> None:
+def test_times_of_both_types_are_read_and_of_several_certificates_the_first_one_to_expire_counts(
+    tmp_path: Path,
+) -> None:
     """From 2050 on certificates have the time in another form."""
-    now = dt.datetime.now(dt.UTC).replace(microsecond=0)
-    Authority.make(days, now).write(tmp_path)
-    assert expires_at((tmp_path / "ca.pem").read_text()) == (now + dt.timedelta(days=days)).timestamp()
-
-
-def test_of_several_certificates_the_first_one_to_expire_counts(tmp_path: Path) -> None:
-    now = dt.datetime.now(dt.UTC)
-    texts: list[str] = []
-    for days in (30, 3, 300):
-        Authority.make(days, now).write(tmp_path)
-        texts.append((tmp_path / "ca.pem").read_text())
+    now, texts = dt.datetime.now(dt.UTC).replace(microsecond=0), list[str]()
+    for days in (30, 3, 40 * 365):
+        (directory := tmp_path / str(days)).mkdir()
+        Authority.make(days, now).write(directory)
+        texts.append((directory / "ca.pem").read_text())
+        assert expires_at(texts[-1]) == (now + dt.timedelta(days=days)).timestamp()
     assert expires_at("\n".join(texts)) == expires_at(texts[1])
-
-
-@pytest.mark.parametrize("text", ["", "nothing", "-----BEGIN CERTIFICATE-----\nMAA=\n-----END CERTIFICATE-----\n"])
-def test_what_has_no_certificate_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="certificate"):
-        expires_at(text)
+    for text in ("nothing", "-----BEGIN CERTIFICATE-----\nMAA=\n-----END CERTIFICATE-----\n"):
+        with pytest.raises(ValueError, match="certificate"):
+            expires_at(text)
 
 
 def test_the_metric_follows_the_file_and_is_absent_without_one(directory: Path, tmp_path: Path) -> None:

@@ -48,11 +48,6 @@ def error_of(*argv: str, **environ: str) -> str:
     return message
 
 
-def test_defaults_stand_where_nothing_is_given_and_variables_are_empty_or_unknown() -> None:
-    assert load() == Settings()
-    assert load(QUIRE_COUNT="", QUIRE_NOTHING="x", COUNT="9", QUIRE_TARGET="y") == Settings()
-
-
 def test_flags_of_every_type_are_read() -> None:
     argv = "it --listen=x --count 4 --share 1e-3 --verbose --model /m --peers c,d --ports 1,2 --memory 2KiB --mode slow"
     loaded = load(*argv.split(), "--num-blocks=7")
@@ -64,6 +59,7 @@ def test_flags_of_every_type_are_read() -> None:
 
 
 def test_the_environment_wins_over_the_default_and_the_flag_over_both() -> None:
+    assert load(QUIRE_COUNT="", QUIRE_NOTHING="x", COUNT="9", QUIRE_TARGET="y") == load() == Settings()
     assert load(QUIRE_COUNT="5").count == 5
     assert load("--count=6", QUIRE_COUNT="5").count == 6
     assert load("--no-verbose", QUIRE_VERBOSE="true").verbose is False
@@ -188,10 +184,15 @@ def test_a_file_gives_flags_of_every_type(file: Path) -> None:
         mode = "slow"
         num_blocks = 7  # as the flag, with _ for -
     """
-    loaded = load_file(file, text)
-    assert loaded == FileSettings(
+    assert load_file(file, text) == FileSettings(
         None, "x", 4, 0.001, True, Path("/m"), ("c", "d"), (1, 2), ("a, b", "c"), 2048, "slow", 7, config=file
     )
+    file.write_bytes(b"\xff")
+    with pytest.raises(ConfigurationError, match=f"{file} is not TOML"):
+        load_settings(FileSettings, [f"--config={file}"], {}, program="quire thing")
+    file.unlink()
+    with pytest.raises(ConfigurationError, match=f"cannot read {file}: No such file"):
+        load_settings(FileSettings, [f"--config={file}"], {}, program="quire thing")
 
 
 def test_flags_and_variables_win_over_the_file_and_the_file_over_defaults(
@@ -228,14 +229,6 @@ def test_an_error_in_the_file_names_file_key_and_value(file: Path, text: str, me
     with pytest.raises(ConfigurationError) as caught:
         load_file(file, text)
     assert str(caught.value) == message.format(file=file)
-
-
-def test_a_file_that_is_missing_or_no_text_is_refused(file: Path) -> None:
-    with pytest.raises(ConfigurationError, match=f"cannot read {file}: No such file"):
-        load_settings(FileSettings, [f"--config={file}"], {}, program="quire thing")
-    file.write_bytes(b"\xff")
-    with pytest.raises(ConfigurationError, match=f"{file} is not TOML"):
-        load_settings(FileSettings, [f"--config={file}"], {}, program="quire thing")
 
 
 @given(

@@ -16,25 +16,16 @@ echo "${COMPREPLY[@]}"
 """
 
 
-@pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        printed: list[str] = []
-        patch.setattr("builtins.print", printed.append)
-        assert main(["completion", "bash"]) == 0
-    path = tmp_path_factory.mktemp("completion") / "quire.sh"
-    path.write_text("\n".join(printed))
-    return path
-
-
-def test_bash_completes_commands_flags_and_choices(script: Path) -> None:
+def test_bash_completes_commands_flags_and_choices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "quire.sh").write_text(capsys.readouterr().out)
     for words, completed in (
         ([""], set(COMMANDS)),
         (["serve", "--policy", ""], {"fcfs", "priority", "fair"}),
         (["keys", "add", "--ten"], {"--tenant"}),
         (["bench", "plot", "--p"], {"--plot"}),
     ):
-        command = ["bash", "-c", _ASK, "ask", str(script), "quire", *words]
+        command = ["bash", "-c", _ASK, "ask", str(tmp_path / "quire.sh"), "quire", *words]
         run = subprocess.run(command, capture_output=True, text=True, check=True)
         assert set(run.stdout.split()) == completed
 

@@ -116,11 +116,9 @@ async def test_methods_that_clients_make_up_are_one(channel: grpc.aio.Channel, e
 
 async def test_health_is_not_reported_and_reflection_is() -> None:
     ends: Ends = Counter()
-
-    def report(method: str, code: grpc.StatusCode) -> None:
-        ends[method, code.name] += 1
-
-    server = await RpcServer.start("127.0.0.1:0", lambda _: None, [], on_call_end=report)
+    server = await RpcServer.start(
+        "127.0.0.1:0", lambda _: None, [], on_call_end=lambda method, code: ends.update({(method, code.name): 1})
+    )
     method = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
     async with open_channel(server.address) as channel:
         await channel.unary_unary("/grpc.health.v1.Health/Check")(b"")
