@@ -1,11 +1,10 @@
-"""How a stream goes on after its call failed: what is called next, and when it is given up."""
+"""How long a stream waits after its call failed, and when it is given up. Worlds show how it goes on."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
-from quire.client import FinishReason, Logprob, PositionLogprobs, RetryPolicy, SequenceFinished, TokenChunk
+from quire.client import RetryPolicy, TokenChunk
 from quire.client.retries import Attempts, CallTime, Restart, Resumption
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import AlreadyExists, NotFound, QuireError, ResourceExhausted, Unavailable
@@ -13,10 +12,6 @@ from quire.rpc.errors import AlreadyExists, NotFound, QuireError, ResourceExhaus
 FULL = ResourceExhausted("full", retry_after_ms=2000)
 LOST = Unavailable("the connection broke")
 UNKNOWN = NotFound("no such request")
-FINISHED = SequenceFinished(0, 2, FinishReason.LENGTH, None, None, None)
-WITH_LOGPROBS = TokenChunk(
-    0, 0, (1, 2), "ab", tuple(PositionLogprobs(Logprob(token_id, -0.5 * token_id, 1), ()) for token_id in (1, 2))
-)
 
 
 @dataclass
@@ -29,21 +24,14 @@ class Gateway:
     def start(self, left_s: float | None) -> None:
         self.calls.append("start")
 
-    def go_on(self, held: Sequence[generation_pb2.HeldSequence], left_s: float | None) -> None:
-        self.calls.append([(list(each.token_ids), each.num_characters, each.cumulative_logprob) for each in held])
-
     def resume(self, request: generation_pb2.ResumeStreamRequest, left_s: float | None) -> None:
         self.calls.append([(each.sequence_index, each.offset, each.num_characters) for each in request.offsets])
 
     def attempts(self, policy: RetryPolicy | None = None) -> Attempts:
         return Attempts(policy, CallTime(None, lambda: self.now), False, lambda: 0.0)
 
-    def resumption(
-        self, policy: RetryPolicy | None = None, *, num_sequences: int = 1, chooses: bool = False
-    ) -> Resumption:
-        go_on = None if chooses else self.go_on
-        attempts = self.attempts(policy)
-        resumption = Resumption("story", self.start, self.resume, go_on, num_sequences, attempts)
+    def resumption(self, policy: RetryPolicy | None = None) -> Resumption:
+        resumption = Resumption("story", self.start, self.resume, None, 1, self.attempts(policy))
         resumption.call()
         return resumption
 
@@ -53,63 +41,14 @@ def gateway() -> Gateway:
     return Gateway()
 
 
-def chunk(text: str, *, index: int = 0) -> TokenChunk:
-    return TokenChunk(index, 0, (1, 2), text, ())
+def chunk(text: str) -> TokenChunk:
+    return TokenChunk(0, 0, (1, 2), text, ())
 
 
 def go_on(recovery: Resumption | Restart, error: QuireError) -> float:
     delay_s = recovery.delay_after(error)
     recovery.call()
     return delay_s
-
-
-def play(resumption: Resumption, *steps: TokenChunk | QuireError) -> None:
-    """Chunks that come and errors that the stream goes on after."""
-    for step in steps:
-        if isinstance(step, QuireError):
-            go_on(resumption, step)
-        else:
-            assert resumption.accept(step)
-
-
-OFFSETS, HELD = [(0, 2, 2)], [([1, 2], 2, 0.0)]
-
-
-@pytest.mark.parametrize(
-    ("steps", "calls"),
-    [
-        ((chunk("añ"), chunk("b", index=1), LOST), [[(0, 2, 2), (1, 2, 1)]]),
-        # The request broke on its way in.
-        ((LOST, UNKNOWN, LOST), [[], "start", []]),
-        ((LOST, UNKNOWN, FULL), [[], "start", "start"]),
-        # No gateway knows the request any more: it is submitted anew with what came.
-        (
-            (chunk("añ", index=1), chunk("b", index=1), LOST, UNKNOWN),
-            [[(1, 4, 3)], [([], 0, 0.0), ([1, 2, 1, 2], 3, 0.0)]],
-        ),
-        ((WITH_LOGPROBS, LOST, UNKNOWN), [OFFSETS, [([1, 2], 2, -1.5)]]),
-        ((chunk("ab"), LOST, UNKNOWN, LOST, UNKNOWN), [OFFSETS, HELD, OFFSETS, HELD]),
-        # A gateway still has it.
-        ((chunk("ab"), LOST, UNKNOWN, AlreadyExists("runs")), [OFFSETS, HELD, OFFSETS]),
-    ],
-)
-def test_a_lost_stream_goes_on_behind_what_came(
-    gateway: Gateway, steps: tuple[TokenChunk | QuireError, ...], calls: list[object]
-) -> None:
-    two = any(isinstance(step, TokenChunk) and step.sequence_index for step in steps)
-    play(gateway.resumption(num_sequences=2 if two else 1), *steps)
-    assert gateway.calls == ["start", *calls]
-
-
-def test_the_end_of_a_sequence_is_told_once_and_a_choice_that_is_known_no_more_is_the_callers_error(
-    gateway: Gateway,
-) -> None:
-    resumption = gateway.resumption(chooses=True)
-    assert resumption.accept(FINISHED)
-    assert not resumption.accept(FINISHED)
-    play(resumption, chunk("a"), LOST)
-    with pytest.raises(NotFound):
-        resumption.delay_after(UNKNOWN)
 
 
 @pytest.mark.parametrize("error", [FULL, UNKNOWN, AlreadyExists("twin")])
@@ -120,9 +59,10 @@ def test_a_refused_request_is_the_callers_error(gateway: Gateway, error: QuireEr
 
 def test_a_lost_stream_that_is_refused_waits_as_the_gateway_says_and_is_resumed(gateway: Gateway) -> None:
     resumption = gateway.resumption()
-    play(resumption, chunk("ab"), LOST)
+    assert resumption.accept(chunk("ab"))
+    go_on(resumption, LOST)
     assert [go_on(resumption, FULL) for _ in range(8)] == [2.0] * 8
-    assert gateway.calls == ["start"] + [OFFSETS] * 9
+    assert gateway.calls == ["start"] + [[(0, 2, 2)]] * 9
     resumption.accept(chunk("c"))
     with pytest.raises(ResourceExhausted):
         resumption.delay_after(FULL)
