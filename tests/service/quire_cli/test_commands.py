@@ -51,6 +51,8 @@ def test_the_environment_names_a_served_model_and_not_a_directory(
 
 
 def test_a_bad_prompt_is_one_line_and_the_others_of_its_file_are_answered(run: Run) -> None:
+    status, stdout, _ = run("generate", "a b", "--format=json")
+    assert json.loads(stdout) == {"prompt": "a b", "text": "a b!", "token_ids": [0, 1], "finish_reason": "length"}
     assert run("generate", "bad") == (1, "", "quire generate: error: prompt is bad\n")
     status, stdout, stderr = run("generate", "--file=-", "--format=json", stdin="one\nbad\nfull\n")
     assert status == 1
@@ -73,6 +75,10 @@ def test_a_bad_prompt_is_one_line_and_the_others_of_its_file_are_answered(run: R
         (("generate", "x", "--address", "127.0.0.1:1,"), "has an empty part"),
         (("status", "--tls-cert-file=x"), "must be given together"),
         (("pin",), "the prefix is empty"),
+        (("generate", "--file", "-"), "holds no prompt"),
+        (("status", "--address", "127.0.0.1:1,nonsense"), "is not HOST:PORT"),
+        (("pin", "x", "--file=y"), "give a prefix or --file, not both"),
+        (("pin", "--file=/no/such"), "cannot read /no/such"),
         (("pin", "x", "--time-to-live=0"), "the least value is 0.001"),
         (("unpin",), "give the id of a pin"),
     ],

@@ -12,7 +12,7 @@ from tests.support.certificates import make_certificates
 from tests.support.fake_gateway import FakeGatewayThread, running_fake_gateway
 
 Run = Callable[..., tuple[int, str, str]]
-COMMANDS = [["generate", "--file=-"], ["chat"], ["status"]]
+COMMANDS = [["generate", "--file=-"], ["chat"], ["status"], ["pin", "x"]]
 
 
 @pytest.fixture

@@ -22,7 +22,10 @@ def make_run(num_requests: int, mode: PreemptionMode, policy: PolicyKind = Polic
     return SoakRun(config, num_requests, seed=7, memory_in_use=lambda: 0)
 
 
-@pytest.mark.parametrize(("mode", "policy"), list(zip(PreemptionMode, PolicyKind, strict=True)))
+@pytest.mark.parametrize(
+    ("mode", "policy"),
+    [*zip(PreemptionMode, PolicyKind, strict=True), (PreemptionMode.AUTO, PolicyKind.FAIR)],
+)
 def test_nothing_is_held_after_a_run_in_which_groups_were_preempted(mode: PreemptionMode, policy: PolicyKind) -> None:
     run = make_run(250, mode, policy)
     marks = list(run.marks())

@@ -116,6 +116,7 @@ def with_header(header: str) -> bytes:
         b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n",
         with_header('{"a": {"dtype": "F32", "shape": [1]}}'),
         with_header('{"a": []}'),
+        with_header("[]"),
     ],
 )
 def test_parts_that_are_missing_or_broken_are_empty(directory: Path, content: bytes) -> None:

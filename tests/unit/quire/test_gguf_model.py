@@ -214,6 +214,8 @@ def test_how_to_sample_and_a_sliding_window_are_what_the_file_says(directory: Pa
         ({"llama.embedding_length": 64}, "embedding_length is 64, and token_embd.weight has 128 columns"),
         ({"llama.attention.key_length": 1 << 30}, "tensor blk.0.attn_q.weight is missing, or has not as many rows"),
         ({"llama.rope.freq_base": 0.0}, "llama.rope.freq_base is 0.0; expected is a number above 0"),
+        ({"llama.block_count": "two"}, "llama.block_count is 'two', not a whole number"),
+        ({"tokenizer.ggml.pre": "kimi-k2"}, "tokenizer.ggml.pre is 'kimi-k2'; read are gpt-2, phi-2"),
         ({"tokenizer.ggml.pre": "default"}, "it does not say how its tokenizer splits a text (tokenizer.ggml.pre)"),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is t5; read are gpt2 (byte-level BPE) and llama"),
         ({"split.count": 3}, "is the first of 3 parts of a model; give them the names that they had, which end in"),

@@ -117,6 +117,19 @@ async def test_a_program_that_is_cancelled_cancels_its_calls_and_ends_its_pin(cl
     assert client.unpinned == ["pin of a document"]
 
 
+async def test_parts_that_cannot_all_be_made_are_cancelled(client) -> None:
+    client.hangs = True
+
+    def parts(program: Program) -> Any:
+        yield program.branch().gen()
+        raise KeyError("mine")
+
+    async with Program(client, "a document") as program:
+        with pytest.raises(KeyError, match="mine"):
+            await join(parts(program))
+    assert client.num_running == 0
+
+
 async def test_forks_of_forks_go_on_by_themselves(client) -> None:
     first = Program(client, "a").branch()
     (second,) = first.append("b").fork(1)

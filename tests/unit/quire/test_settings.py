@@ -76,6 +76,7 @@ def test_the_environment_wins_over_the_default_and_the_flag_over_both() -> None:
         (["--count=0"], '--count: "0" is not valid: the least value is 1'),
         (["--count=11"], '--count: "11" is not valid: the greatest value is 10'),
         (["--share=nan"], '--share: "nan" is not valid: expected a finite number'),
+        (["--share=much"], '--share: "much" is not valid: expected a number'),
         (["--mode=odd"], '--mode: "odd" is not valid: expected one of fast, slow'),
         (["--memory=4G1B"], '--memory: "4G1B" is not valid: expected a size such as 512MiB, 4GiB or 1000000'),
         (["--listen=nowhere"], "--listen nowhere makes no sense"),

@@ -147,6 +147,15 @@ def test_headers_name_a_context_if_one_alone_names_a_parent() -> None:
     assert TraceContext.from_headers(both) == TraceContext("p", "a=1,b=2")
 
 
+def test_the_names_of_opentelemetrys_variables_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+    traces = MemoryTraces()
+    traces.tracer.start("work", None, {}).end()
+    attributes = traces.close()[0].resource.attributes
+    assert (attributes["service.name"], attributes["deployment.environment.name"]) == ("mine", "test")
+
+
 # Collectors
 
 

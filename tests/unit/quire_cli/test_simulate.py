@@ -108,6 +108,20 @@ def test_what_ended_before_an_interruption_is_reported(
     assert capsys.readouterr() == ("", "quire simulate: interrupted: no run has ended\n")
 
 
+def test_settings_of_a_sweep_that_are_done_before_an_interruption_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    # The first setting breaks the SLO at each of the five rates that are tried.
+    interrupt_at(monkeypatch, 6)
+    flags = ("--hardware", "a100-40gb", "--dataset", "fixed", "--output-len", "2", "--sweep-duration", "160")
+    sweep = ("--slo", "ttft=1ms", "--sweep", "policy=fcfs:fair")
+    assert main(["simulate", *flags, *sweep, "--out", str(path)]) == 130
+    assert capsys.readouterr().err == "quire simulate: interrupted: 1 of 2 settings are done\n"
+    points = json.loads(path.read_text())["facts"]["sweep"]
+    assert [point["settings"] for point in points] == [{"policy": "fcfs"}]
+
+
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Ctrl-C in the run of this number."""
     numbers, whole = itertools.count(1), simulate._run
@@ -154,6 +168,9 @@ REFUSALS = [
     (("--hardware", "h100-x3", "--model", "opt-13b"), "3 devices cannot share opt-13b: they must divide its 40"),
     (("--hardware", "h100", "--num-gpu-blocks", "99999999"), "has 99,999,999 blocks; a scheduler takes at most"),
     (("--hardware", "a100-40gb", "--model", "opt-175b"), "opt-175b has 349.2 GB of weights"),
+    (("--hardware", "h100", "--model", "opt"), '"opt" is not known; there are opt-125m'),
+    (("--hardware", "h100", "--out", "docs"), "cannot write docs: it is a directory"),
+    (("--hardware", "h100", "--num-gpu-blocks", "many"), "expected a whole number of blocks"),
     (("--hardware", "h100", "--num-gpu-blocks", "0"), "expected at least 1 block"),
     (
         ("--hardware", "h100", "--max-num-batched-tokens", "8", "--max-num-seqs", "9"),
@@ -164,6 +181,7 @@ REFUSALS = [
         ("--hardware", "h100", "--slo", "ttft=1s", "--sweep", "policy", "--duration", "9", "--request-rate", "1"),
         "looks for rates itself",
     ),
+    (("--hardware", "h100", "--slo", "ttft=1s", "--sweep", "policy=lifo"), '--policy: "lifo" is not valid'),
     (("--hardware", "h100", "--slo", "ttft=1s", "--sweep", "speed"), '"speed" cannot be swept'),
     (("--hardware", "h100", "--cost-trace", "x.json"), "one of both"),
     (("--cost-trace", "missing.json"), "cannot read missing.json: No such file or directory"),

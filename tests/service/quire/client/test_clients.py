@@ -19,7 +19,7 @@ from quire.client import (
     SequenceFinished,
     TokenChunk,
 )
-from quire.rpc.errors import Cancelled, DeadlineExceeded
+from quire.rpc.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, Unavailable
 from tests.support.fake_gateway import FakeGeneration, start_fake_gateway
 from tests.support.flaky_gateway import EitherClient
 from tests.support.processes import until_true
@@ -134,3 +134,36 @@ async def test_what_was_completed_is_no_error_though_the_client_is_closed(client
         await client.next(stream)
     await client.close()
     assert await client.read(stream) == []
+
+
+async def test_other_calls_and_their_errors(client: EitherClient) -> None:
+    (model,) = await client.call("list_models")
+    assert await client.call("get_model", "fake") == model
+    assert (await client.call("chat", MESSAGES)).text == "hello!"
+    assert await client.read(client.client.chat_stream(MESSAGES).text) == ["hello!"]
+    assert (await client.call("pin_prefix", [7, 8])).time_to_live_ms == 300_000
+    await client.call("cancel", "running")
+    for method in ("get_model", "cancel", "unpin_prefix"):
+        with pytest.raises(NotFound):
+            await client.call(method, "other")
+    with pytest.raises(InvalidArgument, match="prompt is bad") as caught:
+        await client.events("bad")
+    assert caught.value.violations[0].field == "text"
+    for method in ("generate", "pin_prefix"):
+        with pytest.raises(TypeError):
+            await client.call(method, 5)
+        with pytest.raises(InvalidArgument, match="ids"):
+            await client.call(method, [-1])
+        with pytest.raises(InvalidArgument, match="text"):
+            await client.call(method, "\ud800")
+
+
+async def test_a_stream_whose_reader_was_interrupted_does_not_look_complete(address: str) -> None:
+    async with AsyncClient(address) as client:
+        stream = client.generate_stream("endless")
+        await anext(stream)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await anext(stream)
+        with pytest.raises(Unavailable, match="before its last event"):
+            await anext(stream)

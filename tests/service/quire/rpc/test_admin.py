@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from quire.common.v1 import admin_pb2, admin_pb2_grpc
 from quire.logs import configure_logging
 from quire.rpc.server import RpcServer
+from quire.rpc.tls import Role, ServerTls, TlsIdentity
 from quire_cli.main import main
+from tests.support.certificates import make_certificates
 from tests.support.processes import until_true
 
 
@@ -68,6 +71,22 @@ async def test_what_cannot_be_set_is_refused_by_field(admin: str, root_logger: l
                 await stub.SetLogLevel(request, timeout=30)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert root_logger.level == logging.WARNING
+
+
+async def test_with_tls_it_is_for_operators_alone(
+    tmp_path: Path, root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_certificates(tmp_path)
+    tls = ServerTls.for_operators(TlsIdentity.of(tmp_path, Role.SCHEDULER))
+    server = await RpcServer.start("127.0.0.1:0", lambda _: None, [], admin_port=0, admin_tls=tls)
+    assert server.admin is not None
+    address = server.admin.address
+    assert await called("debug", "--admin", address) == 1
+    assert f"quire log-level: error: {address}: " in capsys.readouterr().err
+    assert root_logger.level == logging.WARNING
+    assert await called("debug", "--admin", address, "--tls-dir", str(tmp_path)) == 0
+    assert root_logger.level == logging.DEBUG
+    await server.stop(0)
 
 
 @pytest.mark.parametrize(

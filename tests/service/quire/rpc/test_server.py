@@ -91,6 +91,7 @@ async def test_a_health_watcher_sees_each_change_and_does_not_hold_up_stop(serve
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 async def test_reflection_of_both_versions_knows_services_methods_and_messages(server: RpcServer, version: str) -> None:
     known = {"grpc.health.v1.Health": True, "grpc.health.v1.HealthCheckRequest": True, "Nothing": False}
+    known |= {"grpc.health.v1.Health.Check": True, "grpc.health.v1.Health.Nothing": False}
     requests = [reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol) for symbol in known]
     async with open_channel(server.address) as channel:
         ask = channel.stream_stream(

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -172,8 +173,12 @@ def fail_to_start_a_thread(_: threading.Thread) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name", "failure"),
-    [(os, "pipe", fail_at_the_limit), (threading.Thread, "start", fail_to_start_a_thread)],
-    ids=["no pipe", "no thread"],
+    [
+        (os, "pipe", fail_at_the_limit),
+        (subprocess.Popen, "__init__", fail_at_the_limit),
+        (threading.Thread, "start", fail_to_start_a_thread),
+    ],
+    ids=["no pipe", "no process", "no thread"],
 )
 async def test_a_process_that_dies_while_none_can_be_started_is_started_once_one_can(
     supervise, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, failure: Callable[..., None]
@@ -231,6 +236,14 @@ async def test_stop_during_the_wait_before_a_restart_returns_at_once(supervise) 
     async with asyncio.timeout(30):
         await supervision.process.stop(60)
     assert supervision.task.done()
+
+
+async def test_cancelling_the_supervision_kills_the_process(supervise) -> None:
+    supervision = supervise("print('up', flush=True)\n" + WAIT_FOR_SIGNAL)
+    pid = await supervision.until_up()
+    supervision.task.cancel()
+    await asyncio.wait([supervision.task], timeout=30)
+    assert not is_alive(pid)
 
 
 async def test_a_line_of_any_length_and_bytes_does_no_harm(supervise) -> None:

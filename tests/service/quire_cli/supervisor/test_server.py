@@ -1,6 +1,8 @@
 """LocalServer with stand-ins: programs that wait for SIGTERM, and a fake gateway."""
 
 import asyncio
+import os
+import signal
 import socket
 import sys
 import tempfile
@@ -9,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from quire.client import AsyncClient
 from quire.rpc.address import AddressInUse
 from quire.settings import ConfigurationError
 from quire_cli.supervisor import LocalServer, ServeSettings, ServiceRefused, server
 from quire_cli.supervisor.commands import Programs
-from tests.support.processes import is_alive
+from tests.support.processes import is_alive, until_true
 
 WAITS = (sys.executable, "-S", "-c", "import signal; signal.pause()")
 REFUSES = (sys.executable, "-S", "-c", "import sys; sys.exit(2)")
@@ -49,6 +52,35 @@ async def test_a_service_that_refuses_its_configuration_ends_all_and_leaves_noth
     with pytest.raises(ServiceRefused, match="scheduler"):
         await asyncio.wait_for(serve(), 30)
     assert not any(map(is_alive, pids))
+
+
+async def test_services_that_are_killed_come_back_and_the_gateway_at_the_same_ports(model_directory: Path) -> None:
+    async with make_server(model_directory) as server:
+        addresses = (server.grpc_address, server.http_address)
+        for name in ("worker", "gateway"):
+            os.kill(server.process(name).pid, signal.SIGKILL)
+        await until_true(lambda: server.process("worker").starts == server.process("gateway").starts == 2)
+        await asyncio.wait_for(server.wait_ready(), 30)
+        assert (server.grpc_address, server.http_address) == addresses
+
+
+async def test_a_failed_canary_is_told_and_nothing_is_left_behind(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(AsyncClient, "generate", refuse)
+    server = make_server(model_directory)
+    with pytest.raises(RuntimeError, match="does not listen yet"):
+        _ = server.grpc_address
+
+    async def serve() -> None:
+        async with server:
+            await server.wait_ready()
+
+    with pytest.raises(ZeroDivisionError):
+        await serve()
 
 
 async def test_what_cannot_be_served_is_one_line(model_directory: Path, tmp_path: Path) -> None:

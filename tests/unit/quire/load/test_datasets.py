@@ -11,12 +11,14 @@ from quire.load import (
     Constant,
     Dataset,
     alpaca,
+    arriving_at,
     chat,
     describe,
     fixed,
     shared_prefix,
     sharegpt,
     take,
+    with_decoding,
 )
 
 VOCAB_SIZE = 1000
@@ -25,6 +27,10 @@ DATASETS: Sequence[Callable[[], Dataset]] = [
     lambda: shared_prefix(80, Constant(5), Constant(6), 512, VOCAB_SIZE, num_prefixes=3),
     lambda: chat(512, VOCAB_SIZE),
 ]
+
+
+LOAD = take(fixed(3, 3, VOCAB_SIZE), 2, seed=0)
+CHATS = take(chat(512, VOCAB_SIZE, mean_turns=20), 20, seed=0)
 
 
 def contents(dataset: Dataset, count: int, seed: int) -> list[tuple[object, ...]]:
@@ -97,9 +103,12 @@ def test_a_turn_carries_the_answer_that_was_served_in_place_of_the_drawn_one() -
             "the prefix has 511 tokens; a prompt and an output need one each of 512",
         ),
         (lambda: chat(512, 1000, mean_turns=0.5), "the mean number of turns is 0.5, must be at least 1"),
+        (lambda: arriving_at(LOAD, (0.5,)), "2 requests and 1 times of arrival"),
+        (lambda: with_decoding(LOAD, n=4, beam_width=2), "n is 4, must be at most the beam width, 2"),
+        (lambda: with_decoding(CHATS, n=2), "n is 2, must be 1 for conversations"),
         (lambda: chat(512, 1000, max_prompt_len=512), r"the prompt is cut to 512 tokens, must be in \[1, 511\]"),
     ],
 )
-def test_impossible_datasets_are_refused_by_value_and_limit(make: Callable[[], Dataset], message: str) -> None:
+def test_impossible_datasets_are_refused_by_value_and_limit(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -54,6 +54,7 @@ def test_a_file_has_texts_token_ids_and_conversations(tmp_path: Path) -> None:
         ({"messages": [{"role": "user"}]}, "line 2: a message is {'role': 'user'}, must be an object with"),
         ({"prompt": "a", "output_len": 0}, r"line 2: output_len is 0, must be a whole number in \[1, 16,777,216\]"),
         ({"prompt": "\ud800"}, r"line 2: prompt is '\\ud800', must be a text"),
+        ("[" * 100_000, "line 2: it is nested too deeply"),
         ({"prompt": "a", "arrival_s": -1}, "line 2: arrival_s is -1, must be a number of seconds"),
         ({"prompt": "a", "arrival_s": 1}, "request 1 has no arrival_s and others have; all need one, or none"),
     ],
@@ -128,6 +129,7 @@ def test_a_result_that_was_changed_is_refused_by_the_field(tmp_path: Path) -> No
         ("requests_per_s", "many", "requests_per_s is 'many'"),
         ("max_concurrency", "8", "max_concurrency is '8'"),
         ("ttft", {"mean": 1}, "KeyError 'count'"),
+        ("ttft", [1], "TypeError"),
     ):
         make_result("quire", 2.0).write(path)
         content = json.loads(path.read_text())
@@ -147,6 +149,9 @@ def test_several_results_make_one_picture_and_the_same_results_the_same_one(tmp_
     assert (tmp_path / "b.svg").read_text() == picture
     for text in ("normalized latency", "quire, p99", r"_a $\nonsense$ b, p50", "requests/s"):
         assert text in picture
+    # Closed loops stand at their concurrency.
+    plot([make_result("quire", math.inf), failures], tmp_path / "c.svg")
+    assert "requests at once" in (tmp_path / "c.svg").read_text()
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match=r'a.pdf" must end in .svg or .png'):
         plot([], tmp_path / "a.pdf")

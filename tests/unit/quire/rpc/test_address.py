@@ -116,8 +116,9 @@ def test_a_port_that_somebody_else_has_is_refused_also_where_they_would_share_it
             ReservedPort.reserve(HOST, listener.getsockname()[1])
 
 
-def test_a_port_whose_server_just_left_connections_behind_is_free() -> None:
-    listener = make_listener(0)
+@pytest.mark.parametrize("reuse_port", [True, False])
+def test_a_port_whose_server_just_left_connections_behind_is_free(reuse_port: bool) -> None:
+    listener = make_listener(0, reuse_port=reuse_port)
     port = listener.getsockname()[1]
     client = socket.create_connection((HOST, port), timeout=30)
     connection, _ = listener.accept()

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,11 @@ def test_a_file_with_times_is_a_trace_unless_a_rate_is_given(tmp_path: Path) -> 
         (["--backend=openai", "--api-key=clé"], "--api-key has characters that a header cannot have"),
         (["--url=http://localhost:8000"], "is for --backend openai; gRPC takes HOST:PORT"),
         (["--backend=openai", "--tls"], "the flags of TLS are for --backend grpc"),
+        (["--request-rate=2,fast"], "fast is no rate"),
+        (["--output-len=3"], "--output-len is for fixed, shared-prefix and files; --dataset is sharegpt"),
+        (["--plot=a.pdf"], "expected a file that ends in .svg or .png"),
+        (["--backend=openai", "--url=http://localhost:99999"], "expected http://HOST:PORT or https://HOST:PORT"),
+        (["plot"], "plot takes one or several results"),
         (["plot", "missing.json"], "cannot read missing.json: No such file"),
     ],
 )
@@ -128,8 +134,8 @@ def test_bad_input_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], ar
     assert message in refused(capsys, *argv)
 
 
-def test_files_that_are_something_else_are_refused_in_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_files_that_are_something_else_and_pictures_without_matplotlib_are_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("Dear diary\n")
@@ -138,6 +144,8 @@ def test_files_that_are_something_else_are_refused_in_one_line(
     path.write_text('{"prompt": "a"}\n')
     assert "--num-requests is 2; " in refused(capsys, f"--dataset={path}", "--num-requests=2")
     assert f"{path} has none" in refused(capsys, f"--dataset={path}", "--request-rate=trace")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "matplotlib is not installed; install quire[bench]" in refused(capsys, "--plot=a.svg")
 
 
 def test_the_table_has_a_column_for_each_run_and_leaves_out_what_nobody_knows() -> None:

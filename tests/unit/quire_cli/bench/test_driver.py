@@ -136,3 +136,15 @@ async def test_nothing_is_sent_after_the_duration(monkeypatch: pytest.MonkeyPatc
     records = driver.outcome.records
     assert len(records) == driver.outcome.num_sent > 2
     assert all(record.arrival_s < 0.05 for record in records)
+
+
+def test_tokens_that_are_known_at_the_end_are_spread_over_what_came() -> None:
+    chunks = Chunks(0.0)
+    for _ in range(3):
+        chunks.add(0, 1)
+    chunks.spread(8)
+    assert sum(chunks.tokens) == 8
+    assert max(chunks.tokens) - min(chunks.tokens) <= 1
+    alone = Chunks(0.0)
+    alone.spread(5)
+    assert (alone.tokens, len(alone.times)) == ([5], 1)

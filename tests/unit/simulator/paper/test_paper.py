@@ -56,7 +56,7 @@ def test_a_rate_that_pages_carry_takes_the_reservations_longer() -> None:
 
 def test_a_shared_prefix_is_computed_once() -> None:
     dataset = shared_prefix(341, Lognormal.fit(30, 0.6), Lognormal.fit(40, 0.6), MAX_MODEL_LEN, 32_000)
-    load = Load(dataset, 2, 150, shares_prefixes=True)
+    load = Load(dataset, 4, 300, shares_prefixes=True).scaled(0.5)
     paged, contiguous = (run(Job(system, OPT_13B, load, math.inf)) for system in (QUIRE, ORACLE))
     assert paged.batched > 1.5 * contiguous.batched
 
