@@ -50,19 +50,6 @@ def test_every_flag_and_variable_is_one_that_the_service_knows(
             assert service["environment"].keys() - {"USER"} <= known_variables(SETTINGS[service["command"][0]])
 
 
-def test_a_worker_on_a_gpu_takes_the_place_and_the_name_of_the_other(services: dict[str, Any]) -> None:
-    """With `--scale worker=0`. The scheduler waits for it if its profile is asked for."""
-    on_cpu, on_gpu = services["worker"], services["worker-gpu"]
-    assert on_gpu["profiles"] == ["gpu"]
-    assert on_gpu["networks"] == {"inside": {"aliases": ["worker"]}, "egress": {}}
-    assert services["scheduler"]["depends_on"]["worker-gpu"] == {"condition": "service_healthy", "required": False}
-    assert on_gpu["command"] == [*on_cpu["command"][:-1], "cuda"]
-    (device,) = on_gpu["deploy"]["resources"]["reservations"]["devices"]
-    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
-    differing = {key for key in on_cpu.keys() | on_gpu.keys() if on_cpu.get(key) != on_gpu.get(key)}
-    assert differing == {"profiles", "image", "build", "command", "networks", "deploy"}
-
-
 def test_a_gateway_can_be_given_keys_whose_folder_it_sees(services: dict[str, Any], with_tls: dict[str, Any]) -> None:
     for each in (services, with_tls):
         for name in ("gateway", "gateway-2"):

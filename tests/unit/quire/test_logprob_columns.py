@@ -95,14 +95,3 @@ def test_fields_that_do_not_fit_are_refused(fields, reason):
         setattr(message, name, value)
     with pytest.raises(InvalidArgument, match=reason):
         decode_logprobs(message, vocab_size=9)
-
-
-def test_a_part_of_a_log_is_copied_and_the_log_still_grows():
-    each = lines(2, 0, 3, 1, 0)
-    for begin, end in ((0, 0), (1, 3), (4, 5), (5, 5)):
-        log = log_of(each)
-        part = log.part(begin, end)
-        log.append(columns_of(each))
-        assert lines_of(part) == each[begin:end]
-        assert lines_of(log.columns()) == each + each
-    assert len(LogprobLog().part(0, 0)) == 0

@@ -95,9 +95,12 @@ def test_beams_are_sent_as_they_are_given() -> None:
             early_stopping=common_pb2.EarlyStopping.Value(f"EARLY_STOPPING_{early_stopping.name}"),
         )
         assert sampling == common_pb2.SamplingParameters(n=2, beam_search=given)
-    assert options_request(beam_search=BeamSearch(3)).sampling.beam_search == common_pb2.BeamSearchParameters(
-        beam_width=3
-    )
+    # What is absent stays absent, and 0 is not absent.
+    plain = common_pb2.SamplingParameters(beam_search=common_pb2.BeamSearchParameters(beam_width=3))
+    assert options_request(beam_search=BeamSearch(3)).sampling == plain
+    assert options_request(temperature=0.0).sampling == common_pb2.SamplingParameters(temperature=0.0)
+    assert options_request(logprobs=0).output.HasField("logprobs")
+    assert generate_request("hello") == generation_pb2.GenerateRequest(text="hello")
 
 
 def test_one_str_is_one_text() -> None:

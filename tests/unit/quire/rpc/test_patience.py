@@ -33,17 +33,15 @@ async def test_what_came_while_this_process_stood_still_is_seen_before_its_time_
     assert happened == []
 
 
-async def test_it_calls_back_once_where_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_calls_back_once_where_nothing_comes_and_can_be_cancelled_also_while_it_looks_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     look_for(monkeypatch, 0.01)
     happened: list[str] = []
     PatientTimer(0.01, happened.append, "over")
     await until_true(lambda: happened)
     assert happened == ["over"]
-
-
-async def test_it_can_be_cancelled_before_and_while_it_looks_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     look_for(monkeypatch, 60.0)
-    happened: list[str] = []
     PatientTimer(0.0, happened.append, "early").cancel()
     late = PatientTimer(0.0, happened.append, "late")
     first = late._timer
@@ -51,4 +49,4 @@ async def test_it_can_be_cancelled_before_and_while_it_looks_once_more(monkeypat
     late.cancel()
     assert late._timer.cancelled()
     late.cancel()
-    assert happened == []
+    assert happened == ["over"]

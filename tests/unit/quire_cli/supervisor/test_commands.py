@@ -1,9 +1,7 @@
 """`quire serve` has the flags of all services, and hands each what it knows."""
 
 import dataclasses
-import inspect
 import os
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +32,6 @@ OWN = {
     "tensor_parallel_rank",
     "tensor_parallel_address",
 }
-# What has the same name and is not the same.
-APART = {"listen", "metrics_port", "admin_port", "log_level", "max_num_seqs", "max_num_batched_tokens"}
 PROGRAMS = Programs(worker=("/w",), scheduler=("/s",), gateway=("/g",))
 
 
@@ -50,12 +46,6 @@ def make_commands(**settings) -> Commands:
 @pytest.mark.parametrize("cls", SERVICES)
 def test_every_flag_of_a_service_is_one_of_serve_or_the_supervisor_decides_it(cls: type) -> None:
     assert set(values_of(cls())) - set(values_of(ServeSettings())) <= OWN
-
-
-def test_a_flag_is_declared_in_one_place() -> None:
-    classes = {base for cls in (*SERVICES, ServeSettings) for base in cls.__mro__}
-    declared = Counter(name for cls in classes for name in inspect.get_annotations(cls))
-    assert {name for name, times in declared.items() if times > 1} <= APART
 
 
 def test_the_services_get_their_flags_and_each_other() -> None:
