@@ -3,35 +3,23 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.support.tiers import may_select
 
 FIRST, SECOND = "not (extended or all_isas)", "extended or all_isas"
 TESTS = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    ("name", "in_first", "in_second"),
-    [
+def test_a_file_is_imported_for_the_tiers_that_may_have_tests_in_it() -> None:
+    for name, in_first, in_second in (
         ("chaos/test_kill_everything.py", False, True),  # all its tests are extended
         ("chaos/test_kill.py", True, True),  # some parameters are
         ("unit/tools/test_checks.py", True, False),
-        ("unit/kernels/test_pointwise.py", True, True),  # the module that gives parameters markers is imported
-        ("unit/kernels/cpu/test_library.py", True, True),  # the conftest.py beside it has such a fixture
-    ],
-)
-def test_a_file_is_imported_for_the_tiers_that_may_have_tests_in_it(
-    name: str, in_first: bool, in_second: bool, tmp_path: Path
-) -> None:
-    path = TESTS / name
-    assert (may_select(FIRST, path), may_select(SECOND, path)) == (in_first, in_second)
-    assert may_select("", path)
-    assert may_select("asyncio and extended", path)
-    assert may_select("extended or", path)
-
-
-def test_markers_of_tiers_stand_where_they_are_looked_for() -> None:
+        ("unit/kernels/cpu/test_library.py", True, True),  # the conftest.py beside it has a fixture that marks
+    ):
+        path = TESTS / name
+        assert (may_select(FIRST, path), may_select(SECOND, path)) == (in_first, in_second)
+        assert all(may_select(each, path) for each in ("", "asyncio and extended", "extended or"))
+    # No other helper gives markers of tiers.
     helpers = [path for path in TESTS.rglob("*.py") if not path.name.startswith("test_") and path.name != "conftest.py"]
     marking = [path.name for path in helpers if re.search(r"mark\.(extended|all_isas)", path.read_text())]
     assert sorted(marking) == ["cpu_kernels.py", "tiers.py"]

@@ -1,8 +1,12 @@
-"""Errors raised in handlers of a real loopback server, as both client APIs see them."""
+"""Errors raised in handlers of a real loopback server, as both client APIs see them and as the server reports them."""
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import cast
+from unittest.mock import create_autospec
 
 import grpc
 import grpc.aio
@@ -14,12 +18,15 @@ from quire.rpc.errors import (
     Internal,
     InvalidArgument,
     NotFound,
+    PermissionDenied,
     QuireError,
     ResourceExhausted,
     Unavailable,
     from_rpc_error,
 )
+from quire.rpc.interceptors import OTHER_METHODS, CallEnds, ErrorInterceptor
 from quire.rpc.server import RpcServer
+from tests.support.processes import until_true
 
 SERVICE = "quire.test.Echo"
 PROBLEMS: dict[bytes, Callable[[], Exception]] = {
@@ -95,27 +102,51 @@ async def failure_of(channel: grpc.aio.Channel, kind: str, request: bytes) -> Qu
     return from_rpc_error(caught.value)
 
 
-KINDS = pytest.mark.parametrize(
-    "kind", ["UnaryUnary", "UnaryStream", "UnaryStreamByWrite", "StreamUnary", "StreamStream"]
-)
+KINDS = ("UnaryUnary", "UnaryStream", "UnaryStreamByWrite", "StreamUnary", "StreamStream")
+Ends = Counter[tuple[str, str]]
+
+
+class Refuses(grpc.aio.ServerInterceptor):
+    """Refuses calls that say so, whatever their method."""
+
+    async def intercept_service(self, continuation, handler_call_details):
+        if ("refuse", "1") in (handler_call_details.invocation_metadata or ()):
+            return grpc.stream_stream_rpc_method_handler(refuse)
+        return await continuation(handler_call_details)
+
+
+async def refuse(messages: object, context: grpc.aio.ServicerContext) -> None:
+    raise PermissionDenied("not now", reason="REFUSED")
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[RpcServer]:
-    server = await RpcServer.start("127.0.0.1:0", register, [SERVICE])
-    yield server
+def ends() -> Ends:
+    return Counter()
+
+
+@pytest.fixture
+async def address(ends: Ends) -> AsyncIterator[str]:
+    def report(method: str, code: grpc.StatusCode) -> None:
+        ends[method.removeprefix(f"{SERVICE}/"), code.name] += 1
+
+    methods = [f"{SERVICE}/{kind}" for kind in KINDS]
+    server = grpc.aio.server(interceptors=(CallEnds(methods, report), ErrorInterceptor(), Refuses()))
+    register(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
     await server.stop(0)
 
 
 @pytest.fixture
-async def channel(server: RpcServer) -> AsyncIterator[grpc.aio.Channel]:
-    async with open_channel(server.address) as channel:
+async def channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
+    async with open_channel(address) as channel:
         yield channel
 
 
-@KINDS
+@pytest.mark.parametrize("kind", KINDS)
 async def test_answers_and_errors_of_calls_of_every_kind_arrive_and_unexpected_ones_are_logged_and_not_told(
-    channel: grpc.aio.Channel, kind: str, caplog: pytest.LogCaptureFixture
+    channel: grpc.aio.Channel, ends: Ends, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers = {"UnaryUnary": [b"hi"], "StreamUnary": [b"okhi"], "StreamStream": [b"ok", b"hi"]}
     assert await call(channel, kind, b"hi") == answers.get(kind, [b"first", b"hi"])
@@ -137,15 +168,18 @@ async def test_answers_and_errors_of_calls_of_every_kind_arrive_and_unexpected_o
     assert kind in record.getMessage()
     assert record.exc_info is not None
     assert str(record.exc_info[1]) == "secret"
+    await until_true(lambda: ends.total() == 5)
+    codes = ("OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "INTERNAL", "DATA_LOSS")
+    assert ends == {(kind, code): 1 for code in codes}
 
 
-async def test_both_kinds_of_clients_read_any_script_metadata_and_a_huge_error_that_is_cut(server: RpcServer) -> None:
+async def test_both_kinds_of_clients_read_any_script_metadata_and_a_huge_error_that_is_cut(address: str) -> None:
     def call_for(request: bytes) -> QuireError:
-        with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
             channel.unary_unary(f"/{SERVICE}/UnaryUnary")(request, timeout=30)
         return from_rpc_error(caught.value)
 
-    async with grpc.aio.insecure_channel(server.address) as channel:
+    async with grpc.aio.insecure_channel(address) as channel:
         for request in (b"facts", b"long"):
             for error in (await failure_of(channel, "UnaryUnary", request), await asyncio.to_thread(call_for, request)):
                 if request == b"facts":
@@ -163,3 +197,62 @@ async def test_a_refused_connection_and_an_unknown_method_read_as_what_they_are(
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await channel.unary_unary(f"/{SERVICE}/Nothing")(b"")
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def hang(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    await asyncio.Event().wait()
+    return b""
+
+
+@pytest.mark.parametrize(
+    ("time_remaining", "code"), [(None, "CANCELLED"), (3.5, "CANCELLED"), (0, "DEADLINE_EXCEEDED")]
+)
+async def test_a_call_that_ends_early_was_cancelled_or_had_its_time(time_remaining: float | None, code: str) -> None:
+    """gRPC cancels the task of a call in both cases."""
+    reported: list[str] = []
+    interceptor = CallEnds(["S/Hang"], lambda method, status: reported.append(f"{method} {status.name}"))
+    context = create_autospec(grpc.aio.ServicerContext, instance=True)
+    context.time_remaining.return_value = time_remaining
+
+    async def known(_: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        return grpc.unary_unary_rpc_method_handler(hang)
+
+    handler = await interceptor.intercept_service(
+        known, cast(grpc.HandlerCallDetails, SimpleNamespace(method="/S/Hang"))
+    )
+    running = asyncio.create_task(handler.unary_unary(b"", context))
+    await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert reported == [f"S/Hang {code}"]
+
+
+async def test_methods_that_clients_make_up_are_one(channel: grpc.aio.Channel, ends: Ends) -> None:
+    for number in range(3):
+        for metadata in ((), (("refuse", "1"),)):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await channel.unary_unary(f"/{SERVICE}{number}/Made")(b"", metadata=metadata)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await channel.unary_unary(f"/{SERVICE}/UnaryUnary")(b"", metadata=(("refuse", "1"),))
+    await until_true(lambda: ends.total() == 7)
+    assert ends == {
+        (OTHER_METHODS, "UNIMPLEMENTED"): 3,
+        (OTHER_METHODS, "PERMISSION_DENIED"): 3,
+        ("UnaryUnary", "PERMISSION_DENIED"): 1,
+    }
+
+
+async def test_health_is_not_reported_and_reflection_is() -> None:
+    ends: Ends = Counter()
+    server = await RpcServer.start(
+        "127.0.0.1:0", lambda _: None, [], on_call_end=lambda method, code: ends.update({(method, code.name): 1})
+    )
+    method = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    async with open_channel(server.address) as channel:
+        await channel.unary_unary("/grpc.health.v1.Health/Check")(b"")
+        call = channel.stream_stream(f"/{method}")()
+        await call.done_writing()
+        assert [answer async for answer in call] == []
+    await server.stop(0)
+    assert ends == {(method, "OK"): 1}
