@@ -11,16 +11,12 @@ from quire.rpc.errors import InvalidArgument
 INT32 = st.integers(-(2**31), 2**31 - 1)
 
 
-@given(st.lists(INT32))
-def test_int32_round_trip(values: list[int]) -> None:
-    data = encode_int32(values)
-    assert len(data) == 4 * len(values)
-    assert decode_int32(data, "ids").tolist() == values
-
-
-@given(st.lists(st.floats(width=32, allow_nan=False)))
-def test_float32_round_trip(values: list[float]) -> None:
-    assert decode_float32(encode_float32(values), "logprobs").tolist() == values
+@given(st.lists(INT32), st.lists(st.floats(width=32, allow_nan=False)))
+def test_what_is_encoded_is_decoded(integers: list[int], floats: list[float]) -> None:
+    data = encode_int32(integers)
+    assert len(data) == 4 * len(integers)
+    assert decode_int32(data, "ids").tolist() == integers
+    assert decode_float32(encode_float32(floats), "logprobs").tolist() == floats
 
 
 def test_the_layout_is_little_endian_in_row_order() -> None:

@@ -88,22 +88,17 @@ def error_of(name: HubName, parts: Parts = Parts.ALL) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("org/name", HubName("org/name")),
-        ("org/name@v1.0", HubName("org/name", "v1.0")),
-        ("org/name/Q4/a-Q4_K.gguf", HubName("org/name", None, "Q4/a-Q4_K.gguf")),
-        ("org/name/a.gguf@v1", HubName("org/name", "v1", "a.gguf")),
-        *((text, None) for text in ("name", "./org/name", "a/b/c", "org/a.gguf", "a/b@")),
-    ],
-)
-def test_names_of_a_hub_are_told_apart_from_paths(text: str, expected: HubName | None) -> None:
-    assert HubName.parse(text) == expected
-    assert expected is None or str(expected) == text
-
-
-def test_what_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_a_hub_are_told_apart_from_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {
+        "org/name": HubName("org/name"),
+        "org/name@v1.0": HubName("org/name", "v1.0"),
+        "org/name/Q4/a-Q4_K.gguf": HubName("org/name", None, "Q4/a-Q4_K.gguf"),
+        "org/name/a.gguf@v1": HubName("org/name", "v1", "a.gguf"),
+    }
+    assert {text: HubName.parse(text) for text in known} == known
+    assert [str(each) for each in known.values()] == list(known)
+    assert not any(map(HubName.parse, ("name", "./org/name", "a/b/c", "org/a.gguf", "a/b@")))
+    # What exists is a path.
     monkeypatch.chdir(tmp_path)
     assert hub_name("org/name") == HubName("org/name")
     (tmp_path / "org" / "name").mkdir(parents=True)

@@ -89,11 +89,10 @@ def test_what_is_no_early_stopping_is_refused_by_name_value_and_limit(early_stop
 def test_beams_are_sent_as_they_are_given() -> None:
     for early_stopping in EarlyStopping:
         sampling = options_request(n=2, beam_search=BeamSearch(4, 0.5, early_stopping)).sampling
-        given = common_pb2.BeamSearchParameters(
-            beam_width=4,
-            length_penalty=0.5,
-            early_stopping=common_pb2.EarlyStopping.Value(f"EARLY_STOPPING_{early_stopping.name}"),
-        )
+        name = common_pb2.EarlyStopping.Name(sampling.beam_search.early_stopping)
+        assert name == f"EARLY_STOPPING_{early_stopping.name}"
+        given = common_pb2.BeamSearchParameters(beam_width=4, length_penalty=0.5)
+        given.early_stopping = sampling.beam_search.early_stopping
         assert sampling == common_pb2.SamplingParameters(n=2, beam_search=given)
     # What is absent stays absent, and 0 is not absent.
     plain = common_pb2.SamplingParameters(beam_search=common_pb2.BeamSearchParameters(beam_width=3))

@@ -82,18 +82,6 @@ def reserved() -> Iterator[ReservedPort]:
     port.release()
 
 
-def test_those_who_share_it_can_listen_and_get_all_connections(reserved: ReservedPort) -> None:
-    port = reserved.address.port
-    with make_listener(port) as first, make_listener(port) as second:
-        clients = [socket.create_connection((HOST, port), timeout=30) for _ in range(20)]
-        first.setblocking(False)
-        second.setblocking(False)
-        accepted = [connection for listener in (first, second) for connection in _accept_all(listener)]
-        assert len(accepted) == len(clients)
-        for each in (*clients, *accepted):
-            each.close()
-
-
 def test_a_second_server_is_refused_whether_or_not_somebody_listens_now(reserved: ReservedPort) -> None:
     port = reserved.address.port
 
@@ -150,14 +138,6 @@ def test_it_is_free_once_it_is_released_and_an_address_that_this_machine_lacks_i
     for host in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ConfigurationError, match=f"cannot listen on {host}:0"):
             ReservedPort.reserve(host, 0)
-
-
-def _accept_all(listener: socket.socket) -> Iterator[socket.socket]:
-    while True:
-        try:
-            yield listener.accept()[0]
-        except BlockingIOError:
-            return
 
 
 def test_a_port_that_is_lent_is_its_borrowers_again_and_again_and_nobody_elses() -> None:

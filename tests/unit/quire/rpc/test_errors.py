@@ -97,4 +97,6 @@ def test_long_texts_are_cut() -> None:
     assert received.violations[0].description == "d" * 297 + "..."
     details = dict(to_rpc_status(InvalidArgument("m" * 5000)).trailing_metadata or ())
     assert sum(map(len, details.values())) < 4096
-    assert all(b"quire" in value for value in details.values())
+    value: Any
+    (value,) = details.values()
+    assert b"quire" in value
