@@ -76,6 +76,9 @@ def test_only_the_gateway_is_published_and_only_on_loopback(services: dict[str, 
     assert published == [f"127.0.0.1:50051:{gateway.grpc_port}", f"127.0.0.1:8000:{gateway.http_port}"]
     for name in ("worker", "scheduler"):
         assert "ports" not in services[name]
+    # Prometheus and Grafana neither.
+    for service in services_of(COMPOSE).values():
+        assert all(default_of(port).startswith("127.0.0.1:") for port in service.get("ports", ()))
 
 
 def test_what_speaks_without_authentication_reaches_hubs_and_collectors_and_is_reached_by_nobody_else() -> None:

@@ -89,26 +89,3 @@ def test_prometheus_scrapes_the_ports_at_which_services_serve_metrics(config: st
     second = [each for job in scraped for each in job.get("dns_sd_configs", ())]
     assert second == [{"names": ["gateway-2"], "type": "A", "port": 9400}]
     assert services["gateway-2"]["command"] == services["gateway"]["command"]
-
-
-@pytest.mark.parametrize("files", [[COMPOSE], [COMPOSE, WITH_TLS]], ids=["plain", "tls"])
-def test_the_profile_starts_pinned_images_that_find_their_files(files: list[Path]) -> None:
-    services = services_of(*files)
-    for name in ("prometheus", "grafana"):
-        service = services[name]
-        assert service["profiles"] == ["observability"]
-        assert service["read_only"] is True
-        assert service["cap_drop"] == ["ALL"]
-        assert re.search(r":v?\d+\.\d+\.\d+$", default_of(service["image"]))
-        for volume in service["volumes"]:
-            source = default_of(volume).split(":")[0]
-            assert not source.startswith("./deploy") or (ROOT / source).exists(), source
-        for port in service.get("ports", ()):
-            assert default_of(port).startswith("127.0.0.1:")
-    config = next(flag for flag in services["prometheus"]["command"] if flag.startswith("--config.file="))
-    assert (PROMETHEUS / Path(config).name).exists()
-    provisioned = yaml.safe_load(
-        (ROOT / "deploy/grafana/provisioning/dashboards/quire.yaml").read_text(encoding="utf-8")
-    )
-    path = provisioned["providers"][0]["options"]["path"]
-    assert f"./deploy/grafana/dashboards:{path}:ro" in services["grafana"]["volumes"]

@@ -47,28 +47,22 @@ def test_the_file_is_what_quire_bench_draws(tmp_path: Path, capsys: pytest.Captu
     assert main(["bench", "plot", str(path), "--plot", str(tmp_path / "b.svg")]) == 0
 
 
-def test_a_trace_is_all_that_a_simulation_of_its_worker_needs(
+def test_a_trace_is_all_that_a_simulation_of_its_worker_needs_and_a_fit_that_explains_little_is_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace, path = write_trace(tmp_path / "steps.json", 200), tmp_path / "a.json"
-    flags = ("--dataset", "fixed", "--prompt-len", "20", "--output-len", "10", "--num-requests", "10")
-    assert main(["simulate", "--cost-trace", str(trace), *flags, "--request-rate", "5", "--out", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "64 blocks of 16 tokens" in out
-    assert "of the variance explained" in out
-    facts = json.loads(path.read_text())["facts"]
-    assert facts["fit"]["residual"]["num_steps"] > 100
-    assert facts["config"]["max_num_seqs"] == 16
-
-
-def test_a_fit_that_explains_little_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.json"
     flags = ("--dataset", "fixed", "--prompt-len", "20", "--output-len", "10", "--num-requests", "10")
     for noise, lines in ((0.05, 0), (0.9, 1)):
         trace = write_trace(tmp_path / "steps.json", 400, noise=noise)
-        assert main(["simulate", "--cost-trace", str(trace), *flags]) == 0
-        error = capsys.readouterr().err
-        assert error.count("\n") == lines
-        assert ("trace the worker again" in error) == bool(lines)
+        assert main(["simulate", "--cost-trace", str(trace), *flags, "--request-rate", "5", "--out", str(path)]) == 0
+        told = capsys.readouterr()
+        assert "64 blocks of 16 tokens" in told.out
+        assert "of the variance explained" in told.out
+        assert told.err.count("\n") == lines
+        assert ("trace the worker again" in told.err) == bool(lines)
+        facts = json.loads(path.read_text())["facts"]
+        assert facts["fit"]["residual"]["num_steps"] > 100
+        assert facts["config"]["max_num_seqs"] == 16
 
 
 def test_a_sweep_finds_the_highest_rate_of_each_setting_and_what_limits_it(

@@ -110,22 +110,6 @@ def test_a_power_of_two_is_reserved_for_the_output() -> None:
     assert Reservation.POW2.slots(1000, 600, 1700) == 1700
 
 
-def num_running(make_blocks: type[ContiguousBlocks]) -> int:
-    """Requests of 10 and 10 tokens that run at once in 256 slots."""
-    most = [0]
-
-    def look(scheduler: Scheduler) -> None:
-        most.append(len(scheduler.running))
-
-    run(make_blocks, [make_request(index, 10, 10) for index in range(40)], look)
-    return max(most)
-
-
-def test_fewer_requests_run_the_more_is_reserved() -> None:
-    # Of 64, of 26 and so 32, and of 20 and so 32 slots each.
-    assert [num_running(each) for each in ORCAS] == [4, 8, 8]
-
-
 def test_what_cannot_be_served_is_refused() -> None:
     with pytest.raises(ValueError, match="3 regions of 64 slots do not fit into a pool of 128 slots"):
         run(OrcaMax, [make_request(0, 3, 2, width=3)], num_slots=128)
