@@ -188,7 +188,6 @@ BROKEN = [
         lambda config: config["data"].update(QUIRE_LOG_LEVLE="info"),
         "quire-settings: QUIRE_LOG_LEVLE is read by no service",
     ),
-    (OF_RANKS, set_to("POD", "scheduler", "env", 1, "name"), "names POD_NAME, which is not set"),
     (REPLICA, set_to(50099, "scheduler", "ports", 0, "containerPort"), "scheduler: it listens on [9401, 50052]"),
     (
         (DEFAULT, "Service", "quire-gateways"),
@@ -199,11 +198,6 @@ BROKEN = [
         OF_RANKS,
         replaced("worker-1", "--tensor-parallel-rank=1", "--tensor-parallel-rank=0"),
         "workers: ranks [0, 0, 2, 3] of [4]",
-    ),
-    (
-        GATEWAY,
-        set_to("worker-certs", *POD, "volumes", 3, "secret", "secretName"),
-        "gateway: /certs/gateway.pem is in no secret",
     ),
     (
         (POOL, "StatefulSet", "quire-replica"),
