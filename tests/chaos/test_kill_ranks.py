@@ -7,10 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.support.killing import Streams, until_hit
+from tests.support.killing import Outputs, Streams, until_hit
 from tests.support.processes import until_true
 from tests.support.serving import Served, serving
-from tests.support.tiers import parametrize_once
 
 SETTINGS = {"tensor_parallel_size": 2, "num_threads": 1, "num_gpu_blocks": 256, "dtype": "float32"}
 
@@ -22,23 +21,20 @@ async def survivor() -> AsyncIterator[Served]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def undisturbed(survivor: Served) -> list[tuple[list[int], str]]:
+async def undisturbed(survivor: Served) -> Outputs:
     """What the streams get if no rank dies."""
     return await Streams(8).read(survivor.client)
 
 
-@parametrize_once("victim", ["worker-1", "worker"])
-async def test_streams_survive_the_loss_of_a_rank(
-    victim: str, served: Served, undisturbed: list[tuple[list[int], str]]
-) -> None:
+async def test_streams_survive_the_loss_of_a_rank(served: Served, undisturbed: Outputs) -> None:
     ranks = [served.server.process(name) for name in ("worker", "worker-1")]
     before = [rank.starts for rank in ranks]
 
-    async def disturbed() -> list[tuple[list[int], str]]:
+    async def disturbed() -> Outputs:
         streams = Streams(8)
         async with streams.reading(served) as reading:
             await streams.advance()
-            await streams.kill(served, victim)
+            await streams.kill(served, "worker-1")
             return await reading
 
     assert await until_hit(disturbed) == undisturbed
@@ -47,7 +43,7 @@ async def test_streams_survive_the_loss_of_a_rank(
 
 @pytest.mark.extended
 async def test_a_rank_that_is_stopped_in_order_takes_the_other_along_at_once(
-    capfd: pytest.CaptureFixture[str], undisturbed: list[tuple[list[int], str]]
+    capfd: pytest.CaptureFixture[str], undisturbed: Outputs
 ) -> None:
     # A server of its own, which writes where this test reads.
     async with serving(**SETTINGS) as served:

@@ -19,6 +19,9 @@ _numbers = itertools.count()
 
 T = TypeVar("T")
 
+Outputs = list[tuple[list[int], str]]
+"""Token ids and text of each stream."""
+
 
 class TooLateError(Exception):
     """A stream ended before the kill, which shows nothing then."""
@@ -93,13 +96,13 @@ class Streams:
     def __iter__(self):
         return iter(self._streams)
 
-    async def read(self, client: AsyncClient) -> list[tuple[list[int], str]]:
+    async def read(self, client: AsyncClient) -> Outputs:
         """Token ids and text of each, once all have ended."""
         await asyncio.gather(*(stream.read(client) for stream in self))
         return [(stream.token_ids, stream.text) for stream in self]
 
     @contextlib.asynccontextmanager
-    async def reading(self, served: Served) -> AsyncIterator[asyncio.Task[list[tuple[list[int], str]]]]:
+    async def reading(self, served: Served) -> AsyncIterator[asyncio.Task[Outputs]]:
         """What `read` gives, of a server that serves again, whatever was killed before. Left where the block fails."""
         await served.server.wait_ready()
         reading = asyncio.create_task(self.read(served.client))

@@ -1,9 +1,6 @@
 """A scheduler that drains says so, and goes on saying it: gateways send new requests elsewhere."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2
@@ -30,43 +27,19 @@ def socket(tmp_path) -> str:
     return str(tmp_path / "s.sock")
 
 
-@pytest.fixture
-async def scheduler(worker, socket):
-    async with running_scheduler(socket, worker.address) as stub:
-        await wait_attached(stub)
-        yield stub
-
-
-@contextlib.asynccontextmanager
-async def health_of(socket: str) -> AsyncIterator[Any]:
-    async with open_channel(f"unix:{socket}") as channel:
-        yield health_stub(channel)
-
-
-async def start_draining(scheduler: scheduler_pb2_grpc.SchedulerServiceStub) -> asyncio.Task[int]:
-    """Returns once it drains; the task ends with the number of requests that were left."""
-
-    async def drain() -> int:
-        return (await scheduler.Drain(scheduler_pb2.DrainRequest(timeout_ms=60_000), timeout=90)).remaining_requests
-
-    draining = asyncio.create_task(drain())
-    await until_state(scheduler, lambda state: state.draining)
-    return draining
-
-
-async def test_health_says_that_it_does_not_serve(scheduler, socket):
-    async with health_of(socket) as health:
-        watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=30)
+async def test_health_says_that_it_does_not_serve_also_when_a_worker_comes_back(worker, socket):
+    async with (
+        running_scheduler(socket, worker.address) as scheduler,
+        open_channel(f"unix:{socket}") as channel,
+    ):
+        await wait_attached(scheduler)
+        watch = health_stub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        await (await start_draining(scheduler))
+        stream, _ = await GatewayStream.open(scheduler)
+        drained = await scheduler.Drain(scheduler_pb2.DrainRequest(timeout_ms=60_000), timeout=90)
+        assert drained.remaining_requests == 0
         assert (await watch.read()).status == _NOT_SERVING
         watch.cancel()
-
-
-async def test_a_worker_that_comes_back_does_not_make_it_ready(scheduler, worker, socket):
-    async with health_of(socket) as health:
-        stream, _ = await GatewayStream.open(scheduler)
-        await (await start_draining(scheduler))
         before = (await state_of(scheduler)).workers[0].worker_generation
         await worker.restart()
         await until_state(
@@ -77,7 +50,8 @@ async def test_a_worker_that_comes_back_does_not_make_it_ready(scheduler, worker
         await stream.read_until_over(1)
         assert stream.failed[1].reason == "DRAINING"
         assert stream.readiness == [False]
-        assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=30)).status == _NOT_SERVING
+        answer = await health_stub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+        assert answer.status == _NOT_SERVING
         stream.close()
 
 
@@ -92,12 +66,11 @@ async def open_with_waiting_request(
     return stream
 
 
-@pytest.mark.parametrize("durable", [False, True], ids=["plain", "durable"])
-async def test_a_scheduler_that_stops_does_not_wait_for_what_nobody_can_read_any_more(socket, worker, durable):
+async def test_a_scheduler_that_stops_does_not_wait_for_what_nobody_can_read_any_more(socket, worker):
     async with scheduler_task(socket, worker.address, drain_timeout=60.0) as (scheduler, service):
         await wait_attached(scheduler)
         await worker.stop()
-        stream = await open_with_waiting_request(scheduler, make_submit(1, durable=durable))
+        stream = await open_with_waiting_request(scheduler, make_submit(1, durable=True))
         service.cancel()
         stream.close()
         _, left = await asyncio.wait([service], timeout=30)

@@ -37,11 +37,6 @@ async def num_pinned(stub) -> int:
     return (await state_of(stub)).gpu_pool.pinned_blocks
 
 
-async def until_asked(stub) -> None:
-    """Returns once a pin is being computed."""
-    await until_state(stub, lambda state: state.running_requests == 1)
-
-
 async def assert_refused(call, code, reason, message):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
@@ -50,33 +45,23 @@ async def assert_refused(call, code, reason, message):
     assert message in error.message
 
 
-async def test_a_pinned_prefix_is_hit_by_the_first_request(scheduler):
-    prompt = [*range(50)]
-    answer = await pin(scheduler, prompt)
-    assert (answer.pinned_tokens, answer.pinned_blocks) == (48, 3)
-    assert await num_pinned(scheduler) == 3
-    stream, _ = await GatewayStream.open(scheduler)
-    submit = make_submit(1)
-    submit.prompt_token_ids = encode_int32(prompt)
-    await stream.submit(submit)
-    await stream.read_until_over(1)
-    assert stream.completed[1].usage.cached_tokens == 48
-    stream.close()
-    await unpin(scheduler, answer.pin_id)
-    assert await num_pinned(scheduler) == 0
-
-
-async def test_several_callers_wait_for_one_pin_and_one_may_leave(scheduler, worker):
+async def test_several_callers_wait_for_one_pin_which_the_first_request_hits(scheduler, worker, stream):
     worker.hang.set()
-    callers = [asyncio.create_task(pin(scheduler, range(64))) for _ in range(3)]
-
-    await until_asked(scheduler)
+    prompt = [*range(50)]
+    callers = [asyncio.create_task(pin(scheduler, prompt)) for _ in range(3)]
+    await until_state(scheduler, lambda state: state.running_requests == 1)
+    # One may leave.
     callers.pop().cancel()
     worker.hang.clear()
-    first, second = await asyncio.gather(*callers)
-    assert first == second
-    assert await num_pinned(scheduler) == 4
-    await unpin(scheduler, first.pin_id)
+    answer, other = await asyncio.gather(*callers)
+    assert answer == other
+    assert (answer.pinned_tokens, answer.pinned_blocks) == (48, 3)
+    assert await num_pinned(scheduler) == 3
+    await stream.submit(make_submit(1, prompt_token_ids=encode_int32(prompt)))
+    await stream.read_until_over(1)
+    assert stream.completed[1].usage.cached_tokens == 48
+    await unpin(scheduler, answer.pin_id)
+    assert await num_pinned(scheduler) == 0
 
 
 async def test_the_time_passes_while_the_scheduler_is_idle(scheduler):
@@ -90,57 +75,38 @@ async def test_the_time_passes_while_the_scheduler_is_idle(scheduler):
     await until(is_over)
 
 
-async def test_refusals_say_what_and_why(scheduler):
-    code = grpc.StatusCode
-    await assert_refused(
-        pin(scheduler, range(15)), code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "it takes 16 to fill a block"
-    )
-    await assert_refused(
-        pin(scheduler, range(32), time_to_live_ms=0), code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "time_to_live_ms is 0"
-    )
-    await assert_refused(pin(scheduler, [1000] * 32), code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "token_ids")
-    await assert_refused(
-        pin(scheduler, [5] * 1024), code.INVALID_ARGUMENT, "NEVER_FITS", "a sequence can have at most 1024"
-    )
-    await assert_refused(unpin(scheduler, "no-such-pin"), code.NOT_FOUND, "PIN_NOT_FOUND", "no-such-pin")
-    answer = await pin(scheduler, range(32), tenant="a")
-    await assert_refused(unpin(scheduler, answer.pin_id, tenant="b"), code.NOT_FOUND, "PIN_NOT_FOUND", answer.pin_id)
-    await unpin(scheduler, answer.pin_id, tenant="a")
-
-
-async def test_the_quota_is_a_status_of_its_own(worker, tmp_path):
-    worker.config = FakeWorkerConfig(num_blocks=32)
-    async with attached_scheduler(tmp_path, worker.address, pin_quota=0.1) as stub:
-        await pin(stub, [1] * 32)
-        await assert_refused(pin(stub, [2] * 32), grpc.StatusCode.RESOURCE_EXHAUSTED, "PIN_QUOTA", "a tenant can pin 3")
-
-
-async def test_a_caller_waits_on_while_its_worker_is_lost(worker, tmp_path):
-    async with attached_scheduler(tmp_path, worker.address, step_timeout=0.3) as stub:
-        worker.hang.set()
-        caller = asyncio.create_task(pin(stub, range(48)))
-        await until_asked(stub)
-        epoch = (await state_of(stub)).scheduler_epoch
-        await until_state(stub, lambda state: state.scheduler_epoch > epoch)
-        assert not caller.done()
-        worker.hang.clear()
-        assert (await caller).pinned_blocks == 3
-        assert await num_pinned(stub) == 3
-
-
-async def test_a_caller_is_told_when_its_pin_ends_before_it_is_computed(scheduler, worker):
-    code = grpc.StatusCode.UNAVAILABLE
-    worker.hang.set()
-    await assert_refused(
-        pin(scheduler, range(32), time_to_live_ms=50), code, "PIN_LOST", "ended before its blocks were computed"
-    )
-    worker.hang.clear()
-    assert await num_pinned(scheduler) == 0
-
-
-async def test_a_pin_whose_logits_are_not_finite_ends(worker, tmp_path):
+async def test_refusals_say_what_and_why(worker, tmp_path):
     # Pins are computed with the seed 0.
-    worker.config = FakeWorkerConfig(failing_seeds=frozenset([0]))
-    async with attached_scheduler(tmp_path, worker.address) as stub:
-        await assert_refused(pin(stub, range(32)), grpc.StatusCode.UNAVAILABLE, "PIN_LOST", "ended before its blocks")
+    worker.config = FakeWorkerConfig(num_blocks=128, failing_seeds=frozenset([0]))
+    invalid, not_found, lost = (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.UNAVAILABLE,
+    )
+    async with attached_scheduler(tmp_path, worker.address, pin_quota=0.5, max_pinned=0.5) as stub:
+        for call, *expected in (
+            (pin(stub, range(15)), invalid, "INVALID_ARGUMENT", "it takes 16 to fill a block"),
+            (pin(stub, range(32), time_to_live_ms=0), invalid, "INVALID_ARGUMENT", "time_to_live_ms is 0"),
+            (pin(stub, [1000] * 32), invalid, "INVALID_ARGUMENT", "token_ids"),
+            (pin(stub, [5] * 1024), invalid, "NEVER_FITS", "a sequence can have at most 1024"),
+            (unpin(stub, "no-such-pin"), not_found, "PIN_NOT_FOUND", "no-such-pin"),
+            (pin(stub, range(32)), lost, "PIN_LOST", "ended before its blocks were computed"),
+        ):
+            await assert_refused(call, *expected)
+        # One that a request has left in the cache is pinned at once.
+        stream, _ = await GatewayStream.open(stub)
+        await stream.submit(make_submit(1, prompt_token_ids=encode_int32(range(33)), tenant="a"))
+        await stream.read_until_over(1)
+        answer = await pin(stub, range(32), tenant="a")
+        quota = pin(stub, [1] * 1008, tenant="a")
+        await assert_refused(quota, grpc.StatusCode.RESOURCE_EXHAUSTED, "PIN_QUOTA", "a tenant can pin 64")
+        await assert_refused(unpin(stub, answer.pin_id, tenant="b"), not_found, "PIN_NOT_FOUND", answer.pin_id)
+        await unpin(stub, answer.pin_id, tenant="a")
+        worker.hang.set()
+        await assert_refused(
+            pin(stub, [7] * 32, time_to_live_ms=50), lost, "PIN_LOST", "ended before its blocks were computed"
+        )
+        worker.hang.clear()
+        assert await num_pinned(stub) == 0
         await wait_nothing_in_use(stub)
+        stream.close()
