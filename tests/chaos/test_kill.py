@@ -12,9 +12,8 @@ import pytest_asyncio
 from quire.client import Constraint, GenerationOptions, StructuralTag, StructuralTags
 from quire.model_directory import ModelDirectory
 from quire.model_source import resolve_model
-from quire.rpc.errors import Unavailable
-from tests.support.killing import MAX_TOKENS, Outputs, Streams, TooLateError, story_options, until_hit
-from tests.support.serving import Served, serving
+from tests.support.killing import MAX_TOKENS, Outputs, Streams, story_options, until_hit
+from tests.support.serving import Served
 
 PERSON = {
     "type": "object",
@@ -72,29 +71,3 @@ async def test_streams_survive_the_loss_of(undisturbed: tuple[str, Outputs], vic
             return await reading
 
     assert await until_hit(disturbed) == expected
-
-
-async def test_a_lost_gateway_fails_its_streams_clearly_and_frees_their_blocks() -> None:
-    async with serving(num_gpu_blocks=512, reconnect_grace=0.0) as served:
-
-        async def outcomes() -> list[BaseException | None]:
-            streams = Streams()
-            await served.server.wait_ready()
-            reading = [asyncio.create_task(stream.read(served.client)) for stream in streams]
-            try:
-                await streams.advance()
-                async with served.aborting():
-                    await streams.kill(served, "gateway")
-                    found = await asyncio.gather(*reading, return_exceptions=True)
-            except TooLateError:
-                await asyncio.gather(*reading)
-                raise
-            if streams.has_one_ended:
-                # Its gateway had sent the end already, which this process had not read.
-                raise TooLateError
-            return found
-
-        assert all(isinstance(outcome, Unavailable) for outcome in await until_hit(outcomes))
-        await served.server.wait_ready()
-        answer = await served.client.generate("Once upon a time", GenerationOptions(max_tokens=5))
-        assert len(answer.sequences[0].token_ids) == 5

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from quire.arrays import encode_int32
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.processes import until_true
@@ -55,20 +56,21 @@ def traced_submit(handle: int, **fields) -> tuple[scheduler_pb2.Submit, str, str
     return make_submit(handle, trace_context=context, **fields), trace_id, span_id
 
 
-async def wait_step_begun(worker: FakeWorker) -> None:
-    await until_true(lambda: worker.num_steps)
-
-
 async def span_of(collector: TraceCollector, trace_id: str) -> CollectedSpan:
     return (await collector.trace(trace_id, 1))["quire-scheduler"]
 
 
-async def test_a_request_tells_its_times_in_order(stream, collector) -> None:
-    submit, trace_id, parent = traced_submit(7, prompt_len=9)
-    await stream.submit(submit)
-    await stream.read_until_over(7)
-    span = await span_of(collector, trace_id)
-    assert (span.name, span.parent_id, span.status) == ("schedule", parent, OK)
+async def test_a_request_tells_its_times_in_order_and_what_was_cached(stream, collector) -> None:
+    traces: list[tuple[str, str]] = []
+    for handle in (7, 8):
+        submit, *names = traced_submit(handle, prompt_len=9)
+        submit.prompt_token_ids = encode_int32(range(9))
+        traces.append((names[0], names[1]))
+        await stream.submit(submit)
+        await stream.read_until_over(handle)
+    spans = [await span_of(collector, trace_id) for trace_id, _ in traces]
+    span = spans[0]
+    assert (span.name, span.parent_id, span.status) == ("schedule", traces[0][1], OK)
     assert span.event_names == ["queued", "scheduled", "first token"]
     assert span.attributes["gen_ai.request.id"] == "request-7"
     assert span.attributes["gen_ai.usage.input_tokens"] == 9
@@ -78,17 +80,7 @@ async def test_a_request_tells_its_times_in_order(stream, collector) -> None:
     prefill, decode = latency["time_in_model_prefill"], latency["time_in_model_decode"]
     assert prefill + decode == pytest.approx(latency["time_in_model_inference"])
     assert latency["time_in_queue"] + prefill == pytest.approx(latency["time_to_first_token"])
-
-
-async def test_cached_tokens_are_told(stream, collector) -> None:
-    trace_id = ""
-    for _ in range(2):
-        submit, trace_id, _ = traced_submit(7, prompt_len=9)
-        await stream.submit(submit)
-        stream.completed.clear()
-        await stream.read_until_over(7)
-    span = await span_of(collector, trace_id)
-    assert dict(span.events)["scheduled"] == {"quire.cached_tokens": 8}
+    assert dict(spans[1].events)["scheduled"] == {"quire.cached_tokens": 8}
 
 
 @pytest.mark.parametrize(
@@ -114,74 +106,57 @@ async def test_a_preemption_and_what_follows_are_events(stream, collector, mode)
         ] * count
 
 
-async def test_a_lost_worker_is_an_event_of_the_requests_that_ran(stream, collector, worker) -> None:
-    submit, trace_id, _ = traced_submit(7, max_tokens=20)
-    worker.hang.set()
-    await stream.submit(submit)
-    await wait_step_begun(worker)
-    await worker.restart()
-    await stream.read_until_over(7)
-    span = await span_of(collector, trace_id)
-    assert [name for name in span.event_names if name in ("worker lost", "resumed")] == ["worker lost", "resumed"]
-
-
-async def test_a_request_that_fails_is_marked(stream, collector) -> None:
-    submit, trace_id, _ = traced_submit(13)
-    await stream.submit(submit)
-    await stream.read_until_over(13)
-    span = await span_of(collector, trace_id)
+async def test_a_request_that_fails_or_is_refused_says_why(stream, collector) -> None:
+    failing, failed_trace, _ = traced_submit(13)
+    long, refused_trace, parent = traced_submit(7, prompt_len=100)
+    await stream.submit(failing)
+    await stream.submit(long)
+    await stream.read_until_over(13, 7)
+    span = await span_of(collector, failed_trace)
     assert (span.status, span.attributes["quire.outcome"]) == (ERROR, "failed")
     assert span.attributes["error.type"] == stream.failed[13].reason
-
-
-async def test_a_request_that_is_refused_says_why(stream, collector) -> None:
-    submit, trace_id, parent = traced_submit(7, prompt_len=100)
-    await stream.submit(submit)
-    await stream.read_until_over(7)
-    span = await span_of(collector, trace_id)
+    span = await span_of(collector, refused_trace)
     assert (span.parent_id, span.attributes["quire.outcome"]) == (parent, "refused")
     assert span.attributes["error.type"] == "NEVER_FITS"
 
 
-async def test_a_request_that_waits_is_aborted_without_ever_having_run(scheduler, stream, collector, worker) -> None:
+async def test_aborted_requests_tell_how_far_they_came_and_one_ends_with_its_last_sequence(
+    scheduler, stream, collector, worker
+) -> None:
     worker.hang.set()
-    first, first_trace, _ = traced_submit(1, prompt_len=30, max_tokens=4)
+    first, first_trace, _ = traced_submit(1, prompt_len=20, max_tokens=4, n=2)
     second, second_trace, _ = traced_submit(2, prompt_len=30, max_tokens=4)
     await stream.submit(first)
-    await wait_step_begun(worker)
+    await until_true(lambda: worker.num_steps)
     await stream.submit(second)
     await stream.abort(2)
     span = await span_of(collector, second_trace)
     assert (span.event_names, span.attributes["quire.outcome"]) == (["queued"], "aborted")
     assert "gen_ai.latency.time_in_queue" not in span.attributes
-    await stream.abort(1)
-    assert (await span_of(collector, first_trace)).event_names == ["queued", "scheduled"]
-    await wait_nothing_in_use(scheduler)
-
-
-async def test_a_request_ends_with_its_last_sequence(scheduler, stream, collector, worker) -> None:
-    worker.hang.set()
-    submit, trace_id, _ = traced_submit(1, n=2, max_tokens=4)
-    await stream.submit(submit)
-    await wait_step_begun(worker)
     for index in (0, 1):
         await stream.abort(1, sequence_index=index)
-    assert (await span_of(collector, trace_id)).attributes["quire.outcome"] == "aborted"
+    span = await span_of(collector, first_trace)
+    assert (span.event_names, span.attributes["quire.outcome"]) == (["queued", "scheduled"], "aborted")
     await wait_nothing_in_use(scheduler)
 
 
-async def test_a_durable_request_is_one_span_whoever_reads_it(scheduler, collector) -> None:
+async def test_a_durable_request_is_one_span_whoever_reads_it_though_the_worker_is_lost(
+    scheduler, collector, worker
+) -> None:
     first, _ = await GatewayStream.open(scheduler, "gateway-a")
     submit, trace_id, parent = traced_submit(7, max_tokens=20, durable=True)
+    worker.hang.set()
     await first.submit(submit)
-    await first.read()
+    await until_true(lambda: worker.num_steps)
     first.close()
+    await worker.restart()
     second, _ = await GatewayStream.open(scheduler, "gateway-b")
     await second.resume(9, "request-7")
     await second.read_until_over(9)
     span = await span_of(collector, trace_id)
     assert (span.parent_id, span.attributes["quire.outcome"]) == (parent, "completed")
     assert span.attributes["gen_ai.usage.output_tokens"] == 20
+    assert [name for name in span.event_names if name in ("worker lost", "resumed")] == ["worker lost", "resumed"]
     second.close()
 
 
@@ -192,7 +167,7 @@ async def test_a_scheduler_that_stops_sends_what_it_knows_of_live_requests(worke
         worker.hang.set()
         submit, trace_id, _ = traced_submit(1)
         await stream.submit(submit)
-        await wait_step_begun(worker)
+        await until_true(lambda: worker.num_steps)
     worker.hang.clear()
     span = await span_of(collector, trace_id)
     assert (span.event_names, span.attributes["quire.outcome"]) == (["queued", "scheduled"], "left")

@@ -1,9 +1,9 @@
 """A scheduler between workers and gateways of other releases, with other models, or with a worker that comes back with
 another pool: gateways learn of it, and requests move over."""
 
-import asyncio
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -13,13 +13,10 @@ from quire.arrays import encode_int32
 from quire.common.v1 import common_pb2
 from quire.compatibility import SCHEDULER_PROTOCOL, WORKER_PROTOCOL, ModelFingerprint, ProtocolVersions
 from quire.gateway.v1 import generation_pb2, model_pb2
-from quire.rpc.errors import NotFound, QuireError, from_rpc_error
+from quire.rpc.errors import QuireError, from_rpc_error
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
-from tests.support.gateway_process import RunningGateway, collect, running_gateway, stream_request
-from tests.support.metrics import read_metrics
-from tests.support.ports import free_port
-from tests.support.processes import until_true
+from tests.support.gateway_process import RunningGateway, running_gateway
 from tests.support.scheduler_process import (
     GatewayStream,
     attached_scheduler,
@@ -68,19 +65,16 @@ async def answer_to(
     raise AssertionError("the stream ended without an answer")
 
 
-WORKER_LINES = {
-    "the scheduler": f"the worker speaks versions 8 to 9 of quire.worker.v1, the scheduler {WORKER_PROTOCOL}: ",
-    "the worker": f"the scheduler speaks {WORKER_PROTOCOL} of quire.worker.v1, the worker versions 8 to 9: ",
-}
-
-
-@pytest.mark.parametrize("who_refuses", ["the scheduler", "the worker"])
+@pytest.mark.parametrize(
+    ("who_refuses", "versions"),
+    [
+        ("the scheduler", f"the worker speaks versions 8 to 9 of quire.worker.v1, the scheduler {WORKER_PROTOCOL}: "),
+        ("the worker", f"the scheduler speaks {WORKER_PROTOCOL} of quire.worker.v1, the worker versions 8 to 9: "),
+    ],
+    ids=["scheduler", "worker"],
+)
 async def test_a_worker_that_speaks_other_versions_is_not_attached_before_it_speaks_one_in_common(
-    worker: FakeWorker,
-    tmp_path,
-    monkeypatch: pytest.MonkeyPatch,
-    log: pytest.LogCaptureFixture,
-    who_refuses: str,
+    worker: FakeWorker, tmp_path, monkeypatch, log: pytest.LogCaptureFixture, who_refuses: str, versions: str
 ) -> None:
     """Also where the worker is of a release that does not look at what the scheduler speaks."""
 
@@ -91,7 +85,6 @@ async def test_a_worker_that_speaks_other_versions_is_not_attached_before_it_spe
         monkeypatch.setattr(convert, "check_protocol", lambda *_, **__: None)
     speak(NEWER)
     async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
-        line = WORKER_LINES[who_refuses] + "they have none in common; upgrade the scheduler"
         first_epoch = (await state_of(stub)).scheduler_epoch
         await until_state(stub, lambda state: state.scheduler_epoch > first_epoch + 3)
         assert not (await state_of(stub)).workers[0].attached
@@ -100,59 +93,47 @@ async def test_a_worker_that_speaks_other_versions_is_not_attached_before_it_spe
         assert refusal.reason == "NO_WORKER"
         speak(ProtocolVersions(1, 9))
         await wait_attached(stub)
+        line = f"{versions}they have none in common; upgrade the scheduler"
         assert len([each for each in log.messages if line in each]) == 1
-        stream, _ = await GatewayStream.open(stub)
-        await stream.submit(make_submit(1))
-        await stream.read_until_over(1)
-        assert stream.outputs[1] == expected_tokens(1)
-        stream.close()
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason", "line"),
-    [
-        (
-            {"protocol": NEWER},
-            "PROTOCOL_VERSION",
-            f"{{}} speaks versions 8 to 9 of quire.scheduler.v1, the scheduler {SCHEDULER_PROTOCOL}: they have none in "
-            "common; upgrade the scheduler",
-        ),
-        (
-            {"protocol": NO_VERSION},
-            "PROTOCOL_VERSION",
-            f"{{}} speaks no version of quire.scheduler.v1, the scheduler {SCHEDULER_PROTOCOL}: they have none in "
-            "common; upgrade {}",
-        ),
-        (
-            {"model": ModelFingerprint("c2", "t1")},
-            "MODEL_MISMATCH",
-            "the worker of the scheduler and {} have different models: config c1 and c2; give both the same one by "
-            "--model",
-        ),
-    ],
-)
-async def test_gateways_that_do_not_fit_are_refused_beside_one_that_does_and_logged_once_each(
-    worker: FakeWorker, tmp_path, log: pytest.LogCaptureFixture, changes, reason: str, line: str
+UNFITTING: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"protocol": NEWER},
+        "PROTOCOL_VERSION",
+        f"{{}} speaks versions 8 to 9 of quire.scheduler.v1, the scheduler {SCHEDULER_PROTOCOL}: they have none in "
+        "common; upgrade the scheduler",
+    ),
+    (
+        {"protocol": NO_VERSION},
+        "PROTOCOL_VERSION",
+        f"{{}} speaks no version of quire.scheduler.v1, the scheduler {SCHEDULER_PROTOCOL}: they have none in "
+        "common; upgrade {}",
+    ),
+    (
+        {"model": ModelFingerprint("c2", "t1")},
+        "MODEL_MISMATCH",
+        "the worker of the scheduler and {} have different models: config c1 and c2; give both the same one by --model",
+    ),
+]
+
+
+async def test_gateways_that_do_not_fit_are_refused_and_logged_once_each(
+    worker: FakeWorker, tmp_path, log: pytest.LogCaptureFixture
 ) -> None:
     worker.config = FakeWorkerConfig(fingerprint=OF_WORKER)
     async with attached_scheduler(tmp_path, worker.address) as stub:
-        stream, welcome = await GatewayStream.open(stub, "fitting")
-        assert ModelFingerprint.of(welcome.model) == OF_WORKER
-        lines = {name: line.format(*[f"gateway {name}"] * 2) for name in ("a", "b")}
-        # They come again and again, in turns.
-        for name in ("a", "b") * 3:
-            refusal = await answer_to(stub, make_hello(name, **changes))
-            assert isinstance(refusal, QuireError)
-            assert (refusal.reason, refusal.message) == (reason, lines[name])
-        assert [each for each in log.messages if "refused" in each] == [
-            f"refused: {lines[name]}" for name in ("a", "b")
-        ]
+        expected: list[str] = []
+        for number, (changes, reason, line) in enumerate(UNFITTING):
+            lines = {name: line.format(*[f"gateway {name}"] * 2) for name in (f"a{number}", f"b{number}")}
+            # They come again and again, in turns.
+            for name in (*lines, *lines):
+                refusal = await answer_to(stub, make_hello(name, **changes))
+                assert isinstance(refusal, QuireError)
+                assert (refusal.reason, refusal.message) == (reason, lines[name])
+            expected += [f"refused: {each}" for each in lines.values()]
+        assert [each for each in log.messages if "refused" in each] == expected
         assert isinstance(await answer_to(stub, make_hello("other")), scheduler_pb2.Welcome)
-        await stream.submit(make_submit(1))
-        await stream.read_until_over(1)
-        assert stream.outputs[1] == expected_tokens(1)
-        stream.close()
-        await wait_nothing_in_use(stub)
 
 
 async def test_requests_fail_where_the_worker_comes_back_with_another_model_and_the_scheduler_goes_on(
@@ -194,73 +175,48 @@ async def test_requests_fail_where_the_worker_comes_back_with_another_model_and_
         await wait_nothing_in_use(stub)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "is_kept"),
-    [
-        (ModelFingerprint("c1", "t1", "w1"), ModelFingerprint("c1", "t1", "w2"), True),
-        (ModelFingerprint("c1", "t1", "w1"), ModelFingerprint("c1", "t2", "w1"), False),
-    ],
-)
-async def test_the_output_of_a_durable_request_that_is_over_is_kept_where_the_tokenizer_still_reads_it(
-    worker: FakeWorker, tmp_path, before: ModelFingerprint, after: ModelFingerprint, is_kept: bool
-) -> None:
-    worker.config = FakeWorkerConfig(fingerprint=before)
-    async with attached_scheduler(tmp_path, worker.address) as stub:
-        stream, _ = await GatewayStream.open(stub)
-        await stream.submit(make_submit(1, durable=True))
-        await stream.read_until_over(1)
-        await worker.restart(FakeWorkerConfig(fingerprint=after))
-        await stream.read_to_end()
-        find = stub.FindDurable(scheduler_pb2.FindDurableRequest(request_id="request-1"))
-        if is_kept:
-            assert (await find).is_over
-        else:
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await find
-            assert isinstance(from_rpc_error(refused.value), NotFound)
-
-
-GRACE_MS = 60_000
-
-
 async def test_requests_go_on_in_another_pool_once_their_gateway_is_back_but_those_that_no_longer_fit(worker, tmp_path):
     worker.config = FakeWorkerConfig(step_seconds=0.005)
-    port = free_port()
-    async with attached_scheduler(tmp_path, worker.address, metrics_port=port) as stub:
-        first, welcome = await GatewayStream.open(stub, grace_period_ms=GRACE_MS)
+    async with attached_scheduler(tmp_path, worker.address) as stub:
+        first, welcome = await GatewayStream.open(stub, grace_period_ms=60_000)
         assert (welcome.num_gpu_blocks, welcome.block_size) == (256, 16)
         await first.submit(make_submit(1, max_tokens=500))
-        for handle in (2, 3):
-            await first.submit(make_submit(handle, max_tokens=60, durable=handle == 3))
-        while len(first.outputs[3]) < 10:
+        await first.submit(make_submit(2, max_tokens=60))
+        while len(first.outputs[2]) < 10:
             await first.read()
         await worker.restart(FakeWorkerConfig(num_blocks=40, block_size=8))
         await first.read_to_end()
         assert first.failed[1].reason == "POOL_SHRANK"
-        second, welcome = await GatewayStream.open(stub, grace_period_ms=GRACE_MS)
+        second, welcome = await GatewayStream.open(stub, grace_period_ms=60_000)
         assert (welcome.num_gpu_blocks, welcome.block_size, welcome.max_model_len) == (40, 8, 320)
-        for handle in (2, 3):
-            await second.submit(resubmit(first, handle, max_tokens=60, durable=handle == 3))
-        await second.read_until_over(2, 3)
-        for handle in (2, 3):
-            assert second.outputs[handle] == expected_tokens(handle, max_tokens=60)
-        metrics = await read_metrics(port)
-        assert metrics['quire_scheduler_requests_total{outcome="failed"}'] == 1
+        await second.submit(resubmit(first, 2, max_tokens=60))
+        await second.read_until_over(2)
+        assert second.outputs[2] == expected_tokens(2, max_tokens=60)
         await wait_nothing_in_use(stub)
         second.close()
 
 
-async def test_a_gateway_that_connected_while_there_was_no_worker_connects_again(worker, scheduler):
-    await worker.stop()
-    await until_state(scheduler, lambda state: not state.workers[0].attached)
-    stream, welcome = await GatewayStream.open(scheduler)
-    assert welcome.vocab_size == 1000
-    await worker.restart(FakeWorkerConfig(vocab_size=500))
-    await stream.read_to_end()
-    assert stream.readiness[-1]
-    again, welcome = await GatewayStream.open(scheduler)
-    assert welcome.vocab_size == 500
-    again.close()
+async def longest_answer(gateway: RunningGateway) -> int:
+    """How many tokens a request of three tokens gets that leaves it to the gateway how many."""
+    request = generation_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=[5, 6, 7]))
+    request.stopping.ignore_eos = True
+    answer = await gateway.generation.Generate(request, timeout=60)
+    return len(answer.sequences[0].token_ids)
+
+
+async def test_a_gateway_knows_the_limits_of_whatever_pool_the_worker_comes_back_with(worker, tmp_path):
+    worker.config = LlamaWorkerConfig(num_blocks=8, block_size=8)
+    gateway_of_it = running_gateway(SchedulerAddress(f"unix:{tmp_path / 's.sock'}"))
+    async with attached_scheduler(tmp_path, worker.address) as stub, gateway_of_it as gateway:
+        assert await longest_answer(gateway) == 8 * 8 - 3
+        version = (await state_of(stub)).workers[0].worker_generation
+        await worker.restart(LlamaWorkerConfig(6, block_size=8))
+        await until_state(
+            stub, lambda state: state.connected_gateways and state.workers[0].worker_generation != version
+        )
+        assert await longest_answer(gateway) == 6 * 8 - 3
+        info = await gateway.models.GetServerInfo(model_pb2.GetServerInfoRequest())
+        assert (info.replicas[0].num_gpu_blocks, info.replicas[0].device_name) == (6, "a fake")
 
 
 async def test_a_scheduler_that_drains_keeps_its_streams_whatever_pool_the_worker_comes_back_with(worker, tmp_path):
@@ -278,32 +234,3 @@ async def test_a_scheduler_that_drains_keeps_its_streams_whatever_pool_the_worke
         assert stream.outputs[1] == expected_tokens(1, max_tokens=60)
         assert (await drain).remaining_requests == 0
         stream.close()
-
-
-async def longest_answer(gateway: RunningGateway) -> int:
-    """How many tokens a request of three tokens gets that leaves it to the gateway how many."""
-    request = generation_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=[5, 6, 7]))
-    request.stopping.ignore_eos = True
-    answer = await gateway.generation.Generate(request, timeout=60)
-    return len(answer.sequences[0].token_ids)
-
-
-async def replica_known_to(gateway: RunningGateway) -> model_pb2.Replica:
-    info = await gateway.models.GetServerInfo(model_pb2.GetServerInfoRequest())
-    return info.replicas[0]
-
-
-async def test_a_gateway_knows_the_limits_of_whatever_pool_the_worker_comes_back_with(worker, tmp_path):
-    worker.config = LlamaWorkerConfig(num_blocks=8, block_size=8, step_seconds=0.002)
-    gateway_of_it = running_gateway(SchedulerAddress(f"unix:{tmp_path / 's.sock'}"))
-    async with attached_scheduler(tmp_path, worker.address), gateway_of_it as gateway:
-        assert await longest_answer(gateway) == 8 * 8 - 3
-        for num_blocks in (6, 10):
-            reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(max_tokens=30))))
-            steps_before = worker.num_steps
-            await until_true(lambda least=steps_before + 5: worker.num_steps > least)
-            await worker.restart(LlamaWorkerConfig(num_blocks, block_size=8, step_seconds=0.002))
-            assert len((await reading).token_ids) == 30
-            replica = await replica_known_to(gateway)
-            assert (replica.num_gpu_blocks, replica.device_name) == (num_blocks, "a fake")
-            assert await longest_answer(gateway) == num_blocks * 8 - 3

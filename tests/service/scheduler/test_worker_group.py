@@ -88,17 +88,6 @@ async def attached(*addresses: str) -> AsyncIterator[WorkerLink | WorkerGroup]:
         await link.close()
 
 
-async def test_ranks_of_one_group_are_attached_as_one(tmp_path: Path) -> None:
-    async with (
-        running_rank(tmp_path, 0) as first,
-        running_rank(tmp_path, 1) as second,
-        attached(first, second) as link,
-    ):
-        assert link.info.worker_generation == 5
-        # Nothing was sent, so what comes is a sign of life.
-        assert await link.receive() is None
-
-
 class LoneRanks(AgreeingRanks):
     """A rank that waits for another one, until it is told that nobody comes."""
 
@@ -170,15 +159,6 @@ async def test_a_step_is_serialized_once_and_answered_when_all_ranks_have_it(
         assert await next_answer(link) == plan.step_id
         assert set(written) == {first, second}
         assert written[first] is written[second]
-
-
-async def test_a_rank_may_lack_what_it_does_not_need_of_the_model(tmp_path: Path) -> None:
-    async with (
-        running_rank(tmp_path, 0, fingerprint=A) as first,
-        running_rank(tmp_path, 1, fingerprint=C) as second,
-        attached(first, second) as link,
-    ):
-        assert link.info.fingerprint.weights == "w1"
 
 
 @pytest.mark.parametrize(
@@ -263,29 +243,14 @@ async def test_the_group_is_lost_with_any_of_its_ranks(tmp_path: Path) -> None:
                 await receive_for_ever(link)
 
 
-async def test_whatever_one_rank_fails_with_is_said_to_whoever_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    receive = WorkerLink.receive
-    async with running_rank(tmp_path, 0) as first, running_rank(tmp_path, 1) as second:
-
-        async def fail_at_the_second(self: WorkerLink) -> StepAnswer | ConstraintPrepared | None:
-            if self.address == second:
-                raise KeyError("row 7")
-            return await receive(self)
-
-        monkeypatch.setattr(WorkerLink, "receive", fail_at_the_second)
-        async with attached(first, second) as link:
-            with pytest.raises(KeyError, match="row 7"):
-                await receive_for_ever(link)
-
-
-async def test_a_constraint_is_prepared_when_all_ranks_have_compiled_it(tmp_path: Path) -> None:
+async def test_ranks_are_attached_as_one_and_a_constraint_is_prepared_when_all_have_compiled_it(tmp_path: Path) -> None:
     async with (
-        running_rank(tmp_path, 0) as first,
-        running_rank(tmp_path, 1) as second,
+        running_rank(tmp_path, 0, fingerprint=A) as first,
+        # It lacks what it does not need of the model.
+        running_rank(tmp_path, 1, fingerprint=C) as second,
         attached(first, second) as link,
     ):
+        assert (link.info.worker_generation, link.info.fingerprint.weights) == (5, "w1")
         await link.prepare(Preparation(3, b""))
         await link.prepare(Preparation(4, b""))
         numbers: list[int] = []
@@ -310,18 +275,15 @@ def mute_address(tmp_path: Path) -> Iterator[str]:
         yield f"unix:{path}"
 
 
-@pytest.mark.parametrize("turns", range(12))
-async def test_attaching_can_be_cancelled_at_any_time(mute_address: str, turns: int) -> None:
-    attaching = asyncio.create_task(WorkerLink.attach(mute_address, 1, timeout_s=300))
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    attaching.cancel()
-    async with asyncio.timeout(60):
-        with pytest.raises(asyncio.CancelledError):
-            await attaching
-
-
-async def test_a_peer_that_never_answers_is_given_up_in_time(mute_address: str) -> None:
+async def test_attaching_can_be_cancelled_at_any_time_and_is_given_up_in_time(mute_address: str) -> None:
+    for turns in range(12):
+        attaching = asyncio.create_task(WorkerLink.attach(mute_address, 1, timeout_s=300))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        attaching.cancel()
+        async with asyncio.timeout(60):
+            with pytest.raises(asyncio.CancelledError):
+                await attaching
     async with asyncio.timeout(60):
         with pytest.raises(WorkerLostError, match="did not answer Attach"):
             await WorkerLink.attach(mute_address, 1, timeout_s=0.2)
