@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from scheduler_svc.core.request import EmittedSequence, Request, RequestKey
 from scheduler_svc.core.sequence import FinishReason
-from scheduler_svc.core.step import ClientEvents, RequestEnd, RequestFailure, SequenceEnd, Usage
+from scheduler_svc.core.step import ClientEvents, RequestEnd, SequenceEnd, Usage
 from scheduler_svc.service.durable import DurableLimits
 from scheduler_svc.service.outbox import Held, Outgoing, SequenceProgress
 from scheduler_svc.service.requests import Connection, OwnedRequest, Reader, Requests
@@ -110,10 +110,6 @@ class Bench:
                 events.finished.append(SequenceEnd(handle, 0, offset + 1, FinishReason.LENGTH, None))
                 events.completed.append(RequestEnd(handle, NO_USAGE))
         self.requests.deliver(self.num_steps, events)
-
-    def fail(self, owned: OwnedRequest) -> None:
-        del self.core.live[owned.key]
-        self.requests.deliver(0, ClientEvents(failed=[RequestFailure(owned.key, "REASON", "why")]))
 
 
 def take_all(connection: Connection) -> list[Outgoing]:

@@ -91,7 +91,3 @@ def test_tenants_have_metrics_up_to_a_number_and_the_others_share_theirs(driver,
     assert value_of(metrics, "tenant_queue_seconds_count", tenant="a") == 1
     assert value_of(metrics, "tenant_prefix_cache_queries_total", tenant=OTHER_TENANTS) == 16
     assert value_of(metrics, "tenant_live_requests", tenant="a", queue="waiting") is None
-
-
-def test_without_the_flag_there_are_no_tenants():
-    assert not [family.name for family in SchedulerMetrics().registry.collect() if "tenant" in family.name]

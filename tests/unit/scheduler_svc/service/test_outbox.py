@@ -11,7 +11,6 @@ from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step import ClientEvents, SequenceEnd
 from scheduler_svc.service.gateway_messages import events_message
 from scheduler_svc.service.outbox import MAX_SIZE, Outbox, Outgoing, PromptLogprobs, Readiness
-from tests.support.logprobs import Line, columns_of, lines_by_event
 
 
 def make_events(*tokens: tuple[int, int, int]) -> ClientEvents:
@@ -70,18 +69,6 @@ async def test_what_piles_up_goes_out_as_one_message_in_order():
     assert decode_int32(message.token_ids, "token_ids").tolist() == [10, 20, 20, 40, 30, 60]
 
 
-async def test_logprobs_keep_pointing_at_their_token_when_steps_are_merged():
-    outbox = Outbox()
-    outbox.put(1, make_events((1, 0, 5), (2, 0, 6)))
-    second = make_events((1, 1, 7), (2, 1, 8))
-    second.with_logprobs.append(1)
-    second.logprobs.append(columns_of([Line(-0.5, 1, [8], [-0.5])]))
-    outbox.put(2, second)
-    outgoing = await outbox.take()
-    assert outgoing is not None
-    assert lines_by_event(events_message(outgoing).events) == {3: Line(-0.5, 1, [8], [-0.5])}
-
-
 async def test_take_waits_for_events_and_refusals_wake_it():
     outbox = Outbox()
     waiting = asyncio.create_task(outbox.take())
@@ -92,36 +79,6 @@ async def test_take_waits_for_events_and_refusals_wake_it():
     assert outgoing is not None
     (failure,) = events_message(outgoing).events.failed
     assert (failure.handle, failure.reason, failure.retry_after_ms) == (9, "QUEUE_FULL", 70)
-
-
-async def test_closing_ends_the_reader():
-    outbox = Outbox()
-    waiting = asyncio.create_task(outbox.take())
-    outbox.close()
-    assert await waiting is None
-
-
-async def test_without_credit_events_wait_and_go_out_as_one():
-    outbox = Outbox()
-    outbox.add_credit(1)
-    outbox.put(1, make_events((1, 1, 7)))
-    first = await outbox.take()
-    assert first is not None
-    assert first.step_id == 1
-    outbox.put(2, make_events((1, 2, 7)))
-    outbox.put(3, make_events((1, 3, 7)))
-    waiting = asyncio.create_task(outbox.take())
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    outbox.add_credit(2)
-    second = await waiting
-    assert second is not None
-    assert (second.step_id, len(second.batches)) == (3, 2)
-    outbox.put(4, make_events((1, 4, 7)))
-    third = await outbox.take()
-    assert third is not None
-    assert third.step_id == 4
 
 
 async def test_what_is_more_than_one_message_goes_out_in_several_and_in_order():

@@ -19,16 +19,6 @@ from tests.support.logprobs import Line, columns_of
 from tests.support.request_bench import NO_USAGE, Bench, ends_of, has, offsets_of, take_all
 
 
-def test_a_failure_is_kept_as_well(bench):
-    first = bench.connect()
-    owned = bench.admit(make_request(3), first)
-    bench.requests.close(first)
-    bench.fail(owned)
-    second = bench.connect()
-    bench.resubmit(make_request(3), second, has(0))
-    assert ends_of(take_all(second)) == [3]
-
-
 def test_a_reader_that_lacks_more_than_is_kept_is_not_attached_and_the_request_ends(bench):
     first = bench.connect()
     owned = bench.admit(make_request(3), first)
@@ -40,16 +30,6 @@ def test_a_reader_that_lacks_more_than_is_kept_is_not_attached_and_the_request_e
     assert bench.resubmit(make_request(3), bench.connect(), has(1)) is None
     assert not bench.core.live
     assert len(bench.requests) == 0
-
-
-def test_so_it_is_where_nothing_is_kept_at_all(bench):
-    first = bench.connect()
-    owned = bench.admit(make_request(3), first)
-    bench.step(owned)
-    first.outbox.poll()
-    bench.requests.taken(first, 1)
-    bench.requests.close(first)
-    assert bench.resubmit(make_request(3), bench.connect(), has(0)) is None
 
 
 def test_a_handle_that_stands_for_another_request_by_now_does_not_mix_their_tokens(bench):
@@ -273,19 +253,3 @@ def test_a_reader_that_is_replaced_costs_nothing_more(bench, monkeypatch):
         assert not refused.batches
     assert offsets_of(take_all(connections[-1]), 50) == list(range(500))
     assert len(copied) == 51
-
-
-def test_a_request_whose_reader_leaves_before_it_has_all_is_there_for_the_next_one(bench, monkeypatch):
-    monkeypatch.setattr(outbox, "_REPLAYED_AT_ONCE", 10)
-    owned = bench.admit(make_request(1, max_tokens=1000), bench.connect(), durable=True)
-    bench.step(*[owned] * 40)
-    second = bench.connect("gateway-b")
-    resume(bench, owned, second)
-    second.outbox.poll()
-    bench.requests.close(second)
-    bench.step(owned)
-    assert bench.requests.num_unread == 1
-    third = bench.connect("gateway-c")
-    resume(bench, owned, third)
-    assert bench.requests.num_unread == 0
-    assert offsets_of(take_all(third), 50) == list(range(41))

@@ -11,32 +11,32 @@ from scheduler_svc.core.request import EmittedSequence, Handle, Request
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step import SequenceEnd
 from scheduler_svc.service import requests as table
-from scheduler_svc.service.durable import MAX_GROWTH, Durable, DurableLimits
+from scheduler_svc.service.durable import MAX_GROWTH, DurableLimits
 from scheduler_svc.service.outbox import Held
 from scheduler_svc.service.requests import MAX_CANCELLED, Connection, Reader, Requests
 from tests.support.core_driver import make_request
 from tests.support.request_bench import GRACE_S, NONCE, Bench, has, offsets_of, take_all
 
 
-def test_without_a_reader_a_request_ends_after_its_grace_period(bench):
+def test_a_plain_request_waits_for_its_gateway_alone_and_for_its_grace_period(bench):
     first = bench.connect()
     bench.admit(make_request(3), first)
     bench.requests.close(first)
+    bench.timers.pass_time(GRACE_S - 1)
+    assert bench.resubmit(make_request(3), bench.connect("gateway-b"), has(0)) is None
+    with pytest.raises(NotFound):
+        bench.requests.find("", "request-3")
+    # A reader that is back in time stops the clock.
+    second = bench.connect()
+    assert bench.resubmit(make_request(3), second, has(0)) is not None
+    bench.timers.pass_time(2 * GRACE_S)
+    assert bench.core.live
+    bench.requests.close(second)
     bench.timers.pass_time(GRACE_S - 1)
     assert bench.core.live
     bench.timers.pass_time(1)
     assert not bench.core.live
     assert len(bench.requests) == 0
-
-
-def test_a_reader_that_is_back_in_time_stops_the_clock(bench):
-    first = bench.connect()
-    bench.admit(make_request(3), first)
-    bench.requests.close(first)
-    bench.timers.pass_time(GRACE_S - 1)
-    bench.resubmit(make_request(3), bench.connect(), has(0))
-    bench.timers.pass_time(2 * GRACE_S)
-    assert bench.core.live
 
 
 def test_a_durable_request_that_ends_unread_is_kept_for_the_whole_time_from_its_end_on(bench):
@@ -110,16 +110,15 @@ def test_messages_that_were_never_sent_cannot_be_taken_in(bench):
         bench.requests.taken(bench.connect(), 1)
 
 
-@pytest.mark.parametrize("durable", [False, True])
-def test_a_handle_in_use_is_refused_and_one_that_is_free_is_not(bench, durable):
+def test_a_handle_in_use_is_refused_and_one_that_is_free_is_not(bench):
     connection = bench.connect()
-    owned = bench.admit(make_request(3), connection, durable=durable)
+    owned = bench.admit(make_request(3), connection, durable=True)
     with pytest.raises(AlreadyExists, match="handle 3"):
         bench.admit(make_request(3), connection, nonce=8)
     bench.step(owned, ends=True)
     bench.admit(make_request(3), connection, nonce=8)
-    # A durable one is there for whoever resumes it.
-    assert len(bench.requests) == 1 + durable
+    # The durable one is there for whoever resumes it.
+    assert len(bench.requests) == 2
 
 
 def fill(bench: Bench, connection: Connection, tenant: str, **fields) -> int:
@@ -226,19 +225,6 @@ def test_durable_requests_that_have_grown_beyond_the_limit_go_on_at_a_scheduler_
         bench.admit(make_request(4), connection, durable=True)
 
 
-def test_arrivals_between_two_steps_sum_up_what_is_kept_once(bench, monkeypatch):
-    connection = bench.connect()
-    owned = [bench.admit(make_request(handle), connection, durable=True) for handle in range(3)]
-    bench.step(*owned)
-    sums = []
-    charge = Durable.charge
-    monkeypatch.setattr(Durable, "charge", lambda self, *args, **kw: sums.append(self) or charge(self, *args, **kw))
-    for handle in range(3, 7):
-        bench.admit(make_request(handle), connection, durable=True)
-    # The three that were there, and for each of four that it has room and what it takes.
-    assert len(sums) == 3 + 2 * 4
-
-
 def test_whoever_takes_over_under_a_handle_in_use_takes_nothing(bench):
     first, second = bench.connect(), bench.connect("gateway-b")
     durable = bench.admit(make_request(3), first, durable=True)
@@ -247,19 +233,6 @@ def test_whoever_takes_over_under_a_handle_in_use_takes_nothing(bench):
         bench.requests.attach(durable, Reader(second, Handle(4)), Held())
     assert durable.reader == Reader(first, Handle(3))
     assert bench.requests.num_unread == 0
-
-
-def test_another_gateway_does_not_get_a_plain_request(bench):
-    bench.admit(make_request(3), first := bench.connect("gateway-a"))
-    bench.requests.close(first)
-    assert bench.resubmit(make_request(3), bench.connect("gateway-b"), has(0)) is None
-    assert len(bench.core.live) == 1
-
-
-def test_a_plain_request_is_found_by_its_gateway_alone_and_not_by_its_id(bench):
-    bench.admit(make_request(3, tenant="a"), bench.connect())
-    with pytest.raises(NotFound):
-        bench.requests.find("a", "request-3")
 
 
 def test_whoever_reads_a_durable_request_takes_over_and_the_one_before_is_told(bench):
@@ -275,7 +248,7 @@ def test_whoever_reads_a_durable_request_takes_over_and_the_one_before_is_told(b
         bench.resubmit(make_request(3), bench.connect("gateway-a"), has(1))
 
 
-def make_cancelled(bench: Bench, handle: int, tenant: str = "a", *, durable: bool = True) -> Request:
+def cancel(bench: Bench, handle: int, tenant: str = "a", *, durable: bool = True) -> Request:
     """A request that ran and was cancelled."""
     request = make_request(handle, tenant=tenant)
     bench.admit(request, bench.connect(), durable=durable)
@@ -284,51 +257,31 @@ def make_cancelled(bench: Bench, handle: int, tenant: str = "a", *, durable: boo
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_one_that_was_cancelled_is_refused_however_often_it_is_submitted_again(bench, durable):
-    request = make_cancelled(bench, 1, durable=durable)
+def test_one_that_was_cancelled_is_refused_to_its_tenant_until_its_id_is_used_again(bench, durable):
+    request = cancel(bench, 1, durable=durable)
     for _ in range(3):
         with pytest.raises(Cancelled, match="request-1"):
             bench.resubmit(request, bench.connect(), has(0))
-
-
-def test_it_is_that_of_the_tenant_alone(bench):
-    request = make_cancelled(bench, 1, tenant="a")
     assert bench.resubmit(replace(request, tenant="b"), bench.connect(), has(0)) is None
-
-
-def test_a_new_one_under_its_id_is_another_one(bench):
-    request = make_cancelled(bench, 1)
+    # With another nonce it is another request.
+    assert bench.resubmit(request, bench.connect(), has(0), nonce=NONCE + 1) is None
     admitted = bench.admit(request, bench.connect(), durable=True)
     assert bench.resubmit(request, bench.connect(), has(0)) is admitted
-
-
-def test_a_resubmission_with_another_nonce_is_another_request(bench):
-    """An id may be used again once its request is over."""
-    request = make_cancelled(bench, 1)
     assert bench.resubmit(request, bench.connect(), has(0), nonce=NONCE + 1) is None
-    bench.admit(request, bench.connect("gateway-b"), durable=True)
-    assert bench.resubmit(request, bench.connect(), has(0), nonce=NONCE + 1) is None
-
-
-def is_refused(bench: Bench, request: Request) -> bool:
-    try:
-        return bench.resubmit(request, bench.connect(), has(0)) is not None
-    except Cancelled:
-        return True
 
 
 def test_only_the_newest_that_were_cancelled_are_remembered(bench):
-    requests = [make_cancelled(bench, handle) for handle in range(MAX_CANCELLED + 2)]
-    assert [is_refused(bench, each) for each in requests] == [False, False] + [True] * MAX_CANCELLED
+    def is_refused(request: Request) -> bool:
+        try:
+            return bench.resubmit(request, bench.connect(), has(0)) is not None
+        except Cancelled:
+            return True
 
-
-def test_one_that_is_cancelled_twice_counts_from_the_second_time(bench):
-    first = make_cancelled(bench, 0)
-    for handle in range(1, MAX_CANCELLED):
-        make_cancelled(bench, handle)
-    make_cancelled(bench, 0)
-    make_cancelled(bench, MAX_CANCELLED)
-    assert is_refused(bench, first)
+    requests = [cancel(bench, handle) for handle in range(MAX_CANCELLED)]
+    # One that is cancelled twice counts from the second time.
+    cancel(bench, 0)
+    requests += [cancel(bench, handle) for handle in range(MAX_CANCELLED, MAX_CANCELLED + 2)]
+    assert [is_refused(each) for each in requests] == [True, False, False] + [True] * (MAX_CANCELLED - 1)
 
 
 def test_a_sequence_that_ended_under_an_earlier_scheduler_is_replayed_with_its_end(bench):

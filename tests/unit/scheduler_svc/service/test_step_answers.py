@@ -1,6 +1,7 @@
 """What a worker says of a step is checked before the core sees it, and what its loss says of the step in flight."""
 
 import asyncio
+from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from quire.arrays import encode_int32
-from quire.compatibility import WORKER_PROTOCOL
+from quire.compatibility import WORKER_PROTOCOL, ModelFingerprint
 from quire.rpc.errors import FailedPrecondition, Internal, InvalidArgument, QuireError, Unavailable, to_rpc_status
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.step import StepInFlight
@@ -106,6 +107,22 @@ def test_a_worker_whose_numbers_make_no_sense_is_refused_by_name_before_tables_a
         info = make_info()
         setattr(getattr(info, part), name, value)
         replica_info(info)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "vocab_size", "is_same"),
+    [
+        ("t1", "t1", 50, True),
+        ("t1", "", 50, True),
+        ("", "t2", 50, True),
+        ("t1", "t2", 50, False),
+        ("t1", "t1", 51, False),
+    ],
+)
+def test_token_ids_mean_the_same_unless_both_tokenizers_are_known_and_differ(before, now, vocab_size, is_same):
+    info = replica_info(make_info())
+    ours = replace(info, vocab_size=vocab_size, fingerprint=ModelFingerprint(tokenizer=now))
+    assert ours.has_tokenizer_of(replace(info, fingerprint=ModelFingerprint(tokenizer=before))) == is_same
 
 
 def make_lost(cause: Exception | None) -> WorkerLostError:

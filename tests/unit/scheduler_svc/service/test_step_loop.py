@@ -38,47 +38,17 @@ def num_aborted(metrics: SchedulerMetrics) -> float:
     return metrics.registry.get_sample_value("quire_scheduler_requests_total", {"outcome": "aborted"}) or 0.0
 
 
-def test_aborted_requests_count_each_once(loop, metrics):
-    assert all(loop.abort(make_request(handle).key) for handle in (1, 2))
-    assert num_aborted(metrics) == 2
-    assert not loop.abort(make_request(1).key)
-    assert num_aborted(metrics) == 2
-
-
-def test_a_request_is_aborted_with_its_last_sequence(loop, metrics):
-    loop.abort_sequence(make_request(2).key, 0)
-    assert num_aborted(metrics) == 0
-    loop.abort_sequence(make_request(2).key, 0)
-    assert num_aborted(metrics) == 0
-    loop.abort_sequence(make_request(2).key, 1)
-    assert num_aborted(metrics) == 1
-    loop.abort_sequence(make_request(2).key, 1)
-    assert num_aborted(metrics) == 1
-    assert loop.num_live == 1
-
-
-def test_aborts_are_places_that_came_free(loop):
+async def test_aborted_requests_count_once_each_with_their_last_sequence_and_leave_places(loop, metrics):
     assert loop.retry.retry_after_ms(time.monotonic()) == UNKNOWN_MS
-    for handle in (1, 2):
-        loop.abort(make_request(handle).key)
+    for request, counted in ((1, True), (1, False)):
+        assert loop.abort(make_request(request).key) == counted
+        assert num_aborted(metrics) == 1
+    for index, expected in ((0, 1), (0, 1), (1, 2), (1, 2)):
+        loop.abort_sequence(make_request(2).key, index)
+        assert num_aborted(metrics) == expected
     assert loop.retry.retry_after_ms(time.monotonic()) < UNKNOWN_MS
-
-
-async def test_with_the_last_request_the_loop_is_idle(loop):
-    loop.abort(make_request(1).key)
-    loop.abort_sequence(make_request(2).key, 0)
-    loop.abort_sequence(make_request(2).key, 1)
+    assert loop.num_live == 0
     assert await loop.drain(timeout_s=None) == 0
-
-
-def test_a_step_that_is_overdue_is_given_up_by_a_second_look_alone(loop):
-    """As where scheduler or worker stood still: its answer comes behind the first heartbeat."""
-    link: Any = SimpleNamespace(address="w:1")
-    loop._steps.sent(1, 0.0)
-    for now in (59.0, 61.0, 61.1):
-        loop._check_progress(now, link)
-    with pytest.raises(WorkerHangsError, match=r"^worker w:1 has not answered a step for 61\.5 s$"):
-        loop._check_progress(61.5, link)
 
 
 TIMEOUT_S = 60.0
@@ -93,19 +63,26 @@ def awaited() -> Awaited:
     return awaited
 
 
-def test_nothing_is_late_where_nothing_is_awaited(awaited):
+def test_the_oldest_is_late_by_a_second_look(awaited):
+    """As where scheduler or worker stood still: its answer comes behind the first heartbeat."""
     assert awaited.late(1e6) is None
     awaited.sent(1, 0.0)
     assert awaited.answered(1, 5.0) == 5.0
     assert awaited.late(1e6) is None
-
-
-def test_the_oldest_is_late_by_a_second_look(awaited):
-    """As where scheduler or worker stood still: its answer comes behind the first heartbeat."""
+    awaited.clear(0.0)
     awaited.sent(1, 0.0)
     awaited.sent(2, 0.0)
     assert awaited.late(LATE_S) is None
     assert awaited.late(SECOND_LOOK_S) == (1, SECOND_LOOK_S)
+
+
+def test_a_step_that_is_overdue_is_told_with_the_address_of_its_worker(loop):
+    link: Any = SimpleNamespace(address="w:1")
+    loop._steps.sent(1, 0.0)
+    for now in (59.0, 61.0, 61.1):
+        loop._check_progress(now, link)
+    with pytest.raises(WorkerHangsError, match=r"^worker w:1 has not answered a step for 61\.5 s$"):
+        loop._check_progress(61.5, link)
 
 
 def test_what_waited_for_the_one_before_has_its_own_time(awaited):

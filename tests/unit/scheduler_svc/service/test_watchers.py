@@ -53,34 +53,6 @@ def triples(data: bytes, width: int) -> list[tuple[int, ...]]:
     return [tuple(values[start : start + width]) for start in range(0, len(values), width)]
 
 
-async def test_the_first_frame_is_whole_and_the_next_has_what_changed(watched):
-    watched.driver.submit(make_request(1, prompt_len=7, max_tokens=9))
-    watched.step()
-    async with aclosing(watched.watchers.frames(wants_memory=True)) as frames:
-        first = await next_frame(frames)
-        assert first.is_whole
-        assert [each.request_id for each in first.memory.sequences] == ["request-1"]
-        assert triples(first.memory.tables, 3) == [(1, 0, 0), (1, 1, 1)]
-        watched.step()
-        watched.step()
-        second = await next_frame(frames)
-        while not second.memory.tables:
-            second = await next_frame(frames)
-        assert not second.is_whole
-        assert triples(second.memory.tables, 3) == [(1, 2, 2)]
-        assert [each.num_decodes for each in second.steps] == [1, 1]
-        assert [(each.step_id, each.total_us) for each in second.answers] == [(2, 2000), (3, 2000)]
-        assert second.numbers.steps == 2
-
-
-async def test_nothing_is_kept_when_nobody_watches(watched):
-    async with aclosing(watched.watchers.frames(wants_memory=True)) as frames:
-        await next_frame(frames)
-        assert watched.watchers.are_any
-    assert not watched.watchers.are_any
-    assert watched.watchers._task is None
-
-
 async def test_who_comes_as_the_last_one_leaves_is_served(watched):
     first = watched.watchers.frames(wants_memory=True)
     await next_frame(first)
