@@ -168,18 +168,18 @@ def assert_like_transformers(model: Model, case: Case) -> None:
             assert each.score == pytest.approx(each.cumulative_logprob / length**case.parameters.length_penalty)
 
 
-@pytest.mark.parametrize("width", range(1, 7))
+@pytest.mark.parametrize("width", [1, 2, 3, 6])
 @pytest.mark.parametrize("num_stops", range(3))
 def test_hypotheses_and_scores_are_those_of_transformers(model, width, num_stops):
     for place, (length_penalty, early_stopping) in enumerate(product(LENGTH_PENALTIES, EarlyStopping)):
-        # Each penalty with one kind of early stopping; over all widths and stop tokens with each of them six times.
+        # Each penalty with one kind of early stopping; over all widths and stop tokens with each of them.
         if (place // len(EarlyStopping) + place + width + num_stops) % len(EarlyStopping):
             continue
         parameters = BeamParameters(width, length_penalty, early_stopping)
         assert_like_transformers(model, Case(parameters, OFTEN_STOPS[:num_stops]))
 
 
-@pytest.mark.parametrize("width", range(1, 7))
+@pytest.mark.parametrize("width", [1, 4])
 def test_no_hypothesis_is_shorter_than_the_fewest_tokens_asked(model, width):
     for early_stopping in EarlyStopping:
         case = Case(BeamParameters(width, early_stopping=early_stopping), OFTEN_STOPS, min_tokens=4)

@@ -9,22 +9,9 @@ from hypothesis import strategies as st
 
 from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import PreemptionMode
-from scheduler_svc.core.request import PinQuotaError, Request, max_blocks
+from scheduler_svc.core.request import Request, max_blocks
 from scheduler_svc.core.sequence import SequenceStatus
 from tests.support.core_driver import Driver, continued, make_config, make_request
-
-
-def test_both_pools_full_falls_back_to_recompute():
-    driver = Driver(
-        make_config(
-            num_blocks=16, num_host_blocks=8, block_size=4, preemption_mode=PreemptionMode.SWAP, max_num_seqs=16
-        )
-    )
-    requests = [make_request(handle, prompt_len=7, max_tokens=20, num_sequences=2) for handle in range(8)]
-    driver.submit(*requests)
-    driver.finish(*requests)
-    swaps, preemptions = driver.scheduler.num_swap_outs, driver.scheduler.num_preemptions
-    assert 0 < swaps < preemptions
 
 
 def test_admission_stops_at_the_watermark_and_a_lone_group_does_not():
@@ -41,19 +28,6 @@ def test_admission_stops_at_the_watermark_and_a_lone_group_does_not():
     lone = make_request(3, prompt_len=70, max_tokens=10)
     driver.submit(lone)
     driver.finish(lone)
-
-
-@pytest.mark.parametrize("mode", PreemptionMode)
-def test_many_beam_groups_take_turns_in_a_pool_that_holds_one(mode):
-    driver = Driver(make_config(num_blocks=14, num_host_blocks=20, block_size=4, preemption_mode=mode))
-    requests = [
-        make_request(handle, prompt_len=6, max_tokens=12, num_sequences=3, num_returned=3, beam=BeamParameters(3))
-        for handle in range(6)
-    ]
-    driver.submit(*requests)
-    driver.finish(*requests)
-    assert driver.scheduler.num_preemptions > 0
-    assert (driver.scheduler.num_swap_outs == 0) == (mode is PreemptionMode.RECOMPUTE)
 
 
 def test_a_group_larger_than_host_memory_is_recomputed_while_smaller_ones_are_swapped():
@@ -137,19 +111,6 @@ def test_a_request_without_a_stop_holds_as_many_blocks_as_it_is_refused_for(prom
     assert most == max_blocks(request, block_size)
 
 
-def test_pins_that_take_everything_keep_nobody_from_running():
-    driver = Driver(make_config(num_blocks=8, block_size=4, pin_quota=1.0, max_pinned=1.0, max_model_len=40))
-    driver.scheduler.pin("", [7] * 31, 0.0, 1e6)
-    driver.run_until_idle()
-    assert driver.scheduler.pins.num_pinned == 7
-    with pytest.raises(PinQuotaError):
-        driver.scheduler.pin("", [8] * 8, 0.0, 1e6)
-    requests = [make_request(1, prompt_len=3, max_tokens=1), make_request(2, prompt_len=20, max_tokens=12)]
-    driver.submit(*requests)
-    driver.finish(*requests)
-    assert driver.scheduler.pins.num_pinned == 0
-
-
 def test_a_pin_gives_way_to_a_swapped_group_too():
     driver = Driver(
         make_config(num_blocks=12, num_host_blocks=12, block_size=4, pin_quota=1.0, max_pinned=1.0), max_in_flight=1
@@ -167,22 +128,6 @@ def test_a_pin_gives_way_to_a_swapped_group_too():
     driver.check()
     driver.finish(group)
     assert driver.scheduler.pins.num_pinned == 0
-
-
-def test_aborting_all_at_any_moment_frees_everything():
-    statuses = set()
-    for moment in range(12):
-        driver = Driver(make_config(num_blocks=14, num_host_blocks=8, block_size=4, max_num_seqs=8), max_in_flight=2)
-        requests = [make_request(handle, prompt_len=7, max_tokens=14, num_sequences=2) for handle in range(4)]
-        driver.submit(*requests)
-        driver.run_steps(moment)
-        for request in requests:
-            statuses |= {sequence.status for group in driver.scheduler.groups() for sequence in group.sequences}
-            driver.scheduler.abort(request.key)
-            driver.check()
-        driver.run_until_idle()
-        assert driver.scheduler.batch.blocks.pool.num_used == driver.scheduler.swap_space.pool.num_used == 0
-    assert {SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED} <= statuses
 
 
 def make_driver(max_in_flight: int = 1, **config) -> Driver:
@@ -292,19 +237,6 @@ def test_a_prompt_that_is_half_computed_goes_on_where_it_was():
     computed = driver.device.num_computed
     driver.finish(request)
     assert driver.device.num_computed - computed == 30 - 16 + 3
-
-
-def test_host_blocks_that_change_hands_before_a_plan_hold_the_last_one():
-    driver = make_driver(num_host_blocks=4, block_size=4)
-    first, second = (make_request(handle, prompt_len=8, max_tokens=8, num_sequences=2) for handle in (1, 2))
-    driver.submit(first, second)
-    driver.run_steps(3)
-    driver.preempt(first)
-    # Its swap out was not planned yet when the second takes the same host blocks.
-    assert driver.scheduler.abort(first.key)
-    driver.preempt(second)
-    assert second.key in driver.scheduler.swapped
-    driver.finish(second)
 
 
 @pytest.mark.parametrize("prompt_logprobs_start", [None, 1])

@@ -56,7 +56,7 @@ def test_a_pin_that_steps_fail_for_is_removed(monkeypatch, fault, num_refusals, 
     assert pin.key.client == PIN_CLIENT
 
 
-CULPRITS = [(0, 1, 1), (0, 6, 2), (0, 9, 3), (3, 1, 2), (3, 6, 3), (3, 9, 1), (5, 1, 3), (5, 6, 1), (5, 9, 2)]
+CULPRITS = [(0, 1, 1), (3, 6, 3), (5, 9, 2)]
 
 
 @pytest.mark.parametrize(("culprit", "num_tokens", "max_in_flight"), CULPRITS)
@@ -140,8 +140,7 @@ def run_until_failed(driver: Driver) -> int:
 
 @pytest.mark.parametrize(
     ("fault", "culprit", "num_refusals", "num_deaths"),
-    [("poisoned", culprit, 3, 0) for culprit in (0, 37, 99)]
-    + [("deadly", culprit, 0, LOSSES_BEFORE_TRIALS + 1 + LOSSES_ON_TRIAL) for culprit in (0, 99)],
+    [("poisoned", 37, 3, 0), ("deadly", 99, 0, LOSSES_BEFORE_TRIALS + 1 + LOSSES_ON_TRIAL)],
 )
 def test_many_suspects_are_tried_in_cohorts_at_the_cost_of_one_loss_more(fault, culprit, num_refusals, num_deaths):
     driver = make_crowd(**{fault: {culprit: 6}})
@@ -160,27 +159,17 @@ def test_several_culprits_among_many_are_all_found():
     assert driver.num_refusals == 1 + 3 + 4
 
 
-@pytest.mark.parametrize("num_answered", [1, 2, 3, 5])
-def test_kills_from_outside_while_cohorts_are_tried_fail_nobody(num_answered):
+def test_kills_from_outside_while_cohorts_are_tried_fail_nobody():
     driver = make_crowd()
     for _ in range(LOSSES_BEFORE_TRIALS):
         driver.plan()
         driver.crash()
     assert driver.scheduler.trials.are_on
-    for _ in range(30):
-        driver.run_steps(num_answered)
+    for _ in range(12):
+        driver.run_steps(2)
         driver.plan()
         driver.crash()
         assert not driver.failed
-    assert_others_finish(driver, num_requests=MANY)
-
-
-def test_a_cohort_that_has_no_room_together_is_tried_as_room_comes():
-    driver = make_driver(
-        num_requests=MANY, max_num_seqs=128, num_blocks=24, max_num_batched_tokens=800, poisoned={42: 6}
-    )
-    # So many never ran at once, so few are suspects: all of them are made to be.
-    driver.scheduler.trials._suspect([make_request(handle).key for handle in range(MANY)])
     assert_others_finish(driver, num_requests=MANY)
 
 
@@ -218,14 +207,6 @@ def kill_after(driver: Driver, num_answered: int, *, was_alive: bool = False) ->
     driver.run_steps(num_answered)
     assert driver.plan() is not None
     driver.crash(was_alive=was_alive)
-
-
-def test_kills_under_load_fail_nobody_who_gets_a_token_between_them():
-    driver = make_driver(deadly={})
-    for _ in range(10):
-        kill_after(driver, 1)
-    assert_others_finish(driver)
-    assert not driver.scheduler.trials.are_on
 
 
 def test_kills_that_let_no_step_be_answered_fail_one_request_at_the_sixth_and_not_before():

@@ -73,16 +73,6 @@ def test_a_prompt_is_shared_chunk_by_chunk():
     assert driver.usage[2].cached_tokens == 48
 
 
-def test_a_request_that_is_preempted_in_mid_prompt_goes_on_from_its_last_chunk():
-    driver = Driver(make_config(max_num_batched_tokens=16))
-    request = make_request(1, prompt_len=70, max_tokens=2)
-    driver.submit(request)
-    driver.run_steps(3)
-    driver.preempt(request)
-    driver.finish(request)
-    assert driver.device.num_computed == 70 + 1
-
-
 def test_blocks_of_a_chunk_that_is_not_finite_are_never_shared():
     driver = Driver(make_config(max_num_batched_tokens=16), max_in_flight=1)
     driver.failing[1] = 40
@@ -254,8 +244,7 @@ def test_a_request_does_not_wait_for_one_that_it_goes_before():
     assert running(driver) == {1, 2}
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize(("steps", "max_in_flight"), [(1, 1), (2, 2)])
 def test_those_who_wait_go_on_at_once_when_the_one_that_computes_is_gone(steps, max_in_flight):
     for leave in (
         lambda driver, request: driver.scheduler.abort(request.key),

@@ -1,10 +1,5 @@
 """Pinned prefixes: computed once, kept for their time, hit by their tenant, within a quota."""
 
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
-
 import pytest
 
 from scheduler_svc.core import scheduler as scheduler_module
@@ -72,15 +67,6 @@ def test_only_whole_blocks_are_kept():
         pin(driver, [1, 2, 3])
 
 
-def test_a_cached_prefix_is_pinned_at_once():
-    driver = make_driver()
-    run(driver, 1, [*PREFIX, 90])
-    computed = driver.device.num_computed
-    assert pin(driver).is_held
-    assert driver.plan() is None
-    assert driver.device.num_computed == computed
-
-
 def test_the_same_prefix_is_one_pin_whose_time_starts_anew():
     driver = make_driver()
     first = pinned(driver, time_to_live=10.0)
@@ -146,16 +132,6 @@ def test_a_prefix_that_no_request_could_have_is_refused_and_leaves_nothing():
     assert pinned(driver, token_ids=[1] * 12).is_held
 
 
-def test_a_lost_worker_has_pins_computed_again():
-    driver = make_driver()
-    made = pinned(driver)
-    driver.crash()
-    assert not made.is_held
-    driver.run_until_idle()
-    assert made.is_held
-    assert run(driver, 1, [*PREFIX, 90]) == 12
-
-
 def test_pins_give_way_to_a_request_that_could_not_run_otherwise():
     driver = make_driver(num_blocks=16, pin_quota=1.0, max_pinned=1.0)
     early = pinned(driver, token_ids=[7] * 32, time_to_live=100.0)
@@ -181,42 +157,6 @@ def make_scheduler_with_pins(count: int) -> Scheduler:
     for number in range(count):
         assert scheduler.pin("a", prefixes[number], 0.0, number + 1.0).is_held
     return scheduler
-
-
-def lines_run(act: Callable[[], Any]) -> int:
-    """Lines of Python that this runs."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        act()
-    finally:
-        sys.settrace(before)
-    return count
-
-
-@pytest.mark.parametrize(
-    "act",
-    [
-        lambda scheduler: scheduler.pin("a", [len(scheduler.pins), 1, 2, 3], 0.0, 5000.0),
-        lambda scheduler: scheduler.pin("a", [0, 1, 2, 3], 0.0, 5000.0),
-        lambda scheduler: scheduler.unpin("a", next(iter(scheduler.pins)).pin_id),
-        lambda scheduler: scheduler.schedule(0.5),
-        lambda scheduler: scheduler.schedule(1.0),
-        lambda scheduler: scheduler.pins.next_end,
-        lambda scheduler: scheduler.pins.give_way(scheduler.batch.blocks.pool),
-    ],
-    ids=["add", "add again", "unpin", "end none", "end one", "look for the next end", "give way"],
-)
-def test_what_is_done_with_a_pin_costs_the_same_however_many_there_are(act):
-    few, many = (make_scheduler_with_pins(count) for count in (20, 200))
-    assert lines_run(lambda: act(many)) < 1.5 * lines_run(lambda: act(few))
 
 
 def test_pins_that_end_together_end_over_some_calls(monkeypatch):

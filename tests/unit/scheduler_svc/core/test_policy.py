@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
-from scheduler_svc.core.policy import SAMPLE_WEIGHT, TURN, FairPolicy, GroupQueue
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.policy import TURN, FairPolicy
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 from tests.support.tiers import few_examples
 
@@ -29,25 +28,17 @@ def running(driver: Driver) -> set[int]:
     return {group.request.key.handle for group in driver.scheduler.running}
 
 
-def num_waiting(driver: Driver, tenant: str) -> int:
-    return sum(group.request.tenant == tenant for group in driver.scheduler.waiting)
-
-
-def test_first_come_first_served_looks_at_nothing_else():
-    driver = make_driver(PolicyKind.FCFS, max_num_seqs=1)
-    for handle in range(4):
-        driver.submit(make_request(handle, max_tokens=2, priority=handle, tenant=str(handle)))
-    assert order_of_ends(driver) == [0, 1, 2, 3]
-
-
-def test_higher_priority_goes_first_and_equals_in_order_of_arrival():
-    driver = make_driver(PolicyKind.PRIORITY, max_num_seqs=1)
+@pytest.mark.parametrize(
+    ("policy", "order"), [(PolicyKind.FCFS, [0, 1, 2, 3, 4]), (PolicyKind.PRIORITY, [2, 4, 0, 3, 1])]
+)
+def test_who_goes_first_and_equals_in_order_of_arrival(policy, order):
+    driver = make_driver(policy, max_num_seqs=1)
     for handle, priority in enumerate([0, -5, 7, 0, 7]):
-        driver.submit(make_request(handle, max_tokens=2, priority=priority))
-    assert order_of_ends(driver) == [2, 4, 0, 3, 1]
+        driver.submit(make_request(handle, max_tokens=2, priority=priority, tenant=str(handle)))
+    assert order_of_ends(driver) == order
 
 
-def test_a_higher_priority_displaces_a_lower_one_that_runs():
+def test_a_higher_priority_displaces_a_lower_one_that_runs_where_there_is_no_room_beside():
     driver = make_driver(PolicyKind.PRIORITY, max_num_seqs=2)
     low = [make_request(handle, max_tokens=20, priority=-1) for handle in range(2)]
     driver.submit(*low)
@@ -59,15 +50,11 @@ def test_a_higher_priority_displaces_a_lower_one_that_runs():
     driver.finish(*low, equal, high)
     assert driver.usage[1].preemptions == 1
     assert driver.usage[0].preemptions == driver.usage[3].preemptions == 0
-
-
-def test_who_has_room_beside_displaces_nobody():
-    driver = make_driver(PolicyKind.PRIORITY, max_num_seqs=2)
-    driver.submit(make_request(0, max_tokens=10, priority=-1))
+    driver.submit(make_request(4, max_tokens=10, priority=-1))
     driver.plan()
-    driver.submit(make_request(1, max_tokens=3, priority=9))
+    driver.submit(make_request(5, max_tokens=3, priority=9))
     driver.run_until_idle()
-    assert driver.scheduler.num_preemptions == 0
+    assert driver.scheduler.num_preemptions == 1
 
 
 def test_nobody_is_displaced_for_a_request_that_does_not_fit_then_either():
@@ -105,23 +92,15 @@ def test_under_memory_pressure_the_lowest_priority_gives_way():
     assert driver.usage[1].preemptions == 0
 
 
-def test_a_swapped_group_does_not_hold_up_a_higher_priority():
-    driver = make_driver(PolicyKind.PRIORITY, num_blocks=16, block_size=4, max_num_seqs=8, num_host_blocks=40)
-    running = make_request(0, prompt_len=12, max_tokens=20, priority=0)
-    swapped = make_request(1, prompt_len=48, max_tokens=8, num_sequences=2, priority=-5)
-    driver.submit(swapped)
-    driver.run_steps(3)
-    driver.submit(running)
-    driver.preempt(swapped)
+def test_under_memory_pressure_the_newest_of_the_tenant_that_was_served_most_gives_way():
+    driver = make_driver(PolicyKind.FAIR, num_blocks=12, block_size=4, max_num_seqs=4)
+    for handle in range(2):
+        driver.submit(make_request(handle, prompt_len=7, max_tokens=16, tenant="much"))
     driver.run_steps(2)
-    assert (running.key in driver.scheduler.running, swapped.key in driver.scheduler.swapped) == (True, True)
-    driver.submit(make_request(2, prompt_len=10, max_tokens=2, priority=100))
-    driver.run_steps(2)
-    assert 2 in driver.finished
-    assert swapped.key in driver.scheduler.swapped
+    # It is the newest of all, and was served least.
+    driver.submit(make_request(2, prompt_len=7, max_tokens=16, tenant="little"))
     driver.run_until_idle()
-    assert driver.finished == {0, 1, 2}
-    assert driver.scheduler.swap_space.pool.num_used == 0
+    assert [driver.usage[handle].preemptions for handle in range(3)] == [0, 1, 0]
 
 
 def test_a_swapped_group_displaces_a_lower_priority():
@@ -139,9 +118,8 @@ def test_a_swapped_group_displaces_a_lower_priority():
     assert driver.finished == {0, 1}
 
 
-@pytest.mark.parametrize("policy", PolicyKind)
-def test_a_large_swapped_group_comes_back_under_a_stream_of_small_newcomers(policy):
-    driver = make_driver(policy, num_blocks=16, block_size=4, max_num_seqs=8, num_host_blocks=40)
+def test_a_large_swapped_group_comes_back_under_a_stream_of_small_newcomers():
+    driver = make_driver(PolicyKind.FAIR, num_blocks=16, block_size=4, max_num_seqs=8, num_host_blocks=40)
     large = make_request(0, prompt_len=40, max_tokens=8, num_sequences=2)
     driver.submit(large)
     driver.run_steps(3)
@@ -156,30 +134,29 @@ def test_a_large_swapped_group_comes_back_under_a_stream_of_small_newcomers(poli
 
 
 def test_a_flood_of_one_tenant_does_not_hold_up_another():
-    driver = make_driver(PolicyKind.FAIR, max_num_seqs=1, max_waiting_requests=200)
-    for handle in range(100):
+    driver = make_driver(PolicyKind.FAIR, max_num_seqs=1)
+    for handle in range(12):
         driver.submit(make_request(handle, prompt_len=8, max_tokens=4, tenant="flood"))
-    for handle in range(100, 105):
+    for handle in range(12, 17):
         driver.submit(make_request(handle, prompt_len=8, max_tokens=4, tenant="quiet"))
     order = order_of_ends(driver)
-    assert [order.index(handle) for handle in range(100, 105)] == [1, 3, 5, 7, 9]
-    assert len(order) == 105
+    assert [order.index(handle) for handle in range(12, 17)] == [1, 3, 5, 7, 9]
+    assert len(order) == 17
 
 
 def make_wide_driver(**config) -> Driver:
-    """One with two requests of tenant "wide", which hold all rows for hundreds of steps and have had a turn, and 18
+    """One with two requests of tenant "wide", which hold all rows for hundreds of steps and have had a turn, and 4
     more of them that wait."""
     driver = make_driver(PolicyKind.FAIR, **({"max_num_seqs": 8, "num_blocks": 1000, "max_model_len": 1000} | config))
-    for handle in range(20):
+    for handle in range(6):
         driver.submit(make_request(handle, max_tokens=500, num_sequences=4, tenant="wide"))
     driver.run_steps(TURN + 1)
     assert running(driver) == {0, 1}
     return driver
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, 1000])
-def test_wide_requests_of_one_tenant_do_not_keep_another_out(num_host_blocks):
-    driver = make_wide_driver(num_host_blocks=num_host_blocks)
+def test_wide_requests_of_one_tenant_do_not_keep_another_out():
+    driver = make_wide_driver(num_host_blocks=1000)
     small = [make_request(handle, max_tokens=20, tenant="small") for handle in (20, 21)]
     driver.submit(*small)
     # It begins with the counter of the other tenant, which is ahead a step later.
@@ -209,7 +186,7 @@ def test_a_tenant_that_fills_the_pool_does_not_keep_another_out():
 
 def test_a_displaced_request_has_its_turn_before_a_small_one_displaces_it_again():
     driver = make_wide_driver(num_host_blocks=1000)
-    handle, num_steps = 20, 300
+    handle, num_steps = 20, 4 * TURN
     for _ in range(num_steps):
         if not any(group.request.tenant == "small" for group in driver.scheduler.groups()):
             handle += 1
@@ -226,8 +203,8 @@ def test_a_displaced_request_has_its_turn_before_a_small_one_displaces_it_again(
 
 def test_tenants_that_hold_alike_do_not_displace_each_other():
     driver = make_driver(PolicyKind.FAIR, max_num_seqs=8, num_blocks=1000, max_model_len=1000)
-    for handle in range(16):
-        driver.submit(make_request(handle, max_tokens=3 * TURN, tenant=f"tenant-{handle}"))
+    for handle in range(10):
+        driver.submit(make_request(handle, max_tokens=TURN + 9, tenant=f"tenant-{handle}"))
     driver.run_until_idle()
     assert driver.scheduler.num_preemptions == 0
 
@@ -263,45 +240,10 @@ def test_tenants_that_come_once_while_nobody_waits_are_forgotten():
     driver = make_driver(PolicyKind.FAIR)
     policy = driver.scheduler.policy
     assert isinstance(policy, FairPolicy)
-    for handle in range(400):
+    for handle in range(100):
         driver.submit(make_request(handle, prompt_len=2 + handle % 9, max_tokens=2, tenant=f"tenant-{handle}"))
         driver.run_until_idle()
-        assert len(policy.counters) < 200
-
-
-@few_examples()
-@given(data=st.data(), max_num_seqs=st.integers(1, 4), num_blocks=st.sampled_from([100, 24, 14]))
-def test_the_bound_holds_between_tenants_that_always_want_more(data, max_num_seqs, num_blocks):
-    driver = make_driver(
-        PolicyKind.FAIR,
-        max_num_seqs=max_num_seqs,
-        num_blocks=num_blocks,
-        num_host_blocks=100,
-        preemption_mode=PreemptionMode.SWAP,
-        max_num_batched_tokens=16,
-        max_model_len=48,
-    )
-    policy = driver.scheduler.policy
-    assert isinstance(policy, FairPolicy)
-    sizes = {
-        tenant: (data.draw(st.integers(1, 30), label="prompt"), data.draw(st.integers(1, 16), label="output"))
-        for tenant in ("f", "g")
-    }
-    bound = SAMPLE_WEIGHT * max_num_seqs * 48
-    handle, start = 0, None
-    for _ in range(100):
-        for tenant, (prompt_len, max_tokens) in sizes.items():
-            # As many as one step can admit, so that some are left to wait.
-            while num_waiting(driver, tenant) <= max_num_seqs:
-                driver.submit(make_request(handle, prompt_len=prompt_len, max_tokens=max_tokens, tenant=tenant))
-                handle += 1
-        driver.run_steps(1)
-        counters = dict(policy.counters)
-        start = start or counters
-        assert abs(counters["f"] - counters["g"]) <= bound
-        served = {tenant: counters[tenant] - start[tenant] for tenant in sizes}
-        assert abs(served["f"] - served["g"]) <= 2 * bound
-    assert num_blocks < 100 or driver.scheduler.num_preemptions == 0
+        assert len(policy.counters) <= 65
 
 
 @few_examples()
@@ -320,7 +262,7 @@ def test_the_tenant_that_was_served_least_is_next_whatever_comes_and_goes(data, 
     policy = scheduler.policy
     assert isinstance(policy, FairPolicy)
     queues = (scheduler.waiting, scheduler.swapped)
-    for handle in range(60):
+    for handle in range(25):
         tenant = data.draw(st.sampled_from("abcde"), label="tenant")
         # Long prompts of one tenant are alike, so that some are held until another has computed them.
         prompt = [ord(tenant)] * data.draw(st.sampled_from([1, 9, 40]), label="prompt")
@@ -332,17 +274,3 @@ def test_the_tenant_that_was_served_least_is_next_whatever_comes_and_goes(data, 
             expected = min(firsts, key=lambda group: (policy.counters[group.request.tenant], group.order))
             assert policy.next_of(*queues) is expected
     driver.run_until_idle()
-
-
-def test_tenants_that_are_gone_are_forgotten():
-    policy = FairPolicy()
-    waiting = GroupQueue(policy.new_first)
-    stays = SequenceGroup.of(make_request(0, tenant="stays"), 0, 4, 0.0)
-    policy.arriving("stays", waiting)
-    waiting.add(stays)
-    for number in range(1, 1000):
-        request = make_request(number, tenant=f"tenant-{number}")
-        policy.arriving(request.tenant, waiting)
-        waiting.add(SequenceGroup.of(request, number, 4, 0.0))
-        waiting.remove(request.key)
-    assert len(policy.counters) < 200

@@ -43,7 +43,7 @@ def submit_some(driver: Driver, rng: random.Random, handle: int) -> None:
 
 
 @pytest.mark.parametrize("max_entries", [8_192, 7])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_changes_add_up_to_the_pool_under_any_load(seed, max_entries, monkeypatch):
     monkeypatch.setattr(view, "_MAX_ENTRIES", max_entries)
     monkeypatch.setattr(view, "_NAMES_AT_ONCE", 4)
@@ -86,14 +86,6 @@ def test_a_preemption_is_seen_with_where_its_blocks_went(mode):
     assert preempted == [view.Preempted(1, is_swapped=mode is PreemptionMode.SWAP)]
 
 
-def test_nothing_changes_where_nothing_happens():
-    driver, seen = busy_driver(0), View()
-    driver.submit(make_request(1))
-    driver.plan()
-    assert seen.look(driver.scheduler).changes is None
-    assert seen.look(driver.scheduler).is_empty
-
-
 def test_a_decode_changes_progress_and_a_full_block_a_table():
     driver, seen = busy_driver(0), View()
     driver.submit(make_request(1, prompt_len=7, max_tokens=8))
@@ -121,14 +113,6 @@ def test_a_worker_that_was_lost_makes_the_next_look_whole():
     assert not picture.new
 
 
-def test_a_swap_from_before_the_first_look_is_no_preemption_of_now():
-    driver = Driver(make_config(num_host_blocks=16, preemption_mode=PreemptionMode.SWAP))
-    driver.submit(make_request(1))
-    driver.run_steps(2)
-    driver.preempt(make_request(1))
-    assert View().look(driver.scheduler).preempted == []
-
-
 def test_a_picture_of_a_large_pool_comes_in_parts_of_bounded_size_and_stays_as_it_was(monkeypatch):
     monkeypatch.setattr(view, "_MAX_ENTRIES", 40)
     monkeypatch.setattr(view, "_NAMES_AT_ONCE", 16)
@@ -151,20 +135,6 @@ def test_a_picture_of_a_large_pool_comes_in_parts_of_bounded_size_and_stays_as_i
     assert early == mirror_at_once
     late.apply_all(seen.picture())
     late.check(driver.scheduler)
-
-
-def test_more_changes_than_one_frame_has_room_for_become_a_picture(monkeypatch):
-    monkeypatch.setattr(view, "_MAX_ENTRIES", 4)
-    driver, seen, mirror = busy_driver(0), View(), ViewMirror()
-    driver.submit(make_request(1, prompt_len=3))
-    driver.run_steps(1)
-    mirror.see(seen, driver.scheduler)
-    driver.submit(make_request(2, prompt_len=20))
-    driver.run_steps(1)
-    look = seen.look(driver.scheduler)
-    assert look.changes is None
-    mirror.apply_all(seen.picture())
-    mirror.check(driver.scheduler)
 
 
 def obstacles(driver: Driver) -> dict[str, Obstacle]:
