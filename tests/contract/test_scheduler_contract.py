@@ -241,33 +241,28 @@ async def test_a_message_that_makes_no_sense_ends_the_stream(stream: GatewayStre
 
 
 async def test_an_abort_is_answered_by_what_the_request_cost_and_no_token_follows(stream: GatewayStream) -> None:
-    await stream.submit(make_submit(1, max_tokens=MANY))
+    for handle in (1, 3):
+        await stream.submit(make_submit(handle, max_tokens=MANY))
     while len(stream.outputs[1]) < 3:
         await stream.read()
-    await stream.say(abort={"handle": 1, "wants_usage": True})
-    await stream.read_until_over(1)
+    await stream.abort(1, wants_usage=True)
+    # Its only sequence.
+    await stream.abort(3, sequence_index=0, wants_usage=True)
+    # What is unknown is answered without usage, and only where that is wanted; nothing follows of it.
+    await stream.abort(8)
+    await stream.abort(9, wants_usage=True)
+    await stream.say(detach={"handle": 9})
+    await stream.end_unread()
+    await stream.read_until_over(1, 3, 9)
+    assert stream.completed.keys() == {1, 3, 9}
+    assert not stream.completed[9].HasField("usage")
+    assert stream.completed[3].HasField("usage")
     num_tokens = len(stream.outputs[1])
     assert stream.completed[1].usage.prompt_tokens == 5
     assert 3 <= stream.completed[1].usage.generated_tokens < MANY
     await stream.submit(make_submit(2))
     await stream.read_until_over(2)
     assert len(stream.outputs[1]) == num_tokens
-
-
-async def test_an_abort_of_its_only_sequence_ends_a_request(stream: GatewayStream) -> None:
-    await stream.submit(make_submit(1, max_tokens=MANY))
-    await stream.read()
-    await stream.say(abort={"handle": 1, "sequence_index": 0, "wants_usage": True})
-    await stream.read_until_over(1)
-    assert stream.completed[1].HasField("usage")
-
-
-async def test_an_abort_of_what_is_unknown_is_answered_without_usage(stream: GatewayStream) -> None:
-    await stream.abort(8)
-    await stream.abort(9, wants_usage=True)
-    await stream.read_until_over(9)
-    assert not stream.completed[9].HasField("usage")
-    assert stream.completed.keys() == {9}
 
 
 async def test_what_is_not_kept_cannot_be_resumed_found_or_cancelled(
@@ -286,14 +281,6 @@ async def test_what_is_not_kept_cannot_be_resumed_found_or_cancelled(
         error = from_rpc_error(caught.value)
         assert isinstance(error, NotFound)
         assert error.reason == "REQUEST_NOT_FOUND"
-
-
-async def test_to_leave_what_is_unknown_changes_nothing(stream: GatewayStream) -> None:
-    await stream.submit(make_submit(1, max_tokens=50))
-    await stream.say(detach={"handle": 9})
-    await stream.end_unread()
-    await stream.read_until_over(1)
-    assert len(stream.outputs[1]) == 50
 
 
 # Draining
@@ -344,13 +331,6 @@ async def test_a_prefix_is_pinned_in_whole_blocks_until_it_is_let_go_of(stub: Sc
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.UnpinPrefix(unpin)
     assert from_rpc_error(caught.value).reason == "PIN_NOT_FOUND"
-
-
-async def test_a_prefix_of_less_than_a_block_is_refused(stub: SchedulerServiceStub) -> None:
-    pin = scheduler_pb2.PinPrefixRequest(token_ids=encode_int32(range(15)), time_to_live_ms=60_000)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.PinPrefix(pin)
-    assert isinstance(from_rpc_error(caught.value), InvalidArgument)
 
 
 # Watching
@@ -409,37 +389,41 @@ class Mirror:
 
 
 async def test_the_first_frame_is_whole_and_others_come_though_nothing_happens(stub: SchedulerServiceStub) -> None:
-    mirror = Mirror(stub)
-    first = await mirror.read()
-    assert first.is_whole
-    assert first.HasField("memory")
-    assert first.numbers.ready
-    assert min(first.numbers.num_blocks, first.numbers.block_size, first.numbers.max_num_seqs) > 0
-    second = await mirror.read()
-    assert not second.is_whole
+    mirror, without_memory = Mirror(stub), Mirror(stub, include_memory=False)
+    for each in (mirror, without_memory):
+        first, second = await each.read(), await each.read()
+        assert first.is_whole
+        assert not second.is_whole
+        assert first.numbers.ready
+        assert min(first.numbers.num_blocks, first.numbers.block_size, first.numbers.max_num_seqs) > 0
+        assert first.HasField("memory") == second.HasField("memory") == (each is mirror)
     assert not mirror.sequences
-
-
-async def test_numbers_alone_have_no_memory(stub: SchedulerServiceStub) -> None:
-    mirror = Mirror(stub, include_memory=False)
-    first = await mirror.read()
-    assert first.is_whole
-    assert first.numbers.num_blocks > 0
-    assert not first.HasField("memory")
-    assert not (await mirror.read()).HasField("memory")
+    await stub.Drain(scheduler_pb2.DrainRequest(timeout_ms=1))
+    await mirror.read_until(lambda: mirror.numbers.draining)
+    assert not mirror.numbers.ready
 
 
 async def test_a_request_is_watched_from_its_blocks_to_its_end(
     stub: SchedulerServiceStub, stream: GatewayStream
 ) -> None:
-    mirror = Mirror(stub)
+    mirror, leaves = Mirror(stub), Mirror(stub)
     await mirror.read()
-    await stream.submit(make_submit(1, prompt_len=20, max_tokens=300, tenant="a"))
-    await mirror.read_until(lambda: bool(mirror.sequences))
+    submit = make_submit(1, prompt_len=20, max_tokens=300, tenant="a")
+    await stream.submit(submit)
+    await mirror.read_until(lambda: any(mirror.tables.values()))
+    await leaves.read_until(lambda: bool(leaves.sequences))
+    leaves.call.cancel()
     (watched,) = mirror.sequences.values()
-    assert watched.request_id == make_submit(1).request_id
-    assert (watched.tenant, watched.prompt_tokens, watched.max_tokens) == ("a", 20, 320)
+    assert (watched.request_id, watched.tenant) == (submit.request_id, "a")
+    assert (watched.prompt_tokens, watched.max_tokens) == (20, 320)
     assert mirror.numbers.running_requests == 1
+    ((first, *_),) = mirror.tables.values()
+    block = await stub.ReadBlock(scheduler_pb2.ReadBlockRequest(block_id=first))
+    assert block.ref_count == len(block.owners) == 1
+    (owner,) = block.owners
+    assert (owner.request_id, owner.logical_index) == (submit.request_id, 0)
+    prompt = decode_int32(submit.prompt_token_ids, "prompt_token_ids").tolist()
+    assert decode_int32(owner.token_ids, "token_ids").tolist() == prompt[: mirror.numbers.block_size]
     await stream.read_until_over(1)
     await mirror.read_until(lambda: not mirror.sequences and bool(mirror.ended))
     assert [(each.prompt_tokens, each.generated_tokens) for each in mirror.ended] == [(20, 300)]
@@ -447,50 +431,9 @@ async def test_a_request_is_watched_from_its_blocks_to_its_end(
     assert mirror.most_tokens[watched.request_id] > 20
 
 
-async def test_each_watcher_sees_all_and_one_that_leaves_takes_nothing_along(
-    stub: SchedulerServiceStub, stream: GatewayStream
-) -> None:
-    stays, leaves = Mirror(stub), Mirror(stub)
-    await stays.read()
-    await leaves.read()
-    await stream.submit(make_submit(1, max_tokens=MANY))
-    await stays.read_until(lambda: bool(stays.sequences))
-    await leaves.read_until(lambda: bool(leaves.sequences))
-    leaves.call.cancel()
-    late = Mirror(stub)
-    assert (await late.read()).is_whole
-    assert late.sequences.keys() <= stays.sequences.keys()
-    await stream.submit(make_submit(2, max_tokens=MANY))
-    await stays.read_until(lambda: len(stays.sequences) == 2 or len(stays.ended) == 2)
-
-
-async def test_a_drain_is_watched(stub: SchedulerServiceStub) -> None:
-    mirror = Mirror(stub)
-    await mirror.read()
-    await stub.Drain(scheduler_pb2.DrainRequest(timeout_ms=1))
-    await mirror.read_until(lambda: mirror.numbers.draining)
-    assert not mirror.numbers.ready
-
-
-async def test_a_block_is_read_with_the_tokens_of_its_owner(stub: SchedulerServiceStub, stream: GatewayStream) -> None:
-    mirror = Mirror(stub)
-    await mirror.read()
-    submit = make_submit(1, prompt_len=20, max_tokens=MANY)
-    await stream.submit(submit)
-    await mirror.read_until(lambda: any(mirror.tables.values()))
-    ((first, *_),) = mirror.tables.values()
-    block = await stub.ReadBlock(scheduler_pb2.ReadBlockRequest(block_id=first))
-    assert block.ref_count == len(block.owners) == 1
-    (owner,) = block.owners
-    assert (owner.request_id, owner.logical_index) == (submit.request_id, 0)
-    token_ids = decode_int32(owner.token_ids, "token_ids").tolist()
-    prompt = decode_int32(submit.prompt_token_ids, "prompt_token_ids").tolist()
-    assert token_ids == prompt[: mirror.numbers.block_size]
-
-
-async def test_a_block_beyond_the_pool_is_refused(stub: SchedulerServiceStub) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.ReadBlock(scheduler_pb2.ReadBlockRequest(block_id=1 << 30))
-    error = from_rpc_error(caught.value)
-    assert isinstance(error, InvalidArgument)
-    assert "block_id" in error.message
+async def test_what_has_no_sense_for_a_pool_is_refused(stub: SchedulerServiceStub) -> None:
+    pin = scheduler_pb2.PinPrefixRequest(token_ids=encode_int32(range(15)), time_to_live_ms=60_000)
+    for call in (stub.PinPrefix(pin), stub.ReadBlock(scheduler_pb2.ReadBlockRequest(block_id=1 << 30))):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert isinstance(from_rpc_error(caught.value), InvalidArgument)

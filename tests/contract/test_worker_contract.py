@@ -63,18 +63,6 @@ def decode_batch(position: int, row: int = 0) -> worker_pb2.Batch:
     return make_batch([row], [1], [position])
 
 
-async def test_attached_says_what_the_worker_is(address: str) -> None:
-    async with attached_client(address, 4) as client:
-        info = client.info
-        assert client.attached.scheduler_epoch == 4
-        assert info.worker_generation > 0
-        assert info.world_size == 1
-        assert info.pool.num_gpu_blocks > 0
-        assert info.pool.block_bytes > 0
-        assert info.limits.max_steps_in_flight == 2
-        assert info.model.vocab_size > 0
-
-
 async def test_a_stream_that_does_not_begin_with_attach_is_refused(address: str) -> None:
     async with worker_stub(address) as stub:
         client = StepClient(stub)
@@ -99,17 +87,6 @@ async def test_a_higher_epoch_ends_the_session_before_and_releases_its_rows(addr
             assert isinstance(await new.error(), InvalidArgument)
 
 
-async def test_steps_are_answered_in_order_with_two_in_flight(client: StepClient) -> None:
-    await prefill(client)
-    for position in (3, 4):
-        await client.send(client.step(batch=decode_batch(position)))
-    results = [await client.result(), await client.result()]
-    assert [result.step_id for result in results] == [2, 3]
-    for result in results:
-        assert ints(result.rows) == [0]
-        assert 0 <= ints(result.token_ids)[0] < client.info.model.vocab_size
-
-
 async def test_a_decode_row_feeds_on_its_own_samples(client: StepClient) -> None:
     first = await prefill(client)
     second = ints((await client.run(batch=decode_batch(3))).token_ids)[0]
@@ -118,39 +95,6 @@ async def test_a_decode_row_feeds_on_its_own_samples(client: StepClient) -> None
     blocks = range(8, 8 + -(-8 // client.info.pool.block_size))
     result = await client.run(assign=[make_assign(1, whole, blocks)], batch=make_batch([1], [len(whole)], [0]))
     assert ints(result.token_ids) == [third]
-
-
-async def test_chunks_of_a_prompt_are_reported_only_where_they_are_not_finite(client: StepClient) -> None:
-    tokens = [*PROMPT, 4, 5]
-    first = await client.run(assign=[make_assign(0, tokens, range(2))], batch=make_batch([0], [2], [0], []))
-    second = await client.run(batch=make_batch([0], [2], [2], []))
-    assert first.non_finite_chunks == second.non_finite_chunks == b""
-    result = await client.run(batch=make_batch([0], [1], [4]))
-    assert len(ints(result.token_ids)) == 1
-
-
-async def test_a_released_row_can_be_assigned_in_the_same_step(client: StepClient) -> None:
-    token = await prefill(client)
-    blocks = range(8, 8 + -(-8 // client.info.pool.block_size))
-    result = await client.run(
-        release=encode_int32([0]), assign=[make_assign(0, PROMPT, blocks)], batch=make_batch([0], [3], [0])
-    )
-    assert ints(result.token_ids) == [token]
-
-
-async def test_a_step_without_a_batch_is_answered(client: StepClient) -> None:
-    result = await client.run(assign=[make_assign(5, PROMPT, [0])])
-    assert result.step_id == 1
-    assert not result.rows
-    assert not result.token_ids
-
-
-async def test_block_tables_grow_by_deltas(client: StepClient) -> None:
-    block_size = client.info.pool.block_size
-    prompt = [index % 7 for index in range(block_size)]
-    await client.run(assign=[make_assign(0, prompt, [3])], batch=make_batch([0], [block_size], [0]))
-    result = await client.run(block_table_deltas=encode_int32([0, 1, 5]), batch=decode_batch(block_size))
-    assert len(ints(result.token_ids)) == 1
 
 
 @pytest.mark.parametrize("step_id", [0, 1, 3, 2**40])
@@ -264,21 +208,6 @@ async def test_steps_in_flight_are_answered_before_the_refusal(client: StepClien
     await client.send(client.step(batch=make_batch([6], [1], [0])))
     assert (await client.result()).step_id == 2
     assert isinstance(await client.error(), InvalidArgument)
-
-
-async def test_a_worker_can_be_attached_again_after_its_stream_broke(address: str) -> None:
-    async with attached_client(address, 1) as client:
-        await prefill(client)
-        client.cancel()
-    async with attached_client(address, 2) as client:
-        await prefill(client)
-
-
-async def test_the_stream_ends_well_when_the_scheduler_has_no_more_steps(client: StepClient) -> None:
-    await prefill(client)
-    await client.send(client.step(batch=decode_batch(3)))
-    assert (await client.result()).step_id == 2
-    await client.finish()
 
 
 async def test_heartbeats_come_at_least_once_a_second(client: StepClient) -> None:

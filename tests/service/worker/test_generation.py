@@ -41,8 +41,7 @@ async def generate(client: StepClient, row: int, output: list[int], count: int, 
     return got
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kept", [1, 4, 12])
+@pytest.mark.parametrize(("temperature", "kept"), [(0.0, 1), (1.0, 12)])
 async def test_a_row_with_penalties_that_was_preempted_goes_on_as_if_it_had_not_been(
     tmp_path: Path, temperature: float, kept: int
 ) -> None:
@@ -52,7 +51,7 @@ async def test_a_row_with_penalties_that_was_preempted_goes_on_as_if_it_had_not_
         assert await generate(client, 1, whole[:kept], 20 - kept, **sampling) == whole[kept:]
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 4, 9])
+@pytest.mark.parametrize("chunk", [2, 9])
 async def test_prompt_logprobs_are_those_of_the_model_at_any_chunk_size(tmp_path: Path, chunk: int) -> None:
     model = TinyCausalLM()
     reports = []
@@ -104,7 +103,7 @@ async def test_prompt_logprobs_of_a_long_prompt_never_make_all_logits_at_once(
     assert columns.top_counts.tolist() == [0] * (len(PROMPT) - 1)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 4, 9])
+@pytest.mark.parametrize("chunk", [2, 9])
 async def test_a_row_whose_prompt_has_bad_logits_fails_when_it_samples(tmp_path: Path, chunk: int) -> None:
     """Whichever chunk the position is in, and until another sequence has the row."""
     model = TinyCausalLM()

@@ -24,9 +24,6 @@ pytestmark = pytest.mark.extended
 TIMEOUT_S = 60
 
 
-BOTH_WAYS = pytest.mark.parametrize("by", ["memory", "messages"])
-
-
 Rank = subprocess.Popen[str]
 RunRanks = Callable[..., AbstractContextManager[list[Rank]]]
 
@@ -64,7 +61,7 @@ def stop_all(ranks: list[Rank]) -> None:
     assert [rank.stdout.readline() for rank in ranks] == ["stopping\n"] * len(ranks)
 
 
-@BOTH_WAYS
+@pytest.mark.parametrize("by", ["memory", "messages"])
 def test_ranks_compute_the_same_and_end_in_order(running_ranks: RunRanks, by: str) -> None:
     with running_ranks("sum", by) as ranks:
         lines = [rank.stdout.readline() for rank in ranks]
@@ -86,7 +83,7 @@ def test_a_rank_leaves_at_once_when_another_one_alone_ends_in_order(running_rank
     assert "silent" not in errors
 
 
-@BOTH_WAYS
+@pytest.mark.parametrize("by", ["memory", "messages"])
 def test_ranks_of_older_epochs_drop_their_steps_until_all_are_at_the_newest(running_ranks: RunRanks, by: str) -> None:
     """As when a scheduler died after it had sent a step to some ranks alone, and another one attaches to all."""
     with running_ranks("epochs", by, size=3) as ranks:
@@ -96,7 +93,7 @@ def test_ranks_of_older_epochs_drop_their_steps_until_all_are_at_the_newest(runn
         assert [ended(rank, "\n") for rank in ranks] == [(0, "")] * 3
 
 
-@BOTH_WAYS
+@pytest.mark.parametrize("by", ["memory", "messages"])
 def test_ranks_leave_when_a_step_fails_on_one_of_them(running_ranks: RunRanks, by: str) -> None:
     with running_ranks("fail", by) as ranks:
         (status, errors), (other_status, _) = [ended(rank) for rank in ranks]
@@ -105,32 +102,23 @@ def test_ranks_leave_when_a_step_fails_on_one_of_them(running_ranks: RunRanks, b
         assert "rank 0: step 1 failed on the device; the ranks need a new rendezvous; this process exits" in errors
 
 
-@BOTH_WAYS
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_leaves_a_sum_that_another_one_will_not_join(running_ranks: RunRanks, victim: int, by: str) -> None:
-    with running_ranks("wait", by) as ranks:
-        survivor = ranks[1 - victim]
-        ranks[victim].kill()
-        status, errors = ended(survivor, "\n")
-        assert status == LOST_PEER_EXIT_STATUS
-        assert "the ranks need a new rendezvous; this process exits" in errors
-
-
-@pytest.mark.parametrize(("victim", "survivors"), [(0, (1, 2)), (1, (0, 2))])
-def test_ranks_that_wait_for_nothing_leave_at_once_when_another_one_dies(
-    running_ranks: RunRanks, victim: int, survivors: tuple[int, ...]
+@pytest.mark.parametrize(("victim", "by"), [(0, "memory"), (1, "messages")])
+def test_ranks_leave_at_once_when_another_one_dies_in_a_sum_or_while_they_wait(
+    running_ranks: RunRanks, victim: int, by: str
 ) -> None:
     """And not after ten seconds of silence."""
-    with running_ranks("wait", "memory", size=3) as ranks:
+    with running_ranks("wait", by, size=3) as ranks:
+        summing, waiting = (ranks[rank] for rank in range(3) if rank != victim)
         ranks[victim].kill()
-        outcomes = [(ranks[survivor].wait(TIMEOUT_S), ranks[survivor].stderr.read()) for survivor in survivors]
-    assert all(status == LOST_PEER_EXIT_STATUS for status, _ in outcomes)
-    assert not any("silent" in errors for _, errors in outcomes)
+        status, errors = ended(summing, "\n")
+        others = waiting.wait(TIMEOUT_S), waiting.stderr.read()
+    assert "the ranks need a new rendezvous; this process exits" in errors
+    assert status == others[0] == LOST_PEER_EXIT_STATUS
+    assert "silent" not in others[1]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_to_which_the_others_do_not_come_in_time_leaves_and_may_try_again(rank: int) -> None:
-    with running_rank(rank, 2, free_port(), "sum", "memory", meeting_s=1.0) as alone:
+def test_a_rank_to_which_the_others_do_not_come_in_time_leaves_and_may_try_again() -> None:
+    with running_rank(1, 2, free_port(), "sum", "memory", meeting_s=1.0) as alone:
         status, errors = ended(alone)
     assert status == LOST_PEER_EXIT_STATUS
     assert "not all of the 2 ranks came to --tensor-parallel-address" in errors

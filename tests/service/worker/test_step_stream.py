@@ -93,20 +93,6 @@ async def test_a_step_that_another_rank_supersedes_ends_the_session_and_is_no_fa
     assert (error.reason, error.message) == ("SUPERSEDED", "epoch 1 ended before step 1: another rank is at epoch 2")
 
 
-async def test_a_hung_device_shows_in_the_heartbeats(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    release = threading.Event()
-    async with attached_client(service.address, 1) as client:
-        await prefill(client)
-        monkeypatch.setattr(service.model, "before_step", lambda _: release.wait(30) and None)
-        await client.send(client.step(batch=make_batch([0], [1], [5])))
-        while (beat := await client.heartbeat()).busy_ms < 60:
-            assert beat.last_step_id == 1
-        release.set()
-        assert (await client.result()).step_id == 2
-        while (await client.heartbeat()).busy_ms:
-            pass
-
-
 async def test_a_takeover_waits_for_the_steps_that_are_queued(service: Service) -> None:
     release, started = threading.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -172,15 +158,14 @@ async def test_a_block_that_is_written_again_loses_its_seal_unless_the_step_seal
         assert client.attached.sealed_hashes == b"k" * 32 + b"h" * 64
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_a_row_with_bad_logits_fails_alone(service: Service, temperature: float) -> None:
+async def test_a_row_with_bad_logits_fails_alone(service: Service) -> None:
     def spoil(logits: torch.Tensor) -> torch.Tensor:
         logits[0, 7] = torch.nan
         return logits
 
     rows, blocks = [0, 1, 2], [[2, 9], [3, 4], [5, 6]]
     step = {
-        "assign": [make_assign(row, PROMPT, blocks[row], temperature=temperature, seed=4) for row in rows],
+        "assign": [make_assign(row, PROMPT, blocks[row], temperature=1.0, seed=4) for row in rows],
         "batch": make_batch(rows, [5, 5, 5], [0, 0, 0]),
     }
     async with attached_client(service.address, 1) as client:
@@ -217,29 +202,6 @@ async def test_samples_of_one_prompt_share_its_logits_and_go_their_own_ways(
         batch=make_batch([0, 4, 6], [1, 1, 1], [5, 5, 5]),
     )
     assert len(ints(decoded.token_ids)) == 3
-
-
-async def test_a_parameter_that_means_nothing_fails_its_row_alone(client: StepClient) -> None:
-    expected = await prefill(client)
-    result = await client.run(
-        assign=[
-            make_assign(1, PROMPT, [10, 11], bad_token_sequences=[[]]),
-            make_assign(2, PROMPT, [12, 13]),
-        ],
-        release=encode_int32([0]),
-        batch=make_batch([1, 2], [len(PROMPT)] * 2, [0, 0]),
-    )
-    (failure,) = result.failures
-    assert (failure.row, failure.reason) == (1, worker_pb2.ROW_FAILURE_REASON_INVALID_SAMPLING)
-    assert failure.detail == "bad_token_sequences[0] is empty; a sequence has at least 1 token"
-    assert ints(result.token_ids)[1:] == ints(expected.token_ids)
-    # The row is free for another sequence.
-    again = await client.run(
-        assign=[make_assign(1, PROMPT, [10, 11])],
-        release=encode_int32([1]),
-        batch=make_batch([1], [len(PROMPT)], [0]),
-    )
-    assert (again.token_ids, list(again.failures)) == (expected.token_ids, [])
 
 
 async def test_a_worker_that_loads_its_model_says_so(tmp_path: Path) -> None:
