@@ -53,33 +53,20 @@ def candidates_at(token_ids: Sequence[int], count: int, vocab_size: int = 1000) 
 
 
 class Switch:
-    """Can be set and cleared from any thread; it is clear at first. While it is set, each `let_one_pass` ends one
-    wait, now or later."""
+    """Can be set and cleared from any thread; it is clear at first."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._is_set = False
-        self._num_passes = 0
+        self._is_clear = threading.Event()
+        self._is_clear.set()
 
     def set(self) -> None:
-        with self._changed:
-            self._is_set, self._num_passes = True, 0
+        self._is_clear.clear()
 
     def clear(self) -> None:
-        with self._changed:
-            self._is_set = False
-            self._changed.notify_all()
-
-    def let_one_pass(self) -> None:
-        with self._changed:
-            self._num_passes += 1
-            self._changed.notify_all()
+        self._is_clear.set()
 
     def wait_until_clear(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_set or self._num_passes)
-            if self._is_set:
-                self._num_passes -= 1
+        self._is_clear.wait()
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,14 +195,6 @@ def test_beams_wait_for_their_result_and_others_do_not():
     assert third.set_tokens[:, :2].tolist() == [[0, 6], [1, 6]]
 
 
-def test_the_prompt_of_a_search_is_computed_once():
-    driver = Driver(make_config())
-    request = make_beams(1, width=4, prompt_len=10, max_tokens=5)
-    driver.submit(request)
-    driver.finish(request)
-    assert driver.device.num_computed == 10 + 4 * 4
-
-
 def fail_rows(driver: Driver, *rows: int) -> None:
     """The oldest result says that these rows had no finite logits, as a worker says where no token is allowed."""
     result = driver.results[0]

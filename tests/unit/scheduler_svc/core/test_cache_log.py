@@ -62,15 +62,3 @@ def test_restored_blocks_are_stored_again_with_their_tokens_when_a_request_uses_
     run(driver, 2, [*PROMPT[:8], 40, 41, 42, 43, 44])
     mirror.check()
     assert [mirror.blocks[content] is not None for content in HASHES] == [True, True, False]
-
-
-def test_a_lost_worker_clears_the_cache():
-    driver = Driver(make_config())
-    log = driver.scheduler.log_cache()
-    run(driver, 1, PROMPT)
-    log.take()
-    driver.crash()
-    changes = log.take()
-    assert (changes.is_cleared, changes.removed, changes.stored) == (True, [], {})
-    run(driver, 2, PROMPT)
-    assert list(log.take().stored) == HASHES

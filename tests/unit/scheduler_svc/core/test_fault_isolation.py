@@ -4,14 +4,10 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 
 from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.pins import PIN_CLIENT
-from scheduler_svc.core.request import Handle
-from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import StepResult
 from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
 
 ENOUGH = LOSSES_BEFORE_TRIALS + LOSSES_ON_TRIAL
@@ -302,39 +298,6 @@ def test_a_request_that_is_aborted_before_the_worker_is_back_is_nobody_s_fault()
     driver.crash()
     driver.run_until_idle()
     assert driver.finished == {1}
-
-
-def run_others(scheduler: Scheduler, culprit: Handle) -> None:
-    """Answers all steps until one has the culprit in it."""
-    while culprit not in {group.request.key.handle for group in scheduler.running}:
-        plan = scheduler.schedule(0.0)
-        if plan is None or culprit in {group.request.key.handle for group in scheduler.running}:
-            continue
-        num_samples = len(scheduler.in_flight[-1].rows)
-        scheduler.apply(StepResult(plan.step_id, np.zeros(num_samples, np.int64)), 0.0)
-
-
-def come_back_with_another_pool(scheduler: Scheduler, num_blocks: int) -> tuple[Scheduler, list[Handle]]:
-    """The worker was lost. Returns what goes on, and the requests that fail."""
-    scheduler.lose_in_flight()
-    scheduler.void_in_flight(0.0)
-    successor = Scheduler(make_config(num_blocks=num_blocks))
-    successor.take_over(scheduler, 0.0)
-    events = successor.judge_loss(was_alive=False)
-    return successor, [failure.key.handle for batch in events.values() for failure in batch.failed]
-
-
-@pytest.mark.parametrize("num_others", [0, 3])
-def test_a_request_is_found_too_where_the_worker_comes_back_with_another_pool_each_time(num_others):
-    scheduler, failed, num_losses, culprit = Scheduler(make_config()), [], 0, Handle(0)
-    for handle in range(1 + num_others):
-        scheduler.submit(make_request(handle, max_tokens=12), 0.0)
-    while not failed and num_losses < 40:
-        run_others(scheduler, culprit)
-        num_losses += 1
-        scheduler, failed = come_back_with_another_pool(scheduler, 64 + num_losses % 2)
-    assert (failed, num_losses) == ([culprit], ENOUGH)
-    assert len(list(scheduler.groups())) == num_others
 
 
 def test_what_is_counted_since_the_start_goes_on_with_another_pool():

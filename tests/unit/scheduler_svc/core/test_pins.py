@@ -93,17 +93,6 @@ def test_a_prefix_can_be_pinned_while_a_request_computes_it():
     assert driver.outputs[1] == expected_output(request)
 
 
-def test_time_that_is_over_ends_the_computation():
-    driver = make_driver(max_num_batched_tokens=8)
-    made = pin(driver, time_to_live=0.5)
-    driver.plan()
-    # The first result comes a second later.
-    driver.deliver()
-    driver.run_until_idle()
-    assert not made.is_held
-    assert len(driver.scheduler.pins) == driver.scheduler.batch.blocks.pool.num_used == 0
-
-
 def test_overlapping_pins_share_blocks():
     driver = make_driver()
     pinned(driver)

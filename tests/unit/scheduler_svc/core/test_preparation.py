@@ -64,13 +64,6 @@ def test_a_constraint_is_prepared_once_for_all_that_have_it() -> None:
     assert driver.finished == {1, 2, 3}
 
 
-def test_without_preparation_constraints_are_carried_as_before() -> None:
-    driver = Driver(make_config())
-    driver.submit(constrained(1))
-    assert driver.plan() is not None
-    assert not told(driver)
-
-
 def test_few_are_underway_at_once_and_tenants_take_turns() -> None:
     driver = make_driver()
     for handle in range(4):
@@ -82,16 +75,6 @@ def test_few_are_underway_at_once_and_tenants_take_turns() -> None:
     driver.compile_next()
     driver.compile_next()
     assert [each.parameters for each in told(driver)] == [b"flood 2", b"one"]
-
-
-def test_in_a_long_queue_a_constraint_is_prepared_when_its_group_is_next() -> None:
-    driver = make_driver(max_num_seqs=1)
-    for handle in range(30):
-        driver.submit(constrained(handle, b"%d" % handle, max_tokens=2))
-    assert len(prepare(driver)) < 30
-    while len(driver.finished) < 30:
-        run(driver)
-        prepare(driver)
 
 
 def test_an_answer_that_nobody_asked_for_is_refused() -> None:

@@ -1,15 +1,12 @@
 """The queue's bounds among tenants: whoever comes first does not keep the others out."""
 
-from collections import Counter
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.core.config import PolicyKind
 from scheduler_svc.core.request import QueueFullError
 from scheduler_svc.core.scheduler import Scheduler
-from tests.support.core_driver import Driver, make_config, make_request
+from tests.support.core_driver import make_config, make_request
 
 
 def make_scheduler(**changes) -> Scheduler:
@@ -74,28 +71,6 @@ def test_a_tenant_that_waits_behind_its_share_gets_in_again_as_its_requests_leav
         assert scheduler.abort(make_request(handle, tenant="a").key)
     assert fill(scheduler, "a") == 2
     assert (scheduler.waiting.num_of("a"), scheduler.waiting.num_of("b")) == (4, 4)
-
-
-def test_under_fair_the_tenant_that_came_to_a_full_queue_is_served_as_much():
-    driver = Driver(make_config(policy=PolicyKind.FAIR, max_num_seqs=2, max_waiting_requests=20))
-    served: Counter[str] = Counter()
-    tenants: dict[int, str] = {}
-
-    def refill(tenant: str) -> None:
-        while True:
-            handle = len(tenants)
-            try:
-                driver.submit(make_request(handle, tenant=tenant, max_tokens=4))
-            except QueueFullError:
-                return
-            tenants[handle] = tenant
-
-    for _ in range(120):
-        refill("greedy")
-        refill("late")
-        driver.run_steps(1)
-    served.update(tenants[handle] for handle in driver.finished)
-    assert abs(served["greedy"] - served["late"]) <= 2
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 30), st.booleans()), max_size=60))

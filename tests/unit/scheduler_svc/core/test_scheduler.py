@@ -259,24 +259,6 @@ def test_a_displaced_request_and_one_whose_worker_was_lost_say_so() -> None:
     assert [each for each, _ in line.milestones] == [Milestone.WORKER_LOST, Milestone.RESUMED]
 
 
-def test_the_prompt_is_computed_once_whatever_the_number_of_samples():
-    driver = Driver(make_config())
-    request = make_request(1, prompt_len=10, max_tokens=5, num_sequences=4)
-    driver.submit(request)
-    driver.run_until_idle()
-    assert driver.device.num_computed == 10 + 4 * 4
-    driver.finish(request)
-
-
-def test_all_copies_of_a_step_go_out_as_one_list():
-    driver = Driver(make_config(), max_in_flight=1)
-    driver.submit(make_request(1, prompt_len=6, max_tokens=5, num_sequences=5))
-    driver.run_steps(1)
-    plan = driver.next_plan()
-    assert [source for source, _ in plan.copies.tolist()] == [1, 1, 1, 1]
-    assert len({target for _, target in plan.copies.tolist()}) == 4
-
-
 def test_the_first_sample_is_what_the_request_alone_would_get():
     request = make_request(1, num_sequences=3)
     assert request.sampling_of(0).seed == request.sampling.seed

@@ -38,13 +38,11 @@ def test_without_a_tracer_nothing_is_made_whatever_gateways_say() -> None:
     spans.sequence_aborted(request.key)
     spans.close()
     assert len(spans) == 0
-
-
-def test_what_a_gateway_does_not_trace_or_sample_is_not_traced() -> None:
+    # Nor where there is a tracer, of what a gateway does not trace or sample.
     traces = MemoryTraces()
     spans = RequestSpans(traces.tracer, no_clock)
-    spans.submit(make_request(1), None, submit_untraced)
-    spans.submit(make_request(1), TraceContext(f"00-{'a' * 32}-{'b' * 16}-00"), submit_untraced)
+    spans.submit(request, None, submit_untraced)
+    spans.submit(request, TraceContext(f"00-{'a' * 32}-{'b' * 16}-00"), submit_untraced)
     assert traces.close() == []
 
 

@@ -8,7 +8,6 @@ import pytest
 from quire.rpc.errors import ResourceExhausted
 from quire.scheduler.v1 import scheduler_pb2
 from scheduler_svc.core import view
-from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.view import View
 from scheduler_svc.service import watchers
@@ -83,20 +82,6 @@ async def test_everything_in_a_large_pool_is_several_frames(watched, monkeypatch
     assert all(each.numbers == parts[0].numbers for each in parts)
     tables = [triple for each in parts for triple in triples(each.memory.tables, 3)]
     assert tables == [(1, 0, 0), (1, 1, 1), (1, 2, 2), (2, 0, 3), (2, 1, 4), (2, 2, 5)]
-
-
-async def test_an_answer_of_a_step_whose_number_comes_again_has_its_own_time(watched):
-    """Steps count from 1 again once a worker was lost."""
-    async with aclosing(watched.watchers.frames(wants_memory=False)) as frames:
-        await next_frame(frames)
-        watched.watchers.answered(1, 0.5)
-        watched.watchers.answered(1, 0.25)
-        watched.driver.submit(make_request(1))
-        watched.watchers.look()
-        frame = await next_frame(frames)
-        while not frame.answers:
-            frame = await next_frame(frames)
-    assert [(each.step_id, each.total_us) for each in frame.answers] == [(1, 500_000), (1, 250_000)]
 
 
 async def test_a_defect_of_the_view_is_logged_once_and_then_everything_comes(watched, monkeypatch, caplog):
@@ -177,12 +162,3 @@ async def test_copies_forks_and_swaps_are_events(watched):
             frame = await next_frame(frames)
             kinds |= {kind for kind, *_ in triples(frame.memory.events, 4)}
     assert kinds == set(scheduler_pb2.MemoryEvent.values()) - {0}
-
-
-async def test_beams_are_marked(watched):
-    beam = BeamParameters(2)
-    watched.driver.submit(make_request(1, num_sequences=2, num_returned=1, beam=beam))
-    watched.step()
-    async with aclosing(watched.watchers.frames(wants_memory=True)) as frames:
-        frame = await next_frame(frames)
-    assert [(each.is_beam, each.sequence_index) for each in frame.memory.sequences] == [(True, 0), (True, 1)]
