@@ -1,12 +1,7 @@
-"""What every worker does, whatever its model: run against each entry of WORKERS over raw messages.
-
-A worker enters as an async context manager that takes a directory for sockets and yields an address. Its sequences must
-hold at least 32 tokens, its pool 16 blocks and as many on the host, its batches 8 rows.
-"""
+"""What schedulers rely on of every worker, over raw messages. The worker without a model is the same service."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -17,7 +12,6 @@ from quire.common.v1.common_pb2 import Constraint
 from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.preparation import NUM_KEPT
-from tests.support.fake_worker import running_fake_worker
 from tests.support.sampling import make_row_sampling
 from tests.support.worker_client import (
     StepClient,
@@ -31,17 +25,13 @@ from tests.support.worker_client import (
 from tests.support.worker_server import running_worker
 from worker_svc.sampling.constraints import MIN_KEPT
 
-WORKERS: dict[str, Callable[[Path], AbstractAsyncContextManager[str]]] = {
-    "worker_svc": running_worker,
-    "fake_worker": running_fake_worker,
-}
 PROMPT = [1, 2, 3]
 HASHES = bytes(range(32)) + bytes(range(32, 64))
 
 
-@pytest.fixture(params=WORKERS)
-async def address(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
-    async with WORKERS[request.param](tmp_path) as address:
+@pytest.fixture
+async def address(tmp_path: Path) -> AsyncIterator[str]:
+    async with running_worker(tmp_path) as address:
         yield address
 
 
@@ -85,16 +75,6 @@ async def test_a_higher_epoch_ends_the_session_before_and_releases_its_rows(addr
             assert isinstance(await old.error(), FailedPrecondition)
             await new.send(new.step(batch=decode_batch(len(PROMPT))))
             assert isinstance(await new.error(), InvalidArgument)
-
-
-async def test_a_decode_row_feeds_on_its_own_samples(client: StepClient) -> None:
-    first = await prefill(client)
-    second = ints((await client.run(batch=decode_batch(3))).token_ids)[0]
-    third = ints((await client.run(batch=decode_batch(4))).token_ids)[0]
-    whole = [*PROMPT, first, second]
-    blocks = range(8, 8 + -(-8 // client.info.pool.block_size))
-    result = await client.run(assign=[make_assign(1, whole, blocks)], batch=make_batch([1], [len(whole)], [0]))
-    assert ints(result.token_ids) == [third]
 
 
 @pytest.mark.parametrize("step_id", [0, 1, 3, 2**40])
@@ -146,25 +126,6 @@ async def test_a_step_that_contradicts_itself_or_the_worker_is_refused(
     error = await client.error()
     assert isinstance(error, InvalidArgument)
     assert error.violations
-
-
-async def test_a_swapped_sequence_goes_on_in_other_blocks(client: StepClient) -> None:
-    assert client.info.pool.num_host_blocks >= 16
-    tokens = [*PROMPT, await prefill(client)]
-    expected = (await client.run(batch=decode_batch(3))).token_ids
-    others = [5, 5, 5]
-    await client.run(
-        cache_operations={"swap_out": encode_int32([0, 3])},
-        release=encode_int32([0]),
-        assign=[make_assign(0, others, [0])],
-        batch=make_batch([0], [3], [0]),
-    )
-    result = await client.run(
-        cache_operations={"swap_in": encode_int32([3, 9])},
-        assign=[make_assign(1, tokens, [9])],
-        batch=decode_batch(3, row=1),
-    )
-    assert result.token_ids == expected
 
 
 async def test_rows_that_search_report_candidates_and_go_on_with_what_is_chosen(client: StepClient) -> None:

@@ -6,11 +6,9 @@ Each step takes `step_seconds`. What a step may say is checked as in any worker.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from quire import clock
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
@@ -155,14 +153,3 @@ class FakeWorker:
         self._make_service()
         self.config = config or self.config
         await self.start(self.address)
-
-
-@asynccontextmanager
-async def running_fake_worker(directory: Path) -> AsyncIterator[str]:
-    """Serves until the block ends; yields the address, a socket in `directory`."""
-    worker = FakeWorker(FakeWorkerConfig(num_host_blocks=16))
-    address = await worker.start(f"unix:{directory / 'worker'}")
-    try:
-        yield address
-    finally:
-        await worker.stop()

@@ -9,7 +9,6 @@ from scheduler_svc.core.step import ClientEvents, RequestEnd, SequenceEnd, Usage
 from scheduler_svc.service.durable import DurableLimits
 from scheduler_svc.service.outbox import Held, Outgoing, SequenceProgress
 from scheduler_svc.service.requests import Connection, OwnedRequest, Reader, Requests
-from tests.support.logprobs import Line, columns_of
 
 NONCE = 7
 GRACE_S = 10.0
@@ -90,16 +89,13 @@ class Bench:
         reader = Reader(connection, request.key.handle)
         return reader.request if self.requests.resubmit(request, nonce, reader, held) else None
 
-    def step(self, *owned: OwnedRequest, ends: bool = False, with_logprobs: bool = False) -> None:
+    def step(self, *owned: OwnedRequest, ends: bool = False) -> None:
         """One more token of the first sequence of each; its id is its offset."""
         self.num_steps += 1
         events = ClientEvents()
         for each in owned:
             (progress, *others) = self.core.live[each.key]
             handle, offset = each.key.handle, progress.num_tokens
-            if with_logprobs:
-                events.with_logprobs.append(len(events.handles))
-                events.logprobs.append(columns_of([Line(-float(offset), 1)]))
             events.handles.append(handle)
             events.sequence_indices.append(0)
             events.offsets.append(offset)

@@ -223,21 +223,6 @@ async def test_the_older_of_two_schedulers_at_one_worker_ends_and_the_newer_one_
         stream.close()
 
 
-async def test_a_gateway_that_does_not_read_holds_up_no_step_and_gets_everything_later(scheduler):
-    slow, _ = await GatewayStream.open(scheduler, "gateway-slow")
-    quick, _ = await GatewayStream.open(scheduler, "gateway-quick")
-    for handle in range(1, 33):
-        await slow.submit(make_submit(handle, max_tokens=100))
-    await quick.submit(make_submit(1, max_tokens=100))
-    await quick.read_until_over(1)
-    await wait_nothing_in_use(scheduler)
-    assert not any(slow.outputs.values())
-    await slow.read_until_over(*range(1, 33))
-    assert slow.outputs == {handle: expected_tokens(handle, max_tokens=100) for handle in range(1, 33)}
-    slow.close()
-    quick.close()
-
-
 async def test_gateways_are_told_when_the_worker_is_lost_and_when_it_is_back(scheduler, worker):
     stream, _ = await GatewayStream.open(scheduler, "gateway-a")
     await worker.stop()

@@ -175,27 +175,6 @@ async def test_requests_fail_where_the_worker_comes_back_with_another_model_and_
         await wait_nothing_in_use(stub)
 
 
-async def test_requests_go_on_in_another_pool_once_their_gateway_is_back_but_those_that_no_longer_fit(worker, tmp_path):
-    worker.config = FakeWorkerConfig(step_seconds=0.005)
-    async with attached_scheduler(tmp_path, worker.address) as stub:
-        first, welcome = await GatewayStream.open(stub, grace_period_ms=60_000)
-        assert (welcome.num_gpu_blocks, welcome.block_size) == (256, 16)
-        await first.submit(make_submit(1, max_tokens=500))
-        await first.submit(make_submit(2, max_tokens=60))
-        while len(first.outputs[2]) < 10:
-            await first.read()
-        await worker.restart(FakeWorkerConfig(num_blocks=40, block_size=8))
-        await first.read_to_end()
-        assert first.failed[1].reason == "POOL_SHRANK"
-        second, welcome = await GatewayStream.open(stub, grace_period_ms=60_000)
-        assert (welcome.num_gpu_blocks, welcome.block_size, welcome.max_model_len) == (40, 8, 320)
-        await second.submit(resubmit(first, 2, max_tokens=60))
-        await second.read_until_over(2)
-        assert second.outputs[2] == expected_tokens(2, max_tokens=60)
-        await wait_nothing_in_use(stub)
-        second.close()
-
-
 async def longest_answer(gateway: RunningGateway) -> int:
     """How many tokens a request of three tokens gets that leaves it to the gateway how many."""
     request = generation_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=[5, 6, 7]))

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ from quire.rpc.process import LOST_PEER_EXIT_STATUS
 from quire.settings import ConfigurationError
 from tests.support.ports import free_port
 from tests.support.serving import forked_worker, running_fork
-from worker_svc.parallel import rendezvous as parallel
-from worker_svc.parallel.rendezvous import Patience, rendezvous, warn_if_exposed
+from worker_svc.parallel.rendezvous import rendezvous, warn_if_exposed
 from worker_svc.settings import WorkerSettings
 
 pytestmark = pytest.mark.extended
@@ -141,20 +139,6 @@ def test_an_address_that_is_taken_is_a_wrong_setting() -> None:
     settings = WorkerSettings(tensor_parallel_size=2, tensor_parallel_address=address)
     with pytest.raises(ConfigurationError, match=f"rank 0 cannot listen on --tensor-parallel-address {address}"):
         rendezvous(settings, torch.device("cpu"), threading.Event())
-
-
-def test_what_all_do_together_may_be_as_late_as_their_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks read their parts of the model before that, one perhaps from a colder disk than the others."""
-    made: list[dict[str, Any]] = []
-    monkeypatch.setattr(parallel, "_start_watch", lambda *_: None)
-    monkeypatch.setattr(parallel.dist, "init_process_group", lambda _, **options: made.append(options))
-    monkeypatch.setattr(parallel, "share_memory", lambda store, rank, size: None)
-    # Whoever enters enters for both.
-    monkeypatch.setattr(parallel, "_entered", lambda rank: "entered")
-    settings = WorkerSettings(tensor_parallel_size=2, tensor_parallel_address=f"127.0.0.1:{free_port()}")
-    patience = Patience(timedelta(seconds=TIMEOUT_S))
-    rendezvous(settings, torch.device("cpu"), threading.Event(), patience)
-    assert [options["timeout"] for options in made] == [patience.rendezvous]
 
 
 @pytest.mark.parametrize(("address", "warned"), [("10.0.0.3:50063", True), ("127.0.0.1:50063", False)])

@@ -1,14 +1,11 @@
 """The step stream of the real worker where its device, its rows and its pool are at stake."""
 
-import asyncio
-import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import pytest
-import torch
 
 from quire.arrays import encode_int32
 from quire.rpc.errors import FailedPrecondition, Internal, InvalidArgument, Unavailable, from_rpc_error
@@ -93,31 +90,6 @@ async def test_a_step_that_another_rank_supersedes_ends_the_session_and_is_no_fa
     assert (error.reason, error.message) == ("SUPERSEDED", "epoch 1 ended before step 1: another rank is at epoch 2")
 
 
-async def test_a_takeover_waits_for_the_steps_that_are_queued(service: Service) -> None:
-    release, started = threading.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def hold(_: object) -> None:
-        loop.call_soon_threadsafe(started.set)
-        release.wait(60)
-
-    async with attached_client(service.address, 1) as old, worker_stub(service.address) as stub:
-        await prefill(old)
-        service.model.before_step = hold
-        await old.send(old.step(batch=make_batch([0], [1], [5])))
-        await started.wait()
-        new = StepClient(stub)
-        attaching = asyncio.create_task(new.attach(2))
-        error = await old.error()
-        assert isinstance(error, FailedPrecondition)
-        assert error.reason == "SUPERSEDED"
-        assert not attaching.done()
-        release.set()
-        assert (await attaching).scheduler_epoch == 2
-        await prefill(new)
-        new.cancel()
-
-
 async def test_a_refused_step_changes_neither_pool_nor_seals(service: Service) -> None:
     async with attached_client(service.address, 1) as client:
         first = await prefill(client)
@@ -156,52 +128,6 @@ async def test_a_block_that_is_written_again_loses_its_seal_unless_the_step_seal
     async with attached_client(service.address, 2) as client:
         assert ints(client.attached.sealed_block_ids) == [2, 12, 14]
         assert client.attached.sealed_hashes == b"k" * 32 + b"h" * 64
-
-
-async def test_a_row_with_bad_logits_fails_alone(service: Service) -> None:
-    def spoil(logits: torch.Tensor) -> torch.Tensor:
-        logits[0, 7] = torch.nan
-        return logits
-
-    rows, blocks = [0, 1, 2], [[2, 9], [3, 4], [5, 6]]
-    step = {
-        "assign": [make_assign(row, PROMPT, blocks[row], temperature=1.0, seed=4) for row in rows],
-        "batch": make_batch(rows, [5, 5, 5], [0, 0, 0]),
-    }
-    async with attached_client(service.address, 1) as client:
-        good = await client.run(**step)
-        assert not good.failures
-        service.model.change_logits = spoil
-        bad = await client.run(release=encode_int32(rows), **step)
-        assert [failure.row for failure in bad.failures] == [0]
-        assert bad.failures[0].reason == worker_pb2.ROW_FAILURE_REASON_NON_FINITE_LOGITS
-        assert ints(bad.token_ids) == [0, *ints(good.token_ids)[1:]]
-
-
-async def test_samples_of_one_prompt_share_its_logits_and_go_their_own_ways(
-    client: StepClient, service: Service
-) -> None:
-    result = await client.run(
-        assign=[make_assign(0, PROMPT, [2, 9], temperature=5.0, seed=1)],
-        fork=encode_int32([0, 4, 0, 6]),
-        reseed=[worker_pb2.ReseedRow(row=4, seed=2), worker_pb2.ReseedRow(row=6, seed=3)],
-        batch=make_batch([0], [5], [0], [(0, 0), (4, 0), (6, 0)]),
-    )
-    tokens = ints(result.token_ids)
-    assert ints(result.rows) == [0, 4, 6]
-    assert len(set(tokens)) > 1
-    alone = await client.run(
-        assign=[make_assign(7, PROMPT, [20, 21], temperature=5.0, seed=3)], batch=make_batch([7], [5], [0])
-    )
-    assert ints(alone.token_ids) == tokens[2:]
-    # Copy-on-write of the last block, then each decodes in a block of its own.
-    decoded = await client.run(
-        cache_operations=worker_pb2.CacheOperations(copy=encode_int32([9, 10, 9, 11])),
-        block_table_deltas=encode_int32([4, 1, 10, 6, 1, 11]),
-        set_tokens=[worker_pb2.SetTokens(row=row, position=5, token_ids=encode_int32([row])) for row in (0, 4, 6)],
-        batch=make_batch([0, 4, 6], [1, 1, 1], [5, 5, 5]),
-    )
-    assert len(ints(decoded.token_ids)) == 3
 
 
 async def test_a_worker_that_loads_its_model_says_so(tmp_path: Path) -> None:

@@ -64,13 +64,11 @@ def model() -> Model:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What one search is asked for. No token of `banned` is ever taken, and none after one of `dead_ends`."""
+    """What one search is asked for. No token of `banned` is ever taken."""
 
     parameters: BeamParameters
     stop_token_ids: Sequence[int]
-    min_tokens: int = 0
     banned: Sequence[int] = ()
-    dead_ends: Sequence[int] = ()
     max_tokens: int = MAX_TOKENS
 
 
@@ -81,11 +79,7 @@ def search(model: Model, case: Case, prompt: Sequence[int]) -> list[Hypothesis]:
     outputs: list[list[int]] = [[] for _ in range(width)]
     for _ in range(case.max_tokens):
         lines = model.logprobs([(*prompt, *output) for output in outputs])
-        candidates = [
-            # A worker reports none where no token is allowed.
-            Candidates((), ()) if output[-1:] and output[-1] in case.dead_ends else make_candidates(line, case)
-            for output, line in zip(outputs, [banned_in(each, case, len(outputs[0])) for each in lines], strict=True)
-        ]
+        candidates = [make_candidates(line, case) for line in lines]
         step = beams.advance(candidates, outputs)
         assert_step(step, beams, candidates, outputs)
         if not step.continuations:
@@ -95,12 +89,8 @@ def search(model: Model, case: Case, prompt: Sequence[int]) -> list[Hypothesis]:
     raise AssertionError(f"{case.max_tokens} steps did not end the search")
 
 
-def banned_in(line: list[float], case: Case, num_tokens: int) -> list[float]:
-    stops = case.stop_token_ids if num_tokens < case.min_tokens else ()
-    return [-math.inf if token in stops or token in case.banned else logprob for token, logprob in enumerate(line)]
-
-
 def make_candidates(line: Sequence[float], case: Case) -> Candidates:
+    line = [-math.inf if token in case.banned else logprob for token, logprob in enumerate(line)]
     best = sorted(range(len(line)), key=lambda token: (-line[token], token))
     best = best[: num_candidates(case.parameters.width, len(case.stop_token_ids))]
     return Candidates(best, [line[token] for token in best])
@@ -128,14 +118,12 @@ def search_by_transformers(model: Model, case: Case) -> list[list[tuple[list[int
             batch,
             attention_mask=torch.ones_like(batch),
             max_new_tokens=case.max_tokens,
-            min_new_tokens=case.min_tokens or None,
             num_beams=width,
             num_return_sequences=width,
             length_penalty=case.parameters.length_penalty,
             early_stopping=EARLY_STOPPING[case.parameters.early_stopping],
             eos_token_id=list(case.stop_token_ids) or None,
             suppress_tokens=list(case.banned) or None,
-            bad_words_ids=[[end, token] for end in case.dead_ends for token in range(VOCAB_SIZE)] or None,
             pad_token_id=0,
             do_sample=False,
             return_dict_in_generate=True,
@@ -179,14 +167,6 @@ def test_hypotheses_and_scores_are_those_of_transformers(model, width, num_stops
         assert_like_transformers(model, Case(parameters, OFTEN_STOPS[:num_stops]))
 
 
-@pytest.mark.parametrize("width", [1, 4])
-def test_no_hypothesis_is_shorter_than_the_fewest_tokens_asked(model, width):
-    for early_stopping in EarlyStopping:
-        case = Case(BeamParameters(width, early_stopping=early_stopping), OFTEN_STOPS, min_tokens=4)
-        assert_like_transformers(model, case)
-        assert all(len(each.token_ids) >= 4 for prompt in PROMPTS for each in search(model, case, prompt))
-
-
 # With TRUE, transformers may end the search for copies that it counts as finished; here only real texts count.
 @pytest.mark.parametrize("early_stopping", [EarlyStopping.FALSE, EarlyStopping.NEVER])
 @pytest.mark.parametrize("allowed", [(4, 6), (4, 13, 1), (6,), (4,)])
@@ -197,14 +177,3 @@ def test_where_fewer_texts_than_beams_are_possible_the_real_ones_are_those_of_tr
     for width, max_tokens in product((2, 4, 6), (1, 2, 4)):
         parameters = BeamParameters(width, early_stopping=early_stopping)
         assert_like_transformers(model, Case(parameters, OFTEN_STOPS, banned=banned, max_tokens=max_tokens))
-
-
-@pytest.mark.parametrize("early_stopping", [EarlyStopping.FALSE, EarlyStopping.NEVER])
-@pytest.mark.parametrize("num_dead_ends", [1, 3, 5])
-def test_where_some_beams_have_no_token_left_the_others_go_on_as_those_of_transformers(
-    model, num_dead_ends, early_stopping
-):
-    dead_ends = [token for token in (4, 13, 1, 6, 2) if token not in OFTEN_STOPS][:num_dead_ends]
-    for width, max_tokens in product((2, 4), (2, 4)):
-        parameters = BeamParameters(width, early_stopping=early_stopping)
-        assert_like_transformers(model, Case(parameters, OFTEN_STOPS, dead_ends=dead_ends, max_tokens=max_tokens))

@@ -13,13 +13,6 @@ def run(driver: Driver, handle: int, prompt: list[int]) -> None:
     driver.run_until_idle()
 
 
-def test_a_new_log_says_that_all_was_cleared_and_not_what_is_there_already():
-    driver = Driver(make_config())
-    run(driver, 1, PROMPT)
-    changes = driver.scheduler.log_cache().take()
-    assert (changes.is_cleared, changes.removed, changes.stored) == (True, [], {})
-
-
 def test_sealed_blocks_come_with_parent_and_tokens_once():
     driver = Driver(make_config())
     log = driver.scheduler.log_cache()
@@ -30,21 +23,6 @@ def test_sealed_blocks_come_with_parent_and_tokens_once():
     assert [each.token_ids for each in stored.values()] == [PROMPT[:4], PROMPT[4:8], PROMPT[8:12]]
     run(driver, 2, PROMPT)
     assert log.take() is None
-
-
-def test_what_came_and_left_in_between_is_not_told():
-    driver = Driver(make_config(num_blocks=4))
-    log = driver.scheduler.log_cache()
-    log.take()
-    run(driver, 1, PROMPT)
-    run(driver, 2, PROMPT[::-1])
-    changes = log.take()
-    assert not changes.removed
-    assert list(changes.stored) == PrefixHashes("", 4).first(3, PROMPT[::-1])
-    run(driver, 3, PROMPT)
-    changes = log.take()
-    assert sorted(changes.removed) == sorted(PrefixHashes("", 4).first(3, PROMPT[::-1]))
-    assert list(changes.stored) == HASHES
 
 
 def test_restored_blocks_are_stored_again_with_their_tokens_when_a_request_uses_them():

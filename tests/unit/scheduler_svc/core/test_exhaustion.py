@@ -111,25 +111,6 @@ def test_a_request_without_a_stop_holds_as_many_blocks_as_it_is_refused_for(prom
     assert most == max_blocks(request, block_size)
 
 
-def test_a_pin_gives_way_to_a_swapped_group_too():
-    driver = Driver(
-        make_config(num_blocks=12, num_host_blocks=12, block_size=4, pin_quota=1.0, max_pinned=1.0), max_in_flight=1
-    )
-    driver.submit(make_request(1, prompt=[9] * 37, max_tokens=2))
-    driver.run_until_idle()
-    group = make_request(2, prompt_len=8, max_tokens=16, num_sequences=2)
-    driver.submit(group)
-    while group.key not in driver.scheduler.running:
-        driver.run_steps(2)
-    driver.preempt(group)
-    assert group.key in driver.scheduler.swapped
-    # What the first request left is still cached, so it is pinned at once.
-    assert driver.scheduler.pin("", [9] * 32, driver.clock, 1e6).is_held
-    driver.check()
-    driver.finish(group)
-    assert driver.scheduler.pins.num_pinned == 0
-
-
 def make_driver(max_in_flight: int = 1, **config) -> Driver:
     return Driver(make_config(**({"num_host_blocks": 32} | config)), max_in_flight)
 

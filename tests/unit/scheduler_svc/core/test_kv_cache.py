@@ -10,7 +10,7 @@ from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, FreeQue
 from scheduler_svc.core.config import PolicyKind
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import StepResult
-from tests.support.core_driver import Driver, expected_output, make_config, make_request
+from tests.support.core_driver import Driver, make_config, make_request
 
 SHORT_PROMPT = list(range(10, 23))  # 13 tokens: three full blocks of 4 and one token
 
@@ -33,30 +33,6 @@ def test_a_second_request_computes_only_what_is_not_cached():
     # At least one token of a prompt is computed.
     run(driver, 3, prompt=SHORT_PROMPT[:12], max_tokens=3)
     assert driver.usage[3].cached_tokens == 8
-
-
-def test_a_follow_up_turn_hits_its_whole_history_output_included():
-    driver = Driver(make_config())
-    first = make_request(1, prompt=SHORT_PROMPT, max_tokens=9)
-    driver.submit(first)
-    driver.run_until_idle()
-    history = [*SHORT_PROMPT, *driver.outputs[1]]
-    run(driver, 2, prompt=[*history, 7, 8], max_tokens=1)
-    # 22 tokens of history, of which 21 were computed and fill five blocks.
-    assert driver.usage[2].cached_tokens == 20
-
-
-def test_running_requests_share_one_physical_copy():
-    driver = Driver(make_config(), max_in_flight=1)
-    driver.submit(make_request(1, prompt=SHORT_PROMPT, max_tokens=30))
-    driver.run_steps(1)
-    driver.submit(make_request(2, prompt=SHORT_PROMPT, max_tokens=30))
-    driver.plan()
-    first, second = (group.sequences[0] for group in driver.scheduler.running)
-    assert first.block_table[:3] == second.block_table[:3]
-    assert [driver.scheduler.batch.blocks.pool.ref_count(block) for block in first.block_table[:4]] == [2, 2, 2, 1]
-    driver.run_until_idle()
-    assert driver.scheduler.batch.blocks.pool.num_used == 0
 
 
 def test_a_prompt_is_shared_chunk_by_chunk():
@@ -253,18 +229,6 @@ def test_those_who_wait_go_on_at_once_when_the_one_that_computes_is_gone(steps, 
         driver.run_until_idle()
         assert driver.finished >= {2, 3, 4}
         assert driver.device.num_computed <= 1000 + 256 * steps + 3 * 8
-
-
-def test_those_who_wait_for_one_that_is_not_finite_compute_themselves():
-    driver = make_wide_driver(max_num_batched_tokens=256)
-    driver.failing[1] = 300
-    requests = submit(driver, *[LONG_PROMPT] * 4)
-    driver.run_until_idle()
-    assert (driver.failed, driver.finished) == ({1}, {2, 3, 4})
-    for request in requests[1:]:
-        assert driver.outputs[request.key.handle] == expected_output(request)
-    # The first chunk was sealed, and the next three were computed by the first and by the second.
-    assert driver.device.num_computed <= 1000 + 744 + 2 * 8
 
 
 @given(st.integers(1, 8), st.lists(st.tuples(st.sampled_from(["pop", "remove", "last", "first"]), st.integers(0, 7))))

@@ -105,20 +105,6 @@ def test_a_constraint_that_is_never_compiled_fails_the_requests_that_wait_for_it
     assert 5 in driver.finished
 
 
-def test_who_waits_further_behind_has_a_constraint_that_was_given_up_prepared_again() -> None:
-    driver = make_driver(max_num_seqs=1)
-    for request in (make_request(1, max_tokens=3), make_request(3), constrained(2)):
-        driver.submit(request)
-    (first,) = told(driver)
-    driver.run_steps(1)
-    assert driver.scheduler.give_up_preparation(first.number, "it takes too long") == {}
-    driver.told.clear()
-    run(driver)
-    assert prepare(driver) == [b"a"]
-    run(driver)
-    assert driver.finished == {1, 2, 3}
-
-
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
 def test_a_preempted_group_is_prepared_again_where_workers_may_have_forgotten(mode: PreemptionMode) -> None:
     driver = make_driver(preemption_mode=mode, num_host_blocks=16)
