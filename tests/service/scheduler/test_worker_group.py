@@ -4,7 +4,6 @@ ranks, and when that is lost."""
 import asyncio
 import contextlib
 import socket
-import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,42 +32,22 @@ from tests.support.scheduler_process import (
     expected_tokens,
     make_submit,
 )
-from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_client import make_assign, make_batch
-from tests.support.worker_server import running_worker
-from worker_svc.parallel.ranks import Ranks
 
 TIMEOUT_S = 60.0
 A, B, C = (ModelFingerprint("c1", "t1", weights) for weights in ("w1", "w2", ""))
 NO_TOKENIZER = ModelFingerprint("c1", "", "w1")
 
 
-class AgreeingRanks(Ranks):
-    """Ranks of one start of a group, without a group: they agree on the number that they are given."""
-
-    def __init__(self, rank: int, size: int, generation: int) -> None:
-        super().__init__(rank, size)
-        self._generation = generation
-
-    def smallest(self, *numbers: int) -> tuple[int, ...]:
-        return tuple(-self._generation if number < 0 else number for number in numbers)
-
-
 @contextlib.asynccontextmanager
 async def running_rank(
-    directory: Path,
-    rank: int,
-    size: int = 2,
-    generation: int = 5,
-    fingerprint: ModelFingerprint = UNKNOWN_MODEL,
-    model: TinyCausalLM | None = None,
+    rank: int, generation: int = 5, fingerprint: ModelFingerprint = UNKNOWN_MODEL
 ) -> AsyncIterator[str]:
-    (directory / str(rank)).mkdir()
-    model = model or TinyCausalLM()
-    model.ranks = AgreeingRanks(rank, size, generation)
-    served = running_worker(directory / str(rank), model, heartbeat_interval_s=0.05, fingerprint=fingerprint)
-    async with served as address:
-        yield address
+    """One of two."""
+    config = FakeWorkerConfig(block_size=4, rank=rank, world_size=2, generation=generation, fingerprint=fingerprint)
+    worker = FakeWorker(config, heartbeat_interval_s=0.05)
+    yield await worker.start()
+    await worker.stop()
 
 
 async def receive_for_ever(link: WorkerLink | WorkerGroup) -> None:
@@ -84,34 +63,6 @@ async def attached(*addresses: str) -> AsyncIterator[WorkerLink | WorkerGroup]:
         yield link
     finally:
         await link.close()
-
-
-class LoneRanks(AgreeingRanks):
-    """A rank that waits for another one, until it is told that nobody comes."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 2, 5)
-        self.nobody_comes = threading.Event()
-        # While the worker starts.
-        self.nobody_comes.set()
-
-    def agree(self, scheduler_epoch: int, step_id: int) -> None:
-        self.nobody_comes.wait()
-
-
-async def test_a_rank_that_waits_for_one_that_cannot_be_had_is_not_waited_for(tmp_path: Path) -> None:
-    """While ranks start, one is there a little sooner than the others."""
-    model = TinyCausalLM()
-    model.ranks = ranks = LoneRanks()
-    async with running_worker(tmp_path, model, heartbeat_interval_s=0.05) as first:
-        ranks.nobody_comes.clear()
-        attaching = asyncio.create_task(attach_workers((first, f"unix:{tmp_path / 'nobody'}"), 1, 300.0))
-        try:
-            # Else the first one says after a while that the second is missing.
-            with pytest.raises(WorkerLostError, match="nobody"):
-                await attaching
-        finally:
-            ranks.nobody_comes.set()
 
 
 def make_plan() -> StepPlan:
@@ -130,14 +81,14 @@ async def next_answer(link: WorkerLink | WorkerGroup) -> int:
 
 
 async def test_a_step_is_serialized_once_and_answered_when_all_ranks_have_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     written: dict[str, bytes] = {}
     late = asyncio.Event()
     write = WorkerLink.write
     async with (
-        running_rank(tmp_path, 0) as first,
-        running_rank(tmp_path, 1) as second,
+        running_rank(0) as first,
+        running_rank(1) as second,
         attached(first, second) as link,
     ):
 
@@ -177,15 +128,14 @@ async def test_a_step_is_serialized_once_and_answered_when_all_ranks_have_it(
     ],
 )
 async def test_ranks_that_make_no_group_are_refused(
-    tmp_path: Path,
     order: tuple[int, ...],
     generations: tuple[int, int],
     fingerprints: tuple[ModelFingerprint, ModelFingerprint],
     message: str,
 ) -> None:
     async with (
-        running_rank(tmp_path, 0, generation=generations[0], fingerprint=fingerprints[0]) as first,
-        running_rank(tmp_path, 1, generation=generations[1], fingerprint=fingerprints[1]) as second,
+        running_rank(0, generation=generations[0], fingerprint=fingerprints[0]) as first,
+        running_rank(1, generation=generations[1], fingerprint=fingerprints[1]) as second,
     ):
         addresses = (first, second)
         with pytest.raises(WorkerLostError, match=message.format(*addresses)):
@@ -217,20 +167,20 @@ async def test_a_request_that_ranks_sample_differently_fails_alone(
         await rank.stop()
 
 
-async def test_the_group_is_lost_with_any_of_its_ranks(tmp_path: Path) -> None:
-    async with running_rank(tmp_path, 0) as first, contextlib.AsyncExitStack() as stack:
-        second = await stack.enter_async_context(running_rank(tmp_path, 1))
+async def test_the_group_is_lost_with_any_of_its_ranks() -> None:
+    async with running_rank(0) as first, contextlib.AsyncExitStack() as stack:
+        second = await stack.enter_async_context(running_rank(1))
         async with attached(first, second) as link:
             await stack.aclose()
             with pytest.raises(WorkerLostError, match=second):
                 await receive_for_ever(link)
 
 
-async def test_ranks_are_attached_as_one_and_a_constraint_is_prepared_when_all_have_compiled_it(tmp_path: Path) -> None:
+async def test_ranks_are_attached_as_one_and_a_constraint_is_prepared_when_all_have_compiled_it() -> None:
     async with (
-        running_rank(tmp_path, 0, fingerprint=A) as first,
+        running_rank(0, fingerprint=A) as first,
         # It lacks what it does not need of the model.
-        running_rank(tmp_path, 1, fingerprint=C) as second,
+        running_rank(1, fingerprint=C) as second,
         attached(first, second) as link,
     ):
         assert (link.info.worker_generation, link.info.fingerprint.weights) == (5, "w1")
@@ -270,6 +220,14 @@ async def test_attaching_can_be_cancelled_at_any_time_and_is_given_up_in_time(mu
     async with asyncio.timeout(60):
         with pytest.raises(WorkerLostError, match="did not answer Attach"):
             await WorkerLink.attach(mute_address, 1, timeout_s=0.2)
+
+
+async def test_a_rank_that_does_not_answer_is_not_waited_for_where_another_one_cannot_be_had(
+    mute_address: str, tmp_path: Path
+) -> None:
+    async with asyncio.timeout(60):
+        with pytest.raises(WorkerLostError, match="nobody"):
+            await attach_workers((mute_address, f"unix:{tmp_path / 'nobody'}"), 1, 300.0)
 
 
 async def test_a_step_of_any_size_reaches_the_worker(tmp_path: Path) -> None:

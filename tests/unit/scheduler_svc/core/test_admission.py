@@ -99,17 +99,17 @@ def pressure() -> tuple[int, int, int]:
     swapping = make_config(
         num_blocks=30, block_size=8, num_host_blocks=40, max_num_seqs=24, preemption_mode=PreemptionMode.SWAP
     )
-    total = (0, 0, 0)
+    preemptions = steps = computed = 0
     for config, count, num_sequences, prompt_len in ((small, 12, 1, 12), (swapping, 8, 3, 10)):
         driver = Driver(config)
         for handle in range(count):
             driver.submit(make_request(handle, prompt_len=prompt_len, max_tokens=40, num_sequences=num_sequences))
         driver.run_until_idle()
         assert driver.finished == {*range(count)}
-        scheduler = driver.scheduler
-        own = (scheduler.num_preemptions, scheduler.num_steps, driver.device.num_computed)
-        total = tuple(map(sum, zip(total, own, strict=True)))
-    return total
+        preemptions += driver.scheduler.num_preemptions
+        steps += driver.scheduler.num_steps
+        computed += driver.device.num_computed
+    return preemptions, steps, computed
 
 
 def test_looking_ahead_preempts_a_third_less_and_takes_no_longer(monkeypatch):
