@@ -56,4 +56,4 @@ async def test_what_clients_have_stays_and_nothing_is_lost_or_comes_twice(served
     async with open_channel(served.server.grpc_address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         for stream in disturbed:
-            assert await read_again(stub, stream) == (stream.token_ids, stream.text)
+            assert await read_again(stub, stream) == (stream.token_ids, stream.texts[0])

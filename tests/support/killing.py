@@ -19,8 +19,8 @@ _numbers = itertools.count()
 
 T = TypeVar("T")
 
-Outputs = list[tuple[list[int], str]]
-"""Token ids and text of each stream."""
+Outputs = list[tuple[dict[int, list[int]], dict[int, str]]]
+"""Token ids and text of each stream, by the index of the sequence."""
 
 
 class TooLateError(Exception):
@@ -59,11 +59,16 @@ class Stream:
 
     def __init__(self, index: int, options: GenerationOptions, *, durable: bool) -> None:
         self.index = index
-        self.token_ids: list[int] = []
-        self.text = ""
+        self.outputs: dict[int, list[int]] = {}
+        self.texts: dict[int, str] = {}
         self.has_ended = False
         self._options = options
         self._durable = durable
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the first sequence."""
+        return self.outputs.get(0, [])
 
     async def read(self, client: AsyncClient) -> None:
         """Checks that offsets are consecutive and that exactly one end comes."""
@@ -74,9 +79,10 @@ class Stream:
             self.request_id = request_id
             async for event in stream:
                 if isinstance(event, TokenChunk):
-                    assert event.offset == len(self.token_ids)
-                    self.token_ids += event.token_ids
-                    self.text += event.text
+                    output = self.outputs.setdefault(event.sequence_index, [])
+                    assert event.offset == len(output)
+                    output += event.token_ids
+                    self.texts[event.sequence_index] = self.texts.get(event.sequence_index, "") + event.text
         assert stream.completed is not None
         self.has_ended = True
 
@@ -99,7 +105,7 @@ class Streams:
     async def read(self, client: AsyncClient) -> Outputs:
         """Token ids and text of each, once all have ended."""
         await asyncio.gather(*(stream.read(client) for stream in self))
-        return [(stream.token_ids, stream.text) for stream in self]
+        return [(stream.outputs, stream.texts) for stream in self]
 
     @contextlib.asynccontextmanager
     async def reading(self, served: Served) -> AsyncIterator[asyncio.Task[Outputs]]:
