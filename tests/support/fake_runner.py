@@ -8,7 +8,6 @@ import numpy as np
 
 from quire import clock
 from quire.failpoint import failpoint
-from quire.logprob_columns import LogprobColumns
 from tests.support.fake_pool import BlockError, FakePool
 from tests.support.fake_rows import FakeRows
 from tests.support.logprobs import Line, columns_of
@@ -16,9 +15,7 @@ from worker_svc.device.seals import SealInventory
 from worker_svc.step import (
     AdmittedStep,
     Batch,
-    Int32Array,
     PromptLogprobs,
-    RowCandidates,
     SealedBlocks,
     StepOutput,
     StepTimings,
@@ -32,24 +29,6 @@ _NUM_SPECIAL_TOKENS = 16
 def token_at(seed: int, position: int, vocab_size: int = 1000) -> int:
     """The token that a sequence with this seed has at this position; none that ends a sequence."""
     return _NUM_SPECIAL_TOKENS + (seed * 7919 + position * 104_729 + 13) % (vocab_size - _NUM_SPECIAL_TOKENS)
-
-
-_STRIDE = 37
-
-
-def candidates_at(token_ids: Sequence[int], count: int, vocab_size: int = 1000) -> tuple[Int32Array, np.ndarray]:
-    """The best tokens that follow these and their log probabilities [count] float32, best first, strictly falling.
-
-    They depend on the last three tokens and their number, so a beam search has an answer that anyone can work out.
-    """
-    mixed = len(token_ids)
-    for token_id in token_ids[-3:]:
-        mixed = (mixed * 31 + token_id * 7919 + 17) % 1_000_003
-    places = np.arange(min(count, vocab_size))
-    shares = (mixed * (places + 3)) % 97 / 97
-    return ((mixed + places * _STRIDE) % vocab_size).astype(np.int32), (-0.1 * (places + 1 + shares / 2)).astype(
-        np.float32
-    )
 
 
 class Switch:
@@ -82,12 +61,11 @@ class FakeStep:
 class FakeRunner:
     """A `worker_svc.protocol.stream.SealingRunner` without a model.
 
-    Rows that draw get the tokens of `token_at`, or those of a script; rows that search, the candidates of
-    `candidates_at`. `num_steps` counts the steps that were begun; while `hang` is set none goes on, and one that
-    computes a row with one of `deadly_seeds` calls `on_deadly` first; `faults` says what a scheduler did wrong that no
-    check of the protocol finds: it wrote
-    where another row has other tokens, or let a row read what is not its own, be it because a block was overwritten,
-    not copied, or swapped to another place.
+    Rows get the tokens of `token_at`, or those of a script; none searches. `num_steps` counts the steps that were
+    begun; while `hang` is set none goes on, and one that computes a row with one of `deadly_seeds` calls `on_deadly`
+    first. `faults` says what a scheduler did wrong that no check of the protocol finds: it wrote where another row has
+    other tokens, or let a row read what is not its own, be it because a block was overwritten, not copied, or swapped
+    to another place.
     """
 
     is_asynchronous = False
@@ -104,8 +82,6 @@ class FakeRunner:
         deadly_seeds: Collection[int] = (),
         script: Sequence[int] = (),
     ) -> None:
-        if vocab_size % _STRIDE == 0:
-            raise ValueError(f"vocab_size is {vocab_size}; a multiple of {_STRIDE} would give a candidate twice")
         self.num_steps = 0
         self.hang = Switch()
         self.faults: list[BlockError] = []
@@ -159,34 +135,27 @@ class FakeRunner:
             raise
 
     def _sample(self, step_id: int, batch: Batch) -> StepOutput:
-        ends = dict(zip(batch.rows.tolist(), (batch.num_computed_tokens + batch.num_new_tokens).tolist(), strict=True))
-        rows = batch.samples[:, 0]
-        token_ids = np.zeros(len(rows), np.int32)
-        with_logprobs, logprobs, candidates, failed = [], [], [], []
+        ends = dict(zip(batch.rows.tolist(), batch.ends.tolist(), strict=True))
+        token_ids = np.zeros(len(batch.samples), np.int32)
+        lines: dict[int, Line] = {}
+        failed: list[int] = []
         refusals: dict[int, str] = {}
         for place, (row, source) in enumerate(batch.samples.tolist()):
             sampling, prefixes = self._rows[row].sampling, self._rows[row].prefixes
-            has_failed = sampling.seed in self._failing_seeds or sampling.refusal is not None
+            assert sampling.num_candidates is None, "this worker has no candidates for a search"
             if sampling.refusal is not None:
                 refusals[row] = sampling.refusal
-            if has_failed:
+            if has_failed := sampling.seed in self._failing_seeds or sampling.refusal is not None:
                 failed.append(row)
-            if sampling.num_candidates is None:
-                # A row that failed has a token too, since the step behind it may compute it already.
-                token_id = 0 if has_failed else self._token_of(row, ends[source])
-                token_ids[place] = token_id
-                prefixes.append(token_id)
-                if sampling.logprobs is not None and not has_failed:
-                    with_logprobs.append(place)
-                    top_ids, top_logprobs = self._top(token_id, sampling.logprobs)
-                    logprobs.append(Line(-0.5, 1, top_ids.tolist(), top_logprobs.tolist()))
-            elif not has_failed:
-                best = candidates_at(prefixes.token_ids, sampling.num_candidates, self._vocab_size)
-                candidates.append(RowCandidates(row, *best))
+            # A row that failed has a token too, since the step behind it may compute it already.
+            token_ids[place] = token_id = 0 if has_failed else self._token_of(row, ends[source])
+            prefixes.append(token_id)
+            if sampling.logprobs is not None and not has_failed:
+                lines[place] = Line(-0.5, 1, *self._top(token_id, sampling.logprobs))
+        reported = TokenLogprobs(np.array(list(lines), np.int32), columns_of(lines.values())) if lines else None
         timings = StepTimings(0, 0, 0, 0)
-        reported = TokenLogprobs(np.array(with_logprobs, np.int32), columns_of(logprobs)) if logprobs else None
         return StepOutput(
-            step_id, rows, token_ids, reported, tuple(candidates), tuple(failed), timings, refusals=refusals
+            step_id, batch.samples[:, 0], token_ids, reported, (), tuple(failed), timings, refusals=refusals
         )
 
     def _token_of(self, row: int, position: int) -> int:
@@ -204,20 +173,17 @@ class FakeRunner:
     def _judge_prompts(self, batch: Batch) -> tuple[PromptLogprobs, ...]:
         """The token at position p has log probability -p and rank p."""
         reports = []
-        columns = (column.tolist() for column in (batch.rows, batch.num_computed_tokens, batch.num_new_tokens))
-        for row, start, new in zip(*columns, strict=True):
+        for row, start, end in zip(
+            batch.rows.tolist(), batch.num_computed_tokens.tolist(), batch.ends.tolist(), strict=True
+        ):
             count = self._rows[row].sampling.prompt_logprobs
-            judged = range(start + 1, min(start + new + 1, self._rows[row].num_prompt_tokens))
+            judged = range(start + 1, min(end + 1, self._rows[row].num_prompt_tokens))
             if count is not None and judged:
-                positions = np.array(judged, np.int32)
-                top_ids, top = zip(*(self._top(position, count) for position in judged), strict=True)
-                columns = LogprobColumns.of_lines(
-                    -positions.astype(np.float32), positions, np.stack(top_ids), np.stack(top)
-                )
-                reports.append(PromptLogprobs(row, start + 1, columns))
+                lines = [Line(-float(position), position, *self._top(position, count)) for position in judged]
+                reports.append(PromptLogprobs(row, start + 1, columns_of(lines)))
         return tuple(reports)
 
-    def _top(self, token_id: int, count: int) -> tuple[Int32Array, np.ndarray]:
+    def _top(self, token_id: int, count: int) -> tuple[list[int], list[float]]:
         """The token and those that follow it in the vocabulary, as the most likely ones."""
-        ranks = np.arange(min(count, self._vocab_size), dtype=np.int32)
-        return (token_id + ranks) % np.int32(self._vocab_size), (-0.5 - ranks).astype(np.float32)
+        ranks = range(min(count, self._vocab_size))
+        return [(token_id + rank) % self._vocab_size for rank in ranks], [-0.5 - rank for rank in ranks]
