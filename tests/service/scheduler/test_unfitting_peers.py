@@ -13,7 +13,7 @@ from quire.arrays import encode_int32
 from quire.common.v1 import common_pb2
 from quire.compatibility import SCHEDULER_PROTOCOL, WORKER_PROTOCOL, ModelFingerprint, ProtocolVersions
 from quire.gateway.v1 import generation_pb2, model_pb2
-from quire.rpc.errors import QuireError, from_rpc_error
+from quire.rpc.errors import NotFound, QuireError, from_rpc_error
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.gateway_process import RunningGateway, running_gateway
@@ -34,7 +34,7 @@ from worker_svc.protocol import convert
 
 NO_VERSION = ProtocolVersions(0, 0)
 NEWER = ProtocolVersions(8, 9)
-OF_WORKER = ModelFingerprint(config="c1", weights="w1")
+OF_WORKER = ModelFingerprint(config="c1", tokenizer="t1", weights="w1")
 FITTING = ModelFingerprint(config="c1", tokenizer="t1")
 
 
@@ -145,6 +145,8 @@ async def test_requests_fail_where_the_worker_comes_back_with_another_model_and_
         pin = scheduler_pb2.PinPrefixRequest(token_ids=encode_int32(range(32)), time_to_live_ms=60_000)
         await stub.PinPrefix(pin)
         stream, _ = await GatewayStream.open(stub, "gateway-b", grace_period_ms=60_000, credit=10_000)
+        await stream.submit(make_submit(4, durable=True))
+        await stream.read_until_over(4)
         await stream.submit(make_submit(1, max_tokens=500))
         await stream.submit(make_submit(2, max_tokens=500, durable=True))
         while not stream.outputs[2]:
@@ -152,13 +154,17 @@ async def test_requests_fail_where_the_worker_comes_back_with_another_model_and_
         changed = ModelFingerprint(config="c1", weights="w2", tokenizer="t2")
         await worker.restart(FakeWorkerConfig(fingerprint=changed))
         await stream.read_to_end()
-        line = "the worker came back with another model (before and now: weights w1 and w2)"
+        line = "the worker came back with another model (before and now: tokenizer t1 and t2, weights w1 and w2)"
         for handle in (1, 2):
             failure = stream.failed[handle]
             assert (failure.code, failure.reason) == (code_pb2.UNAVAILABLE, "MODEL_CHANGED")
             assert failure.message == f"{line}; this request began with the one before and cannot go on: send it again"
         assert [each for each in log.messages if line in each] == [f"{line}; 2 live requests fail"]
         assert (await state_of(stub)).gpu_pool.pinned_blocks == 0
+        # No tokenizer reads what was over.
+        with pytest.raises(grpc.aio.AioRpcError) as lost:
+            await stub.FindDurable(scheduler_pb2.FindDurableRequest(request_id="request-4"))
+        assert isinstance(from_rpc_error(lost.value), NotFound)
         # A gateway that has the tokenizer of before is told so, one that fits is served.
         refusal = await answer_to(stub, make_hello("gateway-a"))
         assert isinstance(refusal, QuireError)

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
-from scheduler_svc.core.policy import TURN, FairPolicy
+from scheduler_svc.core.policy import TURN, FairPolicy, GroupQueue
+from scheduler_svc.core.sequence import SequenceGroup
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 from tests.support.tiers import few_examples
 
@@ -229,6 +230,19 @@ def test_tenants_that_come_once_while_nobody_waits_are_forgotten():
         driver.submit(make_request(handle, prompt_len=2 + handle % 9, max_tokens=2, tenant=f"tenant-{handle}"))
         driver.run_until_idle()
         assert len(policy.counters) <= 65
+
+
+def test_tenants_that_are_gone_are_forgotten_and_one_that_waits_is_not():
+    policy = FairPolicy()
+    waiting = GroupQueue(policy.new_first)
+    for number in range(1000):
+        request = make_request(number, tenant=f"tenant-{number}")
+        policy.arriving(request.tenant, waiting)
+        waiting.add(SequenceGroup.of(request, number, 4, 0.0))
+        if number:
+            waiting.remove(request.key)
+    assert len(policy.counters) < 200
+    assert "tenant-0" in policy.counters
 
 
 @few_examples()

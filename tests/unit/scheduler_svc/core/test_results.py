@@ -96,6 +96,7 @@ def with_logprobs_of(result: StepResult, *samples: int, line: Line | None = None
         (lambda r: with_lines(r, Line(-1.0, 1, [1], [math.inf])), "is not a number"),
         (lambda r: with_lines(r, Line(-1.0, 1, [1], [math.nan])), "is not a number"),
         (lambda r: with_logprobs_of(r, 3, 4, 5, 6, line=Line(-1.0, 1, [1, 2], [-1.0])), "not of one length"),
+        (lambda r: replace(r, logprobs=SampleLogprobs(np.array([3, 4, 5]), r.logprobs.columns)), "not of one length"),
         (lambda r: replace(r, failures={23: "NaN"}), r"reports rows \[23\], which do not sample"),
         (lambda r: replace(r, candidates={}), "no candidates of row 7"),
         (lambda r: with_candidates(r, [1, 2], [-1.0]), "2 candidates of row 7"),

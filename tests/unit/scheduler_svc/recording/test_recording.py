@@ -8,16 +8,19 @@ import struct
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quire.settings import ConfigurationError
 from quire_cli.main import main
+from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.recording import files
+from scheduler_svc.recording.messages import TokenHider
 from scheduler_svc.recording.recorder import Recorder, _Writer
 from scheduler_svc.recording.replay import replay
 from tests.support import core_driver
@@ -124,6 +127,40 @@ def test_a_recording_is_planned_again_and_holds_token_ids_only_where_asked(
     assert report.damage is None
     assert (report.num_requests, report.num_steps) == (30, driver.scheduler.num_steps)
     assert (struct.pack("<i", SECRET) in path.read_bytes()) == with_token_ids
+
+
+def test_blocks_that_a_worker_kept_are_recorded_with_each_of_their_tokens_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_hidden = 0
+    hide = TokenHider.hide
+
+    def count(hider: TokenHider, token_ids: Sequence[int], positions: Any) -> Any:
+        nonlocal num_hidden
+        num_hidden += len(token_ids)
+        return hide(hider, token_ids, positions)
+
+    monkeypatch.setattr(TokenHider, "hide", count)
+    path = tmp_path / "recording"
+    recorder = Recorder.open(str(path), with_token_ids=False, max_bytes=MANY_BYTES)
+    monkeypatch.setattr(core_driver, "Scheduler", recorder.make_scheduler)
+    driver = Driver(make_config(num_blocks=256, max_model_len=500))
+    request = make_request(1, prompt_len=200, max_tokens=200, num_sequences=2)
+    scheduler, device = driver.scheduler, driver.device
+    for _ in range(2):
+        driver.submit(request)
+        driver.run_until_idle()
+        scheduler.lose_in_flight()
+        scheduler.void_in_flight(driver.clock)
+        scheduler.restore_sealed((BlockId(block), content) for block, content in device.seals.items())
+        device.rows.clear()
+        scheduler.judge_loss(was_alive=True)
+    recorder.close()
+    assert driver.usage[1].cached_tokens > 190
+    # Of each time the prompt and the results; and once both sequences, whose blocks were kept.
+    assert num_hidden <= 2 * (200 + 2 * 200) + 2 * (200 + 200)
+    report = replay(path)
+    assert report.is_equal, report.differences
 
 
 def test_a_core_that_plans_otherwise_is_told_where(

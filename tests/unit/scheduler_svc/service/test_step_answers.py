@@ -125,6 +125,13 @@ def test_token_ids_mean_the_same_unless_both_tokenizers_are_known_and_differ(bef
     assert ours.has_tokenizer_of(replace(info, fingerprint=ModelFingerprint(tokenizer=before))) == is_same
 
 
+def test_another_model_is_told_by_what_differs():
+    info = replica_info(make_info())
+    other = replace(info, architecture="B", vocab_size=51, fingerprint=ModelFingerprint(weights="w2"))
+    before = replace(info, architecture="A", fingerprint=ModelFingerprint(config="c1", weights="w1"))
+    assert other.model_changes(before) == ["architecture A and B", "vocab_size 50 and 51", "weights w1 and w2"]
+
+
 def make_lost(cause: Exception | None) -> WorkerLostError:
     error = WorkerLostError("worker 127.0.0.1:1 left")
     error.__cause__ = cause
