@@ -17,6 +17,7 @@ import pytest
 
 from quire.settings import ConfigurationError
 from quire_cli.main import main
+from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.recording import files
@@ -155,10 +156,14 @@ def test_blocks_that_a_worker_kept_are_recorded_with_each_of_their_tokens_once(
         scheduler.restore_sealed((BlockId(block), content) for block, content in device.seals.items())
         device.rows.clear()
         scheduler.judge_loss(was_alive=True)
-    recorder.close()
     assert driver.usage[1].cached_tokens > 190
     # Of each time the prompt and the results; and once both sequences, whose blocks were kept.
     assert num_hidden <= 2 * (200 + 2 * 200) + 2 * (200 + 200)
+    # Beams that go on in the place of others share what is known of their blocks.
+    beam = BeamParameters(3)
+    driver.submit(make_request(2, prompt=request.prompt, max_tokens=9, num_sequences=3, num_returned=3, beam=beam))
+    driver.run_until_idle()
+    recorder.close()
     report = replay(path)
     assert report.is_equal, report.differences
 
