@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
-from pydantic import BaseModel
 
 from tests.support.serving import Served
 
@@ -65,30 +64,3 @@ async def test_a_forced_call_and_its_result(client: "AsyncAnthropic"):
     turns: Any = [*CAPITAL, {"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
     answer = await client.messages.create(model=MODEL, max_tokens=20, messages=turns, tools=[CITY])
     assert answer.usage.output_tokens > 0
-
-
-class Person(BaseModel):
-    is_old: bool
-
-
-async def test_a_message_is_parsed_into_a_model_of_pydantic(client: "AsyncAnthropic"):
-    message = await client.messages.parse(model=MODEL, max_tokens=300, messages=CAPITAL, output_format=Person)
-    assert isinstance(message.parsed_output, Person)
-
-
-async def test_the_tool_runner_goes_on_though_the_server_keeps_no_conversation(client: "AsyncAnthropic"):
-    from anthropic import beta_async_tool
-
-    @beta_async_tool
-    async def weather(city: str) -> str:
-        """Get the weather for a city.
-
-        Args:
-            city: the name of the city
-        """
-        return f"sunny in {city}"
-
-    runner = client.beta.messages.tool_runner(
-        model=MODEL, max_tokens=100, tools=[weather], messages=CAPITAL, max_iterations=2
-    )
-    assert [message.role async for message in runner]

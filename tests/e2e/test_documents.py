@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 
 from tests.support.documents import command_lines
@@ -77,6 +78,16 @@ async def test_the_examples_of_other_clients_answer(served: Served) -> None:
     assert out.count("The capital of France is Paris.") == 3
     assert "is_large=" in out
     assert 'get_weather {"city": "Rome"}\nThe weather in Rome is sunny, 24 degrees.\n' in out
+
+
+@pytest.mark.parametrize("line", shell_lines(section("OpenAI's API"), "^curl "))
+async def test_each_curl_call_of_the_readme_is_answered(served: Served, line: str) -> None:
+    program, url, *options = shlex.split(here(line, served))
+    assert (program, options[0], options[2]) == ("curl", "-H", "-d")
+    async with httpx.AsyncClient(timeout=30) as http:
+        response = await http.post(url, headers=dict([options[1].split(": ", 1)]), content=options[3])
+    assert response.status_code == 200
+    assert "[DONE]" in response.text or "Paris" in response.text
 
 
 GRPCURL = shell_lines(section("Call it"), r"(^|\| )grpcurl ")

@@ -1,15 +1,9 @@
-"""OpenAI's own Python client against all processes, and a benchmark client that speaks its protocol."""
+"""OpenAI's own Python client against all processes."""
 
 import asyncio
-import json
-import re
-import shlex
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -33,7 +27,7 @@ def url_of(served: Served) -> str:
     return f"http://{served.server.http_address}"
 
 
-async def test_chat(client: AsyncOpenAI):
+async def test_a_chat_its_chunks_and_what_the_helper_puts_together_say_the_same(client: AsyncOpenAI):
     answer = await client.chat.completions.create(model=MODEL, messages=CAPITAL, user="someone")
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", "The capital of France is Paris.")
@@ -41,22 +35,18 @@ async def test_chat(client: AsyncOpenAI):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     assert answer.id.startswith("chatcmpl-")
     assert answer._request_id == answer.id
-
-
-async def test_chat_stream(client: AsyncOpenAI):
-    stream = await client.chat.completions.create(
-        model=MODEL, messages=CAPITAL, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = [chunk async for chunk in stream]
+    chunks = [
+        chunk
+        async for chunk in await client.chat.completions.create(
+            model=MODEL, messages=CAPITAL, stream=True, stream_options={"include_usage": True}
+        )
+    ]
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     assert text == "The capital of France is Paris."
     assert chunks[-2].choices[0].finish_reason == "stop"
     assert not chunks[-1].choices
     assert chunks[-1].usage.completion_tokens > 5
-
-
-async def test_the_stream_helper_puts_an_answer_together(client: AsyncOpenAI):
     async with client.chat.completions.stream(model=MODEL, messages=CAPITAL, n=2, logprobs=True) as stream:
         kinds = {event.type async for event in stream}
         answer = await stream.get_final_completion()
@@ -87,11 +77,7 @@ SAMPLED = GenerationOptions(max_tokens=30, temperature=1.0, seed=7, ignore_eos=T
 # What is asked, by the names of the OpenAI client and by those of Quire's own: what takes more than one sequence. That
 # each parameter reaches the scheduler is tested in tests/service/gateway/test_fronts.py.
 SAME = [
-    ({"presence_penalty": 1.5, "stop": ["the", "a "]}, replace(SAMPLED, presence_penalty=1.5, stop=["the", "a "])),
-    ({"n": 3}, replace(SAMPLED, n=3)),
     ({"n": 2, "extra_body": {"best_of": 4}}, replace(SAMPLED, n=2, best_of=4)),
-    ({"n": 3, "temperature": 0, "extra_body": {"use_beam_search": True, "length_penalty": 0.5, "ignore_eos": False}},
-     GenerationOptions(max_tokens=30, n=3, seed=7, beam_search=BeamSearch(3, length_penalty=0.5))),
     ({"n": 2, "temperature": 0, "extra_body": {
         "use_beam_search": True, "best_of": 4, "early_stopping": True, "ignore_eos": False}},
      GenerationOptions(max_tokens=30, n=2, seed=7, beam_search=BeamSearch(4, early_stopping=EarlyStopping.TRUE))),
@@ -134,17 +120,6 @@ async def collected(answer) -> list[tuple[str, str | None]]:
     return [(texts[index], reasons[index]) for index in sorted(texts)]
 
 
-async def test_prompts_as_texts_and_tokens_give_the_same(served: Served, client: AsyncOpenAI):
-    prompts = [STORY, "A", "Question: What is the capital of France?\nAnswer:"]
-    token_ids = [list((await served.client.tokenize(prompt)).token_ids) for prompt in prompts]
-    texts = await client.completions.create(model=MODEL, prompt=prompts, n=2, max_tokens=12)
-    tokens = await client.completions.create(model=MODEL, prompt=token_ids, n=2, max_tokens=12)
-    one = await client.completions.create(model=MODEL, prompt=token_ids[2], max_tokens=12)
-    assert [choice.index for choice in texts.choices] == list(range(6))
-    assert [choice.text for choice in tokens.choices] == [choice.text for choice in texts.choices]
-    assert one.choices[0].text == texts.choices[4].text == " The capital of France is Paris."
-
-
 async def test_log_probabilities_of_both_kinds_agree(client: AsyncOpenAI):
     chat = await client.chat.completions.create(model=MODEL, messages=CAPITAL, logprobs=True, top_logprobs=3)
     content = chat.choices[0].logprobs.content
@@ -157,26 +132,6 @@ async def test_log_probabilities_of_both_kinds_agree(client: AsyncOpenAI):
     logprobs = completion.choices[0].logprobs
     assert logprobs.tokens == [entry.token for entry in content]
     assert logprobs.token_logprobs == pytest.approx([entry.logprob for entry in content], abs=1e-4)
-
-
-async def test_an_echo_scores_its_prompt_as_if_it_were_generated(client: AsyncOpenAI):
-    generated = await client.completions.create(model=MODEL, prompt=STORY, max_tokens=8, logprobs=1)
-    text = STORY + generated.choices[0].text
-    scored = await client.completions.create(model=MODEL, prompt=text, max_tokens=0, echo=True, logprobs=1)
-    (choice,) = scored.choices
-    assert choice.text == text
-    count = len(generated.choices[0].logprobs.tokens or ())
-    assert choice.logprobs.tokens[-count:] == generated.choices[0].logprobs.tokens
-    assert choice.logprobs.token_logprobs[-count:] == pytest.approx(
-        generated.choices[0].logprobs.token_logprobs, abs=1e-4
-    )
-    assert scored.usage.completion_tokens == 0
-
-
-async def test_cached_tokens_are_in_the_usage(client: AsyncOpenAI):
-    messages: list[Any] = [{"role": "user", "content": "The little dragon and the old man. " * 8}]
-    _, again = [await client.chat.completions.create(model=MODEL, messages=messages, max_tokens=2) for _ in range(2)]
-    assert again.usage.prompt_tokens_details.cached_tokens > 16
 
 
 async def test_errors_are_the_client_s_own_classes(client: AsyncOpenAI):
@@ -198,81 +153,3 @@ async def test_errors_are_the_client_s_own_classes(client: AsyncOpenAI):
         await client.embeddings.create(model=MODEL, input="x")
     with pytest.raises(openai.BadRequestError):
         await client.chat.completions.create(model=MODEL, messages=CAPITAL, temperature=-1, stream=True)
-
-
-async def test_a_client_that_leaves_frees_its_blocks(served: Served, client: AsyncOpenAI):
-    async with served.aborting():
-        # Its headers come after a while without tokens.
-        stream = await client.completions.create(
-            model=MODEL, prompt=[STORY, "A"], max_tokens=900, n=2, stream=True, extra_body={"ignore_eos": True}
-        )
-        await served.until_live(2)
-        assert (await served.state()).gpu_pool.used_blocks
-        await stream.close()
-
-
-def readme_blocks(language: str) -> list[str]:
-    """The code blocks of this language in the README's section about the API."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    section = readme.split("\n## OpenAI's API\n")[1].split("\n## ")[0]
-    return re.findall(rf"```{language}\n(.*?)```", section, flags=re.DOTALL)
-
-
-async def test_the_readme_s_python_example_answers(served: Served):
-    plain, formats, _ = readme_blocks("python")
-    code = f"{plain}\n{formats}".replace("http://127.0.0.1:8000", url_of(served))
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
-    out, _ = await asyncio.wait_for(process.communicate(), timeout=200)
-    streamed, answered, parsed, call, said = out.decode().splitlines()
-    assert streamed == answered == "The capital of France is Paris."
-    assert re.fullmatch(r"city='\w+' is_large=(True|False)", parsed)
-    assert (call, said) == ('get_weather {"city": "Rome"}', "The weather in Rome is sunny, 24 degrees.")
-
-
-@pytest.mark.parametrize(
-    "line", [line for block in readme_blocks("sh") for line in block.replace("\\\n", "").splitlines()]
-)
-async def test_the_readme_s_calls_with_curl_are_answered(served: Served, line: str):
-    program, url, *options = shlex.split(line.replace("http://127.0.0.1:8000", url_of(served)))
-    assert (program, options[0], options[2]) == ("curl", "-H", "-d")
-    headers = dict([options[1].split(": ", 1)])
-    async with httpx.AsyncClient(timeout=30) as http:
-        response = await http.post(url, headers=headers, content=options[3])
-    assert response.status_code == 200
-    assert "[DONE]" in response.text or "Paris" in response.text
-
-
-async def test_a_benchmark_s_requests_work_as_they_are(served: Served):
-    """What `vllm bench serve --backend openai` sends, and how it reads the answer."""
-    body = {
-        "model": MODEL, "prompt": STORY, "temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 24,
-        "logprobs": None, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True,
-    }  # fmt: skip
-    texts, usage = [], None
-    async with (
-        httpx.AsyncClient(base_url=url_of(served), timeout=30) as http,
-        http.stream("POST", "/v1/completions", json=body, headers={"x-request-id": "bench-7"}) as response,
-    ):
-        assert response.status_code == 200
-        assert response.headers["x-request-id"] == "bench-7"
-        buffer = ""
-        async for piece in response.aiter_text():
-            buffer += piece
-            *messages, buffer = buffer.split("\n\n")
-            for message in messages:
-                data = message.removeprefix("data: ")
-                if data == "[DONE]":
-                    continue
-                chunk = json.loads(data)
-                if choices := chunk.get("choices"):
-                    texts.append(choices[0].get("text"))
-                elif chunk.get("usage"):
-                    usage = chunk["usage"]
-    assert not buffer
-    assert usage is not None
-    assert (usage["completion_tokens"], usage["prompt_tokens"]) == (24, 5)
-    assert texts
-    (sequence,) = (
-        await served.client.generate(STORY, GenerationOptions(max_tokens=24, temperature=0.0, ignore_eos=True))
-    ).sequences
-    assert "".join(texts) == sequence.text

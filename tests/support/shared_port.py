@@ -1,8 +1,5 @@
 """Finding one's way to one of two gateways behind the same port."""
 
-import contextlib
-from collections.abc import AsyncIterator
-
 from quire.client import AsyncClient
 from quire_cli.supervisor import LocalServer
 
@@ -21,15 +18,3 @@ async def names_by_id(server: LocalServer) -> dict[str, str]:
 async def gateway_id_of(client: AsyncClient) -> str:
     """The id of the gateway that the client is connected to."""
     return (await client.server_info(timeout_s=60)).gateway_id
-
-
-@contextlib.asynccontextmanager
-async def clients_of_both(server: LocalServer) -> AsyncIterator[dict[str, AsyncClient]]:
-    """A client at each gateway, by the process's name, both through the port that the gateways share."""
-    names = await names_by_id(server)
-    async with contextlib.AsyncExitStack() as stack:
-        clients: dict[str, AsyncClient] = {}
-        while len(clients) < len(_NAMES):
-            client = await stack.enter_async_context(AsyncClient(server.grpc_address))
-            clients.setdefault(names[await gateway_id_of(client)], client)
-        yield clients
