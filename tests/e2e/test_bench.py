@@ -2,20 +2,17 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from quire.load import LoadResult
 from tests.support.serving import Served, forked
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "quire_cli.main")
 SHORT = ("--dataset=fixed", "--prompt-len=12", "--output-len=6", "--warm-up-requests=1")
 
@@ -83,21 +80,6 @@ async def test_rates_over_grpc_are_reported_drawn_and_written(served: Served, tm
     assert "normalized latency" in picture.read_text()
 
 
-@pytest.mark.extended
-async def test_samples_beams_prefixes_and_conversations_over_grpc(served: Served, tmp_path: Path) -> None:
-    samples = await measured(tmp_path / "n.json", *SHORT, grpc_of(served), "--num-requests=2", "--n=3")
-    assert samples.runs[0].report.output_tokens == 2 * 3 * 6
-    beams = await measured(tmp_path / "b.json", *SHORT, grpc_of(served), "--num-requests=1", "--beam-width=2")
-    assert beams.runs[0].report.output_tokens == 6
-    flags = ("--dataset=shared-prefix", "--prefix-len=64", "--prompt-len=4", "--output-len=2", "--max-concurrency=1")
-    prefixes = await measured(tmp_path / "p.json", *flags, grpc_of(served), "--num-requests=4")
-    assert (prefixes.runs[0].report.cached_tokens or 0) >= 3 * 48
-    flags = ("--dataset=chat", "--mean-turns=4", "--length-scale=0.2", "--num-requests=8", "--max-concurrency=2")
-    report = (await measured(tmp_path / "c.json", *flags, grpc_of(served))).runs[0].report
-    assert report.completed == 8
-    assert (report.cached_tokens or 0) > 0
-
-
 async def test_completions_and_chats_over_http(served: Served, tmp_path: Path) -> None:
     for endpoint in ("completions", "chat"):
         flags = (*SHORT, *http_of(served), f"--endpoint={endpoint}", "--num-requests=3", "--max-concurrency=2")
@@ -108,21 +90,6 @@ async def test_completions_and_chats_over_http(served: Served, tmp_path: Path) -
         assert report.cached_tokens is not None
         assert report.preemptions is None
         assert result.facts["server"]["ignore_eos"] is True
-
-
-@pytest.mark.extended
-async def test_a_file_of_texts_and_messages_over_both(served: Served, tmp_path: Path) -> None:
-    path = tmp_path / "load.jsonl"
-    lines: list[dict[str, Any]] = [
-        {"prompt": "Once upon a time", "arrival_s": 0},
-        {"messages": [{"role": "user", "content": "What is the capital of France?"}], "arrival_s": 0.1},
-    ]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    for name, where in (("grpc", (grpc_of(served),)), ("http", http_of(served))):
-        flags = (f"--dataset={path}", "--output-len=5", "--warm-up-requests=0", *where)
-        report = (await measured(tmp_path / f"{name}.json", *flags)).runs[0].report
-        assert (report.completed, report.output_tokens) == (2, 10)
-        assert report.request_rate == 10
 
 
 async def test_what_cannot_be_measured_is_counted_or_told_in_one_line(served: Served, tmp_path: Path) -> None:
@@ -169,58 +136,3 @@ async def test_an_interrupt_ends_the_requests_and_reports_those_that_have_ended(
     result = LoadResult.read(out)
     assert result.facts["interrupted"] is True
     assert result.runs[0].report.completed > 0
-
-
-# As much of openvino_genai as the server uses: every step makes one token of each request.
-OPENVINO_GENAI = """
-import enum
-
-GenerationStatus = enum.Enum("GenerationStatus", "RUNNING FINISHED")
-class SchedulerConfig: pass
-class GenerationConfig: pass
-class Output: generated_ids = [7]
-
-class Handle:
-    def __init__(self, left):
-        self.left, self.unread = left, 0
-    def can_read(self):
-        return self.unread > 0
-    def read(self):
-        self.unread -= 1
-        return {0: Output()}
-    def get_status(self):
-        return GenerationStatus.RUNNING if self.left else GenerationStatus.FINISHED
-
-class ContinuousBatchingPipeline:
-    def __init__(self, model, scheduler, device, hints):
-        self.handles = []
-    def add_request(self, number, prompt, config):
-        assert prompt.data.shape[0] == 1
-        self.handles.append(Handle(config.max_new_tokens))
-        return self.handles[-1]
-    def step(self):
-        for handle in self.handles:
-            if handle.left:
-                handle.left -= 1
-                handle.unread += 1
-"""
-OPENVINO = """
-class Tensor:
-    def __init__(self, data):
-        self.data = data
-"""
-
-
-@pytest.mark.extended
-async def test_openvino_is_measured_through_its_server(tmp_path: Path) -> None:
-    (tmp_path / "openvino_genai.py").write_text(OPENVINO_GENAI)
-    (tmp_path / "openvino.py").write_text(OPENVINO)
-    program = str(ROOT / "bench" / "peers" / "openvino_genai_server.py")
-    flags = ("--dataset=fixed", "--prompt-len=5", "--output-len=9", "--num-requests=12", "--max-concurrency=4")
-    async with process_of(sys.executable, program, "model", "0", PYTHONPATH=str(tmp_path)) as server:
-        assert server.stdout is not None
-        url = (await server.stdout.readline()).decode().removeprefix("ready ").strip()
-        report = (await measured(tmp_path / "a.json", "--backend=openai", f"--url={url}", *flags)).runs[0].report
-    assert (report.completed, report.output_tokens, report.errors) == (12, 108, {})
-    assert report.itl is not None
-    assert report.itl.count == 12 * 8

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from quire.client import ChatMessage, Constraint, GenerationOptions
-from quire.programs import Program, join
+from quire.client import GenerationOptions
+from quire.programs import Program
 from quire.rpc.errors import InvalidArgument
 from tests.support.serving import Served
 
@@ -13,19 +13,6 @@ DOCUMENT = "Once upon a time there was a shy fox who lived in a hollow tree by t
 BEGUN = "Once upon a time there was a shy"
 GREEDY = GenerationOptions(temperature=0, max_tokens=8)
 BLOCK = 16
-
-
-async def test_branches_of_a_program_share_its_prefix_and_nothing_stays_pinned(served: Served):
-    async with Program(served.client, DOCUMENT, GREEDY) as program:
-        assert (await served.state()).gpu_pool.pinned_blocks > 0
-        first = program.branch().append("it sang.")
-        answers = await join(branch.gen("end") for branch in first.fork(4))
-        assert len(set(answers)) == 1
-        num_prefix = len((await served.client.tokenize(DOCUMENT)).token_ids)
-        assert program.costs.cached_tokens >= 4 * (num_prefix // BLOCK - 1) * BLOCK
-    assert (await served.state()).gpu_pool.pinned_blocks == 0
-    alone = await served.client.generate(f"{DOCUMENT}it sang.", GREEDY)
-    assert alone.text == answers[0]
 
 
 async def test_the_most_likely_choice_is_selected_over_a_cached_prefix(served: Served):
@@ -50,17 +37,6 @@ async def test_the_most_likely_choice_is_selected_over_a_cached_prefix(served: S
     for one, other in zip(part.prompt_logprobs, whole.prompt_logprobs[-21:], strict=True):
         assert one.chosen.token_id == other.chosen.token_id
         assert one.chosen.logprob == pytest.approx(other.chosen.logprob, abs=1e-4)
-
-
-async def test_a_conversation_takes_constrained_answers_and_samples(served: Served):
-    messages = [ChatMessage("user", "What is 12 + 30?")]
-    async with Program(served.client, messages, GREEDY) as program:
-        branch = program.branch()
-        assert (await branch.gen("sum", constraint=Constraint(regex="[0-9]{2}"))).isdigit()
-        assert branch.prompt == (messages[0], ChatMessage("assistant", branch["sum"]))
-        samples = await branch.append("And 1 + 2?").samples(3, "sum", temperature=1.0, seed=5)
-        assert all(sample["sum"] for sample in samples)
-        assert all(sample.prompt[-1] == ChatMessage("assistant", sample["sum"]) for sample in samples)
 
 
 @pytest.mark.parametrize(

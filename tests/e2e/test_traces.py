@@ -9,7 +9,6 @@ import pytest_asyncio
 
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.rpc.channel import open_channel
-from tests.support.killing import TooLateError, kill, until_hit
 from tests.support.serving import Served, serving
 from tests.support.trace_collector import CollectedSpan, TraceCollector, trace_collector
 
@@ -81,34 +80,6 @@ async def test_a_grpc_request_without_context_is_a_trace_of_all_services(
     assert worker.attributes["quire.steps"] == 1
     assert 0 < worker.attributes["gen_ai.latency.time_in_model_forward"] < 10
     assert all(metadata["x-collector-key"] == "abc" for metadata in collector.metadata)
-
-
-async def test_a_request_that_outlives_its_scheduler_goes_on_in_the_same_trace(
-    served: Served, generation: generation_pb2_grpc.GenerationServiceStub, collector: TraceCollector
-) -> None:
-    async def disturbed() -> tuple[CollectedSpan, CollectedSpan, str]:
-        header, trace_id, caller = make_traceparent()
-        responses = aiter(generation.GenerateStream(make_request(max_tokens=400), metadata=(("traceparent", header),)))
-        assert (await anext(responses)).HasField("chunk")
-        await kill(served, "scheduler")
-        assert [each async for each in responses][-1].HasField("completed")
-
-        def ended(spans: list[CollectedSpan]) -> dict[str, CollectedSpan] | None:
-            found = {span.service: span for span in spans if span.trace_id == trace_id}
-            if "quire-gateway" in found and found["quire-gateway"].attributes["quire.submissions"] == 1:
-                raise TooLateError
-            return found if {"quire-gateway", "quire-scheduler"} <= found.keys() else None
-
-        # What the killed one had not sent is gone with it.
-        spans = await collector.until(ended)
-        return spans["quire-gateway"], spans["quire-scheduler"], caller
-
-    gateway, scheduler, caller = await until_hit(disturbed)
-    assert (gateway.parent_id, scheduler.parent_id) == (caller, gateway.span_id)
-    assert gateway.attributes["quire.submissions"] == 2
-    assert scheduler.attributes["quire.emitted_tokens"] > 0
-    assert scheduler.attributes["gen_ai.usage.output_tokens"] == 400
-    assert "first token" not in scheduler.event_names
 
 
 async def test_a_call_that_resumes_a_durable_request_links_to_the_trace_in_which_that_goes_on(

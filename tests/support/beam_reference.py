@@ -10,8 +10,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from tests.support.models import VOCAB_SIZE
 
-LENGTHS = (1, 2, 7, 15, 16, 17, 31, 40, 48, 60)
-PROMPTS_OF_A_LENGTH = 5
+LENGTHS = (1, 8, 17, 40)
+PROMPTS_OF_A_LENGTH = 3
 SPARE_PROMPTS = 3
 WIDTHS = (2, 4, 6)
 STOP_TOKEN_IDS = tuple(range(5, VOCAB_SIZE, 32))
@@ -67,15 +67,15 @@ _VARIANTS = (
 )
 
 
-def make_beam_cases(model: PreTrainedModel, seed: int, lengths: Sequence[int] = LENGTHS) -> list[BeamCase]:
-    """Five random prompts of each length, each searched at every width, in random order.
+def make_beam_cases(model: PreTrainedModel, seed: int) -> list[BeamCase]:
+    """Some random prompts of each length, each searched at every width, in random order.
 
     Where two candidates are so close that rounding decides between them, another prompt is taken.
     """
     rng = random.Random(seed)
     variants = cycle(_VARIANTS)
     cases: list[BeamCase] = []
-    for length in lengths:
+    for length in LENGTHS:
         prompts = [_random_prompt(rng, length) for _ in range(PROMPTS_OF_A_LENGTH + SPARE_PROMPTS)]
         for width in WIDTHS:
             cases += _clear_cases(model, prompts, replace(next(variants), num_beams=width))
