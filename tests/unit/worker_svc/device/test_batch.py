@@ -88,23 +88,10 @@ def test_sampled_tokens_are_the_next_input_of_their_row() -> None:
     assert inputs.attention.slot_mapping.tolist() == [4 * 4 + 1, 3 * 4 + 2]
 
 
-def test_each_row_samples_after_its_last_token() -> None:
+def test_rows_sample_after_their_last_tokens_and_share_the_logits_of_one_row() -> None:
     plan = plan_samples(make_batch([4, 0, 2], [3, 1, 2], [0, 9, 5], [(2, 2), (4, 4)]))
-    assert plan.rows.tolist() == [2, 4]
-    assert plan.logit_tokens.tolist() == [5, 2]
-    assert plan.positions.tolist() == [7, 3]
+    assert (plan.rows.tolist(), plan.logit_tokens.tolist(), plan.positions.tolist()) == ([2, 4], [5, 2], [7, 3])
     assert plan.logit_of_row is None
-
-
-def test_a_step_in_which_every_row_samples_is_planned_like_any_other() -> None:
-    plan = plan_samples(make_batch([4, 0, 2], [3, 1, 2], [0, 9, 5], [(4, 4), (0, 0), (2, 2)]))
-    assert plan.rows.tolist() == [4, 0, 2]
-    assert plan.logit_tokens.tolist() == [2, 3, 5]
-    assert plan.positions.tolist() == [3, 10, 7]
-    assert plan.logit_of_row is None
-
-
-def test_rows_that_sample_from_one_row_share_its_logits() -> None:
     plan = plan_samples(make_batch([4, 0], [3, 1], [0, 9], [(4, 4), (0, 0), (6, 4)]))
     assert plan.logit_of_row is not None
     assert plan.logit_tokens.tolist() == [2, 3]

@@ -154,37 +154,6 @@ def test_a_step_that_is_superseded_is_dropped_without_an_error(
     assert [(record.levelno, record.exc_info) for record in dropped] == [(logging.INFO, None)]
 
 
-def test_a_call_runs_when_all_steps_before_it_are_finished(device_loop: DeviceLoop, runner: GatedRunner) -> None:
-    outcomes = Outcomes()
-    submit(device_loop, outcomes.lane, 1, 2)
-    finished = device_loop.call(outcomes.finished.qsize)
-    assert runner.launched.get(timeout=TIMEOUT_S) == 1
-    assert not finished.done()
-    runner.gates[1].set()
-    runner.gates[2].set()
-    assert finished.result(TIMEOUT_S) == 2
-
-
-def test_a_call_that_raises_tells_its_caller(device_loop: DeviceLoop) -> None:
-    def fail() -> None:
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        device_loop.call(fail).result(TIMEOUT_S)
-
-
-def test_busy_time_is_that_of_the_oldest_unfinished_step(device_loop: DeviceLoop, runner: GatedRunner) -> None:
-    outcomes = Outcomes()
-    assert device_loop.busy_ms() == 0
-    submit(device_loop, outcomes.lane, 1)
-    assert runner.launched.get(timeout=TIMEOUT_S) == 1
-    while device_loop.busy_ms() < 5:
-        assert outcomes.finished.empty()
-    runner.gates[1].set()
-    assert outcomes.finished.get(timeout=TIMEOUT_S) == 1
-    assert device_loop.busy_ms() == 0
-
-
 def test_a_device_that_hangs_is_left_behind_when_the_loop_stops() -> None:
     runner = GatedRunner(is_asynchronous=False)
     device_loop = DeviceLoop()

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from quire.model_source import resolve_model
-from quire.settings import ConfigurationError
 from tests.support.cpu_kernels import without_packed_products
 from tests.support.fake_cuda import FakeCuda
 from tests.support.graph_recorder import CallingRecorder
@@ -22,14 +21,12 @@ from worker_svc.device.replay import (
     MAX_GRAPH_ROWS,
     CudaGraphRecorder,
     GraphShapes,
-    check_cuda_graphs,
 )
 from worker_svc.device.runner import ModelRunner, record_cuda_graphs
-from worker_svc.models.base import CausalLM, ModelInput
+from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
 from worker_svc.startup import model_geometry
-from worker_svc.step import AdmittedStep, PoolGeometry, RowChanges, StepOutput, WorkerLimits
-from worker_svc.streams import Streams
+from worker_svc.step import AdmittedStep, RowChanges, StepOutput, WorkerLimits
 
 NUM_ROWS, NUM_BLOCKS = 19, 130
 CPU = torch.device("cpu")
@@ -93,11 +90,9 @@ def assert_same(eager: Driver, graphs: Driver) -> None:
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-@pytest.mark.parametrize("model_name", ["one layer", "quire-tiny"])
-def test_random_decode_batches_give_the_same_tokens_as_without_graphs(model_name: str) -> None:
-    is_tiny = model_name == "one layer"
+def test_random_decode_batches_give_the_same_tokens_as_without_graphs() -> None:
     with without_packed_products():
-        model = TinyCausalLM() if is_tiny else load_model(resolve_model(None), device=CPU, dtype=torch.float32)
+        model = load_model(resolve_model(None), device=CPU, dtype=torch.float32)
     recorder = CallingRecorder()
     drivers = [Driver(model, 8, None), Driver(model, 8, recorder)]
     generator = np.random.default_rng(3)
@@ -138,35 +133,6 @@ def test_a_shorter_batch_after_a_longer_one_writes_nothing_for_the_rows_that_lef
     # Five rows are padded to eight as well.
     driver.decode(range(5))
     assert others.isnan().all()
-
-
-def test_the_model_sees_one_of_the_recorded_shapes_and_the_same_tensors_each_time() -> None:
-    model = TinyCausalLM()
-    driver = Driver(model, 4, CallingRecorder())
-    driver.prefill({row: [row + 1, 2] for row in range(7)})
-    seen: list[ModelInput] = []
-    model.before_step = seen.append
-    for count in (5, 7, 6, 1, 3):
-        driver.decode(range(count))
-    assert [len(inputs.token_ids) for inputs in seen] == [8, 8, 8, 1, 4]
-    assert {inputs.attention.max_seq_len for inputs in seen} == {MAX_MODEL_LEN}
-    for part in ("slot_mapping", "block_tables", "query_start_loc", "seq_lens"):
-        assert len({getattr(inputs.attention, part).data_ptr() for inputs in seen}) == 1
-    assert len({inputs.token_ids.data_ptr() for inputs in seen}) == 1
-    assert len({inputs.attention.block_tables.stride() for inputs in seen}) == 1
-
-
-def test_a_padding_block_is_beyond_those_of_the_pool() -> None:
-    geometry = PoolGeometry(4, 9, 0, 1, 2, 8, "float32", 512)
-    assert allocate_pool(geometry, CPU, torch.float32, with_padding=True).gpu[0].shape[1] == 10
-    assert allocate_pool(geometry, CPU, torch.float32).padding_block is None
-
-
-def test_graphs_without_cuda_are_refused() -> None:
-    with pytest.raises(
-        ConfigurationError, match="--cuda-graphs is on, which is for cuda, and the device is cpu; use off"
-    ):
-        check_cuda_graphs(TinyCausalLM())
 
 
 def test_a_failed_recording_leaves_a_runner_that_works() -> None:
@@ -262,42 +228,6 @@ def test_the_error_that_broke_a_recording_is_logged_with_the_one_at_its_end(
         record_cuda_graphs(runner, GPU)
     assert "decodes run without CUDA graphs, which cannot be recorded: operation failed due to a" in caplog.text
     assert "this is what went wrong" in caplog.text
-
-
-def test_a_runner_that_records_says_how_many_graphs_there_are(cuda: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        record_cuda_graphs(make_runner(), GPU)
-    # Of 1, 2 and 3 rows.
-    assert cuda.num_graphs == 3
-    assert "3 CUDA graphs in" in caplog.text
-
-
-def test_streams_of_a_gpu_wait_for_each_other_by_events(cuda: FakeCuda) -> None:
-    streams = Streams.of(GPU)
-    mark = streams.compute.mark()
-    streams.swaps.wait_for(mark)
-    with streams.swaps.used():
-        cuda.work()
-    streams.results.wait_for(streams.swaps.mark())
-    assert not mark.is_passed()
-    mark.wait()
-    assert cuda.calls == [
-        "stream 1 waits for event of default",
-        "use stream 1",
-        "work on stream 1",
-        "stream 2 waits for event of stream 1",
-        "to cuda:0",
-        "host waits for event of default",
-        "back from cuda:0",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("most", "expected"),
-    [(1, (1,)), (3, (1, 2, 3)), (10, (1, 2, 4, 8, 10)), (40, (1, 2, 4, 8, 16, 24, 32, 40))],
-)
-def test_row_counts_go_by_eights_up_to_the_most_rows(most: int, expected: tuple[int, ...]) -> None:
-    assert GraphShapes.up_to(most, 100).row_counts == expected
 
 
 @pytest.mark.parametrize(

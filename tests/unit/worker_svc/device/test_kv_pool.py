@@ -18,7 +18,6 @@ from worker_svc.device.kv_pool import (
     KvPool,
     PoolRequest,
     allocate_pool,
-    block_bytes,
     num_gpu_blocks,
     num_host_blocks,
     pool_geometry,
@@ -79,11 +78,6 @@ def contents(tensor: torch.Tensor) -> list[float]:
     """The value that fills each block."""
     assert (tensor == tensor[:1, :, :1, :1, :1]).all()
     return tensor[0, :, 0, 0, 0].tolist()
-
-
-def test_a_block_holds_keys_and_values_of_all_layers() -> None:
-    assert block_bytes(TinyCausalLM(), 4) == BLOCK_BYTES
-    assert block_bytes(TinyCausalLM(torch.bfloat16), 4) == BLOCK_BYTES // 2
 
 
 @pytest.mark.parametrize(
@@ -169,33 +163,10 @@ def test_what_was_not_asked_for_leaves_half_of_the_memory() -> None:
     assert geometry.num_host_blocks * BLOCK_BYTES == 1 << 18
 
 
-def test_a_large_pool_is_zero_and_takes_no_memory_before_it_is_used() -> None:
-    geometry = pool_geometry(TinyCausalLM(), make_request(num_gpu_blocks=(1 << 30) // BLOCK_BYTES), None)
-    before = resident_bytes()
-    pool = allocate_pool(geometry, CPU, torch.float32)
-    assert not pool.gpu[0][:, -1].any()
-    assert resident_bytes() - before < 32 << 20
-
-
 def make_large_pool() -> KvPool:
     """256 MiB, nothing of which was touched."""
     geometry = pool_geometry(TinyCausalLM(), make_request(num_gpu_blocks=(256 << 20) // BLOCK_BYTES), None)
     return allocate_pool(geometry, CPU, torch.float32)
-
-
-@pytest.mark.extended
-def test_a_pool_is_populated_in_the_background_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    # On a busy machine each part takes long, and the rest after it much longer; the lowest priority may get no time.
-    monkeypatch.setattr(kv_pool, "_REST", 0.0)
-    monkeypatch.setattr(kv_pool, "_LOWEST_PRIORITY", os.getpriority(os.PRIO_PROCESS, 0))
-    pool = make_large_pool()
-    pool.gpu[0][:, 7] = 7.0
-    pool.populate(1)
-    pool.gpu[0][:, -1] = 8.0
-    wait_true(lambda: populated_bytes(pool.gpu[0]) == pool.gpu[0].nbytes, timeout_s=60)
-    assert (pool.gpu[0][:, 7] == 7.0).all()
-    assert (pool.gpu[0][:, -1] == 8.0).all()
-    assert not pool.gpu[0][:, 8].any()
 
 
 def test_blocks_that_are_handed_out_first_are_populated_before_the_start_goes_on(
@@ -210,16 +181,6 @@ def test_blocks_that_are_handed_out_first_are_populated_before_the_start_goes_on
         assert populated_bytes(part[:first]) == 32 << 20
         # A huge page at the end may reach further.
         assert populated_bytes(part) < 40 << 20
-
-
-def test_a_start_waits_for_blocks_a_short_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[int] = []
-    monkeypatch.setattr(kv_pool, "_populate_beside", lambda layers, end: started.append(end))
-    monkeypatch.setattr(kv_pool, "_FIRST_PART_S", 0.0)
-    pool = make_large_pool()
-    pool.populate(pool.geometry.num_gpu_blocks)
-    wait_true(lambda: started == [128 << 20])
-    assert populated_bytes(pool.gpu[0]) == 0
 
 
 def test_population_stops_where_memory_runs_short(
@@ -262,13 +223,3 @@ def test_moves_are_applied_out_in_copy() -> None:
     assert contents(pool.host[0]) == [5.0, 1.0, 2.0]
     assert contents(pool.gpu[0]) == [5.0, 2.0, 5.0, 1.0, 5.0, 1.0]
     assert sorted(operations.written_blocks.tolist()) == [0, 2, 3, 5]
-
-
-def test_host_blocks_are_used_again_in_the_next_step_and_in_the_same() -> None:
-    pool = make_pool()
-    apply_moves(make_operations(swap_out=[(1, 0)]), pool)
-    # What comes in was put out a moment before; then its place on the host is taken by another.
-    apply_moves(make_operations(swap_out=[(5, 2)], swap_in=[(0, 1), (2, 3), (2, 4)]), pool)
-    apply_moves(make_operations(swap_out=[(0, 0), (2, 2)]), pool)
-    apply_moves(make_operations(swap_in=[(0, 5), (2, 0)]), pool)
-    assert contents(pool.gpu[0]) == [3.0, 2.0, 3.0, 6.0, 6.0, 1.0]

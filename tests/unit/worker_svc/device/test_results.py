@@ -17,12 +17,6 @@ def make_values(token_ids: Tensor) -> StepValues[Tensor]:
     return StepValues(token_ids, torch.ones(len(token_ids), dtype=torch.bool))
 
 
-def test_on_the_cpu_the_values_are_there_at_once() -> None:
-    values = HostCopy(make_values(torch.tensor([3, 4])), IN_ORDER, IN_ORDER).wait()
-    assert (values.token_ids.tolist(), values.is_finite.tolist()) == ([3, 4], [True, True])
-    assert (values.finite_tokens, values.logprobs, values.candidates, values.prompt_logprobs) == (None,) * 4
-
-
 def test_every_value_arrives_in_its_own_slot() -> None:
     numbers = [torch.tensor([number]) for number in range(13)]
     logprobs, prompts = LogprobValues(*numbers[3:7]), LogprobValues(*numbers[7:11])

@@ -24,6 +24,7 @@ from worker_svc.step import (
     ModelGeometry,
     PoolGeometry,
     ReseedRow,
+    RowChanges,
     RowConstraint,
     SetTokens,
     Step,
@@ -53,96 +54,64 @@ def decode(position: int, row: int = 0) -> Step:
     return make_step(batch=make_batch([row], [1], [position]))
 
 
-def refusal(ledger: RowLedger, step: Step) -> str:
-    with pytest.raises(InvalidArgument) as raised:
-        ledger.admit(step)
-    assert raised.value.violations
-    return raised.value.message
+def set_tokens(row: int, position: int, *token_ids: int) -> RowChanges:
+    return make_changes(set_tokens=[SetTokens(row, position, np.array(token_ids, np.int32))])
 
 
-def test_a_sequence_grows_by_one_token_a_sample() -> None:
-    ledger = assigned_ledger()
-    ledger.admit(make_step(batch=make_batch([0], [5], [0])))
-    for position in (5, 6, 7):
-        ledger.admit(decode(position))
-    assert "holds 8" in refusal(ledger, decode(8))
-
-
-def test_rows_that_hold_nothing_are_refused_wherever_they_are_named() -> None:
-    ledger = assigned_ledger()
-    for changes in (
-        make_changes(fork=[(3, 0)]),
-        make_changes(reseed=[ReseedRow(3, 1)]),
-        make_changes(set_tokens=[SetTokens(3, 0, np.array([1], np.int32))]),
-        make_changes(deltas=[(3, 0, 1)]),
-    ):
-        assert "row 3, which holds no sequence" in refusal(ledger, make_step(changes))
-    assert "row 3" in refusal(ledger, decode(0, row=3))
-    batch = make_batch([0], [5], [0], [(3, 0)])
-    assert "row 3" in refusal(ledger, make_step(batch=batch))
-
-
-def test_a_row_must_be_released_before_it_is_assigned_again() -> None:
-    ledger = assigned_ledger()
-    assert "release it first" in refusal(ledger, make_step(make_changes(assign=[make_assign(0, [1], [2])])))
-    ledger.admit(make_step(make_changes(release=[0], assign=[make_assign(0, [1], [2])])))
-    assert "it has 1" in refusal(ledger, decode(1))
-
-
-def test_block_tables_grow_without_gaps_in_any_order() -> None:
-    ledger = assigned_ledger()
-    refused = make_step(make_changes(deltas=[(0, 3, 12)]))
-    assert "sets block 3 of row 0, which has only 2" in refusal(ledger, refused)
+def test_rows_grow_by_what_they_sample_and_by_what_they_are_given() -> None:
+    ledger = make_ledger()
+    candidates = make_sampling(num_candidates=4)
+    assign = [make_assign(0, PROMPT, TABLE), make_assign(2, [0] * 11, [7, 8, 9]), make_assign(4, [6], [5], candidates)]
+    # Row 3 begins as row 0 and samples from it; row 4 reports candidates, and does not grow.
+    batch = make_batch([0, 2, 4], [5, 4, 1], [0, 3, 0], [(0, 0), (3, 0), (4, 4)])
+    admitted = ledger.admit(make_step(make_changes(assign=assign, fork=[(0, 3)]), batch))
+    assert sorted(admitted.batch_blocks.tolist()) == [5, 7, 8, 10, 11]
+    admitted = ledger.admit(make_step(make_changes(deltas=[(3, 1, 20)]), make_batch([0, 3], [1, 1], [5, 5])))
+    assert sorted(admitted.batch_blocks.tolist()) == [11, 20]
+    ledger.admit(make_step(set_tokens(4, 1, 9), decode(1, row=4).batch))
+    # Tables grow in any order, and tokens beyond the place that is set are gone.
     ledger.admit(make_step(make_changes(deltas=[(0, 3, 13), (0, 2, 12), (0, 1, 9)])))
-    tokens = SetTokens(0, 5, np.zeros(11, np.int32))
-    written = ledger.admit(make_step(make_changes(set_tokens=[tokens]), make_batch([0], [16], [0]))).batch_blocks
+    ledger.admit(make_step(set_tokens(0, 2, *[0] * 14)))
+    written = ledger.admit(make_step(batch=make_batch([0], [16], [0]))).batch_blocks
     assert sorted(written.tolist()) == [9, 10, 12, 13]
+    ledger.admit(make_step(make_changes(release=[0], assign=[make_assign(0, [0] * 24, range(6))])))
+    # The token after the last position can be sampled, but not computed.
+    ledger.admit(decode(23))
+    with pytest.raises(InvalidArgument, match="block table"):
+        ledger.admit(decode(24))
 
 
-def test_written_blocks_are_those_of_the_new_tokens() -> None:
-    ledger = make_ledger()
-    changes = make_changes(assign=[make_assign(2, [0] * 11, [7, 8, 9]), make_assign(4, PROMPT, TABLE)])
-    written = ledger.admit(make_step(changes, make_batch([4, 2], [1, 4], [4, 3], []))).batch_blocks
-    assert sorted(written.tolist()) == [7, 8, 11]
+NOBODY = "row 3, which holds no sequence"
+REFUSED = [
+    (make_step(make_changes(fork=[(3, 0)])), NOBODY),
+    (make_step(make_changes(reseed=[ReseedRow(3, 1)])), NOBODY),
+    (make_step(set_tokens(3, 0, 1)), NOBODY),
+    (make_step(make_changes(deltas=[(3, 0, 1)])), NOBODY),
+    (decode(0, row=3), "row 3"),
+    (make_step(batch=make_batch([0], [5], [0], [(3, 0)])), "row 3"),
+    (make_step(make_changes(assign=[make_assign(0, [1], [2])])), "release it first"),
+    (make_step(make_changes(deltas=[(0, 3, 12)])), "sets block 3 of row 0, which has only 2"),
+    (make_step(set_tokens(0, 6, 7)), "row 0 has 5 tokens"),
+    (make_step(set_tokens(0, 2, 7), decode(3).batch), "it has 3"),
+    (decode(5), "it has 5"),
+    (
+        make_step(make_changes(assign=[make_assign(1, PROMPT, [1, 11])]), make_batch([0, 1], [1, 1], [4, 4])),
+        "block 11 twice",
+    ),
+    (make_step(batch=make_batch([0], [3], [0])), "sample after token 3"),
+    (
+        make_step(make_changes(assign=[make_assign(1, [1, 2], [5])]), make_batch([0], [5], [0], [(1, 0)])),
+        "row 1 of 2 tokens",
+    ),
+]
 
 
-def test_two_rows_cannot_write_one_block() -> None:
-    ledger = make_ledger()
-    changes = make_changes(assign=[make_assign(0, PROMPT, [1, 2]), make_assign(1, PROMPT, [1, 2])])
-    assert "block 2 twice" in refusal(ledger, make_step(changes, make_batch([0, 1], [1, 1], [4, 4])))
-
-
-def test_a_forked_row_samples_from_its_parent_and_goes_on_alone() -> None:
-    ledger = assigned_ledger()
-    batch = make_batch([0], [5], [0], [(0, 0), (3, 0)])
-    ledger.admit(make_step(make_changes(fork=[(0, 3)]), batch))
-    changes = make_changes(deltas=[(3, 1, 20)])
-    written = ledger.admit(make_step(changes, make_batch([0, 3], [1, 1], [5, 5]))).batch_blocks
-    assert sorted(written.tolist()) == [11, 20]
-
-
-def test_a_sample_must_follow_the_last_token_of_its_row() -> None:
-    ledger = assigned_ledger()
-    assert "sample after token 3" in refusal(ledger, make_step(batch=make_batch([0], [3], [0])))
-    changes = make_changes(assign=[make_assign(1, [1, 2], [5])])
-    batch = make_batch([0], [5], [0], [(1, 0)])
-    assert "row 1 of 2 tokens" in refusal(ledger, make_step(changes, batch))
-
-
-def test_rows_that_report_candidates_do_not_grow() -> None:
-    ledger = make_ledger()
-    assign = make_assign(0, PROMPT, TABLE, make_sampling(num_candidates=4))
-    ledger.admit(make_step(make_changes(assign=[assign]), make_batch([0], [5], [0])))
-    assert "it has 5" in refusal(ledger, decode(5))
-    ledger.admit(make_step(make_changes(set_tokens=[SetTokens(0, 5, np.array([7], np.int32))]), decode(5).batch))
-
-
-def test_set_tokens_shortens_a_row_and_leaves_no_gap() -> None:
-    ledger = assigned_ledger()
-    refused = make_step(make_changes(set_tokens=[SetTokens(0, 6, np.array([7], np.int32))]))
-    assert "row 0 has 5 tokens" in refusal(ledger, refused)
-    ledger.admit(make_step(make_changes(set_tokens=[SetTokens(0, 2, np.array([7], np.int32))])))
-    assert "it has 3" in refusal(ledger, decode(3))
+@pytest.mark.parametrize(("step", "message"), REFUSED)
+def test_a_step_that_contradicts_what_rows_hold_is_refused(step: Step, message: str) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        assigned_ledger().admit(step)
+    assert raised.value.violations
+    assert message in raised.value.message
 
 
 def test_only_what_a_forked_row_holds_is_copied() -> None:
@@ -168,31 +137,6 @@ def test_rows_take_no_memory_for_tokens_that_they_do_not_hold() -> None:
     rows.apply(make_changes(assign=[make_assign(0, PROMPT, TABLE)]))
     # All rows have 272 MiB.
     assert resident_bytes() - before < 64 << 20
-
-
-def test_a_refused_step_changes_nothing() -> None:
-    ledger = assigned_ledger()
-    changes = make_changes(
-        release=[0],
-        assign=[make_assign(0, [9] * 9, [1, 2, 3]), make_assign(1, [1], [4])],
-        fork=[(1, 2)],
-        set_tokens=[SetTokens(1, 0, np.array([5, 5], np.int32))],
-        deltas=[(0, 1, 30), (2, 1, 31)],
-    )
-    before = (ledger._held.copy(), ledger._num_tokens.copy(), ledger._num_blocks.copy(), ledger._tables.copy())
-    refusal(ledger, make_step(changes, make_batch([5], [1], [0])))
-    after = (ledger._held, ledger._num_tokens, ledger._num_blocks, ledger._tables)
-    for old, new in zip(before, after, strict=True):
-        np.testing.assert_array_equal(old, new)
-    written = ledger.admit(make_step(batch=make_batch([0], [5], [0]))).batch_blocks
-    assert sorted(written.tolist()) == TABLE
-
-
-def test_the_token_after_the_last_position_can_be_sampled_but_not_computed() -> None:
-    ledger = make_ledger()
-    changes = make_changes(assign=[make_assign(0, [0] * 24, range(6))])
-    ledger.admit(make_step(changes, make_batch([0], [1], [23])))
-    assert "block table" in refusal(ledger, decode(24))
 
 
 INFO = WorkerInfo(
@@ -334,11 +278,6 @@ def test_whoever_samples_from_a_failed_prompt_fails() -> None:
     assert not len(failed.failing_samples(make_step(batch=make_batch([3], [4], [0], [])), [3]))
     step = make_step(batch=make_batch([2, 3], [1, 1], [4, 4], [(2, 2), (3, 3), (5, 3)]))
     assert failed.failing_samples(step, ()).tolist() == [False, True, True]
-
-
-def test_a_prompt_fails_in_the_step_that_scores_it() -> None:
-    step = make_step(batch=make_batch([2, 3], [1, 4], [4, 0], [(2, 2), (3, 3)]))
-    assert FailedPrompts().failing_samples(step, [3]).tolist() == [False, True]
 
 
 def test_the_next_sequence_in_a_row_does_not_fail_however_it_came_there() -> None:

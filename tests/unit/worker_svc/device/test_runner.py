@@ -27,7 +27,7 @@ from worker_svc.sampling.logprobs import gather_candidates, gather_logprobs
 from worker_svc.sampling.sampler import draw
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker, memory_for_pool, model_geometry
-from worker_svc.step import AdmittedStep, LogitRules, SetTokens, Step, StepOutput, WorkerLimits
+from worker_svc.step import AdmittedStep, LogitRules, Step, StepOutput, WorkerLimits
 from worker_svc.weights import Loadable, Placement
 
 META = torch.device("meta")
@@ -68,11 +68,6 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
     return rows
 
 
-def test_changes_of_rows_wait_for_nothing(rows: Rows) -> None:
-    changes = make_changes(fork=[(0, 1)], set_tokens=[SetTokens(2, 1, int32([9, 9]))], deltas=[(0, 1, 4)])
-    rows.apply(changes)
-
-
 @pytest.mark.parametrize("new", [1, 2])
 def test_the_input_of_a_model_waits_for_nothing(rows: Rows, new: int) -> None:
     batch = make_batch(range(4), [new] * 4, [3 - new] * 4)
@@ -88,7 +83,7 @@ def test_the_input_of_a_graph_waits_for_nothing(rows: Rows) -> None:
     assert first_decodes(room, GraphShape(8, 128)).attention.block_tables.shape == (8, NUM_COLUMNS)
 
 
-@pytest.mark.parametrize("places", [[*range(len(KINDS))], *([place] for place in range(len(KINDS))), [2, 2], [1, 6]])
+@pytest.mark.parametrize("places", [[*range(len(KINDS))], [2, 2], [1, 6]])
 def test_sampling_waits_for_nothing(rows: Rows, places: list[int]) -> None:
     columns, positions = rows.sampling.take(np.array(places)), np.full(len(places), 3)
     logits = torch.empty(len(places), VOCAB, device=META)
@@ -174,18 +169,6 @@ def test_heads_that_the_kernels_do_not_take_are_refused(gpu: MetaGpu) -> None:
     message = "head_dim is 512.*LlamaForCausalLM.*; it must be at most 256 on cuda"
     with gpu, pytest.raises(ConfigurationError, match=message):
         start("--num-gpu-blocks", "10", head_dim=512)
-
-
-@pytest.mark.parametrize(("num_blocks", "swap_space", "moves"), [(2, "1MiB", 3), (1, "1MiB", 2), (2, "0", 1)])
-def test_every_move_of_blocks_that_may_come_was_made_before_the_first_step(
-    gpu: MetaGpu, num_blocks: int, swap_space: str, moves: int
-) -> None:
-    """A kernel that runs for the first time is compiled first."""
-    with gpu:
-        start("--max-num-seqs", "3", "--num-gpu-blocks", str(num_blocks), "--swap-space", swap_space)
-    streams = [stream for name, stream in gpu.launches if name == "_move_blocks_kernel"]
-    assert len(streams) == moves
-    assert streams.count("default") == (num_blocks > 1)
 
 
 def test_results_leave_on_a_stream_of_their_own(gpu: MetaGpu) -> None:
