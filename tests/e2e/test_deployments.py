@@ -4,17 +4,22 @@ import asyncio
 import configparser
 import re
 import shlex
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import httpx
 import pytest
+import zmq
+import zmq.asyncio
+from prometheus_client.parser import text_string_to_metric_families
 
 from quire.client import AsyncClient, ClientTls, GenerationOptions
 from quire_cli.main import main
 from tests.support.compose import COMPOSE, ROOT, WITH_TLS, default_of, services_of
 from tests.support.containers import Container, Machine, containers_of_pods
 from tests.support.keys import KeysFile
-from tools.check_kubernetes import DEFAULT
+from tools.check_kubernetes import DEFAULT, RENDERED
 
 pytestmark = pytest.mark.extended
 
@@ -102,3 +107,34 @@ async def test_the_units_of_systemd_serve(tmp_path: Path) -> None:
     machine = Machine(units(certificates, tmp_path), ("50051", "50052", "50053", "8000"))
     async with asyncio.timeout(TIMEOUT_S), machine.running():
         await check_answers(f"127.0.0.1:{machine.port('50051')}", ClientTls(certificates / "ca.pem"), api_key)
+
+
+# Of docs/proposals/003-model-server-protocol in kubernetes-sigs/gateway-api-inference-extension, August 2026.
+GAUGES_OF_THE_PROTOCOL = {
+    *("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"),
+    *("vllm:cache_config_info", "vllm:lora_requests_info"),
+}
+
+
+async def test_a_pod_of_an_inference_pool_shows_what_its_endpoint_picker_reads(tmp_path: Path) -> None:
+    """What the metrics say is tested in tests/service/gateway/test_vllm_metric_names.py."""
+    containers = containers_of_pods(RENDERED / "inference-pool.yaml", tmp_path, tmp_path)
+    machine = Machine(containers, ("50051", "8000", "9400", "9401", "9410", "5557", "5558"))
+    url = f"http://127.0.0.1:{machine.port('8000')}"
+    async with asyncio.timeout(TIMEOUT_S), machine.running(), httpx.AsyncClient(base_url=url, timeout=60) as http:
+        families = {each.name: each for each in text_string_to_metric_families((await http.get("/metrics")).text)}
+        assert {name for name in GAUGES_OF_THE_PROTOCOL if families[name].type != "gauge"} == set()
+        labels = families["vllm:cache_config_info"].samples[0].labels
+        assert int(labels["block_size"]) == 16
+        assert int(labels["num_gpu_blocks"]) > 0
+        with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
+            socket.subscribe(b"kv@")
+            # What was published before comes by the other port.
+            socket.connect(f"tcp://127.0.0.1:{machine.port('5557')}")
+            topic = None
+            while topic is None:
+                body = {"prompt": f"{time.monotonic()} there was a fox. " * 9, "max_tokens": 1}
+                assert (await http.post("/v1/completions", json=body)).is_success
+                if await socket.poll(1000):
+                    topic = (await socket.recv_multipart())[0]
+        assert topic.endswith(b"@quire-tiny")

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-import pytest
 import pytest_asyncio
 
 from quire.client import ChatMessage, FinishReason, GenerationOptions
@@ -28,12 +27,10 @@ async def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(served: Served)
     assert [each.text for each in crowd[: len(PROMPTS)]] == [each.text for each in alone]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=[16, pytest.param(37, marks=pytest.mark.extended)])
-async def chunked(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def chunked() -> AsyncIterator[Served]:
     """Another server, which computes prompts in small chunks and has nothing in its cache."""
-    async with serving(
-        max_num_batched_tokens=request.param, max_num_seqs=16, num_gpu_blocks=256, dtype="float32"
-    ) as running:
+    async with serving(max_num_batched_tokens=16, max_num_seqs=16, num_gpu_blocks=256, dtype="float32") as running:
         yield running
 
 

@@ -1,6 +1,5 @@
-"""Through all processes, requests at once get what transformers generates while blocks run out: a shape of each family,
-more of Quire's own and one of transformers, by one rank and by several. All other shapes and families are in
-test_more_models.py, in one process."""
+"""Through all processes, requests at once get what transformers generates while blocks run out: a shape of each family
+by one rank, some by several. Others are in test_more_models.py, in one process."""
 
 import random
 from dataclasses import replace
@@ -15,6 +14,7 @@ from tests.support.greedy import likeliest_after
 from tests.support.models import SHAPES, VOCAB_SIZE, make_model, make_shape
 from tests.support.more_models import FAMILIES, make_family
 from tests.support.serving import Served, forked_programs, forked_worker, serving
+from tests.support.tiers import parametrize_once
 
 LENGTHS = (1, 2, 7, 15, 16, 17, 40, 70, 99)
 SHOWN = ("gpt2-tied-32", "llama-gqa-untied-32", "opt-pre-norm-32")
@@ -23,7 +23,7 @@ SHOWN = ("gpt2-tied-32", "llama-gqa-untied-32", "opt-pre-norm-32")
 # query, key and value, projected embeddings; a vocabulary that two does not divide is tested with the layers.
 FOR_TWO_RANKS = (
     "llama-gqa-explicit-128",
-    *("gpt2-tied-32", "opt-post-norm-projected-64", "mistral-sliding", "qwen2-tied", "qwen3-alternating"),
+    *("gpt2-tied-32", "opt-post-norm-projected-64", "qwen3-alternating"),
 )
 
 
@@ -61,28 +61,25 @@ async def test_64_greedy_requests_at_once_equal_transformers_while_blocks_run_ou
         assert (await served.state()).preemptions > 0
 
 
-TWO_RANKS = {"tensor_parallel_size": 2, "num_gpu_blocks": 16, "max_num_batched_tokens": 256, "preemption_mode": "swap"}
-FEW_BLOCKS = {"num_gpu_blocks": 14, "max_num_seqs": 16, "max_num_batched_tokens": 100}
-CASES: list[tuple[str, dict[str, Any]]] = [
-    *((name, TWO_RANKS) for name in FOR_TWO_RANKS),
-    ("llama-mqa-80", {**TWO_RANKS, "num_threads": 2}),
-    ("qwen3-alternating", {**FEW_BLOCKS, "model_impl": "native"}),
-    ("mistral-sliding", {**FEW_BLOCKS, "model_impl": "transformers"}),
-]
+TWO_RANKS: dict[str, Any] = {
+    "tensor_parallel_size": 2,
+    "num_gpu_blocks": 16,
+    "max_num_batched_tokens": 256,
+    "preemption_mode": "swap",
+}
+CASES = [*((name, 1) for name in FOR_TWO_RANKS), ("llama-mqa-80", 2)]
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.extended) for case in CASES[1:])]
-)
-async def test_more_families_and_ranks_say_what_transformers_says_while_blocks_run_out(
-    name: str, settings: dict[str, Any], tmp_path: Path
+@parametrize_once("name, num_threads", CASES)
+async def test_two_ranks_say_what_transformers_says_while_blocks_run_out(
+    name: str, num_threads: int, tmp_path: Path
 ) -> None:
     model = make(tmp_path, name)
-    async with serving(model=str(tmp_path), dtype="float32", **settings) as served:
+    async with serving(model=str(tmp_path), dtype="float32", num_threads=num_threads, **TWO_RANKS) as served:
         await check_greedy(served, model, make_prompts(24, max_length=70), 24)
         state = await served.state()
         assert state.preemptions > 0
-        assert [worker.attached for worker in state.workers] == [True] * settings.get("tensor_parallel_size", 1)
+        assert [worker.attached for worker in state.workers] == [True] * 2
 
 
 @pytest.mark.extended

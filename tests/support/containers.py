@@ -7,9 +7,8 @@ import asyncio
 import contextlib
 import os
 import re
-import signal
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,18 +36,15 @@ class Container:
     mounts: Mapping[str, Path]
 
 
-def containers_of_pods(
-    file: Path, folder: Path, certificates: Path, environment: Mapping[str, str] | None = None
-) -> Mapping[str, Container]:
+def containers_of_pods(file: Path, folder: Path, certificates: Path) -> Mapping[str, Container]:
     """All containers of all pods of rendered manifests, in the order in which they start.
 
-    `folder` is mounted in the place of all volumes but `certificates`, which has a directory for each role;
-    `environment` has further variables of all.
+    `folder` is mounted in the place of all volumes but `certificates`, which has a directory for each role.
     """
     return {
         container.name: Container(
             container.arguments,
-            {**container.variables, **(environment or {})},
+            container.variables,
             container.spec["readinessProbe"]["exec"]["command"],
             dict.fromkeys(container.mounts, folder) | {"/certs": certificates / container.service},
         )
@@ -65,7 +61,6 @@ class Machine:
     ) -> None:
         """`ports` and `own_ports` are those inside; containers may have the same of the latter, where none calls it."""
         self._containers = containers
-        self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._ports = {port: str(free_port()) for port in ports} | dict.fromkeys(own_ports, "0")
 
     def port(self, inside: str) -> str:
@@ -75,31 +70,20 @@ class Machine:
     async def running(self) -> AsyncIterator[None]:
         """All of them, healthy."""
         async with contextlib.AsyncExitStack() as stack:
-            for name, container in self._containers.items():
-                await stack.enter_async_context(self._process(name, container))
+            for container in self._containers.values():
+                await stack.enter_async_context(self._process(container))
             for container in self._containers.values():
                 await self._until_healthy(container)
             yield
 
-    @contextlib.contextmanager
-    def standing_still(self, name: str) -> Iterator[None]:
-        """A container is paused in the block."""
-        process = self._processes[name]
-        process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            process.send_signal(signal.SIGCONT)
-
     @contextlib.asynccontextmanager
-    async def _process(self, name: str, container: Container) -> AsyncIterator[None]:
+    async def _process(self, container: Container) -> AsyncIterator[None]:
         words = [self._here(word, container) for word in container.arguments]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "quire_cli.main", *words),
             env=self._environment(container),
             stdout=asyncio.subprocess.DEVNULL,
         )
-        self._processes[name] = process
         try:
             yield
         finally:
