@@ -90,16 +90,6 @@ def test_every_instruction_set_reads_what_one_has_packed(isa: str, num_tokens: i
         assert torch.equal(numbers_of(make_kernels(reader), packed, num_tokens), weight), reader
 
 
-def test_gates_and_ups_too(isa: str) -> None:
-    kernels = make_kernels(isa)
-    weight, x = make_weight(2 * 96, 640), torch.randn(5, 640).bfloat16()
-    packed = pack(kernels, weight, gated=True)
-    assert packed.is_bf12
-    gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
-    actual = kernels.product(x, packed, None, "identity", torch.float32)
-    torch.testing.assert_close(actual.double(), torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-4)
-
-
 def test_weights_of_many_exponents_stay_as_they_are(isa: str) -> None:
     kernels = make_kernels(isa)
     exponents = torch.randint(-60, 60, (96, 256))

@@ -40,20 +40,6 @@ def test_without_a_library_the_reference_runs_and_one_warning_says_so(
     ]
 
 
-@pytest.mark.parametrize("struct", library.STRUCTS)
-def test_a_library_whose_structs_have_two_fields_swapped_is_refused(
-    struct: type[Structure], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fields = list(struct._fields_)
-    for index in range(len(fields) - 1):
-        swapped = [*fields[:index], fields[index + 1], fields[index], *fields[index + 2 :]]
-        other = type(struct.__name__, (Structure,), {"_fields_": swapped})
-        monkeypatch.setattr(library, "STRUCTS", [other if each is struct else each for each in STRUCTS])
-        name = f"{struct.__name__}.{swapped[index][0]}"
-        with pytest.raises(LibraryUnavailableError, match=rf"built from other sources \({name}\); install again"):
-            Library()
-
-
 def refuse_here(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(library, name, value)

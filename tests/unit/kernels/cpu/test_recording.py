@@ -146,23 +146,6 @@ def test_a_block_that_is_not_there_stops_a_run_before_anything_is_written(librar
     assert torch.equal(layer.kv_cache, before)
 
 
-def test_memory_is_used_again_once_nothing_refers_to_it(library: Library) -> None:
-    x, weight = torch.randn(MOST_TOKENS, HIDDEN).bfloat16(), torch.randn(HIDDEN).bfloat16()
-    expected = x
-    for _ in range(6):
-        expected = ops.rms_norm(expected, weight, 1e-6)
-    recorder = Recorder(library, MOST_TOKENS)
-    with recorder, recording_with(recorder.kernels):
-        y, places = x, set[int]()
-        for _ in range(6):
-            y = ops.rms_norm(y, weight, 1e-6)
-            places.add(y.data_ptr())
-    assert len(places) == 2
-    gc.collect()
-    recorder.recording((x, weight)).run(MOST_TOKENS, 1)
-    assert torch.equal(y, expected)
-
-
 @pytest.mark.usefixtures("library")
 def test_a_recording_holds_what_it_was_made_from() -> None:
     def make() -> tuple[Recording, torch.Tensor, weakref.ref[torch.Tensor]]:

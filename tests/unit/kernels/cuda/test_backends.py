@@ -5,7 +5,6 @@ import torch
 import triton
 
 from kernels import backends, cuda, ops, reference
-from kernels.cuda.attention import MAX_HEAD_DIM
 
 
 def test_cuda_tensors_get_the_triton_kernels() -> None:
@@ -25,11 +24,6 @@ def test_where_triton_does_not_work_the_log_says_why_and_plain_torch_takes_its_p
     monkeypatch.setattr(triton.runtime.driver, "_active", Broken())
     assert backends.fastest_for.__wrapped__(torch.device("cuda")) is reference
     assert "Triton does not work here, the operations on the GPU run in plain torch: Failed to find C" in caplog.text
-
-
-def test_heads_are_limited_where_the_triton_kernels_run() -> None:
-    assert ops.largest_head_dim(torch.device("cuda", 1)) == MAX_HEAD_DIM
-    assert ops.largest_head_dim(torch.device("cpu")) is None
 
 
 # On a GPU linear layers are torch's own.

@@ -117,13 +117,6 @@ def test_attention_keeps_everything_in_registers(
     assert {kernel.name: stack_bytes(kernel, tmp_path) for kernel in compiled} == dict.fromkeys(names, 0)
 
 
-@pytest.mark.parametrize(("block_size", "dtype"), [(5, torch.bfloat16), (64, torch.float16)])
-def test_attention_with_every_score_option_compiles(compiled: set[Any], block_size: int, dtype: torch.dtype) -> None:
-    scores = ScoreRule(0.1, sliding_window=600, soft_cap=20.0, alibi_slopes=torch.ones(6), sinks=torch.ones(6))
-    attend([(1, 5), (9, 900)], scores=scores, heads=(6, 2), block_size=block_size, dtype=dtype)
-    assert_fit(compiled, {"_decode_kernel", "_join_kernel", "_prefill_kernel"})
-
-
 def test_the_grid_holds_more_rows_and_tiles_than_one_dimension_of_cuda_s_small_ones(compiled: set[Any]) -> None:
     num_rows, num_heads, head_dim = 70_000, 2, 16
     query = torch.zeros(num_rows, num_heads, head_dim)
@@ -203,10 +196,3 @@ def test_steps_of_other_sizes_compile_nothing_new(
     for sizes in later:
         step(*sizes)
         assert compiled == known, f"a step of {sizes} compiled again"
-
-
-def test_copies_of_other_counts_compile_nothing_new(compiled: set[Any]) -> None:
-    pools = [torch.zeros(2, 64, 4, 16, 64, dtype=torch.bfloat16) for _ in range(2)]
-    for count in (3, 1, 2, 16, 31):
-        blocks.copy_blocks(pools, torch.arange(2 * count).view(2, -1).T)
-    assert len(compiled) == 1

@@ -3,7 +3,7 @@
 They are in one file, which one process of the test runner runs: each interpreter is a process that imports torch.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from tests.unit.kernels.test_paged_attention import (
     SINKS,
     TOLERANCE,
     Batch,
-    alone_rows,
     make_batch,
     naive_attention,
 )
@@ -116,14 +115,6 @@ def test_batches_of_any_shape_match_naive(device: KernelDevice, rows: list[tuple
     assert_matches_naive(device, make_batch(rows, heads=(4, 1), block_size=16))
 
 
-@parametrize_once("seed", range(4))
-def test_random_batches_match_naive(device: KernelDevice, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    draw = torch.randint(1, 40, (7, 2), generator=generator).tolist()
-    rows = [(new if new % 2 else 1, new + before) for new, before in draw]
-    assert_matches_naive(device, make_batch(rows, heads=(6, 3), block_size=7, seed=seed))
-
-
 # One row has more pieces than are joined at once.
 @parametrize_once("lengths, sliding_window, sinks", pairwise([[16, 17, 270, 1, 130], [1]], [40, None], [SINKS, None]))
 def test_contexts_in_many_pieces_match_naive(
@@ -148,13 +139,6 @@ def test_rows_far_shorter_than_the_longest_that_may_come_match_naive(
     result = device.run(paged_attention, *rows_of(batch), scores=scores, max_query_len=1, max_seq_len=20_000).result
     expected = naive_attention(batch, sliding_window=sliding_window, sinks=SINKS)
     assert_close(result, expected, batch.query.dtype)
-
-
-def test_a_lone_decode_of_which_more_tokens_were_expected_matches_naive(device: KernelDevice) -> None:
-    batch = make_batch([(1, 40)])
-    scores = ScoreRule(0.3)
-    result = device.run(paged_attention, *rows_of(batch), scores=scores, max_query_len=7, max_seq_len=60).result
-    assert_close(result, naive_attention(batch), batch.query.dtype)
 
 
 def test_each_kernel_leaves_the_rows_of_the_other_alone(device: KernelDevice) -> None:
@@ -184,12 +168,6 @@ def test_poisoned_row_leaves_its_neighbours_alone(device: KernelDevice) -> None:
     assert actual[1].isnan().any()
     assert actual[5:].isnan().any()
     assert_close(actual[[0, 2, 3, 4]], expected[[0, 2, 3, 4]], torch.float32)
-
-
-def test_row_alone_gives_what_it_gives_in_a_batch(device: KernelDevice) -> None:
-    batch = make_batch(MIXED, heads=(2, 1), block_size=16)
-    alone = torch.cat([attend(device, row) for row in alone_rows(batch)])
-    torch.testing.assert_close(alone, attend(device, batch), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
@@ -240,19 +218,6 @@ def test_scales_that_are_not_positive_are_refused(device: KernelDevice, scale: f
         attend(device, make_batch([(1, 3)]), scale=scale)
 
 
-def test_heads_that_do_not_fit_are_refused(device: KernelDevice) -> None:
-    batch = make_batch([(1, 3)], head_dim=272)
-    with pytest.raises(ValueError, match="head size 272; the GPU kernels take at most 256"):
-        attend(device, batch)
-
-
-def test_padded_block_tables_are_accepted(device: KernelDevice) -> None:
-    batch = make_batch(SHORT)
-    wide = torch.cat((batch.block_tables, torch.full_like(batch.block_tables, -1)), dim=1)
-    padded = replace(batch, block_tables=wide[:, : batch.block_tables.shape[1]])
-    assert_close(attend(device, padded), naive_attention(batch), torch.float32)
-
-
 # Writes into the pool and moves of blocks, against plain indexing
 
 Shape = tuple[int, int, int]
@@ -283,17 +248,6 @@ def test_tokens_land_in_their_slots_and_nowhere_else(
         expected[1, slot // block_size, :, slot % block_size] = value[token]
     outcome = device.run(reshape_and_cache, key, value, pool, torch.tensor(slots, dtype=torch.int64))
     assert_same_bits(outcome.arguments[2], expected)
-
-
-def test_keys_of_any_stride_are_written(device: KernelDevice) -> None:
-    key, value = torch.randn(8, 3, 2), torch.randn(3, 2, 8)
-    key, value = key.permute(2, 1, 0), value.transpose(0, 1)
-    assert not key.is_contiguous()
-    assert not value.is_contiguous()
-    pool = make_pool(4)
-    pool = device.run(reshape_and_cache, key, value, pool, torch.tensor([1, 9])).arguments[2]
-    assert torch.equal(pool[0, 2, :, 1], key[1])
-    assert torch.equal(pool[1, 0, :, 1], value[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -358,21 +312,6 @@ def test_swap_moves_blocks_between_pools_of_different_size(
         assert_same_bits(actual, wanted)
 
 
-@pytest.mark.parametrize("move", [copy_blocks, lambda pools, pairs: swap_blocks(pools, pools, pairs)])
-def test_no_pairs_and_no_layers_change_nothing(move: Callable[..., None]) -> None:
-    pool = make_pool(3)
-    before = pool.clone()
-    move([pool], torch.empty(0, 2, dtype=torch.int64))
-    move([], torch.tensor([[0, 1]]))
-    assert torch.equal(pool, before)
-
-
-def test_layers_that_differ_are_refused(device: KernelDevice) -> None:
-    pools = [make_pool(3), make_pool(4)]
-    with pytest.raises(ValueError, match=r"source has shape \[2, 4, 3, 4, 8\]; expected \[2, 3, 3, 4, 8\]"):
-        device.run(copy_blocks, pools, torch.tensor([[0, 1]]))
-
-
 # Norms, rotary embeddings and activations, against their formulas in float64
 
 # The interpreter cuts bfloat16 off where a GPU rounds.
@@ -392,12 +331,6 @@ def test_rms_norm(device: KernelDevice, shape: tuple[int, ...], dtype: torch.dty
     normed, stream = device.run(add_rms_norm, x, residual.clone(), weight, 1e-3).result
     assert_lines_close(stream, x.double() + residual.double(), dtype)
     assert_lines_close(normed, naive_rms_norm(stream, weight), dtype)
-
-
-def test_sum_is_written_into_the_residual_stream(device: KernelDevice) -> None:
-    x, residual = torch.randn(2, 3, 8)
-    outcome = device.run(add_rms_norm, x, residual.clone(), torch.ones(8), 1e-3)
-    assert torch.equal(outcome.arguments[1], x + residual)
 
 
 def test_norms_of_strided_lines(device: KernelDevice) -> None:
