@@ -6,9 +6,7 @@
                               prints the refusal of another one where transformers is not installed
     pools                     computes with torch and with the kernels by two threads; prints the threads that the
                               kernels added, the OpenMP runtimes that are loaded and the one that the kernels take
-    team THREADS VARIABLE ... binds a team of threads, once while each variable says something of binding, or once
-                              while none does; prints the processors of each thread
-    engine THREADS BINDING    computes by the engine of `bench.in_process`; prints the processors of this thread
+    team THREADS              binds a team of threads; prints the processors of each
 All of them print JSON.
 """
 
@@ -28,7 +26,6 @@ from kernels.recording import record
 from quire.settings import ConfigurationError
 from worker_svc.models.registry import load_model
 from worker_svc.parallel.ranks import Ranks
-from worker_svc.settings import WorkerSettings
 
 
 def imported(*prefixes: str) -> list[str]:
@@ -77,33 +74,17 @@ def pools() -> object:
     return type(ops.implementation_for(x.device)).__name__, added, runtimes, str(find_open_mp())
 
 
-def team(num_threads: str, *variables: str) -> object:
+def team(num_threads: str) -> object:
     torch.set_num_threads(int(num_threads))
     before = threads()
     torch.ones(1 << 20).add_(1)  # the team starts with the first operation that is worth it
     members = {str(threading.get_native_id()), *threads() - before}
-    for variable in variables:
-        os.environ[variable] = "{0:1024}"
-        worker_svc.startup.bind_threads(Ranks())
-        del os.environ[variable]
-    if not variables:
-        worker_svc.startup.bind_threads(Ranks())
+    worker_svc.startup.bind_threads(Ranks())
     return sorted(sorted(os.sched_getaffinity(int(member))) for member in members)
 
 
-def engine(num_threads: str, binding: str) -> object:
-    from bench.in_process import InProcessEngine
-    from quire.load import fixed, take
-
-    settings = WorkerSettings(
-        device="cpu", num_threads=int(num_threads), thread_binding=binding, num_gpu_blocks=20, swap_space=0
-    )
-    InProcessEngine(settings).run(take(fixed(3, 3, 1000), 1, seed=0))
-    return sorted(os.sched_getaffinity(0))
-
-
 def main(what: str, *words: str) -> None:
-    doings = {"modules": modules, "families": families, "pools": pools, "team": team, "engine": engine}
+    doings = {"modules": modules, "families": families, "pools": pools, "team": team}
     print(json.dumps(doings[what](*words)), flush=True)
     # To free every object, a fork copies the page of each.
     os._exit(0)

@@ -39,15 +39,3 @@ def test_a_gpu_has_its_name_and_its_memory(versions: dict[str, str]) -> None:
     versions["triton"] = "3.7"
     assert find("GPU 0") == Finding("GPU 0", Verdict.OK, "NVIDIA H200, 140 GiB, compute capability 9.0")
     assert find("Triton") == Finding("Triton", Verdict.OK, "3.7")
-
-
-def test_a_package_of_a_distribution_with_another_name_has_its_version(versions: dict[str, str]) -> None:
-    versions["pytorch-triton"] = "3.8"
-    assert find("Triton") == Finding("Triton", Verdict.OK, "3.8")
-
-
-def test_a_package_of_no_distribution_is_there_all_the_same(
-    versions: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.metadata, "packages_distributions", dict)
-    assert find("Triton") == Finding("Triton", Verdict.OK, "of unknown version")

@@ -15,7 +15,6 @@ import pytest
 
 from tests.support.more_models import FOREIGN, Family, make_family
 from tests.support.serving import forked_worker, running_fork
-from worker_svc.thread_binding import processors_for
 
 TIMEOUT_S = 120
 PROCESSORS = sorted(os.sched_getaffinity(0))
@@ -104,15 +103,3 @@ def test_threads_that_come_back_after_a_smaller_team_are_bound_as_those_before()
     assert while_loading != str(first)
     team = [str(first), str(second), str(second)]
     assert teams == [team, team[:2], team]
-
-
-def test_a_user_who_binds_threads_is_left_to_it() -> None:
-    own = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-    assert told("team", str(len(PROCESSORS)), *own) == [PROCESSORS] * len(PROCESSORS)
-
-
-@pytest.mark.parametrize("binding", ["auto", "off"])
-def test_the_engine_in_one_process_is_bound_as_a_worker_is(binding: str) -> None:
-    """So that what the two differ by is the split alone."""
-    bound = processors_for(0, 1, len(PROCESSORS), PROCESSORS) if binding == "auto" else ()
-    assert told("engine", str(len(PROCESSORS)), binding) == ([bound[0]] if bound else PROCESSORS)

@@ -9,7 +9,6 @@ import torch
 
 from quire.model_source import resolve_model
 from quire.settings import ConfigurationError, load_settings
-from quire_cli.supervisor.settings import ServeSettings
 from tests.support.graph_recorder import CallingRecorder
 from tests.support.in_process import load_worker
 from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
@@ -22,19 +21,6 @@ from worker_svc.thread_binding import OWN_BINDING, placed_threads, processors_fo
 
 def load(*flags: str, **environ: str) -> WorkerSettings:
     return load_settings(WorkerSettings, flags, environ, program="quire worker")
-
-
-def test_the_host_pool_has_the_size_that_swap_space_says() -> None:
-    small = ("--num-gpu-blocks", "12", "--block-size", "4", "--max-num-seqs", "3")
-    for flags, count in (((), 12), (("--swap-space", "0"), 0), (("--swap-space", "16KiB"), 32)):
-        assert make_worker(TinyCausalLM(), load(*small, *flags), DeviceLoop()).info.pool.num_host_blocks == count
-
-
-def test_a_worker_says_what_it_runs_on() -> None:
-    device_name = make_worker(TinyCausalLM(), load("--num-gpu-blocks=12"), DeviceLoop()).info.model.device_name
-    processor, _, kernels = device_name.rpartition(", ")
-    assert processor
-    assert kernels
 
 
 def test_sequences_may_be_kept_shorter_than_the_model_knows_but_not_longer() -> None:
@@ -192,13 +178,3 @@ def test_a_pool_of_int8_is_refused_on_another_device() -> None:
     model.device = torch.device("cuda")
     with pytest.raises(ConfigurationError, match="--kv-cache-dtype is int8, which is for cpu, and the device is cuda"):
         requested_pool_dtype("int8", model)
-
-
-@pytest.mark.parametrize("cls", [WorkerSettings, ServeSettings])
-def test_flags_and_variables_are_there_and_checked(cls: type) -> None:
-    environ = {"QUIRE_QUANTIZATION": "int8-dynamic", "QUIRE_KV_CACHE_DTYPE": "int8"}
-    settings = load_settings(cls, [], environ, program="quire")
-    assert (settings.quantization, settings.kv_cache_dtype) == ("int8-dynamic", "int8")
-    for flag in ("--quantization=int4", "--kv-cache-dtype=fp8"):
-        with pytest.raises(ConfigurationError, match="expected one of"):
-            load_settings(cls, [flag], {}, program="quire")

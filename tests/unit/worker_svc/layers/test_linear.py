@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import save_file
 
 from kernels import ops
-from kernels.int8 import quantize
 from kernels.packed_weight import Rounding
 from quire.settings import ConfigurationError
 from tests.support.models import make_shape
@@ -26,14 +25,12 @@ from worker_svc.layers.linear import (
     Split,
     WeightOnlyProduct,
     make_product,
-    pays_to_pack,
 )
 from worker_svc.models.registry import load_model
 from worker_svc.parallel.ranks import Ranks
 from worker_svc.weights import Checkpoint, Loadable, Placement, Quantization
 
 PLAIN = [ActivationKind(name) for name in ACTIVATIONS]
-GATED = [ActivationKind(name, gated=True) for name in ACTIVATIONS]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -89,18 +86,6 @@ def test_nan_is_not_hidden_by_an_activation(kind: ActivationKind | None) -> None
     assert packed.isnan().any(dim=1).tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("kind", [None, *PLAIN, *GATED], ids=str)
-def test_every_activation_of_our_own_product_equals_torchs(kind: ActivationKind | None) -> None:
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 4e-2)):
-        weight, bias = make_weights(48, 40, dtype)
-        tokens = 4 * make_tokens(5, 40, dtype)
-        function = None if kind is None else kind.function
-        exact = PlainProduct(weight.float(), bias.float(), function)(tokens.float())
-        own = OwnProduct.of(weight, bias, kind)(tokens)
-        assert own.dtype == dtype
-        torch.testing.assert_close(own.float(), exact, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_go_to_our_own_kernel_where_there_is_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.zeros((64, 64), dtype=dtype)
@@ -112,12 +97,6 @@ def test_weights_go_to_our_own_kernel_where_there_is_one(dtype: torch.dtype, mon
 def test_else_small_float32_weights_stay_plain_and_large_ones_are_packed(no_kernels_of_our_own: None) -> None:
     assert isinstance(make_product(torch.zeros(64, 64)), PlainProduct)
     assert isinstance(make_product(torch.zeros(512, 512)), PackedProduct)
-
-
-def test_nothing_is_packed_for_other_devices_or_dtypes_or_without_entries() -> None:
-    assert not pays_to_pack(torch.zeros((1024, 1024), device="meta"))
-    assert not pays_to_pack(torch.zeros((1024, 1024), dtype=torch.float64))
-    assert not pays_to_pack(torch.zeros((0, 1024)))
 
 
 def test_without_onednn_products_are_plain(no_kernels_of_our_own: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,16 +171,6 @@ def test_int8_weights_err_no_more_than_rounding_allows(
 
 
 @pytest.mark.parametrize("quantization", KINDS)
-def test_activation_and_leading_dimensions_are_kept(quantization: Quantization, kernels: str) -> None:
-    weight, x = noise(32, 48) * 0.1, noise(2, 3, 48, seed=1)
-    plain = make_product(weight, None, None, quantization)(x)
-    assert plain.shape == (2, 3, 32)
-    for name, activation in ACTIVATIONS.items():
-        got = make_product(weight, None, ActivationKind(name), quantization)(x)
-        torch.testing.assert_close(got, activation.function(plain), msg=name)
-
-
-@pytest.mark.parametrize("quantization", KINDS)
 @pytest.mark.parametrize("tokens", [2, 20])
 def test_zero_outliers_and_numbers_that_are_not_finite(quantization: Quantization, tokens: int, kernels: str) -> None:
     weight, x = noise(16, 32), noise(tokens, 32, seed=1)
@@ -214,31 +183,6 @@ def test_zero_outliers_and_numbers_that_are_not_finite(quantization: Quantizatio
     assert not got[1, [0, 1, 5]].isfinite().any()
     assert got[2:].isfinite().all()
     assert (got[2:, 3] == 0).all()
-
-
-@pytest.mark.parametrize("quantization", KINDS)
-def test_a_token_gets_the_same_beside_others(quantization: Quantization, kernels: str) -> None:
-    product = make_product(noise(96, 64), None, None, quantization)
-    x = noise(40, 64, seed=1)
-    together = product(x)
-    alone = torch.cat([product(x[t : t + 1]) for t in range(40)])
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
-
-
-def test_views_of_wider_tensors_are_multiplied_as_copies_would_be(kernels: str) -> None:
-    wide = noise(6, 128)
-    for quantization in KINDS:
-        product = make_product(noise(16, 64), None, None, quantization)
-        torch.testing.assert_close(product(wide[:, 64:]), product(wide[:, 64:].clone()))
-
-
-def test_weights_take_a_quarter_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "has_packed_products", lambda *_: False)
-    product = make_product(noise(64, 64), None, None, Quantization.INT8_WEIGHT_ONLY)
-    assert isinstance(product, WeightOnlyProduct)
-    assert product.values.dtype == torch.int8
-    assert product.values.abs().max() == 127
-    assert quantize(torch.zeros(2, 4)).scales.tolist() == [[0.0], [0.0]]
 
 
 @pytest.mark.parametrize("shape", ["llama-gqa-untied-32", "gpt2-untied-64", "opt-post-norm-projected-64"])

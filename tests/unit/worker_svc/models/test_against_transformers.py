@@ -131,13 +131,6 @@ def test_half_precision_is_as_close_as_transformers_own(name: str, dtype: torch.
     assert (ours - exact).abs().mean() < 1.5 * theirs
 
 
-def test_geometry_is_that_of_the_configuration(made: Made) -> None:
-    model = load(made("llama-gqa-explicit-128")[0], torch.bfloat16)
-    geometry = (model.num_layers, model.num_kv_heads, model.head_dim, model.vocab_size, model.max_model_len)
-    assert geometry == (2, 2, 128, VOCAB_SIZE, 512)
-    assert (model.device, model.dtype) == (CPU, torch.bfloat16)
-
-
 @pytest.mark.parametrize(
     ("family", "theirs"),
     [(MistralForCausalLM, MistralConfig), (Qwen2ForCausalLM, Qwen2Config), (Qwen3ForCausalLM, Qwen3Config)],
@@ -172,7 +165,6 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(
         ({"use_sliding_window": 1}, "use_sliding_window is 1; expected true or false"),
         ({"max_window_layers": -1}, "max_window_layers is -1; expected an integer of at least 0"),
         ({"layer_types": ["full_attention"]}, "expected 2 of full_attention and sliding_attention"),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "expected 2 of full_attention and"),
         ({"layer_types": "full_attention"}, "expected 2 of full_attention and"),
         (
             {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": False},

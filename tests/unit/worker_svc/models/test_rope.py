@@ -113,19 +113,6 @@ def test_original_length_beside_the_section_is_read() -> None:
     assert torch.equal(table_of(beside), table_of(make_config({**section, **ORIGINAL})))
 
 
-def test_no_section_at_all_is_the_default() -> None:
-    table = table_of({"max_position_embeddings": MAX_POSITIONS})
-    assert torch.equal(table, table_of(make_config({}, theta=10000.0)))
-
-
-@pytest.mark.parametrize(
-    ("name", "positions"),
-    [("default", 96), ("linear", 240), ("dynamic", 192), ("llama3", 96), ("yarn", 192), ("longrope", 96)],
-)
-def test_scaling_extends_the_positions_that_the_model_knows(name: str, positions: int) -> None:
-    assert read(make_config(SECTIONS[name])).max_model_len == positions
-
-
 @pytest.mark.parametrize(
     ("section", "message"),
     [

@@ -7,12 +7,9 @@ import torch
 
 from quire.settings import ConfigurationError
 from worker_svc.parallel import ranks
-from worker_svc.parallel.ranks import ALONE, DistributedRanks, Ranks, heads_of_rank
+from worker_svc.parallel.ranks import DistributedRanks, Ranks, heads_of_rank
 from worker_svc.parallel.rendezvous import backend_for
-from worker_svc.settings import WorkerSettings
 from worker_svc.step import SupersededError
-
-X = torch.randn(5, 7)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -20,11 +17,6 @@ X = torch.randn(5, 7)
 def test_the_shards_of_all_ranks_are_everything_once(total: int, size: int) -> None:
     shards = [Ranks(rank, size).shard(total) for rank in range(size)]
     assert [number for shard in shards for number in range(shard.start, shard.end)] == list(range(total))
-
-
-def test_neighbours_share_where_there_are_fewer_shards_than_ranks() -> None:
-    shards = [Ranks(rank, 4).shard(6, 2) for rank in range(4)]
-    assert [(shard.start, shard.end) for shard in shards] == [(0, 3), (0, 3), (3, 6), (3, 6)]
 
 
 @pytest.mark.parametrize(
@@ -41,19 +33,6 @@ def test_heads_are_dealt_out(size: int, heads: int, kv_heads: int, expected: tup
 def test_heads_that_cannot_be_dealt_out_are_refused(heads: int, kv_heads: int, named: str) -> None:
     with pytest.raises(ConfigurationError, match=f"--tensor-parallel-size is 3; it must divide this model's {named}"):
         heads_of_rank(Ranks(0, 3), heads, kv_heads)
-
-
-def test_a_rank_alone_changes_nothing() -> None:
-    assert ALONE.sum(X) is X
-    assert ALONE.gather_columns(X, 7) is X
-    assert ALONE.smallest(3, 4) == (3, 4)
-    ALONE.agree(1, 2)
-    ALONE.fail("a step failed")
-
-
-def test_a_rank_beyond_the_group_is_refused() -> None:
-    with pytest.raises(ValueError, match="--tensor-parallel-rank is 2; it must be below --tensor-parallel-size"):
-        WorkerSettings(tensor_parallel_size=2, tensor_parallel_rank=2)
 
 
 def test_ranks_agree_on_the_host_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:

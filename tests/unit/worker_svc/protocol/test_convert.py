@@ -12,13 +12,12 @@ from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.worker.v1 import worker_pb2
 from tests.support.logprobs import Line, columns_of, lines_by_row
 from tests.support.worker_client import make_assign, make_batch
-from worker_svc.protocol.convert import StepDecoder, attached_message, epoch_of, info_message, result_message, step_of
+from worker_svc.protocol.convert import StepDecoder, epoch_of, result_message, step_of
 from worker_svc.step import (
     ModelGeometry,
     PoolGeometry,
     PromptLogprobs,
     RowCandidates,
-    SealedBlocks,
     StepOutput,
     StepTimings,
     TokenLogprobs,
@@ -67,18 +66,14 @@ REFUSED: list[tuple[worker_pb2.StepRequest, str, str]] = [
     (make_request(cache_operations=operations(swap_out=[32, 0])), "cache_operations.swap_out", "32"),
     (make_request(cache_operations=operations(swap_out=[0, 8])), "cache_operations.swap_out", "8"),
     (make_request(cache_operations=operations(swap_in=[8, 0])), "cache_operations.swap_in", "8"),
-    (make_request(cache_operations=operations(swap_in=[0, -1])), "cache_operations.swap_in", "-1"),
     (make_request(cache_operations=operations(copy=[1, 2, 3])), "cache_operations.copy", "12 bytes"),
     (make_request(cache_operations=operations(copy=[1, 2, 3, 2])), "cache_operations.copy", "block 2 twice"),
     (make_request(cache_operations=operations(copy=[1, 2, 2, 3])), "cache_operations.copy", "as source and as"),
-    (make_request(cache_operations=operations(swap_in=[0, 4, 1, 4])), "cache_operations.swap_in", "block 4 twice"),
     (make_request(cache_operations=operations(swap_out=[0, 4, 1, 4])), "cache_operations.swap_out", "host block 4"),
     (make_request(release=encode_int32([6])), "release", "6"),
     (make_request(release=encode_int32([2, 2])), "release", "row 2 twice"),
-    (make_request(release=b"\0\0\0"), "release", "3 bytes"),
     (make_request(fork=encode_int32([0, 6])), "fork", "6"),
     (make_request(fork=encode_int32([0, 2, 1, 2])), "fork", "child row 2 twice"),
-    (make_request(fork=encode_int32([0])), "fork", "4 bytes"),
     (make_request(reseed=[worker_pb2.ReseedRow(row=6)]), "reseed[0].row", "below 6"),
     (make_request(reseed=[worker_pb2.ReseedRow(row=1), worker_pb2.ReseedRow(row=1)]), "reseed", "row 1 twice"),
     (
@@ -86,28 +81,17 @@ REFUSED: list[tuple[worker_pb2.StepRequest, str, str]] = [
         "set_tokens",
         "row 1 twice",
     ),
-    (make_request(set_tokens=[worker_pb2.SetTokens(row=9)]), "set_tokens[0].row", "below 6"),
     (make_request(set_tokens=[worker_pb2.SetTokens(row=1)]), "set_tokens[0].token_ids", "at least 1"),
     (
         make_request(set_tokens=[worker_pb2.SetTokens(row=1, position=20, token_ids=encode_int32([1]))]),
         "set_tokens[0].token_ids",
         "at most 20",
     ),
-    (
-        make_request(set_tokens=[worker_pb2.SetTokens(row=1, position=2**32 - 1, token_ids=encode_int32([1]))]),
-        "set_tokens[0].token_ids",
-        "at most 20",
-    ),
-    (make_request(block_table_deltas=encode_int32([0, 0])), "block_table_deltas", "8 bytes"),
     (make_request(block_table_deltas=encode_int32([6, 0, 0])), "block_table_deltas", "column 0"),
-    (make_request(block_table_deltas=encode_int32([0, 5, 0])), "block_table_deltas", "column 1"),
-    (make_request(block_table_deltas=encode_int32([0, 0, 32])), "block_table_deltas", "column 2"),
     (make_request(block_table_deltas=encode_int32([0, 1, 3, 0, 1, 4])), "block_table_deltas", "block 1 of row 0 twice"),
     (assign_request(row=6), "assign[0].row", "below 6"),
-    (assign_request(row=2**32 - 1), "assign[0].row", "below 6"),
     (assign_request(token_ids=b"", num_prompt_tokens=0), "assign[0].token_ids", "empty"),
     (assign_request(token_ids=encode_int32([1, 50, 2])), "assign[0].token_ids", "50"),
-    (assign_request(token_ids=encode_int32([1, -1, 2])), "assign[0].token_ids", "-1"),
     (assign_request(token_ids=encode_int32([1] * 21)), "assign[0].token_ids", "at most 20"),
     (assign_request(num_prompt_tokens=4), "assign[0].num_prompt_tokens", "4"),
     (assign_request(block_table=encode_int32([32])), "assign[0].block_table", "32"),
@@ -124,20 +108,16 @@ REFUSED: list[tuple[worker_pb2.StepRequest, str, str]] = [
     (make_request(batch=raw_batch(num_new_tokens=encode_int32([1, 0]))), "batch.num_new_tokens", "0"),
     (make_request(batch=raw_batch(num_new_tokens=encode_int32([6, 7]))), "batch.num_new_tokens", "at most 12"),
     (make_request(batch=raw_batch(num_new_tokens=encode_int32([2**31 - 1] * 2))), "batch.num_new_tokens", "21"),
-    (make_request(batch=raw_batch(num_computed_tokens=b"")), "batch.num_computed_tokens", "0 entries"),
     (make_request(batch=raw_batch(num_computed_tokens=encode_int32([0, -1]))), "batch.num_computed_tokens", "-1"),
     (
         make_request(batch=make_batch([0], [3], [18])),
         "batch.num_new_tokens",
         "row 0 to 21 tokens; a sequence has at most 20",
     ),
-    (make_request(batch=raw_batch(samples=encode_int32([0]))), "batch.samples", "4 bytes"),
     (make_request(batch=raw_batch(samples=encode_int32([0, 0, 0, 1]))), "batch.samples", "row 0 twice"),
     (make_request(batch=raw_batch(samples=encode_int32([0, 3]))), "batch.samples", "row 3"),
-    (make_request(batch=raw_batch(samples=encode_int32([6, 0]))), "batch.samples", "6"),
     (make_request(sealed_block_ids=encode_int32([32]), sealed_hashes=b"h" * 32), "sealed_block_ids", "32"),
     (make_request(sealed_block_ids=encode_int32([1]), sealed_hashes=b"h" * 31), "sealed_hashes", "31 bytes"),
-    (make_request(sealed_hashes=b"h" * 32), "sealed_hashes", "32 bytes"),
 ]
 
 
@@ -156,15 +136,10 @@ NAN, INF = float("nan"), float("inf")
 REFUSED_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.5}, "sampling.temperature is -0.5; it must be at least 0"),
     ({"temperature": NAN}, "sampling.temperature is nan; it must be finite"),
-    ({"temperature": INF}, "sampling.temperature is inf; it must be finite"),
     ({"top_p": 0.0}, "sampling.top_p is 0; it must be above 0 and at most 1"),
-    ({"top_p": 1.5}, "sampling.top_p is 1.5; it must be above 0 and at most 1"),
-    ({"top_p": NAN}, "sampling.top_p is nan; it must be finite"),
     ({"min_p": -0.5}, "sampling.min_p is -0.5; it must be from 0 to 1"),
-    ({"min_p": NAN}, "sampling.min_p is nan; it must be finite"),
     ({"presence_penalty": NAN}, "sampling.presence_penalty is nan; it must be finite"),
     ({"frequency_penalty": INF}, "sampling.frequency_penalty is inf; it must be finite"),
-    ({"repetition_penalty": NAN}, "sampling.repetition_penalty is nan; it must be finite"),
     ({"repetition_penalty": 0.0}, "sampling.repetition_penalty is 0; it must be above 0"),
     ({"logit_bias": {50: 1.0}}, "sampling.logit_bias holds token 50; token ids of this model are below 50"),
     ({"logit_bias": {3: NAN}}, "sampling.logit_bias holds nan; it must be finite"),
@@ -198,13 +173,6 @@ def test_a_parameter_of_a_newer_gateway_is_refused_for_its_row_and_not_ignored()
         "row_sampling has quire.common.v1.SamplingParameters.100, which this worker's release lacks: upgrade workers "
         "first"
     )
-
-
-def test_absent_parameters_change_nothing() -> None:
-    (assign,) = DECODER.decode(sampling_request()).row_changes.assign
-    parameters = assign.sampling.parameters
-    assert (parameters.temperature, parameters.top_k, parameters.top_p, parameters.min_p) == (0, 0, 1, 0)
-    assert (assign.sampling.rules, assign.sampling.refusal) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -283,12 +251,6 @@ def test_a_step_arrives_as_it_was_sent() -> None:
     assert step.sealed.hashes.shape == (2, 32)
 
 
-def test_an_empty_step_is_valid() -> None:
-    step = DECODER.decode(make_request())
-    assert len(step.batch.rows) == 0
-    assert step.batch.samples.shape == (0, 2)
-
-
 def test_a_result_is_sent_with_all_its_parts() -> None:
     output = StepOutput(
         step_id=4,
@@ -326,15 +288,6 @@ def test_a_result_is_sent_with_all_its_parts() -> None:
     assert prompt.top_token_ids == encode_int32([1, 2])
     assert prompt.top_logprobs == encode_float32([-0.125, -0.25])
     assert result.timings.sample_us == 2**32 - 1
-
-
-def test_attached_carries_the_inventory() -> None:
-    sealed = SealedBlocks(np.array([3], np.int32), np.arange(32, dtype=np.uint8)[None])
-    attached = attached_message(9, INFO, sealed).attached
-    assert attached.scheduler_epoch == 9
-    assert attached.info == info_message(INFO)
-    assert attached.sealed_hashes == bytes(range(32))
-    assert attached.info.pool.num_host_blocks == 8
 
 
 def test_what_is_not_a_step_is_refused() -> None:

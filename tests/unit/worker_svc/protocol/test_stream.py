@@ -74,11 +74,3 @@ async def test_a_rank_whose_others_do_not_come_says_so_and_waits_on(device_loop:
     await worker.sealed_blocks(9)
     # Nobody waits for an answer to the second any more, and it had not begun.
     assert other.asked == [(7, 0), (9, 0)]
-
-
-async def test_a_rank_alone_waits_for_its_device_without_a_limit(device_loop: DeviceLoop) -> None:
-    other = OtherRank()
-    timer = threading.Timer(0.1, other.comes.set)
-    timer.start()
-    await make_worker(device_loop, other, world_size=1).sealed_blocks(7, ranks_timeout_s=0.02)
-    timer.join()

@@ -27,10 +27,6 @@ from worker_svc.step import LogitRules, RowCandidates
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0], [4.0, 1.0, 0.0, 2.0], [1.0, 0.0, 5.0, 2.0]])
 
 
-def test_nothing_is_computed_when_no_row_asks() -> None:
-    assert gather_logprobs(LOGITS, torch.tensor([0, 0, 0]), make_columns([make_sampling()] * 3)) is None
-
-
 def test_rows_get_what_they_ask_for() -> None:
     columns = make_columns(
         [make_sampling(logprobs=2, temperature=2.0), make_sampling(logprobs=0, temperature=0.0), make_sampling()]
@@ -123,10 +119,6 @@ RULES: dict[str, tuple[LogitRules, list[LogitsProcessor]]] = {
         LogitRules(min_tokens=6, stop_token_ids=ints(0, 30)),
         [MinNewTokensLengthLogitsProcessor(len(PROMPT), 6, [0, 30])],
     ),
-    "min tokens that are reached": (
-        LogitRules(min_tokens=5, stop_token_ids=ints(0, 30)),
-        [MinNewTokensLengthLogitsProcessor(len(PROMPT), 5, [0, 30])],
-    ),
     "all": (
         LogitRules(
             repetition_penalty=0.7,
@@ -166,12 +158,6 @@ def test_banned_tokens_come_last_with_minus_infinity_by_id() -> None:
     assert found.token_ids.tolist() == [[4, 30, 0, 1, 2, 3]]
     assert found.logprobs[0, :2].isfinite().all()
     assert (found.logprobs[0, 2:] == -torch.inf).all()
-
-
-def test_candidates_are_never_more_than_the_vocabulary() -> None:
-    first, last = report(LOGITS, [True, False, True], num_candidates=50)
-    assert (first.row, last.row) == (5, 7)
-    assert (first.token_ids.tolist(), last.token_ids.tolist()) == ([1, 3, 2, 0], [2, 3, 0, 1])
 
 
 def test_temperature_and_truncation_have_no_part_in_candidates() -> None:

@@ -42,11 +42,12 @@ PARAMETERS: list[dict[str, Any]] = [
     {"temperature": 2.5},
     {"top_k": 1},
     {"top_k": 3},
-    {"top_k": 10},
     {"top_k": 99},
     {"top_p": 0.5},
     {"top_p": 0.9},
-    {"top_p": 1e-6},
+    # The smallest that single precision holds.
+    {"top_p": 1e-45},
+    {"min_p": 1e-45},
     {"min_p": 0.2},
     {"min_p": 1.0},
     {"min_p": 0.1, "top_k": 5, "top_p": 0.8, "temperature": 1.7},
@@ -96,11 +97,6 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
     floor = lowest_kept(scores, scores.exp(), make_columns([make_sampling(top_k=2)]))
     assert floor is not None
     assert floor.tolist() == [-1.0]
-
-
-def test_nothing_is_sorted_for_rows_that_exclude_nothing() -> None:
-    scores = torch.zeros((2, 5))
-    assert lowest_kept(scores, scores.exp(), make_columns([make_sampling(), make_sampling(top_k=5)])) is None
 
 
 def test_greedy_takes_the_most_likely_token_whatever_the_rest_says() -> None:
@@ -226,16 +222,3 @@ def test_uniform_takes_the_seed_as_key_and_the_position_as_counter() -> None:
     (first, second, *_) = philox4x32(make_array([[17, 0, 0, 0]]), make_array([[0xA4093822, 0x299F31D0]]))[0].tolist()
     expected = ((first >> 5) * 2**26 + (second >> 6)) / 2**53
     assert uniform(np.array([seed], dtype=np.uint64), np.array([17])).tolist() == [expected]
-
-
-def test_uniform_is_uniform_over_positions_and_over_seeds() -> None:
-    count = 20_000
-    one_seed = uniform(np.full(count, 3, dtype=np.uint64), np.arange(count))
-    one_position = uniform(np.arange(count, dtype=np.uint64), np.full(count, 3))
-    for numbers in (one_seed, one_position):
-        assert numbers.min() >= 0
-        assert numbers.max() < 1
-        counts = np.histogram(numbers, bins=100, range=(0, 1))[0]
-        # 99 degrees of freedom: beyond 160 once in ten thousand.
-        assert ((counts - count / 100) ** 2 / (count / 100)).sum() < 160
-    assert abs(np.corrcoef(one_seed[:-1], one_seed[1:])[0, 1]) < 0.03

@@ -42,19 +42,13 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-MIXED = {"layer_types": ["conv", "full_attention"]}
 REFUSED = {
     "a state beside attention": (Family("FalconH1"), "tokens reach each other in it by more than attention"),
-    "states instead of attention": (Family("Jamba"), "0 of its 2 layers attend through"),
-    "convolutions in some layers": (Family("Lfm2", MIXED), "1 of its 2 layers attend through"),
-    "recurrent": (Family("RecurrentGemma"), "0 of its 2 layers attend through"),
-    "no attention": (Family("Mamba"), "0 of its 2 layers attend through transformers' attention interface"),
     "biases of its own": (
         Family("Inkling", {"n_routed_experts": 4, "num_experts_per_tok": 2}, "InklingTextConfig"),
         "its attention takes position_bias, which paged attention does not have",
     ),
     "attention of its own": (Family("RoFormer", {"is_decoder": True}), "0 of its 2 layers attend through"),
-    "attention modules that it makes anew": (Family("BigBird", {"is_decoder": True}), "0 of its 2 layers attend"),
     "positions of its own": (
         Family("Bart", {"is_decoder": True, "is_encoder_decoder": False}),
         "it ignores the positions that it is given",

@@ -5,19 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from kernels import int8
 from quire.settings import ConfigurationError
 from tests.support.more_models import FOREIGN, make_family
 from tests.support.paged import PagedRunner, Span
-from worker_svc.layers.attention import AttentionMetadata
-from worker_svc.models.base import ModelInput
 from worker_svc.models.registry import load_model
 from worker_svc.models.transformers.paged import (
-    AttentionCall,
     LayerShape,
-    PagedLayers,
     PoolShape,
     UnsupportedModelError,
 )
@@ -57,49 +52,6 @@ def test_the_pool_holds_the_widest_heads_and_the_most(layers: list[LayerShape], 
 def test_heads_that_cannot_be_repeated_are_refused(other: LayerShape) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"keys of {other.num_kv_heads} and of 4 heads"):
         PoolShape.of([PLAIN, other])
-
-
-def make_layers(num_calls: int) -> PagedLayers:
-    shapes = num_calls * [PLAIN]
-    return PagedLayers([nn.Module() for _ in shapes], shapes, PoolShape.of(shapes), CPU)
-
-
-def make_inputs(layers: PagedLayers) -> ModelInput:
-    """One row's first token."""
-    first = torch.zeros(1, dtype=torch.int32)
-    metadata = AttentionMetadata(
-        slot_mapping=first.long(),
-        block_tables=first[None],
-        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-        seq_lens=first + 1,
-        max_query_len=1,
-        max_seq_len=1,
-    )
-    pools = [torch.zeros(2, 1, 4, 4, 16) for _ in layers.modules]
-    return ModelInput(first.long(), first.long(), metadata, pools)
-
-
-def ask(layers: PagedLayers, module: nn.Module) -> torch.Tensor:
-    query, key = torch.zeros(1, 8, 1, 16), torch.zeros(1, 4, 1, 16)
-    return layers(AttentionCall(module, query, key, key, None, {}))
-
-
-def test_layers_that_attend_in_another_order_than_when_probed_are_noticed() -> None:
-    layers = make_layers(2)
-    with pytest.raises(AssertionError, match="another order"), layers.step(make_inputs(layers)):
-        ask(layers, layers.modules[1])
-
-
-def test_a_layer_that_does_not_attend_is_noticed() -> None:
-    layers = make_layers(2)
-    with pytest.raises(AssertionError, match="a layer did not attend"), layers.step(make_inputs(layers)):
-        ask(layers, layers.modules[0])
-
-
-def test_attention_outside_a_step_is_noticed() -> None:
-    layers = make_layers(1)
-    with pytest.raises(AssertionError, match="outside a step"):
-        ask(layers, layers.modules[0])
 
 
 def make_runner_of_int8(directory: Path, family: str) -> PagedRunner:

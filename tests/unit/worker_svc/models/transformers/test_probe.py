@@ -105,23 +105,6 @@ def test_sinks_that_are_not_the_same_at_each_call_are_refused(depends_on: str) -
     assert refusal_of(on_queries=change, s_aux=sinks) == "its attention sinks (s_aux) are not the same at each call"
 
 
-def test_values_may_be_smaller_than_keys() -> None:
-    probed = probe_made(
-        on_values=lambda value: value[..., :4], on_attended=lambda x: torch.nn.functional.pad(x, (0, HIDDEN - 16))
-    )
-    assert (probed.shapes[0].head_dim, probed.shapes[0].value_dim) == (6, 4)
-
-
-def test_a_layer_may_attend_several_times() -> None:
-    probed = probe_made(num_calls=3)
-    assert len(probed.shapes) == len(probed.modules) == 3
-    assert len(set(probed.modules)) == 1
-
-
-def test_a_model_may_do_without_positions() -> None:
-    assert len(probe_made(place=torch.zeros_like).shapes) == 1
-
-
 @pytest.mark.parametrize("change", [shift, spread])
 @pytest.mark.parametrize("where", ["on_queries", "on_keys", "on_values", "on_attended", "on_hidden"])
 def test_whatever_lets_tokens_reach_each_other_is_refused(where: str, change: Change) -> None:
@@ -140,15 +123,6 @@ def test_layers_that_do_not_attend_are_counted() -> None:
     recorder = Recorder()
     with pytest.raises(UnsupportedModelError, match="1 of its 2 layers attend through"):
         probe(make_forward(recorder), recorder, 2, VOCAB_SIZE, torch.device("cpu"))
-
-
-def test_attention_modules_that_were_not_there_before_are_refused() -> None:
-    def forward(token_ids: torch.Tensor, _positions: torch.Tensor) -> torch.Tensor:
-        x = torch.zeros(1, 1, len(token_ids), 8)
-        return attend_by_hook(nn.Module(), x, x, x)[0]
-
-    with pytest.raises(UnsupportedModelError, match="it makes attention modules while it runs"):
-        probe(forward, Recorder(), 1, VOCAB_SIZE, torch.device("cpu"))
 
 
 def test_a_model_that_fails_before_it_attends_is_refused_with_its_error() -> None:
