@@ -1,10 +1,8 @@
-"""`quire bench` against all processes, over both of their APIs, and against the servers in bench/peers."""
+"""`quire bench` against all processes, over both of their APIs."""
 
 import asyncio
 import contextlib
-import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,15 +11,15 @@ import pytest
 from quire.load import LoadResult
 from tests.support.serving import Served, forked
 
-COMMAND = (sys.executable, "-m", "quire_cli.main")
 SHORT = ("--dataset=fixed", "--prompt-len=12", "--output-len=6", "--warm-up-requests=1")
 
 
 @contextlib.asynccontextmanager
-async def process_of(*command: str, **environ: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def benching(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """Killed at the end of the block, where it has not ended."""
+    command = (*forked("quire_cli.main", "quire_cli.bench.command", "httpx"), "bench", *flags)
     process = await asyncio.create_subprocess_exec(
-        *command, env={**os.environ, **environ}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     try:
         yield process
@@ -31,13 +29,9 @@ async def process_of(*command: str, **environ: str) -> AsyncIterator[asyncio.sub
             await process.wait()
 
 
-def bench_command() -> tuple[str, ...]:
-    return (*forked("quire_cli.main", "quire_cli.bench.command", "httpx"), "bench")
-
-
-async def bench(*flags: str, command: tuple[str, ...] = ()) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr; of a fork, unless a command is given."""
-    async with process_of(*(command or bench_command()), *flags) as process:
+async def bench(*flags: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr."""
+    async with benching(*flags) as process:
         stdout, stderr = await process.communicate()
     assert process.returncode is not None
     return process.returncode, stdout.decode(), stderr.decode()
@@ -60,7 +54,7 @@ def http_of(served: Served) -> tuple[str, str]:
 async def test_rates_over_grpc_are_reported_drawn_and_written(served: Served, tmp_path: Path) -> None:
     out, picture = tmp_path / "a.json", tmp_path / "a.svg"
     flags = ("--request-rate=20,inf", "--num-requests=6", "--slo=e2e=100s", f"--out={out}", f"--plot={picture}")
-    status, stdout, stderr = await bench(*SHORT, grpc_of(served), *flags, command=(*COMMAND, "bench"))
+    status, stdout, stderr = await bench(*SHORT, grpc_of(served), *flags)
     assert status == 0, stderr
     for text in ("TTFT mean, ms", "normalized mean", "goodput/s (e2e=100000ms)", "cached tokens", "preemptions"):
         assert text in stdout
@@ -123,7 +117,7 @@ async def test_an_interrupt_ends_the_requests_and_reports_those_that_have_ended(
     out = tmp_path / "a.json"
     flags = (*SHORT, *where, "--max-concurrency=2", "--duration=600", f"--out={out}")
     before = (await served.state()).steps
-    async with process_of(*bench_command(), *flags) as process:
+    async with benching(*flags) as process:
         # Several times the steps of the warm-up and of the first requests.
         while (await served.state()).steps < before + 60:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -82,13 +82,13 @@ FEW = [replace(ask, options=replace(ask.options, seed=1009)) if ask is ASKS[9] e
 
 
 @pytest.mark.parametrize(
-    ("pool", "asks", "tolerance", "num_blocks"),
+    ("pool", "asks", "tolerance", "num_blocks", "least_cached"),
     # 60 blocks hold 960 tokens; all sequences come to about nine times as many. Of int8 the tokens alone are the same.
-    [("auto", ASKS, 1e-4, 60), ("int8", FEW, math.inf, 36)],
+    [("auto", ASKS, 1e-4, 60, 6), ("int8", FEW, math.inf, 36, 0)],
     ids=["auto", "int8"],
 )
 async def test_all_at_once_give_what_each_gives_alone(
-    pool: str, asks: Sequence[Ask], tolerance: float, num_blocks: int
+    pool: str, asks: Sequence[Ask], tolerance: float, num_blocks: int, least_cached: int
 ) -> None:
     flags: dict[str, Any] = {"dtype": "float32", "kv_cache_dtype": pool}
     async with serving(**flags) as served:
@@ -108,4 +108,4 @@ async def test_all_at_once_give_what_each_gives_alone(
             reported += sum(answer.usage.preemptions for answer in answers)
             num_cached += sum(answer.usage.cached_tokens > 0 for answer in answers)
     assert reported == preemptions
-    assert num_cached > 0
+    assert num_cached >= least_cached

@@ -10,7 +10,6 @@ import pytest
 
 from quire.client import AsyncClient, ClientTls, GenerationOptions
 from quire.rpc.errors import Unavailable
-from quire_cli.supervisor.commands import Programs
 from tests.support.certificates import make_certificates
 from tests.support.killing import kill
 from tests.support.serving import serving
@@ -31,10 +30,7 @@ async def generated(client: AsyncClient) -> str:
 
 async def test_serve_with_certificates_answers_grpc_and_https_and_survives_its_worker(tmp_path: Path) -> None:
     make_certificates(tmp_path)
-    # The commands of `quire serve`, as a user's are: the servers of most other tests are forks.
-    async with serving(
-        programs=Programs(), tls_dir=tmp_path, client_tls=ClientTls(tmp_path / "ca.pem"), num_gpu_blocks=64
-    ) as served:
+    async with serving(tls_dir=tmp_path, client_tls=ClientTls(tmp_path / "ca.pem"), num_gpu_blocks=64) as served:
         said = await generated(served.client)
         port = served.server.http_address.rpartition(":")[2]
         http = httpx.AsyncClient(verify=ssl.create_default_context(cafile=tmp_path / "ca.pem"), timeout=60)
