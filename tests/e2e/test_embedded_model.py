@@ -59,13 +59,6 @@ async def test_it_calls_the_right_tool_of_three(client: AsyncOpenAI, question, n
     assert (call.function.name, json.loads(call.function.arguments)) == (name, arguments)
 
 
-@pytest.mark.parametrize("question", ["What is the capital of France?", "Who are you?"])
-async def test_it_calls_nothing_for_what_it_knows(client: AsyncOpenAI, question):
-    alone = await chat(client, user(question))
-    beside = await chat(client, user(question), tools=[WEATHER, TIMER])
-    assert (beside.message.content, beside.message.tool_calls) == (alone.message.content, None)
-
-
 async def test_a_call_and_its_result_over_grpc(served: Served):
     parameters = {"type": "object", "properties": {"city": TEXT}, "required": ["city"]}
     tools = [Tool("get_weather", "Get the current weather in a city.", parameters)]

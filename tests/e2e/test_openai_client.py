@@ -1,7 +1,6 @@
 """OpenAI's own Python client against all processes."""
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import openai
@@ -9,7 +8,6 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI, OpenAI
 
-from quire.client import BeamSearch, ChatMessage, EarlyStopping, FinishReason, GenerationOptions
 from tests.support.serving import Served
 
 MODEL = "quire-tiny"
@@ -71,53 +69,6 @@ async def test_the_sync_client(served: Served):
     chat, streamed, completed, pieces = await asyncio.to_thread(talk)
     assert chat == streamed == "The capital of France is Paris."
     assert completed == "".join(pieces)
-
-
-SAMPLED = GenerationOptions(max_tokens=30, temperature=1.0, seed=7, ignore_eos=True)
-# What is asked, by the names of the OpenAI client and by those of Quire's own: what takes more than one sequence. That
-# each parameter reaches the scheduler is tested in tests/service/gateway/test_fronts.py.
-SAME = [
-    ({"n": 2, "extra_body": {"best_of": 4}}, replace(SAMPLED, n=2, best_of=4)),
-    ({"n": 2, "temperature": 0, "extra_body": {
-        "use_beam_search": True, "best_of": 4, "early_stopping": True, "ignore_eos": False}},
-     GenerationOptions(max_tokens=30, n=2, seed=7, beam_search=BeamSearch(4, early_stopping=EarlyStopping.TRUE))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("asked", "options"), SAME)
-async def test_answers_are_those_of_grpc(served: Served, client: AsyncOpenAI, asked, options):
-    common = {"model": MODEL, "max_tokens": 30, "temperature": 1.0, "seed": 7} | asked
-    common["extra_body"] = {"ignore_eos": True} | common.get("extra_body", {})
-
-    async def completion(*, stream: bool) -> list[tuple[str, str | None]]:
-        return await collected(await client.completions.create(prompt=STORY, stream=stream, **common))
-
-    async def chat(*, stream: bool) -> list[tuple[str, str | None]]:
-        return await collected(await client.chat.completions.create(messages=CAPITAL, stream=stream, **common))
-
-    answers, got = await asyncio.gather(
-        asyncio.gather(
-            served.client.generate(STORY, options),
-            served.client.chat([ChatMessage("user", CAPITAL[0]["content"])], options),
-        ),
-        asyncio.gather(*(ask(stream=stream) for stream in (False, True) for ask in (completion, chat))),
-    )
-    reasons = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
-    expected = [[(each.text, reasons[each.finish_reason]) for each in answer.sequences] for answer in answers]
-    assert got == expected * 2
-
-
-async def collected(answer) -> list[tuple[str, str | None]]:
-    """Text and finish reason of each choice, of an answer or a stream of its chunks."""
-    chunks = [chunk async for chunk in answer] if hasattr(answer, "__aiter__") else [answer]
-    texts: dict[int, str] = {}
-    reasons: dict[int, str | None] = {}
-    for choice in (choice for chunk in chunks for choice in chunk.choices):
-        message = getattr(choice, "message", None) or getattr(choice, "delta", None)
-        text = choice.text if message is None else message.content
-        texts[choice.index] = texts.get(choice.index, "") + (text or "")
-        reasons[choice.index] = choice.finish_reason or reasons.get(choice.index)
-    return [(texts[index], reasons[index]) for index in sorted(texts)]
 
 
 async def test_log_probabilities_of_both_kinds_agree(client: AsyncOpenAI):

@@ -1,75 +1,45 @@
 """One trace goes through gateway, scheduler and worker, as a collector gets it."""
 
-import asyncio
-import secrets
-from collections.abc import AsyncIterator
-
 import pytest
-import pytest_asyncio
 
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.rpc.channel import open_channel
-from tests.support.serving import Served, serving
-from tests.support.trace_collector import CollectedSpan, TraceCollector, trace_collector
+from tests.support.serving import serving
+from tests.support.trace_collector import trace_collector
 
 pytestmark = pytest.mark.extended
 
-OK, ERROR = 0, 2
+OK = 0
+TRACE, OTHER, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", 32 * "a", "00f067aa0ba902b7"
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def collector() -> AsyncIterator[TraceCollector]:
-    async with trace_collector() as running:
-        yield running
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def served(collector: TraceCollector) -> AsyncIterator[Served]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-        patch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-collector-key=abc")
-        async with serving(num_gpu_blocks=256, otlp_traces_endpoint=collector.endpoint) as running:
-            yield running
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def generation(served: Served) -> AsyncIterator[generation_pb2_grpc.GenerationServiceStub]:
-    async with open_channel(served.server.grpc_address) as channel:
-        yield generation_pb2_grpc.GenerationServiceStub(channel)
-
-
-def make_traceparent() -> tuple[str, str, str]:
-    """The header, and the ids of trace and span in it."""
-    trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
-    return f"00-{trace_id}-{span_id}-01", trace_id, span_id
-
-
-def make_request(*, max_tokens: int, **fields) -> generation_pb2.GenerateStreamRequest:
-    request = generation_pb2.GenerateStreamRequest(text="Once upon a time", **fields)
-    request.stopping.max_tokens = max_tokens
-    request.stopping.ignore_eos = True
-    return request
-
-
-def assert_chain(spans: dict[str, CollectedSpan], root: str) -> None:
-    """Each service's span follows the one of the service that asked it, and lies within its time."""
-    gateway, scheduler, worker = (spans[f"quire-{name}"] for name in ("gateway", "scheduler", "worker"))
-    assert [gateway.parent_id, scheduler.parent_id, worker.parent_id] == [root, gateway.span_id, scheduler.span_id]
-    assert gateway.start_ns <= scheduler.start_ns <= worker.start_ns <= worker.end_ns <= scheduler.end_ns
-
-
-async def test_a_grpc_request_without_context_is_a_trace_of_all_services(
-    generation: generation_pb2_grpc.GenerationServiceStub, collector: TraceCollector
+async def test_a_durable_request_is_one_trace_of_all_services_to_which_its_resumption_links(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    responses = [each async for each in generation.GenerateStream(make_request(max_tokens=8, request_id="mine"))]
-    usage = responses[-1].completed.usage
-    gateway = await collector.until(
-        lambda spans: next((s for s in spans if s.attributes.get("gen_ai.request.id") == "mine"), None)
-    )
-    spans = await collector.trace(gateway.trace_id, 3)
-    assert_chain(spans, "")
-    scheduler, worker = spans["quire-scheduler"], spans["quire-worker"]
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-collector-key=abc")
+    request = generation_pb2.GenerateStreamRequest(text="Once upon a time", request_id="mine", durable=True)
+    request.stopping.max_tokens = 8
+    request.stopping.ignore_eos = True
+    async with (
+        trace_collector() as collector,
+        serving(num_gpu_blocks=256, otlp_traces_endpoint=collector.endpoint) as served,
+        open_channel(served.server.grpc_address) as channel,
+    ):
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        call = stub.GenerateStream(request, metadata=(("traceparent", f"00-{TRACE}-{CALLER}-01"),))
+        usage = [each async for each in call][-1].completed.usage
+        spans = await collector.trace(TRACE, 3)
+        resumption = generation_pb2.ResumeStreamRequest(request_id="mine")
+        call = stub.ResumeStream(resumption, metadata=(("traceparent", f"00-{OTHER}-{CALLER}-01"),))
+        assert [each async for each in call][-1].HasField("completed")
+        (resumed,) = (await collector.trace(OTHER, 1)).values()
+    gateway, scheduler, worker = (spans[f"quire-{name}"] for name in ("gateway", "scheduler", "worker"))
+    # Each service's span follows the one of the service that asked it, and lies within its time.
+    assert [gateway.parent_id, scheduler.parent_id, worker.parent_id] == [CALLER, gateway.span_id, scheduler.span_id]
+    assert gateway.start_ns <= scheduler.start_ns <= worker.start_ns <= worker.end_ns <= scheduler.end_ns
     assert {span.status for span in spans.values()} == {OK}
+    assert gateway.attributes["gen_ai.request.id"] == "mine"
     assert scheduler.event_names == ["queued", "scheduled", "first token"]
     assert scheduler.attributes["quire.outcome"] == "completed"
     assert scheduler.attributes["gen_ai.usage.output_tokens"] == 8
@@ -80,25 +50,6 @@ async def test_a_grpc_request_without_context_is_a_trace_of_all_services(
     assert worker.attributes["quire.steps"] == 1
     assert 0 < worker.attributes["gen_ai.latency.time_in_model_forward"] < 10
     assert all(metadata["x-collector-key"] == "abc" for metadata in collector.metadata)
-
-
-async def test_a_call_that_resumes_a_durable_request_links_to_the_trace_in_which_that_goes_on(
-    generation: generation_pb2_grpc.GenerationServiceStub, collector: TraceCollector
-) -> None:
-    (first_header, first_trace, _), (second_header, second_trace, second_caller) = (make_traceparent() for _ in "ab")
-    request = make_request(max_tokens=100, request_id="durable-1", durable=True)
-    call = generation.GenerateStream(request, metadata=(("traceparent", first_header),))
-    await call.read()
-    call.cancel()
-    resumption = generation_pb2.ResumeStreamRequest(request_id="durable-1")
-    resumed = generation.ResumeStream(resumption, metadata=(("traceparent", second_header),))
-    async with asyncio.timeout(60):
-        assert [each async for each in resumed][-1].HasField("completed")
-    first = await collector.trace(first_trace, 3)
-    assert first["quire-scheduler"].attributes["quire.outcome"] == "completed"
-    assert first["quire-scheduler"].attributes["gen_ai.usage.output_tokens"] == 100
-    second = await collector.trace(second_trace, 1)
-    assert second.keys() == {"quire-gateway"}
-    assert second["quire-gateway"].name.startswith("resume ")
-    assert second["quire-gateway"].parent_id == second_caller
-    assert second["quire-gateway"].linked_traces == [first_trace]
+    # A call that resumes it is in a trace of its own.
+    assert (resumed.parent_id, resumed.linked_traces) == (CALLER, [TRACE])
+    assert resumed.name.startswith("resume ")
