@@ -14,15 +14,6 @@ pytestmark = pytest.mark.extended
 
 MODEL = "quire-tiny"
 CAPITAL: Any = [{"role": "user", "content": "What is the capital of France?"}]
-CITY: Any = {
-    "name": "remember",
-    "input_schema": {
-        "type": "object",
-        "properties": {"city": {"enum": ["Paris", "Rome"]}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-}
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -48,19 +39,3 @@ async def test_a_message_and_the_same_as_a_stream(client: "AsyncAnthropic"):
     counted = await client.messages.count_tokens(model=MODEL, messages=CAPITAL)
     usage = message.usage
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
-
-
-async def test_a_forced_call_and_its_result(client: "AsyncAnthropic"):
-    asked: Any = {"model": MODEL, "max_tokens": 300, "tools": [CITY], "tool_choice": {"type": "any"}}
-    message = await client.messages.create(messages=CAPITAL, **asked)
-    calls = [block for block in message.content if block.type == "tool_use"]
-    assert message.stop_reason == "tool_use"
-    assert calls
-    assert all(call.input in ({"city": "Paris"}, {"city": "Rome"}) for call in calls)
-    async with client.messages.stream(messages=CAPITAL, **asked) as stream:
-        streamed = await stream.get_final_message()
-    assert [block.input for block in streamed.content if block.type == "tool_use"] == [call.input for call in calls]
-    results: Any = [{"type": "tool_result", "tool_use_id": call.id, "content": "done"} for call in calls]
-    turns: Any = [*CAPITAL, {"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
-    answer = await client.messages.create(model=MODEL, max_tokens=20, messages=turns, tools=[CITY])
-    assert answer.usage.output_tokens > 0

@@ -63,13 +63,6 @@ async def test_each_kind_of_constraint_is_met(client) -> None:
     jsonschema.validate(json.loads(text.removeprefix("<call>").removesuffix("</call>")), PERSON)
 
 
-async def test_a_constraint_begins_after_a_text(client) -> None:
-    (text,) = await texts_of(client, Constraint(regex="[0-9]{4}", begins_after=" "))
-    before, after = text.split(" ", 1)
-    assert re.fullmatch("[0-9]{4}", after)
-    assert before
-
-
 @pytest.mark.parametrize(
     ("options", "field", "problem"),
     [

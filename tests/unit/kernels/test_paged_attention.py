@@ -137,17 +137,6 @@ def test_mixed_batch_matches_naive(heads: tuple[int, int], head_dim: int, block_
 
 
 @pytest.mark.usefixtures("implementation")
-def test_a_sink_is_a_score_as_it_is() -> None:
-    """Neither scaled nor capped: a token that sees itself alone, whose score is 0, weighs 1 / (1 + e^sink)."""
-    batch = make_batch([(1, 1), (2, 2)])
-    batch.query.zero_()
-    alone, sinks = batch.attend(), torch.tensor([0.0, 1.0, -1.0, 3.0])
-    for scale, soft_cap in ((0.3, None), (0.01, None), (0.3, 0.5)):
-        actual = batch.attend(scale, soft_cap=soft_cap, sinks=sinks)
-        torch.testing.assert_close(actual[:2], alone[:2] * torch.sigmoid(-sinks)[:, None])
-
-
-@pytest.mark.usefixtures("implementation")
 def test_a_sink_of_minus_infinity_is_none_and_a_great_one_takes_all() -> None:
     batch = make_batch(MIXED)
     sinks = torch.tensor([float("-inf"), 1e6, float("-inf"), 1e6])

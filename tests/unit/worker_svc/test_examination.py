@@ -35,7 +35,14 @@ def find(part: str) -> Finding:
     return finding
 
 
-def test_a_gpu_has_its_name_and_its_memory(versions: dict[str, str]) -> None:
-    versions["triton"] = "3.7"
+def test_a_gpu_has_its_name_and_its_memory_and_triton_a_version_whatever_distributes_it(
+    versions: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions["pytorch-triton"] = "3.8"
     assert find("GPU 0") == Finding("GPU 0", Verdict.OK, "NVIDIA H200, 140 GiB, compute capability 9.0")
+    assert find("Triton") == Finding("Triton", Verdict.OK, "3.8")
+    versions["triton"] = "3.7"
     assert find("Triton") == Finding("Triton", Verdict.OK, "3.7")
+    del versions["triton"]
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", dict)
+    assert find("Triton") == Finding("Triton", Verdict.OK, "of unknown version")

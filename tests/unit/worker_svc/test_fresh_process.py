@@ -6,12 +6,8 @@ from one that has imported a worker.
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.support.more_models import FOREIGN, Family, make_family
 from tests.support.serving import forked_worker, running_fork
@@ -57,49 +53,3 @@ def test_the_threads_of_the_kernels_are_those_of_torch() -> None:
 def test_each_thread_of_the_team_is_bound_to_its_processor() -> None:
     expected = [[processor] for processor in PROCESSORS] if len(PROCESSORS) > 1 else [PROCESSORS]
     assert told("team", str(len(PROCESSORS))) == expected
-
-
-THREADS_AFTER_A_SMALLER_TEAM = """
-import ctypes, json, os, threading
-processors = json.loads({processors!r})
-os.sched_getaffinity = lambda _: processors
-from worker_svc.settings import WorkerSettings
-from worker_svc.thread_binding import placed_threads
-settings = WorkerSettings(device="cpu", num_threads=3)
-with placed_threads(settings):
-    import worker_svc.startup
-assert not [name for name in os.environ if name.startswith("OMP_P")]
-import torch
-from kernels.cpu.library import find_open_mp
-runtime = ctypes.CDLL(str(find_open_mp()))
-
-def masks(num_threads):
-    found = [None] * num_threads
-    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-    def look(_):
-        with open(f"/proc/self/task/{{threading.get_native_id()}}/status") as status:
-            fields = dict(line.split(":", 1) for line in status)
-        found[runtime.omp_get_thread_num()] = fields["Cpus_allowed_list"].strip()
-    runtime.GOMP_parallel(look, None, num_threads, 0)
-    return found
-
-torch.set_num_threads(3)
-while_loading = masks(1)
-worker_svc.startup.bind_threads(worker_svc.startup.Ranks())
-print(json.dumps([while_loading, [masks(number) for number in (3, 2, 3)]]), flush=True)
-os._exit(0)
-"""
-
-
-@pytest.mark.skipif(len(PROCESSORS) < 2, reason="threads of one processor are not bound")
-def test_threads_that_come_back_after_a_smaller_team_are_bound_as_those_before() -> None:
-    """In a process that imports OpenMP as a worker does."""
-    first, second = PROCESSORS[:2]
-    code = THREADS_AFTER_A_SMALLER_TEAM.format(processors=json.dumps([first, second, second]))
-    unset = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_"))}
-    ran = subprocess.run([sys.executable, "-c", code], env=unset, capture_output=True, timeout=TIMEOUT_S, check=False)
-    assert ran.returncode == 0, ran.stderr.decode()
-    ((while_loading,), teams) = json.loads(ran.stdout)
-    assert while_loading != str(first)
-    team = [str(first), str(second), str(second)]
-    assert teams == [team, team[:2], team]

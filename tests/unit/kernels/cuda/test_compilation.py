@@ -74,15 +74,6 @@ def assert_fit(kernels: set[Any], names: set[str]) -> None:
         assert kernel.metadata.shared <= SHARED_MEMORY, f"{kernel.name} takes {kernel.metadata.shared} bytes"
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "dtype"),
-    [(80, torch.float32), (256, torch.float32)],
-)
-def test_attention_fits_a_multiprocessor(compiled: set[Any], head_dim: int, dtype: torch.dtype) -> None:
-    attend([(1, 5), (9, 900)], heads=(8, 2), head_dim=head_dim, block_size=16, dtype=dtype)
-    assert_fit(compiled, {"_decode_kernel", "_join_kernel", "_prefill_kernel"})
-
-
 def stack_bytes(kernel: Any, folder: Path) -> int:
     """What a thread keeps in memory for want of registers."""
     (cubin := folder / "kernel.cubin").write_bytes(kernel.asm["cubin"])

@@ -3,7 +3,7 @@
 They are in one file, which one process of the test runner runs: each interpreter is a process that imports torch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -313,6 +313,16 @@ def test_swap_moves_blocks_between_pools_of_different_size(
 
 
 # Norms, rotary embeddings and activations, against their formulas in float64
+
+
+@pytest.mark.parametrize("move", [copy_blocks, lambda pools, pairs: swap_blocks(pools, pools, pairs)])
+def test_no_pairs_and_no_layers_change_nothing(move: Callable[..., None]) -> None:
+    pool = make_pool(3)
+    before = pool.clone()
+    move([pool], torch.empty(0, 2, dtype=torch.int64))
+    move([], torch.tensor([[0, 1]]))
+    assert torch.equal(pool, before)
+
 
 # The interpreter cuts bfloat16 off where a GPU rounds.
 LINE_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -165,66 +164,3 @@ def test_swaps_beside_steps_give_what_one_after_the_other_gives(seed: int, monke
     assert actual == expected
     assert contents(pool.gpu) == contents(expected_pool.gpu)
     assert contents(pool.host) == contents(expected_pool.host)
-
-
-class Recorded:
-    """A device that only the test lets run, and the names of what has run."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.device, self.ran = FakeDevice(random.Random(0)), []
-        self.moves = BlockMoves(make_pool(), self.device.compute, self.device.swaps)
-        monkeypatch.setattr(block_moves.ops, "swap_blocks", lambda *_: self.queue("swap"))
-        monkeypatch.setattr(block_moves.ops, "copy_blocks", lambda *_: self.queue("copy"))
-
-    def queue(self, name: str) -> None:
-        self.device.queue(lambda: self.ran.append(name))
-
-    def step(
-        self,
-        name: str,
-        *,
-        release: Sequence[int] = (),
-        fork: Sequence[tuple[int, int]] = (),
-        writes: Sequence[int] = (),
-        **operations: Pairs,
-    ) -> None:
-        step = make_step(make_changes(release=release, fork=fork), operations=make_operations(**operations))
-        self.moves.apply(AdmittedStep(step, int32(writes)))
-        self.queue(name)
-
-    def drain(self, name: str) -> None:
-        """Lets one stream run as far as it gets alone."""
-        stream = getattr(self.device, name)
-        while stream.can_run:
-            stream.run_one()
-
-
-def test_a_step_that_does_not_write_to_what_leaves_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = Recorded(monkeypatch)
-    recorded.step("first", release=[0], writes=[5], swap_out=[(1, 0)])
-    recorded.drain("compute")
-    assert recorded.ran == ["first"]
-    recorded.step("second", writes=[1])
-    recorded.drain("compute")
-    assert recorded.ran == ["first"]
-    recorded.drain("swaps")
-    recorded.drain("compute")
-    assert recorded.ran == ["first", "swap", "second"]
-
-
-@pytest.mark.parametrize("freeing", [{"release": [0]}, {"fork": [(1, 0)]}, {"copy": [(3, 4)]}])
-def test_what_comes_into_blocks_that_nobody_uses_does_not_wait_for_the_step_before(
-    monkeypatch: pytest.MonkeyPatch, freeing: dict[str, Any]
-) -> None:
-    recorded = Recorded(monkeypatch)
-    recorded.step("first")
-    recorded.drain("compute")
-    recorded.step("second")
-    recorded.step("third", swap_in=[(0, 1)])
-    recorded.drain("compute")
-    recorded.drain("swaps")
-    assert recorded.ran == ["first", "second", "swap"]
-    recorded.step("fourth", swap_in=[(1, 2)], **freeing)
-    recorded.drain("swaps")
-    # Its blocks may be those of the third step, which has not run.
-    assert recorded.ran == ["first", "second", "swap"]

@@ -81,14 +81,6 @@ def submit(device_loop: DeviceLoop, lane: StepLane, *step_ids: int) -> None:
         device_loop.submit(lane, AdmittedStep(make_step(step_id=step_id), np.zeros(0, np.int32)))
 
 
-def test_outputs_come_in_the_order_of_steps(device_loop: DeviceLoop, runner: GatedRunner) -> None:
-    outcomes = Outcomes()
-    submit(device_loop, outcomes.lane, 1, 2, 3)
-    for step_id in (3, 2, 1):
-        runner.gates[step_id].set()
-    assert [outcomes.finished.get(timeout=TIMEOUT_S) for _ in range(3)] == [1, 2, 3]
-
-
 def test_a_step_is_launched_while_the_one_before_runs_where_the_device_is_asynchronous(
     device_loop: DeviceLoop, runner: GatedRunner
 ) -> None:
@@ -154,28 +146,6 @@ def test_a_step_that_is_superseded_is_dropped_without_an_error(
     assert [(record.levelno, record.exc_info) for record in dropped] == [(logging.INFO, None)]
 
 
-def test_a_device_that_hangs_is_left_behind_when_the_loop_stops() -> None:
-    runner = GatedRunner(is_asynchronous=False)
-    device_loop = DeviceLoop()
-    device_loop.use(runner)
-    device_loop.start()
-    submit(device_loop, Outcomes().lane, 1)
-    assert not device_loop.stop(0.02)
-    runner.gates[1].set()
-    assert device_loop.stop(TIMEOUT_S)
-
-
-def test_a_call_that_was_cancelled_before_its_turn_is_not_made(device_loop: DeviceLoop, runner: GatedRunner) -> None:
-    made: list[int] = []
-    outcomes = Outcomes()
-    submit(device_loop, outcomes.lane, 1)
-    cancelled = device_loop.call(lambda: made.append(1))
-    assert cancelled.cancel()
-    runner.gates[1].set()
-    device_loop.call(lambda: made.append(2)).result(TIMEOUT_S)
-    assert made == [2]
-
-
 @pytest.mark.parametrize("when", ["launched", "waited for"])
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_failure_is_told_before_the_session_hears_of_it_and_ends_the_process_where_the_device_is_lost(
@@ -200,3 +170,14 @@ def test_a_failure_is_told_before_the_session_hears_of_it_and_ends_the_process_w
     assert told_first == [("step 1 failed on the device", True)]
     assert left.empty() != is_lost
     assert device_loop.stop(TIMEOUT_S)
+
+
+def test_a_call_that_was_cancelled_before_its_turn_is_not_made(device_loop: DeviceLoop, runner: GatedRunner) -> None:
+    made: list[int] = []
+    outcomes = Outcomes()
+    submit(device_loop, outcomes.lane, 1)
+    cancelled = device_loop.call(lambda: made.append(1))
+    assert cancelled.cancel()
+    runner.gates[1].set()
+    device_loop.call(lambda: made.append(2)).result(TIMEOUT_S)
+    assert made == [2]

@@ -194,25 +194,6 @@ def test_population_stops_where_memory_runs_short(
     assert resident_bytes() - before < 32 << 20
 
 
-def test_host_memory_is_taken_only_as_blocks_are_swapped_out() -> None:
-    blocks = (256 << 20) // BLOCK_BYTES
-    geometry = pool_geometry(TinyCausalLM(), make_request(num_gpu_blocks=8, swap_space=blocks * BLOCK_BYTES), None)
-    before = resident_bytes()
-    pool = allocate_pool(geometry, CPU, torch.float32)
-    apply_moves(make_operations(swap_out=[(0, 0), (1, blocks - 1)]), pool)
-    assert pool.host[0].nbytes == 256 << 20
-    assert resident_bytes() - before < 32 << 20
-
-
-def test_tensors_have_the_layout_of_the_contract() -> None:
-    pool = make_pool(6, 3)
-    assert pool.geometry.num_host_blocks == 3
-    assert pool.gpu[0].shape == (2, 6, 2, 4, 8)
-    assert pool.host[0].shape == (2, 3, 2, 4, 8)
-    assert len(pool.gpu) == len(pool.host) == pool.geometry.num_layers
-    assert all(each.is_contiguous() for each in pool.host)
-
-
 def test_moves_are_applied_out_in_copy() -> None:
     pool = make_pool()
     # Block 1 leaves and its place is taken at once; what came in is copied on.

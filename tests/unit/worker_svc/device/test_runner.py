@@ -15,23 +15,19 @@ from tests.support.fake_cuda import FREE_BYTES, STEP_BYTES, TOTAL_BYTES
 from tests.support.meta_gpu import GPU, MetaGpu
 from tests.support.sampling import make_sampling
 from tests.support.steps import int32, make_assign, make_batch, make_changes, make_operations, make_step
-from worker_svc.device.batch import build_model_input, pad_batch
 from worker_svc.device.device_loop import DeviceLoop
-from worker_svc.device.replay import GraphShape, fill_decodes, first_decodes, make_room
-from worker_svc.device.rows import Rows
 from worker_svc.device.runner import ModelRunner
 from worker_svc.models.llama import LlamaForCausalLM
 from worker_svc.protocol.stream import Worker
-from worker_svc.sampling.logit_rules import History, apply_logit_rules
-from worker_svc.sampling.logprobs import gather_candidates, gather_logprobs
-from worker_svc.sampling.sampler import draw
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker, memory_for_pool, model_geometry
-from worker_svc.step import AdmittedStep, LogitRules, Step, StepOutput, WorkerLimits
+from worker_svc.step import AdmittedStep, LogitRules, SetTokens, Step, StepOutput, WorkerLimits
 from worker_svc.weights import Loadable, Placement
 
-META = torch.device("meta")
-BLOCK_SIZE, NUM_COLUMNS, VOCAB = 16, 8, 1000
+# Triton is published for some platforms only.
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("no Triton", allow_module_level=True)
+
 RULES = LogitRules(
     presence_penalty=0.5,
     frequency_penalty=0.1,
@@ -44,64 +40,13 @@ RULES = LogitRules(
     stop_token_ids=int32([2]),
 )
 KINDS: list[dict[str, Any]] = [
-    {},
+    {"top_p": 0.9, "logprobs": 2, "prompt_logprobs": 1},
     {"temperature": 0.0},
-    {"top_k": 5},
-    {"top_p": 0.9},
-    {"min_p": 0.1},
     {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "logprobs": 3},
     {"rules": RULES, "logprobs": 0},
     {"num_candidates": 4},
     {"num_candidates": 4, "rules": RULES},
 ]
-
-
-@pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
-    """One of each kind, with three tokens, and one that pads."""
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    rows = Rows(len(KINDS) + 1, NUM_COLUMNS * BLOCK_SIZE, NUM_COLUMNS, META)
-    rows.hold_padding(len(KINDS), 5)
-    samplings = (make_sampling(**kind) for kind in KINDS)
-    assign = [make_assign(row, [1, 2, 3], [0], sampling) for row, sampling in enumerate(samplings)]
-    rows.apply(make_changes(assign=assign))
-    return rows
-
-
-@pytest.mark.parametrize("new", [1, 2])
-def test_the_input_of_a_model_waits_for_nothing(rows: Rows, new: int) -> None:
-    batch = make_batch(range(4), [new] * 4, [3 - new] * 4)
-    inputs = build_model_input(batch, rows, (), BLOCK_SIZE)
-    assert inputs.token_ids.shape == inputs.attention.slot_mapping.shape == (4 * new,)
-    assert inputs.attention.block_tables.shape == (4, 1)
-
-
-def test_the_input_of_a_graph_waits_for_nothing(rows: Rows) -> None:
-    batch = pad_batch(make_batch(range(5), [1] * 5, [2] * 5), 8, len(KINDS))
-    room = make_room(16, 16, NUM_COLUMNS, (), NUM_COLUMNS * BLOCK_SIZE, META)
-    fill_decodes(room, build_model_input(batch, rows, (), BLOCK_SIZE))
-    assert first_decodes(room, GraphShape(8, 128)).attention.block_tables.shape == (8, NUM_COLUMNS)
-
-
-@pytest.mark.parametrize("places", [[*range(len(KINDS))], [2, 2], [1, 6]])
-def test_sampling_waits_for_nothing(rows: Rows, places: list[int]) -> None:
-    columns, positions = rows.sampling.take(np.array(places)), np.full(len(places), 3)
-    logits = torch.empty(len(places), VOCAB, device=META)
-    history = History(rows.token_ids, np.array(places), columns.num_prompt_tokens, positions)
-    apply_logit_rules(logits, columns, history)
-    drawn = draw(logits, columns, positions)
-    logprobs = gather_logprobs(logits, drawn.token_ids, columns)
-    candidates = gather_candidates(logits, columns)
-    rows.append(torch.zeros(len(places), dtype=torch.int64, device=META), drawn.token_ids, drawn.token_ids)
-    assert (drawn.token_ids.shape, drawn.token_ids.dtype) == ((len(places),), torch.int64)
-    asked = [make_sampling(**KINDS[place]) for place in places]
-    assert (logprobs is not None) == any(each.logprobs is not None for each in asked)
-    assert (candidates is not None) == any(each.num_candidates is not None for each in asked)
-
-
-# Triton is published for some platforms only.
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("no Triton", allow_module_level=True)
 
 
 CONFIG = {
@@ -222,13 +167,14 @@ def test_swaps_run_beside_the_steps_and_copies_among_them(gpu: MetaGpu) -> None:
 
 
 def test_rows_of_every_kind_are_sampled(gpu: MetaGpu) -> None:
-    kinds = [{"top_p": 0.9, "logprobs": 2, "prompt_logprobs": 1}, {"num_candidates": 4}, {"temperature": 0.0}]
-    assign = [make_assign(row, [1] * 5, [row], make_sampling(**kind)) for row, kind in enumerate(kinds)]
+    count = len(KINDS)
+    assign = [make_assign(row, [1] * 5, [row], make_sampling(**kind)) for row, kind in enumerate(KINDS)]
     with gpu:
-        worker = start("--max-num-seqs", "4", "--num-gpu-blocks", "1000", "--swap-space", "0")
-        output = run(worker, make_step(make_changes(assign=assign), make_batch(range(3), [5] * 3, [0] * 3)))
+        worker = start("--max-num-seqs", str(count + 1), "--num-gpu-blocks", "1000", "--swap-space", "0")
+        batch = make_batch(range(count), [5] * count, [0] * count)
+        output = run(worker, make_step(make_changes(assign=assign), batch))
         # Nothing that comes back is true, so that no row has usable logits.
-        assert output.failed_rows == (0, 1, 2)
-        samples = [(0, 0), (3, 0)]
-        forked = run(worker, make_step(make_changes(fork=[(0, 3)]), make_batch([0], [1], [5], samples)))
-    assert np.array_equal(forked.rows, [0, 3])
+        assert output.failed_rows == tuple(range(count))
+        changes = make_changes(fork=[(0, count)], set_tokens=[SetTokens(3, 1, int32([9, 9]))], deltas=[(0, 1, 4)])
+        forked = run(worker, make_step(changes, make_batch([0], [1], [5], [(0, 0), (count, 0)])))
+    assert np.array_equal(forked.rows, [0, count])

@@ -77,15 +77,6 @@ def test_every_activation_of_a_packed_product_equals_torchs(kind: ActivationKind
     assert_as_plain(weight, bias, kind, 4 * make_tokens(5, 40, dtype))
 
 
-@pytest.mark.parametrize("kind", [None, *PLAIN], ids=str)
-def test_nan_is_not_hidden_by_an_activation(kind: ActivationKind | None) -> None:
-    weight, bias = make_weights(48, 40, torch.float32)
-    tokens = make_tokens(3, 40, torch.float32)
-    tokens[1, 7] = torch.nan
-    packed = PackedProduct.of(weight, bias, kind)(tokens)
-    assert packed.isnan().any(dim=1).tolist() == [False, True, False]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_go_to_our_own_kernel_where_there_is_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.zeros((64, 64), dtype=dtype)
@@ -160,6 +151,7 @@ def test_int8_weights_err_no_more_than_rounding_allows(
     weight = (noise(out_features, in_features) * in_features**-0.5).to(dtype)
     bias = noise(out_features, seed=2).to(dtype)
     product = make_product(weight, bias, None, quantization)
+    x = noise(0, in_features).to(dtype)
     for tokens in (0, 1, 8, 9, 40):
         x = noise(tokens, in_features, seed=1).to(dtype)
         got = product(x)
@@ -168,6 +160,9 @@ def test_int8_weights_err_no_more_than_rounding_allows(
         assert got.shape == (tokens, out_features)
         allowed = bound(weight, x, quantization) + ROUNDING[dtype] * (1 + exact.abs() * 2)
         assert ((got.double() - exact).abs() <= allowed).all(), tokens
+    assert product(noise(2, 3, in_features).to(dtype)).shape == (2, 3, out_features)
+    activated = make_product(weight, bias, ActivationKind("relu"), quantization)(x)
+    torch.testing.assert_close(activated, torch.relu(product(x)))
 
 
 @pytest.mark.parametrize("quantization", KINDS)

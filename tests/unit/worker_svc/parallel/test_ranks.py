@@ -9,6 +9,7 @@ from quire.settings import ConfigurationError
 from worker_svc.parallel import ranks
 from worker_svc.parallel.ranks import DistributedRanks, Ranks, heads_of_rank
 from worker_svc.parallel.rendezvous import backend_for
+from worker_svc.settings import WorkerSettings
 from worker_svc.step import SupersededError
 
 
@@ -33,6 +34,11 @@ def test_heads_are_dealt_out(size: int, heads: int, kv_heads: int, expected: tup
 def test_heads_that_cannot_be_dealt_out_are_refused(heads: int, kv_heads: int, named: str) -> None:
     with pytest.raises(ConfigurationError, match=f"--tensor-parallel-size is 3; it must divide this model's {named}"):
         heads_of_rank(Ranks(0, 3), heads, kv_heads)
+
+
+def test_a_rank_beyond_the_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="--tensor-parallel-rank is 2; it must be below --tensor-parallel-size"):
+        WorkerSettings(tensor_parallel_size=2, tensor_parallel_rank=2)
 
 
 def test_ranks_agree_on_the_host_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:

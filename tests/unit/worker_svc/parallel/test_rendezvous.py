@@ -24,16 +24,6 @@ def make_lifelines() -> tuple[Lifelines, "queue.Queue[str]"]:
     return Lifelines(leave), reasons
 
 
-def test_a_token_may_come_in_pieces_and_an_end_without_goodbye_is_a_death() -> None:
-    lifelines, reasons = make_lifelines()
-    port, token, host = lifelines.offer("127.0.0.1", 9).split(" ", 2)
-    with socket.create_connection((host, int(port)), 10) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for letter in token.encode():
-            connection.sendall(bytes([letter]))
-    assert reasons.get(timeout=30) == "rank 0 died"
-
-
 def test_a_rank_that_ends_in_order_says_so_to_the_rank_that_holds_its_connection() -> None:
     ending, _ = make_lifelines()
     first, reasons = make_lifelines()

@@ -66,16 +66,6 @@ def assert_refused(sessions: Sessions, epoch: int, now: float, reason: str = "ST
     assert raised.value.reason == reason
 
 
-def test_epochs_do_not_fall_while_anybody_is_there() -> None:
-    sessions = Sessions(GENERATION, 2)
-    current = sessions.attach(3, 0.0)
-    for now in (0.0, 20.0, 100.0, 1000.0):
-        assert_refused(sessions, 2, now, "NEWER_SCHEDULER")
-    assert not current.ended
-    current.end()
-    assert_refused(sessions, 2, 1001.0)
-
-
 def test_a_lower_epoch_is_let_in_once_nobody_was_there_for_long() -> None:
     sessions = Sessions(GENERATION, 2)
     sessions.attach(90, 0.0).end()

@@ -12,7 +12,7 @@ from tests.support.constraints import spelled, vocabulary
 from tests.support.sampling import make_columns, make_row_sampling, make_sampling
 from worker_svc.sampling.constraints import Masks, RowMatchers, TemplateCache, Terms, exclude
 from worker_svc.sampling.logit_rules import History, apply_logit_rules
-from worker_svc.step import AssignRow, RowChanges, RowConstraint, RowSampling, SetTokens
+from worker_svc.step import AssignRow, LogitRules, RowChanges, RowConstraint, RowSampling, SetTokens
 
 HELD = vocabulary("byte level")
 EOS_ID = next(iter(HELD.eos))
@@ -76,6 +76,16 @@ def test_a_row_that_is_assigned_with_output_goes_on_after_it(matchers) -> None:
     assert step(matchers, made, [1, 0], "xc") == {0: {b"x"}, 1: {b"c"}}
     assert step(matchers, changes(release=[0]), [1]) == {0: {b"x", b"</s>"}}
     assert step(matchers, changes(assign(0, constrained("abcd"), "abc")), [0]) == {0: {b"d"}}
+
+
+def test_rows_without_a_constraint_have_no_masks(matchers) -> None:
+    plain = make_sampling()
+    assert matchers.begin(changes(assign(0, plain)), np.array([0])) is None
+    found = step(matchers, changes(assign(1, constrained("a"))), [0, 1], "xa")
+    assert found == {1: {b"a"}}
+    assert step(matchers, changes(), [0]) == {}
+    # The row gets another sequence.
+    assert step(matchers, changes(assign(1, plain), release=[1]), [0, 1]) == {}
 
 
 def test_forks_are_independent_and_parents_are_read_before_children_are_written(matchers) -> None:
@@ -214,3 +224,12 @@ def test_candidates_of_a_constrained_row_are_log_probabilities_of_all_tokens() -
     assert logits[0].isfinite().nonzero().squeeze(1).tolist() == [5, 7]
     assert torch.equal(logits[0, [5, 7]], expected[0, [5, 7]])
     assert torch.equal(logits[1], plain)
+
+
+def test_other_rules_apply_to_the_tokens_that_are_left() -> None:
+    logits = torch.zeros((1, 320))
+    rules = LogitRules(bias_token_ids=np.array([5, 6], np.int32), bias_values=np.array([2, 3], np.float32))
+    columns = make_columns([make_sampling(rules=rules, constraint=constrained("a").constraint)])
+    history = History(torch.zeros((1, 4), dtype=torch.int32), np.arange(1), np.zeros(1, np.int64), np.ones(1, np.int64))
+    apply_logit_rules(logits, columns, history, Masks(np.array([0]), HELD.mask_of([5, 7])[None], {}))
+    assert {index: float(logits[0, index]) for index in (5, 6, 7)} == {5: 2.0, 6: -torch.inf, 7: 0.0}

@@ -3,18 +3,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from worker_svc.sampling.truncation import best_scores, best_tokens, best_tokens_by_key, most_likely
+from worker_svc.sampling.truncation import best_tokens, best_tokens_by_key, most_likely
 
 BEST = pytest.mark.parametrize("best", [best_tokens, best_tokens_by_key])
-
-
-def test_ranking_on_the_cpu_is_that_of_torch() -> None:
-    scores = torch.randn((9, 1000), generator=torch.Generator().manual_seed(1))
-    highest, token_ids = most_likely(scores)
-    assert highest.tolist() == scores.amax(1).tolist()
-    assert token_ids.tolist() == scores.argmax(1).tolist()
-    for width in (1, 37, 1000):
-        assert torch.equal(best_scores(scores, width), scores.topk(width, dim=1).values)
 
 
 def test_of_equals_the_first_is_most_likely_and_nan_is_highest() -> None:

@@ -1,15 +1,11 @@
 """The longest sequence that a transformers model is served with."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import BloomConfig, FalconMambaConfig, Llama4TextConfig, LlamaConfig, MptConfig, PreTrainedConfig
 
 from quire.settings import ConfigurationError
-from tests.support.more_models import FOREIGN, Family, make_family
-from worker_svc.models.registry import load_model
 from worker_svc.models.transformers.model import remembered_by_generate
 from worker_svc.models.transformers.probe import max_model_len_of
 
@@ -62,25 +58,3 @@ def test_a_cache_that_forgets_what_masks_show_bounds_the_length(
     for name, value in fields.items():
         setattr(config, name, value)
     assert remembered_by_generate(config, windows) == length
-
-
-@pytest.mark.parametrize(
-    ("family", "length"),
-    [
-        # Its masks show everything, its cache keeps a window.
-        (Family("Moshi", {"sliding_window": 90, "ffn_dim": 96}), 90),
-        (Family("DeepseekV32", {**FOREIGN["deepseek-v32"].fields, "index_topk": 70}), 70),
-        (FOREIGN["gemma2-capped-alternating"], 512),
-        (FOREIGN["gemma3n-shared"], 512),
-        (
-            Family(
-                FOREIGN["llama4"].name, {**FOREIGN["llama4"].fields, "attention_chunk_size": 64}, "Llama4TextConfig"
-            ),
-            64,
-        ),
-    ],
-)
-def test_a_model_is_served_up_to_that_length(family: Family, length: int, tmp_path: Path) -> None:
-    make_family(tmp_path, family)
-    model = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32)
-    assert model.max_model_len == length

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from quire.settings import ConfigurationError
 from tests.support.models import edit_config, edit_tensors, make_model
@@ -14,7 +13,6 @@ from tests.support.more_models import FOREIGN, Family, make_family
 from tests.support.paged import PagedRunner, Span
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
-from worker_svc.models.transformers.paged import PAGED
 
 CPU = torch.device("cpu")
 
@@ -141,9 +139,3 @@ def test_length_ends_where_rotation_would_depend_on_the_batch(
 ) -> None:
     make_model(tmp_path, "llama", rope_parameters={"rope_theta": 10000.0, **rope})
     assert load(tmp_path, "transformers").max_model_len == max_model_len
-
-
-def test_the_serving_function_makes_no_masks(directory: Path) -> None:
-    load(directory)
-    assert PAGED in AttentionInterface().valid_keys()
-    assert PAGED not in AttentionMaskInterface().valid_keys()

@@ -125,6 +125,15 @@ def test_layers_that_do_not_attend_are_counted() -> None:
         probe(make_forward(recorder), recorder, 2, VOCAB_SIZE, torch.device("cpu"))
 
 
+def test_attention_modules_that_were_not_there_before_are_refused() -> None:
+    def forward(token_ids: torch.Tensor, _positions: torch.Tensor) -> torch.Tensor:
+        x = torch.zeros(1, 1, len(token_ids), 8)
+        return attend_by_hook(nn.Module(), x, x, x)[0]
+
+    with pytest.raises(UnsupportedModelError, match="it makes attention modules while it runs"):
+        probe(forward, Recorder(), 1, VOCAB_SIZE, torch.device("cpu"))
+
+
 def test_a_model_that_fails_before_it_attends_is_refused_with_its_error() -> None:
     def fail(_: torch.Tensor) -> torch.Tensor:
         raise ValueError("no mask was given\nto this model")
