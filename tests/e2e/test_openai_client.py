@@ -1,18 +1,16 @@
 """OpenAI's own Python client against all processes."""
 
-import asyncio
 from typing import Any
 
 import openai
 import pytest
 import pytest_asyncio
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI
 
 from tests.support.serving import Served
 
 MODEL = "quire-tiny"
 CAPITAL: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
-STORY = "Once upon a time"
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -51,24 +49,6 @@ async def test_a_chat_its_chunks_and_what_the_helper_puts_together_say_the_same(
     assert {"chunk", "content.delta", "content.done"} <= kinds
     assert [choice.message.content for choice in answer.choices] == ["The capital of France is Paris."] * 2
     assert len(answer.choices[0].logprobs.content or ()) > 5
-
-
-async def test_the_sync_client(served: Served):
-    def talk() -> tuple[str | None, str, str, list[str]]:
-        with OpenAI(base_url=f"{url_of(served)}/v1", api_key="unused", max_retries=0) as sync:
-            chat = sync.chat.completions.create(model=MODEL, messages=CAPITAL)
-            chunks = sync.chat.completions.create(model=MODEL, messages=CAPITAL, stream=True)
-            streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-            completed = sync.completions.create(model=MODEL, prompt=STORY, max_tokens=8)
-            pieces = [each.choices[0].text for each in sync.completions.create(
-                model=MODEL, prompt=STORY, max_tokens=8, stream=True)]  # fmt: skip
-            assert [model.id for model in sync.models.list()] == [MODEL]
-            assert sync.models.retrieve(MODEL).id == MODEL
-        return chat.choices[0].message.content, streamed, completed.choices[0].text, pieces
-
-    chat, streamed, completed, pieces = await asyncio.to_thread(talk)
-    assert chat == streamed == "The capital of France is Paris."
-    assert completed == "".join(pieces)
 
 
 async def test_log_probabilities_of_both_kinds_agree(client: AsyncOpenAI):

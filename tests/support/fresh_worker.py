@@ -4,8 +4,6 @@
                               operations of the kernels, once recorded and once run
     families OWN FOREIGN      loads a model of Quire's own and prints which modules of transformers that imported; then
                               prints the refusal of another one where transformers is not installed
-    pools                     computes with torch and with the kernels by two threads; prints the threads that the
-                              kernels added, the OpenMP runtimes that are loaded and the one that the kernels take
     team THREADS              binds a team of threads; prints the processors of each
 All of them print JSON.
 """
@@ -21,7 +19,6 @@ import torch
 import worker_svc.app
 import worker_svc.startup
 from kernels import ops
-from kernels.cpu.library import find_open_mp
 from kernels.recording import record
 from quire.settings import ConfigurationError
 from worker_svc.models.registry import load_model
@@ -59,21 +56,6 @@ def families(own: str, foreign: str) -> object:
     return found, None
 
 
-def pools() -> object:
-    torch.set_num_threads(2)
-    torch.randn(512, 512).exp()
-    torch.mm(torch.randn(512, 512), torch.randn(512, 512))
-    before = threads()
-    x = torch.randn(512, 2048)
-    for _ in range(20):
-        ops.rms_norm(x, torch.ones(2048), 1e-5)
-        x.exp()
-    added = sorted(threads() - before)
-    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    runtimes = sorted({line.split()[-1] for line in lines if "omp" in line.split("/")[-1]})
-    return type(ops.implementation_for(x.device)).__name__, added, runtimes, str(find_open_mp())
-
-
 def team(num_threads: str) -> object:
     torch.set_num_threads(int(num_threads))
     before = threads()
@@ -84,7 +66,7 @@ def team(num_threads: str) -> object:
 
 
 def main(what: str, *words: str) -> None:
-    doings = {"modules": modules, "families": families, "pools": pools, "team": team}
+    doings = {"modules": modules, "families": families, "team": team}
     print(json.dumps(doings[what](*words)), flush=True)
     # To free every object, a fork copies the page of each.
     os._exit(0)

@@ -32,16 +32,6 @@ def test_tokens_land_in_their_slots_and_nowhere_else(slots: list[int], dtype: to
 
 
 @pytest.mark.usefixtures("implementation")
-def test_strided_keys_are_written() -> None:
-    pool = make_pool()
-    qkv = torch.randn(2, 9, 8)
-    _, key, value = qkv.split(3, dim=1)
-    ops.reshape_and_cache(key, value, pool, torch.tensor([1, 9]))
-    assert torch.equal(pool[0, 2, :, 1], key[1])
-    assert torch.equal(pool[1, 0, :, 1], value[0])
-
-
-@pytest.mark.usefixtures("implementation")
 def test_copies_read_all_sources_before_they_write() -> None:
     pools = [make_pool(seed=layer) for layer in range(2)]
     before = [pool.clone() for pool in pools]

@@ -43,13 +43,6 @@ def test_a_model_of_our_own_family_does_without_transformers_and_a_refusal_says_
     assert refusal.endswith("pip install 'quire[transformers]'")
 
 
-def test_the_threads_of_the_kernels_are_those_of_torch() -> None:
-    implementation, added, runtimes, runtime = told("pools")
-    assert implementation == "CpuKernels"
-    assert added == [], "a pool of threads beside torch's"
-    assert runtimes == [runtime]
-
-
 def test_each_thread_of_the_team_is_bound_to_its_processor() -> None:
     expected = [[processor] for processor in PROCESSORS] if len(PROCESSORS) > 1 else [PROCESSORS]
     assert told("team", str(len(PROCESSORS))) == expected

@@ -34,7 +34,5 @@ async def test_a_device_that_stays_in_a_step_for_twice_the_timeout_ends_the_proc
 
 async def test_long_steps_and_idleness_end_nothing() -> None:
     assert await Device([0, 0, 150, 190, 200, 5, 199, 0] * 3).watch(0.1) == []
-
-
-async def test_a_step_that_only_seems_long_after_a_pause_of_the_process_ends_nothing() -> None:
+    # A step only seems long after a pause of the process.
     assert await Device([0, 10, 9000, 3, 9000, 0, 4]).watch(0.1) == []

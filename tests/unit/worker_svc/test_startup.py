@@ -1,7 +1,5 @@
 import os
 from collections.abc import Collection
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,15 +85,6 @@ def test_a_worker_of_the_least_size_starts(flag: str) -> None:
     load_worker(resolve_model(settings.model), settings)
 
 
-def test_a_worker_reports_what_the_settings_and_the_model_say() -> None:
-    settings = load("--num-gpu-blocks", "12", "--block-size", "4", "--max-num-seqs", "3", "--max-model-len", "20")
-    info = make_worker(TinyCausalLM(), settings, DeviceLoop()).info
-    assert info.worker_generation > 0
-    assert (info.pool.num_gpu_blocks, info.pool.block_size, info.pool.head_dim) == (12, 4, 8)
-    assert (info.model.max_model_len, info.model.architecture) == (20, "TinyForCausalLM")
-    assert (info.limits.max_num_rows, info.limits.max_num_batched_tokens) == (3, 2048)
-
-
 @pytest.mark.parametrize(
     ("rank", "size", "num_threads", "processors", "expected"),
     [
@@ -158,17 +147,6 @@ def test_a_gpu_is_lost_when_waiting_for_it_fails_and_a_processor_never(
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     assert is_lost(torch.device("cuda", 1)) == lost
     assert not is_lost(torch.device("cpu"))
-
-
-def test_the_same_memory_has_more_than_three_times_the_blocks_of_float32() -> None:
-    settings = WorkerSettings(kv_cache_memory=1 << 22)
-    plain, rounded = (
-        load_worker(Path(resolve_model(None)), each).info.pool
-        for each in (settings, replace(settings, kv_cache_dtype="int8"))
-    )
-    assert (plain.dtype, rounded.dtype) == ("float32", "int8")
-    assert rounded.num_gpu_blocks > 3 * plain.num_gpu_blocks
-    assert rounded.num_gpu_blocks * rounded.block_bytes <= 1 << 22
 
 
 def test_a_pool_of_int8_is_refused_on_another_device() -> None:

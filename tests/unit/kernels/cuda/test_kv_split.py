@@ -22,12 +22,3 @@ def test_few_rows_keep_the_device_busy(num_programs: int, max_seq_len: int) -> N
     length = split_length(TILING, num_programs, max_seq_len, 132)
     programs = num_programs * -(-max_seq_len // length)
     assert programs >= 0.8 * 2 * 132 or length <= 1.5 * TILING.shortest_split
-
-
-def test_rows_that_fill_the_device_are_not_cut() -> None:
-    assert split_length(TILING, 264, 2048, 132) == 2048
-
-
-@pytest.mark.parametrize("max_seq_len", [1024, 2048])
-def test_rows_that_keep_the_memory_busy_need_no_join(max_seq_len: int) -> None:
-    assert split_length(DecodeTiling(), 32 * 8, max_seq_len, 132) == max_seq_len

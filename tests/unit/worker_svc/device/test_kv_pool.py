@@ -1,10 +1,7 @@
-import ctypes
-import mmap
 import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -61,17 +58,6 @@ def apply_moves(operations: CacheOperations, pool: KvPool) -> None:
 def resident_bytes() -> int:
     """Memory of this process that the system has really given."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def populated_bytes(tensor: torch.Tensor) -> int:
-    """How much of a contiguous tensor that begins and ends with a page the system has given."""
-    page = mmap.PAGESIZE
-    present = np.zeros(tensor.nbytes // page, np.uint8)
-    found = ctypes.CDLL(None).mincore(
-        ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), ctypes.c_void_p(present.ctypes.data)
-    )
-    assert found == 0
-    return page * int(np.count_nonzero(present & 1))
 
 
 def contents(tensor: torch.Tensor) -> list[float]:
@@ -167,20 +153,6 @@ def make_large_pool() -> KvPool:
     """256 MiB, nothing of which was touched."""
     geometry = pool_geometry(TinyCausalLM(), make_request(num_gpu_blocks=(256 << 20) // BLOCK_BYTES), None)
     return allocate_pool(geometry, CPU, torch.float32)
-
-
-def test_blocks_that_are_handed_out_first_are_populated_before_the_start_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(kv_pool, "_populate_beside", lambda layers, end: None)
-    monkeypatch.setattr(kv_pool, "_FIRST_PART_S", 60.0)
-    pool = make_large_pool()
-    first = (64 << 20) // BLOCK_BYTES
-    pool.populate(first)
-    for part in pool.gpu[0]:
-        assert populated_bytes(part[:first]) == 32 << 20
-        # A huge page at the end may reach further.
-        assert populated_bytes(part) < 40 << 20
 
 
 def test_population_stops_where_memory_runs_short(

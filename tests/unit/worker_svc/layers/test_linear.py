@@ -77,15 +77,10 @@ def test_every_activation_of_a_packed_product_equals_torchs(kind: ActivationKind
     assert_as_plain(weight, bias, kind, 4 * make_tokens(5, 40, dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_go_to_our_own_kernel_where_there_is_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.zeros((64, 64), dtype=dtype)
-    assert isinstance(make_product(weight), OwnProduct)
+def test_weights_go_to_our_own_kernel_else_large_ones_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert isinstance(make_product(torch.zeros((64, 64), dtype=dtype)), OwnProduct)
     monkeypatch.setattr(linear.ops, "has_packed_products", lambda *_: False)
-    assert not isinstance(make_product(weight), OwnProduct)
-
-
-def test_else_small_float32_weights_stay_plain_and_large_ones_are_packed(no_kernels_of_our_own: None) -> None:
     assert isinstance(make_product(torch.zeros(64, 64)), PlainProduct)
     assert isinstance(make_product(torch.zeros(512, 512)), PackedProduct)
 

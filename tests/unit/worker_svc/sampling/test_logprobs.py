@@ -166,15 +166,3 @@ def test_temperature_and_truncation_have_no_part_in_candidates() -> None:
     for before, after, logits in zip(plain, heated, LOGITS, strict=True):
         np.testing.assert_array_equal(before.logprobs, after.logprobs)
         np.testing.assert_allclose(before.logprobs, logits.log_softmax(0).topk(3).values, rtol=1e-6)
-
-
-def test_rows_ask_for_different_numbers_of_candidates_or_for_none() -> None:
-    columns = make_columns(
-        [make_sampling(num_candidates=1), make_sampling(logprobs=2), make_sampling(num_candidates=3)]
-    )
-    gathered = gather_candidates(LOGITS, columns)
-    assert gathered is not None
-    arrays = gathered.map(torch.Tensor.numpy)
-    found = report_candidates(np.arange(3, dtype=np.int32), columns, arrays, np.ones(3, bool))
-    assert [(each.row, each.token_ids.tolist()) for each in found] == [(0, [1]), (2, [2, 3, 0])]
-    assert gather_candidates(LOGITS, make_columns([make_sampling(logprobs=2)] * 3)) is None
