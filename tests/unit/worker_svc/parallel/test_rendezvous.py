@@ -138,12 +138,8 @@ def on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", connect_but_for_one)
 
 
-def of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_is_of_same_user", lambda connection: False)
-
-
-def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous.os, "posix_fallocate", fail)
+def replaced(owner: Any, name: str, value: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(owner, name, value)
 
 
 def open_memories() -> list[str]:
@@ -155,7 +151,16 @@ def open_memories() -> list[str]:
     return [link for link in links if link.startswith("/memfd:quire")]
 
 
-@pytest.mark.parametrize("spoil", [on_another_machine, of_another_user, without_room])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        on_another_machine,
+        replaced(rendezvous, "_is_of_same_user", lambda _: False),
+        replaced(rendezvous.os, "posix_fallocate", fail),
+        replaced(rendezvous.os, "memfd_create", fail),
+        replaced(rendezvous.exchange, "can_exchange", lambda: False),
+    ],
+)
 def test_where_one_rank_has_none_none_has(
     spoil: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ REFUSED: list[tuple[worker_pb2.StepRequest, str, str]] = [
         "set_tokens",
         "row 1 twice",
     ),
+    (make_request(set_tokens=[worker_pb2.SetTokens(row=9)]), "set_tokens[0].row", "below 6"),
     (make_request(set_tokens=[worker_pb2.SetTokens(row=1)]), "set_tokens[0].token_ids", "at least 1"),
     (
         make_request(set_tokens=[worker_pb2.SetTokens(row=1, position=20, token_ids=encode_int32([1]))]),
