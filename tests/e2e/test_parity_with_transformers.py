@@ -2,19 +2,45 @@
 by one rank, some by several. Others are in test_more_models.py, in one process."""
 
 import random
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from quire.client import GenerationOptions
-from tests.support.greedy import likeliest_after
 from tests.support.models import SHAPES, VOCAB_SIZE, make_model, make_shape
 from tests.support.more_models import FAMILIES, make_family
 from tests.support.serving import Served, forked_programs, forked_worker, serving
 from tests.support.tiers import parametrize_once
+
+
+@torch.inference_mode()
+def likeliest_after(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """For each token of each output, the one that the model finds likeliest there. They are the outputs themselves if
+    these are greedy, which takes one call of the model for all prompts of a length, and `generate` one for each token.
+    """
+    found: list[list[int]] = [[] for _ in prompts]
+    for length, indices in _by_length(prompts).items():
+        batch = torch.tensor([[*prompts[index], *outputs[index]] for index in indices])
+        likeliest = model(batch).logits[:, length - 1 : -1].argmax(-1)
+        for index, row in zip(indices, likeliest.tolist(), strict=True):
+            found[index] = row
+    return found
+
+
+def _by_length(prompts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    indices: dict[int, list[int]] = defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        indices[len(prompt)].append(index)
+    return indices
+
 
 LENGTHS = (1, 2, 7, 15, 16, 17, 40, 70, 99)
 SHOWN = ("gpt2-tied-32", "llama-gqa-untied-32", "opt-pre-norm-32")

@@ -1,15 +1,30 @@
 """Sums and gathers over processes that share memory, on every instruction set."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
 import pytest
 import torch
 
 from kernels import exchange
 from kernels.backends import recording_with
 from kernels.cpu.library import SLOT_BYTES, Library
-from kernels.exchange import SharedGroup
+from kernels.exchange import SharedGroup, shared_bytes
 from kernels.recording import Recorder
 from tests.support.cpu_kernels import IMPLEMENTATION_PARAMS, ISAS, make_implementation, parametrize_pairwise
-from tests.support.shared_groups import together
+
+T = TypeVar("T")
+TIMEOUT_S = 60
+
+
+def together(size: int, act: Callable[[SharedGroup], T]) -> list[T]:
+    """What `act` returns to each rank of a new group, when all have acted at the same time."""
+    memory = torch.zeros(shared_bytes(size), dtype=torch.uint8)
+    with ThreadPoolExecutor(size) as pool:
+        acts = [pool.submit(act, SharedGroup(rank, size, memory)) for rank in range(size)]
+        return [each.result(TIMEOUT_S) for each in acts]
+
 
 SIZES = (1, 2, 3, 5)
 
