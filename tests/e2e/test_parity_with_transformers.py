@@ -1,5 +1,5 @@
 """Through all processes, requests at once get what transformers generates while blocks run out: a shape of each family
-by one rank, some by several. Others are in test_more_models.py, in one process."""
+by one rank, some by several. The logits of all families are in tests/unit/worker_svc/models."""
 
 import random
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Programs over one cached prefix, against all processes: what is shared, what is chosen, and the examples."""
+"""Programs over one cached prefix, against all processes: what is chosen, and what a conversation takes."""
 
 import dataclasses
 

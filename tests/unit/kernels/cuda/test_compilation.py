@@ -74,6 +74,17 @@ def assert_fit(kernels: set[Any], names: set[str]) -> None:
         assert kernel.metadata.shared <= SHARED_MEMORY, f"{kernel.name} takes {kernel.metadata.shared} bytes"
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "dtype"), [(256, 16, torch.float32), (32, 5, torch.bfloat16), (32, 64, torch.float16)]
+)
+def test_attention_with_every_score_option_fits_a_multiprocessor(
+    compiled: set[Any], head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    scores = ScoreRule(0.1, sliding_window=600, soft_cap=20.0, alibi_slopes=torch.ones(6), sinks=torch.ones(6))
+    attend([(1, 5), (9, 900)], scores=scores, heads=(6, 2), head_dim=head_dim, block_size=block_size, dtype=dtype)
+    assert_fit(compiled, {"_decode_kernel", "_join_kernel", "_prefill_kernel"})
+
+
 def stack_bytes(kernel: Any, folder: Path) -> int:
     """What a thread keeps in memory for want of registers."""
     (cubin := folder / "kernel.cubin").write_bytes(kernel.asm["cubin"])

@@ -312,9 +312,6 @@ def test_swap_moves_blocks_between_pools_of_different_size(
         assert_same_bits(actual, wanted)
 
 
-# Norms, rotary embeddings and activations, against their formulas in float64
-
-
 @pytest.mark.parametrize("move", [copy_blocks, lambda pools, pairs: swap_blocks(pools, pools, pairs)])
 def test_no_pairs_and_no_layers_change_nothing(move: Callable[..., None]) -> None:
     pool = make_pool(3)
@@ -323,6 +320,8 @@ def test_no_pairs_and_no_layers_change_nothing(move: Callable[..., None]) -> Non
     move([], torch.tensor([[0, 1]]))
     assert torch.equal(pool, before)
 
+
+# Norms, rotary embeddings and activations, against their formulas in float64
 
 # The interpreter cuts bfloat16 off where a GPU rounds.
 LINE_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}

@@ -7,7 +7,7 @@ import torch
 
 from quire.settings import ConfigurationError
 from tests.support.processes import wait_true
-from tests.support.steps import int32, make_operations, make_step
+from tests.support.steps import int32, make_assign, make_changes, make_operations, make_step
 from tests.support.tiny_causal_lm import TinyCausalLM
 from worker_svc.device import kv_pool
 from worker_svc.device.block_moves import BlockMoves
@@ -19,6 +19,7 @@ from worker_svc.device.kv_pool import (
     num_host_blocks,
     pool_geometry,
 )
+from worker_svc.device.rows import Rows
 from worker_svc.step import AdmittedStep, CacheOperations
 from worker_svc.streams import IN_ORDER
 
@@ -164,6 +165,18 @@ def test_population_stops_where_memory_runs_short(
     pool.populate(1)
     wait_true(lambda: "memory runs short" in caplog.text)
     assert resident_bytes() - before < 32 << 20
+
+
+def test_pools_and_rows_take_memory_only_as_they_are_used() -> None:
+    count = (256 << 20) // BLOCK_BYTES
+    geometry = pool_geometry(TinyCausalLM(), make_request(num_gpu_blocks=count, swap_space=256 << 20), None)
+    before = resident_bytes()
+    pool, rows = allocate_pool(geometry, CPU, torch.float32), Rows(64, 1 << 20, 1 << 16, CPU)
+    assert not pool.gpu[0][:, -1].any()
+    apply_moves(make_operations(swap_out=[(0, 0), (1, count - 1)]), pool)
+    # All rows have 272 MiB.
+    rows.apply(make_changes(assign=[make_assign(0, [1, 2, 3], [5])]))
+    assert resident_bytes() - before < 64 << 20
 
 
 def test_moves_are_applied_out_in_copy() -> None:
