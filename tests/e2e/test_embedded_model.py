@@ -8,11 +8,9 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from quire.client.types import ChatMessage, GenerationOptions, Tool
 from tests.support.serving import Served
 
 MODEL = "quire-tiny"
-GREEDY = GenerationOptions(temperature=0.0, max_tokens=200)
 
 
 def function(name: str, description: str, **properties: Any) -> Any:
@@ -57,19 +55,6 @@ async def test_it_calls_the_right_tool_of_three(client: AsyncOpenAI, question, n
     (call,) = choice.message.tool_calls
     assert choice.finish_reason == "tool_calls"
     assert (call.function.name, json.loads(call.function.arguments)) == (name, arguments)
-
-
-async def test_a_call_and_its_result_over_grpc(served: Served):
-    parameters = {"type": "object", "properties": {"city": TEXT}, "required": ["city"]}
-    tools = [Tool("get_weather", "Get the current weather in a city.", parameters)]
-    asked = ChatMessage("user", "What is the weather in London?")
-    (sequence,) = (await served.client.chat([asked], GREEDY, tools=tools)).sequences
-    (call,) = sequence.tool_calls
-    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "London"})
-    called = ChatMessage("assistant", tool_calls=[call])
-    result = ChatMessage("tool", "rainy, 9 degrees", tool_call_id=call.id)
-    answer = await served.client.chat([asked, called, result], GREEDY, tools=tools)
-    assert answer.text == "The weather in London is rainy, 9 degrees."
 
 
 @pytest.mark.parametrize(

@@ -219,20 +219,6 @@ def test_the_error_that_broke_a_recording_is_logged_with_the_one_at_its_end(
     assert "this is what went wrong" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("longest", "expected"),
-    [
-        (1, (1,)),
-        (1024, (1024,)),
-        (1025, (1024, 1025)),
-        (8192, (1024, 4096, 8192)),
-        (131072, (1024, 4096, 16384, 65536, 131072)),
-    ],
-)
-def test_lengths_grow_fourfold_up_to_the_longest_sequence(longest: int, expected: tuple[int, ...]) -> None:
-    assert GraphShapes.up_to(8, longest).lengths == expected
-
-
 def test_a_batch_gets_the_smallest_shape_that_holds_it() -> None:
     shapes = GraphShapes.up_to(20, 5000)
     for num_rows in range(1, 21):
