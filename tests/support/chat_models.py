@@ -30,12 +30,12 @@ Calls: <tool_call>
 """In the style of Qwen's: calls of Hermes, and reasoning that the argument enable_thinking turns off."""
 
 
-def write_chat_model(directory: Path, template: str = HERMES_TEMPLATE, *, weights: bool = False) -> Path:
-    """The embedded model with another chat template; without its weights if only a gateway opens it."""
+def write_chat_model(directory: Path, template: str = HERMES_TEMPLATE) -> Path:
+    """The embedded model with another chat template, without its weights."""
     source = resolve_model(None)
     directory.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
-        if file.suffix == ".json" or weights:
+        if file.suffix == ".json":
             shutil.copy(file, directory / file.name)
     (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
     return directory

@@ -85,9 +85,8 @@ class Served:
     client: AsyncClient
     scheduler: scheduler_pb2_grpc.SchedulerServiceStub
 
-    async def state(self, *, include_sequences: bool = False) -> scheduler_pb2.GetStateResponse:
-        request = scheduler_pb2.GetStateRequest(include_sequences=include_sequences)
-        return await self.scheduler.GetState(request, wait_for_ready=True, timeout=60)
+    async def state(self) -> scheduler_pb2.GetStateResponse:
+        return await self.scheduler.GetState(scheduler_pb2.GetStateRequest(), wait_for_ready=True, timeout=60)
 
     async def num_live(self) -> int:
         """How many requests the scheduler has."""
