@@ -25,20 +25,14 @@ def limited(tmp_path: Path):
     return limited
 
 
-@pytest.mark.parametrize(
-    ("quota", "expected"),
-    [("50000 100000", 1), ("190000 100000", 1), ("max 100000", AVAILABLE), ("99900000 100000", AVAILABLE)],
-)
-def test_the_limit_of_a_container_is_rounded_down_to_one_at_the_least(limited, quota: str, expected: int) -> None:
-    assert limited("0::/\n", **{"cpu.max": quota}) == expected
-
-
 def test_the_tightest_group_around_the_process_counts_also_of_version_1_and_where_no_path_is_seen(limited) -> None:
     assert limited("0::/a/b\n", **{"a/cpu.max": "100000 100000", "a/b/cpu.max": "max 100000"}) == 1
     files = {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}
     assert limited("3:memory:/\n2:cpu,cpuacct:/\n", **files) == 1
     assert limited("2:cpu,cpuacct:/\n", **(files | {"cpu/cpu.cfs_quota_us": "-1"})) == AVAILABLE
-    assert limited("0::/kubepods/pod7\n", **{"cpu.max": "100000 100000"}) == 1
+    # It is rounded down, to one at the least.
+    for quota, expected in (("50000", 1), ("190000", 1), ("max", AVAILABLE), ("99900000", AVAILABLE)):
+        assert limited("0::/kubepods/pod7\n", **{"cpu.max": f"{quota} 100000"}) == expected
 
 
 @pytest.mark.parametrize(
