@@ -59,6 +59,7 @@ def test_positions_are_picked_and_cut_into_consecutive_parts():
 
 def test_a_log_grows_at_the_end_and_is_taken_from_the_front():
     each, log = lines(2, 0, 3, 1, 0, 4), LogprobLog()
+    assert len(log.part(0, 0)) == 0
     assert (len(log), log.size, lines_of(log.columns()), lines_of(log.take(3))) == (0, 0, [], [])
     log.append(columns_of(each[:1]))
     log.append(columns_of(each[1:4]))

@@ -164,6 +164,7 @@ REFUSALS = [
     (("--hardware", "a100-40gb", "--model", "opt-175b"), "opt-175b has 349.2 GB of weights"),
     (("--hardware", "h100", "--model", "opt"), '"opt" is not known; there are opt-125m'),
     (("--hardware", "h100", "--out", "docs"), "cannot write docs: it is a directory"),
+    (("--hardware", "h100", "--dataset", "wiki"), '"wiki" is not known'),
     (("--hardware", "h100", "--num-gpu-blocks", "many"), "expected a whole number of blocks"),
     (("--hardware", "h100", "--num-gpu-blocks", "0"), "expected at least 1 block"),
     (

@@ -143,3 +143,11 @@ async def test_a_stream_whose_reader_was_interrupted_does_not_look_complete(addr
                 await anext(stream)
         with pytest.raises(Unavailable, match="before its last event"):
             await anext(stream)
+
+
+async def test_what_was_completed_is_no_error_though_the_client_is_closed(client: EitherClient) -> None:
+    stream = client.client.generate_stream("one")
+    while stream.completed is None:
+        await client.next(stream)
+    await client.close()
+    assert await client.read(stream) == []

@@ -62,7 +62,9 @@ def test_a_lost_stream_that_is_refused_waits_as_the_gateway_says_and_is_resumed(
     assert resumption.accept(chunk("ab"))
     go_on(resumption, LOST)
     assert [go_on(resumption, FULL) for _ in range(8)] == [2.0] * 8
-    assert gateway.calls == ["start"] + [[(0, 2, 2)]] * 9
+    # Also where a gateway has not noticed yet that this client is gone.
+    go_on(resumption, AlreadyExists("runs"))
+    assert gateway.calls == ["start"] + [[(0, 2, 2)]] * 10
     resumption.accept(chunk("c"))
     with pytest.raises(ResourceExhausted):
         resumption.delay_after(FULL)

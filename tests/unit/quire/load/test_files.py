@@ -130,6 +130,7 @@ def test_a_result_that_was_changed_is_refused_by_the_field(tmp_path: Path) -> No
         ("max_concurrency", "8", "max_concurrency is '8'"),
         ("ttft", {"mean": 1}, "KeyError 'count'"),
         ("ttft", [1], "TypeError"),
+        ("request_rate", "fast", "could not convert"),
     ):
         make_result("quire", 2.0).write(path)
         content = json.loads(path.read_text())

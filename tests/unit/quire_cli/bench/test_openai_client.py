@@ -116,6 +116,7 @@ async def test_a_server_that_does_not_know_ignore_eos_is_not_asked_for_it() -> N
         (events({"error": {"message": "broken", "type": "server_error"}}), "HTTP 200 (server_error)", "broken"),
         (b"data: []\n\n", "MALFORMED_ANSWER", "has not the form of OpenAI's API: AttributeError"),
         (events({"choices": [None]}), "MALFORMED_ANSWER", "AttributeError"),
+        (b"data: " + b"[" * 100_000 + b"\n\n", "MALFORMED_ANSWER", "RecursionError"),
         (b"data: {nonsense\n\n", "NO_JSON", "an event of the stream is no JSON"),
         (events(text("a"), {"usage": {"prompt_tokens": "many"}}), "MALFORMED_ANSWER", "prompt tokens is 'many'"),
         (
