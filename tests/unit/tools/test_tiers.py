@@ -9,14 +9,18 @@ FIRST, SECOND = "not (extended or all_isas)", "extended or all_isas"
 TESTS = Path(__file__).parents[2]
 
 
-def test_a_file_is_imported_for_the_tiers_that_may_have_tests_in_it() -> None:
-    for name, in_first, in_second in (
-        ("chaos/test_kill_everything.py", False, True),  # all its tests are extended
-        ("chaos/test_kill.py", True, True),  # some parameters are
-        ("unit/tools/test_checks.py", True, False),
-        ("unit/kernels/cpu/test_library.py", True, True),  # the conftest.py beside it has a fixture that marks
-    ):
-        path = TESTS / name
+def test_a_file_is_imported_for_the_tiers_that_may_have_tests_in_it(tmp_path: Path) -> None:
+    texts = {
+        "all.py": ("pytestmark = pytest.mark.extended\n", False, True),
+        "some.py": ("@pytest.mark.extended\ndef test_it(): ...\n", True, True),
+        "none.py": ("def test_it(): ...\n", True, False),
+        # The conftest.py beside it has a fixture that gives parameters markers.
+        "kernels/none.py": ("def test_it(kernels): ...\n", True, True),
+    }
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "conftest.py").write_text("from tests.support.cpu_kernels import each\n")
+    for name, (text, in_first, in_second) in texts.items():
+        (path := tmp_path / name).write_text(text)
         assert (may_select(FIRST, path), may_select(SECOND, path)) == (in_first, in_second)
         assert all(may_select(each, path) for each in ("", "asyncio and extended", "extended or"))
     # No other helper gives markers of tiers.
