@@ -180,18 +180,7 @@ async def test_log_probabilities_come_with_their_tokens_and_those_of_the_prompt_
     await stream.read_until_over(1)
     assert [len(line.top_token_ids) for line in stream.logprobs[1]] == [2, 2, 2]
     assert all(line.rank >= 1 and line.logprob <= 0 for line in stream.logprobs[1])
-    assert stream.num_prompt_logprobs(1) == 4
-
-
-async def test_a_request_that_is_unknown_goes_on_after_the_tokens_that_its_gateway_has(
-    stub: SchedulerServiceStub,
-) -> None:
-    whole = await output_of(stub, max_tokens=12)
-    stream, _ = await GatewayStream.open(stub)
-    await stream.submit(make_submit(1, max_tokens=12, emitted=whole[:5], resubmitted=True, nonce=7))
-    await stream.read_until_over(1)
-    assert stream.outputs[1] == whole
-    stream.close()
+    assert stream.num_prompt_logprobs[1] == 4
 
 
 async def test_a_gateway_that_connects_again_goes_on_with_its_requests(stub: SchedulerServiceStub) -> None:
@@ -203,9 +192,22 @@ async def test_a_gateway_that_connects_again_goes_on_with_its_requests(stub: Sch
     first.close()
     second, _ = await GatewayStream.open(stub, grace_period_ms=60_000)
     await second.submit(make_submit(1, max_tokens=100, nonce=7, emitted=first.outputs[1], resubmitted=True))
+    # One that is unknown goes on after the tokens that its gateway has.
+    await second.submit(
+        make_submit(
+            2,
+            request_id="request-1",
+            max_tokens=100,
+            nonce=8,
+            emitted=whole[:95],
+            resubmitted=True,
+            prompt_token_ids=make_submit(1).prompt_token_ids,
+            sampling=make_submit(1).sampling,
+        )
+    )
     await second.end_unread()
-    await second.read_until_over(1)
-    assert second.outputs[1] == whole
+    await second.read_until_over(1, 2)
+    assert second.outputs[1] == second.outputs[2] == whole
     second.close()
 
 

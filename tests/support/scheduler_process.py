@@ -123,7 +123,7 @@ def make_submit(
 
 def resubmit(stream: "GatewayStream", handle: int, **fields) -> scheduler_pb2.Submit:
     """A request of a stream that broke, as its gateway submits it again, with all that it has."""
-    submit = make_submit(handle, resubmitted=True, num_prompt_logprobs=stream.num_prompt_logprobs(handle), **fields)
+    submit = make_submit(handle, resubmitted=True, num_prompt_logprobs=stream.num_prompt_logprobs[handle], **fields)
     samples = {index: output for (of, index), output in stream.samples.items() if of == handle}
     for index, output in sorted({0: stream.outputs[handle], **samples}.items()):
         if output:
@@ -149,18 +149,14 @@ class GatewayStream:
     completed: dict[int, scheduler_pb2.RequestEnd] = field(default_factory=dict)
     failed: dict[int, scheduler_pb2.RequestFailure] = field(default_factory=dict)
     logprobs: dict[int, list[Line]] = field(default_factory=dict)
-    num_messages: int = 0
     num_events: int = 0
     """Messages of events that came."""
     readiness: list[bool] = field(default_factory=list)
     gives_credit: bool = False
     ended: set[tuple[int, int]] = field(default_factory=set)
     """Handles and indices of the sequences that have ended."""
-    prompt_logprobs: dict[int, list[tuple[int, float, int, int]]] = field(default_factory=dict)
-    """Of each request, the positions of its prompt that came by this stream: id, log probability and rank of the token,
-    and how many of the most likely ones came with it."""
-    num_positions_before: dict[int, int] = field(default_factory=dict)
-    """Of each request that was submitted again, how many positions its gateway had."""
+    num_prompt_logprobs: dict[int, int] = field(default_factory=dict)
+    """Of each request, how many positions of its prompt were told, those included that its gateway had before."""
 
     @classmethod
     async def open(
@@ -199,15 +195,11 @@ class GatewayStream:
                 self.samples[submit.handle, each.sequence_index] = token_ids
             else:
                 self.outputs[submit.handle] = token_ids
-        self.prompt_logprobs[submit.handle] = []
-        self.num_positions_before[submit.handle] = submit.num_prompt_logprobs
+        self.num_prompt_logprobs[submit.handle] = submit.num_prompt_logprobs
         await self.say(submit=submit)
 
     async def end_unread(self) -> None:
         await self.say(end_unread={})
-
-    def num_prompt_logprobs(self, handle: int) -> int:
-        return self.num_positions_before.get(handle, 0) + len(self.prompt_logprobs.get(handle, []))
 
     async def abort(self, handle: int, **fields: Any) -> None:
         await self.say(abort={"handle": handle, **fields})
@@ -232,18 +224,15 @@ class GatewayStream:
                 self._take(message)
 
     def _take(self, message: scheduler_pb2.ConnectResponse) -> None:
-        self.num_messages += 1
         if message.HasField("state"):
             self.readiness.append(message.state.ready)
         events = message.events
         self.num_events += message.HasField("events")
         for entry in events.prompt_logprobs:
             assert entry.handle not in self.completed
-            seen = self.num_prompt_logprobs(entry.handle)
+            seen = self.num_prompt_logprobs[entry.handle]
             assert entry.first_position == seen + 1, "a position of a prompt was lost or repeated"
-            token_ids, columns = decode_int32(entry.token_ids, "token_ids"), decode_logprobs(entry)
-            chosen = (token_ids, columns.chosen_logprobs, columns.chosen_ranks, columns.top_counts)
-            self.prompt_logprobs[entry.handle] += zip(*(column.tolist() for column in chosen), strict=True)
+            self.num_prompt_logprobs[entry.handle] = seen + len(decode_logprobs(entry))
         handles, offsets = decode_int32(events.handles, "handles"), decode_int32(events.offsets, "offsets")
         indices, token_ids = decode_int32(events.sequence_indices, "indices"), decode_int32(events.token_ids, "ids")
         columns = (column.tolist() for column in (handles, indices, offsets, token_ids))

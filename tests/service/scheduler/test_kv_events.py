@@ -115,17 +115,6 @@ async def test_whoever_subscribes_first_gets_all_and_who_comes_later_replays_it(
                 assert deaf.next_number == 0
 
 
-async def test_a_subscriber_that_does_not_read_holds_nobody_up_and_catches_up_later(tmp_path):
-    async with publishing(tmp_path, FakeWorkerConfig(num_blocks=256)) as (stub, _):
-        with subscribed(tmp_path) as stuck:
-            await stuck.read()
-            for first in range(1, 151, 50):
-                await run_requests(stub, range(first, first + 50), prompt_len=900, max_tokens=2)
-            async with following(stuck):
-                await until_equal(stuck, content_of(stub))
-                assert stuck.num_removed > 1_000
-
-
 async def test_only_replays_of_the_right_form_are_answered(tmp_path, capsys):
     async with publishing(tmp_path, SMALL_POOL) as (stub, _):
         await run_requests(stub, range(1, 3))

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from quire.arrays import encode_int32
-from quire.rpc.errors import FailedPrecondition, Internal, InvalidArgument, Unavailable, from_rpc_error
+from quire.rpc.errors import FailedPrecondition, Internal, Unavailable, from_rpc_error
 from quire.worker.v1 import worker_pb2
 from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_client import (
@@ -88,26 +88,6 @@ async def test_a_step_that_another_rank_supersedes_ends_the_session_and_is_no_fa
         error = await client.error()
     assert isinstance(error, FailedPrecondition)
     assert (error.reason, error.message) == ("SUPERSEDED", "epoch 1 ended before step 1: another rank is at epoch 2")
-
-
-async def test_a_refused_step_changes_neither_pool_nor_seals(service: Service) -> None:
-    async with attached_client(service.address, 1) as client:
-        first = await prefill(client)
-        await client.run(sealed_block_ids=encode_int32([2]), sealed_hashes=b"h" * 32)
-        bad = client.step(
-            cache_operations=worker_pb2.CacheOperations(copy=encode_int32([9, 2])),
-            sealed_block_ids=encode_int32([30]),
-            sealed_hashes=b"x" * 32,
-            batch=make_batch([7], [1], [0]),
-        )
-        await client.send(bad)
-        assert isinstance(await client.error(), InvalidArgument)
-    async with attached_client(service.address, 2) as client:
-        assert ints(client.attached.sealed_block_ids) == [2]
-        assert client.attached.sealed_hashes == b"h" * 32
-        # The keys of the first tokens are still in their block: only the last token is computed again.
-        again = await client.run(assign=[make_assign(0, PROMPT, BLOCKS)], batch=make_batch([0], [1], [4]))
-        assert again.token_ids == first.token_ids
 
 
 async def test_a_block_that_is_written_again_loses_its_seal_unless_the_step_seals_it(service: Service) -> None:

@@ -161,7 +161,9 @@ def test_blocks_that_a_worker_kept_are_recorded_with_each_of_their_tokens_once(
     assert num_hidden <= 2 * (200 + 2 * 200) + 2 * (200 + 200)
     # Beams that go on in the place of others share what is known of their blocks.
     beam = BeamParameters(3)
-    driver.submit(make_request(2, prompt=request.prompt, max_tokens=9, num_sequences=3, num_returned=3, beam=beam))
+    driver.submit(
+        make_request(2, prompt=list(request.prompt), max_tokens=9, num_sequences=3, num_returned=3, beam=beam)
+    )
     driver.run_until_idle()
     recorder.close()
     report = replay(path)
