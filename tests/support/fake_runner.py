@@ -1,7 +1,7 @@
 """The model's place in a worker, taken by a rule: tokens are known before, and a step costs what the test says."""
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -62,10 +62,9 @@ class FakeRunner:
     """A `worker_svc.protocol.stream.SealingRunner` without a model.
 
     Rows get the tokens of `token_at`, or those of a script; none searches. `num_steps` counts the steps that were
-    begun; while `hang` is set none goes on, and one that computes a row with one of `deadly_seeds` calls `on_deadly`
-    first. `faults` says what a scheduler did wrong that no check of the protocol finds: it wrote where another row has
-    other tokens, or let a row read what is not its own, be it because a block was overwritten, not copied, or swapped
-    to another place.
+    begun; while `hang` is set none goes on. `faults` says what a scheduler did wrong that no check of the protocol
+    finds: it wrote where another row has other tokens, or let a row read what is not its own, be it because a block was
+    overwritten, not copied, or swapped to another place.
     """
 
     is_asynchronous = False
@@ -79,17 +78,14 @@ class FakeRunner:
         num_host_blocks: int = 0,
         step_seconds: float = 0.0,
         failing_seeds: Collection[int] = (),
-        deadly_seeds: Collection[int] = (),
         script: Sequence[int] = (),
     ) -> None:
         self.num_steps = 0
         self.hang = Switch()
         self.faults: list[BlockError] = []
-        self.on_deadly: Callable[[], None] = lambda: None
         self._vocab_size = vocab_size
         self._step_seconds = step_seconds
         self._failing_seeds = failing_seeds
-        self._deadly_seeds = deadly_seeds
         self._script = script
         self._block_size = block_size
         self._rows = FakeRows(block_size)
@@ -111,8 +107,6 @@ class FakeRunner:
         self._pool.move(step.cache_operations)
         failpoint("worker.step.moved")
         self._rows.apply(step.row_changes)
-        if any(self._rows[row].sampling.seed in self._deadly_seeds for row in step.batch.rows.tolist()):
-            self.on_deadly()
         self._compute(step.batch)
         self._seals.begin_write(written, self.num_steps)
         output = replace(

@@ -37,8 +37,6 @@ class FakeWorkerConfig:
     step_seconds: float = 0.0
     failing_seeds: frozenset[int] = frozenset()
     """Rows with these seeds fail when they sample, and compute no chunk that is finite."""
-    deadly_seeds: frozenset[int] = frozenset()
-    """A step that computes rows with these seeds calls `FakeWorker.on_deadly`."""
     script: tuple[int, ...] = ()
     """What every sequence says; empty: what its seed gives."""
     fingerprint: ModelFingerprint = UNKNOWN_MODEL
@@ -99,7 +97,6 @@ class FakeWorker:
             num_host_blocks=config.num_host_blocks,
             step_seconds=config.step_seconds,
             failing_seeds=config.failing_seeds,
-            deadly_seeds=config.deadly_seeds,
             script=config.script,
         )
         self._device_loop.use(self._runner)
@@ -116,10 +113,6 @@ class FakeWorker:
         """While it is set, the device does not go on."""
         return self._runner.hang
 
-    def on_deadly(self, call: Callable[[], None]) -> None:
-        """`call` is what deadly steps do first, in the device's thread."""
-        self._runner.on_deadly = call
-
     @property
     def faults(self) -> list[BlockError]:
         """What steps did wrong with blocks; `stop` raises the first that is still here."""
@@ -133,15 +126,11 @@ class FakeWorker:
         self.address = self._server.address
         return self.address
 
-    async def leave(self) -> None:
-        """Drops all streams at once, whatever the device does."""
-        assert self._server is not None
-        await self._server.stop(grace_s=0)
-
     async def stop(self) -> None:
         """Ends the service; raises when a step misused a block, which a scheduler that tries again would hide."""
         self.hang.clear()
-        await self.leave()
+        assert self._server is not None
+        await self._server.stop(grace_s=0)
         assert await asyncio.to_thread(self._device_loop.stop, _DEVICE_STOP_S)
         if self.faults:
             raise self.faults[0]

@@ -3,11 +3,8 @@
 import asyncio
 import contextlib
 import dataclasses
-import threading
 import time
-from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from pathlib import Path
 
 import grpc
 import pytest
@@ -21,7 +18,7 @@ from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_T
 from scheduler_svc.service import servicer, step_loop, worker_link
 from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError
 from scheduler_svc.service.worker_messages import StepAnswer, step_answer
-from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
+from tests.support.fake_worker import FakeWorker
 from tests.support.metrics import read_metrics
 from tests.support.ports import free_port
 from tests.support.sampling import make_row_sampling
@@ -39,69 +36,6 @@ from tests.support.scheduler_process import (
 )
 from worker_svc.protocol.stream import Worker
 from worker_svc.step import AdmittedStep, Step
-
-DEADLY = 3
-
-
-@contextlib.asynccontextmanager
-async def mortal_worker(address: str) -> AsyncIterator[list[FakeWorker]]:
-    """Workers at one address, one after the other, as a supervisor starts them: when a step is deadly, its worker drops
-    all streams without a word, the step unanswered. Yields those that died."""
-    loop, started, dead = asyncio.get_running_loop(), asyncio.Event(), []
-
-    async def live() -> None:
-        while True:
-            config = FakeWorkerConfig(deadly_seeds=frozenset([DEADLY]), step_seconds=0.002)
-            worker, dying, gone = FakeWorker(config), asyncio.Event(), threading.Event()
-
-            def die(dying: asyncio.Event = dying, gone: threading.Event = gone) -> None:
-                loop.call_soon_threadsafe(dying.set)
-                gone.wait()
-
-            worker.on_deadly(die)
-            await worker.start(address)
-            started.set()
-            try:
-                await dying.wait()
-            finally:
-                await worker.leave()
-                gone.set()
-                await worker.stop()
-            dead.append(worker)
-
-    living = asyncio.create_task(live())
-    await started.wait()
-    try:
-        yield dead
-    finally:
-        living.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await living
-
-
-async def test_a_request_that_the_worker_dies_of_fails_alone(tmp_path: Path, monkeypatch) -> None:
-    # A worker that is lost again and again is attached again as soon as after its first loss.
-    monkeypatch.setattr(step_loop, "_LAST_BACKOFF_S", step_loop._FIRST_BACKOFF_S)
-    address, port = f"unix:{tmp_path / 'w.sock'}", free_port()
-    async with mortal_worker(address) as dead, attached_scheduler(tmp_path, address, metrics_port=port) as stub:
-        stream, _ = await GatewayStream.open(stub)
-        for handle in (1, 2):
-            await stream.submit(make_submit(handle, max_tokens=100))
-        await stream.read()
-        await stream.submit(make_submit(DEADLY))
-        await stream.read_until_over(1, 2, DEADLY)
-        failure = stream.failed[DEADLY]
-        assert stream.failed.keys() == {DEADLY}
-        assert (failure.code, failure.reason) == (code_pb2.INTERNAL, "WORKER_LOST")
-        assert "lost 6 times in a row" in failure.message
-        for handle in (1, 2):
-            assert stream.outputs[handle] == expected_tokens(handle, max_tokens=100)
-        num_losses = LOSSES_BEFORE_TRIALS + LOSSES_ON_TRIAL
-        assert len(dead) == num_losses
-        metrics = await read_metrics(port)
-        assert metrics["quire_scheduler_worker_losses_total"] == num_losses
-        assert metrics['quire_scheduler_requests_at_fault_total{reason="WORKER_LOST"}'] == 1
-        stream.close()
 
 
 async def test_a_worker_that_answers_for_other_rows_than_were_asked_is_lost(scheduler, stream, monkeypatch):
@@ -126,23 +60,33 @@ async def test_a_worker_that_answers_for_other_rows_than_were_asked_is_lost(sche
 
 
 async def test_a_worker_that_always_answers_nonsense_fails_its_requests_and_serves_once_it_does_not(
-    stream, monkeypatch
+    worker, tmp_path, monkeypatch
 ):
     def say_too_much(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
         answer = step_answer(message, vocab_size)
         failures = {row + 100: "NaN" for row in answer.rows.tolist()}
         return dataclasses.replace(answer, result=dataclasses.replace(answer.result, failures=failures))
 
+    # A worker that is lost again and again is attached again as soon as after its first loss.
     monkeypatch.setattr(step_loop, "_LAST_BACKOFF_S", step_loop._FIRST_BACKOFF_S)
-    with monkeypatch.context() as patch:
-        patch.setattr(worker_link, "step_answer", say_too_much)
-        await stream.submit(make_submit(1))
-        await stream.read_until_over(1)
-    assert stream.failed[1].reason == "WORKER_LOST"
-    assert stream.failed[1].message.endswith("reports rows [100], which do not sample")
-    await stream.submit(make_submit(3))
-    await stream.read_until_over(3)
-    assert stream.outputs[3] == expected_tokens(3)
+    port = free_port()
+    async with attached_scheduler(tmp_path, worker.address, metrics_port=port) as stub:
+        stream, _ = await GatewayStream.open(stub)
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_link, "step_answer", say_too_much)
+            await stream.submit(make_submit(1))
+            await stream.read_until_over(1)
+        failure = stream.failed[1]
+        assert (failure.code, failure.reason) == (code_pb2.INTERNAL, "WORKER_LOST")
+        assert "lost 6 times in a row" in failure.message
+        assert failure.message.endswith("reports rows [100], which do not sample")
+        await stream.submit(make_submit(3))
+        await stream.read_until_over(3)
+        assert stream.outputs[3] == expected_tokens(3)
+        metrics = await read_metrics(port)
+        assert metrics["quire_scheduler_worker_losses_total"] == LOSSES_BEFORE_TRIALS + LOSSES_ON_TRIAL
+        assert metrics['quire_scheduler_requests_at_fault_total{reason="WORKER_LOST"}'] == 1
+        stream.close()
 
 
 async def test_a_silent_worker_is_lost_and_a_pause_of_the_scheduler_is_no_silence(monkeypatch):

@@ -19,10 +19,8 @@ from tests.support.scheduler_process import (
     expected_tokens,
     make_submit,
     resubmit,
-    running_scheduler,
     state_of,
     until_state,
-    wait_attached,
     wait_nothing_in_use,
 )
 
@@ -165,25 +163,6 @@ async def test_block_tables_are_shown_with_who_shares_each_block(worker, tmp_pat
         worker.hang.clear()
         await stream.read_until_over(1)
         stream.close()
-
-
-async def test_a_cached_prefix_is_reported_and_survives_a_restart_of_the_scheduler(worker, tmp_path):
-    long: dict[str, Any] = {"prompt_len": 100, "max_tokens": 4}
-    # Of the first two the second finds 6 blocks of 16 tokens, as does one at the next scheduler.
-    for name, cached in (("a", [0, 96]), ("b", [96])):
-        async with running_scheduler(str(tmp_path / name), worker.address) as stub:
-            await wait_attached(stub)
-            stream, _ = await GatewayStream.open(stub)
-            for handle, num_cached in enumerate(cached, start=1):
-                submit = make_submit(1, **long)
-                submit.handle = handle
-                await stream.submit(submit)
-                await stream.read_until_over(handle)
-                assert stream.completed[handle].usage.cached_tokens == num_cached
-                assert stream.outputs[handle] == expected_tokens(1, **long)
-            await wait_nothing_in_use(stub)
-            assert (await state_of(stub)).gpu_pool.cached_blocks == 6
-            stream.close()
 
 
 async def test_every_step_has_all_its_parts_in_order(worker, tmp_path):

@@ -202,20 +202,3 @@ async def test_a_gateway_knows_the_limits_of_whatever_pool_the_worker_comes_back
         assert await longest_answer(gateway) == 6 * 8 - 3
         info = await gateway.models.GetServerInfo(model_pb2.GetServerInfoRequest())
         assert (info.replicas[0].num_gpu_blocks, info.replicas[0].device_name) == (6, "a fake")
-
-
-async def test_a_scheduler_that_drains_keeps_its_streams_whatever_pool_the_worker_comes_back_with(worker, tmp_path):
-    worker.config = FakeWorkerConfig(step_seconds=0.005)
-    async with attached_scheduler(tmp_path, worker.address) as stub:
-        stream, _ = await GatewayStream.open(stub)
-        await stream.submit(make_submit(1, max_tokens=60))
-        await stream.read()
-        drain = stub.Drain(scheduler_pb2.DrainRequest(timeout_ms=60_000))
-        while not stream.readiness:
-            await stream.read()
-        await worker.restart(FakeWorkerConfig(num_blocks=40))
-        # No gateway can connect again.
-        await stream.read_until_over(1)
-        assert stream.outputs[1] == expected_tokens(1, max_tokens=60)
-        assert (await drain).remaining_requests == 0
-        stream.close()

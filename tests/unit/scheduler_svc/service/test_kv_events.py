@@ -68,16 +68,6 @@ async def test_large_batches_are_bounded_by_their_bytes(monkeypatch) -> None:
     assert socket.numbers[-1] == 100
 
 
-async def test_subscriptions_to_other_topics_are_not_kept() -> None:
-    publisher, socket = make_publisher(kv_events_topic="kv@pod@model")
-    publish(publisher, 1)
-    await socket.until_read(publisher, *(b"\x01other" + bytes([number]) for number in range(100)), b"\x00other")
-    assert not publisher._subscriptions
-    assert not socket.numbers
-    await socket.until_read(publisher, b"\x01kv@")
-    assert socket.numbers == [0]
-
-
 @pytest.mark.parametrize(
     ("address", "listens"),
     [
