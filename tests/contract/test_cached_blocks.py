@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.replicas.events import cache_update_from
@@ -66,7 +66,7 @@ class Gateway:
                 self.cached.update(cache_update_from(message.cache))
 
 
-@settings(deadline=None)
+@few_examples()
 @given(data=st.data(), is_sampled=st.booleans())
 def test_gateways_know_the_cache_whenever_they_read(data, is_sampled):
     with pytest.MonkeyPatch.context() as patch:
