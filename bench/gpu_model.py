@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from quire.model_source import resolve_model
 from worker_svc.models.llama import LlamaForCausalLM
-from worker_svc.weights import Loadable, Placement, TensorSpec
+from worker_svc.weights import Loadable, MadeTensors, Placement, TensorSpec
 
 DTYPE = torch.bfloat16
 SHAPES: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ def make_model(config: Mapping[str, Any], device: torch.device, dtype: torch.dty
     """The model, loaded with random weights."""
     model = LlamaForCausalLM.from_config(config, Placement(device, dtype))
     for layer in _layers(model):
-        layer.load(lambda spec: _random(spec, device))
+        layer.load(MadeTensors(lambda spec: _random(spec, device)))
     return model.eval()
 
 

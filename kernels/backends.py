@@ -208,6 +208,12 @@ def largest_head_dim_for(device: torch.device) -> int | None:
     return MAX_HEAD_DIM
 
 
+def coded_products_for(device: torch.device, dtype: torch.dtype) -> CpuKernels | None:
+    """Products of tokens of this dtype with coded weights, if such a device has them."""
+    implementation = implementation_for(device) if device.type == "cpu" else reference
+    return implementation if isinstance(implementation, CpuKernels) and dtype == torch.bfloat16 else None
+
+
 def packed_products_for(device: torch.device, dtype: torch.dtype, rounding: Rounding) -> Products | None:
     """Products with packed weights of this dtype, if such a device has a kernel for them."""
     implementation = implementation_for(device) if device.type == "cpu" else reference

@@ -17,6 +17,7 @@ import torch
 from kernels import host_memory, int8, reference
 from kernels.backends import (
     block_moves_for,
+    coded_products_for,
     implementation_for,
     largest_head_dim_for,
     name_for,
@@ -38,7 +39,7 @@ from kernels.checks import (
     check_shape,
     check_write,
 )
-from kernels.packed_weight import ACTIVATIONS, PackedWeight, Rounding
+from kernels.packed_weight import ACTIVATIONS, CodedWeight, PackedWeight, Rounding
 
 
 def reshape_and_cache(
@@ -270,6 +271,44 @@ def pack_weight(weight: torch.Tensor, *, gated: bool = False, rounding: Rounding
         raise ValueError(f"weight has {weight.shape[0]} rows; expected an even number of a gated one")
     products = packed_products_for(weight.device, weight.dtype, rounding) or reference
     return products.pack_weight(weight, gated, rounding)
+
+
+def has_coded_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether tokens of this dtype can be multiplied with coded weights on such a device."""
+    return coded_products_for(device, dtype) is not None
+
+
+def pack_coded(weight: CodedWeight, *, gated: bool = False) -> PackedWeight:
+    """The same as `pack_weight` for a coded weight, to be multiplied with tokens of bfloat16. Products are those of the
+    weight that is brought to float32 and rounded to bfloat16, bit for bit. `has_coded_products` is true."""
+    if gated and weight.rows.shape[0] % 2:
+        raise ValueError(f"weight has {weight.rows.shape[0]} rows; expected an even number of a gated one")
+    products = coded_products_for(weight.rows.device, torch.bfloat16)
+    if products is None:
+        raise ValueError(f"weight is coded, for which there are no products on {weight.rows.device}")
+    return products.pack_coded(weight, gated)
+
+
+def products(x: torch.Tensor, weights: Sequence[PackedWeight], bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`product` with several weights of `pack_coded`, none of them gated, one after the other.
+
+    Args:
+        x: [..., in] bfloat16.
+        bias: [the sum of their outs].
+
+    Returns:
+        [..., the sum of their outs].
+    """
+    for weight in weights:
+        check_shape("x", x, (*x.shape[:-1], weight.in_features))
+    check_dtype("x", x, torch.bfloat16)
+    if bias is not None:
+        check_shape("bias", bias, (sum(weight.out_features for weight in weights),))
+        check_dtype("bias", bias, x.dtype)
+    kernels = coded_products_for(x.device, x.dtype)
+    if kernels is None or any(weight.gated or weight.coding is None for weight in weights):
+        raise ValueError("weights are not all coded, without gates, and on a device that has products for them")
+    return kernels.products(x, weights, bias, x.dtype)
 
 
 def product(

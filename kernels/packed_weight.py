@@ -1,5 +1,6 @@
 """Weights of a product in the order in which an implementation reads them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -19,9 +20,67 @@ class Rounding(Enum):
     """The input too, with one scale for each token: sums are exact."""
 
 
+class Coding(Enum):
+    """How a file stores the rows of a weight: groups of inputs, whose numbers have codes of a few bits and scales.
+
+    Values are the names of GGUF, by which ggml documents them.
+    """
+
+    Q4_K = "Q4_K"
+    Q5_K = "Q5_K"
+    Q6_K = "Q6_K"
+    Q8_0 = "Q8_0"
+    Q4_0 = "Q4_0"
+    IQ4_XS = "IQ4_XS"
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Inputs of a group, and its bytes."""
+        return _GROUPS[self]
+
+
+_GROUPS = {
+    Coding.Q4_K: (256, 144),
+    Coding.Q5_K: (256, 176),
+    Coding.Q6_K: (256, 210),
+    Coding.Q8_0: (32, 34),
+    Coding.Q4_0: (32, 18),
+    Coding.IQ4_XS: (256, 136),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CodedWeight:
+    """A weight [out, in] as a file stores it."""
+
+    coding: Coding
+    rows: torch.Tensor
+    """[out, bytes of a row] uint8, which may be a view of the file."""
+
+    @property
+    def in_features(self) -> int:
+        inputs, num_bytes = self.coding.group
+        return self.rows.shape[1] // num_bytes * inputs
+
+    def part(self, outputs: slice, inputs: slice) -> "CodedWeight | None":
+        """Some outputs and inputs; None if the inputs begin or end within a group."""
+        in_group, num_bytes = self.coding.group
+        if inputs.start % in_group or inputs.stop % in_group:
+            return None
+        columns = slice(inputs.start // in_group * num_bytes, inputs.stop // in_group * num_bytes)
+        return CodedWeight(self.coding, self.rows[outputs, columns])
+
+    @staticmethod
+    def joined(parts: Sequence["CodedWeight"]) -> "CodedWeight":
+        """The outputs of parts of one coding, one after the other."""
+        (coding,) = {part.coding for part in parts}
+        return CodedWeight(coding, parts[0].rows if len(parts) == 1 else torch.cat([part.rows for part in parts]))
+
+
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [out, in] packed by `ops.pack_weight`. Only the implementation that packed it reads `data`."""
+    """A weight [out, in] packed by `ops.pack_weight` or `ops.pack_coded`. Only the implementation that packed it reads
+    `data`."""
 
     data: torch.Tensor
     scales: torch.Tensor | None
@@ -36,6 +95,8 @@ class PackedWeight:
     gated: bool
     """The first half of the outputs are gates: the product is `silu(gate) * up`."""
     rounding: Rounding
+    coding: Coding | None = None
+    """That of `data`, if its numbers are coded."""
     is_bf12: bool = False
     """Whether `data` holds the bfloat16 numbers in 12 bits each, bit for bit."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kernels.packed_weight import CodedWeight, Coding
 from quire.gguf_header import GgufHeader, GgufTensor
 from quire.processors import num_processors
 from quire.settings import ConfigurationError
@@ -23,6 +24,8 @@ from quire.settings import ConfigurationError
 _CHUNK_ELEMENTS = 1 << 22
 _MAX_EXPERTS = 1 << 14
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+_CODINGS = {coding.value for coding in Coding}
 
 _BLOCK = re.compile(r"blk\.(?P<number>\d+)\.(?P<rest>.+)")
 _EXPERT = re.compile(r"(?P<base>ffn_\w+)\.(?P<number>\d+)")
@@ -114,6 +117,8 @@ class GgufWeight:
     num_bytes: int
     _stored: GgufTensor
     _arrange: Callable[[torch.Tensor], torch.Tensor]
+    _has_rows: bool
+    """Whether `_arrange` only moves rows."""
 
     @property
     def file(self) -> Path:
@@ -124,6 +129,15 @@ class GgufWeight:
         """The tensor on the CPU, in its own dtype where it is not quantized, else in float32. Its memory is its own, or
         a mapped file's."""
         return self._arrange(self._dequantized())
+
+    def coded(self) -> CodedWeight | None:
+        """The matrix as the file has it, in mapped memory; None where it is no matrix of a `Coding`, or is not stored
+        row by row as transformers has it."""
+        if not self._has_rows or self.dtype not in _CODINGS or len(self._stored.shape) != 2:
+            return None
+        # Copy on write, since torch takes no memory that must not be written to.
+        data = np.memmap(self.file, np.uint8, "c", self._stored.start, (self.num_bytes,))
+        return CodedWeight(Coding(self.dtype), self._arrange(torch.from_numpy(data).view(self._stored.shape[0], -1)))
 
     def _dequantized(self) -> torch.Tensor:
         data = np.memmap(self.file, np.uint8, "r", self._stored.start, (self.num_bytes,))
@@ -165,12 +179,13 @@ def gguf_weights(file: Path) -> Mapping[str, GgufWeight]:
         for part in layout.parts(tensor):
             part_bytes = num_bytes * part.num_rows // part.of_rows
             stored = replace(tensor, shape=part.shape, start=tensor.start + num_bytes * part.first_row // part.of_rows)
-            arrange = _scaled(part.arrange, scale[part.expert if len(scale) > 1 else 0])
+            factor = scale[part.expert if len(scale) > 1 else 0]
+            arrange, has_rows = _scaled(part.arrange, factor), factor == 1 and not part.is_transposed
             shape = part.shape[::-1] if part.is_transposed else part.shape
             if part.name.endswith("shared_expert_gate.weight"):
                 # A matrix of one row, which converters may have made a vector.
                 shape = (1, part.shape[-1])
-            found[part.name] = GgufWeight(tensor.name, kind.name, shape, part_bytes, stored, arrange)
+            found[part.name] = GgufWeight(tensor.name, kind.name, shape, part_bytes, stored, arrange, has_rows)
     return found
 
 

@@ -16,10 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from kernels.packed_weight import CodedWeight
 from quire.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.model_directory import weight_files
 from quire.settings import ConfigurationError
-from worker_svc.gguf_weights import gguf_weights
+from worker_svc.gguf_weights import GgufWeight, gguf_weights
 from worker_svc.parallel.ranks import ALONE, Ranks
 
 # Bytes of an element by its name in a safetensors header.
@@ -34,10 +35,34 @@ class TensorSpec:
     shape: tuple[int, ...]
 
 
-TensorReader = Callable[[TensorSpec], torch.Tensor]
+class TensorReader(Protocol):
+    """Reads the tensors of a checkpoint that `Loadable.tensors` names."""
+
+    def read(self, spec: TensorSpec) -> torch.Tensor:
+        """The tensor on the CPU, in the file's dtype, or float32 where that is quantized. It may be a view of the file,
+        so copy it to keep it."""
+        ...
+
+    def coded(self, spec: TensorSpec) -> CodedWeight | None:
+        """The same matrix as the file has it, which may be a view too; None where it is not coded."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MadeTensors:
+    """A `TensorReader` of tensors that a function makes."""
+
+    make: Callable[[TensorSpec], torch.Tensor]
+
+    def read(self, spec: TensorSpec) -> torch.Tensor:
+        return self.make(spec)
+
+    def coded(self, spec: TensorSpec) -> None:
+        return None
+
 
 Progress = Callable[[int, int], None]
-"""Called after each tensor with the bytes that were read, and with those of all tensors."""
+"""Called after each layer with the bytes that were read, and with those of all tensors."""
 
 
 class StoredTensor(Protocol):
@@ -151,6 +176,11 @@ class Checkpoint:
         so copy it to keep it."""
         return self._find(spec.name).read()
 
+    def coded(self, spec: TensorSpec) -> CodedWeight | None:
+        """The matrix as the file has it; None where it is not coded."""
+        stored = self._find(spec.name)
+        return stored.coded() if isinstance(stored, GgufWeight) else None
+
     def _stored(self, name: str) -> StoredTensor | None:
         return self._tensors.get(name) or self._tensors.get(name.removeprefix(self._base_prefix))
 
@@ -224,7 +254,7 @@ class Loadable(nn.Module):
         """The tensors that `load` reads."""
 
     @abstractmethod
-    def load(self, read: TensorReader) -> None:
+    def load(self, tensors: TensorReader) -> None:
         """Reads the tensors, one at a time, and places them."""
 
 

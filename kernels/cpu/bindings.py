@@ -14,6 +14,7 @@ from kernels.cpu.library import (
     BF12_HEAD_BYTES,
     DTYPES,
     MULTIPLIED_BF12_WEIGHT,
+    MULTIPLIED_CODED,
     MULTIPLIED_FLOATS,
     MULTIPLIED_INT8,
     MULTIPLIED_INT8_WEIGHT,
@@ -35,8 +36,9 @@ from kernels.cpu.library import (
     RotaryArgs,
     SharedGroup,
     SiluArgs,
+    coded_panel_bytes,
 )
-from kernels.packed_weight import ACTIVATIONS, PackedWeight, Rounding
+from kernels.packed_weight import ACTIVATIONS, CodedWeight, PackedWeight, Rounding
 from kernels.reference import ScoreRule
 
 # The enum Activation of api.h.
@@ -47,6 +49,7 @@ _MULTIPLIED = {
     Rounding.WEIGHT: MULTIPLIED_INT8_WEIGHT,
     Rounding.WEIGHT_AND_INPUT: MULTIPLIED_INT8,
 }
+_CODINGS = {number: coding for coding, number in MULTIPLIED_CODED.items()}
 # Instruction sets on which 12-bit weights are not faster with few tokens.
 _ISAS_WITHOUT_BF12 = ("avx2",)
 # A weight stays in 16 bits if more than one number in this many is an exception. Of normally distributed weights
@@ -73,12 +76,15 @@ class ProductShape:
 
     out_features: int
     in_features: int
-    number_bits: int
+    number_bits: float
 
     @classmethod
     def of(cls, arguments: Structure) -> "ProductShape":
         multiplied = arguments.multiplied
-        if multiplied == MULTIPLIED_FLOATS:
+        if (coding := _CODINGS.get(multiplied)) is not None:
+            in_group, num_bytes = coding.group
+            number_bits = num_bytes * 8 / in_group
+        elif multiplied == MULTIPLIED_FLOATS:
             number_bits = 32 if arguments.dtype == DTYPES[torch.float32] else 16
         else:
             number_bits = 12 if multiplied == MULTIPLIED_BF12_WEIGHT else 8
@@ -86,7 +92,7 @@ class ProductShape:
 
     @property
     def weight_bytes(self) -> int:
-        return self.out_features * self.in_features * self.number_bits // 8
+        return int(self.out_features * self.in_features * self.number_bits / 8)
 
 
 class CpuKernels:
@@ -312,7 +318,7 @@ class CpuKernels:
             weight, scales = self._quantize(weight, in_features)
         elements_of_word = _elements_of_word(dtype, rounding)
         block = elements_of_word * WORDS_OF_BLOCK
-        panels = -(-(out_features // 2) // (PANEL // 2)) if gated else -(-out_features // PANEL)
+        panels = _num_panels(out_features, gated)
         padded_in = -(-in_features // block) * block
         data = torch.empty((panels, padded_in, PANEL), dtype=weight.dtype)
         arguments = PackArgs(
@@ -331,6 +337,25 @@ class CpuKernels:
             return packed
         compressed = self._compress(data)
         return packed if compressed is None else replace(packed, data=compressed, is_bf12=True)
+
+    def pack_coded(self, weight: CodedWeight, gated: bool) -> PackedWeight:
+        (out_features, row_bytes), in_features = weight.rows.shape, weight.in_features
+        rows = _dense(weight.rows)
+        panels = _num_panels(out_features, gated)
+        data = torch.empty((panels, coded_panel_bytes(weight.coding, in_features)), dtype=torch.uint8)
+        arguments = PackArgs(
+            packed=data.data_ptr(),
+            weight=rows.data_ptr(),
+            threads=torch.get_num_threads(),
+            out_features=out_features,
+            in_bytes=row_bytes,
+            row_bytes=rows.stride(0),
+            gated=gated,
+            multiplied=MULTIPLIED_CODED[weight.coding],
+        )
+        self._library.call(Operation.PACK_WEIGHT, arguments)
+        dtype, rounding = torch.bfloat16, Rounding.NONE
+        return PackedWeight(data, None, dtype, out_features, in_features, in_features, gated, rounding, weight.coding)
 
     def _compress(self, packed: torch.Tensor) -> torch.Tensor | None:
         """The same numbers in 12 bits; None if too many of them are exceptions."""
@@ -366,7 +391,36 @@ class CpuKernels:
         elif padded_in != weight.in_features:
             tokens = torch.nn.functional.pad(tokens, (0, padded_in - weight.in_features))
         output = self._empty((*x.shape[:-1], weight.width), output_dtype)
-        bias = _contiguous(bias)
+        self._multiply(tokens, x_scales, weight, _contiguous(bias), activation, output.view(-1, weight.width))
+        return output
+
+    def products(
+        self, x: torch.Tensor, weights: Sequence[PackedWeight], bias: torch.Tensor | None, output_dtype: torch.dtype
+    ) -> torch.Tensor:
+        tokens, width = _as_lines(x), sum(weight.width for weight in weights)
+        output = self._empty((*x.shape[:-1], width), output_dtype)
+        start, bias, lines = 0, _contiguous(bias), output.view(-1, width)
+        for weight in weights:
+            columns = slice(start, start + weight.width)
+            part_of_bias = None if bias is None else bias[columns]
+            self._multiply(tokens, None, weight, part_of_bias, "identity", lines[:, columns])
+            start = columns.stop
+        return output
+
+    def _multiply(
+        self,
+        tokens: torch.Tensor,
+        x_scales: torch.Tensor | None,
+        weight: PackedWeight,
+        bias: torch.Tensor | None,
+        activation: str,
+        output: torch.Tensor,
+    ) -> None:
+        """Tokens [T, padded_in] by a weight, into output [T, width], which may be some columns of more."""
+        if weight.coding is not None:
+            multiplied = MULTIPLIED_CODED[weight.coding]
+        else:
+            multiplied = MULTIPLIED_BF12_WEIGHT if weight.is_bf12 else _MULTIPLIED[weight.rounding]
         arguments = ProductArgs(
             output=output.data_ptr(),
             x=tokens.data_ptr(),
@@ -375,18 +429,17 @@ class CpuKernels:
             scales=_address(weight.scales),
             x_scales=_address(x_scales),
             dtype=DTYPES[weight.dtype],
-            multiplied=MULTIPLIED_BF12_WEIGHT if weight.is_bf12 else _MULTIPLIED[weight.rounding],
-            output_dtype=DTYPES[output_dtype],
+            multiplied=multiplied,
+            output_dtype=DTYPES[output.dtype],
             activation=_SILU_AND_MUL if weight.gated else _ACTIVATIONS[activation],
             threads=torch.get_num_threads(),
             num_tokens=tokens.shape[0],
             out_features=weight.out_features,
-            in_features=padded_in,
+            in_features=weight.padded_in,
             x_stride=tokens.stride(0),
-            output_stride=weight.width,
+            output_stride=output.stride(0),
         )
         self._library.call(Operation.PRODUCT, arguments)
-        return output
 
     def _quantize(self, tokens: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Int8 values of tokens [T, n], as [T, width] with zeros after the n, and scales, [T]."""
@@ -458,6 +511,10 @@ def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
 
 def _address(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
+
+
+def _num_panels(out_features: int, gated: bool) -> int:
+    return -(-(out_features // 2) // (PANEL // 2)) if gated else -(-out_features // PANEL)
 
 
 def _elements_of_word(dtype: torch.dtype, rounding: Rounding) -> int:

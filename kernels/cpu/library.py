@@ -15,12 +15,23 @@ from typing import Protocol
 
 import torch
 
+from kernels.packed_weight import Coding
+
 LIBRARY = Path(__file__).with_name("libquire_cpu.so")
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The enum Dtype."""
 MULTIPLIED_FLOATS, MULTIPLIED_INT8_WEIGHT, MULTIPLIED_INT8, MULTIPLIED_BF12_WEIGHT = range(4)
 """The enum Multiplied."""
+MULTIPLIED_CODED = {
+    Coding.Q4_K: 4,
+    Coding.Q5_K: 5,
+    Coding.Q6_K: 6,
+    Coding.Q8_0: 7,
+    Coding.Q4_0: 8,
+    Coding.IQ4_XS: 9,
+}
+"""The same enum."""
 PANEL, WORDS_OF_BLOCK = 32, 16
 """Columns of a panel of a packed weight, and words of a column in a block of it."""
 BF12_GROUP, BF12_GROUP_BYTES, BF12_HEAD_BYTES, BF12_EXCEPTION_BYTES = 128, 192, 64, 8
@@ -37,6 +48,12 @@ _CONSTANTS = {
     "kInt8Weight": MULTIPLIED_INT8_WEIGHT,
     "kInt8": MULTIPLIED_INT8,
     "kBf12Weight": MULTIPLIED_BF12_WEIGHT,
+    "kQ4K": MULTIPLIED_CODED[Coding.Q4_K],
+    "kQ5K": MULTIPLIED_CODED[Coding.Q5_K],
+    "kQ6K": MULTIPLIED_CODED[Coding.Q6_K],
+    "kQ80": MULTIPLIED_CODED[Coding.Q8_0],
+    "kQ40": MULTIPLIED_CODED[Coding.Q4_0],
+    "kIq4Xs": MULTIPLIED_CODED[Coding.IQ4_XS],
     "kPanel": PANEL,
     "kWordsOfBlock": WORDS_OF_BLOCK,
     "Bf12Group::kNumbers": BF12_GROUP,
@@ -84,7 +101,7 @@ class SiluArgs(Structure):
 class PackArgs(Structure):
     _fields_ = (
         *_pointers("packed weight"),
-        *_integers("threads out_features in_bytes row_bytes gated word_bytes"),
+        *_integers("threads out_features in_bytes row_bytes gated word_bytes multiplied"),
     )
 
 
@@ -274,6 +291,15 @@ def group_bytes(size: int, slot_bytes: int, path: Path | None = None) -> int:
     return _load(path).quire_group_bytes(size, slot_bytes)
 
 
+def coded_panel_bytes(coding: Coding, in_features: int, path: Path | None = None) -> int:
+    """Bytes of a panel of a coded weight.
+
+    Raises:
+        LibraryUnavailableError: as for `Library`.
+    """
+    return _load(path).quire_coded_panel_bytes(MULTIPLIED_CODED[coding], in_features)
+
+
 def expected_layout(structs: Iterable[type[Structure]], constants: Mapping[str, int]) -> dict[str, tuple[int, str]]:
     """The layout that the library must report, by name: sizes of structs, offsets and kinds of fields, constants."""
     layout = {name: (value, "") for name, value in constants.items()}
@@ -302,6 +328,8 @@ def _load(path: Path | None) -> ctypes.CDLL:
         library.quire_close.restype = None
         library.quire_group_bytes.argtypes = (c_int64, c_int64)
         library.quire_group_bytes.restype = c_int64
+        library.quire_coded_panel_bytes.argtypes = (c_int64, c_int64)
+        library.quire_coded_panel_bytes.restype = c_int64
         library.quire_layout.restype = POINTER(_Layout)
         difference = _layout_difference(library)
     except (OSError, AttributeError) as error:

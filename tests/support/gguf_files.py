@@ -3,7 +3,7 @@
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,15 @@ _EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
+_Stored = tuple[np.ndarray, gguf.GGMLQuantizationType | None]
+Quantize = Callable[[str, np.ndarray], _Stored]
+
+
 def write_gguf(
     file: Path,
     directory: Path,
     *,
-    quantization: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    quantization: gguf.GGMLQuantizationType | Quantize = gguf.GGMLQuantizationType.F32,
     pre: str = "gpt-2",
     further: dict[str, Any] | None = None,
     template: str | None = None,
@@ -48,7 +52,7 @@ def write_gguf(
     """Writes the model of a directory to `file` as llama.cpp would; returns the file, or the first of its parts.
 
     Args:
-        quantization: of matrices; vectors stay float32.
+        quantization: of matrices, or what makes that of each by its name in the file; vectors stay float32.
         further: more metadata, or other values, by whole keys; "rope" are the factors of rotations.
         fused: as by the converter's --fuse-qkv and --fuse-gate-up-exps.
     """
@@ -129,7 +133,6 @@ def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, pre: str) -> None:
     writer.add_eos_token_id(tokens.index("</s>"))
 
 
-_Stored = tuple[np.ndarray, gguf.GGMLQuantizationType | None]
 _FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
 
 
@@ -150,7 +153,7 @@ def _names_in_files(kind: gguf.MODEL_ARCH) -> gguf.TensorNameMap:
 
 
 def _stored_tensors(
-    architecture: str, directory: Path, config: dict[str, Any], quantization: gguf.GGMLQuantizationType
+    architecture: str, directory: Path, config: dict[str, Any], quantization: gguf.GGMLQuantizationType | Quantize
 ) -> Iterator[tuple[str, _Stored]]:
     """Names and contents as in the file, with the type of those that are quantized."""
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -168,7 +171,11 @@ def _stored_tensors(
             data = data + 1
         raw = None
         if data.ndim > 1 and quantization is not gguf.GGMLQuantizationType.F32 and "gate_inp" not in stored:
-            data, raw = gguf.quantize(np.ascontiguousarray(data), quantization), quantization
+            data = np.ascontiguousarray(data)
+            if isinstance(quantization, gguf.GGMLQuantizationType):
+                data, raw = gguf.quantize(data, quantization), quantization
+            else:
+                data, raw = quantization(stored, data)
         yield f"{stored}.{suffix}", (data, raw)
 
 

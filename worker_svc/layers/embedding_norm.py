@@ -32,8 +32,8 @@ class Embedding(Loadable):
     def tensors(self) -> Iterator[TensorSpec]:
         yield self._spec
 
-    def load(self, read: TensorReader) -> None:
-        self.weight = frozen(self._placement.copy(read(self._spec)[self._shard.slice]))
+    def load(self, tensors: TensorReader) -> None:
+        self.weight = frozen(self._placement.copy(tensors.read(self._spec)[self._shard.slice]))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [T] int64 -> [T, dim]."""
@@ -68,7 +68,7 @@ class TiedHead(Loadable):
     def tensors(self) -> Iterator[TensorSpec]:
         yield from ()
 
-    def load(self, read: TensorReader) -> None:
+    def load(self, tensors: TensorReader) -> None:
         """Takes the embedding's matrix, which is loaded before."""
         self._product = make_product(self._embedding.weight)
 
@@ -91,8 +91,8 @@ class RmsNorm(Loadable):
     def tensors(self) -> Iterator[TensorSpec]:
         yield self._spec
 
-    def load(self, read: TensorReader) -> None:
-        self.weight = frozen(self._placement.copy(read(self._spec)))
+    def load(self, tensors: TensorReader) -> None:
+        self.weight = frozen(self._placement.copy(tensors.read(self._spec)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ops.rms_norm(x, self.weight, self._eps)
@@ -123,10 +123,10 @@ class LayerNorm(Loadable):
             yield self._weight_spec
             yield self._bias_spec
 
-    def load(self, read: TensorReader) -> None:
+    def load(self, tensors: TensorReader) -> None:
         if self._affine:
-            self.weight = frozen(self._placement.copy(read(self._weight_spec)))
-            self.bias = frozen(self._placement.copy(read(self._bias_spec)))
+            self.weight = frozen(self._placement.copy(tensors.read(self._weight_spec)))
+            self.bias = frozen(self._placement.copy(tensors.read(self._bias_spec)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ops.layer_norm(x, self.weight, self.bias, self._eps)

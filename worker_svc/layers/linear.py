@@ -23,14 +23,14 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import torch
 from torch.nn import functional
 
 from kernels import ops
 from kernels.int8 import quantize
-from kernels.packed_weight import PackedWeight, Rounding
+from kernels.packed_weight import CodedWeight, PackedWeight, Rounding
 from quire.settings import ConfigurationError
 from worker_svc.parallel.ranks import Shard
 from worker_svc.weights import Loadable, Placement, Quantization, TensorReader, TensorSpec
@@ -201,27 +201,52 @@ class Linear(Loadable):
             if self._has_bias:
                 yield self._bias_spec(part)
 
-    def load(self, read: TensorReader) -> None:
+    def load(self, tensors: TensorReader) -> None:
         shards = [(part, shard) for part in self._parts for shard in self._outputs_of_rank(part)]
         is_split_by_inputs, ranks = self._split is Split.INPUTS, self._placement.ranks
         inputs = ranks.shard(self._in_features) if is_split_by_inputs else Shard(0, self._in_features)
-        out_features = sum(shard.size for _, shard in shards)
-        weight = self._placement.empty(out_features, inputs.size)
         # Only one of several partial sums has the bias.
         adds_bias = self._has_bias and (not is_split_by_inputs or ranks.rank == 0)
-        bias = self._placement.empty(out_features) if adds_bias else None
+        bias = self._placement.empty(sum(shard.size for _, shard in shards)) if adds_bias else None
+        coded = self._coded(tensors, shards, inputs)
+        weight = self._placement.empty(sum(shard.size for _, shard in shards), inputs.size) if coded is None else None
         start = 0
         for part, group in groupby(shards, key=itemgetter(0)):
-            stored = read(self._weight_spec(part))
-            stored = stored.t() if self._input_major else stored
-            stored_bias = read(self._bias_spec(part)) if self._has_bias else None
+            stored = None if weight is None else tensors.read(self._weight_spec(part))
+            stored = stored.t() if stored is not None and self._input_major else stored
+            stored_bias = tensors.read(self._bias_spec(part)) if self._has_bias else None
             for _, shard in group:
                 end = start + shard.size
-                weight[start:end] = stored[shard.slice, inputs.slice]
+                if weight is not None and stored is not None:
+                    weight[start:end] = stored[shard.slice, inputs.slice]
                 if bias is not None and stored_bias is not None:
                     bias[start:end] = stored_bias[shard.slice]
                 start = end
-        self.install(weight, bias)
+        if coded is not None:
+            self._product = CodedProduct.of(coded, bias, self._activation)
+        elif weight is not None:
+            self.install(weight, bias)
+
+    def _coded(
+        self, tensors: TensorReader, shards: Sequence[tuple[LinearPart, Shard]], inputs: Shard
+    ) -> list[CodedWeight] | None:
+        """The weights as the file has them, joined where neighbours have one coding; None if they cannot be multiplied
+        so, and are to be dequantized."""
+        placement = self._placement
+        if placement.quantization is not Quantization.NONE or not inputs.size:
+            return None
+        if self._input_major or not ops.has_coded_products(placement.device, placement.dtype):
+            return None
+        found: list[CodedWeight] = []
+        for part, shard in shards:
+            stored = tensors.coded(self._weight_spec(part))
+            weight = None if stored is None else stored.part(shard.slice, inputs.slice)
+            if weight is None:
+                return None
+            if weight.rows.shape[0]:
+                found.append(weight)
+        joined = [CodedWeight.joined(list(group)) for _, group in groupby(found, key=attrgetter("coding"))]
+        return joined if len(joined) == 1 or (joined and self._activation is None) else None
 
     def install(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Takes merged weights, [out, in] and [out]."""
@@ -396,9 +421,16 @@ class OwnProduct:
         rounding: Rounding = Rounding.NONE,
     ) -> "OwnProduct":
         """Packs the weights."""
+        return cls.packed_by(partial(ops.pack_weight, weight, rounding=rounding), bias, kind)
+
+    @classmethod
+    def packed_by(
+        cls, pack: Callable[..., PackedWeight], bias: torch.Tensor | None, kind: ActivationKind | None
+    ) -> "OwnProduct":
+        """The same with weights that `pack(gated=...)` packs."""
         if kind is not None and kind.is_gated_silu:
-            return cls(ops.pack_weight(weight, gated=True, rounding=rounding), bias, "identity", None)
-        packed = ops.pack_weight(weight, rounding=rounding)
+            return cls(pack(gated=True), bias, "identity", None)
+        packed = pack(gated=False)
         if kind is None:
             return cls(packed, bias, "identity", None)
         return cls(packed, bias, kind.own or "identity", None if kind.own else kind.function)
@@ -406,6 +438,25 @@ class OwnProduct:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         product = ops.product(x, self.weight, self.bias, activation=self.fused)
         return product if self.activation is None else self.activation(product)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedProduct:
+    """The same with weights as the file has them, whose outputs follow each other. The activation is that of the only
+    one."""
+
+    weights: tuple[PackedWeight, ...]
+    bias: torch.Tensor | None
+
+    @staticmethod
+    def of(weights: Sequence[CodedWeight], bias: torch.Tensor | None, kind: ActivationKind | None) -> Product:
+        """Packs the weights."""
+        if len(weights) == 1:
+            return OwnProduct.packed_by(partial(ops.pack_coded, weights[0]), bias, kind)
+        return CodedProduct(tuple(ops.pack_coded(weight) for weight in weights), bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.products(x, self.weights, self.bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,12 @@
 """From a model directory to a model that is ready to run."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kernels.packed_weight import CodedWeight
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 from worker_svc.layers.embedding_norm import TiedHead
@@ -115,20 +116,35 @@ def _load_native(
     specs = [spec for layer in layers for spec in layer.tensors()]
     checkpoint.check(specs)
     checkpoint.check_all_used(specs)
-    total = sum(checkpoint.num_bytes(spec) for spec in specs)
-    done = 0
-
-    def read(spec: TensorSpec) -> torch.Tensor:
-        nonlocal done
-        tensor = checkpoint.read(spec)
-        done += checkpoint.num_bytes(spec)
-        if progress is not None:
-            progress(done, total)
-        return tensor
-
+    tensors = checkpoint if progress is None else _Watched(checkpoint, specs, progress)
     for layer in layers:
-        layer.load(read)
+        layer.load(tensors)
     return model.eval()
+
+
+class _Watched:
+    """The tensors of a checkpoint; progress is reported after each that is read."""
+
+    def __init__(self, checkpoint: Checkpoint, specs: Iterable[TensorSpec], progress: Progress) -> None:
+        self._checkpoint = checkpoint
+        self._left = {spec.name: checkpoint.num_bytes(spec) for spec in specs}
+        self._total = sum(self._left.values())
+        self._progress = progress
+
+    def read(self, spec: TensorSpec) -> torch.Tensor:
+        self._count(spec)
+        return self._checkpoint.read(spec)
+
+    def coded(self, spec: TensorSpec) -> CodedWeight | None:
+        coded = self._checkpoint.coded(spec)
+        if coded is not None:
+            self._count(spec)
+        return coded
+
+    def _count(self, spec: TensorSpec) -> None:
+        """A coded weight that cannot be used as it is, is read once more."""
+        if self._left.pop(spec.name, None) is not None:
+            self._progress(self._total - sum(self._left.values()), self._total)
 
 
 def _with_embedding(model: NativeCausalLM, checkpoint: Checkpoint) -> Checkpoint:

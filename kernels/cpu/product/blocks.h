@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "product/bf12.h"
+#include "product/coded.h"
 #include "runtime/isa.h"
 #include "vec/vec.h"
 
@@ -40,7 +41,8 @@ inline void convert_int8(Number* to, const int8_t* values, int64_t count) {
 template <class Number>
 class Int8Expander {
  public:
-  static constexpr int64_t kHeadBytes = 0, kBlockBytes = kNumbersOfBlock;
+  static constexpr int64_t kBlockBytes = kNumbersOfBlock;
+  static int64_t head_bytes(const ProductArgs&) { return 0; }
 
   Int8Expander(const ProductArgs& args, int64_t panel)
       : values_(static_cast<const int8_t*>(args.weight) + panel * args.in_features * kPanel) {}
@@ -59,8 +61,8 @@ class Int8Expander {
 // Expands panels of 12 bits a number to bfloat16.
 class Bf12Expander {
  public:
-  static constexpr int64_t kHeadBytes = sizeof(Bf12Head);
   static constexpr int64_t kBlockBytes = kNumbersOfBlock / Bf12Group::kNumbers * sizeof(Bf12Group);
+  static int64_t head_bytes(const ProductArgs&) { return sizeof(Bf12Head); }
 
   Bf12Expander(const ProductArgs& args, int64_t panel) : numbers_(args.in_features * kPanel) {
     const std::byte* panels = static_cast<const std::byte*>(args.weight);
@@ -93,7 +95,7 @@ class Bf12Expander {
     prefetch<kFirstCache>(last_exception_);  // the exceptions of the next panel
     start_ = 0;
     end_ = numbers_;
-    at_ += kHeadBytes;
+    at_ += sizeof(Bf12Head);
   }
 
   const int64_t numbers_;  // of a panel
@@ -129,6 +131,14 @@ struct PairsOfBf12 {
   using Expander = Bf12Expander;
 };
 
+template <class Format>
+struct PairsOfCoded {
+  using X = BF16;
+  using Weight = std::byte;
+  using Sum = float;
+  using Expander = CodedExpander<Format>;
+};
+
 // Floats, by floats or by int8 values that are converted when they are loaded.
 template <class Stored>
 struct Floats {
@@ -145,6 +155,11 @@ struct Int8ByInt8 {
   using Expander = void;
 };
 
+template <class>
+constexpr bool kIsCoded = false;
+template <class Format>
+constexpr bool kIsCoded<PairsOfCoded<Format>> = true;
+
 template <class Kind>
 constexpr bool kIsExpanded = !std::is_void_v<typename Kind::Expander>;
 
@@ -154,9 +169,9 @@ constexpr int64_t kLines = kLineBytes / sizeof(typename Kind::X);
 
 // Stored bytes before a panel's blocks, and stored bytes of a block.
 template <class Kind>
-constexpr int64_t head_bytes() {
+int64_t head_bytes(const ProductArgs& args) {
   if constexpr (kIsExpanded<Kind>)
-    return Kind::Expander::kHeadBytes;
+    return Kind::Expander::head_bytes(args);
   else
     return 0;
 }
@@ -171,7 +186,7 @@ constexpr int64_t block_bytes() {
 
 template <class Kind>
 inline int64_t panel_bytes(const ProductArgs& args) {
-  return head_bytes<Kind>() + args.in_features / kLines<Kind> * block_bytes<Kind>();
+  return head_bytes<Kind>(args) + args.in_features / kLines<Kind> * block_bytes<Kind>();
 }
 
 template <class Kind>

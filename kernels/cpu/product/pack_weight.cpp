@@ -5,45 +5,18 @@
 // or four int8 values where tokens are int8. Where tokens are floating and weights int8, it has 1 or 2 bytes instead of
 // 4. So a vector multiplies a line of a tile by one word of a token, a matrix unit loads a tile, and a thread reads its
 // panels in the order of memory.
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <numeric>
-#include <optional>
 
 #include "product/bf12.h"
+#include "product/packing.h"
 #include "runtime/api.h"
-#include "runtime/isa.h"
-#include "runtime/work.h"
 
 namespace quire {
 namespace {
-
-// Requests pages of 2 MB before any is touched: threads read panels that are far apart, and small pages cost lookups.
-inline void advise_huge_pages(void* memory, int64_t bytes) {
-  constexpr uintptr_t kHuge = 1 << 21;
-  const uintptr_t start = (reinterpret_cast<uintptr_t>(memory) + kHuge - 1) & ~(kHuge - 1);
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) & ~(kHuge - 1);
-  // If the system refuses, small pages are used.
-  if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
-}
-
-constexpr int64_t kTile = kPanel / 2;
-
-// The row of the weight that a column of a panel holds; none where the column is padding.
-std::optional<int64_t> row_of(const PackArgs& args, int64_t panel, int64_t column) {
-  if (!args.gated) {
-    const int64_t row = panel * kPanel + column;
-    return row < args.out_features ? std::optional(row) : std::nullopt;
-  }
-  const int64_t half = args.out_features / 2, row = panel * kTile + column % kTile;
-  if (row >= half) return std::nullopt;
-  return column < kTile ? row : half + row;
-}
 
 // Packs one block of a panel: bytes from `begin` on of the weight's rows, of which `count` are left.
 template <class Word>
@@ -54,8 +27,8 @@ void pack_block(const PackArgs& args, Word* block, int64_t panel, int64_t begin,
     Word words[kWordsOfBlock] = {};
     if (const auto row = row_of(args, panel, column))
       std::memcpy(words, weight + *row * args.row_bytes + begin, count < kBytes ? count : kBytes);
-    Word* tile = block + column / kTile * kTile * kWordsOfBlock + column % kTile;
-    for (int64_t word = 0; word < kWordsOfBlock; ++word) tile[word * kTile] = words[word];
+    Word* tile = block + column / kColumnsOfTile * kColumnsOfTile * kWordsOfBlock + column % kColumnsOfTile;
+    for (int64_t word = 0; word < kWordsOfBlock; ++word) tile[word * kColumnsOfTile] = words[word];
   }
 }
 
@@ -65,13 +38,10 @@ void pack_panels(const OpenMp& openmp, const PackArgs& args) {
   const int64_t panels = num_panels(args.out_features, args.gated != 0);
   const int64_t blocks = padded(args.in_bytes, kBytes) / kBytes;
   advise_huge_pages(args.packed, panels * blocks * kBytes * kPanel);
-  std::atomic<int64_t> next = 0;
-  run_on_threads(openmp, args.threads, [&] {
-    for (int64_t panel; (panel = next.fetch_add(1, std::memory_order_relaxed)) < panels;) {
-      Word* packed = static_cast<Word*>(args.packed) + panel * blocks * kWordsOfBlock * kPanel;
-      for (int64_t block = 0; block < blocks; ++block, packed += kWordsOfBlock * kPanel)
-        pack_block(args, packed, panel, block * kBytes, args.in_bytes - block * kBytes);
-    }
+  for_each_panel(openmp, args.threads, panels, [&](int64_t panel) {
+    Word* packed = static_cast<Word*>(args.packed) + panel * blocks * kWordsOfBlock * kPanel;
+    for (int64_t block = 0; block < blocks; ++block, packed += kWordsOfBlock * kPanel)
+      pack_block(args, packed, panel, block * kBytes, args.in_bytes - block * kBytes);
   });
 }
 
@@ -131,19 +101,14 @@ class Panel {
   Bf12Head* head_;
 };
 
-template <class Function>
-void for_panels(const OpenMp& openmp, const CompressArgs& args, Function function) {
-  std::atomic<int64_t> next = 0;
-  run_on_threads(openmp, args.threads, [&] {
-    for (int64_t panel; (panel = next.fetch_add(1, std::memory_order_relaxed)) < args.panels;)
-      function(Panel(args, panel));
-  });
-}
-
 }  // namespace
 }  // namespace quire
 
 int32_t quire_pack_weight(const quire::Context* context, const quire::PackArgs* args) {
+  if (quire::is_coded(args->multiplied)) {
+    quire::pack_coded(context->openmp, *args);
+    return quire::kOk;
+  }
   switch (args->word_bytes) {
     case 1:
       quire::pack_panels<uint8_t>(context->openmp, *args);
@@ -161,7 +126,7 @@ int32_t quire_compress_weight(const quire::Context* context, const quire::Compre
   using namespace quire;
   const int64_t panels_bytes = args->panels * bf12_panel_bytes(args->numbers);
   advise_huge_pages(args->compressed, panels_bytes);
-  for_panels(context->openmp, *args, [](const Panel& panel) { panel.choose_upper_bytes(); });
+  for_each_panel(context->openmp, args->threads, args->panels, [&](int64_t i) { Panel(*args, i).choose_upper_bytes(); });
   int64_t exceptions = 0;
   for (int64_t i = 0; i < args->panels; ++i) {
     Bf12Head& head = Panel(*args, i).head();
@@ -171,6 +136,7 @@ int32_t quire_compress_weight(const quire::Context* context, const quire::Compre
   *args->num_exceptions = exceptions;
   if (exceptions > args->max_exceptions) return kOk;
   std::byte* end = static_cast<std::byte*>(args->compressed) + panels_bytes;
-  for_panels(context->openmp, *args, [&](const Panel& panel) { panel.write(reinterpret_cast<Bf12Exception*>(end)); });
+  for_each_panel(context->openmp, args->threads, args->panels,
+                 [&](int64_t i) { Panel(*args, i).write(reinterpret_cast<Bf12Exception*>(end)); });
   return kOk;
 }

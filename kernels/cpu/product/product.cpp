@@ -183,6 +183,8 @@ constexpr Product kProduct = {multiply<Kind>, Multiplier<Kind>::template scratch
 const Product& product_for(const ProductArgs& args) {
   if (args.multiplied == kInt8) return kProduct<Int8ByInt8>;
   if (args.multiplied == kBf12Weight) return kProduct<PairsOfBf12>;
+  if (is_coded(args.multiplied))
+    return with_format(args.multiplied, []<class Format>() -> const Product& { return kProduct<PairsOfCoded<Format>>; });
   const bool int8 = args.multiplied == kInt8Weight;
   if (args.dtype == kFloat32) return int8 ? kProduct<Floats<int8_t>> : kProduct<Floats<float>>;
   return int8 ? kProduct<PairsByInt8<BF16>> : kProduct<Pairs<BF16>>;

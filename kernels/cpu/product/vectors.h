@@ -41,6 +41,8 @@ template <>
 struct Lanes<PairsByInt8<BF16>> : Lanes<Pairs<BF16>> {};
 template <>
 struct Lanes<PairsOfBf12> : Lanes<Pairs<BF16>> {};
+template <class Format>
+struct Lanes<PairsOfCoded<Format>> : Lanes<Pairs<BF16>> {};
 
 template <>
 struct Lanes<Int8ByInt8> {
@@ -176,19 +178,27 @@ class Passes {
   // the other groups, which prefetch the next panel meanwhile.
   void multiply(bool has_next, std::byte* scratch) {
     const int64_t others = groups_.count() - 1;
-    if (others == 0) {
+    if constexpr (kIsCoded<Kind>) {
+      // Once, by itself: with each number of tokens and each format, it would be a function of its own.
+      auto* numbers = reinterpret_cast<typename Kind::X*>(scratch);
+      BlockExpander<Kind> expander(args_, panel_, blocks_);
+      const char* ahead = bytes_of<Kind>(args_, panel_) + (1 << 12);
+      for (int64_t block = 0; block < blocks_; ++block, ahead += block_bytes<Kind>())
+        expander.expand(numbers + block * kNumbersOfBlock, Prefetch<kPrefetchCache>{ahead, kLinesOfBlock});
+      multiply_others(StoredBlocks<Pairs<typename Kind::X>>(numbers), 0, false);
+    } else if (others == 0) {
       Blocks<Kind> blocks(args_, panel_, blocks_);
       multiply_first(blocks);
     } else if constexpr (kIsExpanded<Kind>) {
       auto* numbers = reinterpret_cast<typename Kind::X*>(scratch);
       KeptBlocks<Kind> blocks(args_, panel_, blocks_, numbers);
       multiply_first(blocks);
-      multiply_others(StoredBlocks<Pairs<typename Kind::X>>(numbers), others, has_next);
+      multiply_others(StoredBlocks<Pairs<typename Kind::X>>(numbers), 1, has_next);
     } else {
       const StoredBlocks<Kind> all(args_, panel_, blocks_);
       StoredBlocks<Kind> blocks = all;
       multiply_first(blocks);
-      multiply_others(all, others, has_next);
+      multiply_others(all, 1, has_next);
     }
   }
 
@@ -204,10 +214,11 @@ class Passes {
   }
 
   template <class Multiplied>
-  void multiply_others(const StoredBlocks<Multiplied>& blocks, int64_t others, bool has_next) {
+  void multiply_others(const StoredBlocks<Multiplied>& blocks, int64_t first, bool has_next) {
+    const int64_t count = groups_.count(), others = count - first;
     const int64_t share = has_next ? (kLinesOfBlock + others - 1) / others : 0;
     const char* next = bytes_of<Kind>(args_, panel_ + 1);
-    for (int64_t group = 1; group <= others; ++group, next += share * blocks_ * kCacheLine) {
+    for (int64_t group = first; group < count; ++group, next += share * blocks_ * kCacheLine) {
       StoredBlocks<Multiplied> again = blocks;
       multiply_group<Multiplied, false>(group, again, MovingPrefetch<kPrefetchCache, int64_t>{{next, share}});
     }
@@ -240,7 +251,7 @@ class VectorMultiplier {
  public:
   template <class Kind>
   static int64_t scratch_bytes(const ProductArgs& args) {
-    const bool once = kIsExpanded<Kind> && args.num_tokens > kMaxGroup;
+    const bool once = kIsCoded<Kind> || (kIsExpanded<Kind> && args.num_tokens > kMaxGroup);
     return once ? args.in_features * kPanel * static_cast<int64_t>(sizeof(typename Kind::X)) : 0;
   }
 

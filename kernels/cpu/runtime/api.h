@@ -104,6 +104,7 @@ struct PackArgs {
   int64_t row_bytes;  // from one row to the next
   int64_t gated;
   int64_t word_bytes;  // bytes of the weight that a word of a token is multiplied with: 4, 2 or 1
+  int64_t multiplied;  // where the weight is coded (coded.h); its rows are those of the file
 };
 
 // Compresses packed weights of bfloat16 to 12 bits a number (bf12.h).
@@ -123,7 +124,16 @@ enum Multiplied : int64_t {
   kInt8Weight = 1,  // floating x, int8 weight
   kInt8 = 2,        // int8 x, int8 weight: sums are whole numbers
   kBf12Weight = 3,  // bfloat16 x, bfloat16 weight in 12 bits
+  // bfloat16 x, a weight as a GGUF file stores it (coded.h)
+  kQ4K = 4,
+  kQ5K = 5,
+  kQ6K = 6,
+  kQ80 = 7,
+  kQ40 = 8,
+  kIq4Xs = 9,
 };
+
+inline constexpr bool is_coded(int64_t multiplied) { return multiplied >= kQ4K; }
 
 // Rounds lines of numbers to int8 values, each line with its scale, as kernels/int8.py does.
 struct QuantizeArgs {
@@ -279,6 +289,8 @@ QUIRE_API int32_t quire_layer_norm(const quire::Context* context, const quire::N
 QUIRE_API int32_t quire_silu_and_mul(const quire::Context* context, const quire::SiluArgs* args);
 // rotary, reshape_and_cache, or both at once.
 QUIRE_API int32_t quire_rotary(const quire::Context* context, const quire::RotaryArgs* args);
+// Bytes of a panel of a coded weight.
+QUIRE_API int64_t quire_coded_panel_bytes(int64_t multiplied, int64_t in_features);
 QUIRE_API int32_t quire_pack_weight(const quire::Context* context, const quire::PackArgs* args);
 QUIRE_API int32_t quire_compress_weight(const quire::Context* context, const quire::CompressArgs* args);
 QUIRE_API int32_t quire_quantize(const quire::Context* context, const quire::QuantizeArgs* args);

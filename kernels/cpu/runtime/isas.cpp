@@ -126,6 +126,7 @@ constexpr Layout kLayout[] = {
     F(SiluArgs, rows), F(SiluArgs, n), F(SiluArgs, x_stride),
     QUIRE_STRUCT(PackArgs), F(PackArgs, packed), F(PackArgs, weight), F(PackArgs, threads), F(PackArgs, out_features),
     F(PackArgs, in_bytes), F(PackArgs, row_bytes), F(PackArgs, gated), F(PackArgs, word_bytes),
+    F(PackArgs, multiplied),
     QUIRE_STRUCT(CompressArgs), F(CompressArgs, compressed), F(CompressArgs, packed), F(CompressArgs, num_exceptions),
     F(CompressArgs, threads), F(CompressArgs, panels), F(CompressArgs, numbers), F(CompressArgs, max_exceptions),
     QUIRE_STRUCT(QuantizeArgs), F(QuantizeArgs, values), F(QuantizeArgs, scales), F(QuantizeArgs, x),
@@ -155,7 +156,9 @@ constexpr Layout kLayout[] = {
     QUIRE_STRUCT(RunArgs), F(RunArgs, operations), F(RunArgs, num_operations), F(RunArgs, threads),
     F(RunArgs, num_tokens), F(RunArgs, num_rows),
     QUIRE_CONSTANT(kFloat32), QUIRE_CONSTANT(kBFloat16), QUIRE_CONSTANT(kFloat16), QUIRE_CONSTANT(kFloats),
-    QUIRE_CONSTANT(kInt8Weight), QUIRE_CONSTANT(kInt8), QUIRE_CONSTANT(kBf12Weight), QUIRE_CONSTANT(kPanel),
+    QUIRE_CONSTANT(kInt8Weight), QUIRE_CONSTANT(kInt8), QUIRE_CONSTANT(kBf12Weight), QUIRE_CONSTANT(kQ4K),
+    QUIRE_CONSTANT(kQ5K), QUIRE_CONSTANT(kQ6K), QUIRE_CONSTANT(kQ80), QUIRE_CONSTANT(kQ40), QUIRE_CONSTANT(kIq4Xs),
+    QUIRE_CONSTANT(kPanel),
     QUIRE_CONSTANT(kWordsOfBlock), QUIRE_CONSTANT(Bf12Group::kNumbers), QUIRE_CONSTANT(sizeof(Bf12Group)),
     QUIRE_CONSTANT(sizeof(Bf12Head)), QUIRE_CONSTANT(sizeof(Bf12Exception)), QUIRE_CONSTANT(kMaxRanks),
     // clang-format on

@@ -58,7 +58,34 @@ inline IntVec whole(__m256i bits) { return {reinterpret_cast<IntVec::Words>(bits
 inline IntVec load_int(const void* p) { return whole(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
 inline IntVec set1_int(int32_t x) { return whole(_mm256_set1_epi32(x)); }
 inline void store(int32_t* p, IntVec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bits_of(x)); }
-inline Vec load(const int32_t* p) { return {_mm256_cvtepi32_ps(bits_of(load_int(p)))}; }
+inline Vec to_floats(IntVec x) { return {_mm256_cvtepi32_ps(bits_of(x))}; }
+inline Vec load(const int32_t* p) { return to_floats(load_int(p)); }
+inline IntVec load_uint8(const void* p) {
+  return whole(_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
+}
+inline IntVec load_uint16(const void* p) {
+  return whole(_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+}
+
+// 16 floats, by the lower 4 bits of each place.
+struct FloatTable {
+  explicit FloatTable(const float (&floats)[16]) : first_(_mm256_loadu_ps(floats)), rest_(_mm256_loadu_ps(floats + 8)) {}
+  Vec look_up(IntVec places) const {
+    const __m256 is_rest = _mm256_castsi256_ps(_mm256_slli_epi32(bits_of(places), 28));
+    return {_mm256_blendv_ps(_mm256_permutevar8x32_ps(first_, bits_of(places)),
+                             _mm256_permutevar8x32_ps(rest_, bits_of(places)), is_rest)};
+  }
+
+ private:
+  __m256 first_, rest_;
+};
+
+// Each lane, and once more after it.
+inline void store_twice(float* p, Vec x) {
+  const __m256 low = _mm256_unpacklo_ps(x.v, x.v), high = _mm256_unpackhi_ps(x.v, x.v);
+  _mm256_storeu_ps(p, _mm256_permute2f128_ps(low, high, 0x20));
+  _mm256_storeu_ps(p + kWidth, _mm256_permute2f128_ps(low, high, 0x31));
+}
 
 // Adds the products of the four int8 values of each word. Those of `b` are passed xor kInt8Offset.
 inline constexpr int32_t kInt8Offset = 0;

@@ -60,7 +60,30 @@ inline IntVec whole(__m512i bits) { return {reinterpret_cast<IntVec::Words>(bits
 inline IntVec load_int(const void* p) { return whole(_mm512_loadu_si512(p)); }
 inline IntVec set1_int(int32_t x) { return whole(_mm512_set1_epi32(x)); }
 inline void store(int32_t* p, IntVec x) { _mm512_storeu_si512(p, bits_of(x)); }
-inline Vec load(const int32_t* p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
+inline Vec to_floats(IntVec x) { return {_mm512_cvtepi32_ps(bits_of(x))}; }
+inline Vec load(const int32_t* p) { return to_floats(load_int(p)); }
+inline IntVec load_uint8(const void* p) {
+  return whole(_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+}
+inline IntVec load_uint16(const void* p) {
+  return whole(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p))));
+}
+
+// 16 floats, by the lower 4 bits of each place.
+struct FloatTable {
+  explicit FloatTable(const float (&floats)[16]) : floats_(_mm512_loadu_ps(floats)) {}
+  Vec look_up(IntVec places) const { return {_mm512_permutexvar_ps(bits_of(places), floats_)}; }
+
+ private:
+  __m512 floats_;
+};
+
+// Each lane, and once more after it.
+inline void store_twice(float* p, Vec x) {
+  const __m512i first = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  _mm512_storeu_ps(p, _mm512_permutexvar_ps(first, x.v));
+  _mm512_storeu_ps(p + kWidth, _mm512_permutexvar_ps(_mm512_add_epi32(first, _mm512_set1_epi32(8)), x.v));
+}
 
 // Adds the products of the four int8 values of each word. Those of `b` are passed xor kInt8Offset.
 #if defined(__AVX512VNNI__)

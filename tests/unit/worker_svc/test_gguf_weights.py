@@ -1,5 +1,6 @@
 """Weights of GGUF files: those that transformers reads from the same file."""
 
+import zlib
 from pathlib import Path
 
 import gguf
@@ -7,17 +8,29 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from kernels import ops
+from kernels.packed_weight import Coding
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
+from tests.support.coded_weights import make_coded
 from tests.support.gguf_files import write_gguf
 from tests.support.models import make_model, make_tokenizer, randomize
 from tests.support.more_models import Family, make_family
 from tests.support.paged import PagedRunner, Span
 from worker_svc.gguf_weights import gguf_weights
+from worker_svc.layers.linear import CodedProduct, Linear, OwnProduct
 from worker_svc.models.registry import load_model
+from worker_svc.parallel.ranks import Ranks
 
 Kind = gguf.GGMLQuantizationType
 SIZES = {
@@ -102,6 +115,58 @@ def test_a_model_of_a_file_computes_what_that_of_its_directory_does(tmp_path: Pa
     if family in THROUGH_TRANSFORMERS:
         assert read[0] == (0, read[-1][1])
     assert (of_file.max_model_len, of_file.vocab_size) == (of_directory.max_model_len, of_directory.vocab_size)
+
+
+CODED_SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+def code_as_a_mix(name: str, data: np.ndarray) -> tuple[np.ndarray, Kind]:
+    """As files of Q4_K_M have it: a part of the matrices have longer codes."""
+    is_long = "attn_v" in name or "ffn_down" in name or name == "output"
+    coding = Coding.Q6_K if is_long else Coding.Q4_K
+    weight = make_coded(coding, data.shape[0], data.shape[1] // coding.group[0], zlib.crc32(name.encode()))
+    return weight.rows.numpy(), Kind[coding.value]
+
+
+@pytest.mark.parametrize(("family", "num_ranks"), [("llama", 1), ("qwen2", 1), ("qwen3", 1), ("llama", 2)])
+def test_weights_are_multiplied_as_the_file_has_them(
+    tmp_path: Path, family: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the logits are those of the dequantized weights, bit for bit."""
+    sizes = SIZES | CODED_SIZES
+    config_class, model_class = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }[family]
+    model = model_class(config_class(**sizes, head_dim=64, tie_word_embeddings=False)).eval()
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    file = write_gguf(tmp_path / "m.gguf", tmp_path / "model", quantization=code_as_a_mix)
+    tokens = [3 + 7 * index % 300 for index in range(40)]
+    found: dict[bool, list[torch.Tensor]] = {}
+    for is_coded in (True, False):
+        if not is_coded:
+            monkeypatch.setattr(ops, "has_coded_products", lambda *_: False)
+        models = [
+            load_model(file, device=torch.device("cpu"), dtype=torch.bfloat16, ranks=Ranks(rank, num_ranks))
+            for rank in range(num_ranks)
+        ]
+        layers = [module for model in models for module in model.modules() if isinstance(module, Linear)]
+        codings = {coding for layer in layers for coding in codings_of(layer)}
+        assert codings == ({Coding.Q4_K, Coding.Q6_K} if is_coded else {None})
+        runners = [PagedRunner(model, [tokens], block_size=4) for model in models]
+        found[is_coded] = [runner.step(span) for runner in runners for span in (Span(0, 0, 39), Span(0, 39, 40))]
+    assert all(torch.equal(*each) for each in zip(*found.values(), strict=True))
+    assert all(each.isfinite().all() for each in found[True])
+
+
+def codings_of(layer: Linear) -> list[Coding | None]:
+    product = layer._product
+    if isinstance(product, CodedProduct):
+        return [weight.coding for weight in product.weights]
+    assert isinstance(product, OwnProduct)
+    return [product.weight.coding]
 
 
 def test_a_quantized_tensor_of_experts_is_read_expert_by_expert(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from worker_svc.protocol.stream import Worker
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker, memory_for_pool, model_geometry
 from worker_svc.step import AdmittedStep, LogitRules, SetTokens, Step, StepOutput, WorkerLimits
-from worker_svc.weights import Loadable, Placement
+from worker_svc.weights import Loadable, MadeTensors, Placement
 
 GPU = torch.device("cuda", 0)
 _META = torch.device("meta")
@@ -119,7 +119,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> MetaGpu:
 def make_model(**fields: Any) -> LlamaForCausalLM:
     model = LlamaForCausalLM.from_config({**CONFIG, **fields}, Placement(GPU, torch.bfloat16))
     for layer in (module for module in model.modules() if isinstance(module, Loadable)):
-        layer.load(lambda spec: torch.empty(spec.shape, dtype=torch.bfloat16, device=GPU))
+        layer.load(MadeTensors(lambda spec: torch.empty(spec.shape, dtype=torch.bfloat16, device=GPU)))
     return model.eval()
 
 

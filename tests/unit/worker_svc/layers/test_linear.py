@@ -239,7 +239,7 @@ def placed(rank: int, size: int) -> Placement:
 
 
 def loaded(layer: Loadable, checkpoint: Checkpoint) -> Loadable:
-    layer.load(checkpoint.read)
+    layer.load(checkpoint)
     return layer
 
 

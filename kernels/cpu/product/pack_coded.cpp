@@ -1,0 +1,174 @@
+// Packs the rows of a GGUF file into coded panels (coded.h), code for code.
+#include <array>
+#include <cstdint>
+#include <cstring>
+
+#include "product/coded.h"
+#include "product/packing.h"
+#include "runtime/api.h"
+
+namespace quire {
+namespace {
+
+// 32 inputs of a row.
+struct Piece {
+  std::array<uint8_t, 32> codes;
+  std::array<uint8_t, 2> scales;  // int8
+  uint8_t minimum;
+  uint16_t scale_of_group, minimum_of_group;  // F16
+};
+
+inline uint16_t word_at(const uint8_t* bytes) {
+  uint16_t word;
+  std::memcpy(&word, bytes, sizeof(word));
+  return word;
+}
+
+// The `piece`-th codes of 4 bits, of 64 numbers after 64: 32 in the lower halves of bytes, 32 in the upper ones.
+inline uint8_t nibble(const uint8_t* bytes, int64_t piece, int64_t i) {
+  return bytes[piece / 2 * 32 + i] >> piece % 2 * 4 & 15;
+}
+
+// The same of 32 numbers after 32, where 16 are in the lower halves.
+inline uint8_t near_nibble(const uint8_t* bytes, int64_t piece, int64_t i) {
+  return bytes[piece * 16 + i % 16] >> i / 16 * 4 & 15;
+}
+
+// Eight scales and eight minima of 6 bits each.
+inline void read_scales_and_minima(const uint8_t* bytes, int64_t piece, Piece& to) {
+  if (piece < 4) {
+    to.scales[0] = bytes[piece] & 63;
+    to.minimum = bytes[piece + 4] & 63;
+  } else {
+    to.scales[0] = (bytes[piece + 4] & 15) | bytes[piece - 4] >> 6 << 4;
+    to.minimum = bytes[piece + 4] >> 4 | bytes[piece] >> 6 << 4;
+  }
+}
+
+// How a file stores a group of a row. `read` gets its first byte, and the number of the piece in it.
+template <class Format>
+struct Stored;
+
+template <>
+struct Stored<Q4K> {
+  static constexpr int64_t kBytes = 144;
+  static void read(const uint8_t* group, int64_t piece, Piece& to) {
+    to.scale_of_group = word_at(group);
+    to.minimum_of_group = word_at(group + 2);
+    read_scales_and_minima(group + 4, piece, to);
+    for (int64_t i = 0; i < 32; ++i) to.codes[i] = nibble(group + 16, piece, i);
+  }
+};
+
+template <>
+struct Stored<Q5K> {
+  static constexpr int64_t kBytes = 176;
+  static void read(const uint8_t* group, int64_t piece, Piece& to) {
+    to.scale_of_group = word_at(group);
+    to.minimum_of_group = word_at(group + 2);
+    read_scales_and_minima(group + 4, piece, to);
+    for (int64_t i = 0; i < 32; ++i)
+      to.codes[i] = nibble(group + 48, piece, i) | (group[16 + i] >> piece & 1) << 4;
+  }
+};
+
+template <>
+struct Stored<Q6K> {
+  static constexpr int64_t kBytes = 210;
+  static void read(const uint8_t* group, int64_t piece, Piece& to) {
+    const int64_t half = piece / 4, quarter = piece % 4;
+    const uint8_t *low = group + half * 64 + quarter % 2 * 32, *high = group + 128 + half * 32;
+    std::memcpy(to.scales.data(), group + 192 + 2 * piece, 2);
+    to.scale_of_group = word_at(group + 208);
+    for (int64_t i = 0; i < 32; ++i)
+      to.codes[i] = (low[i] >> quarter / 2 * 4 & 15) | (high[i] >> 2 * quarter & 3) << 4;
+  }
+};
+
+template <>
+struct Stored<Q80> {
+  static constexpr int64_t kBytes = 34;
+  static void read(const uint8_t* group, int64_t, Piece& to) {
+    to.scale_of_group = word_at(group);
+    std::memcpy(to.codes.data(), group + 2, 32);
+  }
+};
+
+template <>
+struct Stored<Q40> {
+  static constexpr int64_t kBytes = 18;
+  static void read(const uint8_t* group, int64_t, Piece& to) {
+    to.scale_of_group = word_at(group);
+    for (int64_t i = 0; i < 32; ++i) to.codes[i] = near_nibble(group + 2, 0, i);
+  }
+};
+
+template <>
+struct Stored<Iq4Xs> {
+  static constexpr int64_t kBytes = 136;
+  static void read(const uint8_t* group, int64_t piece, Piece& to) {
+    to.scale_of_group = word_at(group);
+    const int low = group[4 + piece / 2] >> piece % 2 * 4 & 15, high = word_at(group + 2) >> 2 * piece & 3;
+    to.scales[0] = static_cast<uint8_t>((low | high << 4) - 32);
+    for (int64_t i = 0; i < 32; ++i) to.codes[i] = near_nibble(group + 8, piece, i);
+  }
+};
+
+// Puts a piece of a column into its block, which was zero, and its group's numbers into the head.
+template <class Format>
+void put(const Piece& piece, int64_t column, uint8_t* head, uint8_t* block) {
+  std::memcpy(head + 2 * column, &piece.scale_of_group, 2);
+  if (Format::kMinima) std::memcpy(head + 2 * (kPanel + column), &piece.minimum_of_group, 2);
+  for (int part = 0; part < Format::kParts; ++part) block[part * kPanel + column] = piece.scales[part];
+  if (Format::kMinima) block[Format::kParts * kPanel + column] = piece.minimum;
+  block += Format::kScaleBytes + column / kColumnsOfTile * (kPanel / 8) * Format::kCodeBytes;
+  column %= kColumnsOfTile;
+  for (int64_t i = 0; i < 32; ++i) {
+    const int64_t line = i / 2, v = line % 4 * 2 + column / 8, lane = column % 8 * 2 + i % 2;
+    uint8_t *codes = block + line / 4 * Format::kCodeBytes, code = piece.codes[i];
+    if constexpr (Format::kBits == 8) {
+      codes[v * Format::kLanes + lane] = code;
+    } else {
+      codes[4 * lane + v / 2] |= (code & 15) << v % 2 * 4;
+      if constexpr (Format::kBits == 5) codes[64 + lane] |= code >> 4 << v;
+      if constexpr (Format::kBits == 6) codes[64 + 2 * lane + v / 4] |= code >> 4 << v % 4 * 2;
+    }
+  }
+}
+
+template <class Format>
+void pack(const PackArgs& args, int64_t panel) {
+  const int64_t groups = args.in_bytes / Stored<Format>::kBytes;
+  const int64_t in_features = groups * Format::kPiecesOfGroup * kPanel, bytes = Format::panel_bytes(in_features);
+  uint8_t* head = static_cast<uint8_t*>(args.packed) + panel * bytes;
+  std::memset(head, 0, bytes);
+  for (int64_t column = 0; column < kPanel; ++column) {
+    const auto row = row_of(args, panel, column);
+    if (!row) continue;
+    const uint8_t* stored = static_cast<const uint8_t*>(args.weight) + *row * args.row_bytes;
+    uint8_t* block = head + Format::head_bytes(in_features);
+    for (int64_t group = 0; group < groups; ++group, stored += Stored<Format>::kBytes)
+      for (int64_t i = 0; i < Format::kPiecesOfGroup; ++i, block += Format::kBlockBytes) {
+        Piece piece;
+        Stored<Format>::read(stored, i, piece);
+        put<Format>(piece, column, head + group * Format::kHeadBytesOfGroup, block);
+      }
+  }
+}
+
+}  // namespace
+
+void pack_coded(const OpenMp& openmp, const PackArgs& args) {
+  with_format(args.multiplied, [&]<class Format>() {
+    const int64_t panels = num_panels(args.out_features, args.gated != 0);
+    const int64_t in_features = args.in_bytes / Stored<Format>::kBytes * Format::kPiecesOfGroup * kPanel;
+    advise_huge_pages(args.packed, panels * Format::panel_bytes(in_features));
+    for_each_panel(openmp, args.threads, panels, [&](int64_t panel) { pack<Format>(args, panel); });
+  });
+}
+
+}  // namespace quire
+
+int64_t quire_coded_panel_bytes(int64_t multiplied, int64_t in_features) {
+  return quire::with_format(multiplied, [=]<class Format>() { return Format::panel_bytes(in_features); });
+}

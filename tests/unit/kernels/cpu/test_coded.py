@@ -1,0 +1,71 @@
+"""Weights as GGUF files store them: products are those of the dequantized weight, bit for bit."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.cpu.bindings import CpuKernels
+from kernels.packed_weight import Coding, Rounding
+from tests.support.coded_weights import dequantized, make_coded
+from tests.support.cpu_kernels import ISAS, make_implementation, torch_threads
+
+
+def make_kernels(isa: str) -> CpuKernels:
+    kernels = make_implementation(isa)
+    assert isinstance(kernels, CpuKernels)
+    return kernels
+
+
+@given(
+    coding=st.sampled_from(Coding),
+    num_tokens=st.sampled_from([1, 3, 16, 17, 33, 100, 300]),
+    out_features=st.integers(1, 70),
+    num_groups=st.integers(1, 3),
+    gated=st.booleans(),
+    threads=st.integers(1, 2),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_products_are_those_of_the_dequantized_weight(
+    isa: str,
+    coding: Coding,
+    num_tokens: int,
+    out_features: int,
+    num_groups: int,
+    gated: bool,
+    threads: int,
+    seed: int,
+) -> None:
+    kernels = make_kernels(isa)
+    weight = make_coded(coding, 2 * out_features if gated else out_features, num_groups, seed)
+    x = torch.randn(num_tokens, weight.in_features).bfloat16()
+    with torch_threads(threads):
+        coded = kernels.pack_coded(weight, gated)
+        plain = kernels.pack_weight(dequantized(weight).bfloat16(), gated, Rounding.NONE)
+        actual, expected = (kernels.product(x, each, None, "identity", torch.float32) for each in (coded, plain))
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("coding", Coding)
+def test_a_number_keeps_its_sign_where_it_is_zero(isa: str, coding: Coding) -> None:
+    """The numbers themselves, by products with a single token that is not zero."""
+    kernels, weight = make_kernels(isa), make_coded(coding, 40, 1)
+    inputs = torch.eye(weight.in_features).bfloat16()
+    actual = kernels.product(inputs, kernels.pack_coded(weight, False), None, "identity", torch.bfloat16).t()
+    assert torch.equal(actual, dequantized(weight).bfloat16())
+
+
+def test_weights_of_several_codings_side_by_side(isa: str) -> None:
+    kernels = make_kernels(isa)
+    weights = [make_coded(Coding.Q4_K, 48, 2), make_coded(Coding.Q6_K, 24, 2)]
+    x, bias = torch.randn(5, 512).bfloat16(), torch.randn(72).bfloat16()
+    joined = kernels.products(x, [kernels.pack_coded(weight, False) for weight in weights], bias, torch.bfloat16)
+    plain = kernels.pack_weight(torch.cat([dequantized(each) for each in weights]).bfloat16(), False, Rounding.NONE)
+    assert torch.equal(joined, kernels.product(x, plain, bias, "identity", torch.bfloat16))
+
+
+@pytest.mark.parametrize("coding", Coding)
+def test_a_packed_weight_is_hardly_larger_than_in_the_file(coding: Coding) -> None:
+    weight = make_coded(coding, 64, 2048 // coding.group[0])
+    assert ISAS
+    assert make_kernels(ISAS[0]).pack_coded(weight, False).data.nbytes <= 1.05 * weight.rows.nbytes
