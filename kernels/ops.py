@@ -278,15 +278,22 @@ def has_coded_products(device: torch.device, dtype: torch.dtype) -> bool:
     return coded_products_for(device, dtype) is not None
 
 
-def pack_coded(weight: CodedWeight, *, gated: bool = False) -> PackedWeight:
-    """The same as `pack_weight` for a coded weight, to be multiplied with tokens of bfloat16. Products are those of the
-    weight that is brought to float32 and rounded to bfloat16, bit for bit. `has_coded_products` is true."""
+def pack_coded(weight: CodedWeight, *, gated: bool = False, rounding: Rounding = Rounding.NONE) -> PackedWeight:
+    """The same as `pack_weight` for a coded weight, to be multiplied with tokens of bfloat16. `has_coded_products` is
+    true.
+
+    Products are those of the weight that is brought to float32 and rounded to bfloat16, bit for bit. Where tokens are
+    rounded to int8 too, with one scale for each, they are those of the weight in float32, and `rounding` is
+    WEIGHT_AND_INPUT.
+    """
+    if rounding is Rounding.WEIGHT:
+        raise ValueError("rounding is of the weight alone, which is coded")
     if gated and weight.rows.shape[0] % 2:
         raise ValueError(f"weight has {weight.rows.shape[0]} rows; expected an even number of a gated one")
     products = coded_products_for(weight.rows.device, torch.bfloat16)
     if products is None:
         raise ValueError(f"weight is coded, for which there are no products on {weight.rows.device}")
-    return products.pack_coded(weight, gated)
+    return products.pack_coded(weight, gated, rounding)
 
 
 def products(x: torch.Tensor, weights: Sequence[PackedWeight], bias: torch.Tensor | None = None) -> torch.Tensor:

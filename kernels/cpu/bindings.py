@@ -338,7 +338,7 @@ class CpuKernels:
         compressed = self._compress(data)
         return packed if compressed is None else replace(packed, data=compressed, is_bf12=True)
 
-    def pack_coded(self, weight: CodedWeight, gated: bool) -> PackedWeight:
+    def pack_coded(self, weight: CodedWeight, gated: bool, rounding: Rounding) -> PackedWeight:
         (out_features, row_bytes), in_features = weight.rows.shape, weight.in_features
         rows = _dense(weight.rows)
         panels = _num_panels(out_features, gated)
@@ -354,8 +354,8 @@ class CpuKernels:
             multiplied=MULTIPLIED_CODED[weight.coding],
         )
         self._library.call(Operation.PACK_WEIGHT, arguments)
-        dtype, rounding = torch.bfloat16, Rounding.NONE
-        return PackedWeight(data, None, dtype, out_features, in_features, in_features, gated, rounding, weight.coding)
+        coding, dtype = weight.coding, torch.bfloat16
+        return PackedWeight(data, None, dtype, out_features, in_features, in_features, gated, rounding, coding)
 
     def _compress(self, packed: torch.Tensor) -> torch.Tensor | None:
         """The same numbers in 12 bits; None if too many of them are exceptions."""
@@ -384,12 +384,7 @@ class CpuKernels:
         activation: str,
         output_dtype: torch.dtype,
     ) -> torch.Tensor:
-        padded_in = weight.padded_in
-        tokens, x_scales = _as_lines(x), None
-        if weight.rounding is Rounding.WEIGHT_AND_INPUT:
-            tokens, x_scales = self._quantize(tokens, padded_in)
-        elif padded_in != weight.in_features:
-            tokens = torch.nn.functional.pad(tokens, (0, padded_in - weight.in_features))
+        tokens, x_scales = self._tokens_for(weight, x)
         output = self._empty((*x.shape[:-1], weight.width), output_dtype)
         self._multiply(tokens, x_scales, weight, _contiguous(bias), activation, output.view(-1, weight.width))
         return output
@@ -397,15 +392,25 @@ class CpuKernels:
     def products(
         self, x: torch.Tensor, weights: Sequence[PackedWeight], bias: torch.Tensor | None, output_dtype: torch.dtype
     ) -> torch.Tensor:
-        tokens, width = _as_lines(x), sum(weight.width for weight in weights)
+        tokens, x_scales = self._tokens_for(weights[0], x)
+        width = sum(weight.width for weight in weights)
         output = self._empty((*x.shape[:-1], width), output_dtype)
         start, bias, lines = 0, _contiguous(bias), output.view(-1, width)
         for weight in weights:
             columns = slice(start, start + weight.width)
             part_of_bias = None if bias is None else bias[columns]
-            self._multiply(tokens, None, weight, part_of_bias, "identity", lines[:, columns])
+            self._multiply(tokens, x_scales, weight, part_of_bias, "identity", lines[:, columns])
             start = columns.stop
         return output
+
+    def _tokens_for(self, weight: PackedWeight, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x as lines of padded_in, and their scales if they are int8."""
+        tokens = _as_lines(x)
+        if weight.rounding is Rounding.WEIGHT_AND_INPUT:
+            return self._quantize(tokens, weight.padded_in)
+        if weight.padded_in != weight.in_features:
+            tokens = torch.nn.functional.pad(tokens, (0, weight.padded_in - weight.in_features))
+        return tokens, None
 
     def _multiply(
         self,

@@ -223,7 +223,7 @@ class Linear(Loadable):
                     bias[start:end] = stored_bias[shard.slice]
                 start = end
         if coded is not None:
-            self._product = CodedProduct.of(coded, bias, self._activation)
+            self._product = CodedProduct.of(coded, bias, self._activation, _ROUNDING[self._placement.quantization])
         elif weight is not None:
             self.install(weight, bias)
 
@@ -233,7 +233,7 @@ class Linear(Loadable):
         """The weights as the file has them, joined where neighbours have one coding; None if they cannot be multiplied
         so, and are to be dequantized."""
         placement = self._placement
-        if placement.quantization is not Quantization.NONE or not inputs.size:
+        if placement.quantization is Quantization.INT8_WEIGHT_ONLY or not inputs.size:
             return None
         if self._input_major or not ops.has_coded_products(placement.device, placement.dtype):
             return None
@@ -449,11 +449,13 @@ class CodedProduct:
     bias: torch.Tensor | None
 
     @staticmethod
-    def of(weights: Sequence[CodedWeight], bias: torch.Tensor | None, kind: ActivationKind | None) -> Product:
+    def of(
+        weights: Sequence[CodedWeight], bias: torch.Tensor | None, kind: ActivationKind | None, rounding: Rounding
+    ) -> Product:
         """Packs the weights."""
         if len(weights) == 1:
-            return OwnProduct.packed_by(partial(ops.pack_coded, weights[0]), bias, kind)
-        return CodedProduct(tuple(ops.pack_coded(weight) for weight in weights), bias)
+            return OwnProduct.packed_by(partial(ops.pack_coded, weights[0], rounding=rounding), bias, kind)
+        return CodedProduct(tuple(ops.pack_coded(weight, rounding=rounding) for weight in weights), bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return ops.products(x, self.weights, self.bias)

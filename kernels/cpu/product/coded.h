@@ -10,7 +10,10 @@
 // A panel is its head, then its blocks, each of which is a piece of all columns. The head has the F16 scales of all
 // columns, then their F16 minima, for group after group. A block has the int8 scales of all columns for each part, then
 // their minima, then the codes of 128 numbers after 128 in the order of a block of bfloat16 (pack_weight.cpp). Of those
-// 128, number 16 v + l has the v-th code of lane l.
+// 128, number 16 v + l has the v-th code of lane l. Half h of a chunk of codes, h = v % 2, has a byte v / 2 for lane l:
+// of 4 bits and more the lower ones are the h-th nibble of byte 4 l + v / 2 of the chunk, and further bits follow, where
+// those of one significance and half are the bits of a 64-bit word. So a byte of four codes lies where a product of
+// int8 values takes it: lane l has the numbers of inputs l % 2, l % 2 + 2, ... of column 8 h + l / 2.
 #pragma once
 
 #include <cstdint>
@@ -40,21 +43,27 @@ struct Coded {
   }
 };
 
-// The formats of GGUF files. kValues are those of codes of 4 bits; of longer codes, kOffset is subtracted.
+// The formats of GGUF files. A code is a byte from 0 on, and stands for the byte less kOffset. kValues are those of the
+// codes of 4 bits.
 struct Q4K : Coded<4, 1, true, 8> {
+  static constexpr int kOffset = 0;
   static constexpr float kValues[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 };
 struct Q5K : Coded<5, 1, true, 8> {
-  static constexpr float kOffset = 0;
+  static constexpr int kOffset = 0;
 };
 struct Q6K : Coded<6, 2, false, 8> {
-  static constexpr float kOffset = 32;
+  static constexpr int kOffset = 32;
 };
-struct Q80 : Coded<8, 0, false, 1> {};
+struct Q80 : Coded<8, 0, false, 1> {
+  static constexpr int kOffset = 128;
+};
 struct Q40 : Coded<4, 0, false, 1> {
+  static constexpr int kOffset = 8;
   static constexpr float kValues[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 };
 struct Iq4Xs : Coded<4, 1, false, 8> {
+  static constexpr int kOffset = 128;
   static constexpr float kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 };
 
@@ -85,45 +94,108 @@ decltype(auto) with_format(int64_t multiplied, Function function) {
 namespace quire::QUIRE_ISA {
 namespace {
 
+// The bytes of both halves of a chunk of codes, for kWidth lanes from `lane` on.
+template <class Format>
+inline void load_codes(const std::byte* chunk, int64_t lane, IntVec (&codes)[2]) {
+  if constexpr (Format::kBits == 8) {
+    for (int half = 0; half < 2; ++half) codes[half] = load_int(chunk + 64 * half + 4 * lane);
+    return;
+  }
+  const IntVec nibbles = load_int(chunk + 4 * lane);
+  codes[0] = {nibbles.v & 0x0f0f0f0f};
+  codes[1] = {nibbles.v >> 4 & 0x0f0f0f0f};
+  for (int bit = 4; bit < Format::kBits; ++bit)
+    for (int half = 0; half < 2; ++half)
+      codes[half].v |= bits_as_bytes(chunk + 64 + 16 * (bit - 4) + 8 * half, lane).v & 0x01010101 << bit;
+}
+
 // The values of kWidth of the 16 lanes of 128 codes, as floats: operator()(v) of the v-th codes.
-template <class Format, int kBits = Format::kBits>
+template <class Format, bool = Format::kBits == 4>
 class Values {
  public:
-  Values(const std::byte* codes, int64_t lane)
-      : low_(load_int(codes + 4 * lane)),
-        high_(kBits == 5 ? load_uint8(codes + 64 + lane) : load_uint16(codes + 64 + 2 * lane)) {}
+  Values(const std::byte* chunk, int64_t lane) { load_codes<Format>(chunk, lane, codes_); }
 
   Vec operator()(int v) const {
-    constexpr int kHigh = kBits - 4;
-    const auto low = low_.v >> 4 * v & 15, high = high_.v >> kHigh * v & ((1 << kHigh) - 1);
-    return to_floats({low | high << 4}) - set1(Format::kOffset);
+    return to_floats({(codes_[v % 2].v >> 8 * (v / 2) & 0xff) - Format::kOffset});
   }
 
  private:
-  const IntVec low_, high_;
+  IntVec codes_[2];
 };
 
 template <class Format>
-class Values<Format, 4> {
+class Values<Format, true> {
  public:
-  Values(const std::byte* codes, int64_t lane) : low_(load_int(codes + 4 * lane)), table_(Format::kValues) {}
+  Values(const std::byte* chunk, int64_t lane) : nibbles_(load_int(chunk + 4 * lane)), table_(Format::kValues) {}
 
-  Vec operator()(int v) const { return table_.look_up({low_.v >> 4 * v}); }
+  Vec operator()(int v) const { return table_.look_up({nibbles_.v >> 4 * v}); }
 
  private:
-  const IntVec low_;
+  const IntVec nibbles_;
   const FloatTable table_;
 };
 
-template <class Format>
-class Values<Format, 8> {
+// Walks through the blocks of coded panels, one after the other. With kFolded, minima are there for all formats, and
+// account for the offsets of codes.
+template <class Format, bool kFolded>
+class CodedBlocks {
  public:
-  Values(const std::byte* codes, int64_t lane) : codes_(reinterpret_cast<const int8_t*>(codes) + lane) {}
+  static constexpr int kParts = Format::kParts > 1 ? Format::kParts : 1;
+  static constexpr bool kMinima = Format::kMinima || kFolded;
 
-  Vec operator()(int v) const { return load(codes_ + Format::kLanes * v); }
+  CodedBlocks(const ProductArgs& args, int64_t panel)
+      : blocks_(args.in_features / kPanel),
+        at_(static_cast<const std::byte*>(args.weight) + panel * Format::panel_bytes(args.in_features)) {}
+
+  // Returns the codes of the next block.
+  const std::byte* next() {
+    if (left_ == 0) {
+      group_ = at_;
+      at_ += blocks_ / Format::kPiecesOfGroup * Format::kHeadBytesOfGroup;
+      left_ = blocks_;
+    }
+    if ((blocks_ - left_) % Format::kPiecesOfGroup == 0) start_group();
+    --left_;
+    for (int64_t i = 0; i < kPanel; i += kWidth) {
+      for (int part = 0; part < kParts; ++part) {
+        const Vec scale = Format::kParts > 0 ? load(of_group_[0] + i) * of_piece(part * kPanel + i)
+                                             : load(of_group_[0] + i);
+        store_twice(scales_[part] + 2 * i, scale);
+        if constexpr (kFolded) {
+          Vec minimum = scale * set1(-Format::kOffset);
+          if constexpr (Format::kMinima) minimum = minimum - minimum_of_piece(i);
+          store_twice(minima_[part] + 2 * i, minimum);
+        }
+      }
+      if constexpr (Format::kMinima && !kFolded)
+        store_twice(minima_[0] + 2 * i, exclusive_or(minimum_of_piece(i), INT32_MIN));
+    }
+    const std::byte* codes = at_ + Format::kScaleBytes;
+    at_ += Format::kBlockBytes;
+    return codes;
+  }
+
+  // Scales and negative minima of the columns of a tile, each of them twice, for a chunk of its codes.
+  const float* scales(int64_t tile, int64_t chunk) const { return scales_[chunk * kParts / 4] + tile * kPanel; }
+  const float* minima(int64_t tile, int64_t chunk) const {
+    return minima_[kFolded ? chunk * kParts / 4 : 0] + tile * kPanel;
+  }
 
  private:
-  const int8_t* codes_;
+  void start_group() {
+    for (int what = 0; what < (Format::kMinima ? 2 : 1); ++what, group_ += kPanel * sizeof(F16))
+      for (int64_t i = 0; i < kPanel; i += kWidth)
+        store(of_group_[what] + i, load(reinterpret_cast<const F16*>(group_) + i));
+  }
+
+  Vec of_piece(int64_t at) const { return load(reinterpret_cast<const int8_t*>(at_) + at); }
+  Vec minimum_of_piece(int64_t i) const { return load(of_group_[1] + i) * of_piece(Format::kParts * kPanel + i); }
+
+  const int64_t blocks_;  // of a panel
+  const std::byte *at_, *group_ = nullptr;
+  int64_t left_ = 0;
+  alignas(64) float of_group_[2][kPanel];  // scales and minima of the columns
+  alignas(64) float scales_[kParts][2 * kPanel], minima_[kFolded ? kParts : 1][2 * kPanel];
 };
 
 // Expands coded panels to bfloat16, one after the other.
@@ -133,45 +205,22 @@ class CodedExpander {
   static constexpr int64_t kBlockBytes = Format::kBlockBytes;
   static int64_t head_bytes(const ProductArgs& args) { return Format::head_bytes(args.in_features); }
 
-  CodedExpander(const ProductArgs& args, int64_t panel)
-      : blocks_(args.in_features / kPanel),
-        head_bytes_(head_bytes(args)),
-        at_(static_cast<const std::byte*>(args.weight) + panel * Format::panel_bytes(args.in_features)) {}
+  CodedExpander(const ProductArgs& args, int64_t panel) : blocks_(args, panel) {}
 
   void start_block() {
-    if (left_ == 0) {
-      group_ = at_;
-      at_ += head_bytes_;
-      left_ = blocks_;
-    }
-    if ((blocks_ - left_) % Format::kPiecesOfGroup == 0) start_group();
-    --left_;
-    for (int part = 0; part < kParts; ++part)
-      for (int64_t i = 0; i < kPanel; i += kWidth) {
-        const Vec scale = load(of_group_[0] + i);
-        store_twice(scales_[part] + 2 * i, Format::kParts > 0 ? scale * of_piece(part * kPanel + i) : scale);
-      }
-    if constexpr (Format::kMinima) {
-      for (int64_t i = 0; i < kPanel; i += kWidth) {
-        const Vec minimum = load(of_group_[1] + i) * of_piece(Format::kParts * kPanel + i);
-        store_twice(minima_ + 2 * i, exclusive_or(minimum, INT32_MIN));
-      }
-    }
-    at_ += Format::kScaleBytes;
+    codes_ = blocks_.next();
     chunk_ = 0;
   }
 
   // 128 numbers: four lines of words of a tile.
   void expand(BF16* to) {
-    const int64_t tile = chunk_ / 4 * kPanel;
-    const float *scales = scales_[chunk_ % 4 * kParts / 4] + tile, *minima = minima_ + tile;
+    const float *scales = blocks_.scales(chunk_ / 4, chunk_ % 4), *minima = blocks_.minima(chunk_ / 4, chunk_ % 4);
     for (int64_t lane = 0; lane < Format::kLanes; lane += kWidth) {
-      const Values<Format> values(at_, lane);
-      const Vec scale[2] = {load(scales + lane), load(scales + Format::kLanes + lane)};
-      Vec minimum[2];
-      if constexpr (Format::kMinima) {
-        minimum[0] = load(minima + lane);
-        minimum[1] = load(minima + Format::kLanes + lane);
+      const Values<Format> values(codes_, lane);
+      Vec scale[2], minimum[2];
+      for (int half = 0; half < 2; ++half) {
+        scale[half] = load(scales + half * Format::kLanes + lane);
+        if constexpr (Format::kMinima) minimum[half] = load(minima + half * Format::kLanes + lane);
       }
       auto number = [&](int v) {
         if constexpr (Format::kMinima)
@@ -190,29 +239,16 @@ class CodedExpander {
         }
       }
     }
-    at_ += Format::kCodeBytes;
+    codes_ += Format::kCodeBytes;
     ++chunk_;
   }
 
   void end_block(BF16*) {}
 
  private:
-  static constexpr int kParts = Format::kParts > 1 ? Format::kParts : 1;
-
-  void start_group() {
-    for (int what = 0; what < (Format::kMinima ? 2 : 1); ++what, group_ += kPanel * sizeof(F16))
-      for (int64_t i = 0; i < kPanel; i += kWidth)
-        store(of_group_[what] + i, load(reinterpret_cast<const F16*>(group_) + i));
-  }
-
-  Vec of_piece(int64_t at) const { return load(reinterpret_cast<const int8_t*>(at_) + at); }
-
-  const int64_t blocks_, head_bytes_;  // of a panel
-  const std::byte *at_, *group_ = nullptr;
-  int64_t left_ = 0, chunk_ = 0;
-  alignas(64) float of_group_[2][kPanel];  // scales and minima of the columns
-  // The same of the block, where both inputs of a word have their column's.
-  alignas(64) float scales_[kParts][2 * kPanel], minima_[2 * kPanel];
+  CodedBlocks<Format, false> blocks_;
+  const std::byte* codes_ = nullptr;
+  int64_t chunk_ = 0;
 };
 
 }  // namespace

@@ -90,7 +90,7 @@ struct Stored<Q80> {
   static constexpr int64_t kBytes = 34;
   static void read(const uint8_t* group, int64_t, Piece& to) {
     to.scale_of_group = word_at(group);
-    std::memcpy(to.codes.data(), group + 2, 32);
+    for (int64_t i = 0; i < 32; ++i) to.codes[i] = group[2 + i] ^ 0x80;
   }
 };
 
@@ -126,12 +126,13 @@ void put(const Piece& piece, int64_t column, uint8_t* head, uint8_t* block) {
   for (int64_t i = 0; i < 32; ++i) {
     const int64_t line = i / 2, v = line % 4 * 2 + column / 8, lane = column % 8 * 2 + i % 2;
     uint8_t *codes = block + line / 4 * Format::kCodeBytes, code = piece.codes[i];
+    const int64_t half = v % 2, byte = 4 * lane + v / 2;
     if constexpr (Format::kBits == 8) {
-      codes[v * Format::kLanes + lane] = code;
+      codes[64 * half + byte] = code;
     } else {
-      codes[4 * lane + v / 2] |= (code & 15) << v % 2 * 4;
-      if constexpr (Format::kBits == 5) codes[64 + lane] |= code >> 4 << v;
-      if constexpr (Format::kBits == 6) codes[64 + 2 * lane + v / 4] |= code >> 4 << v % 4 * 2;
+      codes[byte] |= (code & 15) << 4 * half;
+      for (int bit = 4; bit < Format::kBits; ++bit)
+        codes[64 + 16 * (bit - 4) + 8 * half + byte / 8] |= (code >> bit & 1) << byte % 8;
     }
   }
 }

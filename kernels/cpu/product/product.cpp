@@ -3,6 +3,7 @@
 // With few tokens the reading of the weights takes the time, so they are prefetched well ahead of their use. Matrix
 // units, where the processor has them, are faster even for a single token: they read the weights at 85% of the speed of
 // a plain sum over them, vectors at 64%.
+#include <array>
 #include <bit>
 #include <type_traits>
 
@@ -142,6 +143,7 @@ int64_t tokens_at_once(const ProductArgs& args) {
 }  // namespace quire::QUIRE_ISA
 
 #include "product/vectors.h"
+#include "product/codes.h"
 #if defined(__AMX_BF16__)
 #include "product/amx.h"
 #endif
@@ -149,13 +151,20 @@ int64_t tokens_at_once(const ProductArgs& args) {
 namespace quire::QUIRE_ISA {
 namespace {
 
-#if defined(__AMX_BF16__)
 template <class Kind>
-using Multiplier = std::conditional_t<std::is_same_v<typename Kind::X, float>, VectorMultiplier, MatrixMultiplier>;
+struct MultiplierOf {
+#if defined(__AMX_BF16__)
+  using Type = std::conditional_t<std::is_same_v<typename Kind::X, float>, VectorMultiplier, MatrixMultiplier>;
 #else
-template <class>
-using Multiplier = VectorMultiplier;
+  using Type = VectorMultiplier;
 #endif
+};
+template <class Format>
+struct MultiplierOf<Int8ByCoded<Format>> {
+  using Type = CodeMultiplier;
+};
+template <class Kind>
+using Multiplier = typename MultiplierOf<Kind>::Type;
 
 // Multiplies as many tokens at once as fit the second cache.
 template <class Kind>
@@ -184,7 +193,9 @@ const Product& product_for(const ProductArgs& args) {
   if (args.multiplied == kInt8) return kProduct<Int8ByInt8>;
   if (args.multiplied == kBf12Weight) return kProduct<PairsOfBf12>;
   if (is_coded(args.multiplied))
-    return with_format(args.multiplied, []<class Format>() -> const Product& { return kProduct<PairsOfCoded<Format>>; });
+    return with_format(args.multiplied, [&]<class Format>() -> const Product& {
+      return args.x_scales != nullptr ? kProduct<Int8ByCoded<Format>> : kProduct<PairsOfCoded<Format>>;
+    });
   const bool int8 = args.multiplied == kInt8Weight;
   if (args.dtype == kFloat32) return int8 ? kProduct<Floats<int8_t>> : kProduct<Floats<float>>;
   return int8 ? kProduct<PairsByInt8<BF16>> : kProduct<Pairs<BF16>>;

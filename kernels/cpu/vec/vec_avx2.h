@@ -60,12 +60,23 @@ inline IntVec set1_int(int32_t x) { return whole(_mm256_set1_epi32(x)); }
 inline void store(int32_t* p, IntVec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bits_of(x)); }
 inline Vec to_floats(IntVec x) { return {_mm256_cvtepi32_ps(bits_of(x))}; }
 inline Vec load(const int32_t* p) { return to_floats(load_int(p)); }
-inline IntVec load_uint8(const void* p) {
-  return whole(_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
+// A byte of ones for each bit of a word of 64 that is set, for the bytes of kWidth lanes from `lane` on.
+inline IntVec bits_as_bytes(const void* word, int64_t lane) {
+  int32_t bits;
+  std::memcpy(&bits, static_cast<const char*>(word) + lane / 2, sizeof(bits));
+  const __m256i byte_of = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3,
+                                           3, 3, 3, 3, 3);
+  const __m256i bit_of = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201u));
+  const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(bits), byte_of);
+  return whole(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit_of), bit_of));
 }
-inline IntVec load_uint16(const void* p) {
-  return whole(_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+// 8 bytes, in all lanes.
+inline IntVec repeat8(const void* p) {
+  int64_t bytes;
+  std::memcpy(&bytes, p, sizeof(bytes));
+  return whole(_mm256_set1_epi64x(bytes));
 }
+inline Vec as_floats(IntVec bits) { return {_mm256_castsi256_ps(bits_of(bits))}; }
 
 // 16 floats, by the lower 4 bits of each place.
 struct FloatTable {
@@ -94,6 +105,14 @@ inline __m256i odd_int8(IntVec x) { return _mm256_srai_epi16(bits_of(x), 8); }
 inline IntVec add_int8_products(IntVec sum, IntVec a, IntVec b) {
   const __m256i even = _mm256_madd_epi16(even_int8(a), even_int8(b)), odd = _mm256_madd_epi16(odd_int8(a), odd_int8(b));
   return whole(_mm256_add_epi32(bits_of(sum), _mm256_add_epi32(even, odd)));
+}
+
+// Adds the products of the four unsigned bytes of each word of `codes` with signed ones.
+inline IntVec add_code_products(IntVec sum, IntVec codes, IntVec x) {
+  const __m256i even = _mm256_and_si256(bits_of(codes), _mm256_set1_epi16(0xff)), odd = _mm256_srli_epi16(bits_of(codes), 8);
+  const __m256i products =
+      _mm256_add_epi32(_mm256_madd_epi16(even, even_int8(x)), _mm256_madd_epi16(odd, odd_int8(x)));
+  return whole(_mm256_add_epi32(bits_of(sum), products));
 }
 
 inline __m128i narrow_bf16(Vec x) {

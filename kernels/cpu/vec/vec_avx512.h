@@ -62,11 +62,30 @@ inline IntVec set1_int(int32_t x) { return whole(_mm512_set1_epi32(x)); }
 inline void store(int32_t* p, IntVec x) { _mm512_storeu_si512(p, bits_of(x)); }
 inline Vec to_floats(IntVec x) { return {_mm512_cvtepi32_ps(bits_of(x))}; }
 inline Vec load(const int32_t* p) { return to_floats(load_int(p)); }
-inline IntVec load_uint8(const void* p) {
-  return whole(_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+// A byte of ones for each bit of a word of 64 that is set, for the bytes of kWidth lanes from `lane` on.
+inline IntVec bits_as_bytes(const void* word, int64_t) {
+  __mmask64 mask;
+  std::memcpy(&mask, word, sizeof(mask));
+  return whole(_mm512_movm_epi8(mask));
 }
-inline IntVec load_uint16(const void* p) {
-  return whole(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p))));
+// 8 bytes, in all lanes.
+inline IntVec repeat8(const void* p) {
+  int64_t bytes;
+  std::memcpy(&bytes, p, sizeof(bytes));
+  return whole(_mm512_set1_epi64(bytes));
+}
+inline Vec as_floats(IntVec bits) { return {_mm512_castsi512_ps(bits_of(bits))}; }
+
+// Adds the products of the four unsigned bytes of each word of `codes` with signed ones.
+inline IntVec add_code_products(IntVec sum, IntVec codes, IntVec x) {
+#if defined(__AVX512VNNI__)
+  return whole(_mm512_dpbusd_epi32(bits_of(sum), bits_of(codes), bits_of(x)));
+#else
+  const __m512i even = _mm512_and_si512(bits_of(codes), _mm512_set1_epi16(0xff)), odd = _mm512_srli_epi16(bits_of(codes), 8);
+  const __m512i x_even = _mm512_srai_epi16(_mm512_slli_epi16(bits_of(x), 8), 8), x_odd = _mm512_srai_epi16(bits_of(x), 8);
+  const __m512i products = _mm512_add_epi32(_mm512_madd_epi16(even, x_even), _mm512_madd_epi16(odd, x_odd));
+  return whole(_mm512_add_epi32(bits_of(sum), products));
+#endif
 }
 
 // 16 floats, by the lower 4 bits of each place.

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.cpu.bindings import CpuKernels
+from kernels.int8 import quantize
 from kernels.packed_weight import Coding, Rounding
+from kernels.reference import silu_and_mul
 from tests.support.coded_weights import dequantized, make_coded
 from tests.support.cpu_kernels import ISAS, make_implementation, torch_threads
 
@@ -40,7 +42,7 @@ def test_products_are_those_of_the_dequantized_weight(
     weight = make_coded(coding, 2 * out_features if gated else out_features, num_groups, seed)
     x = torch.randn(num_tokens, weight.in_features).bfloat16()
     with torch_threads(threads):
-        coded = kernels.pack_coded(weight, gated)
+        coded = kernels.pack_coded(weight, gated, Rounding.NONE)
         plain = kernels.pack_weight(dequantized(weight).bfloat16(), gated, Rounding.NONE)
         actual, expected = (kernels.product(x, each, None, "identity", torch.float32) for each in (coded, plain))
     assert torch.equal(actual, expected)
@@ -51,7 +53,7 @@ def test_a_number_keeps_its_sign_where_it_is_zero(isa: str, coding: Coding) -> N
     """The numbers themselves, by products with a single token that is not zero."""
     kernels, weight = make_kernels(isa), make_coded(coding, 40, 1)
     inputs = torch.eye(weight.in_features).bfloat16()
-    actual = kernels.product(inputs, kernels.pack_coded(weight, False), None, "identity", torch.bfloat16).t()
+    actual = kernels.product(inputs, kernels.pack_coded(weight, False, Rounding.NONE), None, "identity", torch.bfloat16).t()
     assert torch.equal(actual, dequantized(weight).bfloat16())
 
 
@@ -59,7 +61,7 @@ def test_weights_of_several_codings_side_by_side(isa: str) -> None:
     kernels = make_kernels(isa)
     weights = [make_coded(Coding.Q4_K, 48, 2), make_coded(Coding.Q6_K, 24, 2)]
     x, bias = torch.randn(5, 512).bfloat16(), torch.randn(72).bfloat16()
-    joined = kernels.products(x, [kernels.pack_coded(weight, False) for weight in weights], bias, torch.bfloat16)
+    joined = kernels.products(x, [kernels.pack_coded(weight, False, Rounding.NONE) for weight in weights], bias, torch.bfloat16)
     plain = kernels.pack_weight(torch.cat([dequantized(each) for each in weights]).bfloat16(), False, Rounding.NONE)
     assert torch.equal(joined, kernels.product(x, plain, bias, "identity", torch.bfloat16))
 
@@ -68,4 +70,37 @@ def test_weights_of_several_codings_side_by_side(isa: str) -> None:
 def test_a_packed_weight_is_hardly_larger_than_in_the_file(coding: Coding) -> None:
     weight = make_coded(coding, 64, 2048 // coding.group[0])
     assert ISAS
-    assert make_kernels(ISAS[0]).pack_coded(weight, False).data.nbytes <= 1.05 * weight.rows.nbytes
+    assert make_kernels(ISAS[0]).pack_coded(weight, False, Rounding.NONE).data.nbytes <= 1.05 * weight.rows.nbytes
+
+
+@given(
+    coding=st.sampled_from(Coding),
+    num_tokens=st.sampled_from([1, 3, 4, 9]),
+    out_features=st.integers(1, 70),
+    num_groups=st.integers(1, 3),
+    gated=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_tokens_of_int8_are_multiplied_with_the_numbers_of_the_file(
+    isa: str, coding: Coding, num_tokens: int, out_features: int, num_groups: int, gated: bool, seed: int
+) -> None:
+    kernels = make_kernels(isa)
+    weight = make_coded(coding, 2 * out_features if gated else out_features, num_groups, seed)
+    x, bias = torch.randn(num_tokens, weight.in_features).bfloat16(), torch.randn(weight.rows.shape[0]).bfloat16()
+    packed = kernels.pack_coded(weight, gated, Rounding.WEIGHT_AND_INPUT)
+    actual = kernels.product(x, packed, bias, "identity", torch.float32)
+    tokens = quantize(x)
+    sums = (tokens.values.double() * tokens.scales.double()) @ dequantized(weight).double().t() + bias.double()
+    expected = silu_and_mul(sums) if gated else sums
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+    # The company of a token changes nothing.
+    alone = [kernels.product(each, packed, bias, "identity", torch.float32) for each in x.split(1)]
+    assert torch.equal(torch.cat(alone), actual)
+
+
+def test_a_token_that_is_not_finite_has_products_that_are_not(isa: str) -> None:
+    kernels = make_kernels(isa)
+    packed = kernels.pack_coded(make_coded(Coding.Q4_K, 40, 1), False, Rounding.WEIGHT_AND_INPUT)
+    x = torch.randn(2, 256).bfloat16()
+    x[0, 7] = torch.nan
+    assert kernels.product(x, packed, None, "identity", torch.float32).isfinite().all(1).tolist() == [False, True]
