@@ -296,6 +296,26 @@ def pack_coded(weight: CodedWeight, *, gated: bool = False, rounding: Rounding =
     return products.pack_coded(weight, gated, rounding)
 
 
+def look_up(weight: CodedWeight, ids: torch.Tensor) -> torch.Tensor:
+    """Rows of a coded weight, rounded to bfloat16. `has_coded_products` is true.
+
+    Args:
+        ids: [T] int64.
+
+    Returns:
+        [T, in].
+
+    Raises:
+        IndexError: an id is not that of a row.
+    """
+    check_shape("ids", ids, (None,))
+    check_dtype("ids", ids, torch.int64)
+    kernels = coded_products_for(ids.device, torch.bfloat16)
+    if kernels is None:
+        raise ValueError(f"weight is coded, and there is no look-up on {ids.device}")
+    return kernels.look_up(weight, ids)
+
+
 def products(x: torch.Tensor, weights: Sequence[PackedWeight], bias: torch.Tensor | None = None) -> torch.Tensor:
     """`product` with several weights of `pack_coded`, none of them gated, one after the other.
 

@@ -27,6 +27,7 @@ from kernels.cpu.library import (
     CacheSlots,
     CompressArgs,
     Heads,
+    LookUpArgs,
     NormArgs,
     Operation,
     Operations,
@@ -356,6 +357,23 @@ class CpuKernels:
         self._library.call(Operation.PACK_WEIGHT, arguments)
         coding, dtype = weight.coding, torch.bfloat16
         return PackedWeight(data, None, dtype, out_features, in_features, in_features, gated, rounding, coding)
+
+    def look_up(self, weight: CodedWeight, ids: torch.Tensor) -> torch.Tensor:
+        rows, ids = _dense(weight.rows), ids.contiguous()
+        output = self._empty((ids.shape[0], weight.in_features), torch.bfloat16)
+        arguments = LookUpArgs(
+            output=output.data_ptr(),
+            rows=rows.data_ptr(),
+            ids=ids.data_ptr(),
+            threads=torch.get_num_threads(),
+            num_ids=ids.shape[0],
+            num_rows=rows.shape[0],
+            row_bytes=rows.shape[1],
+            row_stride=rows.stride(0),
+            multiplied=MULTIPLIED_CODED[weight.coding],
+        )
+        self._library.call(Operation.LOOK_UP, arguments)
+        return output
 
     def _compress(self, packed: torch.Tensor) -> torch.Tensor | None:
         """The same numbers in 12 bits; None if too many of them are exceptions."""

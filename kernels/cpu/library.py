@@ -105,6 +105,13 @@ class PackArgs(Structure):
     )
 
 
+class LookUpArgs(Structure):
+    _fields_ = (
+        *_pointers("output rows ids"),
+        *_integers("threads num_ids num_rows row_bytes row_stride multiplied"),
+    )
+
+
 class CompressArgs(Structure):
     _fields_ = (
         *_pointers("compressed packed num_exceptions"),
@@ -175,6 +182,7 @@ STRUCTS: tuple[type[Structure], ...] = (
     NormArgs,
     SiluArgs,
     PackArgs,
+    LookUpArgs,
     CompressArgs,
     QuantizeArgs,
     ProductArgs,
@@ -197,6 +205,7 @@ _ERRORS: dict[int, tuple[type[Exception], str]] = {
     2: (IndexError, "query_start_loc and seq_lens contradict each other or the shapes"),
     3: (IndexError, "slot_mapping names a slot that is not in kv_cache"),
     4: (IndexError, "positions names a position that is not in cos_sin_cache"),
+    6: (IndexError, "ids names a row that is not in the weight"),
     5: (MemoryError, "there is not enough memory for the intermediate results of the operation"),
 }
 
@@ -214,6 +223,7 @@ class Operation(Enum):
     ALL_REDUCE = ("all_reduce", 7, "rows")
     ALL_GATHER = ("all_gather", 8, "rows")
     PACK_WEIGHT = ("pack_weight", None, None)
+    LOOK_UP = ("look_up", None, None)
     COMPRESS_WEIGHT = ("compress_weight", None, None)
     RUN = ("run", None, None)
 

@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn import functional
 
 from kernels import ops
-from worker_svc.layers.linear import Product, make_product
+from kernels.packed_weight import CodedWeight
+from worker_svc.layers.linear import Product, make_coded_product, make_product
 from worker_svc.parallel.ranks import Shard
 from worker_svc.weights import Loadable, Placement, TensorReader, TensorSpec, frozen
 
@@ -20,7 +21,8 @@ class Embedding(Loadable):
         split: each rank holds some of the vectors.
     """
 
-    weight: nn.Parameter
+    matrix: torch.Tensor | CodedWeight
+    """[vectors of this rank, dim], as the file has it where it is coded and this device can look it up."""
 
     def __init__(self, name: str, num_embeddings: int, dim: int, *, placement: Placement, split: bool = False) -> None:
         super().__init__()
@@ -33,18 +35,27 @@ class Embedding(Loadable):
         yield self._spec
 
     def load(self, tensors: TensorReader) -> None:
-        self.weight = frozen(self._placement.copy(tensors.read(self._spec)[self._shard.slice]))
+        coded = None
+        if ops.has_coded_products(self._placement.device, self._placement.dtype):
+            coded = tensors.coded(self._spec)
+        whole = slice(0, self._spec.shape[1])
+        part = None if coded is None else coded.part(self._shard.slice, whole)
+        self.matrix = part or self._placement.copy(tensors.read(self._spec)[self._shard.slice])
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [T] int64 -> [T, dim]."""
         if not self._is_split:
-            return functional.embedding(ids, self.weight)
+            return self._look_up(ids)
         if not self._shard.size:  # a vocabulary smaller than the square of the ranks
-            return self._placement.ranks.sum(self.weight.new_zeros(*ids.shape, self.weight.shape[1]))
+            return self._placement.ranks.sum(self._placement.empty(*ids.shape, self._spec.shape[1]).zero_())
         ids = ids - self._shard.start
         is_here = (ids >= 0) & (ids < self._shard.size)
-        vectors = functional.embedding(ids.where(is_here, 0), self.weight)
+        vectors = self._look_up(ids.where(is_here, 0))
         return self._placement.ranks.sum(vectors.where(is_here.unsqueeze(-1), 0))
+
+    def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        matrix = self.matrix
+        return ops.look_up(matrix, ids) if isinstance(matrix, CodedWeight) else functional.embedding(ids, matrix)
 
 
 class TiedHead(Loadable):
@@ -54,9 +65,10 @@ class TiedHead(Loadable):
     sampled token reads all of it, and the plain product takes twice as long.
     """
 
-    def __init__(self, embedding: Embedding) -> None:
+    def __init__(self, embedding: Embedding, placement: Placement) -> None:
         super().__init__()
         self._embedding = embedding
+        self._placement = placement
         self._product: Product
 
     @property
@@ -70,7 +82,11 @@ class TiedHead(Loadable):
 
     def load(self, tensors: TensorReader) -> None:
         """Takes the embedding's matrix, which is loaded before."""
-        self._product = make_product(self._embedding.weight)
+        matrix = self._embedding.matrix
+        if isinstance(matrix, CodedWeight):
+            self._product = make_coded_product([matrix], None, None, self._placement.quantization)
+        else:
+            self._product = make_product(matrix)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, dim] -> [S, num_embeddings], or this rank's part of them if the embedding is split."""

@@ -172,6 +172,7 @@ class Linear(Loadable):
         split: what each rank holds of it.
         input_major: the checkpoint stores [in, out], as GPT-2's Conv1D does, and not [out, in].
         activation: None is the identity.
+        keeps_weights: weights that are not coded are multiplied as they are, whatever the quantization.
     """
 
     def __init__(
@@ -184,8 +185,10 @@ class Linear(Loadable):
         split: Split = Split.WHOLE,
         input_major: bool = False,
         activation: ActivationKind | None = None,
+        keeps_weights: bool = False,
     ) -> None:
         super().__init__()
+        self._keeps_weights = keeps_weights
         self._parts = tuple(parts)
         self._in_features = in_features
         self._has_bias = bias
@@ -223,7 +226,7 @@ class Linear(Loadable):
                     bias[start:end] = stored_bias[shard.slice]
                 start = end
         if coded is not None:
-            self._product = CodedProduct.of(coded, bias, self._activation, _ROUNDING[self._placement.quantization])
+            self._product = make_coded_product(coded, bias, self._activation, self._placement.quantization)
         elif weight is not None:
             self.install(weight, bias)
 
@@ -250,7 +253,8 @@ class Linear(Loadable):
 
     def install(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Takes merged weights, [out, in] and [out]."""
-        self._product = make_product(weight, bias, self._activation, self._placement.quantization)
+        quantization = Quantization.NONE if self._keeps_weights else self._placement.quantization
+        self._product = make_product(weight, bias, self._activation, quantization)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out], each of this rank's part if the layer is split by it."""
@@ -315,6 +319,21 @@ def make_product(
     if pays_to_pack(weight):
         return PackedProduct.of(weight, bias, kind)
     return PlainProduct(weight, bias, function)
+
+
+def make_coded_product(
+    weights: Sequence[CodedWeight],
+    bias: torch.Tensor | None,
+    kind: ActivationKind | None,
+    quantization: Quantization,
+) -> Product:
+    """The same for weights as the file has them, whose outputs follow each other; with an activation there is only
+    one."""
+    is_dynamic = quantization is Quantization.INT8_DYNAMIC
+    pack = partial(ops.pack_coded, rounding=Rounding.WEIGHT_AND_INPUT if is_dynamic else Rounding.NONE)
+    if len(weights) == 1:
+        return OwnProduct.packed_by(partial(pack, weights[0]), bias, kind)
+    return CodedProduct(tuple(map(pack, weights)), bias)
 
 
 def pays_to_pack(weight: torch.Tensor) -> bool:
@@ -442,20 +461,10 @@ class OwnProduct:
 
 @dataclass(frozen=True, slots=True)
 class CodedProduct:
-    """The same with weights as the file has them, whose outputs follow each other. The activation is that of the only
-    one."""
+    """`x @ weight.T + bias` with several weights as the file has them, whose outputs follow each other."""
 
     weights: tuple[PackedWeight, ...]
     bias: torch.Tensor | None
-
-    @staticmethod
-    def of(
-        weights: Sequence[CodedWeight], bias: torch.Tensor | None, kind: ActivationKind | None, rounding: Rounding
-    ) -> Product:
-        """Packs the weights."""
-        if len(weights) == 1:
-            return OwnProduct.packed_by(partial(ops.pack_coded, weights[0], rounding=rounding), bias, kind)
-        return CodedProduct(tuple(ops.pack_coded(weight, rounding=rounding) for weight in weights), bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return ops.products(x, self.weights, self.bias)

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,7 @@ from quire.settings import ConfigurationError
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.layers.embedding_norm import Embedding, TiedHead
 from worker_svc.layers.linear import Linear, LinearPart, Split
-from worker_svc.weights import Placement, Quantization
+from worker_svc.weights import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +116,9 @@ class NativeCausalLM(CausalLM):
 def make_head(embedding: Embedding, dim: int, vocab_size: int, *, tied: bool, placement: Placement) -> nn.Module:
     """The output layer: the embedding itself, or `lm_head` of the checkpoint. Each rank has a part of the logits."""
     if tied:
-        return TiedHead(embedding)
-    precise = replace(placement, quantization=Quantization.NONE)
-    return Linear([LinearPart("lm_head", vocab_size)], dim, bias=False, placement=precise, split=Split.OUTPUTS)
+        return TiedHead(embedding, placement)
+    parts = [LinearPart("lm_head", vocab_size)]
+    return Linear(parts, dim, bias=False, placement=placement, split=Split.OUTPUTS, keeps_weights=True)
 
 
 def head_dim_of(hidden_size: int, num_heads: int) -> int:

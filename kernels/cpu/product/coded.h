@@ -67,6 +67,14 @@ struct Iq4Xs : Coded<4, 1, false, 8> {
   static constexpr float kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 };
 
+template <class Format>
+constexpr float value_of(int code) {
+  if constexpr (Format::kBits == 4)
+    return Format::kValues[code];
+  else
+    return static_cast<float>(code - Format::kOffset);
+}
+
 // function.operator()<Format>() for the format of a coded weight.
 template <class Function>
 decltype(auto) with_format(int64_t multiplied, Function function) {

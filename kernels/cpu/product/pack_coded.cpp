@@ -1,5 +1,7 @@
-// Packs the rows of a GGUF file into coded panels (coded.h), code for code.
+// Packs the rows of a GGUF file into coded panels (coded.h), code for code, and looks rows up.
 #include <array>
+#include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -157,6 +159,36 @@ void pack(const PackArgs& args, int64_t panel) {
   }
 }
 
+// As F16C converts it.
+inline float float_of(uint16_t half) {
+  const uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, mantissa = half & 1023;
+  if (exponent == 0) return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(static_cast<float>(mantissa) * 0x1p-24f));
+  return std::bit_cast<float>(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
+}
+
+inline uint16_t rounded_to_bfloat16(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  return std::isnan(x) ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// The numbers of a row, as products have them.
+template <class Format>
+void look_up(const uint8_t* stored, int64_t groups, uint16_t* to) {
+  for (int64_t group = 0; group < groups; ++group, stored += Stored<Format>::kBytes)
+    for (int64_t i = 0; i < Format::kPiecesOfGroup; ++i, to += kPanel) {
+      Piece piece;
+      Stored<Format>::read(stored, i, piece);
+      const float scale = float_of(piece.scale_of_group);
+      const float minimum = Format::kMinima ? float_of(piece.minimum_of_group) * piece.minimum : 0;
+      for (int64_t at = 0; at < kPanel; ++at) {
+        const float of_part =
+            Format::kParts > 0 ? scale * static_cast<int8_t>(piece.scales[at * Format::kParts / kPanel]) : scale;
+        const float number = of_part * value_of<Format>(piece.codes[at]);
+        to[at] = rounded_to_bfloat16(Format::kMinima ? number - minimum : number);
+      }
+    }
+}
+
 }  // namespace
 
 void pack_coded(const OpenMp& openmp, const PackArgs& args) {
@@ -169,6 +201,21 @@ void pack_coded(const OpenMp& openmp, const PackArgs& args) {
 }
 
 }  // namespace quire
+
+int32_t quire_look_up(const quire::Context* context, const quire::LookUpArgs* args) {
+  using namespace quire;
+  for (int64_t i = 0; i < args->num_ids; ++i)
+    if (args->ids[i] < 0 || args->ids[i] >= args->num_rows) return kBadId;
+  with_format(args->multiplied, [=]<class Format>() {
+    const int64_t groups = args->row_bytes / Stored<Format>::kBytes;
+    const int64_t in_features = groups * Format::kPiecesOfGroup * kPanel;
+    for_each_panel(context->openmp, args->num_ids > 8 ? args->threads : 1, args->num_ids, [=](int64_t i) {
+      look_up<Format>(static_cast<const uint8_t*>(args->rows) + args->ids[i] * args->row_stride, groups,
+                      static_cast<uint16_t*>(args->output) + i * in_features);
+    });
+  });
+  return kOk;
+}
 
 int64_t quire_coded_panel_bytes(int64_t multiplied, int64_t in_features) {
   return quire::with_format(multiplied, [=]<class Format>() { return Format::panel_bytes(in_features); });

@@ -21,6 +21,7 @@ enum Status : int32_t {
   kBadSlot = 3,      // a slot is not in the pool
   kBadPosition = 4,  // a position is not in the table of cosines and sines
   kNoMemory = 5,
+  kBadId = 6,  // an id is not that of a row
 };
 
 // The OpenMP runtime that torch has loaded, as the addresses of three of its functions.
@@ -105,6 +106,19 @@ struct PackArgs {
   int64_t gated;
   int64_t word_bytes;  // bytes of the weight that a word of a token is multiplied with: 4, 2 or 1
   int64_t multiplied;  // where the weight is coded (coded.h); its rows are those of the file
+};
+
+// Writes rows of a coded weight as bfloat16.
+struct LookUpArgs {
+  void* output;      // [num_ids, in_features]
+  const void* rows;  // as in the file
+  const int64_t* ids;
+  int64_t threads;
+  int64_t num_ids;
+  int64_t num_rows;
+  int64_t row_bytes;
+  int64_t row_stride;  // bytes from one row to the next
+  int64_t multiplied;
 };
 
 // Compresses packed weights of bfloat16 to 12 bits a number (bf12.h).
@@ -292,6 +306,7 @@ QUIRE_API int32_t quire_rotary(const quire::Context* context, const quire::Rotar
 // Bytes of a panel of a coded weight.
 QUIRE_API int64_t quire_coded_panel_bytes(int64_t multiplied, int64_t in_features);
 QUIRE_API int32_t quire_pack_weight(const quire::Context* context, const quire::PackArgs* args);
+QUIRE_API int32_t quire_look_up(const quire::Context* context, const quire::LookUpArgs* args);
 QUIRE_API int32_t quire_compress_weight(const quire::Context* context, const quire::CompressArgs* args);
 QUIRE_API int32_t quire_quantize(const quire::Context* context, const quire::QuantizeArgs* args);
 QUIRE_API int32_t quire_product(const quire::Context* context, const quire::ProductArgs* args);

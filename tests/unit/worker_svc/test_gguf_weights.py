@@ -28,6 +28,7 @@ from tests.support.models import make_model, make_tokenizer, randomize
 from tests.support.more_models import Family, make_family
 from tests.support.paged import PagedRunner, Span
 from worker_svc.gguf_weights import gguf_weights
+from worker_svc.layers.embedding_norm import TiedHead
 from worker_svc.layers.linear import CodedProduct, Linear, OwnProduct
 from worker_svc.models.registry import load_model
 from worker_svc.parallel.ranks import Ranks
@@ -128,9 +129,12 @@ def code_as_a_mix(name: str, data: np.ndarray) -> tuple[np.ndarray, Kind]:
     return weight.rows.numpy(), Kind[coding.value]
 
 
-@pytest.mark.parametrize(("family", "num_ranks"), [("llama", 1), ("qwen2", 1), ("qwen3", 1), ("llama", 2)])
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "tied"),
+    [("llama", 1, False), ("qwen2", 1, True), ("qwen3", 1, False), ("llama", 2, False), ("llama", 2, True)],
+)
 def test_weights_are_multiplied_as_the_file_has_them(
-    tmp_path: Path, family: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str, num_ranks: int, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the logits are those of the dequantized weights, bit for bit."""
     sizes = SIZES | CODED_SIZES
@@ -139,7 +143,7 @@ def test_weights_are_multiplied_as_the_file_has_them(
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     }[family]
-    model = model_class(config_class(**sizes, head_dim=64, tie_word_embeddings=False)).eval()
+    model = model_class(config_class(**sizes, head_dim=64, tie_word_embeddings=tied)).eval()
     model.save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     file = write_gguf(tmp_path / "m.gguf", tmp_path / "model", quantization=code_as_a_mix)
@@ -152,7 +156,7 @@ def test_weights_are_multiplied_as_the_file_has_them(
             load_model(file, device=torch.device("cpu"), dtype=torch.bfloat16, ranks=Ranks(rank, num_ranks))
             for rank in range(num_ranks)
         ]
-        layers = [module for model in models for module in model.modules() if isinstance(module, Linear)]
+        layers = [module for model in models for module in model.modules() if isinstance(module, Linear | TiedHead)]
         codings = {coding for layer in layers for coding in codings_of(layer)}
         assert codings == ({Coding.Q4_K, Coding.Q6_K} if is_coded else {None})
         runners = [PagedRunner(model, [tokens], block_size=4) for model in models]
@@ -161,7 +165,7 @@ def test_weights_are_multiplied_as_the_file_has_them(
     assert all(each.isfinite().all() for each in found[True])
 
 
-def codings_of(layer: Linear) -> list[Coding | None]:
+def codings_of(layer: Linear | TiedHead) -> list[Coding | None]:
     product = layer._product
     if isinstance(product, CodedProduct):
         return [weight.coding for weight in product.weights]

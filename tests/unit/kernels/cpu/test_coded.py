@@ -53,7 +53,9 @@ def test_a_number_keeps_its_sign_where_it_is_zero(isa: str, coding: Coding) -> N
     """The numbers themselves, by products with a single token that is not zero."""
     kernels, weight = make_kernels(isa), make_coded(coding, 40, 1)
     inputs = torch.eye(weight.in_features).bfloat16()
-    actual = kernels.product(inputs, kernels.pack_coded(weight, False, Rounding.NONE), None, "identity", torch.bfloat16).t()
+    actual = kernels.product(
+        inputs, kernels.pack_coded(weight, False, Rounding.NONE), None, "identity", torch.bfloat16
+    ).t()
     assert torch.equal(actual, dequantized(weight).bfloat16())
 
 
@@ -61,7 +63,9 @@ def test_weights_of_several_codings_side_by_side(isa: str) -> None:
     kernels = make_kernels(isa)
     weights = [make_coded(Coding.Q4_K, 48, 2), make_coded(Coding.Q6_K, 24, 2)]
     x, bias = torch.randn(5, 512).bfloat16(), torch.randn(72).bfloat16()
-    joined = kernels.products(x, [kernels.pack_coded(weight, False, Rounding.NONE) for weight in weights], bias, torch.bfloat16)
+    joined = kernels.products(
+        x, [kernels.pack_coded(weight, False, Rounding.NONE) for weight in weights], bias, torch.bfloat16
+    )
     plain = kernels.pack_weight(torch.cat([dequantized(each) for each in weights]).bfloat16(), False, Rounding.NONE)
     assert torch.equal(joined, kernels.product(x, plain, bias, "identity", torch.bfloat16))
 
@@ -104,3 +108,13 @@ def test_a_token_that_is_not_finite_has_products_that_are_not(isa: str) -> None:
     x = torch.randn(2, 256).bfloat16()
     x[0, 7] = torch.nan
     assert kernels.product(x, packed, None, "identity", torch.float32).isfinite().all(1).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("coding", Coding)
+def test_rows_are_looked_up(isa: str, coding: Coding) -> None:
+    kernels, weight = make_kernels(isa), make_coded(coding, 40, 2)
+    ids = torch.tensor([0, 39, 7, 7, *range(20)])
+    assert torch.equal(kernels.look_up(weight, ids), dequantized(weight).bfloat16()[ids])
+    for wrong in (-1, 40):
+        with pytest.raises(IndexError, match="ids names a row that is not in the weight"):
+            kernels.look_up(weight, torch.tensor([3, wrong]))
