@@ -31,7 +31,11 @@ class Coding(Enum):
     Q6_K = "Q6_K"
     Q8_0 = "Q8_0"
     Q4_0 = "Q4_0"
+    Q4_1 = "Q4_1"
+    Q5_0 = "Q5_0"
+    Q5_1 = "Q5_1"
     IQ4_XS = "IQ4_XS"
+    IQ4_NL = "IQ4_NL"
 
     @property
     def group(self) -> tuple[int, int]:
@@ -45,7 +49,11 @@ _GROUPS = {
     Coding.Q6_K: (256, 210),
     Coding.Q8_0: (32, 34),
     Coding.Q4_0: (32, 18),
+    Coding.Q4_1: (32, 20),
+    Coding.Q5_0: (32, 22),
+    Coding.Q5_1: (32, 24),
     Coding.IQ4_XS: (256, 136),
+    Coding.IQ4_NL: (32, 18),
 }
 
 

@@ -30,6 +30,10 @@ MULTIPLIED_CODED = {
     Coding.Q8_0: 7,
     Coding.Q4_0: 8,
     Coding.IQ4_XS: 9,
+    Coding.Q4_1: 10,
+    Coding.Q5_0: 11,
+    Coding.Q5_1: 12,
+    Coding.IQ4_NL: 13,
 }
 """The same enum."""
 PANEL, WORDS_OF_BLOCK = 32, 16
@@ -54,6 +58,10 @@ _CONSTANTS = {
     "kQ80": MULTIPLIED_CODED[Coding.Q8_0],
     "kQ40": MULTIPLIED_CODED[Coding.Q4_0],
     "kIq4Xs": MULTIPLIED_CODED[Coding.IQ4_XS],
+    "kQ41": MULTIPLIED_CODED[Coding.Q4_1],
+    "kQ50": MULTIPLIED_CODED[Coding.Q5_0],
+    "kQ51": MULTIPLIED_CODED[Coding.Q5_1],
+    "kIq4Nl": MULTIPLIED_CODED[Coding.IQ4_NL],
     "kPanel": PANEL,
     "kWordsOfBlock": WORDS_OF_BLOCK,
     "Bf12Group::kNumbers": BF12_GROUP,

@@ -13,7 +13,11 @@ _FLOAT16_AT = {
     Coding.Q6_K: (208,),
     Coding.Q8_0: (0,),
     Coding.Q4_0: (0,),
+    Coding.Q4_1: (0, 2),
+    Coding.Q5_0: (0,),
+    Coding.Q5_1: (0, 2),
     Coding.IQ4_XS: (0,),
+    Coding.IQ4_NL: (0,),
 }
 _LARGEST = {
     Coding.Q4_K: 15 * 63,
@@ -21,6 +25,10 @@ _LARGEST = {
     Coding.Q6_K: 32 * 127,
     Coding.Q8_0: 127,
     Coding.Q4_0: 8,
+    Coding.Q4_1: 15,
+    Coding.Q5_0: 16,
+    Coding.Q5_1: 31,
+    Coding.IQ4_NL: 127,
     Coding.IQ4_XS: 127 * 32,
 }
 """What a number may be, in scales of its group."""

@@ -22,7 +22,7 @@
 
 namespace quire {
 
-// kParts: scales of a piece; none where the group's is the only one.
+// kParts: scales of a piece; none where the group's, and its minimum, are the only ones.
 template <int kBitsOfCode, int kPartsOfPiece, bool kHasMinima, int64_t kPiecesOfAGroup>
 struct Coded {
   static constexpr int kBits = kBitsOfCode, kParts = kPartsOfPiece;
@@ -31,7 +31,7 @@ struct Coded {
 
   static constexpr int64_t kNumbersAtOnce = 128, kLanes = 16;
   static constexpr int64_t kHeadBytesOfGroup = kPanel * 2 * (kMinima ? 2 : 1);
-  static constexpr int64_t kScaleBytes = kPanel * (kParts + (kMinima ? 1 : 0));
+  static constexpr int64_t kScaleBytes = kParts > 0 ? kPanel * (kParts + (kMinima ? 1 : 0)) : 0;
   static constexpr int64_t kCodeBytes = kNumbersAtOnce * kBits / 8;
   static constexpr int64_t kBlockBytes = kScaleBytes + kPanel * kPanel * kBits / 8;
 
@@ -62,9 +62,23 @@ struct Q40 : Coded<4, 0, false, 1> {
   static constexpr int kOffset = 8;
   static constexpr float kValues[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 };
+struct Q41 : Coded<4, 0, true, 1> {
+  static constexpr int kOffset = 0;
+  static constexpr const float (&kValues)[16] = Q4K::kValues;
+};
+struct Q50 : Coded<5, 0, false, 1> {
+  static constexpr int kOffset = 16;
+};
+struct Q51 : Coded<5, 0, true, 1> {
+  static constexpr int kOffset = 0;
+};
 struct Iq4Xs : Coded<4, 1, false, 8> {
   static constexpr int kOffset = 128;
   static constexpr float kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+};
+struct Iq4Nl : Coded<4, 0, false, 1> {
+  static constexpr int kOffset = Iq4Xs::kOffset;
+  static constexpr const float (&kValues)[16] = Iq4Xs::kValues;
 };
 
 template <class Format>
@@ -89,8 +103,16 @@ decltype(auto) with_format(int64_t multiplied, Function function) {
       return function.template operator()<Q80>();
     case kQ40:
       return function.template operator()<Q40>();
-    default:
+    case kQ41:
+      return function.template operator()<Q41>();
+    case kQ50:
+      return function.template operator()<Q50>();
+    case kQ51:
+      return function.template operator()<Q51>();
+    case kIq4Xs:
       return function.template operator()<Iq4Xs>();
+    default:
+      return function.template operator()<Iq4Nl>();
   }
 }
 
@@ -197,7 +219,10 @@ class CodedBlocks {
   }
 
   Vec of_piece(int64_t at) const { return load(reinterpret_cast<const int8_t*>(at_) + at); }
-  Vec minimum_of_piece(int64_t i) const { return load(of_group_[1] + i) * of_piece(Format::kParts * kPanel + i); }
+  Vec minimum_of_piece(int64_t i) const {
+    const Vec of_group = load(of_group_[1] + i);
+    return Format::kParts > 0 ? of_group * of_piece(Format::kParts * kPanel + i) : of_group;
+  }
 
   const int64_t blocks_;  // of a panel
   const std::byte *at_, *group_ = nullptr;

@@ -137,7 +137,7 @@ class CodeMultiplier {
 
   // Codes of 4 bits that stand for other values than their own.
   template <class Format>
-  static constexpr bool kHasTable = std::is_same_v<Format, Iq4Xs>;
+  static constexpr bool kHasTable = Format::kBits == 4 && Format::kOffset == Iq4Xs::kOffset;
 
   template <class Format>
   static IntVec table_of(IntVec codes) {

@@ -105,6 +105,44 @@ struct Stored<Q40> {
   }
 };
 
+// The file has what is added, which is a negative minimum.
+inline uint16_t negative(uint16_t half) { return half ^ 0x8000; }
+
+template <>
+struct Stored<Q41> {
+  static constexpr int64_t kBytes = 20;
+  static void read(const uint8_t* group, int64_t, Piece& to) {
+    to.scale_of_group = word_at(group);
+    to.minimum_of_group = negative(word_at(group + 2));
+    for (int64_t i = 0; i < 32; ++i) to.codes[i] = near_nibble(group + 4, 0, i);
+  }
+};
+
+template <>
+struct Stored<Q50> {
+  static constexpr int64_t kBytes = 22;
+  static void read(const uint8_t* group, int64_t, Piece& to) {
+    to.scale_of_group = word_at(group);
+    for (int64_t i = 0; i < 32; ++i) to.codes[i] = near_nibble(group + 6, 0, i) | (group[2 + i / 8] >> i % 8 & 1) << 4;
+  }
+};
+
+template <>
+struct Stored<Q51> {
+  static constexpr int64_t kBytes = 24;
+  static void read(const uint8_t* group, int64_t, Piece& to) {
+    to.scale_of_group = word_at(group);
+    to.minimum_of_group = negative(word_at(group + 2));
+    for (int64_t i = 0; i < 32; ++i) to.codes[i] = near_nibble(group + 8, 0, i) | (group[4 + i / 8] >> i % 8 & 1) << 4;
+  }
+};
+
+template <>
+struct Stored<Iq4Nl> {
+  static constexpr int64_t kBytes = 18;
+  static void read(const uint8_t* group, int64_t piece, Piece& to) { Stored<Q40>::read(group, piece, to); }
+};
+
 template <>
 struct Stored<Iq4Xs> {
   static constexpr int64_t kBytes = 136;
@@ -122,7 +160,7 @@ void put(const Piece& piece, int64_t column, uint8_t* head, uint8_t* block) {
   std::memcpy(head + 2 * column, &piece.scale_of_group, 2);
   if (Format::kMinima) std::memcpy(head + 2 * (kPanel + column), &piece.minimum_of_group, 2);
   for (int part = 0; part < Format::kParts; ++part) block[part * kPanel + column] = piece.scales[part];
-  if (Format::kMinima) block[Format::kParts * kPanel + column] = piece.minimum;
+  if (Format::kMinima && Format::kParts > 0) block[Format::kParts * kPanel + column] = piece.minimum;
   block += Format::kScaleBytes + column / kColumnsOfTile * (kPanel / 8) * Format::kCodeBytes;
   column %= kColumnsOfTile;
   for (int64_t i = 0; i < 32; ++i) {
@@ -179,7 +217,8 @@ void look_up(const uint8_t* stored, int64_t groups, uint16_t* to) {
       Piece piece;
       Stored<Format>::read(stored, i, piece);
       const float scale = float_of(piece.scale_of_group);
-      const float minimum = Format::kMinima ? float_of(piece.minimum_of_group) * piece.minimum : 0;
+      const float of_piece = Format::kParts > 0 ? piece.minimum : 1;
+      const float minimum = Format::kMinima ? float_of(piece.minimum_of_group) * of_piece : 0;
       for (int64_t at = 0; at < kPanel; ++at) {
         const float of_part =
             Format::kParts > 0 ? scale * static_cast<int8_t>(piece.scales[at * Format::kParts / kPanel]) : scale;

@@ -145,6 +145,10 @@ enum Multiplied : int64_t {
   kQ80 = 7,
   kQ40 = 8,
   kIq4Xs = 9,
+  kQ41 = 10,
+  kQ50 = 11,
+  kQ51 = 12,
+  kIq4Nl = 13,
 };
 
 inline constexpr bool is_coded(int64_t multiplied) { return multiplied >= kQ4K; }
