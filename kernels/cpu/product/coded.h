@@ -2,7 +2,8 @@
 //
 // Of a column of a panel, 32 inputs are a piece, and kPiecesOfGroup pieces a group. A number is
 //
-//     scale of the group * scale of its part of the piece * value of its code - minimum of the group * that of the piece
+//     scale of the group * scale of its part of the piece * value of its code - minimum of the group * that of the
+//     piece
 //
 // where the products are exact in float, so that the order in which they are made does not matter: the difference is
 // rounded to float, and that to bfloat16, which are the bits of the weight that is dequantized first.
@@ -11,9 +12,9 @@
 // columns, then their F16 minima, for group after group. A block has the int8 scales of all columns for each part, then
 // their minima, then the codes of 128 numbers after 128 in the order of a block of bfloat16 (pack_weight.cpp). Of those
 // 128, number 16 v + l has the v-th code of lane l. Half h of a chunk of codes, h = v % 2, has a byte v / 2 for lane l:
-// of 4 bits and more the lower ones are the h-th nibble of byte 4 l + v / 2 of the chunk, and further bits follow, where
-// those of one significance and half are the bits of a 64-bit word. So a byte of four codes lies where a product of
-// int8 values takes it: lane l has the numbers of inputs l % 2, l % 2 + 2, ... of column 8 h + l / 2.
+// of 4 bits and more the lower ones are the h-th nibble of byte 4 l + v / 2 of the chunk, and further bits follow,
+// where those of one significance and half are the bits of a 64-bit word. So a byte of four codes lies where a product
+// of int8 values takes it: lane l has the numbers of inputs l % 2, l % 2 + 2, ... of column 8 h + l / 2.
 #pragma once
 
 #include <cstdint>
@@ -145,9 +146,7 @@ class Values {
  public:
   Values(const std::byte* chunk, int64_t lane) { load_codes<Format>(chunk, lane, codes_); }
 
-  Vec operator()(int v) const {
-    return to_floats({(codes_[v % 2].v >> 8 * (v / 2) & 0xff) - Format::kOffset});
-  }
+  Vec operator()(int v) const { return to_floats({(codes_[v % 2].v >> 8 * (v / 2) & 0xff) - Format::kOffset}); }
 
  private:
   IntVec codes_[2];
@@ -188,8 +187,8 @@ class CodedBlocks {
     --left_;
     for (int64_t i = 0; i < kPanel; i += kWidth) {
       for (int part = 0; part < kParts; ++part) {
-        const Vec scale = Format::kParts > 0 ? load(of_group_[0] + i) * of_piece(part * kPanel + i)
-                                             : load(of_group_[0] + i);
+        const Vec scale =
+            Format::kParts > 0 ? load(of_group_[0] + i) * of_piece(part * kPanel + i) : load(of_group_[0] + i);
         store_twice(scales_[part] + 2 * i, scale);
         if constexpr (kFolded) {
           Vec minimum = scale * set1(-Format::kOffset);

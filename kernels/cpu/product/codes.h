@@ -1,5 +1,5 @@
-// Products of int8 tokens with coded weights (coded.h), by vectors. Sums over the inputs of a scale are whole numbers, so
-// that they do not depend on how they are made. Included by product.cpp alone.
+// Products of int8 tokens with coded weights (coded.h), by vectors. Sums over the inputs of a scale are whole numbers,
+// so that they do not depend on how they are made. Included by product.cpp alone.
 #pragma once
 
 namespace quire::QUIRE_ISA {
@@ -110,7 +110,8 @@ class CodeMultiplier {
           const float *scales = blocks.scales(tile, part * kChunks), *minima = blocks.minima(tile, part * kChunks);
           for (int half = 0; half < 2; ++half)
             for (int at = 0; at < kVectorsOfHalf; ++at) {
-              const Vec scale = load(scales + 16 * half + at * kWidth), minimum = load(minima + 16 * half + at * kWidth);
+              const Vec scale = load(scales + 16 * half + at * kWidth),
+                        minimum = load(minima + 16 * half + at * kWidth);
 #pragma GCC unroll 4
               for (int t = 0; t < kTokens; ++t) {
                 Vec& sum = sums[t][tile][half][at];

@@ -69,8 +69,7 @@ struct Stored<Q5K> {
     to.scale_of_group = word_at(group);
     to.minimum_of_group = word_at(group + 2);
     read_scales_and_minima(group + 4, piece, to);
-    for (int64_t i = 0; i < 32; ++i)
-      to.codes[i] = nibble(group + 48, piece, i) | (group[16 + i] >> piece & 1) << 4;
+    for (int64_t i = 0; i < 32; ++i) to.codes[i] = nibble(group + 48, piece, i) | (group[16 + i] >> piece & 1) << 4;
   }
 };
 
@@ -82,8 +81,7 @@ struct Stored<Q6K> {
     const uint8_t *low = group + half * 64 + quarter % 2 * 32, *high = group + 128 + half * 32;
     std::memcpy(to.scales.data(), group + 192 + 2 * piece, 2);
     to.scale_of_group = word_at(group + 208);
-    for (int64_t i = 0; i < 32; ++i)
-      to.codes[i] = (low[i] >> quarter / 2 * 4 & 15) | (high[i] >> 2 * quarter & 3) << 4;
+    for (int64_t i = 0; i < 32; ++i) to.codes[i] = (low[i] >> quarter / 2 * 4 & 15) | (high[i] >> 2 * quarter & 3) << 4;
   }
 };
 
@@ -200,7 +198,8 @@ void pack(const PackArgs& args, int64_t panel) {
 // As F16C converts it.
 inline float float_of(uint16_t half) {
   const uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, mantissa = half & 1023;
-  if (exponent == 0) return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(static_cast<float>(mantissa) * 0x1p-24f));
+  if (exponent == 0)
+    return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(static_cast<float>(mantissa) * 0x1p-24f));
   return std::bit_cast<float>(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
 }
 

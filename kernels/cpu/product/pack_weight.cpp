@@ -126,7 +126,8 @@ int32_t quire_compress_weight(const quire::Context* context, const quire::Compre
   using namespace quire;
   const int64_t panels_bytes = args->panels * bf12_panel_bytes(args->numbers);
   advise_huge_pages(args->compressed, panels_bytes);
-  for_each_panel(context->openmp, args->threads, args->panels, [&](int64_t i) { Panel(*args, i).choose_upper_bytes(); });
+  for_each_panel(context->openmp, args->threads, args->panels,
+                 [&](int64_t i) { Panel(*args, i).choose_upper_bytes(); });
   int64_t exceptions = 0;
   for (int64_t i = 0; i < args->panels; ++i) {
     Bf12Head& head = Panel(*args, i).head();

@@ -142,8 +142,8 @@ int64_t tokens_at_once(const ProductArgs& args) {
 }  // namespace
 }  // namespace quire::QUIRE_ISA
 
-#include "product/vectors.h"
 #include "product/codes.h"
+#include "product/vectors.h"
 #if defined(__AMX_BF16__)
 #include "product/amx.h"
 #endif

@@ -64,8 +64,8 @@ inline Vec load(const int32_t* p) { return to_floats(load_int(p)); }
 inline IntVec bits_as_bytes(const void* word, int64_t lane) {
   int32_t bits;
   std::memcpy(&bits, static_cast<const char*>(word) + lane / 2, sizeof(bits));
-  const __m256i byte_of = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3,
-                                           3, 3, 3, 3, 3);
+  const __m256i byte_of =
+      _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
   const __m256i bit_of = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201u));
   const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(bits), byte_of);
   return whole(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit_of), bit_of));
@@ -80,7 +80,8 @@ inline Vec as_floats(IntVec bits) { return {_mm256_castsi256_ps(bits_of(bits))};
 
 // 16 floats, by the lower 4 bits of each place.
 struct FloatTable {
-  explicit FloatTable(const float (&floats)[16]) : first_(_mm256_loadu_ps(floats)), rest_(_mm256_loadu_ps(floats + 8)) {}
+  explicit FloatTable(const float (&floats)[16])
+      : first_(_mm256_loadu_ps(floats)), rest_(_mm256_loadu_ps(floats + 8)) {}
   Vec look_up(IntVec places) const {
     const __m256 is_rest = _mm256_castsi256_ps(_mm256_slli_epi32(bits_of(places), 28));
     return {_mm256_blendv_ps(_mm256_permutevar8x32_ps(first_, bits_of(places)),
@@ -109,9 +110,9 @@ inline IntVec add_int8_products(IntVec sum, IntVec a, IntVec b) {
 
 // Adds the products of the four unsigned bytes of each word of `codes` with signed ones.
 inline IntVec add_code_products(IntVec sum, IntVec codes, IntVec x) {
-  const __m256i even = _mm256_and_si256(bits_of(codes), _mm256_set1_epi16(0xff)), odd = _mm256_srli_epi16(bits_of(codes), 8);
-  const __m256i products =
-      _mm256_add_epi32(_mm256_madd_epi16(even, even_int8(x)), _mm256_madd_epi16(odd, odd_int8(x)));
+  const __m256i even = _mm256_and_si256(bits_of(codes), _mm256_set1_epi16(0xff)),
+                odd = _mm256_srli_epi16(bits_of(codes), 8);
+  const __m256i products = _mm256_add_epi32(_mm256_madd_epi16(even, even_int8(x)), _mm256_madd_epi16(odd, odd_int8(x)));
   return whole(_mm256_add_epi32(bits_of(sum), products));
 }
 

@@ -81,8 +81,10 @@ inline IntVec add_code_products(IntVec sum, IntVec codes, IntVec x) {
 #if defined(__AVX512VNNI__)
   return whole(_mm512_dpbusd_epi32(bits_of(sum), bits_of(codes), bits_of(x)));
 #else
-  const __m512i even = _mm512_and_si512(bits_of(codes), _mm512_set1_epi16(0xff)), odd = _mm512_srli_epi16(bits_of(codes), 8);
-  const __m512i x_even = _mm512_srai_epi16(_mm512_slli_epi16(bits_of(x), 8), 8), x_odd = _mm512_srai_epi16(bits_of(x), 8);
+  const __m512i even = _mm512_and_si512(bits_of(codes), _mm512_set1_epi16(0xff)),
+                odd = _mm512_srli_epi16(bits_of(codes), 8);
+  const __m512i x_even = _mm512_srai_epi16(_mm512_slli_epi16(bits_of(x), 8), 8),
+                x_odd = _mm512_srai_epi16(bits_of(x), 8);
   const __m512i products = _mm512_add_epi32(_mm512_madd_epi16(even, x_even), _mm512_madd_epi16(odd, x_odd));
   return whole(_mm512_add_epi32(bits_of(sum), products));
 #endif
