@@ -335,7 +335,9 @@ async def test_a_prefix_is_pinned_in_whole_blocks_until_it_is_let_go_of(stub: Sc
     assert from_rpc_error(caught.value).reason == "PIN_NOT_FOUND"
 
 
-# Watching
+# Watching: of the real one; tests tell the fake one what it shows
+
+WATCHED = pytest.mark.parametrize("stub", ["scheduler_svc"], indirect=True)
 
 
 class Mirror:
@@ -390,6 +392,7 @@ class Mirror:
             self.most_tokens[its.request_id] = max(num_tokens, self.most_tokens.get(its.request_id, 0))
 
 
+@WATCHED
 async def test_the_first_frame_is_whole_and_others_come_though_nothing_happens(stub: SchedulerServiceStub) -> None:
     mirror, without_memory = Mirror(stub), Mirror(stub, include_memory=False)
     for each in (mirror, without_memory):
@@ -405,6 +408,7 @@ async def test_the_first_frame_is_whole_and_others_come_though_nothing_happens(s
     assert not mirror.numbers.ready
 
 
+@WATCHED
 async def test_a_request_is_watched_from_its_blocks_to_its_end(
     stub: SchedulerServiceStub, stream: GatewayStream
 ) -> None:

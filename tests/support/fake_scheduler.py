@@ -31,7 +31,7 @@ from quire.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, Unav
 from quire.rpc.server import RpcServer
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.support.fake_pins import FakePins
-from tests.support.fake_watch import FakeWatch, Shown
+from tests.support.fake_watch import FakeWatch
 from tests.support.logprobs import Line, fill, token_logprobs
 
 SERVICE = "quire.scheduler.v1.SchedulerService"
@@ -343,20 +343,6 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
     ) -> scheduler_pb2.CancelResponse:
         raise NotFound(f"{request.request_id} is not kept", reason="REQUEST_NOT_FOUND")
 
-    def shown(self) -> list[Shown]:
-        return [
-            Shown(
-                request.submit,
-                [*request.prompt, *(self.rule(request.prompt, position) for position in range(request.num_emitted))],
-                len(request.prompt),
-            )
-            for request in self.live.values()
-        ]
-
-    @property
-    def is_draining(self) -> bool:
-        return self.drains
-
     def _send_state(self, *, ready: bool) -> None:
         self._outgoing.append(scheduler_pb2.ConnectResponse(state=scheduler_pb2.ReplicaState(ready=ready)))
         self._changed.set()
@@ -479,8 +465,7 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
         if is_stop:
             end.stop_token_id = token_id
         events.finished.append(end)
-        self.usages.append(_usage(request))
-        events.completed.append(scheduler_pb2.RequestEnd(handle=request.submit.handle, usage=self.usages[-1]))
+        events.completed.append(scheduler_pb2.RequestEnd(handle=request.submit.handle, usage=_usage(request)))
         return True
 
     @staticmethod

@@ -44,6 +44,7 @@ ANSWERS = [
     ("GET", "/v1/models/quire-tiny", None),
     ("GET", "/v2", None),
     ("GET", "/v2/health/live", None),
+    ("GET", "/v2/models/quire-tiny", None),
     ("GET", "/v2/models/quire-tiny/ready", None),
     ("GET", "/v2/models/quire-tiny/versions/1/ready", None),
     ("POST", "/v2/models/quire-tiny/infer", {"inputs": [TEXTS, LOGPROBS], "id": "a"}),

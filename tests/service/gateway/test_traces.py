@@ -173,3 +173,16 @@ async def test_a_request_that_is_submitted_again_stays_in_its_trace(
         assert [response async for response in responses][-1].HasField("completed")
     span = await span_of(collector, trace_id)
     assert (span.attributes["quire.submissions"], span.attributes["quire.outcome"]) == (2, "completed")
+
+
+async def test_an_http_request_continues_the_trace_of_its_headers(
+    traced: RunningGateway, collector: TraceCollector
+) -> None:
+    header, trace_id, caller = make_traceparent()
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "n": 1}
+    answer = await traced.http.post("/v1/chat/completions", json=body, headers={"traceparent": header})
+    assert answer.status_code == 200
+    span = await span_of(collector, trace_id)
+    assert span.parent_id == caller
+    assert span.attributes["gen_ai.operation.name"] == "chat"
+    assert span.attributes["gen_ai.usage.output_tokens"] == 4

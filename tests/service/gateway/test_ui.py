@@ -162,10 +162,14 @@ async def test_the_feed_ends_when_the_key_is_revoked(page, keys):
 
 
 async def test_the_feed_has_frames_with_memory_or_numbers_alone(open_page, scheduler):
+    frame = scheduler_pb2.WatchResponse(is_whole=True, memory=scheduler_pb2.MemoryChanges(names=bytes(range(1, 9))))
+    frame.waiting.add(request_id="r", reason=scheduler_pb2.WAIT_REASON_SHARED_PREFIX)
+    scheduler.frames.append(frame)
     for query, has_memory in (("", True), ("?memory=0", False)):
-        (*_, (_, frame)) = await events_of(open_page, f"/ui/feed{query}", "frame")
-        assert (frame["replica"], frame["is_whole"], frame["numbers"]["num_blocks"]) == (scheduler.address, True, 64)
-        assert (frame["memory"] is not None) == scheduler.watches[-1].include_memory == has_memory
+        (*_, (_, shown)) = await events_of(open_page, f"/ui/feed{query}", "frame")
+        assert (shown["replica"], shown["is_whole"]) == (scheduler.address, True)
+        assert (shown["memory"]["names"], shown["waiting"][0]["reason"]) == (["0102030405060708"], "shared_prefix")
+        assert scheduler.watches[-1].include_memory == has_memory
 
 
 async def test_the_feed_knows_replicas_that_are_gone(open_page, scheduler, gateway):

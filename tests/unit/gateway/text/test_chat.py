@@ -95,13 +95,27 @@ SYSTEM_IN_FIRST_TURN = (
 )
 
 
-def test_a_system_message_that_is_written_with_the_first_turn_is_shared(tmp_path):
+KNOWS_BOTS_ALONE = (
+    "{% for m in messages %}{% if m.role != 'bot' %}{{ raise_exception('only bots') }}{% endif %}{{ m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "expected"),
+    [
+        # Not the space at its end, which is one token with a word that follows.
+        (SYSTEM_IN_FIRST_TURN, ChatMessage("system", "Be kind to all foxes."), "[Be kind to all foxes.."),
+        # No role is known that could follow.
+        (KNOWS_BOTS_ALONE, ChatMessage("bot", "Beep."), "Beep."),
+    ],
+)
+def test_what_later_turns_begin_with_is_shared(tmp_path, template, message, expected):
     executor = FairExecutor(1)
-    directory = write_model_directory(tmp_path / "model", byte_level(), chat_template__jinja=SYSTEM_IN_FIRST_TURN)
+    directory = write_model_directory(tmp_path / "model", byte_level(), chat_template__jinja=template)
     model = ServedModel.open(directory, None, executor)
-    prefix = asyncio.run(model.chat.encode_prefix(ChatPrompt([ChatMessage("system", "Be kind to all foxes.")])))
-    # Not the space at its end, which is one token with a word that follows.
-    assert model.tokenizer.decode(prefix, include_special_tokens=True) == "[Be kind to all foxes.."
+    prefix = asyncio.run(model.chat.encode_prefix(ChatPrompt([message])))
+    assert model.tokenizer.decode(prefix, include_special_tokens=True) == expected
     executor.shutdown()
 
 

@@ -147,3 +147,8 @@ def test_either_name_of_the_length_works():
 def test_a_negative_seed_is_the_number_that_has_the_same_bits():
     asked = options(seed=-5)
     assert (asked.sampling.seed, asked.asked("sampling.seed")) == (2**64 - 5, -5)
+
+
+def test_a_completion_without_a_prompt_is_refused():
+    with pytest.raises(InvalidArgument, match=r"^prompt is missing$"):
+        CompletionCall(completion(prompt=None), "m")
