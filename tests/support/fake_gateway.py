@@ -27,7 +27,7 @@ from quire.gateway.v1 import (
     prefix_pb2,
     prefix_pb2_grpc,
 )
-from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, ResourceExhausted
+from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS, report_configuration_error
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import ServerTls
@@ -39,14 +39,12 @@ SERVICES = tuple(f"quire.gateway.v1.{name}Service" for name in ("Generation", "M
 class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
     """Answers "<prompt>!", one chunk a word. Prompts with a meaning of their own:
 
-    "bad": InvalidArgument. "full": ResourceExhausted the first time, with a retry in 10 ms. "endless": one chunk, and
-    no end until the caller leaves, which sets `left`.
+    "bad": InvalidArgument. "endless": one chunk, and no end until the caller leaves, which sets `left`.
     """
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
         self.left = asyncio.Event()
-        self._refused_once = False
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: object
@@ -122,9 +120,6 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
     def _refuse(self, prompt: str) -> None:
         if prompt == "bad":
             raise InvalidArgument("prompt is bad", violations=[FieldViolation("text", "is bad")])
-        if prompt == "full" and not self._refused_once:
-            self._refused_once = True
-            raise ResourceExhausted("the queue is full", reason="QUEUE_FULL", retry_after_ms=10)
 
 
 class FakeModels(model_pb2_grpc.ModelServiceServicer):
