@@ -60,7 +60,7 @@ class NoCandidatesError(Exception):
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """The most likely next tokens of one beam, best first, and their log probabilities. A banned token has -inf. A beam
-    without candidates is dropped, as one is all of whose candidates are banned.
+    all of whose candidates are banned has no continuation.
 
     Among equal log probabilities the lower token id comes first.
     """

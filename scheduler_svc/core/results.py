@@ -172,11 +172,10 @@ class Results:
         if sequence is None:
             return
         failure = _failure_of(sequence.request.key, row, result)
-        if sequence.request.beam is not None:
-            # A beam without a candidate is dropped; the search continues with the others.
-            self._collect(sequence, result.candidates[row] if failure is None else Candidates((), ()), failure)
-        elif failure is not None:
+        if failure is not None:
             self._fail(failure)
+        elif sequence.request.beam is not None:
+            self._collect(sequence, result.candidates[row])
         else:
             sequence.token_ids.append(int(result.token_ids[sample]))
             logprobs = None if result.logprobs is None else result.logprobs.of_sample(sample)
@@ -238,8 +237,8 @@ class Results:
             self._batch.end(ending)
             self._end([group for group in groups.values() if len(group.sequences) == 1 or group.finished])
 
-    def _collect(self, sequence: Sequence, candidates: Candidates, failure: RequestFailure | None) -> None:
-        """One beam's candidates, none if its row failed; with the last of them the search continues."""
+    def _collect(self, sequence: Sequence, candidates: Candidates) -> None:
+        """One beam's candidates; with the last of them the search continues."""
         group = self._running.get(sequence.request.key)
         assert group.beams is not None
         group.beams.candidates[sequence.index] = candidates
@@ -249,8 +248,9 @@ class Results:
             try:
                 self._advance(group.beams)
             except NoCandidatesError as error:
-                key = sequence.request.key
-                self._fail(failure or RequestFailure(key, reason="NON_FINITE_LOGITS", message=str(error)))
+                # As the worker says of a sampled row that its parameters leave no token.
+                reason = "INVALID_SAMPLING" if sequence.request.has_constraint else "NON_FINITE_LOGITS"
+                self._fail(RequestFailure(sequence.request.key, reason, str(error)))
                 return
             if not group.beams.beams:
                 self._batch.end(group.unfinished)

@@ -179,9 +179,11 @@ class LaunchedStep:
         )
 
     def _refuse_left_without_tokens(self, is_finite: NDArray[np.bool_]) -> None:
-        """A constrained row has logits of -infinity alone if other rules exclude all that its constraint leaves."""
+        """A constrained row has logits of -infinity alone if other rules exclude all that its constraint leaves. A
+        beam of such a row ends without a continuation."""
         columns = self.columns
-        excluded = columns.has_constraint & columns.has_rules & ~columns.is_refused & ~is_finite
+        draws = columns.num_candidates == 0
+        excluded = draws & columns.has_constraint & columns.has_rules & ~columns.is_refused & ~is_finite
         if excluded.any():
             columns.refuse(
                 excluded, "sampling.constraint: no token may follow that allowed_token_ids and bad_words leave, too"

@@ -60,8 +60,7 @@ def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History
     places = np.flatnonzero(columns.has_rules)
     if masks is None and not len(places):
         return
-    changed = columns.has_rules | columns.has_constraint
-    _normalise_candidates(logits, np.flatnonzero(changed & (columns.num_candidates > 0)))
+    _normalise_candidates(logits, np.flatnonzero(columns.changes_logits & (columns.num_candidates > 0)))
     if masks is not None:
         masks.apply(logits)
     ruled = [RuledRow(place, columns.rules[place]) for place in places.tolist()]

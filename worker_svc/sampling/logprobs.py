@@ -130,7 +130,8 @@ def gather_candidates(logits: Tensor, columns: SamplingColumns) -> CandidateValu
     """The candidates that rows ask for, at most as many as there are tokens; None when no row does.
 
     Args:
-        logits: [n, vocab] float32. Those of rows with rules are log probabilities already (`apply_logit_rules`).
+        logits: [n, vocab] float32. Those of rows with rules or a constraint are log probabilities already
+            (`apply_logit_rules`).
         columns: Parameters of the n rows.
     """
     rows = np.flatnonzero(columns.num_candidates > 0)
@@ -138,7 +139,7 @@ def gather_candidates(logits: Tensor, columns: SamplingColumns) -> CandidateValu
         return None
     if len(rows) < len(logits):
         logits = logits[to_device(rows, logits.device)]
-    unnormalised = np.flatnonzero(~columns.has_rules[rows])
+    unnormalised = np.flatnonzero(~columns.changes_logits[rows])
     if len(unnormalised) == len(rows):
         logits = logits.log_softmax(dim=1)
     elif len(unnormalised):

@@ -35,7 +35,8 @@ class Drawn:
     token_ids: Tensor
     """[n] int64."""
     is_finite: Tensor
-    """[n] bool; False if the logits hold NaN or +infinity, or nothing finite, and the token is undefined."""
+    """[n] bool; False if the logits hold NaN or +infinity, or nothing finite, and the token is undefined. True for a
+    row that reports candidates, all of which are banned: it draws no token."""
 
     @classmethod
     def none(cls, device: torch.device) -> "Drawn":
@@ -54,6 +55,10 @@ def draw(logits: Tensor, columns: SamplingColumns, positions: NDArray[np.integer
     # The highest logit is NaN or infinite exactly when the row is not usable.
     highest, token_ids = most_likely(logits)
     is_finite = highest.isfinite()
+    may_be_banned = (columns.num_candidates > 0) & columns.changes_logits
+    if may_be_banned.any():
+        # Their logits are log probabilities, so -infinity alone comes from a ban: it would be NaN if the model said it.
+        is_finite |= to_device(may_be_banned, logits.device) & (highest == -torch.inf)
     sampled = np.flatnonzero((columns.temperature > 0) & (columns.num_candidates == 0))
     if len(sampled) == len(columns.temperature):
         token_ids = _sample(logits, highest, token_ids, columns, positions)

@@ -157,6 +157,11 @@ class SamplingColumns:
     refusal: NDArray[np.object_]
     """Why the row fails when it samples; None if it does not."""
 
+    @property
+    def changes_logits(self) -> NDArray[np.bool_]:
+        """Whether rules or a constraint change the logits of the row."""
+        return self.has_rules | self.has_constraint
+
     @classmethod
     def empty(cls, num_rows: int) -> "SamplingColumns":
         """Columns of zeros."""

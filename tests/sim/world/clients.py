@@ -83,7 +83,7 @@ class Client:
         return client
 
     async def _generate(self, request: Generate, story: Story) -> None:
-        witness = story.witness = Witness.of(request, may_glitch=self.circumstances.may_glitch)
+        witness = story.witness = Witness.of(request)
         cancelling = taking = None
         if request.taken_over_after_s is not None:
             taking = asyncio.create_task(self._take_over(request, witness, request.taken_over_after_s))

@@ -53,20 +53,18 @@ class Witness:
 
     request: Generate
     expected: Answer
-    is_lenient: bool = False
-    """Whether another answer may come: of a beam search one of whose beams the device has spoiled, which is dropped."""
     num_events: int = 0
     is_complete: bool = False
     _said: dict[int, _Said] = field(default_factory=dict[int, _Said])
 
     @classmethod
-    def of(cls, request: Generate, *, may_glitch: bool) -> "Witness":
-        return cls(request, answer_of(request), may_glitch and request.options.beam_search is not None)
+    def of(cls, request: Generate) -> "Witness":
+        return cls(request, answer_of(request))
 
     def resumed(self) -> "Witness":
         """A witness of a call that goes on from here. The ends of sequences come to it once more."""
         said = {index: _Said(each.num_tokens, each.text) for index, each in self._said.items()}
-        return Witness(self.request, self.expected, self.is_lenient, _said=said)
+        return Witness(self.request, self.expected, _said=said)
 
     @property
     def offsets(self) -> list[tuple[int, int, int]]:
@@ -80,9 +78,6 @@ class Witness:
     def event(self, event: StreamEvent) -> None:
         """The next event of a stream."""
         self.num_events += 1
-        if self.is_lenient:
-            self.is_complete = self.is_complete or isinstance(event, RequestCompleted)
-            return
         self._demand(not self.is_complete, "an event comes after the last one")
         match event:
             case TokenChunk():
@@ -100,9 +95,6 @@ class Witness:
 
     def generation(self, answer: Generation) -> None:
         """A whole answer."""
-        if self.is_lenient:
-            self.is_complete = True
-            return
         self._demand([each.index for each in answer.sequences] == [*range(self.request.num_returned)], "wrong indices")
         for each in answer.sequences:
             said, expected = self._of(each.index)
@@ -192,7 +184,7 @@ class Circumstances:
     Attributes:
         has_short_queue, has_few_durable: Whether a scheduler refuses requests that wait, or durable ones.
         trouble_s: How long things are broken, in all.
-        may_glitch: Whether a device may compute what is not finite. A beam search goes on without the beam.
+        may_glitch: Whether a device may compute what is not finite.
     """
 
     block_size: int

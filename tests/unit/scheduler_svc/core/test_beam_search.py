@@ -196,15 +196,15 @@ def test_beams_wait_for_their_result_and_others_do_not():
 
 
 def fail_rows(driver: Driver, *rows: int) -> None:
-    """The oldest result says that these rows had no finite logits, as a worker says where no token is allowed."""
+    """The oldest result says that the logits of these rows hold NaN."""
     result = driver.results[0]
     assert result is not None
     candidates = {row: each for row, each in result.candidates.items() if row not in rows}
-    driver.results[0] = replace(result, candidates=candidates, failures=dict.fromkeys(rows, "nothing is finite"))
+    driver.results[0] = replace(result, candidates=candidates, failures=dict.fromkeys(rows, "not a number"))
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_a_beam_whose_row_fails_is_dropped_and_the_others_go_on(lost):
+def test_a_beam_all_of_whose_tokens_are_banned_is_dropped_and_the_others_go_on(lost):
     driver = Driver(make_config(), max_in_flight=1)
     request = make_beams(1, width=3)
     driver.submit(request)
@@ -214,13 +214,13 @@ def test_a_beam_whose_row_fails_is_dropped_and_the_others_go_on(lost):
     beams = list(group.beams.beams)
     search = copy.deepcopy(group.beams.search)
     candidates = [candidates_after(each.token_ids, 6) for each in beams]
-    candidates[lost] = Candidates((), ())
+    candidates[lost] = Candidates(range(6), [-math.inf] * 6)
     expected = search.advance(candidates, [each.output for each in beams])
-    driver.plan()
-    row = beams[lost].row
-    assert row is not None
-    fail_rows(driver, row)
-    driver.deliver()
+    banned = list(beams[lost].token_ids)
+    driver.device.candidates = lambda tokens, count: (
+        candidates[lost] if tokens == banned else candidates_after(tokens, count)
+    )
+    driver.run_steps(1)
     assert lost not in {each.parent for each in expected.continuations}
     assert group.beams.search.scores == search.scores
     driver.run_until_idle()
@@ -228,25 +228,27 @@ def test_a_beam_whose_row_fails_is_dropped_and_the_others_go_on(lost):
     assert driver.scheduler.batch.blocks.pool.num_used == 0
 
 
+@pytest.mark.parametrize("rows", [[0], [1], [2], [0, 1, 2]])
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_a_search_fails_alone_once_all_its_beams_do(num_steps):
+def test_a_search_fails_alone_once_a_row_of_it_does(num_steps, rows):
     driver = Driver(make_config(), max_in_flight=1)
     search, other = make_beams(1, width=3), make_request(2, max_tokens=8)
     driver.submit(search, other)
     driver.run_steps(num_steps)
     driver.plan()
-    fail_rows(driver, 0, 1, 2)
+    fail_rows(driver, *rows)
     (failure,) = driver.deliver()[CLIENT].failed
-    assert (failure.key, failure.reason, failure.message) == (search.key, "NON_FINITE_LOGITS", "nothing is finite")
+    assert (failure.key, failure.reason, failure.message) == (search.key, "NON_FINITE_LOGITS", "not a number")
     driver.finish(other)
 
 
-def test_candidates_that_are_all_banned_fail_a_search_as_failed_rows_do():
+@pytest.mark.parametrize(("constraint", "reason"), [(b"", "NON_FINITE_LOGITS"), (b"a", "INVALID_SAMPLING")])
+def test_a_search_without_any_token_left_fails_as_a_sampled_row_does(constraint, reason):
     driver = Driver(make_config(), max_in_flight=1)
-    driver.device.candidates = lambda tokens, count: Candidates([1, 2, 3], [-math.inf] * 3)
-    driver.submit(make_beams(1, width=3))
+    driver.device.candidates = lambda tokens, count: Candidates(range(count), [-math.inf] * count)
+    driver.submit(make_beams(1, width=3, constraint=constraint))
     driver.plan()
     (failure,) = driver.deliver()[CLIENT].failed
-    assert failure.reason == "NON_FINITE_LOGITS"
+    assert failure.reason == reason
     assert failure.message.startswith("every candidate of every beam is banned")
     driver.check()

@@ -320,8 +320,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         started = {
             group.request.key.handle for group in self.driver.scheduler.groups() if group.timeline.started is not None
         }
-        # What was computed before stays as it is. A beam that fails is dropped, and the search goes on without.
-        if handle in self._live() - started and self.requests[handle].beam is None:
+        # What was computed before stays as it is.
+        if handle in self._live() - started:
             self.driver.failing.setdefault(handle, position)
 
     @rule()
@@ -333,8 +333,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def make_constraint_fail(self, data, num_tokens):
         """From now on the worker finds that a request's constraint fails, once it has so many tokens."""
         handle = data.draw(st.sampled_from(sorted(self.requests)))
-        # A beam that fails is dropped, and the search goes on without.
-        if self.requests[handle].has_constraint and self.requests[handle].beam is None:
+        if self.requests[handle].has_constraint:
             self.driver.refusing[handle] = num_tokens
 
     @invariant()

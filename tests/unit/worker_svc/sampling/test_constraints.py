@@ -12,6 +12,8 @@ from tests.support.constraints import spelled, vocabulary
 from tests.support.sampling import make_columns, make_row_sampling, make_sampling
 from worker_svc.sampling.constraints import Masks, RowMatchers, TemplateCache, Terms, exclude
 from worker_svc.sampling.logit_rules import History, apply_logit_rules
+from worker_svc.sampling.logprobs import gather_candidates
+from worker_svc.sampling.sampler import draw
 from worker_svc.step import AssignRow, LogitRules, RowChanges, RowConstraint, RowSampling, SetTokens
 
 HELD = vocabulary("byte level")
@@ -224,6 +226,20 @@ def test_candidates_of_a_constrained_row_are_log_probabilities_of_all_tokens() -
     assert logits[0].isfinite().nonzero().squeeze(1).tolist() == [5, 7]
     assert torch.equal(logits[0, [5, 7]], expected[0, [5, 7]])
     assert torch.equal(logits[1], plain)
+    candidates = gather_candidates(logits, columns)
+    assert candidates is not None
+    assert torch.equal(candidates.logprobs[0], expected[0, candidates.token_ids[0]])
+
+
+def test_a_constraint_that_allows_a_beam_no_token_leaves_it_candidates_that_are_banned() -> None:
+    logits, nothing = torch.zeros((1, 320)), np.zeros_like(HELD.mask_of([]))[None]
+    columns = make_columns([make_sampling(num_candidates=2, constraint=constrained("a").constraint)])
+    history = History(torch.zeros((1, 4), dtype=torch.int32), np.arange(1), np.zeros(1, np.int64), np.ones(1, np.int64))
+    apply_logit_rules(logits, columns, history, Masks(np.array([0]), nothing, {}))
+    assert draw(logits, columns, np.ones(1, np.int64)).is_finite.tolist() == [True]
+    candidates = gather_candidates(logits, columns)
+    assert candidates is not None
+    assert candidates.logprobs.tolist() == [[-torch.inf, -torch.inf]]
 
 
 def test_other_rules_apply_to_the_tokens_that_are_left() -> None:

@@ -8,9 +8,11 @@ import torch
 from scipy.stats import chisquare
 
 from tests.support.sampling import make_columns, make_sampling
+from worker_svc.sampling.logit_rules import History, apply_logit_rules
+from worker_svc.sampling.logprobs import gather_candidates
 from worker_svc.sampling.sampler import CHUNK, draw, inverse_cdf, padded_width, philox4x32, uniform
 from worker_svc.sampling.truncation import lowest_kept
-from worker_svc.step import RowSampling
+from worker_svc.step import LogitRules, RowSampling
 
 LOGITS = np.array([2.0, 1.0, 0.0, -0.5, 1.5, -3.0, 0.5, 2.2, -1.0, 0.1], dtype=np.float32)
 
@@ -164,6 +166,28 @@ def test_rows_with_logits_that_are_not_finite_are_named_and_others_are_unaffecte
     drawn = draw(logits, make_columns(rows), np.zeros(5, np.int64))
     assert drawn.is_finite.tolist() == [True, False, True, False, True]
     assert drawn.token_ids.tolist() == [good[0], 0, good[2], 0, good[4]]
+
+
+BANS = LogitRules(allowed_token_ids=np.array([3], np.int32), bad_sequences=(np.array([3], np.int32),))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_beam_whose_tokens_are_all_banned_is_finite_and_one_with_nan_or_infinity_is_not(bad: float) -> None:
+    """A row that draws needs a token; the beam of one that reports candidates may end without."""
+    logits = torch.randn((5, 40), generator=torch.Generator().manual_seed(4))
+    logits[1, 3], logits[2] = bad, -torch.inf
+    rows = [make_sampling(num_candidates=4, rules=rules) for rules in (BANS, BANS, BANS, None)]
+    columns = make_columns([*rows, make_sampling(rules=BANS)])
+    tokens, ones = torch.ones((5, 1), dtype=torch.int32), np.ones(5, np.int64)
+    apply_logit_rules(logits, columns, History(tokens, np.arange(5), ones, ones))
+    assert draw(logits, columns, ones).is_finite.tolist() == [True, False, False, True, False]
+    # The model computed nothing finite: no rule has banned it.
+    logits[3] = -torch.inf
+    assert draw(logits, columns, ones).is_finite.tolist() == [True, False, False, False, False]
+    candidates = gather_candidates(logits, columns)
+    assert candidates is not None
+    assert candidates.token_ids[0].tolist() == [0, 1, 2, 3]
+    assert candidates.logprobs[0].tolist() == [-torch.inf] * 4
 
 
 def make_weights(lines: np.ndarray) -> torch.Tensor:
