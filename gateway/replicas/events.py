@@ -422,4 +422,6 @@ def _request_ended(message: scheduler_pb2.RequestEnd) -> RequestEnded:
 def _request_failed(message: scheduler_pb2.RequestFailure) -> RequestFailed:
     retry_after_ms = optional(message, "retry_after_ms")
     error = error_for_code(message.code, message.message, reason=message.reason or None, retry_after_ms=retry_after_ms)
+    if message.HasField("scheduler_epoch"):
+        error.metadata["scheduler_epoch"] = str(message.scheduler_epoch)
     return RequestFailed(message.handle, error)

@@ -404,6 +404,9 @@ class Replicas:
             live.submissions -= 1
             self._draining.add(link.address)
             self.place(live)
+        elif error.reason == "MODEL_CHANGED" and _is_known(link, error):
+            # The end of a request that was resumed after it, or submitted again.
+            live.fail(error)
         elif error.reason == "MODEL_CHANGED":
             # It takes nothing new until it is connected again, with a welcome that names its new model.
             self._draining.add(link.address)
@@ -505,6 +508,12 @@ class Replicas:
             set_event, cleared = cleared, set_event
         set_event.set()
         cleared.clear()
+
+
+def _is_known(link: SchedulerLink, changed: QuireError) -> bool:
+    """Whether the welcome of the stream has the model already that a request failed for: then the stream goes on."""
+    epoch = changed.metadata.get("scheduler_epoch")
+    return epoch is not None and link.welcome is not None and link.welcome.scheduler_epoch >= int(epoch)
 
 
 def _model_changed(live: LiveRequest, model: ModelFingerprint) -> Unavailable:

@@ -253,12 +253,15 @@ class Resumption:
     def _may_go_on_after(self, error: QuireError) -> bool:
         """Whether there is another call to make; notes which."""
         if isinstance(error, Unavailable):
-            self._is_submitted = True
-        elif isinstance(error, NotFound) and self._lost_at is not None:
+            # A request that ended since its model went is not resumed; with what came, the text would be of two models.
+            has_ended = error.reason == "MODEL_CHANGED"
+            self._is_submitted = not has_ended
+            return not (has_ended and self._sequences)
+        if isinstance(error, NotFound) and self._lost_at is not None:
             # The submission was lost, or every process that had the request is gone.
             self._is_submitted = False
             return self.go_on is not None or not self._sequences
-        elif isinstance(error, AlreadyExists) and self._lost_at is not None:
+        if isinstance(error, AlreadyExists) and self._lost_at is not None:
             # A gateway has not noticed yet that this client is gone, or has itself submitted the request again.
             self._is_submitted = True
         else:

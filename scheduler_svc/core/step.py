@@ -211,11 +211,12 @@ class RequestEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """One request failed; others continue."""
+    """One request failed; others continue. `epoch` is the one that found another model, where that is the reason."""
 
     key: RequestKey
     reason: str
     message: str
+    epoch: int | None = None
 
 
 @dataclass(slots=True)

@@ -240,7 +240,11 @@ def _failure_message(failure: RequestFailure) -> scheduler_pb2.RequestFailure:
     """The failure of a request that was accepted."""
     code = _FAILURE_CODES.get(failure.reason, code_pb2.INTERNAL)
     return scheduler_pb2.RequestFailure(
-        handle=failure.key.handle, code=code, reason=failure.reason, message=failure.message
+        handle=failure.key.handle,
+        code=code,
+        reason=failure.reason,
+        message=failure.message,
+        scheduler_epoch=failure.epoch,
     )
 
 

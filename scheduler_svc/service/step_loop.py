@@ -482,7 +482,7 @@ class StepLoop:
         keys = [group.request.key for group in scheduler.groups()]
         for key in keys:
             scheduler.abort(key)
-        failures = [RequestFailure(key, MODEL_CHANGED, message) for key in keys]
+        failures = [RequestFailure(key, MODEL_CHANGED, message, self.epoch) for key in keys]
         self._emit(0, {GATEWAYS: ClientEvents(failed=failures)})
 
     def _rebuild(self, old: Scheduler, config: SchedulerConfig) -> None:

@@ -8,10 +8,10 @@ from random import Random
 from typing import Any, cast
 
 from tests.sim.world.cluster import MANY, Cluster, Layout, draw_layout, watched_schedulers
-from tests.sim.world.faults import Fault, Glitch, draw_faults
+from tests.sim.world.faults import Fault, Glitch, OtherModel, draw_faults, draw_other_model
 from tests.sim.world.gateways import gateways_without_sockets
 from tests.sim.world.oracles import Circumstances
-from tests.sim.world.traffic import MAX_OUTPUT, TENANT, Generate, Request, draw_requests
+from tests.sim.world.traffic import MAX_OUTPUT, TENANT, Generate, Request, draw_requests, with_deadly
 from tests.sim.world.world import StuckError, World
 
 _START_S = 2.0
@@ -20,6 +20,10 @@ _PATIENCE_S = 90.0
 """After all trouble, the longest ping and the longest wait of a client for its next call: then all has to be over."""
 _QUOTA_S = 300.0
 """What a client of a limited key waits, with all its attempts."""
+_DEADLY_S = 200.0
+"""Until each of two replicas has found out which request kills its worker, between which it moves."""
+_RARE = 0.1
+"""The share of worlds with a deadly request, and of those with another model."""
 _KEPT_S = 130.0
 """Durable requests are kept for a minute without a reader, and once more after their end; pins are no longer."""
 
@@ -56,6 +60,13 @@ def draw_plan(seed: int) -> Plan:
     pool_tokens = layout.worker.num_blocks * layout.worker.block_size
     requests = draw_requests(draw, layout.clients, pool_tokens, over_s)
     faults = draw_faults(draw, layout.hosts, layout.servers, over_s, layout.worker)
+    # Of its own: what is rare changes nothing else in a plan.
+    rare = Random(f"rare {seed}")
+    if rare.random() < _RARE:
+        requests = with_deadly(rare, requests)
+    if rare.random() < _RARE:
+        other = draw_other_model(rare, layout.servers, over_s, layout.worker.fingerprint)
+        faults = (*(faults if rare.random() < 0.5 else ()), other)
     return Plan(
         seed,
         layout,
@@ -94,13 +105,15 @@ def run_world(plan: Plan, on_world: Callable[[World], object] = lambda _: None) 
                 raise StuckError(f"{', '.join(cluster.held)}: {error}") from error
             cluster.check()
         errors = tuple(story.error.reason for story in cluster.stories if story.error is not None)
-        num_tokens = sum(story.witness.num_tokens for story in cluster.stories if story.witness is not None)
+        num_tokens = sum(story.witness.last.num_tokens for story in cluster.stories if story.witness is not None)
         return Outcome(world.digest, world.num_events, world.now, num_tokens, errors)
 
 
 def _circumstances(plan: Plan) -> Circumstances:
     trouble_s = sum(fault.seconds for fault in plan.faults)
     settings = plan.layout.settings
+    changes = [fault for fault in plan.faults if isinstance(fault, OtherModel)]
+    deadly = [each for each in plan.requests if isinstance(each, Generate) and each.deadly_at is not None]
     return Circumstances(
         plan.layout.worker.block_size,
         bool(plan.faults),
@@ -108,6 +121,11 @@ def _circumstances(plan: Plan) -> Circumstances:
         settings.max_durable_requests < MANY,
         trouble_s,
         any(isinstance(fault, Glitch) for fault in plan.faults),
+        models=tuple(sorted({0} | {int(fault.model.weights) for fault in changes})),
+        # Where another replica has it, and nothing else is wrong, requests go on there.
+        may_lose_model=bool(changes) and (plan.layout.num_replicas == 1 or len(plan.faults) > 1 or bool(deadly)),
+        may_mix_models=bool(changes) and len(plan.faults) > 1,
+        deadly={each.options.seed or 0: each.deadly_at or 0 for each in deadly},
     )
 
 
@@ -117,7 +135,8 @@ def _limit_s(plan: Plan) -> float:
     generates = [each for each in plan.requests if isinstance(each, Generate)]
     reading_s = max((each.pause_s * (MAX_OUTPUT + 2) * each.num_returned for each in generates), default=0.0)
     is_limited = any(set(TENANT[each.tenant].limits.values()) != {None} for each in plan.requests)
-    return last_s + _circumstances(plan).trouble_s + reading_s + _PATIENCE_S + is_limited * _QUOTA_S
+    deadly_s = len(_circumstances(plan).deadly) * _DEADLY_S
+    return last_s + _circumstances(plan).trouble_s + deadly_s + reading_s + _PATIENCE_S + is_limited * _QUOTA_S
 
 
 def main(first: int, count: int) -> None:

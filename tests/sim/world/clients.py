@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import grpc
 
 from quire.client import AsyncClient, AsyncStream, ChatMessage, RetryPolicy, convert
+from quire.client.retries import Resumption
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import NotFound, QuireError, from_rpc_error
 from tests.sim.world.gateways import character_of, key_of
-from tests.sim.world.oracles import Circumstances, FalseAnswerError, Witness, check_pin, check_tokens
+from tests.sim.world.oracles import Circumstances, FalseAnswerError, Testimony, check_pin, check_tokens
 from tests.sim.world.traffic import TENANT, Generate, Pin, Request, Tokenize, Verb
 from tests.sim.world.world import World
 
@@ -25,7 +26,7 @@ class Story:
     """
 
     request: Request
-    witness: Witness | None = None
+    witness: Testimony | None = None
     has_ended: bool = False
     has_left: bool = False
     error: QuireError | None = None
@@ -62,7 +63,7 @@ class Client:
         except FalseAnswerError as error:
             self.false_answers.append(error)
         reason = None if story.error is None else story.error.reason
-        num_tokens = None if story.witness is None else story.witness.num_tokens
+        num_tokens = None if story.witness is None else story.witness.last.num_tokens
         self.world.note("answer", request.number, num_tokens, reason, story.has_left)
 
     async def _answer(self, request: Request, story: Story) -> None:
@@ -83,7 +84,7 @@ class Client:
         return client
 
     async def _generate(self, request: Generate, story: Story) -> None:
-        witness = story.witness = Witness.of(request)
+        witness = story.witness = Testimony.of(request, self.circumstances.models)
         cancelling = taking = None
         if request.taken_over_after_s is not None:
             taking = asyncio.create_task(self._take_over(request, witness, request.taken_over_after_s))
@@ -103,7 +104,7 @@ class Client:
             if taking is not None:
                 await taking
 
-    async def _whole(self, request: Generate, witness: Witness) -> None:
+    async def _whole(self, request: Generate, witness: Testimony) -> None:
         client = self._client(request.tenant)
         given = {"request_id": request.request_id, "priority": request.priority, "timeout_s": request.timeout_s}
         if request.verb is Verb.CHAT:
@@ -112,39 +113,44 @@ class Client:
             answer = await client.generate(request.prompt, request.options, **given)
         witness.generation(answer)
 
-    async def _read(self, request: Generate, witness: Witness) -> None:
-        async with self._stream(request) as stream:
+    async def _read(self, request: Generate, witness: Testimony) -> None:
+        async with self._stream(request, witness) as stream:
             async for event in stream:
                 witness.event(event)
                 if request.pause_s:
                     await asyncio.sleep(request.pause_s)
-        if not witness.is_complete:
+        if not witness.last.is_complete:
             raise FalseAnswerError(f"{request.request_id} ends before its last event")
 
-    async def _take_over(self, request: Generate, witness: Witness, after_s: float) -> None:
+    async def _take_over(self, request: Generate, witness: Testimony, after_s: float) -> None:
         await asyncio.sleep(after_s)
         other = witness.resumed()
         message = generation_pb2.ResumeStreamRequest(request_id=request.request_id)
-        for index, offset, num_characters in witness.offsets:
+        for index, offset, num_characters in witness.last.offsets:
             message.offsets.add(sequence_index=index, offset=offset, num_characters=num_characters)
-        self.world.note("take over", request.number, witness.num_tokens)
+        self.world.note("take over", request.number, witness.last.num_tokens)
         try:
             # A call of its own, which does not go on after a loss.
             async for response in self._client(request.tenant)._stubs.generation.ResumeStream(message, timeout=60):
                 other.event(convert.from_stream_response(response))
-            if not other.is_complete:
+            if not other.last.is_complete:
                 raise FalseAnswerError(f"{request.request_id}, resumed, ends before its last event")
             self.world.note("taken over", request.number)
         except grpc.RpcError as error:
             self.circumstances.check_takeover(request, from_rpc_error(error))
 
-    def _stream(self, request: Generate) -> AsyncStream:
+    def _stream(self, request: Generate, witness: Testimony) -> AsyncStream:
         client = self._client(request.tenant)
         given = {"request_id": request.request_id, "priority": request.priority, "timeout_s": request.timeout_s}
         given["durable"] = request.verb.is_durable
         if request.verb.is_chat:
-            return client.chat_stream(_messages(request), request.options, **given)
-        return client.generate_stream(request.prompt, request.options, **given)
+            stream = client.chat_stream(_messages(request), request.options, **given)
+        else:
+            stream = client.generate_stream(request.prompt, request.options, **given)
+        recovery = stream._recovery
+        if self.circumstances.may_mix_models and isinstance(recovery, Resumption) and recovery.go_on is not None:
+            recovery.go_on = witness.watched(recovery.go_on)
+        return stream
 
     async def _cancel(self, request: Generate, after_s: float) -> None:
         await asyncio.sleep(after_s)

@@ -30,7 +30,7 @@ from scheduler_svc.settings import SchedulerSettings
 from tests.sim.world.clients import Client, Story
 from tests.sim.world.device import Devices, HashRunner, SimDeviceLoop, prepare
 from tests.sim.world.fairness import Shares
-from tests.sim.world.gateways import PORT, run_gateway, settings_of
+from tests.sim.world.gateways import PORT, fingerprint_of, run_gateway, settings_of
 from tests.sim.world.network import Network, Weather
 from tests.sim.world.oracles import Circumstances, FalseAnswerError
 from tests.sim.world.supervisor import Supervised
@@ -182,6 +182,7 @@ class Cluster:
         runner = HashRunner(
             config.num_blocks, config.block_size, config.vocab_size, num_host_blocks=config.num_host_blocks
         )
+        runner.model, runner.deadly = int(config.fingerprint.weights), self.circumstances.deadly
         self.runners[node.name] = runner
         servicer = WorkerServicer(WorkerMetrics())
         loop = SimDeviceLoop(node, runner, self.devices)
@@ -408,6 +409,7 @@ def draw_layout(draw: Random) -> Layout:
     worker = FakeWorkerConfig(
         vocab_size=VOCAB_SIZE,
         max_model_len=MAX_MODEL_LEN,
+        fingerprint=fingerprint_of(0),
         block_size=block_size,
         # Three sequences of the longest request fit, so that none is refused.
         num_blocks=draw.choice((3 * LONGEST + 68, 640, 1600)) // block_size,

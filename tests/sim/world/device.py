@@ -6,7 +6,7 @@ through its block table (`model`), so one block that is wrong, stale or early ma
 
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.common.v1 import common_pb2
 from tests.sim.world.model import Draw, candidates, line_of, mixed, mixed_prefixes, next_token
-from tests.sim.world.world import Node, World
+from tests.sim.world.world import KilledError, Node, World
 from tests.support.fake_pool import BlockError, FakePool, Prefixes
 from tests.support.fake_runner import FakeRunner
 from tests.support.logprobs import Line, columns_of
@@ -60,8 +60,17 @@ class HashRunner(FakeRunner):
         self.takes_glitch: Callable[[], bool] = lambda: False
         """Whether what the next step computes for one row is not finite."""
         self.num_spoiled = 0
+        self.model = 0
+        self.deadly: Mapping[int, int] = {}
+        """Which token of a sequence cannot be computed without dying, by its seed."""
+        self.on_deadly = lambda: None
 
     def _compute(self, batch: Batch) -> None:
+        computed = (column.tolist() for column in (batch.rows, batch.num_computed_tokens, batch.ends))
+        for row, start, end in zip(*computed, strict=True):
+            if start <= self.deadly.get(self._rows[row].sampling.seed, -1) < end:
+                self.on_deadly()
+                raise KilledError
         try:
             super()._compute(batch)
         except BlockError as error:
@@ -94,7 +103,7 @@ class HashRunner(FakeRunner):
                     # The step behind it may compute its token already.
                     state.prefixes.append(0)
                 continue
-            mix = mixed(self._readable.read(self._rows[source].blocks, end))
+            mix = mixed(self._readable.read(self._rows[source].blocks, end), self.model)
             if sampling.num_candidates is not None:
                 best, logprobs = candidates(mix, sampling.num_candidates)
                 searching.append(RowCandidates(row, np.array(best, np.int32), np.array(logprobs, np.float32)))
@@ -119,7 +128,7 @@ class HashRunner(FakeRunner):
                 range(start + 1, min(start + new + 1, state.num_prompt_tokens)),
             )
             if count is not None and judged:
-                mixes = mixed_prefixes(self._readable.read(state.blocks, judged.stop - 1))
+                mixes = mixed_prefixes(self._readable.read(state.blocks, judged.stop - 1), self.model)
                 tokens = state.prefixes.token_ids
                 lines = [line_of(mixes[position - 1], tokens[position], count) for position in judged]
                 reports.append(PromptLogprobs(row, start + 1, columns_of(lines)))
@@ -203,6 +212,6 @@ class SimDeviceLoop(DeviceLoop):
 
     def __init__(self, node: Node, runner: HashRunner, devices: Devices) -> None:
         super().__init__(leave=lambda _: node.kill(), thread=functools.partial(_SimThread, node, devices))
-        runner.on_block_error = node.fail
+        runner.on_block_error, runner.on_deadly = node.fail, node.kill
         runner.takes_glitch = lambda: devices.take_glitch(node.host)
         self.use(runner)

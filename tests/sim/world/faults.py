@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, ClassVar, Protocol
 
+from quire.compatibility import ModelFingerprint
 from tests.sim.world.device import Devices
 from tests.sim.world.network import Network
 from tests.sim.world.supervisor import Supervised
@@ -308,6 +309,29 @@ class OtherPool:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherModel:
+    """A worker dies and comes back with another model for some seconds, and then with its own again."""
+
+    at: float
+    host: str
+    model: ModelFingerprint
+    own: ModelFingerprint
+    lasts_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.lasts_s + 2 * RESTART_S
+
+    def begin(self, target: Target) -> None:
+        def become(model: ModelFingerprint) -> None:
+            target.change_worker(self.host, lambda config: replace(config, fingerprint=model))
+            target.running[self.host].kill()
+
+        become(self.model)
+        target.world.after(self.lasts_s, lambda: become(self.own))
+
+
+@dataclass(frozen=True, slots=True)
 class Rival:
     """Another scheduler comes to a worker, which started before the one that has it. It has to give up."""
 
@@ -332,6 +356,13 @@ def draw_faults(
         # A scheduler whose clock was set back is the older one when it starts again, and gives up in its turn.
         faults = [fault for fault in faults if not isinstance(fault, SetClock)]
     return tuple(faults)
+
+
+def draw_other_model(draw: Random, servers: Sequence[str], over_s: float, own: ModelFingerprint) -> OtherModel:
+    """A worker that has another model for a while; perhaps with a tokenizer that no gateway has."""
+    host = draw.choice([host for host in servers if host.startswith("worker")])
+    other = replace(own, weights=draw.choice(("1", "2")), tokenizer=draw.choice((own.tokenizer,) * 3 + ("another",)))
+    return OtherModel(draw.uniform(0, over_s), host, other, own, draw.uniform(0.1, 15))
 
 
 def _draw_fault(

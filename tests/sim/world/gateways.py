@@ -22,6 +22,7 @@ from gateway.offload import FairExecutor
 from gateway.request.constraint_checker import ConstraintChecker
 from gateway.request.served_model import ServedModel
 from gateway.settings import GatewaySettings
+from quire.compatibility import ModelFingerprint
 from tests.sim.world.traffic import EOS_TOKEN_ID, NUM_SPECIAL_TOKENS, TENANTS, VOCAB_SIZE, Tenant
 
 PORT = 50051
@@ -71,6 +72,11 @@ def _directory() -> Path:
     }.items():
         (path / name).write_text(json.dumps(content))
     return path
+
+
+def fingerprint_of(model: int) -> ModelFingerprint:
+    """Of a model of this number, which has the tokenizer of the gateways. They have no weights."""
+    return ModelFingerprint(tokenizer=_served_model().fingerprint.tokenizer, weights=str(model))
 
 
 @functools.cache

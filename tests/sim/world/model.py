@@ -14,6 +14,7 @@ from tests.support.logprobs import Line
 _MASK = (1 << 64) - 1
 _MAX_POSITIONS = 1 << 14
 _WEIGHTS = np.arange(_MAX_POSITIONS, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15) | np.uint64(1)
+_MODEL = 0x5851_F42D_4C95_7F2D
 _STRIDE = 37
 """Has no factor in common with the size of the vocabulary, so candidates differ."""
 _EOS_OF_256 = 3
@@ -28,14 +29,15 @@ class Draw(NamedTuple):
     pattern: str = ""
 
 
-def mixed(content: np.ndarray) -> int:
-    """Contents [n] int64 as one number."""
-    return int((content.view(np.uint64) * _WEIGHTS[: len(content)]).sum())
+def mixed(content: np.ndarray, model: int) -> int:
+    """Contents [n] int64 as one number, another one for each model."""
+    return int((content.view(np.uint64) * _WEIGHTS[: len(content)]).sum()) + model * _MODEL
 
 
-def mixed_prefixes(content: np.ndarray) -> list[int]:
+def mixed_prefixes(content: np.ndarray, model: int) -> list[int]:
     """Of each prefix of contents [n] but the empty one, what `mixed` gives."""
-    return (content.view(np.uint64) * _WEIGHTS[: len(content)]).cumsum(dtype=np.uint64).tolist()
+    sums = (content.view(np.uint64) * _WEIGHTS[: len(content)]).cumsum(dtype=np.uint64).tolist()
+    return [each + model * _MODEL for each in sums]
 
 
 def next_token(mix: int, draw: Draw, position: int) -> int:

@@ -1,7 +1,8 @@
 """What must hold of every answer and of every refusal, whatever breaks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from quire.client import (
     Generation,
@@ -14,6 +15,8 @@ from quire.client import (
     Tokenization,
     Usage,
 )
+from quire.client.retries import Continue
+from quire.gateway.v1.generation_pb2 import HeldSequence
 from quire.rpc.errors import (
     Aborted,
     Cancelled,
@@ -58,8 +61,8 @@ class Witness:
     _said: dict[int, _Said] = field(default_factory=dict[int, _Said])
 
     @classmethod
-    def of(cls, request: Generate) -> "Witness":
-        return cls(request, answer_of(request))
+    def of(cls, request: Generate, model: int) -> "Witness":
+        return cls(request, answer_of(request, model))
 
     def resumed(self) -> "Witness":
         """A witness of a call that goes on from here. The ends of sequences come to it once more."""
@@ -163,6 +166,66 @@ class Witness:
             raise FalseAnswerError(f"{self.request.request_id}: {otherwise}")
 
 
+@dataclass(slots=True)
+class Testimony:
+    """What a client sees of a request: one of the models that its world has says all of it.
+
+    Attributes:
+        witnesses: Of the models that may have said it.
+        may_mix: Whether the client has submitted the tokens that it holds anew, where nobody knows any more which model
+            they came from.
+    """
+
+    witnesses: list[Witness]
+    origin: "Testimony | None" = None
+    may_mix: bool = False
+
+    @classmethod
+    def of(cls, request: Generate, models: Sequence[int]) -> "Testimony":
+        return cls([Witness.of(request, model) for model in models])
+
+    def resumed(self) -> "Testimony":
+        """That of a call that goes on from here."""
+        return Testimony([witness.resumed() for witness in self.witnesses], origin=self)
+
+    def watched(self, go_on: Continue) -> Continue:
+        """Submits anew, and notes it."""
+
+        def submit(held: Sequence[HeldSequence], left_s: float | None) -> Any:
+            self.may_mix = True
+            return go_on(held, left_s)
+
+        return submit
+
+    @property
+    def last(self) -> Witness:
+        """One of those that may have said it."""
+        return self.witnesses[0]
+
+    def event(self, event: StreamEvent) -> None:
+        """The next event of a stream."""
+        self._demand(lambda witness: witness.event(event))
+        self.last.is_complete |= isinstance(event, RequestCompleted)
+
+    def generation(self, answer: Generation) -> None:
+        """A whole answer."""
+        self._demand(lambda witness: witness.generation(answer))
+
+    def _demand(self, check: Callable[[Witness], None]) -> None:
+        errors: list[FalseAnswerError] = []
+        believed: list[Witness] = []
+        for witness in self.witnesses:
+            try:
+                check(witness)
+            except FalseAnswerError as error:
+                errors.append(error)
+            else:
+                believed.append(witness)
+        if not believed and not (self.may_mix or (self.origin is not None and self.origin.may_mix)):
+            raise errors[-1]
+        self.witnesses = believed or self.witnesses
+
+
 def check_tokens(request: Tokenize, answer: Tokenization) -> None:
     """A text has one token a character."""
     spelled = tuple(character_of(token_id) for token_id in request.prompt)
@@ -185,6 +248,10 @@ class Circumstances:
         has_short_queue, has_few_durable: Whether a scheduler refuses requests that wait, or durable ones.
         trouble_s: How long things are broken, in all.
         may_glitch: Whether a device may compute what is not finite.
+        models: The numbers of the models that workers have.
+        may_lose_model: Whether at some time no replica may have the model that a request began with.
+        may_mix_models: Whether a client may have to go on from the tokens that it holds where another model is by then.
+        deadly: The position of a token whose computation kills a worker, by the seed of its request.
     """
 
     block_size: int
@@ -193,6 +260,10 @@ class Circumstances:
     has_few_durable: bool
     trouble_s: float
     may_glitch: bool = False
+    models: tuple[int, ...] = (0,)
+    may_lose_model: bool = False
+    may_mix_models: bool = False
+    deadly: Mapping[int, int] = field(default_factory=dict[int, int])
 
     def check_refusal(self, request: Request, error: QuireError) -> None:
         """A call fails only by what its client wants, by the limits of its key, or by what breaks."""
@@ -209,13 +280,14 @@ class Circumstances:
         is_limited = generate is not None and generate.timeout_s is not None
         is_cancelled = generate is not None and generate.cancels_after_s is not None
         is_durable = generate is not None and generate.verb.is_durable
+        is_taken_over = generate is not None and generate.taken_over_after_s is not None
         match error:
             case InvalidArgument():
                 yield isinstance(request, Pin) and len(request.prompt) < self.block_size
             case DeadlineExceeded():
                 yield is_limited
             case Aborted(reason="REQUEST_TAKEN_OVER"):
-                yield generate is not None and generate.taken_over_after_s is not None
+                yield is_taken_over
             case Cancelled():
                 yield is_cancelled
             case ResourceExhausted(reason="RATE_LIMIT_EXCEEDED"):
@@ -223,16 +295,23 @@ class Circumstances:
             case ResourceExhausted(reason="QUEUE_FULL"):
                 yield self.has_short_queue
             case ResourceExhausted(reason="DURABLE_LIMIT"):
-                yield self.has_few_durable and is_durable
+                # A call that took the stream over hears of it, too.
+                yield self.has_few_durable and (is_durable or is_taken_over)
             case ResourceExhausted(reason="PIN_QUOTA"):
                 yield isinstance(request, Pin)
             case ResourceExhausted(reason="CONCURRENCY_LIMIT"):
                 yield limits.max_concurrent_requests is not None
+            case Unavailable(reason="PIN_LOST"):
+                yield self.has_faults or bool(self.deadly)
+            case Unavailable(reason="MODEL_CHANGED"):
+                yield self.may_lose_model
             case Unavailable():
                 # A durable stream outlives what its client's patience does.
                 yield self.has_faults and (not is_durable or is_limited or self.trouble_s > _PATIENCE_S)
             case _ if error.reason == "NON_FINITE_LOGITS":
                 yield self.may_glitch
+            case _ if error.reason == "WORKER_LOST":
+                yield generate is not None and generate.deadly_at is not None
             case NotFound():
                 # A part of what is chosen at the end cannot be continued where nobody has it any more.
                 ends = generate is not None and (generate.chooses or is_cancelled or is_limited)

@@ -41,19 +41,19 @@ class Answer:
     num_generated: frozenset[int] | None
 
 
-def answer_of(request: Generate) -> Answer:
-    """The undisturbed answer."""
+def answer_of(request: Generate, model: int) -> Answer:
+    """The undisturbed answer of a model."""
     options = request.options
     if options.beam_search is not None:
-        return Answer(_beams(request), _prompt_lines(request), None)
-    sampled = [_sequence(request, index) for index in range(max(options.best_of or 1, request.num_returned))]
+        return Answer(_beams(request, model), _prompt_lines(request, model), None)
+    sampled = [_sequence(request, model, index) for index in range(max(options.best_of or 1, request.num_returned))]
     returned = sampled
     if request.chooses:
         means = [each.cumulative_logprob / len(each.token_ids) for each in sampled]
         best = sorted(range(len(sampled)), key=lambda index: -means[index])[: request.num_returned]
         returned = [sampled[index] for index in best]
     counts = {sum(len(each.token_ids) for each in some) for some in (sampled, returned)}
-    return Answer(tuple(returned), _prompt_lines(request), frozenset(counts))
+    return Answer(tuple(returned), _prompt_lines(request, model), frozenset(counts))
 
 
 def _max_tokens(request: Generate) -> int:
@@ -77,7 +77,7 @@ def _seed(request: Generate, index: int) -> int:
     return int.from_bytes(blake2b(data, digest_size=8, person=b"quire/seed/1").digest(), "little")
 
 
-def _sequence(request: Generate, index: int) -> ExpectedSequence:
+def _sequence(request: Generate, model: int, index: int) -> ExpectedSequence:
     options = request.options
     pattern = "" if options.constraint is None else options.constraint.regex or ""
     draw = Draw(options.temperature or 0.0, options.top_k or 0, _seed(request, index), pattern)
@@ -88,7 +88,7 @@ def _sequence(request: Generate, index: int) -> ExpectedSequence:
     stop_token_id: int | None = None
     while len(lines) < _max_tokens(request):
         position = len(prefixes.token_ids)
-        mix = mixed(prefixes.hashes(0, position))
+        mix = mixed(prefixes.hashes(0, position), model)
         token_id = next_token(mix, draw, position)
         prefixes.append(token_id)
         lines.append(line_of(mix, token_id, options.logprobs or 0))
@@ -103,11 +103,11 @@ def _sequence(request: Generate, index: int) -> ExpectedSequence:
     return ExpectedSequence(tuple(prefixes.token_ids[start:]), text, reason, stop_string, stop_token_id, tuple(lines))
 
 
-def _prompt_lines(request: Generate) -> tuple[Line, ...]:
+def _prompt_lines(request: Generate, model: int) -> tuple[Line, ...]:
     count = request.options.prompt_logprobs
     if count is None:
         return ()
-    mixes = mixed_prefixes(Prefixes(request.prompt).hashes(0, len(request.prompt)))
+    mixes = mixed_prefixes(Prefixes(request.prompt).hashes(0, len(request.prompt)), model)
     return tuple(line_of(mix, token_id, count) for mix, token_id in zip(mixes, request.prompt[1:], strict=False))
 
 
@@ -118,7 +118,7 @@ class _Beam:
     lines: tuple[Line, ...] = ()
 
 
-def _beams(request: Generate) -> tuple[ExpectedSequence, ...]:
+def _beams(request: Generate, model: int) -> tuple[ExpectedSequence, ...]:
     """As transformers searches: all beams' candidates in one list; the best that do not end go on."""
     options, ending = request.options, _ending(request.options)
     search = options.beam_search
@@ -130,7 +130,8 @@ def _beams(request: Generate) -> tuple[ExpectedSequence, ...]:
         is_last = length == _max_tokens(request)
         joined: list[tuple[float, int, int, _Beam]] = []
         for number, beam in enumerate(beams):
-            mix = mixed(Prefixes((*request.prompt, *beam.token_ids)).hashes(0, len(request.prompt) + length - 1))
+            position = len(request.prompt) + length - 1
+            mix = mixed(Prefixes((*request.prompt, *beam.token_ids)).hashes(0, position), model)
             for place, (token_id, logprob) in enumerate(zip(*candidates(mix, most), strict=True)):
                 line = Line(logprob, place + 1, *candidates(mix, options.logprobs or 0))
                 child = _Beam((*beam.token_ids, token_id), beam.logprob + logprob, (*beam.lines, line))

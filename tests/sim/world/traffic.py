@@ -12,6 +12,7 @@ EOS_TOKEN_ID = 2
 VOCAB_SIZE = 250
 MAX_MODEL_LEN = 256
 _MAX_PROMPT, MAX_OUTPUT = 104, 60
+_DEADLY_SEED = 666_000
 LONGEST = _MAX_PROMPT + MAX_OUTPUT
 """The most tokens that a sequence of a drawn request has."""
 
@@ -71,6 +72,7 @@ class Generate:
         cancels_after_s: When another call of the tenant cancels it by its id.
         pause_s: How long its client takes for each event.
         taken_over_after_s: When another call resumes the stream, which is durable, from where its client is by then.
+        deadly_at: The position of a token whose computation kills the worker, where it has one.
     """
 
     number: int
@@ -86,6 +88,7 @@ class Generate:
     cancels_after_s: float | None = None
     pause_s: float = 0.0
     taken_over_after_s: float | None = None
+    deadly_at: int | None = None
 
     @property
     def request_id(self) -> str:
@@ -170,6 +173,18 @@ def draw_requests(draw: Random, clients: Sequence[str], pool_tokens: int, over_s
             )
         case _:
             return tuple(_request(draw, number, mood) for number in range(mood.count))
+
+
+def with_deadly(draw: Random, requests: Sequence[Request]) -> tuple[Request, ...]:
+    """One of the requests kills each worker that computes a certain token of its first sequence."""
+    changed = list(requests)
+    mortal = [each for each in requests if isinstance(each, Generate) and each.options.beam_search is None]
+    if mortal:
+        request = draw.choice(mortal)
+        last = len(request.prompt) + (request.options.max_tokens or 1)
+        options = replace(request.options, seed=_DEADLY_SEED + request.number)
+        changed[changed.index(request)] = replace(request, options=options, deadly_at=draw.randrange(last))
+    return tuple(changed)
 
 
 def _request(draw: Random, number: int, mood: Mood) -> Request:
