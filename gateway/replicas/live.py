@@ -160,6 +160,12 @@ class LiveRequest:
         """Whether it can go on with this model."""
         return not (self.num_generated_tokens and differing_parts(self.model, model))
 
+    def begin_with(self, model: ModelFingerprint) -> None:
+        """Its tokens, none of which has come, come from this model. What another one said of the prompt is dropped."""
+        if differing_parts(self.model, model):
+            self.prompt_logprobs = TokenLogprobs()
+        self.model = model
+
     @property
     def num_generated_tokens(self) -> int:
         return sum(len(stream.token_ids) for stream in self.sequences)

@@ -354,7 +354,9 @@ class Replicas:
         link.submit(live)
 
     def _note_model(self, live: LiveRequest, link: SchedulerLink) -> None:
-        if not live.num_generated_tokens or live.model == UNKNOWN_MODEL:
+        if not live.num_generated_tokens:
+            live.begin_with(link.model)
+        elif live.model == UNKNOWN_MODEL:
             live.model = link.model
 
     def _assign(self, live: LiveRequest, replica: str | None) -> None:

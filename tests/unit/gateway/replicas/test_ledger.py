@@ -18,6 +18,7 @@ from gateway.replicas.events import (
 )
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.sequence import TokenGapError
+from quire.compatibility import ModelFingerprint
 from quire.rpc.errors import AlreadyExists, Internal
 from tests.support import parameters
 from tests.support.logprobs import Line, columns_of
@@ -191,6 +192,17 @@ async def test_each_prompt_position_is_taken_once_whatever_is_computed_again():
     (*_, completed) = [event async for event in live.events()]
     assert isinstance(completed, Completed)
     assert completed.prompt_logprobs == live.prompt_logprobs
+
+
+def test_what_another_model_said_of_the_prompt_is_dropped():
+    ledger = Ledger(max_chunk_tokens=100)
+    live = open_live(ledger)
+    live.begin_with(ModelFingerprint(weights="w1"))
+    ledger.apply(REPLICA, prompt_run(live, 1, 3))
+    live.begin_with(ModelFingerprint(weights="w1"))
+    assert live.end_of_prompt_logprobs == 4
+    live.begin_with(ModelFingerprint(weights="w2"))
+    assert live.end_of_prompt_logprobs == 1
 
 
 def test_missing_prompt_positions_are_a_gap():

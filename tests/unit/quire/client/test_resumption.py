@@ -57,6 +57,17 @@ def test_a_refused_request_is_the_callers_error(gateway: Gateway, error: QuireEr
         gateway.resumption().delay_after(error)
 
 
+def test_what_came_from_another_model_is_not_continued_and_what_did_not_come_is_started_again(gateway: Gateway) -> None:
+    """Its text would be of two models."""
+    changed = Unavailable("the worker came back with another model", reason="MODEL_CHANGED")
+    resumption = gateway.resumption()
+    go_on(resumption, changed)
+    assert resumption.accept(chunk("ab"))
+    with pytest.raises(Unavailable, match="another model"):
+        resumption.delay_after(changed)
+    assert gateway.calls == ["start", "start"]
+
+
 def test_a_lost_stream_that_is_refused_waits_as_the_gateway_says_and_is_resumed(gateway: Gateway) -> None:
     resumption = gateway.resumption()
     assert resumption.accept(chunk("ab"))
