@@ -21,7 +21,8 @@ from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.request import ClientId, RequestKey
 from scheduler_svc.core.request import Request as CoreRequest
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import ClientEvents, StepPlan, StepResult
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.step import Array, ClientEvents, StepPlan, StepResult
 from scheduler_svc.service import app as scheduler_app
 from scheduler_svc.service import step_loop
 from scheduler_svc.service.app import serve
@@ -34,7 +35,14 @@ from tests.sim.world.gateways import PORT, fingerprint_of, run_gateway, settings
 from tests.sim.world.network import Network, Weather
 from tests.sim.world.oracles import Circumstances, FalseAnswerError
 from tests.sim.world.supervisor import Supervised
-from tests.sim.world.traffic import LONGEST, MAX_MODEL_LEN, TENANTS, VOCAB_SIZE, Generate, Request
+from tests.sim.world.traffic import (
+    LONGEST,
+    MAX_MODEL_LEN,
+    TENANTS,
+    VOCAB_SIZE,
+    Generate,
+    Request,
+)
 from tests.sim.world.transport import SimTransport
 from tests.sim.world.world import Node, World
 from tests.support.fake_worker import FakeWorkerConfig
@@ -324,25 +332,35 @@ class CheckedScheduler(Scheduler):
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
-        self._fairness = Shares(config.max_num_seqs, LONGEST) if config.policy is PolicyKind.FAIR else None
+        self._fairness = None
+        if config.policy is PolicyKind.FAIR:
+            self._fairness = fairness = Shares(config.max_num_seqs)
+            charge, requeue = self.policy.charge, self._placement.requeue
+
+            def count(plan: StepPlan, prefills: Array, tenants: Array) -> None:
+                computed, sampled = Counter[str](), Counter[str](tenants[plan.samples[:, 0]].tolist())
+                for row, num_new in zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True):
+                    computed[str(tenants[row])] += num_new if prefills[row] else 0
+                fairness.serve(computed, sampled)
+                charge(plan, prefills, tenants)
+
+            def leave(group: SequenceGroup) -> None:
+                fairness.leaves(group)
+                requeue(group)
+
+            self.policy.charge, self._placement.requeue = count, leave
 
     def schedule(self, now: float) -> StepPlan | None:
         self._observe_fairness()
         plan = super().schedule(now)
-        if plan is not None and self._fairness is not None:
-            tenants, served = self.batch.rows.tenant.tolist(), Counter[str]()
-            for row, num_new in zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True):
-                served[tenants[row]] += num_new
-            served.update(tenants[row] for row in plan.samples[:, 0].tolist())
-            self._fairness.serve(served)
-            self._observe_fairness()
+        self._observe_fairness()
         self._check()
         return plan
 
     def _observe_fairness(self) -> None:
         if self._fairness is not None:
             waiting = self.waiting.tenants_with_next() | self.swapped.tenants_with_next()
-            self._fairness.observe(frozenset(waiting), self.num_preemptions)
+            self._fairness.observe(frozenset(waiting))
 
     def submit(self, request: CoreRequest, now: float) -> None:
         super().submit(request, now)
@@ -364,8 +382,22 @@ class CheckedScheduler(Scheduler):
         return events
 
     def void_in_flight(self, now: float) -> None:
+        if self._fairness is not None:
+            for group in (*self.running, *self.swapped):
+                self._fairness.leaves(group)
         super().void_in_flight(now)
         self._check()
+
+    def _enqueue(self, group: SequenceGroup) -> None:
+        if self._fairness is not None:
+            self._fairness.arrives(group.request)
+        super()._enqueue(group)
+
+    def _preempt(self, group: SequenceGroup, now: float) -> None:
+        super()._preempt(group, now)
+        if self._fairness is not None and group.request.key in self.swapped:
+            # What is in flight is drawn again.
+            self._fairness.leaves(group)
 
     def restore_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
         super().restore_sealed(sealed)
