@@ -183,8 +183,10 @@ def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
 
 def _check_underway(scheduler: Scheduler) -> None:
     rows, underway = scheduler.batch.rows, scheduler.batch.underway
-    for row, end in underway.awaited():
-        sequence = rows.sequences[row]
+    for row, end, key in underway.awaited():
+        sequence, group = rows.sequences[row], scheduler.waiting.get(key) if key in scheduler.waiting else None
+        if group is not None and group.order < rows.order[row]:
+            raise InvariantViolationError(f"{key} waits for row {row}, whose request comes after it")
         num_sealed = int(rows.num_sealed[row])
         if sequence is None or not num_sealed < end <= sequence.num_tokens // scheduler.config.block_size:
             raise InvariantViolationError(f"block {end - 1} of row {row} is awaited and never comes")

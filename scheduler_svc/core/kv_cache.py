@@ -442,9 +442,9 @@ class BlocksUnderway:
         """All blocks that are underway, and their rows."""
         return list(self._row_of.items())
 
-    def awaited(self) -> list[tuple[int, int]]:
-        """Rows, and the number of blocks of each that requests wait for, requests that are gone included."""
-        return [(row, num_blocks) for row, waiters in self._waiters.items() for num_blocks, _ in waiters]
+    def awaited(self) -> list[tuple[int, int, RequestKey]]:
+        """Rows, the number of blocks of each that a request waits for, and the request, which may be gone by now."""
+        return [(row, num_blocks, key) for row, waiters in self._waiters.items() for num_blocks, key in waiters]
 
     def is_known(self, key: RequestKey) -> bool:
         """Whether the request waits for a row, or `take_released` is about to name it."""
