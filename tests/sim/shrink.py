@@ -110,6 +110,7 @@ def told(plan: Plan, small: Plan, run: Callable[..., Failure | None], num_worlds
         f"seed {plan.seed}; of {len(plan.requests)} requests and {len(plan.faults)} faults "
         f"{len(small.requests)} and {len(small.faults)} are needed ({num_worlds} worlds ran to find that)",
         f"{_differing(small.layout)}",
+        f"low limits: {', '.join(small.low_limits) or 'none'}",
         "requests:",
         *(f"  {_differing(request)}" for request in small.requests),
         "faults:",

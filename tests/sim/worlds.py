@@ -8,10 +8,11 @@ from random import Random
 from typing import Any, cast
 
 from tests.sim.world.cluster import MANY, Cluster, Layout, draw_layout, watched_schedulers
-from tests.sim.world.faults import Fault, Glitch, OtherModel, draw_faults, draw_other_model
+from tests.sim.world.faults import Fault, Glitch, OtherModel, OtherPool, draw_faults, draw_other_model
 from tests.sim.world.gateways import gateways_without_sockets
+from tests.sim.world.knobs import draw_low_limits, low_limits
 from tests.sim.world.oracles import Circumstances
-from tests.sim.world.traffic import MAX_OUTPUT, TENANT, Generate, Request, draw_requests, with_deadly
+from tests.sim.world.traffic import MAX_OUTPUT, TENANT, Generate, Kind, Request, draw_requests, with_deadly
 from tests.sim.world.world import StuckError, World
 
 _START_S = 2.0
@@ -34,12 +35,14 @@ class Plan:
 
     Attributes:
         seed: Of what chance decides while the world runs: delays, jobs, who goes on first.
+        low_limits: Names of limits of services that are low in this world.
     """
 
     seed: int
     layout: Layout
     requests: tuple[Request, ...]
     faults: tuple[Fault, ...]
+    low_limits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +59,11 @@ class Outcome:
 def draw_plan(seed: int) -> Plan:
     """The plan of a seed. Its generator is not the one that the world itself draws from."""
     draw = Random(f"plan {seed}")
-    layout, over_s = draw_layout(draw), draw.choice((0.3, 3.0, 10.0))
+    kind = draw.choice((*Kind, Kind.MIXED, Kind.TIGHT, Kind.RESTARTS))
+    layout, over_s = draw_layout(draw, kind), draw.choice((0.05, 0.3, 0.3) if kind is Kind.TIGHT else (0.3, 3.0, 10.0))
     pool_tokens = layout.worker.num_blocks * layout.worker.block_size
-    requests = draw_requests(draw, layout.clients, pool_tokens, over_s)
-    faults = draw_faults(draw, layout.hosts, layout.servers, over_s, layout.worker)
+    requests = draw_requests(draw, kind, layout.clients, pool_tokens, over_s)
+    faults = draw_faults(draw, kind, layout.hosts, [each.at for each in requests], over_s, layout.worker)
     # Of its own: what is rare changes nothing else in a plan.
     rare = Random(f"rare {seed}")
     if rare.random() < _RARE:
@@ -72,6 +76,7 @@ def draw_plan(seed: int) -> Plan:
         layout,
         tuple(replace(each, at=_START_S + each.at) for each in requests),
         tuple(replace(cast(Any, each), at=_START_S + each.at) for each in faults),
+        draw_low_limits(draw),
     )
 
 
@@ -86,7 +91,7 @@ def run_world(plan: Plan, on_world: Callable[[World], object] = lambda _: None) 
     with World(plan.seed) as world:
         on_world(world)
         clusters: list[Cluster] = []
-        with gateways_without_sockets(), watched_schedulers(clusters):
+        with gateways_without_sockets(), watched_schedulers(clusters), low_limits(plan.low_limits):
             cluster = Cluster(world, plan.layout, _circumstances(plan))
             clusters.append(cluster)
             for request in plan.requests:
@@ -115,7 +120,7 @@ def _circumstances(plan: Plan) -> Circumstances:
     changes = [fault for fault in plan.faults if isinstance(fault, OtherModel)]
     deadly = [each for each in plan.requests if isinstance(each, Generate) and each.deadly_at is not None]
     return Circumstances(
-        plan.layout.worker.block_size,
+        (plan.layout.worker.block_size, *(each.block_size for each in plan.faults if isinstance(each, OtherPool))),
         bool(plan.faults),
         settings.max_waiting_requests < MANY,
         settings.max_durable_requests < MANY,

@@ -59,7 +59,8 @@ class Client:
                 story.has_ended = not story.has_left
             except QuireError as error:
                 story.error = error
-                self.circumstances.check_refusal(request, error)
+                witness = None if story.witness is None else story.witness.last
+                self.circumstances.check_refusal(request, error, witness)
         except FalseAnswerError as error:
             self.false_answers.append(error)
         reason = None if story.error is None else story.error.reason
@@ -164,7 +165,7 @@ class Client:
     async def _pin(self, request: Pin) -> None:
         client = self._client(request.tenant)
         pin = await client.pin_prefix(request.prompt, time_to_live_ms=request.time_to_live_ms)
-        check_pin(request, pin, self.circumstances.block_size)
+        check_pin(request, pin, self.circumstances.block_sizes)
         if request.unpins_after_s is not None:
             await asyncio.sleep(request.unpins_after_s)
             with suppress(NotFound):

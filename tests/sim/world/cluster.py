@@ -18,11 +18,12 @@ from quire.settings import ConfigurationError
 from scheduler_svc.core import invariants
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
+from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.request import ClientId, RequestKey
 from scheduler_svc.core.request import Request as CoreRequest
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.step import Array, ClientEvents, StepPlan, StepResult
+from scheduler_svc.core.step import Array, ClientEvents, RequestFailure, StepPlan, StepResult
 from scheduler_svc.service import app as scheduler_app
 from scheduler_svc.service import step_loop
 from scheduler_svc.service.app import serve
@@ -35,15 +36,9 @@ from tests.sim.world.gateways import PORT, fingerprint_of, run_gateway, settings
 from tests.sim.world.network import Network, Weather
 from tests.sim.world.oracles import Circumstances, FalseAnswerError
 from tests.sim.world.supervisor import Supervised
-from tests.sim.world.traffic import (
-    LONGEST,
-    MAX_MODEL_LEN,
-    TENANTS,
-    VOCAB_SIZE,
-    Generate,
-    Request,
-)
+from tests.sim.world.traffic import LONGEST, MAX_MODEL_LEN, TENANTS, VOCAB_SIZE, Generate, Kind, Request
 from tests.sim.world.transport import SimTransport
+from tests.sim.world.watch import CheckedSessions, Names, NamingBlocks, Watch, watched_tokens
 from tests.sim.world.world import Node, World
 from tests.support.fake_worker import FakeWorkerConfig
 from worker_svc.device.device_loop import end_when_hung
@@ -74,6 +69,7 @@ class Layout:
     Attributes:
         worker: Of each replica.
         settings: Of the scheduler of each replica, but for its addresses.
+        slowness: How many times longer than usual steps take, so that more happens while requests run.
     """
 
     num_replicas: int
@@ -83,6 +79,7 @@ class Layout:
     settings: SchedulerSettings
     gateway: GatewayOptions
     weather: Weather
+    slowness: float = 1.0
 
     @property
     def replicas(self) -> list[str]:
@@ -130,10 +127,18 @@ class Cluster:
         self.network = Network(self.world, self.layout.weather)
         self.running: dict[str, Node] = {}
         self._num_over = 0
-        self.devices = Devices(self.world)
+        self.devices = Devices(self.world, self.layout.slowness)
         self._started_ns: dict[str, int] = {}
         self._rivals: list[Node] = []
         self.hosts: dict[str, Supervised] = {}
+        self.names: Names = {}
+        self._watch = Watch(
+            self.network,
+            self.running,
+            lambda host: f"{host}:{_SCHEDULER_PORT}",
+            self.layout.gateway.failover_delay,
+            patience_s=3.0 + 100 * self.layout.weather.max_delay_s,
+        )
         self._workers = {host: self.layout.worker for host in self.layout.replicas if host.startswith("worker")}
         addresses: list[str] = []
         for number, host in enumerate(self.layout.gateways):
@@ -188,13 +193,18 @@ class Cluster:
     async def _run_worker(self, node: Node) -> None:
         config = self._workers[node.host]
         runner = HashRunner(
-            config.num_blocks, config.block_size, config.vocab_size, num_host_blocks=config.num_host_blocks
+            config.num_blocks,
+            config.block_size,
+            config.vocab_size,
+            num_host_blocks=config.num_host_blocks,
+            names=self.names,
         )
         runner.model, runner.deadly = int(config.fingerprint.weights), self.circumstances.deadly
         self.runners[node.name] = runner
         servicer = WorkerServicer(WorkerMetrics())
         loop = SimDeviceLoop(node, runner, self.devices)
         worker = Worker(config.info(), runner, loop, prepare=lambda sent: prepare(node, sent))
+        worker._sessions = CheckedSessions(node, worker.info.worker_generation, worker.info.limits.max_steps_in_flight)
         servicer.open(worker)
         server = await start_server(servicer, f"{node.host}:{_WORKER_PORT}")
         server.set_serving(True)
@@ -247,7 +257,9 @@ class Cluster:
 
     @property
     def has_failed(self) -> bool:
-        """Whether `check` raises, as far as that is cheap to know."""
+        """Whether `check` raises, as far as that is cheap to know. Asked after each event."""
+        if (wrong := self._watch.look(self.world.now, self.gateways, self.requests)) is not None:
+            self.false_answers.append(FalseAnswerError(wrong))
         return bool(self.false_answers) or self.world.has_errors
 
     @property
@@ -266,7 +278,12 @@ class Cluster:
         return next(self._held(), None) is None
 
     def _held(self) -> Iterator[str]:
+        if len(self.gateways) < len(self.layout.gateways):
+            yield "a gateway does not serve"
         for host, gateway in self.gateways.items():
+            for address, link in gateway._generator.replicas.links.items():
+                if not link.is_ready:
+                    yield f"{host} has no {address} that runs steps"
             if count := len(gateway._ledger):
                 yield f"{host} has {count} requests"
             keys = gateway.authenticator
@@ -330,8 +347,8 @@ class CheckedScheduler(Scheduler):
     """The core, whose invariants hold after every operation that changes it from outside, and which is as fair as its
     policy promises."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: SchedulerConfig, names: Names) -> None:
+        super().__init__(config, lambda config: NamingBlocks(config, names))
         self._fairness = None
         if config.policy is PolicyKind.FAIR:
             self._fairness = fairness = Shares(config.max_num_seqs)
@@ -399,6 +416,14 @@ class CheckedScheduler(Scheduler):
             # What is in flight is drawn again.
             self._fairness.leaves(group)
 
+    def take_over(self, old: Scheduler, now: float) -> list[RequestFailure]:
+        before = [group.request.key for group in old.waiting if group.request.key.client != PIN_CLIENT]
+        failures = super().take_over(old, now)
+        failed = {failure.key for failure in failures}
+        if lost := [key for key in before if key not in failed and self.group(key) is None]:
+            self._tell(AssertionError(f"{lost} are dropped without a word"))
+        return failures
+
     def restore_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
         super().restore_sealed(sealed)
         self._check()
@@ -407,11 +432,15 @@ class CheckedScheduler(Scheduler):
         try:
             invariants.check(self)
         except Exception as error:
-            node = CLOCK.get()
-            assert isinstance(node, Node)
             # The service may catch it.
-            node.fail(error)
+            self._tell(error)
             raise
+
+    @staticmethod
+    def _tell(error: Exception) -> None:
+        node = CLOCK.get()
+        assert isinstance(node, Node)
+        node.fail(error)
 
 
 @contextmanager
@@ -424,37 +453,43 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         return node.host
 
     def make_core(config: SchedulerConfig) -> CheckedScheduler:
-        core = clusters[-1].cores[host()] = CheckedScheduler(config)
+        core = clusters[-1].cores[host()] = CheckedScheduler(config, clusters[-1].names)
         return core
 
     def make_requests(*arguments: Any) -> Requests:
         requests = clusters[-1].requests[host()] = Requests(*arguments)
         return requests
 
-    with patch.object(step_loop, "Scheduler", make_core), patch.object(scheduler_app, "Requests", make_requests):
+    with (
+        watched_tokens(),
+        patch.object(step_loop, "Scheduler", make_core),
+        patch.object(scheduler_app, "Requests", make_requests),
+    ):
         yield
 
 
-def draw_layout(draw: Random) -> Layout:
+def draw_layout(draw: Random, kind: Kind) -> Layout:
     """A small cluster, whose pools are too small for all requests at once as often as not."""
-    block_size = draw.choice((2, 4, 16))
+    block_size, is_tight = draw.choice((2, 4, 16)), kind is Kind.TIGHT
+    # Three sequences of the longest request fit, or two, so that none is refused.
+    least = 3 * LONGEST + 68
+    pool_tokens = draw.choice((2 * LONGEST + 40, least)) if is_tight else draw.choice((least, 640, 1600))
     worker = FakeWorkerConfig(
         vocab_size=VOCAB_SIZE,
         max_model_len=MAX_MODEL_LEN,
         fingerprint=fingerprint_of(0),
         block_size=block_size,
-        # Three sequences of the longest request fit, so that none is refused.
-        num_blocks=draw.choice((3 * LONGEST + 68, 640, 1600)) // block_size,
-        num_host_blocks=draw.choice((0, 32, 128)),
-        max_num_rows=draw.choice((4, 16, 64)),
-        max_num_batched_tokens=draw.choice((16, 64, 512)),
+        num_blocks=pool_tokens // block_size,
+        num_host_blocks=draw.choice((32, 640 // block_size)) if is_tight else draw.choice((0, 32, 128)),
+        max_num_rows=draw.choice((16, 64) if is_tight else (4, 16, 64)),
+        max_num_batched_tokens=draw.choice((16, 64) if is_tight else (16, 64, 512)),
     )
     settings = SchedulerSettings(
         log_level="error",
         step_timeout=_STEP_TIMEOUT_S,
         drain_timeout=_DRAIN_TIMEOUT_S,
         policy=draw.choice(("fcfs", "priority", "fair")),
-        preemption_mode=draw.choice(("auto", "swap", "recompute")),
+        preemption_mode=draw.choice(("auto", "swap", "recompute", *(("swap",) if is_tight else ()))),
         max_steps_in_flight=draw.choice((1, 2, 2, 4)),
         max_prefill_share=draw.choice((0.1, 0.5, 1.0)),
         durable_grace=draw.choice((3.0, 60.0)),
@@ -462,7 +497,7 @@ def draw_layout(draw: Random) -> Layout:
         max_durable_requests=draw.choice((MANY, MANY, 2)),
     )
     weather = Weather(
-        max_delay_s=draw.choice((0.001, 0.001, 0.02)),
+        max_delay_s=draw.choice((0.001, 0.02, 0.1) if is_tight else (0.001, 0.001, 0.02)),
         bytes_per_s=draw.choice((1e9, 1e9, 1e5)),
         window_bytes=draw.choice((128 * 1024, 128 * 1024, 256)),
     )
@@ -472,4 +507,7 @@ def draw_layout(draw: Random) -> Layout:
         reconnect_grace=draw.choice((1.0, 10.0)),
         max_chunk_tokens=draw.choice((1, 256)),
     )
-    return Layout(draw.choice((1, 1, 2)), draw.choice((1, 2, 2)), 2, worker, settings, gateway, weather)
+    breaks = kind in (Kind.NETWORK, Kind.RESTARTS)
+    num_replicas = draw.choice((1, 2)) if breaks else draw.choice((1, 1, 2))
+    slowness = 1.0 if is_tight else draw.choice((1.0, 10.0 if breaks else 1.0, 10.0))
+    return Layout(num_replicas, draw.choice((1, 2, 2)), 2, worker, settings, gateway, weather, slowness)

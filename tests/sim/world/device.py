@@ -14,12 +14,21 @@ import numpy as np
 
 from quire.common.v1 import common_pb2
 from tests.sim.world.model import Draw, candidates, line_of, mixed, mixed_prefixes, next_token
+from tests.sim.world.watch import CheckedSeals, Names
 from tests.sim.world.world import KilledError, Node, World
 from tests.support.fake_pool import BlockError, FakePool, Prefixes
-from tests.support.fake_runner import FakeRunner
+from tests.support.fake_runner import FakeRunner, FakeStep
 from tests.support.logprobs import Line, columns_of
 from worker_svc.device.device_loop import DeviceLoop, JobThread, RunningStep
-from worker_svc.step import Batch, PromptLogprobs, RowCandidates, StepOutput, StepTimings, TokenLogprobs
+from worker_svc.step import (
+    AdmittedStep,
+    Batch,
+    PromptLogprobs,
+    RowCandidates,
+    StepOutput,
+    StepTimings,
+    TokenLogprobs,
+)
 
 _NOT_FINITE = -1
 """In a slot: a number that is none. Hashes are never below 0."""
@@ -28,6 +37,11 @@ _STEP_S, _TOKEN_S = 0.002, 0.000_02
 
 class _ReadablePool(FakePool):
     """A pool that says what its blocks hold."""
+
+    @property
+    def slots(self) -> np.ndarray:
+        """[number of blocks, block size] int64."""
+        return self._gpu
 
     def read(self, blocks: Sequence[int], end: int) -> np.ndarray:
         """[end] int64: what a row with these blocks finds in its slots."""
@@ -53,8 +67,11 @@ class HashRunner(FakeRunner):
     # A step is launched when the device loop gets it, and its output is there when its time is over.
     is_asynchronous = True
 
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int, *, num_host_blocks: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, vocab_size: int, *, num_host_blocks: int, names: Names
+    ) -> None:
         super().__init__(num_blocks, block_size, vocab_size, num_host_blocks=num_host_blocks)
+        self._seals = self._checked_seals = CheckedSeals(num_blocks, names)
         self._pool = self._readable = _ReadablePool(num_blocks, num_host_blocks, block_size)
         self.on_block_error: Callable[[BlockError], object] = lambda _: None
         self.takes_glitch: Callable[[], bool] = lambda: False
@@ -64,6 +81,15 @@ class HashRunner(FakeRunner):
         self.deadly: Mapping[int, int] = {}
         """Which token of a sequence cannot be computed without dying, by its seed."""
         self.on_deadly = lambda: None
+
+    def launch(self, admitted: AdmittedStep, queue_us: int = 0) -> FakeStep:
+        done = super().launch(admitted, queue_us)
+        try:
+            self._checked_seals.check(self._readable.slots)
+        except BlockError as error:
+            self.on_block_error(error)
+            raise
+        return done
 
     def _compute(self, batch: Batch) -> None:
         computed = (column.tolist() for column in (batch.rows, batch.num_computed_tokens, batch.ends))
@@ -145,9 +171,10 @@ def prepare(node: Node, row_sampling: bytes) -> "Future[None] | None":
 
 
 class Devices:
-    """The devices of all hosts, as far as something is wrong with them."""
+    """The devices of all hosts: how many times slower than usual they are, and what is wrong with them."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, slowness: float = 1.0) -> None:
+        self.slowness = slowness
         self._world = world
         self._hang_until: dict[str, float] = {}
         self._glitches: Counter[str] = Counter()
@@ -204,7 +231,7 @@ class _SimThread(JobThread[Any]):
         if not isinstance(job, RunningStep):
             return 0.0
         step_s = _STEP_S + _TOKEN_S * int(job.job.admitted.step.batch.num_new_tokens.sum())
-        return step_s + self._devices.wait_s(self._node.host)
+        return step_s * self._devices.slowness + self._devices.wait_s(self._node.host)
 
 
 class SimDeviceLoop(DeviceLoop):

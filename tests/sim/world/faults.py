@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 from quire.compatibility import ModelFingerprint
 from tests.sim.world.device import Devices
-from tests.sim.world.network import Network
+from tests.sim.world.network import Connection, Network
 from tests.sim.world.supervisor import Supervised
+from tests.sim.world.traffic import Kind
 from tests.sim.world.world import Node, World
 from tests.support.fake_worker import FakeWorkerConfig
 
@@ -161,7 +162,7 @@ class PowerOff:
 
 @dataclass(frozen=True, slots=True)
 class CannotStart:
-    """For some seconds no process can be started on a host, by whatever it ended."""
+    """A process ends, and for some seconds no other one can be started on its host."""
 
     at: float
     host: str
@@ -174,6 +175,7 @@ class CannotStart:
     def begin(self, target: Target) -> None:
         host = target.hosts[self.host]
         host.cannot_start_until = max(host.cannot_start_until, target.world.now + self.lasts_s)
+        target.running[self.host].kill()
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +211,11 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """A connection ends by something between its ends: the one that has this number, counted round."""
+    """A connection ends by something between its ends: of those that hosts of one kind have opened the one that has
+    this number, counted round."""
 
     at: float
+    opened_by: str
     number: int
 
     @property
@@ -219,8 +223,8 @@ class Reset:
         return 0.0
 
     def begin(self, target: Target) -> None:
-        if connections := target.network.connections:
-            connections[self.number % len(connections)].reset()
+        if (connection := _connection(target, self.opened_by, self.number)) is not None:
+            connection.reset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +232,7 @@ class HalfOpen:
     """A connection carries nothing more, and neither end is told: what is between them has forgotten it."""
 
     at: float
+    opened_by: str
     number: int
 
     @property
@@ -235,18 +240,24 @@ class HalfOpen:
         return MAX_FAULT_S
 
     def begin(self, target: Target) -> None:
-        if connections := target.network.connections:
-            connections[self.number % len(connections)].go_silent()
+        if (connection := _connection(target, self.opened_by, self.number)) is not None:
+            connection.go_silent()
+
+
+def _connection(target: Target, opened_by: str, number: int) -> Connection | None:
+    connections = [each for each in target.network.connections if each.hosts[0].startswith(opened_by)]
+    return connections[number % len(connections)] if connections else None
 
 
 @dataclass(frozen=True, slots=True)
 class SetClock:
-    """An operator sets a clock back by so many seconds, or forward. A worker lets a scheduler whose clock was set back
-    in after half a minute."""
+    """An operator sets a clock back by so many seconds, or forward, and perhaps restarts what runs there. A worker lets
+    a scheduler whose clock was set back in after half a minute."""
 
     at: float
     host: str
     back_s: float
+    restarts: bool
 
     @property
     def seconds(self) -> float:
@@ -254,6 +265,8 @@ class SetClock:
 
     def begin(self, target: Target) -> None:
         target.world.set_back(self.host, self.back_s)
+        if self.restarts:
+            target.running[self.host].kill()
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,10 +302,11 @@ class Glitch:
 
 @dataclass(frozen=True, slots=True)
 class OtherPool:
-    """A worker dies and comes back with a pool of another size."""
+    """A worker dies and comes back with a pool of another size, and perhaps with blocks of another one."""
 
     at: float
     host: str
+    block_size: int
     num_blocks: int
     num_host_blocks: int
 
@@ -302,7 +316,8 @@ class OtherPool:
 
     def begin(self, target: Target) -> None:
         def change(config: FakeWorkerConfig) -> FakeWorkerConfig:
-            return replace(config, num_blocks=self.num_blocks, num_host_blocks=self.num_host_blocks)
+            pool = {"num_blocks": self.num_blocks, "num_host_blocks": self.num_host_blocks}
+            return replace(config, block_size=self.block_size, **pool)
 
         target.change_worker(self.host, change)
         target.running[self.host].kill()
@@ -347,11 +362,49 @@ class Rival:
         target.start_rival(self.host, self.older_s)
 
 
+_WEIGHTS = {
+    "kill": 4,
+    "kill at": 6,
+    "rack": 4,
+    "stop": 1,
+    "power off": 1,
+    "cannot start": 2,
+    "pause": 3,
+    "cut": 2,
+    "cut both": 2,
+    "half open": 1,
+    "reset": 4,
+    "clock": 1,
+    "hang": 1,
+    "glitch": 2,
+    "rival": 1,
+    "other pool": 2,
+}
+_OF_KIND: Mapping[Kind, Sequence[str]] = {
+    Kind.TIGHT: ("kill", "kill at", "pause", "cut", "reset", "other pool", "glitch"),
+    Kind.NETWORK: ("pause", "cut", "cut both", "half open", "reset"),
+    Kind.RESTARTS: ("kill", "kill at", "rack", "stop", "power off", "cannot start", "clock", "other pool", "reset"),
+}
+"""What breaks in worlds of a kind; in others all of it."""
+
+
 def draw_faults(
-    draw: Random, hosts: Sequence[str], servers: Sequence[str], over_s: float, worker: FakeWorkerConfig
+    draw: Random, kind: Kind, hosts: Sequence[str], times: Sequence[float], over_s: float, worker: FakeWorkerConfig
 ) -> tuple[Fault, ...]:
-    """Up to eight faults that begin within so many seconds. Servers are the hosts whose processes are killed."""
-    faults = [_draw_fault(draw, hosts, servers, draw.uniform(0, over_s), worker) for _ in range(draw.randrange(9))]
+    """Faults that begin within so many seconds, or soon after requests: these come at `times`. A part of what can break
+    does not in a world, so that the rest comes together more often; some of it comes several times in a row."""
+    names = [name for name in _OF_KIND.get(kind, _WEIGHTS) if draw.random() < 0.6] or ["reset"]
+    count = {Kind.CALM: 0, Kind.TIGHT: draw.randrange(5), Kind.NETWORK: draw.randint(2, 8)}.get(kind)
+    faults: list[Fault] = []
+    for _ in range(draw.randrange(7) if count is None else count):
+        name = draw.choices(names, [_WEIGHTS[each] for each in names])[0]
+        is_near = times and draw.random() < 0.7
+        at = draw.choice(times) + draw.uniform(0, 0.3) if is_near else draw.uniform(0, over_s)
+        drawn = _draw_fault(draw, name, hosts, at, worker)
+        faults += drawn
+        for _ in range(draw.randint(1, 3) if draw.random() < 0.3 else 0):
+            at += draw.choice((0.02, 0.1, 1.0)) * draw.random()
+            faults += [replace(cast(Any, each), at=at) for each in drawn]
     if any(isinstance(fault, Rival) for fault in faults):
         # A scheduler whose clock was set back is the older one when it starts again, and gives up in its turn.
         faults = [fault for fault in faults if not isinstance(fault, SetClock)]
@@ -365,63 +418,51 @@ def draw_other_model(draw: Random, servers: Sequence[str], over_s: float, own: M
     return OtherModel(draw.uniform(0, over_s), host, other, own, draw.uniform(0.1, 15))
 
 
-def _draw_fault(
-    draw: Random, hosts: Sequence[str], servers: Sequence[str], at: float, worker: FakeWorkerConfig
-) -> Fault:
-    match draw.choices(tuple(_WEIGHTS), tuple(_WEIGHTS.values()))[0]:
+def _draw_fault(draw: Random, name: str, hosts: Sequence[str], at: float, worker: FakeWorkerConfig) -> list[Fault]:
+    servers = [host for host in hosts if not host.startswith("client")]
+    workers = [host for host in servers if host.startswith("worker")]
+    schedulers = [host for host in servers if host.startswith("scheduler")]
+    opened_by = draw.choice(("client", "gateway", "gateway", "scheduler"))
+    match name:
         case "kill":
-            return Kill(at, draw.choice(servers))
+            return [Kill(at, draw.choice(servers))]
         case "kill at":
             host = draw.choice(servers)
             points = FAILPOINTS[host.partition("-")[0]]
             failpoint = draw.choice(tuple(points))
-            return KillAt(at, host, failpoint, draw.randint(1, points[failpoint]))
+            return [KillAt(at, host, failpoint, draw.randint(1, points[failpoint]))]
+        case "rack":
+            count = draw.choice((draw.randint(2, len(servers)), len(servers)))
+            return [Kill(at, host) for host in draw.sample(servers, count)]
         case "stop":
-            return Stop(at, draw.choice(servers))
+            return [Stop(at, draw.choice(servers))]
         case "power off":
-            return PowerOff(at, draw.choice(servers), draw.uniform(0.1, MAX_FAULT_S))
+            return [PowerOff(at, draw.choice(servers), draw.uniform(0.1, MAX_FAULT_S))]
         case "cannot start":
-            return CannotStart(at, draw.choice(servers), draw.uniform(0.1, 15))
+            return [CannotStart(at, draw.choice([*servers, *workers]), draw.uniform(0.1, 15))]
         case "pause":
-            return Pause(at, draw.choice(hosts), draw.uniform(0.01, 15))
-        case "cut" | "cut both" as kind:
+            return [Pause(at, draw.choice(hosts), draw.uniform(0.01, draw.choice((0.2, 15))))]
+        case "cut" | "cut both":
             source, destination = draw.sample(hosts, 2)
-            return Cut(at, source, destination, kind == "cut both", draw.uniform(0.01, MAX_FAULT_S))
+            lasts_s = draw.uniform(0.01, draw.choice((0.5, MAX_FAULT_S)))
+            return [Cut(at, source, destination, name == "cut both", lasts_s)]
         case "half open":
-            return HalfOpen(at, draw.randrange(1 << 16))
+            return [HalfOpen(at, opened_by, draw.randrange(1 << 16))]
         case "clock":
-            return SetClock(at, draw.choice(hosts), draw.choice((-600.0, -1.0, 1.0, 30.0, 600.0)))
+            back_s = draw.choice((-600.0, -1.0, 1.0, 30.0, 600.0, 600.0))
+            host = draw.choice([*hosts, *schedulers])
+            return [SetClock(at, host, back_s, restarts=host in servers and draw.random() < 0.5)]
         case "hang":
-            workers = [host for host in servers if host.startswith("worker")]
-            return Hang(at, draw.choice(workers), draw.choice((0.5, 5.0, MAX_FAULT_S)))
+            return [Hang(at, draw.choice(workers), draw.choice((0.5, 5.0, MAX_FAULT_S)))]
         case "rival":
-            schedulers = [host for host in servers if host.startswith("scheduler")]
-            return Rival(at, draw.choice(schedulers), draw.choice((0.02, 0.5, 3600.0)))
+            return [Rival(at, draw.choice(schedulers), draw.choice((0.02, 0.5, 3600.0)))]
         case "glitch":
-            return Glitch(at, draw.choice([host for host in servers if host.startswith("worker")]))
+            return [Glitch(at, draw.choice(workers))]
         case "other pool":
-            workers = [host for host in servers if host.startswith("worker")]
             # What fitted fits still.
-            num_blocks = draw.choice((worker.num_blocks, worker.num_blocks + 7, 2 * worker.num_blocks))
-            return OtherPool(at, draw.choice(workers), num_blocks, draw.choice((0, 16, 128)))
+            size = draw.choice((worker.block_size, 2, 4, 16))
+            num_blocks = worker.num_blocks * worker.block_size // size
+            num_blocks = draw.choice((num_blocks, num_blocks + 7, 2 * num_blocks))
+            return [OtherPool(at, draw.choice(workers), size, num_blocks, draw.choice((0, 16, 128)))]
         case _:
-            return Reset(at, draw.randrange(1 << 16))
-
-
-_WEIGHTS = {
-    "kill": 4,
-    "kill at": 6,
-    "stop": 1,
-    "power off": 1,
-    "cannot start": 1,
-    "pause": 3,
-    "cut": 2,
-    "cut both": 2,
-    "half open": 1,
-    "reset": 3,
-    "clock": 1,
-    "hang": 1,
-    "glitch": 2,
-    "rival": 1,
-    "other pool": 1,
-}
+            return [Reset(at, opened_by, draw.randrange(1 << 16))]

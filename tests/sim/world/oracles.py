@@ -1,6 +1,6 @@
 """What must hold of every answer and of every refusal, whatever breaks."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -233,10 +233,10 @@ def check_tokens(request: Tokenize, answer: Tokenization) -> None:
         raise FalseAnswerError(f"the tokens of text {request.number} are {answer}")
 
 
-def check_pin(request: Pin, pin: PinnedPrefix, block_size: int) -> None:
-    """A pin holds the whole blocks of its prefix."""
-    blocks = len(request.prompt) // block_size
-    if (pin.pinned_blocks, pin.pinned_tokens) != (blocks, blocks * block_size):
+def check_pin(request: Pin, pin: PinnedPrefix, block_sizes: Collection[int]) -> None:
+    """A pin holds the whole blocks of its prefix, of one of these sizes."""
+    whole = [(len(request.prompt) // size, len(request.prompt) // size * size) for size in block_sizes]
+    if (pin.pinned_blocks, pin.pinned_tokens) not in whole:
         raise FalseAnswerError(f"pin {request.number} of {len(request.prompt)} tokens: {pin}")
 
 
@@ -245,6 +245,7 @@ class Circumstances:
     """What there is in a world that a call can fail by.
 
     Attributes:
+        block_sizes: Of all workers.
         has_short_queue, has_few_durable: Whether a scheduler refuses requests that wait, or durable ones.
         trouble_s: How long things are broken, in all.
         may_glitch: Whether a device may compute what is not finite.
@@ -254,7 +255,7 @@ class Circumstances:
         deadly: The position of a token whose computation kills a worker, by the seed of its request.
     """
 
-    block_size: int
+    block_sizes: tuple[int, ...]
     has_faults: bool
     has_short_queue: bool
     has_few_durable: bool
@@ -265,9 +266,12 @@ class Circumstances:
     may_mix_models: bool = False
     deadly: Mapping[int, int] = field(default_factory=dict[int, int])
 
-    def check_refusal(self, request: Request, error: QuireError) -> None:
-        """A call fails only by what its client wants, by the limits of its key, or by what breaks."""
-        if not any(self._reasons(request, error)):
+    def check_refusal(self, request: Request, error: QuireError, witness: Witness | None = None) -> None:
+        """A call fails only by what its client wants, by the limits of its key, or by what breaks. Full queues refuse
+        nothing that has begun, as its witness has seen: its client waits for a place."""
+        has_begun = witness is not None and witness.num_events > 0 and self.trouble_s <= _PATIENCE_S
+        is_full = error.reason in ("QUEUE_FULL", "DURABLE_LIMIT")
+        if (has_begun and is_full) or not any(self._reasons(request, error)):
             raise FalseAnswerError(f"{request} fails by {type(error).__name__} {error.reason}: {error}") from error
 
     def check_takeover(self, request: Generate, error: QuireError) -> None:
@@ -283,7 +287,7 @@ class Circumstances:
         is_taken_over = generate is not None and generate.taken_over_after_s is not None
         match error:
             case InvalidArgument():
-                yield isinstance(request, Pin) and len(request.prompt) < self.block_size
+                yield isinstance(request, Pin) and len(request.prompt) < max(self.block_sizes)
             case DeadlineExceeded():
                 yield is_limited
             case Aborted(reason="REQUEST_TAKEN_OVER"):
@@ -302,7 +306,8 @@ class Circumstances:
             case ResourceExhausted(reason="CONCURRENCY_LIMIT"):
                 yield limits.max_concurrent_requests is not None
             case Unavailable(reason="PIN_LOST"):
-                yield self.has_faults or bool(self.deadly)
+                # Its time was over before its blocks were computed, or it gave way to a request that needs them.
+                yield True
             case Unavailable(reason="MODEL_CHANGED"):
                 yield self.may_lose_model
             case Unavailable():

@@ -17,6 +17,17 @@ LONGEST = _MAX_PROMPT + MAX_OUTPUT
 """The most tokens that a sequence of a drawn request has."""
 
 
+class Kind(Enum):
+    """What a world is about. In a mixture what must come together does so rarely; so most worlds have much of one
+    thing."""
+
+    MIXED = "a little of everything"
+    TIGHT = "pools too small for what runs at once"
+    NETWORK = "connections that break under streams"
+    RESTARTS = "processes that end"
+    CALM = "nothing breaks"
+
+
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """The holder of an API key, and the limits of the key."""
@@ -135,6 +146,7 @@ Request = Generate | Pin | Tokenize
 class Mood:
     """What the requests of one world are like."""
 
+    kind: Kind
     count: int
     over_s: float
     stems: Sequence[Sequence[int]]
@@ -143,10 +155,13 @@ class Mood:
     max_sequences: int
 
 
-def draw_requests(draw: Random, clients: Sequence[str], pool_tokens: int, over_s: float) -> tuple[Request, ...]:
+def draw_requests(
+    draw: Random, kind: Kind, clients: Sequence[str], pool_tokens: int, over_s: float
+) -> tuple[Request, ...]:
     """Requests within so many seconds; many begin alike. None needs more than the pool of a replica holds."""
     mood = Mood(
-        count=draw.choice((4, 10, 10, 20)),
+        kind=kind,
+        count=draw.choice((10, 20) if kind is Kind.TIGHT else (4, 10, 10, 20)),
         over_s=over_s,
         stems=[[_token(draw) for _ in range(64)] for _ in range(draw.choice((1, 4)))],
         clients=clients,
@@ -200,21 +215,23 @@ def _request(draw: Random, number: int, mood: Mood) -> Request:
 
 
 def _generate(draw: Random, number: int, mood: Mood, at: float | None = None) -> Generate:
-    sampled = draw.random() < 0.5
+    sampled, is_tight = draw.random() < 0.5, mood.kind is Kind.TIGHT
+    is_long = is_tight or mood.kind is Kind.NETWORK
     options = GenerationOptions(
         temperature=draw.choice((0.5, 1.0)) if sampled else 0.0,
         top_k=draw.choice((None, 40)),
         seed=draw.randrange(1 << 64) if sampled else None,
-        max_tokens=draw.randrange(1, MAX_OUTPUT + 1),
-        ignore_eos=draw.choice((None, True)),
+        max_tokens=draw.randrange(MAX_OUTPUT // 2 if is_long else 1, MAX_OUTPUT + 1),
+        ignore_eos=True if is_tight else draw.choice((None, True)),
         stop_token_ids=tuple(_token(draw) for _ in range(draw.choice((0, 0, 0, 8)))),
         logprobs=draw.choice((None, None, 0, 3)),
         prompt_logprobs=draw.choice((None, None, None, None, 0, 2)),
     )
-    verb = draw.choice((Verb.GENERATE, Verb.STREAM, Verb.STREAM, Verb.DURABLE, Verb.DURABLE, Verb.CHAT))
+    often = Verb.DURABLE if mood.kind is Kind.RESTARTS else Verb.STREAM
+    verb = draw.choice((Verb.GENERATE, often, often, Verb.DURABLE, Verb.DURABLE, Verb.CHAT))
     if verb is Verb.CHAT:
         verb = draw.choice((Verb.CHAT, Verb.CHAT_STREAM, Verb.DURABLE_CHAT))
-    options = _with_sequences(draw, options, mood.max_sequences)
+    options = _with_sequences(draw, options, mood)
     return Generate(
         number,
         draw.uniform(0, mood.over_s) if at is None else at,
@@ -228,14 +245,15 @@ def _generate(draw: Random, number: int, mood: Mood, at: float | None = None) ->
         leaves_after_s=draw.choice((None, None, None, None, draw.uniform(0, 3))),
         cancels_after_s=draw.choice((None,) * 7 + (draw.uniform(0, 2),)),
         pause_s=draw.choice((0.0, 0.0, 0.0, draw.uniform(0, 0.5))),
-        taken_over_after_s=draw.choice((None, None, None, draw.uniform(0, 2))) if verb.is_durable else None,
+        taken_over_after_s=draw.choice((None, None, draw.uniform(0, 0.3))) if verb.is_durable else None,
     )
 
 
-def _with_sequences(draw: Random, options: GenerationOptions, most: int) -> GenerationOptions:
+def _with_sequences(draw: Random, options: GenerationOptions, mood: Mood) -> GenerationOptions:
     """One sequence, several, the best of several, or a beam search; stop strings where they may be."""
-    several = draw.randint(1, most)
-    match draw.choice(("one", "one", "one", "several", "best", "beams")):
+    several = draw.randint(1, mood.max_sequences)
+    is_tight = mood.kind is Kind.TIGHT
+    match draw.choice((*(("several",) if is_tight else ("one", "one")), "one", "several", "best", "beams")):
         case "several":
             options = replace(options, n=several)
         case "best":
@@ -254,13 +272,13 @@ def _with_sequences(draw: Random, options: GenerationOptions, most: int) -> Gene
     if draw.random() < 0.1:
         pattern = Constraint(regex=draw.choice(("[a-e]+", "[c-p]+", "[x-z]+")))
         options = replace(options, constraint=pattern, ignore_eos=None, stop_token_ids=())
-    if options.best_of in (None, options.n) and draw.random() < 0.2:
+    if options.best_of in (None, options.n) and draw.random() < (0.5 if is_tight else 0.3):
         return replace(options, stop=tuple(draw.choice("abcdefgh") for _ in range(4)))
     return options
 
 
 def _prompt(draw: Random, mood: Mood) -> tuple[int, ...]:
-    stem = list(draw.choice(mood.stems)[: draw.choice((0, 7, 33, 64, 64))])
+    stem = list(draw.choice(mood.stems)[: draw.choice((0, 7, 33) if mood.kind is Kind.TIGHT else (0, 7, 33, 64, 64))])
     return tuple(stem + [_token(draw) for _ in range(draw.choice((0, 1, 2, 40)) or not stem)])
 
 

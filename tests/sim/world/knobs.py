@@ -1,0 +1,45 @@
+"""Limits of services that only long outputs or large pools reach. In some worlds they are so low that small ones do; no
+answer may depend on them."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from random import Random
+from unittest.mock import patch
+
+_LOWEST: Mapping[str, int] = {
+    "gateway.replicas.link._MESSAGES_OF_CREDIT": 1,
+    "gateway.replicas.link._MESSAGES_AHEAD": 2,
+    "gateway.replicas.link._TOKENS_AT_ONCE": 3,
+    "gateway.request.durable.MAX_KEPT_TOKENS": 100,
+    "scheduler_svc.core.batch._NUM_COMPARED": 3,
+    "scheduler_svc.core.block_pool._MAX_CHANGES": 4,
+    "scheduler_svc.core.kv_cache._HASHES_AT_FIRST": 1,
+    "scheduler_svc.core.kv_cache._MAX_HASHES_AT_ARRIVAL": 2,
+    "scheduler_svc.core.kv_cache._MAX_RECLAIMED": 1,
+    "scheduler_svc.core.kv_cache._MAX_RECLAIMED_BLOCKS": 4,
+    "scheduler_svc.core.scheduler._MAX_ADMISSIONS": 1,
+    "scheduler_svc.core.scheduler._MAX_BLOCKS_LOOKED_UP": 2,
+    "scheduler_svc.core.scheduler._MAX_DISPLACED": 1,
+    "scheduler_svc.core.scheduler._MAX_EXPIRED": 1,
+    "scheduler_svc.service.outbox.MAX_SIZE": 8,
+    "scheduler_svc.service.outbox._REPLAYED_AT_ONCE": 4,
+    "scheduler_svc.service.requests.MAX_UNDELIVERED": 20,
+}
+
+
+def draw_low_limits(draw: Random) -> tuple[str, ...]:
+    """The names of the limits that are low in a world: none of them in half of all worlds."""
+    is_usual = draw.random() < 0.5
+    low = tuple(name for name in _LOWEST if draw.random() < 0.6)
+    return () if is_usual else low
+
+
+@contextmanager
+def low_limits(names: tuple[str, ...]) -> Iterator[None]:
+    """Inside the block, these limits are low."""
+    with ExitStack() as stack:
+        for name in names:
+            module, _, constant = name.rpartition(".")
+            stack.enter_context(patch.object(import_module(module), constant, _LOWEST[name]))
+        yield

@@ -1,0 +1,177 @@
+"""What must hold inside of services, though no answer may show it: sealed blocks hold what their names say, no token is
+missed on the way, a worker keeps the scheduler that started last, nobody goes on with what nobody wants, and nothing
+waits where it cannot run."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+import numpy as np
+
+from gateway.app import Gateway
+from gateway.replicas import live, sequence
+from gateway.replicas.sequence import TokenGapError
+from quire.clock import CLOCK
+from quire.prefix_hashes import BlockHash
+from quire.rpc.errors import FailedPrecondition
+from scheduler_svc.core.block_pool import BlockId
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.kv_cache import BlockManager
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.service.requests import Requests
+from tests.sim.world.network import Network
+from tests.sim.world.world import Node
+from tests.support.fake_pool import BlockError, Prefixes
+from worker_svc.device.seals import SealInventory
+from worker_svc.protocol.session import Session, Sessions
+from worker_svc.step import SealedBlocks
+
+_LOOK_EVERY_S = 0.25
+
+Names = dict[BlockHash, tuple[int, int]]
+"""The names that schedulers gave to blocks, with what the first and the last slot of such a block hold."""
+
+
+class FalseSealError(BlockError):
+    """A worker calls a block final that does not hold what its name says."""
+
+
+class NamingBlocks(BlockManager):
+    """Notes what the blocks hold that get a name."""
+
+    def __init__(self, config: SchedulerConfig, names: Names) -> None:
+        super().__init__(config.num_blocks, config.block_size, config.watermark)
+        self._names = names
+
+    def seal(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
+        hashes = sequence.prefix_hashes.between(first, end, sequence.token_ids)
+        if not all(name in self._names for name in hashes):
+            slots = Prefixes(sequence.token_ids[: end * self.block_size]).hashes(0, end * self.block_size)
+            for index, name in enumerate(hashes, first):
+                begin = index * self.block_size
+                self._names[name] = (int(slots[begin]), int(slots[begin + self.block_size - 1]))
+        return super().seal(sequence, first, end)
+
+
+class CheckedSeals(SealInventory):
+    """Knows what the blocks must hold that are sealed."""
+
+    def __init__(self, num_gpu_blocks: int, names: Names) -> None:
+        super().__init__(num_gpu_blocks)
+        self._names = names
+        self._expected = np.zeros((num_gpu_blocks, 2), np.int64)
+
+    def add(self, sealed: SealedBlocks, step_number: int) -> None:
+        super().add(sealed, step_number)
+        for block, name in zip(sealed.block_ids.tolist(), sealed.hashes, strict=True):
+            self._expected[block] = self._names[BlockHash(name.tobytes())]
+
+    def check(self, slots: np.ndarray) -> None:
+        """Raises FalseSealError unless sealed blocks hold what their names say; `slots` [n, block size] is the pool."""
+        blocks = self._sealed.nonzero()[0]
+        wrong = (slots[blocks][:, [0, -1]] != self._expected[blocks]).any(axis=1)
+        if wrong.any():
+            raise FalseSealError(f"block {blocks[wrong.argmax()]} is sealed and does not hold what its name says")
+
+
+class CheckedSessions(Sessions):
+    """A worker that a newer scheduler comes to must take it."""
+
+    def __init__(self, node: Node, worker_generation: int, max_steps_in_flight: int) -> None:
+        super().__init__(worker_generation, max_steps_in_flight)
+        self._node = node
+        self._newest = -1
+
+    def attach(self, epoch: int, now: float) -> Session:
+        is_newer, self._newest = epoch > self._newest, max(epoch, self._newest)
+        try:
+            return super().attach(epoch, now)
+        except FailedPrecondition as error:
+            if is_newer:
+                self._node.fail(AssertionError(f"the newest scheduler is refused: {error}"))
+            raise
+
+
+class MissedTokenError(TokenGapError):
+    """Tokens were lost between a scheduler and a gateway. Connecting again mends it, so only the world is told."""
+
+    def __init__(self, *what: object) -> None:
+        super().__init__(*what)
+        node = CLOCK.get()
+        assert isinstance(node, Node)
+        node.fail(self)
+
+
+@contextmanager
+def watched_tokens() -> Iterator[None]:
+    """Inside the block, a gateway that misses tokens ends the world."""
+    with (
+        patch.object(sequence, "TokenGapError", MissedTokenError),
+        patch.object(live, "TokenGapError", MissedTokenError),
+    ):
+        yield
+
+
+@dataclass(slots=True)
+class Watch:
+    """Looks now and then at what must not go on for long.
+
+    Attributes:
+        address_of: The address of a scheduler that gateways know, by its host.
+        failover_delay_s: Of gateways.
+        patience_s: Longer than anything that a gateway sends is on its way where nothing is broken.
+    """
+
+    network: Network
+    running: Mapping[str, Node]
+    address_of: Callable[[str], str]
+    failover_delay_s: float
+    patience_s: float
+    _next_s: float = 0.0
+    _since: dict[str, float] = field(default_factory=dict[str, float])
+
+    def look(self, now: float, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> str | None:
+        """What has gone on for too long; None where nothing has."""
+        if now < self._next_s:
+            return None
+        self._next_s = now + _LOOK_EVERY_S
+        found = dict.fromkeys(self._orphans(gateways, tables), self.patience_s)
+        found |= dict.fromkeys(self._left(gateways), self.patience_s + 2 * self.failover_delay_s)
+        self._since = {what: self._since.get(what, now) for what in found}
+        return next((what for what, patience_s in found.items() if now - self._since[what] > patience_s), None)
+
+    def _orphans(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:
+        """Requests that a scheduler goes on with, or keeps for a reader, though their gateway is connected and has them
+        no longer, or elsewhere."""
+        for (host, table), (gateway_host, gateway) in itertools.product(tables.items(), gateways.items()):
+            address = self.address_of(host)
+            link = gateway._generator.replicas.links.get(address)
+            if link is None or not link.is_connected or self._is_disturbed(host, gateway_host):
+                continue
+            gateway_id = link._hello.hello.gateway_id
+            known = {each.request.nonce for each in gateway._ledger if each.replica == address}
+            for owned in table._by_handle.values():
+                # The end of one that is read is kept until that is taken in.
+                is_kept = owned.durable is None and not (owned.is_over and owned.reader)
+                if is_kept and owned.gateway_id == gateway_id and owned.nonce not in known:
+                    yield f"{host} goes on with {owned.request_id}, which {gateway_host} does not know any more"
+
+    def _left(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
+        """Requests that wait at a replica that runs no steps while another one does."""
+        for host, gateway in gateways.items():
+            replicas = gateway._generator.replicas
+            ready = [address for address, link in replicas.links.items() if link.is_ready]
+            if not ready or self.running[host].is_stopped:
+                continue
+            for each in gateway._ledger:
+                is_left = each.replica is not None and each.replica not in ready and each.seconds_since_news > 1
+                if is_left and not (each.is_over or each.moves or each.awaits_usage):
+                    yield f"{each.request.request_id} of {host} waits at {each.replica}, and {ready[0]} runs steps"
+
+    def _is_disturbed(self, one: str, other: str) -> bool:
+        if self.running[one].is_stopped or self.running[other].is_stopped:
+            return True
+        is_silent = any(set(each.hosts) == {one, other} and each.up.is_silent for each in self.network.connections)
+        return is_silent or not (self.network.is_open(one, other) and self.network.is_open(other, one))
