@@ -2,17 +2,18 @@
 
 `python -m tests.sim.known_faults [NAME...] [--worlds 1000] [--first 0]` runs worlds from the first seed on until one
 fails, and prints a row of docs/internals/known_faults.md for each fault. A world that fails without the fault, too,
-does not count. A patch that does not apply any more fails loudly: where the code has changed, the fault is to be
-written anew for what stands there now.
+does not count, and one that does not come to the lines that a fault changes is not run with it. A patch that does not
+apply any more fails loudly: where the code has changed, the fault is to be written anew for what stands there now.
 """
 
 import argparse
 import sys
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tests.sim.mutation import Patch, patched
+from tests.sim.mutation import Patch, Reach, patched
 from tests.sim.worlds import draw_plan, run_world
 
 _BATCH = "scheduler_svc.core.batch"
@@ -38,6 +39,8 @@ _BEAMS = "scheduler_svc.core.beam_search"
 _PINS = "scheduler_svc.core.pins"
 _QUOTA = "gateway.auth.quota"
 _GENERATOR = "gateway.request.generator"
+_PREPARE = "gateway.request.prepare"
+_CALLS = "gateway.replicas.scheduler_calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +154,11 @@ FAULTS = (
         "            return self.num_tokens\n        return min",
     ),
     _made(
-        "swap-in-before-copy",
-        "groups come back from host memory before what leaves in the same step was copied there",
-        _SCHEDULER,
-        "        has_preempted = self._preempt_for_decodes(now)\n        if not has_preempted:\n"
-        "            self._swap_in(now)\n",
-        "        self._swap_in(now)\n        has_preempted = self._preempt_for_decodes(now)\n",
+        "swap-in-without-copy",
+        "sequences that come back from host memory write to a block that they share, and copy it not",
+        _PLACEMENT,
+        "batch.rows.shares_tail[row] = len(computing) > 1",
+        "batch.rows.shares_tail[row] = False",
     ),
     _made(
         "swap-in-forgotten",
@@ -238,19 +240,21 @@ FAULTS = (
         "        if owned.durable is None:\n            owned.history.clear()\n",
         "",
     ),
-    _made(
-        "gap-unnoticed",
-        "a reader that lacks more than is kept is taken back",
-        _OUTBOX,
-        "        return not any(self._lacks(each, held) for each in progress if each.index not in held.ended)\n",
-        "        return True\n",
-    ),
-    _made(
+    KnownFault(
         "untaken-dropped",
-        "messages that a gateway has not taken in when its stream breaks are dropped",
-        _OUTBOX,
-        "        return [*self._sent, *self._waiting]\n",
-        "        return [*self._waiting]\n",
+        "messages that a gateway has not taken in when its stream breaks are dropped, and nobody sees the gap",
+        (
+            Patch(
+                _OUTBOX,
+                "        return [*self._sent, *self._waiting]\n",
+                "        return [*self._waiting]\n",
+            ),
+            Patch(
+                _OUTBOX,
+                "        return not any(self._lacks(each, held)",
+                "        return True or not any(self._lacks(each, held)",
+            ),
+        ),
     ),
     _made(
         "lost-credit",
@@ -266,12 +270,21 @@ FAULTS = (
         "        self._for_each(self._ledger.of_replica(link.address), lambda live: self._submit(live, link))\n",
         "",
     ),
-    _made(
+    KnownFault(
         "accepted-twice",
-        "tokens that a gateway has already are taken again",
-        _GATEWAY_SEQUENCE,
-        "        for position in range(seen, len(token_ids)):\n",
-        "        for position in range(min(seen, 1), len(token_ids)):\n",
+        "a reader that comes back is sent what it has already, and its gateway takes it again",
+        (
+            Patch(
+                _OUTBOX,
+                "                self.add_tokens(events, handle, index, held.num_tokens.get(index, 0))\n",
+                "                self.add_tokens(events, handle, index, 0)\n",
+            ),
+            Patch(
+                _GATEWAY_SEQUENCE,
+                "        for position in range(seen, len(token_ids)):\n",
+                "        for position in range(min(seen, 1), len(token_ids)):\n",
+            ),
+        ),
     ),
     _made(
         "seal-before-finite",
@@ -379,11 +392,25 @@ FAULTS = (
         "            pass\n        self._end(ending)\n",
     ),
     _mended(
-        "forks-with-output",
-        "a sequence with output that computes its prompt again forks others from it",
-        _BATCH,
-        "        if chunk < remaining or parent.num_output_tokens:\n",
-        "        if chunk < remaining:\n",
+        "cached-output-counted",
+        "output of an earlier scheduler that is cached counts as a part of the prompt",
+        _PLACEMENT,
+        "group.cached_tokens = min(num_cached, len(group.request.prompt))",
+        "group.cached_tokens = num_cached",
+    ),
+    _mended(
+        "ends-by-own-deadline",
+        "a durable stream that is resumed ends by the deadline of its gateway towards a scheduler that hangs",
+        _CALLS,
+        "        if isinstance(error, DeadlineExceeded):\n",
+        "        if isinstance(error, str):\n",
+    ),
+    _mended(
+        "continued-without-prompt",
+        "a stream that goes on from its client's tokens lacks the log probabilities of its prompt",
+        _PREPARE,
+        "    begins_anew = bool(num_prompt_logprobs(live.request))\n",
+        "    begins_anew = False\n",
     ),
     _mended(
         "other-pool-untold",
@@ -424,7 +451,7 @@ class Found:
     """The first world that finds a fault, and how.
 
     Attributes:
-        num_worlds: How many worlds ran with the fault, this one included.
+        num_worlds: How many worlds ran with the fault, this one included: those that come to what it changes.
         seconds: What that took, of a processor.
         how: The error that the world failed by.
     """
@@ -435,20 +462,30 @@ class Found:
     how: str
 
 
-def find(fault: KnownFault, seeds: Iterable[int]) -> Found | None:
-    """Runs worlds with a fault until one fails that does not fail without it; None where none does.
+def find(faults: Sequence[KnownFault], seeds: Iterable[int]) -> Iterator[tuple[KnownFault, Found]]:
+    """Runs worlds with each fault until one fails that does not fail without it. Gives what is found as it is found.
 
     Raises StalePatchError.
     """
-    seconds, num_worlds = 0.0, 0
-    for seed in seeds:
-        started = time.process_time()
-        with patched(*fault.patches):
-            how = _problem_of(seed)
-        seconds, num_worlds = seconds + time.process_time() - started, num_worlds + 1
-        if how is not None and _problem_of(seed) is None:
-            return Found(seed, num_worlds, seconds, how)
-    return None
+    left, num_worlds = list(faults), Counter[str]()
+    seconds = dict.fromkeys((fault.name for fault in faults), 0.0)
+    with Reach(patch for fault in faults for patch in fault.patches) as reach:
+        for seed in seeds:
+            if not left:
+                return
+            own, reached = _problem_of(seed), reach.take()
+            if own is not None:
+                print(f"world {seed} fails without any fault: {own}", file=sys.stderr)
+                continue
+            for fault in [each for each in left if not reached.isdisjoint(each.patches)]:
+                started = time.process_time()
+                with patched(*fault.patches):
+                    how = _problem_of(seed)
+                seconds[fault.name] += time.process_time() - started
+                num_worlds[fault.name] += 1
+                if how is not None:
+                    left.remove(fault)
+                    yield fault, Found(seed, num_worlds[fault.name], seconds[fault.name], how)
 
 
 def _problem_of(seed: int) -> str | None:
@@ -469,16 +506,18 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.names) - {fault.name for fault in FAULTS}:
         parser.error(f"there is no fault {', '.join(sorted(unknown))}")
-    num_missed = 0
-    for fault in FAULTS:
-        if arguments.names and fault.name not in arguments.names:
-            continue
-        found = find(fault, range(arguments.first, arguments.first + arguments.worlds))
-        num_missed += found is None
-        told = "not found | | |" if found is None else f"{found.seed} | {found.seconds:.1f} | `{found.how}` |"
-        origin = "was there" if fault.was_there else "made"
-        print(f"| `{fault.name}` | {origin} | {told}", flush=True)
-    return 1 if num_missed else 0
+    faults = [fault for fault in FAULTS if not arguments.names or fault.name in arguments.names]
+    missed = {fault.name: fault for fault in faults}
+    for fault, found in find(faults, range(arguments.first, arguments.first + arguments.worlds)):
+        del missed[fault.name]
+        print(_row(fault, f"{found.seed} | {found.num_worlds} | {found.seconds:.1f} | `{found.how}`"), flush=True)
+    for fault in missed.values():
+        print(_row(fault, f"not in {arguments.worlds} worlds | | |"))
+    return 1 if missed else 0
+
+
+def _row(fault: KnownFault, told: str) -> str:
+    return f"| `{fault.name}` | {'was there' if fault.was_there else 'made'} | {told} |"
 
 
 if __name__ == "__main__":

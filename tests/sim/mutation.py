@@ -4,9 +4,10 @@ Nothing is imported anew, so whoever holds a function already runs the changed o
 functions or methods, which must not gain or lose variables of functions around them.
 """
 
+import ast
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from types import CodeType, FunctionType, ModuleType
@@ -38,17 +39,89 @@ def patched(*patches: Patch) -> Iterator[None]:
 
     Raises StalePatchError.
     """
-    before: list[tuple[FunctionType, CodeType]] = []
-    try:
+    with ExitStack() as stack:
         for name in dict.fromkeys(patch.module for patch in patches):
-            changed = _changes(import_module(name), [patch for patch in patches if patch.module == name])
-            for function, code in changed:
-                before.append((function, function.__code__))
-                function.__code__ = code
+            changes = _changes(import_module(name), [patch for patch in patches if patch.module == name])
+            stack.enter_context(_with_codes(changes))
+        yield
+
+
+@contextmanager
+def _with_codes(changes: Sequence[tuple[FunctionType, CodeType]]) -> Iterator[None]:
+    before = [(function, function.__code__) for function, _ in changes]
+    try:
+        for function, code in changes:
+            function.__code__ = code
         yield
     finally:
-        for function, code in reversed(before):
+        for function, code in before:
             function.__code__ = code
+
+
+_REACHED: set[Patch] = set()
+_PROBES: list[Patch] = []
+
+
+class Reach:
+    """Says which patches a run reaches: one that reaches none of the statements that a patch changes goes the same way
+    with it. Inside the block, functions note that before these statements."""
+
+    def __init__(self, patches: Iterable[Patch]) -> None:
+        self._patches = list(patches)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Reach":
+        for name in dict.fromkeys(patch.module for patch in self._patches):
+            module = import_module(name)
+            source = inspect.getsource(module)
+            tree = ast.parse(source)
+            for patch in self._patches:
+                if patch.module == name:
+                    _probe(patch, tree, source)
+            code = compile(ast.fix_missing_locations(tree), module.__file__ or name, "exec", dont_inherit=True)
+            self._stack.enter_context(_with_codes(_replaced(module, code)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def take(self) -> set[Patch]:
+        """The patches that were reached since the last call."""
+        reached = set(_REACHED)
+        _REACHED.clear()
+        return reached
+
+
+def reached(number: int) -> None:
+    """A run comes to what the patch of this number changes."""
+    _REACHED.add(_PROBES[number])
+
+
+def _probe(patch: Patch, tree: ast.Module, source: str) -> None:
+    """Puts a note before each of the smallest statements that a patch changes."""
+    patch.apply(source)
+    old, new = patch.old.splitlines(), patch.new.splitlines()
+    same = next((place for place, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), len(new))
+    begin = source.count("\n", 0, source.index(patch.old)) + 1
+    note = f"__import__({__name__!r}, fromlist=['reached']).reached({len(_PROBES)})"
+    _PROBES.append(patch)
+    for line in range(begin + min(same, len(old) - 1), begin + len(old)):
+        block, place = min(
+            ((body, place) for body in _bodies(tree) for place, each in enumerate(body) if _has(each, line)),
+            key=lambda found: (found[0][found[1]].end_lineno or 0) - found[0][found[1]].lineno,
+        )
+        block.insert(place, ast.parse(note).body[0])
+
+
+def _bodies(tree: ast.Module) -> Iterator[list[ast.stmt]]:
+    for node in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            if isinstance(body := getattr(node, name, None), list):
+                yield body
+
+
+def _has(statement: ast.stmt, line: int) -> bool:
+    return statement.lineno <= line <= (statement.end_lineno or statement.lineno)
 
 
 def _changes(module: ModuleType, patches: Sequence[Patch]) -> list[tuple[FunctionType, CodeType]]:
@@ -56,15 +129,20 @@ def _changes(module: ModuleType, patches: Sequence[Patch]) -> list[tuple[Functio
     source = inspect.getsource(module)
     for patch in patches:
         source = patch.apply(source)
-    codes = {code.co_qualname: code for code in _codes(_compiled(module, source))}
-    changes = [
+    changes = _replaced(module, _compiled(module, source))
+    if len(changes) < len(patches):
+        raise StalePatchError(f"{len(patches)} patches change {len(changes)} functions of {module.__name__}")
+    return changes
+
+
+def _replaced(module: ModuleType, changed: CodeType) -> list[tuple[FunctionType, CodeType]]:
+    """The functions of a module that are others in changed code, with what they are there."""
+    codes = {code.co_qualname: code for code in _codes(changed)}
+    return [
         (function, code)
         for function in _functions(module)
         if (code := codes.get(function.__code__.co_qualname)) is not None and not _is_same(code, function.__code__)
     ]
-    if len(changes) < len(patches):
-        raise StalePatchError(f"{len(patches)} patches change {len(changes)} functions of {module.__name__}")
-    return changes
 
 
 def _compiled(module: ModuleType, source: str) -> CodeType:
