@@ -17,7 +17,7 @@ from typing import Protocol
 
 from quire.failpoint import failpoint
 from quire.progress import LoadProgress
-from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError
+from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError, Unavailable
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey
 from scheduler_svc.core.step import ClientEvents, RequestEnd, Usage
 from scheduler_svc.service.durable import Durable, DurableLimits, DurableRoom
@@ -339,7 +339,7 @@ class Requests:
             self._update(owned)
             failpoint("scheduler.reader.changed")
             del self._readers[owned.key.handle]
-            go_on = partial(self._readers.__setitem__, owned.key.handle, reader)
+            go_on = partial(self._go_on, owned, reader)
             charge_per_token = owned.durable.charge_per_token
             outbox.put_replay(Replay(owned.history, held, reader.handle, charge_per_token, go_on))
             return
@@ -377,9 +377,12 @@ class Requests:
                 self.forget(owned)
 
     def forget_outputs(self) -> None:
-        """Drops what is kept of durable requests that are over: gateways have another tokenizer now."""
+        """Drops what is kept of durable requests that are over: gateways have another tokenizer now. Who is being sent
+        one gets an error."""
+        error = Unavailable("the worker has another tokenizer now", reason="MODEL_CHANGED")
         for owned in list(self._by_handle.values()):
             if owned.durable is not None and owned.is_over:
+                self._set_reader(owned, None, error if self._is_replayed(owned) else None)
                 self.forget(owned)
 
     def cancel(self, tenant: str, request_id: str) -> bool:
@@ -400,7 +403,8 @@ class Requests:
         return bool(named)
 
     def forget(self, owned: OwnedRequest) -> None:
-        """Drops what is kept of a request, and ends it where it still runs. Idempotent."""
+        """Drops what is kept of a request, and ends it where it still runs. What is over and being sent to a reader is
+        sent to its end. Idempotent."""
         handle = owned.key.handle
         if self._by_handle.pop(handle, None) is None:
             return
@@ -408,7 +412,7 @@ class Requests:
         named.remove(owned)
         if not named:
             del self._by_id[owned.tenant, owned.request_id]
-        self._set_reader(owned, None)
+        self._set_reader(owned, None, ends_replay=not (owned.is_over and self._is_replayed(owned)))
         owned.stop_timer()
         self._kept.pop(handle, None)
         self._undelivered_size -= self._undelivered.pop(handle, 0)
@@ -489,13 +493,25 @@ class Requests:
 
     # What follows from who reads a request, and whether it is over
 
-    def _set_reader(self, owned: OwnedRequest, reader: Reader | None, error: QuireError | None = None) -> None:
+    def _is_replayed(self, owned: OwnedRequest) -> bool:
+        """Whether its reader is being sent what it lacks."""
+        return owned.reader is not None and owned.key.handle not in self._readers
+
+    def _go_on(self, owned: OwnedRequest, reader: Reader) -> None:
+        """The reader has been sent what it lacked. It may be one of a request that is forgotten."""
+        if owned.reader == reader:
+            self._readers[owned.key.handle] = reader
+
+    def _set_reader(
+        self, owned: OwnedRequest, reader: Reader | None, error: QuireError | None = None, *, ends_replay: bool = True
+    ) -> None:
         """Gives a request another reader, or none; the one before gets the error. `_update` must follow."""
         before, owned.reader = owned.reader, reader
         if before is not None:
             # It has none while the reader is sent what it lacks.
             self._readers.pop(owned.key.handle, None)
-            before.connection.outbox.drop_replay(before.handle)
+            if ends_replay:
+                before.connection.outbox.drop_replay(before.handle)
             del before.connection.reads[before.handle]
             if error is not None:
                 before.connection.outbox.put_refusal(before.handle, error)

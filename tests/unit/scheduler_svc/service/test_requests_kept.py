@@ -15,7 +15,7 @@ from scheduler_svc.service.durable import MAX_GROWTH, DurableLimits
 from scheduler_svc.service.outbox import Held
 from scheduler_svc.service.requests import MAX_CANCELLED, Connection, Reader, Requests
 from tests.support.core_driver import make_request
-from tests.support.request_bench import GRACE_S, NONCE, Bench, has, offsets_of, take_all
+from tests.support.request_bench import GRACE_S, NONCE, Bench, ends_of, has, offsets_of, take_all
 
 
 def test_a_plain_request_waits_for_its_gateway_alone_and_for_its_grace_period(bench):
@@ -58,6 +58,39 @@ def test_outputs_that_no_tokenizer_reads_any_more_are_dropped_and_what_runs_is_n
     bench.requests.forget_outputs()
     assert len(bench.requests) == 1
     assert bench.requests.find(running.tenant, running.request_id) is running
+
+
+@pytest.mark.parametrize("how", ["its time is over", "another has its room", "another tokenizer", "nobody reads it"])
+def test_what_is_forgotten_while_a_reader_is_sent_it_comes_to_its_end_or_to_an_error(bench, monkeypatch, how):
+    monkeypatch.setattr("scheduler_svc.service.outbox._REPLAYED_AT_ONCE", 2)
+    first, second = bench.connect(), bench.connect("gateway-b", credit=1)
+    owned = bench.admit(make_request(3), first, durable=True)
+    for number in range(7):
+        bench.step(owned, ends=number == 6)
+    bench.requests.attach(owned, Reader(second, Handle(9)), Held())
+    sent = take_all(second)
+    assert offsets_of(sent, 9) == [0, 1]
+    if how == "another has its room":
+        for handle in range(10, 18):
+            bench.admit(make_request(handle), first, durable=True)
+    elif how == "another tokenizer":
+        bench.requests.forget_outputs()
+    else:
+        bench.requests.forget(owned)
+    if how == "nobody reads it":
+        second.outbox.drop_replay(Handle(9))
+    assert Reader(second, Handle(9)).request is None
+    second.outbox.add_credit(100)
+    rest = take_all(second)
+    if how == "another tokenizer":
+        assert [error.reason for each in rest for _, error in each.refusals] == ["MODEL_CHANGED"]
+    if how in ("another tokenizer", "nobody reads it"):
+        assert offsets_of(rest, 9) == ends_of(rest) == []
+    else:
+        assert offsets_of(rest, 9) == [2, 3, 4, 5, 6]
+        assert 9 in ends_of(rest)
+    with pytest.raises(NotFound):
+        bench.requests.find(owned.tenant, owned.request_id)
 
 
 def test_what_a_gateway_does_not_submit_again_ends_and_what_others_read_does_not(bench):
