@@ -52,45 +52,6 @@ def scripted(token_ids: Sequence[int]) -> TokenRule:
     return lambda prompt, position: token_ids[position % len(token_ids)]
 
 
-@dataclass(frozen=True)
-class Hypothesis:
-    """One finished sequence, as a beam search finds it; `logprobs` of its tokens where they were asked."""
-
-    token_ids: Sequence[int]
-    cumulative_logprob: float
-    stop_token_id: int | None = None
-    logprobs: Sequence[float] = ()
-
-
-def delivery(handle: int, hypotheses: Sequence[Hypothesis], prompt_tokens: int) -> scheduler_pb2.TokenEvents:
-    """All tokens and ends of a request in one message, best first."""
-    events = scheduler_pb2.TokenEvents()
-    rows = [
-        (handle, index, offset, token_id)
-        for index, hypothesis in enumerate(hypotheses)
-        for offset, token_id in enumerate(hypothesis.token_ids)
-    ]
-    columns = zip(*rows, strict=True) if rows else [()] * 4
-    events.handles, events.sequence_indices, events.offsets, events.token_ids = map(encode_int32, map(list, columns))
-    lines = [Line(logprob) for hypothesis in hypotheses for logprob in hypothesis.logprobs]
-    if lines:
-        events.token_logprobs.CopyFrom(token_logprobs(dict(enumerate(lines))))
-    for index, hypothesis in enumerate(hypotheses):
-        is_stop = hypothesis.stop_token_id is not None
-        events.finished.add(
-            handle=handle,
-            sequence_index=index,
-            num_tokens=len(hypothesis.token_ids),
-            reason=common_pb2.FINISH_REASON_STOP if is_stop else common_pb2.FINISH_REASON_LENGTH,
-            stop_token_id=hypothesis.stop_token_id,
-            cumulative_logprob=hypothesis.cumulative_logprob,
-        )
-    generated = sum(len(hypothesis.token_ids) for hypothesis in hypotheses)
-    usage = common_pb2.Usage(prompt_tokens=prompt_tokens, generated_tokens=generated)
-    events.completed.add(handle=handle, usage=usage)
-    return events
-
-
 @dataclass
 class FakeRequest:
     """One submitted request and how far it is."""
@@ -233,10 +194,6 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
         """Says what the prefix cache holds."""
         self._outgoing.append(scheduler_pb2.ConnectResponse(cache=update))
         self._changed.set()
-
-    def deliver(self, handle: int, hypotheses: Sequence[Hypothesis]) -> None:
-        """Ends a live request with these sequences, of which nothing was said before."""
-        self.send(delivery(handle, hypotheses, len(self.live.pop(handle).prompt)))
 
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:
