@@ -1,42 +1,149 @@
-"""Who may read a request and who takes it over, how long it is kept without a reader and how much of it, and what stays
-of one that was cancelled."""
+"""The table of requests: who may read one and who takes it over, what a gateway gets that comes back, how long and how
+much of one is kept without a reader, and what stays of one that was cancelled. Worlds break streams in any order, and
+compare every event."""
 
 import itertools
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 
 from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, ResourceExhausted
-from scheduler_svc.core.request import EmittedSequence, Handle, Request
+from scheduler_svc.core.request import EmittedSequence, Handle, Request, RequestKey
 from scheduler_svc.core.sequence import FinishReason
-from scheduler_svc.core.step import SequenceEnd
+from scheduler_svc.core.step import ClientEvents, RequestEnd, SequenceEnd, Usage
+from scheduler_svc.service import outbox
 from scheduler_svc.service import requests as table
 from scheduler_svc.service.durable import MAX_GROWTH, DurableLimits
-from scheduler_svc.service.outbox import Held
-from scheduler_svc.service.requests import MAX_CANCELLED, Connection, Reader, Requests
+from scheduler_svc.service.outbox import Held, Outgoing, PromptLogprobs, SequenceProgress
+from scheduler_svc.service.requests import MAX_CANCELLED, Connection, OwnedRequest, Reader, Requests
 from tests.support.core_driver import make_request
-from tests.support.request_bench import GRACE_S, NONCE, Bench, ends_of, has, offsets_of, take_all
+from tests.support.logprobs import Line, columns_of
+
+NONCE = 7
+GRACE_S = 10.0
+NO_USAGE = Usage(1, 0, 0, 0, 0.0, 0.0, 0.0)
 
 
-def test_a_plain_request_waits_for_its_gateway_alone_and_for_its_grace_period(bench):
-    first = bench.connect()
-    bench.admit(make_request(3), first)
-    bench.requests.close(first)
-    bench.timers.pass_time(GRACE_S - 1)
-    assert bench.resubmit(make_request(3), bench.connect("gateway-b"), has(0)) is None
-    with pytest.raises(NotFound):
-        bench.requests.find("", "request-3")
-    # A reader that is back in time stops the clock.
-    second = bench.connect()
-    assert bench.resubmit(make_request(3), second, has(0)) is not None
-    bench.timers.pass_time(2 * GRACE_S)
-    assert bench.core.live
-    bench.requests.close(second)
-    bench.timers.pass_time(GRACE_S - 1)
-    assert bench.core.live
-    bench.timers.pass_time(1)
-    assert not bench.core.live
-    assert len(bench.requests) == 0
+class Timers:
+    """Calls that are due when a test says so."""
+
+    @dataclass(eq=False)
+    class Timer:
+        at: float
+        call: Callable[[], object]
+        pending: set["Timers.Timer"]
+
+        def cancel(self) -> None:
+            self.pending.discard(self)
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.pending: set[Timers.Timer] = set()
+
+    def call_later(self, seconds: float, call: Callable[[], object]) -> "Timers.Timer":
+        timer = Timers.Timer(self.now + seconds, call, self.pending)
+        self.pending.add(timer)
+        return timer
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for timer in [each for each in self.pending if each.at <= self.now]:
+            self.pending.discard(timer)
+            timer.call()
+
+
+@dataclass
+class Core:
+    """What the table asks of the core: live requests, as their keys and how far their sequences are."""
+
+    live: dict[RequestKey, list[SequenceProgress]] = field(default_factory=dict)
+
+    def abort(self, key: RequestKey) -> bool:
+        return self.live.pop(key, None) is not None
+
+    def progress(self, key: RequestKey) -> list[SequenceProgress] | None:
+        return self.live.get(key)
+
+
+@dataclass
+class Bench:
+    """A table, and a core and timers that obey the test."""
+
+    core: Core = field(default_factory=Core)
+    timers: Timers = field(default_factory=Timers)
+    limits: DurableLimits = field(default_factory=lambda: DurableLimits(8, 10_000, 60.0))
+
+    def __post_init__(self) -> None:
+        self.requests = Requests(self.core.abort, self.core.progress, self.limits, self.timers.call_later)
+        self.num_steps = 0
+
+    def connect(self, gateway_id: str = "gateway-a", *, credit: int = 100) -> Connection:
+        connection = self.requests.connect(gateway_id, GRACE_S)
+        connection.outbox.add_credit(credit)
+        return connection
+
+    def admit(
+        self, request: Request, connection: Connection, *, durable: bool = False, nonce: int = NONCE
+    ) -> OwnedRequest:
+        reader = Reader(connection, request.key.handle)
+        admitted = self.requests.admit(request, nonce, reader, b"" if durable else None)
+        owned = reader.request
+        assert owned is not None
+        emitted = admitted.emitted or [EmittedSequence(())] * admitted.num_returned
+        progress = [SequenceProgress(i, len(each.token_ids), each.has_ended) for i, each in enumerate(emitted)]
+        self.core.live[owned.key] = progress
+        return owned
+
+    def resubmit(self, request: Request, connection: Connection, held: Held, nonce: int = NONCE) -> OwnedRequest | None:
+        reader = Reader(connection, request.key.handle)
+        return reader.request if self.requests.resubmit(request, nonce, reader, held) else None
+
+    def step(self, *owned: OwnedRequest, ends: bool = False) -> None:
+        """One more token of the first sequence of each; its id is its offset."""
+        self.num_steps += 1
+        events = ClientEvents()
+        for each in owned:
+            (progress, *others) = self.core.live[each.key]
+            handle, offset = each.key.handle, progress.num_tokens
+            events.handles.append(handle)
+            events.sequence_indices.append(0)
+            events.offsets.append(offset)
+            events.token_ids.append(offset)
+            self.core.live[each.key] = [SequenceProgress(0, offset + 1, ends), *others]
+            if ends:
+                del self.core.live[each.key]
+                events.finished.append(SequenceEnd(handle, 0, offset + 1, FinishReason.LENGTH, None))
+                events.completed.append(RequestEnd(handle, NO_USAGE))
+        self.requests.deliver(self.num_steps, events)
+
+
+def take_all(connection: Connection) -> list[Outgoing]:
+    taken = []
+    while (outgoing := connection.outbox.poll()) is not None:
+        taken.append(outgoing)
+    return taken
+
+
+def offsets_of(outgoing: list[Outgoing], handle: int) -> list[int]:
+    batches = [batch for each in outgoing for batch in each.batches]
+    return [
+        offset for batch in batches for of, offset in zip(batch.handles, batch.offsets, strict=True) if of == handle
+    ]
+
+
+def ends_of(outgoing: list[Outgoing]) -> list[int]:
+    return [handle for each in outgoing for handle in each.ended]
+
+
+def has(num_tokens: int) -> Held:
+    return Held({0: num_tokens})
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
 
 
 def test_a_durable_request_that_ends_unread_is_kept_for_the_whole_time_from_its_end_on(bench):
@@ -119,23 +226,6 @@ def test_of_what_ended_unread_only_so_much_is_kept_and_the_oldest_goes_first(ben
     second = bench.connect()
     found = [bench.resubmit(make_request(handle), second, has(0)) is not None for handle in range(4)]
     assert found == [False, False, True, True]
-
-
-def test_nothing_is_kept_of_a_request_that_was_read_to_its_end(bench):
-    connection = bench.connect()
-    owned = bench.admit(make_request(3), connection)
-    for _ in range(50):
-        bench.step(owned)
-        connection.outbox.poll()
-        bench.requests.taken(connection, connection.outbox.num_sent)
-        assert owned.history.size == 0
-        assert not connection.outbox.untaken()
-    bench.step(owned, ends=True)
-    connection.outbox.poll()
-    assert len(bench.requests) == 1
-    bench.requests.taken(connection, connection.outbox.num_sent)
-    assert len(bench.requests) == 0
-    assert not connection.reads
 
 
 def test_messages_that_were_never_sent_cannot_be_taken_in(bench):
@@ -338,3 +428,86 @@ def test_a_sequence_that_ended_under_an_earlier_scheduler_is_replayed_with_its_e
         SequenceEnd(Handle(9), 1, 3, FinishReason.LENGTH, None),
         SequenceEnd(Handle(9), 2, 1, FinishReason.LENGTH, None),
     ]
+
+
+def test_a_handle_that_stands_for_another_request_by_now_does_not_mix_their_tokens(bench):
+    first = bench.connect()
+    earlier = bench.admit(make_request(3), first, nonce=1)
+    bench.step(earlier, ends=True)
+    take_all(first)
+    later = bench.admit(make_request(3), first, nonce=2)
+    bench.step(later)
+    bench.requests.close(first)
+    assert bench.resubmit(make_request(3), bench.connect(), has(0), nonce=2) is None
+
+
+def test_sequences_that_ended_for_the_reader_are_left_out(bench):
+    first = bench.connect()
+    owned = bench.admit(make_request(3, num_sequences=2), first)
+    handle = owned.key.handle
+    events = ClientEvents([handle] * 2, [0, 1], [0, 0], [5, 6])
+    events.finished += [SequenceEnd(handle, index, 1, FinishReason.LENGTH, None) for index in range(2)]
+    events.completed.append(RequestEnd(handle, NO_USAGE))
+    del bench.core.live[owned.key]
+    bench.requests.deliver(1, events)
+    bench.requests.close(first)
+    second = bench.connect()
+    bench.resubmit(make_request(3, num_sequences=2), second, Held({0: 1}, frozenset([0])))
+    ((batch,),) = [each.batches for each in take_all(second)]
+    assert (batch.sequence_indices, batch.token_ids) == ([1], [6])
+    assert [end.sequence_index for end in batch.finished] == [1]
+
+
+def prompt_report(owned: OwnedRequest, first_position: int, count: int) -> PromptLogprobs:
+    positions = np.arange(first_position, first_position + count, dtype=np.int32)
+    columns = columns_of(Line(-float(position), int(position)) for position in positions)
+    return PromptLogprobs(owned.key.handle, first_position, positions.tolist(), columns)
+
+
+def reported(outgoing: list[Outgoing]) -> list[tuple[int, list[int]]]:
+    entries = [entry for each in outgoing for entry in each.prompt_logprobs]
+    return [(entry.first_position, entry.columns.chosen_ranks.tolist()) for entry in entries]
+
+
+def test_log_probabilities_of_a_prompt_go_on_where_the_reader_is(bench):
+    first = bench.connect()
+    owned = bench.admit(make_request(3), first)
+    bench.requests.deliver_prompt_logprobs([prompt_report(owned, 1, 3)])
+    bench.requests.close(first)
+    bench.requests.deliver_prompt_logprobs([prompt_report(owned, 4, 2)])
+    second = bench.connect()
+    bench.resubmit(make_request(3), second, Held({}, frozenset(), 3))
+    assert reported(take_all(second)) == [(3, [3]), (4, [4, 5])]
+    bench.requests.taken(second, 1)
+    bench.requests.close(second)
+    assert bench.resubmit(make_request(3), bench.connect(), Held({}, frozenset(), 2)) is None
+
+
+def resume(bench, owned, connection, handle=50):
+    bench.requests.attach(owned, Reader(connection, Handle(handle)), Held())
+
+
+def test_a_long_durable_request_comes_in_parts_with_what_happens_meanwhile_between_them(bench, monkeypatch):
+    monkeypatch.setattr(outbox, "_REPLAYED_AT_ONCE", 10)
+    first, second = bench.connect("gateway-a"), bench.connect("gateway-b")
+    long = bench.admit(make_request(1, max_tokens=100), first, durable=True)
+    other = bench.admit(make_request(2, max_tokens=100), second)
+    bench.step(*[long] * 35)
+    resume(bench, long, second)
+    taken = []
+    while len(offsets_of(taken, 50)) < 35:
+        before = len(offsets_of(taken, 2))
+        bench.step(other, long)
+        for _ in range(2):
+            outgoing = second.outbox.poll()
+            if outgoing is not None:
+                taken.append(outgoing)
+                assert sum(len(batch.handles) for batch in outgoing.batches) <= 10
+        # The other request waits for one part at most.
+        assert len(offsets_of(taken, 2)) > before
+    bench.step(other, long)
+    bench.step(long, ends=True)
+    taken += take_all(second)
+    num_tokens = bench.requests.find("", "request-1").history.num_tokens
+    assert offsets_of(taken, 50) == list(range(num_tokens))
+    assert ends_of(taken) == [50]
