@@ -6,6 +6,7 @@ nothing: it knows no durable request, and a request that is submitted again is n
 
 import asyncio
 import contextlib
+import hashlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,12 +28,84 @@ from quire.compatibility import (
     check_protocol,
 )
 from quire.rpc.channel import open_channel
-from quire.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable, invalid_field
+from quire.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, Unavailable, invalid_field
 from quire.rpc.server import RpcServer
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from tests.support.fake_pins import FakePins
-from tests.support.fake_watch import FakeWatch
 from tests.support.logprobs import Line, fill, token_logprobs
+
+
+@dataclass
+class FakeWatch:
+    """Watch and ReadBlock.
+
+    Attributes:
+        frames: What Watch shows, and nothing more after these.
+        blocks: What ReadBlock answers; there are no others.
+        watches: The calls of Watch that came.
+    """
+
+    frames: list[scheduler_pb2.WatchResponse] = field(default_factory=list)
+    blocks: dict[int, scheduler_pb2.ReadBlockResponse] = field(default_factory=dict)
+    watches: list[scheduler_pb2.WatchRequest] = field(default_factory=list)
+
+    async def Watch(
+        self, request: scheduler_pb2.WatchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[scheduler_pb2.WatchResponse]:
+        self.watches.append(request)
+        for frame in self.frames:
+            yield frame
+        await asyncio.get_running_loop().create_future()
+
+    async def ReadBlock(
+        self, request: scheduler_pb2.ReadBlockRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.ReadBlockResponse:
+        if request.block_id not in self.blocks:
+            raise invalid_field("block_id", f"is {request.block_id}, which the pool does not have")
+        return self.blocks[request.block_id]
+
+
+@dataclass
+class FakePins:
+    """The unary methods about pins.
+
+    Attributes:
+        block_size: Of pins; shorter prefixes are refused.
+        pins: The pinned token ids by pin id.
+        pin_requests: What came, in order.
+        pin_error: Answers to every call about pins.
+    """
+
+    block_size: int = 16
+    pins: dict[str, list[int]] = field(default_factory=dict)
+    pin_requests: list[scheduler_pb2.PinPrefixRequest] = field(default_factory=list)
+    pin_error: QuireError | None = None
+
+    async def PinPrefix(
+        self, request: scheduler_pb2.PinPrefixRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.PinPrefixResponse:
+        self.pin_requests.append(request)
+        self._admit()
+        token_ids = decode_int32(request.token_ids, "token_ids", minimum=0).tolist()
+        num_blocks = len(token_ids) // self.block_size
+        if not num_blocks:
+            raise InvalidArgument(f"the prefix has {len(token_ids)} tokens; a block has {self.block_size}")
+        pinned = token_ids[: num_blocks * self.block_size]
+        pin_id = hashlib.blake2b(f"{request.tenant}{pinned}".encode(), digest_size=16).hexdigest()
+        self.pins[pin_id] = pinned
+        return scheduler_pb2.PinPrefixResponse(pin_id=pin_id, pinned_tokens=len(pinned), pinned_blocks=num_blocks)
+
+    async def UnpinPrefix(
+        self, request: scheduler_pb2.UnpinPrefixRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.UnpinPrefixResponse:
+        self._admit()
+        if self.pins.pop(request.pin_id, None) is None:
+            raise NotFound(f'no pin "{request.pin_id}"', reason="PIN_NOT_FOUND")
+        return scheduler_pb2.UnpinPrefixResponse()
+
+    def _admit(self) -> None:
+        if self.pin_error is not None:
+            raise self.pin_error
+
 
 SERVICE = "quire.scheduler.v1.SchedulerService"
 
