@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from quire.client import GenerationOptions
+from quire.client import BeamSearch, GenerationOptions
 from tests.support.models import SHAPES, VOCAB_SIZE, make_model, make_shape
 from tests.support.more_models import FAMILIES, make_family
 from tests.support.serving import Served, forked_programs, forked_worker, serving
@@ -77,14 +77,51 @@ async def check_greedy(served: Served, model: PreTrainedModel, prompts: list[lis
     assert outputs == likeliest_after(model, prompts, outputs)
 
 
+# So many that among random texts of 24 tokens some meet one and some do not.
+STOPS = range(5, VOCAB_SIZE, 32)
+SEARCH = GenerationOptions(
+    beam_search=BeamSearch(4, length_penalty=0.5), n=4, max_tokens=24, stop_token_ids=STOPS, ignore_eos=True
+)
+
+
+async def check_beams(served: Served, model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> None:
+    """All hypotheses of each prompt, best first; all searches run at once."""
+    answers = await served.together(served.client.generate(list(prompt), SEARCH) for prompt in prompts)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            expected = model.generate(  # pyright: ignore[reportCallIssue]
+                torch.tensor([list(prompt)]),
+                num_beams=4,
+                num_return_sequences=4,
+                do_sample=False,
+                length_penalty=0.5,
+                max_new_tokens=24,
+                eos_token_id=list(STOPS),
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+        outputs = [list(each.token_ids) for each in answer.sequences]
+        # What follows a stop token is padding.
+        rows = expected.sequences[:, len(prompt) :].tolist()
+        assert outputs == [row[: len(output)] for row, output in zip(rows, outputs, strict=True)]
+        assert all(len(output) == 24 or output[-1] in STOPS for output in outputs)
+        scores = [each.cumulative_logprob / len(each.token_ids) ** 0.5 for each in answer.sequences]
+        assert scores == pytest.approx(expected.sequences_scores.tolist(), abs=1e-4)
+
+
 @pytest.mark.parametrize("name", SHOWN)
-async def test_64_greedy_requests_at_once_equal_transformers_while_blocks_run_out(name: str, tmp_path: Path) -> None:
+async def test_requests_at_once_equal_transformers_while_blocks_run_out(name: str, tmp_path: Path) -> None:
+    """Greedy ones, then beam searches."""
     model = make(tmp_path, name)
     # 70 blocks hold 1,120 of the 4,400 tokens that all requests come to.
     settings: dict[str, Any] = {"num_threads": 2, "num_gpu_blocks": 70, "max_num_batched_tokens": 300}
     async with serving(model=str(tmp_path), dtype="float32", **settings) as served:
         await check_greedy(served, model, make_prompts(64), 40)
-        assert (await served.state()).preemptions > 0
+        preemptions = (await served.state()).preemptions
+        assert preemptions > 0
+        await check_beams(served, model, make_prompts(18))
+        assert (await served.state()).preemptions > preemptions
 
 
 TWO_RANKS: dict[str, Any] = {

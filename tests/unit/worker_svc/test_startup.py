@@ -8,10 +8,10 @@ import torch
 from quire.model_source import resolve_model
 from quire.settings import ConfigurationError, load_settings
 from tests.support.graph_recorder import CallingRecorder
-from tests.support.in_process import load_worker
 from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
 from worker_svc import startup, thread_binding
 from worker_svc.device.device_loop import DeviceLoop
+from worker_svc.models.registry import load_model
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import choose_device, is_lost, make_worker, model_geometry, requested_pool_dtype
 from worker_svc.thread_binding import OWN_BINDING, placed_threads, processors_for
@@ -82,7 +82,8 @@ def test_cuda_graphs_are_recorded_before_the_first_step_and_the_scheduler_hears_
 def test_a_worker_of_the_least_size_starts(flag: str) -> None:
     """Of the embedded model, whose recorded forward pass has no room for more."""
     settings = load("--num-gpu-blocks", "64", flag, "1")
-    load_worker(resolve_model(settings.model), settings)
+    model = load_model(resolve_model(settings.model), device=torch.device("cpu"), dtype=torch.float32)
+    make_worker(model, settings, DeviceLoop())
 
 
 @pytest.mark.parametrize(
