@@ -13,8 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from quire.client import BeamSearch, GenerationOptions
-from tests.support.models import SHAPES, VOCAB_SIZE, make_model, make_shape
-from tests.support.more_models import FAMILIES, make_family
+from tests.support.models import VOCAB_SIZE, make_model
 from tests.support.serving import Served, forked_programs, forked_worker, serving
 from tests.support.tiers import parametrize_once
 
@@ -51,10 +50,6 @@ FOR_TWO_RANKS = (
     "llama-gqa-explicit-128",
     *("gpt2-tied-32", "opt-post-norm-projected-64", "qwen3-alternating"),
 )
-
-
-def make(directory: Path, name: str) -> PreTrainedModel:
-    return make_shape(directory, name) if name in SHAPES else make_family(directory, FAMILIES[name])
 
 
 def make_prompts(count: int, max_length: int = 99) -> list[list[int]]:
@@ -113,7 +108,7 @@ async def check_beams(served: Served, model: PreTrainedModel, prompts: Sequence[
 @pytest.mark.parametrize("name", SHOWN)
 async def test_requests_at_once_equal_transformers_while_blocks_run_out(name: str, tmp_path: Path) -> None:
     """Greedy ones, then beam searches."""
-    model = make(tmp_path, name)
+    model = make_model(tmp_path, name)
     # 70 blocks hold 1,120 of the 4,400 tokens that all requests come to.
     settings: dict[str, Any] = {"num_threads": 2, "num_gpu_blocks": 70, "max_num_batched_tokens": 300}
     async with serving(model=str(tmp_path), dtype="float32", **settings) as served:
@@ -137,7 +132,7 @@ CASES = [*((name, 1) for name in FOR_TWO_RANKS), ("llama-mqa-80", 2)]
 async def test_two_ranks_say_what_transformers_says_while_blocks_run_out(
     name: str, num_threads: int, tmp_path: Path
 ) -> None:
-    model = make(tmp_path, name)
+    model = make_model(tmp_path, name)
     async with serving(model=str(tmp_path), dtype="float32", num_threads=num_threads, **TWO_RANKS) as served:
         await check_greedy(served, model, make_prompts(24, max_length=70), 24)
         state = await served.state()
@@ -147,14 +142,14 @@ async def test_two_ranks_say_what_transformers_says_while_blocks_run_out(
 
 @pytest.mark.extended
 async def test_three_ranks_say_what_transformers_says_with_parts_that_differ_in_size(tmp_path: Path) -> None:
-    model = make_model(tmp_path, "llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
+    model = make_model(tmp_path, "llama-gqa-untied-32", hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
     async with serving(model=str(tmp_path), tensor_parallel_size=3, dtype="float32") as served:
         await check_greedy(served, model, make_prompts(24), 24)
 
 
 @pytest.mark.extended
 async def test_ranks_that_share_no_memory_say_what_transformers_says(tmp_path: Path) -> None:
-    model = make(tmp_path, "llama-gqa-explicit-128")
+    model = make_model(tmp_path, "llama-gqa-explicit-128")
     apart = replace(forked_programs(), worker=forked_worker("tests.support.apart_worker"))
     async with serving(programs=apart, model=str(tmp_path), tensor_parallel_size=2, dtype="float32") as served:
         await check_greedy(served, model, make_prompts(24), 24)

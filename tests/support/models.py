@@ -2,102 +2,287 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 VOCAB_SIZE = 320
 MAX_LENGTH = 512
 
-# Name of a shape -> (family, what differs from the family's base below). Head size is hidden size / heads.
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2-tied-32": ("gpt2", {}),
-    "gpt2-untied-64": ("gpt2", {"n_embd": 128, "n_head": 2, "tie_word_embeddings": False, "n_inner": 96}),
-    "gpt2-80": ("gpt2", {"n_embd": 160, "n_head": 2, "scale_attn_by_inverse_layer_idx": True}),
-    "opt-pre-norm-32": ("opt", {}),
-    "opt-post-norm-projected-64": (
-        "opt",
-        {"hidden_size": 128, "num_attention_heads": 2, "word_embed_proj_dim": 48, "do_layer_norm_before": False},
-    ),
-    "opt-untied-80": ("opt", {"hidden_size": 160, "num_attention_heads": 2, "tie_word_embeddings": False}),
-    "llama-gqa-untied-32": ("llama", {}),
-    "llama-mha-tied-64": (
-        "llama",
-        {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True},
-    ),
-    "llama-mqa-80": ("llama", {"hidden_size": 160, "num_attention_heads": 2, "num_key_value_heads": 1}),
-    "llama-gqa-explicit-128": ("llama", {"head_dim": 128, "attention_bias": True, "mlp_bias": True}),
-}
-
-_BASE: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
-    "gpt2": (
-        GPT2Config,
-        GPT2LMHeadModel,
-        {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": MAX_LENGTH},
-    ),
-    "opt": (
-        OPTConfig,
-        OPTForCausalLM,
-        {
-            "hidden_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "ffn_dim": 128,
-            "max_position_embeddings": MAX_LENGTH,
-            "word_embed_proj_dim": None,
-        },
-    ),
-    "llama": (
-        LlamaConfig,
-        LlamaForCausalLM,
-        {
-            "hidden_size": 128,
-            "intermediate_size": 192,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": MAX_LENGTH,
-        },
-    ),
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LENGTH,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
 }
 
 
-def make_shape(directory: Path, shape: str, *, seed: int = 0) -> PreTrainedModel:
-    """Writes the model of SHAPES by this name, with its tokenizer, into `directory` and returns it."""
-    family, overrides = SHAPES[shape]
-    return make_model(directory, family, seed=seed, **overrides)
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A causal language model of transformers.
+
+    Attributes:
+        name: of its class, without ForCausalLM or LMHeadModel.
+        fields: of its configuration, in addition to what all have.
+        config: the class of its configuration, where that is not the name and Config.
+        num_calls: of attention, in a forward pass.
+    """
+
+    name: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    config: str | None = None
+    num_calls: int = 2
+
+
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+EXPERTS = {**ROUTED, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+
+FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+_GPT2 = {"num_attention_heads": 2, "intermediate_size": 256}
+_OPT = {"num_attention_heads": 2, "ffn_dim": 128, "word_embed_proj_dim": None}
+_LLAMA = {"hidden_size": 128, "intermediate_size": 192}
+
+# The head size in the name is hidden size / heads. The first of each family has nothing special.
+SHAPES: dict[str, Family] = {
+    "gpt2-tied-32": Family("GPT2", _GPT2),
+    "gpt2-untied-64": Family("GPT2", {**_GPT2, "hidden_size": 128, "tie_word_embeddings": False, "n_inner": 96}),
+    "gpt2-80": Family("GPT2", {**_GPT2, "hidden_size": 160, "scale_attn_by_inverse_layer_idx": True}),
+    "opt-pre-norm-32": Family("OPT", _OPT),
+    "opt-post-norm-projected-64": Family(
+        "OPT", {**_OPT, "hidden_size": 128, "word_embed_proj_dim": 48, "do_layer_norm_before": False}
+    ),
+    "opt-untied-80": Family("OPT", {**_OPT, "hidden_size": 160, "tie_word_embeddings": False}),
+    "llama-gqa-untied-32": Family("Llama", _LLAMA),
+    "llama-mha-tied-64": Family("Llama", {**_LLAMA, "num_attention_heads": 2, "tie_word_embeddings": True}),
+    "llama-mqa-80": Family("Llama", {**_LLAMA, "hidden_size": 160, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    "llama-gqa-explicit-128": Family("Llama", {**_LLAMA, "head_dim": 128, "attention_bias": True, "mlp_bias": True}),
+}
+
+NATIVE: dict[str, Family] = {
+    "mistral-sliding": Family("Mistral", {"sliding_window": 20, "head_dim": 32}),
+    "mistral-full-tied": Family("Mistral", {"sliding_window": None, "tie_word_embeddings": True}),
+    "qwen2-tied": Family("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-upper-layer-sliding": Family(
+        "Qwen2", {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1}
+    ),
+    "qwen3": Family("Qwen3", {"head_dim": 32, "attention_bias": True}),
+    "qwen3-alternating": Family("Qwen3", {"head_dim": 16, "use_sliding_window": True, **ALTERNATING}),
+}
+
+FOREIGN: dict[str, Family] = {
+    "gemma": Family("Gemma", {"head_dim": 32, "num_key_value_heads": 1}),
+    # Caps that bend what random weights give.
+    "gemma2-capped-alternating": Family(
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 40,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 1.5,
+            **ALTERNATING,
+        },
+    ),
+    "gemma3-alternating": Family(
+        "Gemma3", {"head_dim": 32, "query_pre_attn_scalar": 40, **ALTERNATING}, "Gemma3TextConfig"
+    ),
+    "phi": Family("Phi", {"partial_rotary_factor": 0.5}),
+    "stablelm": Family("StableLm", {"use_qkv_bias": True, "qk_layernorm": True}),
+    "falcon-new": Family("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-multi-query": Family("Falcon", {"multi_query": True, "parallel_attn": True}),
+    "gpt-neox": Family("GPTNeoX", {"use_parallel_residual": True}),
+    "mixtral": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}),
+    "olmo2": Family("Olmo2"),
+    "granite": Family("Granite", {"logits_scaling": 4.0, "attention_multiplier": 0.3, "embedding_multiplier": 2.0}),
+    "cohere": Family("Cohere", {"logit_scale": 0.25}),
+    "starcoder2": Family("Starcoder2", {"sliding_window": 20}),
+    "phi3": Family("Phi3", {"sliding_window": 20}),
+    "olmo3-alternating": Family("Olmo3", ALTERNATING),
+    "glm4": Family("Glm4", {"head_dim": 16}),
+    "nemotron": Family("Nemotron"),
+    "biogpt": Family("BioGpt"),
+    "gpt-bigcode": Family("GPTBigCode", {"multi_query": True}),
+    # Attention of their own, which adapters replace.
+    "gptj": Family("GPTJ", {"rotary_dim": 8}),
+    "codegen": Family("CodeGen", {"rotary_dim": 8}),
+    "gpt-neo-alternating": Family("GPTNeo", {"attention_types": [[["global", "local"], 1]], "window_size": 17}),
+    "gpt-neox-japanese": Family("GPTNeoXJapanese"),
+    "gpt": Family("OpenAIGPT"),
+    "xglm": Family("XGLM", {"ffn_dim": 96}),
+    # Biases for 12 heads are no powers of two, and no whole numbers of bfloat16.
+    "bloom": Family("Bloom", {"hidden_size": 96, "num_attention_heads": 12}),
+    "mpt": Family(
+        "Mpt", {"hidden_size": 96, "num_attention_heads": 12, "max_seq_len": MAX_LENGTH, "expansion_ratio": 2}
+    ),
+    "falcon-alibi": Family(
+        "Falcon", {"hidden_size": 96, "num_attention_heads": 12, "alibi": True, "multi_query": False}
+    ),
+    "falcon-alibi-multi-query": Family("Falcon", {"alibi": True, "multi_query": True}),
+    # Heads of values that are smaller than those of keys, or greater.
+    "deepseek-v2": Family("DeepseekV2", {**LATENT, **EXPERTS, "v_head_dim": 16}),
+    "deepseek-v3": Family("DeepseekV3", {**LATENT, **EXPERTS, "v_head_dim": 32}),
+    "minicpm3": Family("MiniCPM3", {**LATENT, "v_head_dim": 16}),
+    # Attends to the best tokens, of which there may be as many as it takes.
+    "deepseek-v32": Family(
+        "DeepseekV32",
+        {**LATENT, **EXPERTS, "v_head_dim": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": MAX_LENGTH},
+    ),
+    # Layers that attend twice.
+    "diffllama": Family("DiffLlama", num_calls=4),
+    "longcat-flash": Family(
+        "LongcatFlash",
+        {
+            **LATENT,
+            "head_dim": 8,
+            "v_head_dim": 16,
+            "num_layers": 2,
+            "num_hidden_layers": 4,
+            "ffn_hidden_size": 96,
+            "expert_ffn_hidden_size": 48,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
+        },
+        num_calls=4,
+    ),
+    # Layers that run several times.
+    "hrm-text": Family("HrmText", {"head_dim": 16, "num_hidden_layers": 1}, num_calls=8),
+    # Wider heads, but fewer, in layers without a window; the last two read what others wrote.
+    "gemma4-shared": Family(
+        "Gemma4",
+        {
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 2,
+            "layer_types": [*(3 * ["sliding_attention"]), "full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 20,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
+        "Gemma4TextConfig",
+        num_calls=6,
+    ),
+    "gemma3n-shared": Family(
+        "Gemma3n",
+        {
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": 2 * ["sliding_attention", "full_attention"],
+            "sliding_window": 20,
+            "head_dim": 16,
+            "intermediate_size": 96,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "laurel_rank": 8,
+        },
+        "Gemma3nTextConfig",
+        num_calls=4,
+    ),
+    # Its base model is not found by name.
+    "llama4": Family(
+        "Llama4",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "attention_chunk_size": MAX_LENGTH,
+        },
+        "Llama4TextConfig",
+        num_calls=4,
+    ),
+    "modernbert-decoder": Family("ModernBertDecoder", {"num_hidden_layers": 4, "sliding_window": 20}, num_calls=4),
+    # Makes a mask of a window of 0 that none of its layers uses.
+    "qwen2-moe": Family(
+        "Qwen2Moe",
+        {**FEW_EXPERTS, "shared_expert_intermediate_size": 48},
+    ),
+    "qwen3-moe": Family("Qwen3Moe", {**FEW_EXPERTS, "head_dim": 16}),
+    # Attention sinks, with and without windows.
+    "gpt-oss": Family(
+        "GptOss",
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, **ALTERNATING},
+    ),
+    "granite-swa": Family("GraniteSWA", ALTERNATING),
+    "granite-moe-swa": Family("GraniteMoeSWA", {"num_local_experts": 4, **ALTERNATING}),
+    "flint": Family(
+        "Flint",
+        {
+            "head_dim": 16,
+            **FEW_EXPERTS,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [0],
+            **ALTERNATING,
+        },
+    ),
+    # Sinks in layers with windows alone, and heads of values that are smaller than those of keys.
+    "mimo-v2": Family(
+        "MiMoV2Flash",
+        {"head_dim": 16, "v_head_dim": 8, **ROUTED, **ALTERNATING},
+    ),
+    # Attends to the best tokens, or to those that the layer before found.
+    "hy-v4": Family(
+        "HYV4",
+        {
+            **LATENT,
+            "num_hidden_layers": 3,
+            "indexer_types": ["full", "shared", "full"],
+            "v_head_dim": 16,
+            **ROUTED,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_topk": MAX_LENGTH,
+        },
+        num_calls=3,
+    ),
+}
+
+FAMILIES = SHAPES | NATIVE | FOREIGN
 
 
 def make_model(
-    directory: Path, family: str, *, seed: int = 0, max_shard_size: str = "1GB", **overrides: Any
+    directory: Path, family: Family | str, *, seed: int = 0, max_shard_size: str = "1GB", **changes: Any
 ) -> PreTrainedModel:
     """Writes a model with random weights, and a tokenizer, into `directory`; returns the model in float32.
 
     Args:
-        family: "gpt2", "opt" or "llama".
+        family: one, or its name in FAMILIES.
         max_shard_size: small ones give several files and an index.
-        overrides: fields of the family's configuration.
+        changes: fields of the configuration.
     """
-    config_class, model_class, base = _BASE[family]
-    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    config = config_class(**{"vocab_size": VOCAB_SIZE, **special, **base, **overrides})
-    model = model_class(config).eval()
+    if isinstance(family, str):
+        family = FAMILIES[family]
+    config_class = getattr(transformers, family.config or f"{family.name}Config")
+    names = [f"{family.name}ForCausalLM", f"{family.name}LMHeadModel"]
+    model_class = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
+    model = model_class(config_class(**{**_COMMON, **family.fields, **changes})).eval()
     randomize(model, seed)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     make_tokenizer().save_pretrained(directory)

@@ -23,8 +23,7 @@ from quire.model_directory import ModelDirectory, weight_files
 from quire.model_source import resolve_model
 from quire.settings import ConfigurationError
 from tests.support.gguf_files import write_gguf
-from tests.support.models import make_model
-from tests.support.more_models import Family, make_family
+from tests.support.models import Family, make_model
 from tests.support.tokenizers import byte_fallback
 
 TEXTS = ["the cat sat", " two  spaces", "naïve café 😀", "tabs\tand\n\nlines", "it's 12345 o'clock", "", "</s> x<s>"]
@@ -33,7 +32,7 @@ TEXTS = ["the cat sat", " two  spaces", "naïve café 😀", "tabs\tand\n\nlines
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "llama"
-    make_model(path, "llama")
+    make_model(path, "llama-gqa-untied-32")
     return path
 
 
@@ -234,7 +233,7 @@ def test_what_is_not_read_is_refused_by_name(
 
 
 def test_pieces_of_gemma_are_merged_in_their_order_and_runs_of_spaces_stay_whole(tmp_path: Path) -> None:
-    make_family(tmp_path / "gemma", Family("Gemma2", {"head_dim": 16}))
+    make_model(tmp_path / "gemma", Family("Gemma2", {"head_dim": 16}))
     content = json.loads(byte_fallback().to_str())
     pieces = content["model"]
     names = [name for name in pieces["vocab"] if name != "▁▁"]

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.support.more_models import FOREIGN, Family, make_family
+from tests.support.models import FOREIGN, Family, make_model
 from tests.support.serving import forked_worker, running_fork
 
 TIMEOUT_S = 120
@@ -36,7 +36,7 @@ def test_a_model_of_our_own_family_does_without_transformers_and_a_refusal_says_
     own, foreign = tmp_path / "own", tmp_path / "foreign"
     for directory, family in ((own, Family("Qwen3", {"head_dim": 16})), (foreign, FOREIGN["phi"])):
         directory.mkdir()
-        make_family(directory, family)
+        make_model(directory, family)
     imported, refusal = told("families", str(own), str(foreign))
     assert imported == []
     assert refusal.startswith("PhiForCausalLM runs through transformers 5 or later, which cannot be imported")

@@ -24,8 +24,7 @@ from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 from tests.support.coded_weights import make_coded
 from tests.support.gguf_files import write_gguf
-from tests.support.models import make_model, make_tokenizer, randomize
-from tests.support.more_models import Family, make_family
+from tests.support.models import Family, make_model, make_tokenizer, randomize
 from tests.support.paged import PagedRunner, Span
 from worker_svc.gguf_weights import gguf_weights
 from worker_svc.layers.embedding_norm import TiedHead
@@ -48,9 +47,9 @@ SIZES = {
 def make(directory: Path, family: str):
     """A model of the family, written to the directory."""
     if family in ("llama", "gpt2"):
-        return make_model(directory, family)
+        return make_model(directory, {"llama": "llama-gqa-untied-32", "gpt2": "gpt2-tied-32"}[family])
     if family in THROUGH_TRANSFORMERS:
-        return make_family(directory, THROUGH_TRANSFORMERS[family])
+        return make_model(directory, THROUGH_TRANSFORMERS[family])
     config_class, model_class = {
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -174,7 +173,7 @@ def codings_of(layer: Linear | TiedHead) -> list[Coding | None]:
 
 
 def test_a_quantized_tensor_of_experts_is_read_expert_by_expert(tmp_path: Path) -> None:
-    make_family(tmp_path / "model", THROUGH_TRANSFORMERS["mixtral"])
+    make_model(tmp_path / "model", THROUGH_TRANSFORMERS["mixtral"])
     weights = gguf_weights(write_gguf(tmp_path / "m.gguf", tmp_path / "model", quantization=Kind.Q8_0))
     stored = next(
         each for each in gguf.GGUFReader(tmp_path / "m.gguf").tensors if each.name == "blk.1.ffn_up_exps.weight"
@@ -292,7 +291,7 @@ def test_a_tensor_that_the_model_would_ignore_is_refused(tmp_path: Path, family:
 
 
 def test_a_file_that_is_cut_short_is_refused(tmp_path: Path) -> None:
-    make_model(tmp_path / "model", "llama")
+    make_model(tmp_path / "model", "llama-gqa-untied-32")
     file = write_gguf(tmp_path / "m.gguf", tmp_path / "model")
     content = file.read_bytes()
     for length in (len(content) - 1000, len(content) // 2, 5000, 100, 3, 0):

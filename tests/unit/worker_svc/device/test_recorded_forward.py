@@ -11,8 +11,7 @@ import torch
 from kernels.int8 import line_bytes
 from kernels.recording import NotRecordableError
 from tests.support.cpu_kernels import ISAS, torch_threads, without_packed_products
-from tests.support.models import VOCAB_SIZE, make_shape
-from tests.support.more_models import NATIVE, make_family
+from tests.support.models import NATIVE, VOCAB_SIZE, make_model
 from tests.support.paged import PagedRunner, Span
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.device.replay import RecordedForward, make_decodes, make_forward, room_for
@@ -42,7 +41,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
     @functools.cache
     def make(name: str) -> Path:
         directory = tmp_path_factory.mktemp(name)
-        _ = make_family(directory, NATIVE[name]) if name in NATIVE else make_shape(directory, name)
+        make_model(directory, name)
         return directory
 
     return make
@@ -137,7 +136,7 @@ def test_logits_of_decodes_are_those_of_the_model(family: str, directories: Dire
 def test_a_model_of_other_operations_runs_as_it_is(
     shape: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_shape(tmp_path, shape)
+    make_model(tmp_path, shape)
     with without_packed_products():
         model = load(tmp_path)
     runner = make_runner(model)

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from kernels import ops
 from kernels.packed_weight import Rounding
 from quire.settings import ConfigurationError
-from tests.support.models import make_shape
+from tests.support.models import make_model
 from tests.support.paged import PagedRunner, Span
 from worker_svc.layers import linear
 from worker_svc.layers.embedding_norm import Embedding
@@ -96,7 +96,7 @@ def test_without_onednn_products_are_plain(no_kernels_of_our_own: None, monkeypa
 
 @pytest.mark.parametrize("shape", ["gpt2-tied-32", "opt-pre-norm-32", "llama-gqa-untied-32"])
 def test_a_model_of_any_products_says_the_same(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_shape(tmp_path, shape)
+    make_model(tmp_path, shape)
     sequence = [5, 9, 200, 31, 77, 8, 3]
 
     def logits() -> torch.Tensor:
@@ -186,7 +186,7 @@ def test_zero_outliers_and_numbers_that_are_not_finite(quantization: Quantizatio
 def test_all_linear_layers_but_the_head_hold_int8(
     tmp_path: Path, shape: str, quantization: Quantization, rounding: Rounding, of_torch: type, kernels: str
 ) -> None:
-    make_shape(tmp_path, shape)
+    make_model(tmp_path, shape)
     model = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32, quantization=quantization)
     linears = {name: module._product for name, module in model.named_modules() if isinstance(module, Linear)}
     assert len(linears) > 6
@@ -199,7 +199,7 @@ def test_all_linear_layers_but_the_head_hold_int8(
 
 
 def test_a_model_of_transformers_code_is_refused(tmp_path: Path) -> None:
-    make_shape(tmp_path, "llama-gqa-untied-32")
+    make_model(tmp_path, "llama-gqa-untied-32")
     with pytest.raises(ConfigurationError, match="--quantization is int8-dynamic and must be none"):
         load_model(
             tmp_path,
@@ -211,7 +211,7 @@ def test_a_model_of_transformers_code_is_refused(tmp_path: Path) -> None:
 
 
 def test_dynamic_is_refused_where_the_device_is_no_cpu(tmp_path: Path) -> None:
-    make_shape(tmp_path, "llama-gqa-untied-32")
+    make_model(tmp_path, "llama-gqa-untied-32")
     with pytest.raises(ConfigurationError, match="int8-dynamic, which is for cpu, and the device is cuda"):
         load_model(tmp_path, device=torch.device("cuda"), dtype=torch.float32, quantization=Quantization.INT8_DYNAMIC)
 

@@ -11,8 +11,7 @@ import torch
 from transformers import MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from quire.settings import ConfigurationError
-from tests.support.models import SHAPES, VOCAB_SIZE, make_model, make_shape
-from tests.support.more_models import FAMILIES, FOREIGN, NATIVE, Family, make_family
+from tests.support.models import FAMILIES, FOREIGN, NATIVE, VOCAB_SIZE, Family, make_model
 from tests.support.paged import PagedRunner, Span
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.llama import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
@@ -68,19 +67,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     @functools.cache
     def make(name: str) -> tuple[Path, PreTrainedModel]:
         directory = tmp_path_factory.mktemp(name)
-        return directory, make_shape(directory, name) if name in SHAPES else make_family(directory, FAMILIES[name])
+        return directory, make_model(directory, name)
 
     return make
 
 
-@pytest.mark.parametrize("name", [*SHAPES, *FAMILIES])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_however_the_tokens_come(name: str, made: Made) -> None:
     directory, reference = made(name)
     model = load(directory)
     assert isinstance(model, NativeCausalLM) == (name not in FOREIGN)
     assert model.architecture == type(reference).__name__
     assert (model.vocab_size, model.max_model_len) == (VOCAB_SIZE, 512)
-    assert model.num_layers == (FAMILIES[name].num_calls if name in FAMILIES else 2)
+    assert model.num_layers == FAMILIES[name].num_calls
     assert_serves_like(reference, model)
 
 
@@ -93,14 +92,14 @@ def test_transformers_code_serves_what_quire_has_code_for(name: str, made: Made)
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("gpt2", {"scale_attn_weights": False, "activation_function": "gelu"}),
-    ("gpt2", {"activation_function": "relu", "layer_norm_epsilon": 1e-2}),
-    ("opt", {"activation_function": "gelu", "enable_bias": False}),
-    ("opt", {"layer_norm_elementwise_affine": False}),
-    ("opt", {"_remove_final_layer_norm": True}),
-    ("opt", {"do_layer_norm_before": False}),
-    ("llama", {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-2}),
-    ("llama", {"attention_bias": True}),
+    ("GPT2", {"scale_attn_weights": False, "activation_function": "gelu"}),
+    ("GPT2", {"activation_function": "relu", "layer_norm_epsilon": 1e-2}),
+    ("OPT", {"activation_function": "gelu", "enable_bias": False}),
+    ("OPT", {"layer_norm_elementwise_affine": False}),
+    ("OPT", {"_remove_final_layer_norm": True}),
+    ("OPT", {"do_layer_norm_before": False}),
+    ("Llama", {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-2}),
+    ("Llama", {"attention_bias": True}),
     ("Mistral", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}),
     ("Mistral", {"attention_bias": True, "mlp_bias": True}),
     ("Qwen2", {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0}),
@@ -111,8 +110,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("family", "fields"), VARIANTS)
 def test_variants_of_the_configuration(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    is_first = family in ("gpt2", "opt", "llama")
-    reference = make_model(tmp_path, family, **fields) if is_first else make_family(tmp_path, Family(family, fields))
+    reference = make_model(tmp_path, Family(family, fields))
     assert_serves_like(reference, load(tmp_path, model_impl="native"))
 
 
@@ -179,6 +177,6 @@ def test_windows_that_make_no_sense_are_refused(fields: dict[str, Any], message:
 
 
 def test_native_alone_refuses_what_transformers_would_serve(tmp_path: Path) -> None:
-    make_family(tmp_path, FOREIGN["gemma"])
+    make_model(tmp_path, "gemma")
     with pytest.raises(ConfigurationError, match=r"GemmaForCausalLM of .* is not one of Quire's own, GPT2LMHeadModel"):
         load(tmp_path, model_impl="native")

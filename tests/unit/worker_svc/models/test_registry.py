@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_model
 from transformers import GPT2Config
 
 from quire.settings import ConfigurationError
-from tests.support.models import edit_config, edit_tensors, make_model, make_shape
+from tests.support.models import edit_config, edit_tensors, make_model
 from tests.support.paged import PagedRunner, Span
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.layers.embedding_norm import TiedHead
@@ -22,6 +22,7 @@ from worker_svc.models.registry import load_model, resolve_dtype
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 WEIGHTS = "model.safetensors"
+FIRST = ("gpt2-tied-32", "opt-pre-norm-32", "llama-gqa-untied-32")
 
 
 def load(directory: Path) -> CausalLM:
@@ -34,7 +35,7 @@ def logits(model: CausalLM) -> torch.Tensor:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    make_shape(tmp_path, "llama-gqa-untied-32")
+    make_model(tmp_path, "llama-gqa-untied-32")
     return tmp_path
 
 
@@ -43,15 +44,15 @@ def directory(tmp_path: Path) -> Path:
     [("gpt2-tied-32", "transformer."), ("opt-pre-norm-32", "model."), ("llama-mha-tied-64", "model.")],
 )
 def test_names_without_the_base_prefix_are_found(shape: str, prefix: str, tmp_path: Path) -> None:
-    make_shape(tmp_path, shape)
+    make_model(tmp_path, shape)
     expected = logits(load(tmp_path))
     edit_tensors(tmp_path, lambda tensors: {name.removeprefix(prefix): value for name, value in tensors.items()})
     assert torch.equal(logits(load(tmp_path)), expected)
 
 
 def test_shards_load_like_one_file(tmp_path: Path) -> None:
-    make_model(tmp_path / "one", "llama")
-    make_model(tmp_path / "many", "llama", max_shard_size="300KB")
+    make_model(tmp_path / "one", "llama-gqa-untied-32")
+    make_model(tmp_path / "many", "llama-gqa-untied-32", max_shard_size="300KB")
     assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 2
     assert torch.equal(logits(load(tmp_path / "many")), logits(load(tmp_path / "one")))
 
@@ -204,7 +205,7 @@ def test_unknown_dtype_is_refused() -> None:
 @pytest.mark.parametrize("shape", ["gpt2-tied-32", "opt-post-norm-projected-64", "llama-gqa-untied-32"])
 def test_decodes_stay_on_the_device(shape: str, tmp_path: Path) -> None:
     """The meta device has no values: reading one, or mixing in a CPU tensor, would raise."""
-    make_shape(tmp_path, shape)
+    make_model(tmp_path, shape)
     meta = torch.device("meta")
     model = load_model(tmp_path, device=meta, dtype=torch.bfloat16)
     tokens, rows = torch.zeros(5, dtype=torch.int64, device=meta), torch.ones(5, dtype=torch.int32, device=meta)
@@ -221,7 +222,7 @@ def test_decodes_stay_on_the_device(shape: str, tmp_path: Path) -> None:
     assert (output.shape, output.device, output.dtype) == ((5, 320), meta, torch.float32)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+@pytest.mark.parametrize("family", FIRST)
 @pytest.mark.parametrize("is_equal", [False, True])
 def test_a_head_beside_the_embedding_counts_where_it_differs(family: str, is_equal: bool, tmp_path: Path) -> None:
     model = make_model(tmp_path, family, tie_word_embeddings=False)
@@ -242,7 +243,7 @@ def test_a_head_beside_the_embedding_counts_where_it_differs(family: str, is_equ
 
 def test_gpt2_may_have_the_field_names_of_other_models(tmp_path: Path) -> None:
     """Its default of 12 heads fits these weights too, with other results."""
-    make_model(tmp_path, "gpt2", n_embd=96, n_head=4)
+    make_model(tmp_path, "gpt2-tied-32", hidden_size=96, num_attention_heads=4)
     expected = logits(load(tmp_path))
     path, config = tmp_path / "config.json", json.loads((tmp_path / "config.json").read_text())
     for name, own in GPT2Config.attribute_map.items():
@@ -252,7 +253,7 @@ def test_gpt2_may_have_the_field_names_of_other_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
-@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+@pytest.mark.parametrize("family", FIRST)
 def test_a_tied_matrix_may_be_stored_as_the_head_alone(family: str, model_impl: str, tmp_path: Path) -> None:
     """safetensors keeps the first name of a tensor that has several; transformers takes it for both."""
     model = make_model(tmp_path, family, tie_word_embeddings=True)

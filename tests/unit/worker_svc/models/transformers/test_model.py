@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from quire.settings import ConfigurationError
-from tests.support.models import edit_config, edit_tensors, make_model
-from tests.support.more_models import FOREIGN, Family, make_family
+from tests.support.models import Family, edit_config, edit_tensors, make_model
 from tests.support.paged import PagedRunner, Span
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
@@ -36,7 +35,7 @@ def refusal_of(directory: Path, model_impl: str = "auto") -> str:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    make_family(tmp_path, FOREIGN["phi"])
+    make_model(tmp_path, "phi")
     return tmp_path
 
 
@@ -62,7 +61,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_model_that_cannot_be_served_is_refused_at_load(case: str, tmp_path: Path) -> None:
     family, reason = REFUSED[case]
-    make_family(tmp_path, family)
+    make_model(tmp_path, family)
     message = refusal_of(tmp_path)
     assert f"{family.name}ForCausalLM of {tmp_path} cannot be served through transformers: " in message
     assert reason in message
@@ -109,8 +108,8 @@ def test_code_in_the_directory_is_never_run(directory: Path, tmp_path_factory: p
 
 
 def test_two_models_do_not_meet(tmp_path: Path) -> None:
-    make_family(tmp_path / "a", FOREIGN["gemma"], seed=1)
-    make_family(tmp_path / "b", FOREIGN["gemma"], seed=2)
+    make_model(tmp_path / "a", "gemma", seed=1)
+    make_model(tmp_path / "b", "gemma", seed=2)
     one, expected = load(tmp_path / "a"), logits(load(tmp_path / "a"))
     other = load(tmp_path / "b")
     assert not torch.equal(logits(other), expected)
@@ -137,5 +136,5 @@ def test_two_models_do_not_meet(tmp_path: Path) -> None:
 def test_length_ends_where_rotation_would_depend_on_the_batch(
     rope: dict[str, Any], max_model_len: int, tmp_path: Path
 ) -> None:
-    make_model(tmp_path, "llama", rope_parameters={"rope_theta": 10000.0, **rope})
+    make_model(tmp_path, "llama-gqa-untied-32", rope_parameters={"rope_theta": 10000.0, **rope})
     assert load(tmp_path, "transformers").max_model_len == max_model_len

@@ -8,7 +8,7 @@ import torch
 
 from kernels import int8
 from quire.settings import ConfigurationError
-from tests.support.more_models import FOREIGN, make_family
+from tests.support.models import make_model
 from tests.support.paged import PagedRunner, Span
 from worker_svc.models.registry import load_model
 from worker_svc.models.transformers.paged import (
@@ -55,7 +55,7 @@ def test_heads_that_cannot_be_repeated_are_refused(other: LayerShape) -> None:
 
 
 def make_runner_of_int8(directory: Path, family: str) -> PagedRunner:
-    make_family(directory, FOREIGN[family])
+    make_model(directory, family)
     model = load_model(directory, device=CPU, dtype=torch.float32)
     runner = PagedRunner(model, [[5, 9, 200, 31]], block_size=4)
     shape = (*runner.pools[0].shape[:-1], int8.line_bytes(model.head_dim))
@@ -65,7 +65,7 @@ def make_runner_of_int8(directory: Path, family: str) -> PagedRunner:
 
 @pytest.mark.parametrize("family", ["deepseek-v2", "gemma4-shared", "bloom", "gpt-oss"])
 def test_a_pool_of_int8_takes_padded_and_repeated_heads(family: str, tmp_path: Path) -> None:
-    model = make_family(tmp_path / "again", FOREIGN[family])
+    model = make_model(tmp_path / "again", family)
     actual = make_runner_of_int8(tmp_path, family).step(Span(0, 0, 4))
     with torch.inference_mode():
         expected = model(torch.tensor([[5, 9, 200, 31]])).logits[0]
