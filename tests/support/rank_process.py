@@ -5,8 +5,6 @@ It exchanges tensors BY `memory` that ranks share, or by `messages`, and gives t
 Meets in a daemon thread, as a worker does, says so on stdout once lifelines to the others stand, then does one of
     sum     prints what a sum, columns side by side and the least number are, and stops
     wait    waits for a line on stdin, then for a sum
-    epochs  is at step 1 of the epoch of its own number, which the last rank is not, then at the beginning of each epoch
-            behind that up to the last rank's; prints the steps that it drops, and a sum, and stops
     fail    runs two steps, of which the first fails on rank 0 alone
 To stop it waits for a line on stdin, which is its signal, says so on stdout, waits for another line and returns.
 """
@@ -27,7 +25,7 @@ from worker_svc.parallel import rendezvous as parallel
 from worker_svc.parallel.ranks import Ranks, SharedMemoryRanks
 from worker_svc.parallel.rendezvous import Lifelines, Patience
 from worker_svc.settings import WorkerSettings
-from worker_svc.step import AdmittedStep, StepOutput, StepTimings, SupersededError
+from worker_svc.step import AdmittedStep, StepOutput, StepTimings
 
 VOCAB_SIZE = 5
 _num_held = threading.Semaphore(0)
@@ -69,10 +67,6 @@ def run(ranks: Ranks, what: str, stopping: threading.Event) -> None:
         columns = ranks.gather_columns(torch.arange(shard.start, shard.end).float().unsqueeze(0), VOCAB_SIZE)
         print(total.tolist(), columns.tolist(), ranks.smallest(ranks.rank + 3, -ranks.rank), flush=True)
         stop(stopping)
-    elif what == "epochs":
-        dropped = [at for at in steps_of_epochs(ranks) if is_dropped(ranks, *at)]
-        print(dropped, ranks.sum(torch.ones(1)).item(), flush=True)
-        stop(stopping)
     elif what == "fail":
         fail(ranks)
     else:
@@ -85,20 +79,6 @@ def stop(stopping: threading.Event) -> None:
     stopping.set()
     print("stopping", flush=True)
     sys.stdin.readline()
-
-
-def steps_of_epochs(ranks: Ranks) -> list[tuple[int, int]]:
-    last = ranks.size - 1
-    begun = [(ranks.rank, 1)] if ranks.rank < last else [(last, 0)]
-    return begun + [(epoch, 0) for epoch in range(ranks.rank + 1, ranks.size)]
-
-
-def is_dropped(ranks: Ranks, epoch: int, step_id: int) -> bool:
-    try:
-        ranks.agree(epoch, step_id)
-    except SupersededError:
-        return True
-    return False
 
 
 def fail(ranks: Ranks) -> None:

@@ -122,15 +122,6 @@ class Served:
             await self.until_live(len(asked))
         return await asyncio.gather(*asked)
 
-    @contextlib.asynccontextmanager
-    async def aborting(self) -> AsyncIterator[None]:
-        """Checks that whatever begins in the block is aborted, and that its blocks are free then; nothing else may run.
-        No step ends in the block."""
-        with self.standing_still():
-            yield
-            await self.until_live(0)
-        await wait_nothing_in_use(self.scheduler)
-
 
 @contextlib.asynccontextmanager
 async def serving(

@@ -82,16 +82,6 @@ def test_a_rank_leaves_at_once_when_another_one_alone_ends_in_order(running_rank
 
 
 @pytest.mark.parametrize("by", ["memory", "messages"])
-def test_ranks_of_older_epochs_drop_their_steps_until_all_are_at_the_newest(running_ranks: RunRanks, by: str) -> None:
-    """As when a scheduler died after it had sent a step to some ranks alone, and another one attaches to all."""
-    with running_ranks("epochs", by, size=3) as ranks:
-        lines = [rank.stdout.readline() for rank in ranks]
-        assert lines == ["[(0, 1), (1, 0)] 3.0\n", "[(1, 1)] 3.0\n", "[] 3.0\n"]
-        stop_all(ranks)
-        assert [ended(rank, "\n") for rank in ranks] == [(0, "")] * 3
-
-
-@pytest.mark.parametrize("by", ["memory", "messages"])
 def test_ranks_leave_when_a_step_fails_on_one_of_them(running_ranks: RunRanks, by: str) -> None:
     with running_ranks("fail", by) as ranks:
         (status, errors), (other_status, _) = [ended(rank) for rank in ranks]
