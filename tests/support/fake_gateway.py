@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from quire.gateway.v1 import (
     prefix_pb2,
     prefix_pb2_grpc,
 )
-from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
+from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, QuireError
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS, report_configuration_error
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import ServerTls
@@ -40,35 +41,45 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
     """Answers "<prompt>!", one chunk a word. Prompts with a meaning of their own:
 
     "bad": InvalidArgument. "endless": one chunk, and no end until the caller leaves, which sets `left`.
+
+    The first calls raise `errors`, before anything is answered.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *errors: QuireError) -> None:
         self.requests: list[Any] = []
+        self.called = asyncio.Event()
         self.left = asyncio.Event()
+        self._errors = deque(errors)
+
+    def _take(self, request: object) -> None:
+        self.requests.append(request)
+        self.called.set()
+        if self._errors:
+            raise self._errors.popleft()
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: object
     ) -> generation_pb2.GenerateResponse:
-        self.requests.append(request)
+        self._take(request)
         if _prompt(request) == "endless":
             await asyncio.Event().wait()
         return generation_pb2.GenerateResponse(**self._whole(_prompt(request), request.request_id))
 
     async def Chat(self, request: generation_pb2.ChatRequest, context: object) -> generation_pb2.ChatResponse:
-        self.requests.append(request)
+        self._take(request)
         return generation_pb2.ChatResponse(**self._whole(_conversation(request), request.request_id))
 
     async def GenerateStream(
         self, request: generation_pb2.GenerateStreamRequest, context: object
     ) -> AsyncIterator[generation_pb2.GenerateStreamResponse]:
-        self.requests.append(request)
+        self._take(request)
         async for event in self._events(_prompt(request)):
             yield generation_pb2.GenerateStreamResponse(**event)
 
     async def ChatStream(
         self, request: generation_pb2.ChatStreamRequest, context: object
     ) -> AsyncIterator[generation_pb2.ChatStreamResponse]:
-        self.requests.append(request)
+        self._take(request)
         async for event in self._events(_conversation(request)):
             yield generation_pb2.ChatStreamResponse(**event)
 
@@ -80,6 +91,7 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, context: object
     ) -> generation_pb2.TokenizeResponse:
+        self._take(request)
         text = request.text or " ".join(message.content for message in request.chat.messages)
         data = text.encode()
         tokens = [chr(byte) for byte in data]

@@ -19,8 +19,8 @@ from quire.client import (
     TokenChunk,
 )
 from quire.rpc.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, Unavailable
+from tests.support.either_client import EitherClient
 from tests.support.fake_gateway import FakeGeneration, start_fake_gateway
-from tests.support.flaky_gateway import EitherClient
 from tests.support.processes import until_true
 
 MESSAGES = [ChatMessage("system", "be kind"), {"role": "user", "content": "hello"}]

@@ -14,8 +14,8 @@ from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity
 from quire.settings import ConfigurationError
 from tests.support.certificates import make_certificates
+from tests.support.either_client import EitherClient
 from tests.support.fake_gateway import FakeGeneration, start_fake_gateway
-from tests.support.flaky_gateway import EitherClient
 
 NOBODY = "127.0.0.1:1"
 

@@ -8,7 +8,7 @@ import pytest
 
 from quire.client import AsyncClient, Client, GenerationOptions, TokenChunk
 from tests.support.cut_link import cut_link
-from tests.support.flaky_gateway import EitherClient
+from tests.support.either_client import EitherClient
 from tests.support.scheduler_process import wait_nothing_in_use
 from tests.support.two_gateways import two_gateways
 

@@ -8,8 +8,8 @@ import pytest
 
 from quire.client import AsyncClient, Client, RequestCompleted, RetryPolicy, TokenChunk
 from quire.rpc.errors import Cancelled, QuireError, ResourceExhausted, Unavailable
-from tests.support.fake_gateway import start_fake_gateway
-from tests.support.flaky_gateway import EitherClient, FlakyGeneration
+from tests.support.either_client import EitherClient
+from tests.support.fake_gateway import FakeGeneration, start_fake_gateway
 from tests.support.ports import free_port
 from tests.support.processes import until_true
 
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.parametrize("kind", [Client, AsyncClient])
 @contextlib.asynccontextmanager
 async def calling(
     kind: type[Client] | type[AsyncClient], *errors: QuireError, retry: RetryPolicy | None = None
-) -> AsyncIterator[tuple[EitherClient, FlakyGeneration]]:
+) -> AsyncIterator[tuple[EitherClient, FakeGeneration]]:
     """A client of a gateway that raises these errors first."""
-    generation = FlakyGeneration(*errors)
+    generation = FakeGeneration(*errors)
     server = await start_fake_gateway("127.0.0.1:0", generation)
     client = EitherClient(kind(server.address, retry=retry))
     try:
@@ -39,15 +39,15 @@ async def calling(
 async def test_an_idempotent_call_is_made_four_times_and_more_often_by_a_policy(kind) -> None:
     async with calling(kind, *[GONE] * 3) as (client, generation):
         assert (await client.call("tokenize", "hi", timeout_s=60)).token_ids == (104, 105)
-    assert generation.num_calls == 4
+    assert len(generation.requests) == 4
     async with calling(kind, *[GONE] * 5) as (client, generation):
         with pytest.raises(Unavailable, match="about to stop") as caught:
             await client.call("tokenize", "hi", timeout_s=60)
     assert caught.value.reason == "DRAINING"
-    assert generation.num_calls == 4
+    assert len(generation.requests) == 4
     async with calling(kind, *[GONE] * 5, retry=PATIENT) as (client, generation):
         assert (await client.call("tokenize", "hi", timeout_s=60)).token_ids == (104, 105)
-    assert generation.num_calls == 6
+    assert len(generation.requests) == 6
 
 
 async def test_a_generation_that_may_have_been_served_is_made_again_only_where_the_policy_says_so(kind) -> None:
@@ -56,13 +56,13 @@ async def test_a_generation_that_may_have_been_served_is_made_again_only_where_t
             await client.call("generate", "hi", timeout_s=60)
         with pytest.raises(Unavailable):
             await client.events("hi", timeout_s=60)
-    assert generation.num_calls == 2
+    assert len(generation.requests) == 2
     async with calling(kind, GONE, GONE, GONE, retry=GENERATES_AGAIN) as (client, generation):
         assert (await client.call("generate", "hi", timeout_s=60)).text == "hi!"
-    assert generation.num_calls == 3 + 1
+    assert len(generation.requests) == 3 + 1
     async with calling(kind, GONE, GONE, retry=GENERATES_AGAIN) as (client, generation):
         assert isinstance((await client.events("hi", timeout_s=60))[-1], RequestCompleted)
-    assert generation.num_calls == 2 + 1
+    assert len(generation.requests) == 2 + 1
 
 
 @pytest.mark.parametrize("num_gateways", [1, 2])
@@ -77,10 +77,10 @@ async def test_a_generation_that_reached_nobody_is_made_again_by_a_policy_and_gi
     patient = EitherClient(kind(addresses, retry=RetryPolicy(attempts=None, first_delay_s=1.0)))
     asking = asyncio.create_task(patient.call("generate", "hi", timeout_s=60))
     await asyncio.sleep(0.2)
-    generation = FlakyGeneration()
+    generation = FakeGeneration()
     server = await start_fake_gateway(addresses[0], generation)
     assert (await asking).text == "hi!"
-    assert generation.num_calls == 1
+    assert len(generation.requests) == 1
     for client in (impatient, patient):
         await client.close()
     await server.stop(0)
@@ -89,11 +89,11 @@ async def test_a_generation_that_reached_nobody_is_made_again_by_a_policy_and_gi
 async def test_with_a_policy_a_refused_call_comes_back(kind) -> None:
     async with calling(kind, FULL, FULL, retry=PATIENT) as (client, generation):
         assert (await client.call("generate", "hi", timeout_s=60)).text == "hi!"
-        assert generation.num_calls == 3
+        assert len(generation.requests) == 3
     async with calling(kind, FULL, FULL, retry=PATIENT) as (client, generation):
         events = await client.events("one two", durable=True, timeout_s=60)
         assert [event.text for event in events if isinstance(event, TokenChunk)] == ["one ", "two!"]
-        assert generation.num_calls == 3
+        assert len(generation.requests) == 3
 
 
 @pytest.mark.parametrize("method", ["generate", "events"])
@@ -104,11 +104,11 @@ async def test_closing_the_client_ends_the_wait_of_every_call_with_cancelled(kin
         asking = asyncio.create_task(call)
         async with asyncio.timeout(30):
             await generation.called.wait()
-            await until_true(lambda: generation.num_calls == 1)
+            await until_true(lambda: len(generation.requests) == 1)
             await client.close()
             with pytest.raises(Cancelled):
                 await asking
-    assert generation.num_calls == 1
+    assert len(generation.requests) == 1
 
 
 async def test_every_call_of_a_closed_client_is_cancelled(kind) -> None:
@@ -118,4 +118,4 @@ async def test_every_call_of_a_closed_client_is_cancelled(kind) -> None:
         for call in (*calls, client.events("hi"), client.events("hi", durable=True)):
             with pytest.raises(Cancelled, match="the client was closed"):
                 await call
-    assert generation.num_calls == 0
+    assert len(generation.requests) == 0

@@ -1,51 +1,12 @@
-"""A fake gateway that fails the first calls, and either client to call it."""
+"""Either client, called alike."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, TypeVar
 
 from quire.client import AsyncClient, AsyncStream, Client, Stream, StreamEvent
-from quire.gateway.v1 import generation_pb2
-from quire.rpc.errors import QuireError
-from tests.support.fake_gateway import FakeGeneration
 
 T = TypeVar("T")
-
-
-class FlakyGeneration(FakeGeneration):
-    """Raises the given errors, one a call, before anything is answered; `num_calls` counts all calls."""
-
-    def __init__(self, *errors: QuireError) -> None:
-        super().__init__()
-        self.num_calls = 0
-        self.called = asyncio.Event()
-        self._errors = deque(errors)
-
-    def _fail(self) -> None:
-        self.num_calls += 1
-        self.called.set()
-        if self._errors:
-            raise self._errors.popleft()
-
-    async def Generate(
-        self, request: generation_pb2.GenerateRequest, context: object
-    ) -> generation_pb2.GenerateResponse:
-        self._fail()
-        return await super().Generate(request, context)
-
-    async def Tokenize(
-        self, request: generation_pb2.TokenizeRequest, context: object
-    ) -> generation_pb2.TokenizeResponse:
-        self._fail()
-        return await super().Tokenize(request, context)
-
-    async def GenerateStream(
-        self, request: generation_pb2.GenerateStreamRequest, context: object
-    ) -> AsyncIterator[generation_pb2.GenerateStreamResponse]:
-        self._fail()
-        async for response in super().GenerateStream(request, context):
-            yield response
 
 
 class EitherClient:
