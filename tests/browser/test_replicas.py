@@ -30,16 +30,6 @@ class Dns:
         return [each.server.scheduler_address for each in self.servers]
 
 
-class Replica:
-    """A replica as a gateway is told of it."""
-
-    def __init__(self, served: Served) -> None:
-        self.address = served.server.scheduler_address
-
-    async def until_known(self) -> None:
-        """The page waits for it."""
-
-
 @pytest_asyncio.fixture(loop_scope="session")
 async def two() -> AsyncIterator[tuple[Served, Served]]:
     async with contextlib.AsyncExitStack() as stack:
@@ -72,7 +62,7 @@ async def test_two_replicas_that_are_killed_restarted_and_removed(page, two):
     dns, port = Dns(one, other), free_port()
     settings = {"schedulers": (NAME,), "routing": "round-robin", "resolver": Resolver(dns, 0.1), "http_port": port}
     row = page.locator("#replicas tbody tr")
-    async with running_gateway(Replica(one), Replica(other), **settings) as gateway:
+    async with running_gateway(**settings) as gateway:
         await page.goto(f"{gateway.http_url}/ui/#load")
         await row.locator("td.good").nth(1).wait_for()
         addresses = [each.server.scheduler_address for each in two]
@@ -101,7 +91,7 @@ async def test_two_replicas_that_are_killed_restarted_and_removed(page, two):
     await page.locator('#connection[data-state="lost"]').wait_for()
     # The gateway is back, with the replica that the page shows gone.
     dns.servers.remove(other)
-    async with running_gateway(Replica(one), **settings):
+    async with running_gateway(**settings):
         await page.locator('#connection[data-state="connected"]').wait_for()
         await page.wait_for_function("() => globalThis.quirePage.feed.replicas.size === 1")
         await page.locator("#replica-choice").wait_for(state="hidden")
@@ -115,7 +105,7 @@ async def test_two_replicas_that_are_killed_restarted_and_removed(page, two):
 
 async def test_a_page_that_nobody_sees_is_watched_by_nobody(page, two):
     one, _ = two
-    async with running_gateway(Replica(one)) as gateway:
+    async with running_gateway(schedulers=(one.server.scheduler_address,)) as gateway:
         await page.clock.install()
         await page.goto(f"{gateway.http_url}/ui/#load")
         await page.locator('#connection[data-state="connected"]').wait_for()

@@ -33,80 +33,6 @@ from quire.rpc.server import RpcServer
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.support.logprobs import Line, fill, token_logprobs
 
-
-@dataclass
-class FakeWatch:
-    """Watch and ReadBlock.
-
-    Attributes:
-        frames: What Watch shows, and nothing more after these.
-        blocks: What ReadBlock answers; there are no others.
-        watches: The calls of Watch that came.
-    """
-
-    frames: list[scheduler_pb2.WatchResponse] = field(default_factory=list)
-    blocks: dict[int, scheduler_pb2.ReadBlockResponse] = field(default_factory=dict)
-    watches: list[scheduler_pb2.WatchRequest] = field(default_factory=list)
-
-    async def Watch(
-        self, request: scheduler_pb2.WatchRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[scheduler_pb2.WatchResponse]:
-        self.watches.append(request)
-        for frame in self.frames:
-            yield frame
-        await asyncio.get_running_loop().create_future()
-
-    async def ReadBlock(
-        self, request: scheduler_pb2.ReadBlockRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.ReadBlockResponse:
-        if request.block_id not in self.blocks:
-            raise invalid_field("block_id", f"is {request.block_id}, which the pool does not have")
-        return self.blocks[request.block_id]
-
-
-@dataclass
-class FakePins:
-    """The unary methods about pins.
-
-    Attributes:
-        block_size: Of pins; shorter prefixes are refused.
-        pins: The pinned token ids by pin id.
-        pin_requests: What came, in order.
-        pin_error: Answers to every call about pins.
-    """
-
-    block_size: int = 16
-    pins: dict[str, list[int]] = field(default_factory=dict)
-    pin_requests: list[scheduler_pb2.PinPrefixRequest] = field(default_factory=list)
-    pin_error: QuireError | None = None
-
-    async def PinPrefix(
-        self, request: scheduler_pb2.PinPrefixRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.PinPrefixResponse:
-        self.pin_requests.append(request)
-        self._admit()
-        token_ids = decode_int32(request.token_ids, "token_ids", minimum=0).tolist()
-        num_blocks = len(token_ids) // self.block_size
-        if not num_blocks:
-            raise InvalidArgument(f"the prefix has {len(token_ids)} tokens; a block has {self.block_size}")
-        pinned = token_ids[: num_blocks * self.block_size]
-        pin_id = hashlib.blake2b(f"{request.tenant}{pinned}".encode(), digest_size=16).hexdigest()
-        self.pins[pin_id] = pinned
-        return scheduler_pb2.PinPrefixResponse(pin_id=pin_id, pinned_tokens=len(pinned), pinned_blocks=num_blocks)
-
-    async def UnpinPrefix(
-        self, request: scheduler_pb2.UnpinPrefixRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.UnpinPrefixResponse:
-        self._admit()
-        if self.pins.pop(request.pin_id, None) is None:
-            raise NotFound(f'no pin "{request.pin_id}"', reason="PIN_NOT_FOUND")
-        return scheduler_pb2.UnpinPrefixResponse()
-
-    def _admit(self) -> None:
-        if self.pin_error is not None:
-            raise self.pin_error
-
-
 SERVICE = "quire.scheduler.v1.SchedulerService"
 
 _NUM_EARLY_TOKENS, _LATE_TOKENS_PER_STEP = 100, 8
@@ -164,7 +90,7 @@ class _Signal(asyncio.Event):
 
 
 @dataclass
-class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServicer):
+class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Emits one token per live request and step, one message per step.
 
     Attributes:
@@ -183,6 +109,13 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
         live: Requests of the open stream by handle.
         wants_cache_updates: Whether the gateway of the open stream does.
         is_heard: Whether the gateway of the open stream has said more than hello, as it does when it knows the welcome.
+        block_size: Of pins; shorter prefixes are refused.
+        pins: The pinned token ids by pin id.
+        pin_requests: What came, in order.
+        pin_error: Answers to every call about pins.
+        frames: What Watch shows, and nothing more after these.
+        blocks: What ReadBlock answers; there are no others.
+        watches: The calls of Watch that came.
     """
 
     vocab_size: int = 2080
@@ -209,6 +142,13 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
     connections: int = 0
     is_heard: bool = False
     wants_cache_updates: bool = False
+    block_size: int = 16
+    pins: dict[str, list[int]] = field(default_factory=dict)
+    pin_requests: list[scheduler_pb2.PinPrefixRequest] = field(default_factory=list)
+    pin_error: QuireError | None = None
+    frames: list[scheduler_pb2.WatchResponse] = field(default_factory=list)
+    blocks: dict[int, scheduler_pb2.ReadBlockResponse] = field(default_factory=dict)
+    watches: list[scheduler_pb2.WatchRequest] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._server: RpcServer | None = None
@@ -216,7 +156,7 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
         self._changed = asyncio.Event()
         self.emits = _Signal(self._changed)
         self.emits.set()
-        self._broken_with: grpc.StatusCode | None = None
+        self._is_broken = False
         self._heard = asyncio.Event()
         self._outgoing: deque[scheduler_pb2.ConnectResponse] = deque()
         # For messages of events; None where the gateway gives none.
@@ -253,9 +193,9 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
         self.drains = False
         await self.start()
 
-    def break_streams(self, status: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
-        """The stream ends with this status; the process lives on."""
-        self._broken_with = status
+    def break_streams(self) -> None:
+        """The stream ends; the process lives on."""
+        self._is_broken = True
         self._changed.set()
 
     def send(self, events: scheduler_pb2.TokenEvents) -> None:
@@ -322,7 +262,7 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
         self._check_hello(first)
         self.is_heard = False
         self.wants_cache_updates = first.hello.wants_cache_updates
-        self._broken_with = self._credit = None
+        self._is_broken, self._credit = False, None
         self._num_sent = 0
         self._outgoing.clear()
         self.live.clear()
@@ -332,8 +272,8 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
         try:
             async for message in self._messages(reader):
                 yield message
-            if self._broken_with is not None:
-                await context.abort(self._broken_with, "the stream was broken by the test")
+            if self._is_broken:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream was broken by the test")
             await reader
         finally:
             reader.cancel()
@@ -350,6 +290,47 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
             versions = ProtocolVersions.of(hello.protocol)
             check_protocol("quire.scheduler.v1", self.protocol, versions, us=us, them=them)
             check_model(self.model, ModelFingerprint.of(hello.model), us=us, them=them)
+
+    async def PinPrefix(
+        self, request: scheduler_pb2.PinPrefixRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.PinPrefixResponse:
+        self.pin_requests.append(request)
+        self._admit()
+        token_ids = decode_int32(request.token_ids, "token_ids", minimum=0).tolist()
+        num_blocks = len(token_ids) // self.block_size
+        if not num_blocks:
+            raise InvalidArgument(f"the prefix has {len(token_ids)} tokens; a block has {self.block_size}")
+        pinned = token_ids[: num_blocks * self.block_size]
+        pin_id = hashlib.blake2b(f"{request.tenant}{pinned}".encode(), digest_size=16).hexdigest()
+        self.pins[pin_id] = pinned
+        return scheduler_pb2.PinPrefixResponse(pin_id=pin_id, pinned_tokens=len(pinned), pinned_blocks=num_blocks)
+
+    async def UnpinPrefix(
+        self, request: scheduler_pb2.UnpinPrefixRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.UnpinPrefixResponse:
+        self._admit()
+        if self.pins.pop(request.pin_id, None) is None:
+            raise NotFound(f'no pin "{request.pin_id}"', reason="PIN_NOT_FOUND")
+        return scheduler_pb2.UnpinPrefixResponse()
+
+    def _admit(self) -> None:
+        if self.pin_error is not None:
+            raise self.pin_error
+
+    async def Watch(
+        self, request: scheduler_pb2.WatchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[scheduler_pb2.WatchResponse]:
+        self.watches.append(request)
+        for frame in self.frames:
+            yield frame
+        await asyncio.get_running_loop().create_future()
+
+    async def ReadBlock(
+        self, request: scheduler_pb2.ReadBlockRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.ReadBlockResponse:
+        if request.block_id not in self.blocks:
+            raise invalid_field("block_id", f"is {request.block_id}, which the pool does not have")
+        return self.blocks[request.block_id]
 
     async def Drain(
         self, request: scheduler_pb2.DrainRequest, context: grpc.aio.ServicerContext
@@ -429,7 +410,7 @@ class FakeScheduler(FakePins, FakeWatch, scheduler_pb2_grpc.SchedulerServiceServ
         """What goes out until the stream is broken, or the gateway has ended it."""
         clock = asyncio.get_running_loop().time
         step_at = clock()
-        while self._broken_with is None and not reader.done():
+        while not self._is_broken and not reader.done():
             self._changed.clear()
             message = self._next_outgoing()
             makes_steps = bool(self.live) and self.emits.is_set() and self._credit != 0

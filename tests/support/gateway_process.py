@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import grpc.aio
 import httpx
@@ -15,17 +14,9 @@ from gateway.replicas.members import Resolver
 from gateway.settings import GatewaySettings
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc, model_pb2_grpc, prefix_pb2_grpc
 from quire.rpc.errors import QuireError, from_rpc_error
+from tests.support.fake_scheduler import FakeScheduler
 
 GENERATION = "/quire.gateway.v1.GenerationService/"
-
-
-class Schedules(Protocol):
-    """What a gateway is run in front of."""
-
-    @property
-    def address(self) -> str: ...
-
-    async def until_known(self) -> None: ...
 
 
 @dataclass
@@ -52,9 +43,10 @@ class RunningGateway:
 
 @contextlib.asynccontextmanager
 async def running_gateway(
-    *schedulers: Schedules, resolver: Resolver | None = None, **settings
+    *schedulers: FakeScheduler, resolver: Resolver | None = None, **settings
 ) -> AsyncIterator[RunningGateway]:
-    """Runs a gateway, connected to its schedulers, until the block ends. `resolver` gives addresses of names."""
+    """Runs a gateway, connected to its schedulers, until the block ends. The addresses of real ones are in `settings`,
+    and it may not be connected to these yet. `resolver` gives addresses of names."""
     addresses = tuple(scheduler.address for scheduler in schedulers)
     values = {"grpc_port": 0, "http_port": 0, "schedulers": addresses, "drain_timeout": 0.0} | settings
     gateway = await Gateway.start(GatewaySettings(**values), resolver=resolver)

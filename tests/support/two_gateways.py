@@ -24,16 +24,6 @@ class LlamaWorkerConfig(FakeWorkerConfig):
 
 
 @dataclass(frozen=True)
-class SchedulerAddress:
-    """What `running_gateway` asks of a scheduler."""
-
-    address: str
-
-    async def until_known(self) -> None:
-        """The tests wait for what they need."""
-
-
-@dataclass(frozen=True)
 class TwoGateways:
     """Both are connected to all schedulers."""
 
@@ -67,8 +57,8 @@ async def two_gateways(
         sockets = [directory / f"s{number}.sock" for number in range(num_replicas)]
         replicas = [await stack.enter_async_context(_replica(socket, script)) for socket in sockets]
         schedulers, workers = zip(*replicas, strict=True)
-        addresses = [SchedulerAddress(f"unix:{socket}") for socket in sockets]
-        gateways = [await stack.enter_async_context(running_gateway(*addresses, **settings)) for _ in range(2)]
+        settings |= {"schedulers": tuple(f"unix:{socket}" for socket in sockets)}
+        gateways = [await stack.enter_async_context(running_gateway(**settings)) for _ in range(2)]
         for scheduler in schedulers:
             await _wait_connected(scheduler, len(gateways))
         for gateway in gateways:

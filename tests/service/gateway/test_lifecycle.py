@@ -1,24 +1,16 @@
 """How a gateway process starts, drains and fails to start."""
 
 import asyncio
-import contextlib
-import os
-import re
-import signal
 import socket
-import sys
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from gateway.app import Gateway
 from gateway.settings import GatewaySettings
-from quire.gateway.v1 import generation_pb2_grpc
 from quire.rpc.address import AddressInUse
 from quire.settings import ConfigurationError
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
-from tests.support.grpc_types import EOF
 from tests.support.tokenizers import byte_level, write_model_directory
 
 
@@ -73,49 +65,3 @@ async def test_broken_tokenizer_is_one_clear_line(tmp_path):
     with pytest.raises(ConfigurationError, match=r"tokenizer\.json is not a tokenizer") as caught:
         await Gateway.start(GatewaySettings(grpc_port=0, http_port=0, model=str(directory)))
     assert "\n" not in str(caught.value)
-
-
-@contextlib.asynccontextmanager
-async def gateway_process(*flags):
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "gateway",
-        *flags,
-        stderr=asyncio.subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-async def test_process_serves_and_exits_cleanly_on_sigterm(scheduler):
-    flags = ("--grpc-port", "0", "--http-port", "0", "--schedulers", scheduler.address)
-    async with asyncio.timeout(30), gateway_process(*flags) as process:
-        found = None
-        while found is None:
-            found = re.search(rb"gRPC on (\S+),", await process.stderr.readline())
-        async with grpc.aio.insecure_channel(found[1].decode()) as channel:
-            stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            call = stub.GenerateStream(stream_request(max_tokens=200))
-            await call.read()
-            process.send_signal(signal.SIGTERM)
-            count = 1
-            while await call.read() is not EOF:
-                count += 1
-            assert await call.code() == grpc.StatusCode.OK
-            assert count > 2
-        await process.communicate()
-        assert process.returncode == 0
-
-
-async def test_process_without_its_model_exits_with_one_line():
-    async with asyncio.timeout(30), gateway_process("--model", "/nowhere", "--grpc-port", "0") as process:
-        _, errors = await process.communicate()
-    assert process.returncode == 2
-    (line,) = errors.decode().splitlines()
-    assert line.startswith("quire gateway: error: model directory /nowhere does not exist; --model takes")

@@ -29,7 +29,7 @@ from tests.support.scheduler_process import (
     wait_attached,
     wait_nothing_in_use,
 )
-from tests.support.two_gateways import LlamaWorkerConfig, SchedulerAddress
+from tests.support.two_gateways import LlamaWorkerConfig
 from worker_svc.protocol import convert
 
 NO_VERSION = ProtocolVersions(0, 0)
@@ -191,7 +191,7 @@ async def longest_answer(gateway: RunningGateway) -> int:
 
 async def test_a_gateway_knows_the_limits_of_whatever_pool_the_worker_comes_back_with(worker, tmp_path):
     worker.config = LlamaWorkerConfig(num_blocks=8, block_size=8)
-    gateway_of_it = running_gateway(SchedulerAddress(f"unix:{tmp_path / 's.sock'}"))
+    gateway_of_it = running_gateway(schedulers=(f"unix:{tmp_path / 's.sock'}",))
     async with attached_scheduler(tmp_path, worker.address) as stub, gateway_of_it as gateway:
         assert await longest_answer(gateway) == 8 * 8 - 3
         version = (await state_of(stub)).workers[0].worker_generation
