@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 from google.rpc import code_pb2
 
-from quire.arrays import decode_int32, encode_int32
+from quire.arrays import encode_int32
 from quire.common.v1 import common_pb2
 from quire.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions
 from quire.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, Unavailable, from_rpc_error
@@ -340,101 +340,23 @@ async def test_a_prefix_is_pinned_in_whole_blocks_until_it_is_let_go_of(stub: Sc
 WATCHED = pytest.mark.parametrize("stub", ["scheduler_svc"], indirect=True)
 
 
-class Mirror:
-    """What a watcher knows from its frames."""
-
-    def __init__(self, stub: SchedulerServiceStub, *, include_memory: bool = True) -> None:
-        self.call = stub.Watch(scheduler_pb2.WatchRequest(include_memory=include_memory))
-        self.numbers = scheduler_pb2.ReplicaNumbers()
-        self.sequences: dict[int, scheduler_pb2.WatchedSequence] = {}
-        self.tables: dict[int, list[int | None]] = {}
-        self.progress: dict[int, tuple[int, int, int]] = {}
-        self.ended: list[scheduler_pb2.EndedRequest] = []
-        self.most_tokens: dict[str, int] = {}
-
-    async def read(self) -> scheduler_pb2.WatchResponse:
-        """Applies the next frame, and checks that it fits what is known."""
-        async with asyncio.timeout(30):
-            frame = await self.call.read()
-        if frame.is_whole:
-            self.sequences, self.tables, self.progress = {}, {}, {}
-        memory = frame.memory
-        self.numbers = frame.numbers
-        self.ended += frame.ended
-        for number in decode_int32(memory.gone, "gone").tolist():
-            del self.sequences[number], self.tables[number], self.progress[number]
-        for each in memory.sequences:
-            assert each.number not in self.sequences
-            self.sequences[each.number], self.tables[each.number] = each, []
-        for number, *progress in decode_int32(memory.progress, "progress", columns=4).tolist():
-            self.progress[number] = tuple(progress)
-        for number, length in decode_int32(memory.lengths, "lengths", columns=2).tolist():
-            self.tables[number] = [*self.tables[number][:length], *[None] * (length - len(self.tables[number]))]
-        for number, index, block in decode_int32(memory.tables, "tables", columns=3).tolist():
-            self.tables[number][index] = block
-        assert len(memory.names) == 8 * len(decode_int32(memory.named, "named"))
-        if not frame.more_follows:
-            self._check()
-        return frame
-
-    async def read_until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            await self.read()
-
-    def _check(self) -> None:
-        """That every sequence has blocks of the pool for all that is computed."""
-        assert self.progress.keys() == self.sequences.keys() == self.tables.keys()
-        for number, (_, num_tokens, num_computed) in self.progress.items():
-            table, its = self.tables[number], self.sequences[number]
-            assert len(table) * self.numbers.block_size >= num_computed
-            assert all(block is not None and 0 <= block < self.numbers.num_blocks for block in table)
-            assert num_tokens <= its.max_tokens
-            self.most_tokens[its.request_id] = max(num_tokens, self.most_tokens.get(its.request_id, 0))
-
-
 @WATCHED
 async def test_the_first_frame_is_whole_and_others_come_though_nothing_happens(stub: SchedulerServiceStub) -> None:
-    mirror, without_memory = Mirror(stub), Mirror(stub, include_memory=False)
-    for each in (mirror, without_memory):
-        first, second = await each.read(), await each.read()
-        assert first.is_whole
-        assert not second.is_whole
-        assert first.numbers.ready
-        assert min(first.numbers.num_blocks, first.numbers.block_size, first.numbers.max_num_seqs) > 0
-        assert first.HasField("memory") == second.HasField("memory") == (each is mirror)
-    assert not mirror.sequences
+    """What frames add up to is shown in tests/unit/scheduler_svc/core/test_view.py."""
+    for include_memory in (False, True):
+        call = stub.Watch(scheduler_pb2.WatchRequest(include_memory=include_memory))
+        async with asyncio.timeout(30):
+            first, second = await call.read(), await call.read()
+            assert first.is_whole
+            assert not second.is_whole
+            assert first.numbers.ready
+            assert min(first.numbers.num_blocks, first.numbers.block_size, first.numbers.max_num_seqs) > 0
+            assert first.HasField("memory") == second.HasField("memory") == include_memory
     await stub.Drain(scheduler_pb2.DrainRequest(timeout_ms=1))
-    await mirror.read_until(lambda: mirror.numbers.draining)
-    assert not mirror.numbers.ready
-
-
-@WATCHED
-async def test_a_request_is_watched_from_its_blocks_to_its_end(
-    stub: SchedulerServiceStub, stream: GatewayStream
-) -> None:
-    mirror, leaves = Mirror(stub), Mirror(stub)
-    await mirror.read()
-    submit = make_submit(1, prompt_len=20, max_tokens=300, tenant="a")
-    await stream.submit(submit)
-    await mirror.read_until(lambda: any(mirror.tables.values()))
-    await leaves.read_until(lambda: bool(leaves.sequences))
-    leaves.call.cancel()
-    (watched,) = mirror.sequences.values()
-    assert (watched.request_id, watched.tenant) == (submit.request_id, "a")
-    assert (watched.prompt_tokens, watched.max_tokens) == (20, 320)
-    assert mirror.numbers.running_requests == 1
-    ((first, *_),) = mirror.tables.values()
-    block = await stub.ReadBlock(scheduler_pb2.ReadBlockRequest(block_id=first))
-    assert block.ref_count == len(block.owners) == 1
-    (owner,) = block.owners
-    assert (owner.request_id, owner.logical_index) == (submit.request_id, 0)
-    prompt = decode_int32(submit.prompt_token_ids, "prompt_token_ids").tolist()
-    assert decode_int32(owner.token_ids, "token_ids").tolist() == prompt[: mirror.numbers.block_size]
-    await stream.read_until_over(1)
-    await mirror.read_until(lambda: not mirror.sequences and bool(mirror.ended))
-    assert [(each.prompt_tokens, each.generated_tokens) for each in mirror.ended] == [(20, 300)]
-    assert (mirror.numbers.completed_requests, mirror.numbers.generated_tokens) == (1, 300)
-    assert mirror.most_tokens[watched.request_id] > 20
+    async with asyncio.timeout(30):
+        while not (frame := await call.read()).numbers.draining:
+            pass
+    assert not frame.numbers.ready
 
 
 async def test_what_has_no_sense_for_a_pool_is_refused(stub: SchedulerServiceStub) -> None:

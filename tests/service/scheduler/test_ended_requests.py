@@ -10,7 +10,6 @@ from tests.support.scheduler_process import (
     GatewayStream,
     expected_tokens,
     make_submit,
-    resubmit,
     until_state,
     wait_nothing_in_use,
 )
@@ -83,30 +82,6 @@ async def test_the_usage_of_what_was_aborted_comes_and_again_to_whoever_resumes_
     await stream.resume(2, "request-1", tenant="a")
     await stream.read_until_over(2)
     assert stream.completed[2].usage == usage
-
-
-async def test_what_ended_while_its_gateway_was_away_does_not_come_back(scheduler, worker):
-    first, _ = await GatewayStream.open(scheduler, grace_period_ms=60_000)
-    await first.submit(make_submit(1, max_tokens=150, n=2))
-    await first.submit(make_submit(2, max_tokens=900, tenant="a"))
-    while len(first.samples.get((1, 1), [])) < 10 or not first.outputs[2]:
-        await first.read()
-    worker.hang.set()
-    # By a stop string, and the abort that said so was lost.
-    first.ended.add((1, 1))
-    first.close()
-    await until_state(scheduler, lambda state: state.connected_gateways == 0)
-    await cancel(scheduler, "request-2")
-    again, _ = await GatewayStream.open(scheduler, grace_period_ms=60_000)
-    await again.submit(resubmit(first, 1, max_tokens=150, n=2))
-    await again.submit(resubmit(first, 2, max_tokens=900, tenant="a"))
-    worker.hang.clear()
-    await again.read_until_over(1, 2)
-    assert again.outputs[1] == expected_tokens(1, max_tokens=150)
-    assert again.samples[1, 1] == first.samples[1, 1]
-    assert again.completed[1].usage.generated_tokens < 300
-    assert (again.failed[2].code, again.failed[2].reason) == (code_pb2.CANCELLED, "CANCELLED_BY_ID")
-    again.close()
 
 
 async def test_a_sequence_that_is_not_the_last_or_not_known_is_not_answered(stream):

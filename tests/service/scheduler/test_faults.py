@@ -3,24 +3,17 @@
 import asyncio
 import contextlib
 import dataclasses
-import time
 from concurrent.futures import Future
 
 import grpc
 import pytest
 from google.rpc import code_pb2
 
-from quire.rpc.errors import invalid_field
-from quire.scheduler.v1 import scheduler_pb2
 from quire.settings import ConfigurationError
 from quire.worker.v1 import worker_pb2
-from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
-from scheduler_svc.service import servicer, step_loop, worker_link
-from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError
+from scheduler_svc.service import servicer, worker_link
 from scheduler_svc.service.worker_messages import StepAnswer, step_answer
 from tests.support.fake_worker import FakeWorker
-from tests.support.metrics import read_metrics
-from tests.support.ports import free_port
 from tests.support.sampling import make_row_sampling
 from tests.support.scheduler_process import (
     GatewayStream,
@@ -32,10 +25,7 @@ from tests.support.scheduler_process import (
     state_of,
     until_state,
     wait_attached,
-    wait_nothing_in_use,
 )
-from worker_svc.protocol.stream import Worker
-from worker_svc.step import AdmittedStep, Step
 
 
 async def test_a_worker_that_answers_for_other_rows_than_were_asked_is_lost(scheduler, stream, monkeypatch):
@@ -57,54 +47,6 @@ async def test_a_worker_that_answers_for_other_rows_than_were_asked_is_lost(sche
     assert (await state_of(scheduler)).scheduler_epoch > first_epoch
     for handle in (1, 2):
         assert stream.outputs[handle] == expected_tokens(handle, max_tokens=60)
-
-
-async def test_a_worker_that_always_answers_nonsense_fails_its_requests_and_serves_once_it_does_not(
-    worker, tmp_path, monkeypatch
-):
-    def say_too_much(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
-        answer = step_answer(message, vocab_size)
-        failures = {row + 100: "NaN" for row in answer.rows.tolist()}
-        return dataclasses.replace(answer, result=dataclasses.replace(answer.result, failures=failures))
-
-    # A worker that is lost again and again is attached again as soon as after its first loss.
-    monkeypatch.setattr(step_loop, "_LAST_BACKOFF_S", step_loop._FIRST_BACKOFF_S)
-    port = free_port()
-    async with attached_scheduler(tmp_path, worker.address, metrics_port=port) as stub:
-        stream, _ = await GatewayStream.open(stub)
-        with monkeypatch.context() as patch:
-            patch.setattr(worker_link, "step_answer", say_too_much)
-            await stream.submit(make_submit(1))
-            await stream.read_until_over(1)
-        failure = stream.failed[1]
-        assert (failure.code, failure.reason) == (code_pb2.INTERNAL, "WORKER_LOST")
-        assert "lost 6 times in a row" in failure.message
-        assert failure.message.endswith("reports rows [100], which do not sample")
-        await stream.submit(make_submit(3))
-        await stream.read_until_over(3)
-        assert stream.outputs[3] == expected_tokens(3)
-        metrics = await read_metrics(port)
-        assert metrics["quire_scheduler_worker_losses_total"] == LOSSES_BEFORE_TRIALS + LOSSES_ON_TRIAL
-        assert metrics['quire_scheduler_requests_at_fault_total{reason="WORKER_LOST"}'] == 1
-        stream.close()
-
-
-async def test_a_silent_worker_is_lost_and_a_pause_of_the_scheduler_is_no_silence(monkeypatch):
-    monkeypatch.setattr(worker_link, "_CHECK_INTERVAL_S", 0.02)
-    worker = FakeWorker(heartbeat_interval_s=60.0)
-    link = await WorkerLink.attach(await worker.start(), epoch=1, timeout_s=60.0)
-    with pytest.raises(WorkerLostError, match="has been silent"):
-        await asyncio.wait_for(link.receive(), 30)
-    await link.close()
-    await worker.stop()
-    worker = FakeWorker(heartbeat_interval_s=0.01)
-    link = await WorkerLink.attach(await worker.start(), epoch=1, timeout_s=60.0)
-    for _ in range(2):
-        time.sleep(0.2)  # noqa: ASYNC251 (the whole process stands still)
-        for _ in range(20):
-            assert await link.receive() is None
-    await link.close()
-    await worker.stop()
 
 
 async def test_a_constraint_that_the_worker_never_compiles_fails_its_requests_and_disturbs_no_other(tmp_path):
@@ -165,51 +107,6 @@ async def test_the_older_of_two_schedulers_at_one_worker_ends_and_the_newer_one_
         await stream.read_until_over(1)
         assert stream.outputs[1] == expected_tokens(1, max_tokens=60)
         stream.close()
-
-
-async def test_gateways_are_told_when_the_worker_is_lost_and_when_it_is_back(scheduler, worker):
-    stream, _ = await GatewayStream.open(scheduler, "gateway-a")
-    await worker.stop()
-    await stream.read()
-    assert stream.readiness == [False]
-    late, _ = await GatewayStream.open(scheduler, "gateway-b")
-    await late.read()
-    assert late.readiness == [False]
-    await worker.restart()
-    await stream.read()
-    await late.read()
-    assert stream.readiness == late.readiness == [False, True]
-    stream.close()
-    late.close()
-
-
-async def test_requests_whose_steps_the_worker_refuses_fail_alone_and_the_scheduler_drains(
-    scheduler, stream, monkeypatch
-):
-    def admit(self: Worker, step: Step) -> AdmittedStep:
-        if any(each.num_prompt_tokens == 7 for each in step.row_changes.assign):
-            raise invalid_field("assign", "has a prompt that this worker does not like")
-        return admit_any(self, step)
-
-    admit_any = Worker.admit
-    monkeypatch.setattr(Worker, "admit", admit)
-    first_epoch, started = (await state_of(scheduler)).scheduler_epoch, time.monotonic()
-    await stream.submit(make_submit(1, max_tokens=100))
-    await stream.read()
-    for handle in (2, 3, 4):
-        await stream.submit(make_submit(handle, prompt_len=7))
-    await stream.read_until_over(1, 2, 3, 4)
-    # The worker is attached again at growing intervals.
-    assert time.monotonic() - started >= 0.05 + 0.1
-    for handle in (2, 3, 4):
-        assert (stream.failed[handle].code, stream.failed[handle].reason) == (code_pb2.INTERNAL, "STEP_REFUSED")
-        assert "does not like" in stream.failed[handle].message
-    assert stream.outputs[1] == expected_tokens(1, max_tokens=100)
-    # None of them was refused more than twice.
-    assert (await state_of(scheduler)).scheduler_epoch <= first_epoch + 6
-    await wait_nothing_in_use(scheduler)
-    drained = await scheduler.Drain(scheduler_pb2.DrainRequest(timeout_ms=60_000), timeout=30)
-    assert drained.remaining_requests == 0
 
 
 @pytest.mark.parametrize("fault", ["cannot be made", "cannot be serialized"])

@@ -1,7 +1,5 @@
 """PinPrefix and UnpinPrefix over gRPC."""
 
-import asyncio
-
 import grpc
 import grpc.aio
 import pytest
@@ -16,7 +14,6 @@ from tests.support.scheduler_process import (
     make_submit,
     state_of,
     until,
-    until_state,
     wait_nothing_in_use,
 )
 
@@ -43,25 +40,6 @@ async def assert_refused(call, code, reason, message):
     error = from_rpc_error(caught.value)
     assert (error.code, error.reason) == (code, reason)
     assert message in error.message
-
-
-async def test_several_callers_wait_for_one_pin_which_the_first_request_hits(scheduler, worker, stream):
-    worker.hang.set()
-    prompt = [*range(50)]
-    callers = [asyncio.create_task(pin(scheduler, prompt)) for _ in range(3)]
-    await until_state(scheduler, lambda state: state.running_requests == 1)
-    # One may leave.
-    callers.pop().cancel()
-    worker.hang.clear()
-    answer, other = await asyncio.gather(*callers)
-    assert answer == other
-    assert (answer.pinned_tokens, answer.pinned_blocks) == (48, 3)
-    assert await num_pinned(scheduler) == 3
-    await stream.submit(make_submit(1, prompt_token_ids=encode_int32(prompt)))
-    await stream.read_until_over(1)
-    assert stream.completed[1].usage.cached_tokens == 48
-    await unpin(scheduler, answer.pin_id)
-    assert await num_pinned(scheduler) == 0
 
 
 async def test_the_time_passes_while_the_scheduler_is_idle(scheduler):

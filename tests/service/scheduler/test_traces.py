@@ -140,26 +140,6 @@ async def test_aborted_requests_tell_how_far_they_came_and_one_ends_with_its_las
     await wait_nothing_in_use(scheduler)
 
 
-async def test_a_durable_request_is_one_span_whoever_reads_it_though_the_worker_is_lost(
-    scheduler, collector, worker
-) -> None:
-    first, _ = await GatewayStream.open(scheduler, "gateway-a")
-    submit, trace_id, parent = traced_submit(7, max_tokens=20, durable=True)
-    worker.hang.set()
-    await first.submit(submit)
-    await until_true(lambda: worker.num_steps)
-    first.close()
-    await worker.restart()
-    second, _ = await GatewayStream.open(scheduler, "gateway-b")
-    await second.resume(9, "request-7")
-    await second.read_until_over(9)
-    span = await span_of(collector, trace_id)
-    assert (span.parent_id, span.attributes["quire.outcome"]) == (parent, "completed")
-    assert span.attributes["gen_ai.usage.output_tokens"] == 20
-    assert [name for name in span.event_names if name in ("worker lost", "resumed")] == ["worker lost", "resumed"]
-    second.close()
-
-
 async def test_a_scheduler_that_stops_sends_what_it_knows_of_live_requests(worker, tmp_path, collector) -> None:
     endpoint = collector.endpoint
     async with attached_scheduler(tmp_path, worker.address, otlp_traces_endpoint=endpoint) as stub:

@@ -3,20 +3,16 @@ another pool: gateways learn of it, and requests move over."""
 
 import logging
 from types import SimpleNamespace
-from typing import Any
 
 import grpc.aio
 import pytest
 from google.rpc import code_pb2
 
 from quire.arrays import encode_int32
-from quire.common.v1 import common_pb2
 from quire.compatibility import SCHEDULER_PROTOCOL, WORKER_PROTOCOL, ModelFingerprint, ProtocolVersions
-from quire.gateway.v1 import generation_pb2, model_pb2
 from quire.rpc.errors import NotFound, QuireError, from_rpc_error
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
-from tests.support.gateway_process import RunningGateway, running_gateway
 from tests.support.scheduler_process import (
     GatewayStream,
     attached_scheduler,
@@ -29,10 +25,8 @@ from tests.support.scheduler_process import (
     wait_attached,
     wait_nothing_in_use,
 )
-from tests.support.two_gateways import LlamaWorkerConfig
 from worker_svc.protocol import convert
 
-NO_VERSION = ProtocolVersions(0, 0)
 NEWER = ProtocolVersions(8, 9)
 OF_WORKER = ModelFingerprint(config="c1", tokenizer="t1", weights="w1")
 FITTING = ModelFingerprint(config="c1", tokenizer="t1")
@@ -97,42 +91,19 @@ async def test_a_worker_that_speaks_other_versions_is_not_attached_before_it_spe
         assert len([each for each in log.messages if line in each]) == 1
 
 
-UNFITTING: list[tuple[dict[str, Any], str, str]] = [
-    (
-        {"protocol": NEWER},
-        "PROTOCOL_VERSION",
-        f"{{}} speaks versions 8 to 9 of quire.scheduler.v1, the scheduler {SCHEDULER_PROTOCOL}: they have none in "
-        "common; upgrade the scheduler",
-    ),
-    (
-        {"protocol": NO_VERSION},
-        "PROTOCOL_VERSION",
-        f"{{}} speaks no version of quire.scheduler.v1, the scheduler {SCHEDULER_PROTOCOL}: they have none in "
-        "common; upgrade {}",
-    ),
-    (
-        {"model": ModelFingerprint("c2", "t1")},
-        "MODEL_MISMATCH",
-        "the worker of the scheduler and {} have different models: config c1 and c2; give both the same one by --model",
-    ),
-]
-
-
 async def test_gateways_that_do_not_fit_are_refused_and_logged_once_each(
     worker: FakeWorker, tmp_path, log: pytest.LogCaptureFixture
 ) -> None:
+    """In words of tests/unit/quire/test_compatibility.py, for reasons of tests/contract."""
     worker.config = FakeWorkerConfig(fingerprint=OF_WORKER)
     async with attached_scheduler(tmp_path, worker.address) as stub:
-        expected: list[str] = []
-        for number, (changes, reason, line) in enumerate(UNFITTING):
-            lines = {name: line.format(*[f"gateway {name}"] * 2) for name in (f"a{number}", f"b{number}")}
-            # They come again and again, in turns.
-            for name in (*lines, *lines):
-                refusal = await answer_to(stub, make_hello(name, **changes))
-                assert isinstance(refusal, QuireError)
-                assert (refusal.reason, refusal.message) == (reason, lines[name])
-            expected += [f"refused: {each}" for each in lines.values()]
-        assert [each for each in log.messages if "refused" in each] == expected
+        # They come again and again, in turns.
+        for name in ("a", "b", "a", "b"):
+            refusal = await answer_to(stub, make_hello(name, model=ModelFingerprint("c2", "t1")))
+            assert isinstance(refusal, QuireError)
+            assert f"the worker of the scheduler and gateway {name} have different models: config" in refusal.message
+        refused = [each for each in log.messages if "refused" in each]
+        assert [each.split(" have ")[0].rpartition(" ")[2] for each in refused] == ["a", "b"]
         assert isinstance(await answer_to(stub, make_hello("other")), scheduler_pb2.Welcome)
 
 
@@ -179,26 +150,3 @@ async def test_requests_fail_where_the_worker_comes_back_with_another_model_and_
         assert again.outputs[3] == expected_tokens(3)
         again.close()
         await wait_nothing_in_use(stub)
-
-
-async def longest_answer(gateway: RunningGateway) -> int:
-    """How many tokens a request of three tokens gets that leaves it to the gateway how many."""
-    request = generation_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=[5, 6, 7]))
-    request.stopping.ignore_eos = True
-    answer = await gateway.generation.Generate(request, timeout=60)
-    return len(answer.sequences[0].token_ids)
-
-
-async def test_a_gateway_knows_the_limits_of_whatever_pool_the_worker_comes_back_with(worker, tmp_path):
-    worker.config = LlamaWorkerConfig(num_blocks=8, block_size=8)
-    gateway_of_it = running_gateway(schedulers=(f"unix:{tmp_path / 's.sock'}",))
-    async with attached_scheduler(tmp_path, worker.address) as stub, gateway_of_it as gateway:
-        assert await longest_answer(gateway) == 8 * 8 - 3
-        version = (await state_of(stub)).workers[0].worker_generation
-        await worker.restart(LlamaWorkerConfig(6, block_size=8))
-        await until_state(
-            stub, lambda state: state.connected_gateways and state.workers[0].worker_generation != version
-        )
-        assert await longest_answer(gateway) == 6 * 8 - 3
-        info = await gateway.models.GetServerInfo(model_pb2.GetServerInfoRequest())
-        assert (info.replicas[0].num_gpu_blocks, info.replicas[0].device_name) == (6, "a fake")
