@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
-from pydantic import BaseModel
 
 from tests.support.serving import Served
 
@@ -55,39 +54,3 @@ async def test_it_calls_the_right_tool_of_three(client: AsyncOpenAI, question, n
     (call,) = choice.message.tool_calls
     assert choice.finish_reason == "tool_calls"
     assert (call.function.name, json.loads(call.function.arguments)) == (name, arguments)
-
-
-@pytest.mark.parametrize(
-    ("how", "answer"),
-    [
-        ("in JSON", {"answer": "Tokyo"}),
-        ("in JSON with the keys country and capital", {"country": "Japan", "capital": "Tokyo"}),
-    ],
-)
-async def test_it_answers_in_json_when_asked(client: AsyncOpenAI, how, answer):
-    choice = await chat(client, user(f"What is the capital of Japan? Answer {how}."))
-    assert json.loads(choice.message.content) == answer
-
-
-class Capital(BaseModel):
-    country: str
-    capital: str
-
-
-class Person(BaseModel):
-    name: str
-    age: int
-
-
-@pytest.mark.parametrize(
-    ("question", "expected"),
-    [
-        ("What is the capital of France?", Capital(country="France", capital="Paris")),
-        ("Tom is 31 years old and lives in Berlin.", Person(name="Tom", age=31)),
-    ],
-)
-async def test_it_fills_a_schema_that_it_does_not_see(client: AsyncOpenAI, question, expected):
-    answer = await client.chat.completions.parse(
-        model=MODEL, messages=[user(question)], temperature=0, max_tokens=200, response_format=type(expected)
-    )
-    assert answer.choices[0].message.parsed == expected

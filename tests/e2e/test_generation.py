@@ -5,17 +5,11 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-from quire.client import ChatMessage, FinishReason, GenerationOptions
+from quire.client import ChatMessage, GenerationOptions
 from tests.support.serving import Served, serving
 
 SAMPLED = GenerationOptions(temperature=1.0, top_p=0.95, seed=11, max_tokens=40)
 PROMPTS = ("Once upon a time", "Question: What is the capital of France?\nAnswer:", "A", "The little dragon " * 20)
-
-
-async def test_the_embedded_model_answers_what_it_was_trained_on(served: Served):
-    answer = await served.client.chat([ChatMessage("user", "What is the capital of France?")])
-    assert "Paris" in answer.text
-    assert answer.sequences[0].finish_reason == FinishReason.STOP
 
 
 async def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(served: Served):

@@ -51,20 +51,6 @@ async def test_a_chat_its_chunks_and_what_the_helper_puts_together_say_the_same(
     assert len(answer.choices[0].logprobs.content or ()) > 5
 
 
-async def test_log_probabilities_of_both_kinds_agree(client: AsyncOpenAI):
-    chat = await client.chat.completions.create(model=MODEL, messages=CAPITAL, logprobs=True, top_logprobs=3)
-    content = chat.choices[0].logprobs.content
-    spoken = b"".join(bytes(entry.bytes or ()) for entry in content[:-1]).decode()
-    assert spoken == chat.choices[0].message.content
-    assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in content)
-    completion = await client.completions.create(
-        model=MODEL, prompt="<|user|>What is the capital of France?<|end|><|assistant|>", logprobs=3, max_tokens=20
-    )
-    logprobs = completion.choices[0].logprobs
-    assert logprobs.tokens == [entry.token for entry in content]
-    assert logprobs.token_logprobs == pytest.approx([entry.logprob for entry in content], abs=1e-4)
-
-
 async def test_errors_are_the_client_s_own_classes(client: AsyncOpenAI):
     async def error_of(**fields) -> openai.APIStatusError:
         with pytest.raises(openai.APIStatusError) as caught:
