@@ -65,13 +65,6 @@ def test_metrics_are_served_until_stop_with_their_colons_whatever_the_scraper_ac
         socket.create_connection((host, server.port), timeout=30)
 
 
-def test_a_metrics_port_in_use_is_one_line(registry: CollectorRegistry) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        port = holder.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=f"127.0.0.1:{port}: the port is in use"):
-            MetricsServer.start("127.0.0.1", port, registry)
-
-
 def test_another_role_is_forbidden_to_read_them(encrypted: MetricsServer, tmp_path: Path) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         scrape(encrypted, context_of(tmp_path, Role.GATEWAY))

@@ -166,13 +166,6 @@ def test_status_shows_the_others_where_one_does_not_answer(run: Run, gateway: Fa
     assert stderr.count("\n") == 1
 
 
-def test_no_gateway_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "x", "--address=127.0.0.1:1"]) == 1
-    stderr = capsys.readouterr().err
-    assert stderr.startswith("quire generate: error: no gateway answers")
-    assert stderr.count("\n") == 1
-
-
 def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for command, message in (
         ("sreve", '"sreve" is not a command; did you mean serve?'),

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from quire.client import AsyncClient, Client, RequestCompleted, RetryPolicy, TokenChunk
+from quire.client import AsyncClient, Client, RetryPolicy, TokenChunk
 from quire.rpc.errors import Cancelled, QuireError, ResourceExhausted, Unavailable
 from tests.support.either_client import EitherClient
 from tests.support.fake_gateway import FakeGeneration, start_fake_gateway
@@ -16,7 +16,6 @@ from tests.support.processes import until_true
 FULL = ResourceExhausted("the queue is full", reason="QUEUE_FULL", retry_after_ms=20)
 GONE = Unavailable("about to stop", reason="DRAINING")
 PATIENT = RetryPolicy(first_delay_s=0.01, last_delay_s=0.02)
-GENERATES_AGAIN = RetryPolicy(first_delay_s=0.01, last_delay_s=0.02, lost_generations=True)
 
 pytestmark = pytest.mark.parametrize("kind", [Client, AsyncClient])
 
@@ -48,21 +47,6 @@ async def test_an_idempotent_call_is_made_four_times_and_more_often_by_a_policy(
     async with calling(kind, *[GONE] * 5, retry=PATIENT) as (client, generation):
         assert (await client.call("tokenize", "hi", timeout_s=60)).token_ids == (104, 105)
     assert len(generation.requests) == 6
-
-
-async def test_a_generation_that_may_have_been_served_is_made_again_only_where_the_policy_says_so(kind) -> None:
-    async with calling(kind, GONE, GONE, retry=PATIENT) as (client, generation):
-        with pytest.raises(Unavailable):
-            await client.call("generate", "hi", timeout_s=60)
-        with pytest.raises(Unavailable):
-            await client.events("hi", timeout_s=60)
-    assert len(generation.requests) == 2
-    async with calling(kind, GONE, GONE, GONE, retry=GENERATES_AGAIN) as (client, generation):
-        assert (await client.call("generate", "hi", timeout_s=60)).text == "hi!"
-    assert len(generation.requests) == 3 + 1
-    async with calling(kind, GONE, GONE, retry=GENERATES_AGAIN) as (client, generation):
-        assert isinstance((await client.events("hi", timeout_s=60))[-1], RequestCompleted)
-    assert len(generation.requests) == 2 + 1
 
 
 @pytest.mark.parametrize("num_gateways", [1, 2])

@@ -10,6 +10,7 @@ import pytest
 
 from quire.common.v1 import admin_pb2, admin_pb2_grpc
 from quire.logs import configure_logging
+from quire.rpc.channel import open_channel
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity
 from quire_cli.main import main
@@ -86,6 +87,9 @@ async def test_with_tls_it_is_for_operators_alone(
     assert root_logger.level == logging.WARNING
     assert await called("debug", "--admin", address, "--tls-dir", str(tmp_path)) == 0
     assert root_logger.level == logging.DEBUG
+    async with open_channel(address, tls=TlsIdentity.of(tmp_path, Role.SCHEDULER)) as channel:
+        call = admin_pb2_grpc.AdminServiceStub(channel).SetLogLevel(admin_pb2.SetLogLevelRequest(), timeout=30)
+        assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
     await server.stop(0)
 
 

@@ -16,13 +16,12 @@ from quire.client import AsyncClient
 from quire.gateway.v1 import model_pb2, model_pb2_grpc
 from quire.rpc.address import AddressInUse
 from quire.settings import ConfigurationError
-from quire_cli.supervisor import LocalServer, ServeSettings, ServiceRefused, server
+from quire_cli.supervisor import LocalServer, ServeSettings, server
 from quire_cli.supervisor.commands import Programs
 from tests.support.processes import is_alive, until_true
 from tests.support.serving import forked
 
 WAITS = (sys.executable, "-S", "-c", "import signal; signal.pause()")
-REFUSES = (sys.executable, "-S", "-c", "import sys; sys.exit(2)")
 GATEWAY = forked("tests.support.fake_gateway", "tests.support.fake_gateway")
 NAMES = ("gateway", "gateway-1", "gateway-2")
 STAND_INS = Programs(worker=WAITS, scheduler=WAITS, gateway=GATEWAY)
@@ -44,21 +43,6 @@ def make_server(
     values = {"grpc_port": 0, "http_port": 0, "model": str(model_directory), "drain_timeout": 1.0} | settings
     lines = [] if report is None else report
     return LocalServer(ServeSettings(**values), programs=programs, report=lines.append)
-
-
-async def test_a_service_that_refuses_its_configuration_ends_all_and_leaves_nothing_behind(
-    model_directory: Path,
-) -> None:
-    programs, pids = Programs(worker=WAITS, scheduler=REFUSES, gateway=GATEWAY), list[int]()
-
-    async def serve() -> None:
-        async with make_server(model_directory, programs) as server:
-            pids.append(server.process("worker").pid)
-            await server.wait_failed()
-
-    with pytest.raises(ServiceRefused, match="scheduler"):
-        await asyncio.wait_for(serve(), 30)
-    assert not any(map(is_alive, pids))
 
 
 async def test_services_that_are_killed_come_back_and_the_gateway_at_the_same_ports(model_directory: Path) -> None:

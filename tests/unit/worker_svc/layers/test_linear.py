@@ -10,7 +10,6 @@ from kernels import ops
 from kernels.packed_weight import Rounding
 from quire.settings import ConfigurationError
 from tests.support.models import make_model
-from tests.support.paged import PagedRunner, Span
 from worker_svc.layers import linear
 from worker_svc.layers.embedding_norm import Embedding
 from worker_svc.layers.linear import (
@@ -92,23 +91,6 @@ def test_without_onednn_products_are_plain(no_kernels_of_our_own: None, monkeypa
     plain = make_product(weight, bias, ActivationKind("relu"))
     assert isinstance(plain, PlainProduct)
     assert torch.equal(plain(tokens), torch.relu(torch.nn.functional.linear(tokens, weight, bias)))
-
-
-@pytest.mark.parametrize("shape", ["gpt2-tied-32", "opt-pre-norm-32", "llama-gqa-untied-32"])
-def test_a_model_of_any_products_says_the_same(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model(tmp_path, shape)
-    sequence = [5, 9, 200, 31, 77, 8, 3]
-
-    def logits() -> torch.Tensor:
-        model = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32)
-        return PagedRunner(model, [sequence], block_size=4).step(Span(0, 0, len(sequence)))
-
-    own = logits()
-    monkeypatch.setattr(linear.ops, "has_packed_products", lambda *_: False)
-    plain = logits()
-    torch.testing.assert_close(own, plain, rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(linear, "_MIN_PACKED_FLOAT32", 1)
-    torch.testing.assert_close(logits(), plain, rtol=1e-4, atol=1e-4)
 
 
 KINDS = (Quantization.INT8_WEIGHT_ONLY, Quantization.INT8_DYNAMIC)

@@ -84,16 +84,6 @@ def put(name: str, content: str | bytes) -> Callable[[Path], object]:
     return lambda directory: (directory / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def put_index(content: str) -> Callable[[Path], object]:
-    """In the place of the weights."""
-
-    def change(directory: Path) -> None:
-        (directory / WEIGHTS).unlink()
-        (directory / f"{WEIGHTS}.index.json").write_text(content)
-
-    return change
-
-
 SPOILED: list[tuple[Callable[[Path], object], str]] = [
     (remove_tensor, "tensor model.layers.1.mlp.up_proj.weight is missing from the safetensors files"),
     (
@@ -111,23 +101,8 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
         lambda directory: (directory / WEIGHTS).rename(directory / "pytorch_model.bin"),
         "pytorch_model.bin is a pickle, which is never loaded; convert the model",
     ),
-    (
-        lambda directory: (directory / WEIGHTS).unlink(),
-        "neither model.safetensors nor model.safetensors.index.json is there",
-    ),
-    (
-        put_index('{"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}'),
-        "shard model-00001-of-00002.safetensors is missing",
-    ),
-    (
-        put_index('{"weight_map": {"a": "../other.safetensors"}}'),
-        "shard '../other.safetensors' is not a plain file name",
-    ),
-    (put_index("[1]"), "model.safetensors.index.json is not a JSON object"),
-    (put_index("{}"), "model.safetensors.index.json: weight_map is None; it must be an object"),
-    (lambda directory: (directory / "config.json").unlink(), "has no config.json"),
-    (put("config.json", "{"), "config.json is not valid JSON"),
 ]
+"""What is wrong with config.json or an index as files is in tests/unit/quire/test_model_directory.py."""
 
 
 @pytest.mark.parametrize(("spoil", "message"), SPOILED, ids=[message for _, message in SPOILED])

@@ -221,37 +221,6 @@ def test_logit_rules_arrive_as_they_were_sent() -> None:
     assert rules.min_tokens == 7
 
 
-def test_a_step_arrives_as_it_was_sent() -> None:
-    request = make_request(
-        cache_operations=operations(swap_out=[1, 2], swap_in=[3, 4], copy=[5, 6]),
-        release=encode_int32([5]),
-        assign=[make_assign(0, [1, 2, 3], [7], temperature=0.5, top_k=2**32 - 1, seed=2**64 - 1, logprobs=0)],
-        fork=encode_int32([0, 1]),
-        reseed=[worker_pb2.ReseedRow(row=1, seed=2**63)],
-        set_tokens=[worker_pb2.SetTokens(row=1, position=2, token_ids=encode_int32([9]))],
-        block_table_deltas=encode_int32([1, 0, 8]),
-        batch=make_batch([0, 1], [3, 1], [0, 2]),
-        sealed_block_ids=encode_int32([7, 9]),
-        sealed_hashes=bytes(64),
-    )
-    step = DECODER.decode(request)
-    assert step.cache_operations.swap_out.tolist() == [[1, 2]]
-    assert step.cache_operations.swap_in.tolist() == [[3, 4]]
-    assert step.cache_operations.copy.tolist() == [[5, 6]]
-    changes = step.row_changes
-    assert changes.release.tolist() == [5]
-    (assign,) = changes.assign
-    assert (assign.row, assign.token_ids.tolist(), assign.block_table.tolist()) == (0, [1, 2, 3], [7])
-    assert (assign.sampling.parameters.temperature, assign.sampling.seed) == (0.5, 2**64 - 1)
-    assert (assign.sampling.logprobs, assign.sampling.num_candidates) == (0, None)
-    assert changes.fork.tolist() == [[0, 1]]
-    assert (changes.reseed[0].row, changes.reseed[0].seed) == (1, 2**63)
-    assert (changes.set_tokens[0].position, changes.set_tokens[0].token_ids.tolist()) == (2, [9])
-    assert changes.block_table_deltas.tolist() == [[1, 0, 8]]
-    assert step.batch.samples.tolist() == [[0, 0], [1, 1]]
-    assert step.sealed.hashes.shape == (2, 32)
-
-
 def test_a_result_is_sent_with_all_its_parts() -> None:
     output = StepOutput(
         step_id=4,

@@ -1,10 +1,8 @@
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 import torch
 from transformers.generation.logits_process import (
-    LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -105,45 +103,24 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-RULES: dict[str, tuple[LogitRules, list[LogitsProcessor]]] = {
-    "repetition penalty": (LogitRules(repetition_penalty=1.3), [RepetitionPenaltyLogitsProcessor(1.3)]),
-    "bias": (
-        LogitRules(bias_token_ids=ints(7, 30), bias_values=np.array([-2.5, 4.0], np.float32)),
-        [SequenceBiasLogitsProcessor([[[7], -2.5], [[30], 4.0]])],
-    ),
-    "bad words": (
-        LogitRules(bad_sequences=(ints(9), ints(2, 7, 11), ints(8, 7, 12))),
-        [NoBadWordsLogitsProcessor([[9], [2, 7, 11], [8, 7, 12]])],
-    ),
-    "min tokens": (
-        LogitRules(min_tokens=6, stop_token_ids=ints(0, 30)),
-        [MinNewTokensLengthLogitsProcessor(len(PROMPT), 6, [0, 30])],
-    ),
-    "all": (
-        LogitRules(
-            repetition_penalty=0.7,
-            bias_token_ids=ints(7, 30),
-            bias_values=np.array([9.5, 4.0], np.float32),
-            bad_sequences=(ints(9), ints(2, 7, 11)),
-            min_tokens=9,
-            stop_token_ids=ints(0),
-        ),
-        [
-            SequenceBiasLogitsProcessor([[[7], 9.5], [[30], 4.0]]),
-            RepetitionPenaltyLogitsProcessor(0.7),
-            NoBadWordsLogitsProcessor([[9], [2, 7, 11]]),
-            MinNewTokensLengthLogitsProcessor(len(PROMPT), 9, [0]),
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_rules_give_the_scores_of_transformers(name: str) -> None:
-    rules, processors = RULES[name]
+def test_rules_give_the_scores_of_transformers() -> None:
+    """All at once; each alone is in test_logit_rules.py."""
+    rules = LogitRules(
+        repetition_penalty=0.7,
+        bias_token_ids=ints(7, 30),
+        bias_values=np.array([9.5, -2.5], np.float32),
+        bad_sequences=(ints(9), ints(2, 7, 11), ints(8, 7, 12)),
+        min_tokens=9,
+        stop_token_ids=ints(0),
+    )
     logits = make_logits(2)
     scores = logits.log_softmax(dim=1)
-    for processor in processors:
+    for processor in (
+        SequenceBiasLogitsProcessor([[[7], 9.5], [[30], -2.5]]),
+        RepetitionPenaltyLogitsProcessor(0.7),
+        NoBadWordsLogitsProcessor([[9], [2, 7, 11], [8, 7, 12]]),
+        MinNewTokensLengthLogitsProcessor(len(PROMPT), 9, [0]),
+    ):
         # The first row alone asks for something.
         scores[:1] = processor(torch.LongTensor([PROMPT + OUTPUT]), scores[:1].clone())
     found = candidates_of(logits, [rules, None], VOCAB)
