@@ -115,28 +115,18 @@ async def test_welcome_says_what_the_replica_is(stub: SchedulerServiceStub) -> N
     stream.close()
 
 
+FITS = {"gateway_id": "g", "protocol": SCHEDULER_PROTOCOL.message()}
+OTHER_MODEL = ModelFingerprint(config="c1", tokenizer="t2").message()
+
+
 @pytest.mark.parametrize(
     ("first", "kind", "reason"),
     [
         ({"submit": make_submit(1)}, FailedPrecondition, "FAILED_PRECONDITION"),
-        ({"hello": {"protocol": SCHEDULER_PROTOCOL.message()}}, InvalidArgument, "INVALID_ARGUMENT"),
+        ({"hello": FITS | {"gateway_id": ""}}, InvalidArgument, "INVALID_ARGUMENT"),
         ({"hello": {"gateway_id": "g"}}, FailedPrecondition, "PROTOCOL_VERSION"),
-        (
-            {"hello": {"gateway_id": "g", "protocol": ProtocolVersions(8, 9).message()}},
-            FailedPrecondition,
-            "PROTOCOL_VERSION",
-        ),
-        (
-            {
-                "hello": {
-                    "gateway_id": "g",
-                    "protocol": SCHEDULER_PROTOCOL.message(),
-                    "model": ModelFingerprint(config="c1", tokenizer="t2").message(),
-                }
-            },
-            FailedPrecondition,
-            "MODEL_MISMATCH",
-        ),
+        ({"hello": FITS | {"protocol": ProtocolVersions(8, 9).message()}}, FailedPrecondition, "PROTOCOL_VERSION"),
+        ({"hello": FITS | {"model": OTHER_MODEL}}, FailedPrecondition, "MODEL_MISMATCH"),
     ],
 )
 async def test_a_stream_that_does_not_begin_with_a_hello_that_fits_is_refused(

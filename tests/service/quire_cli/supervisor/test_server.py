@@ -117,35 +117,6 @@ async def id_behind(address: str) -> str:
     return answer.gateway_id
 
 
-async def http_id_behind(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    text = await reader.read()
-    writer.close()
-    await writer.wait_closed()
-    return text.decode()
-
-
-def ids_of(server: LocalServer, names: tuple[str, ...] = NAMES) -> set[str]:
-    return {str(server.process(name).pid) for name in names}
-
-
-async def test_connections_to_both_ports_spread_over_all_gateways(model_directory: Path) -> None:
-    async with make_server(model_directory, gateways=3) as server:
-        await server.wait_ready()
-        expected = ids_of(server)
-        assert len(expected) == 3
-        grpc_ids: set[str] = set()
-        http_ids: set[str] = set()
-        async with asyncio.timeout(30):
-            while grpc_ids != expected or http_ids != expected:
-                grpc_ids.add(await id_behind(server.grpc_address))
-                http_ids.add(await http_id_behind(server.http_address))
-        # Each can be reached alone, too.
-        for number, name in enumerate(NAMES):
-            assert await id_behind(server.gateway_address(number)) == str(server.process(name).pid)
-
-
 async def test_the_loss_of_one_leaves_connections_to_the_others_and_the_ports_alone(model_directory: Path) -> None:
     async with make_server(model_directory, gateways=2) as server, AsyncClient(server.grpc_address) as client:
         addresses = (server.grpc_address, server.http_address)
