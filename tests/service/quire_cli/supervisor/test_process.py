@@ -23,7 +23,7 @@ from quire_cli.supervisor.process import (
     watch,
 )
 from quire_cli.supervisor.server import report_on_stderr
-from tests.support.processes import is_alive, lines_of, until_true
+from tests.support.processes import is_alive, until_true
 
 WAIT_FOR_SIGNAL = "import signal; signal.pause()"
 NOTE_TERM = """
@@ -40,14 +40,6 @@ import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("up", flush=True)
 while True: signal.pause()
-"""
-FAIL_TWICE = """
-import pathlib, signal, sys
-file = pathlib.Path({file!r})
-starts = len(file.read_text().splitlines()) if file.exists() else 0
-with file.open("a") as f: f.write("started\\n")
-if starts < 2: sys.exit(7)
-signal.pause()
 """
 REFUSE = """
 import sys
@@ -87,18 +79,6 @@ async def supervise() -> AsyncIterator[Callable[[str], Supervision]]:
     for supervision in supervisions:
         await supervision.process.stop(0)
         await asyncio.gather(supervision.task, return_exceptions=True)
-
-
-async def test_a_process_that_dies_is_started_again_with_growing_waits(supervise, tmp_path: Path) -> None:
-    file = tmp_path / "starts"
-    supervision = supervise(FAIL_TWICE.format(file=str(file)))
-    await until_true(lambda: len(lines_of(file)) == 3)
-    assert supervision.reports == [
-        "thing ended with status 7; starting it again in 0.01 s",
-        "thing ended with status 7; starting it again in 0.02 s",
-    ]
-    assert supervision.process.starts == 3
-    assert not supervision.task.done()
 
 
 @pytest.mark.parametrize(
