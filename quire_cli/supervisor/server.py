@@ -107,10 +107,6 @@ class LocalServer:
         """The address at which the scheduler answers GetState, once entered."""
         return self._started().scheduler_address
 
-    def gateway_address(self, number: int) -> str:
-        """The unencrypted unix socket of one gateway in the private directory, once entered."""
-        return self._started().gateway_address(number)
-
     def process(self, name: str) -> SupervisedProcess:
         """The process "worker" (of further ranks "worker-1" and so on), "scheduler" or "gateway" (further ones
         "gateway-1" and so on), once entered.

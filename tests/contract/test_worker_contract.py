@@ -67,6 +67,15 @@ async def test_a_higher_epoch_ends_the_session_before_and_releases_its_rows(addr
             assert isinstance(await new.error(), InvalidArgument)
 
 
+async def test_a_step_out_of_order_is_refused(client: StepClient) -> None:
+    """Of another incarnation, too: tests/unit/worker_svc/protocol/test_session.py."""
+    await prefill(client)
+    step = client.step(batch=decode_batch(3))
+    step.step_id = 3
+    await client.send(step)
+    assert isinstance(await client.error(), FailedPrecondition)
+
+
 BAD_STEPS: list[dict[str, object]] = [
     {"batch": make_batch([2], [1], [0])},
     {"release": b"abc"},
