@@ -6,8 +6,6 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
-
 from quire.load import LoadResult
 from tests.support.serving import Served, forked
 
@@ -109,13 +107,9 @@ async def test_what_cannot_be_measured_is_counted_or_told_in_one_line(served: Se
         assert message in stderr
 
 
-@pytest.mark.parametrize("backend", ["grpc", pytest.param("openai", marks=pytest.mark.extended)])
-async def test_an_interrupt_ends_the_requests_and_reports_those_that_have_ended(
-    served: Served, tmp_path: Path, backend: str
-) -> None:
-    where = (grpc_of(served),) if backend == "grpc" else http_of(served)
+async def test_an_interrupt_ends_the_requests_and_reports_those_that_have_ended(served: Served, tmp_path: Path) -> None:
     out = tmp_path / "a.json"
-    flags = (*SHORT, *where, "--max-concurrency=2", "--duration=600", f"--out={out}")
+    flags = (*SHORT, grpc_of(served), "--max-concurrency=2", "--duration=600", f"--out={out}")
     before = (await served.state()).steps
     async with benching(*flags) as process:
         # Several times the steps of the warm-up and of the first requests.

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from quire.client import ChatMessage, Constraint, GenerationOptions
+from quire.client import GenerationOptions
 from quire.programs import Program
 from quire.rpc.errors import InvalidArgument
 from tests.support.serving import Served
@@ -37,17 +37,6 @@ async def test_the_most_likely_choice_is_selected_over_a_cached_prefix(served: S
     for one, other in zip(part.prompt_logprobs, whole.prompt_logprobs[-21:], strict=True):
         assert one.chosen.token_id == other.chosen.token_id
         assert one.chosen.logprob == pytest.approx(other.chosen.logprob, abs=1e-4)
-
-
-async def test_a_conversation_takes_constrained_answers_and_samples(served: Served):
-    messages = [ChatMessage("user", "What is 12 + 30?")]
-    async with Program(served.client, messages, GREEDY) as program:
-        branch = program.branch()
-        assert (await branch.gen("sum", constraint=Constraint(regex="[0-9]{2}"))).isdigit()
-        assert branch.prompt == (messages[0], ChatMessage("assistant", branch["sum"]))
-        samples = await branch.append("And 1 + 2?").samples(3, "sum", temperature=1.0, seed=5)
-        assert all(sample["sum"] for sample in samples)
-        assert all(sample.prompt[-1] == ChatMessage("assistant", sample["sum"]) for sample in samples)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import datetime as dt
 from pathlib import Path
 
 import pytest
-from cryptography import x509
 from prometheus_client import CollectorRegistry
 
 from quire.metrics import CertificateExpiry, expires_at
@@ -17,12 +16,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("certificates")
     make_certificates(directory)
     return directory
-
-
-def test_the_time_is_the_one_that_a_library_reads(directory: Path) -> None:
-    for path in directory.glob("*.pem"):
-        (certificate,) = x509.load_pem_x509_certificates(path.read_bytes())
-        assert expires_at(path.read_text()) == certificate.not_valid_after_utc.timestamp()
 
 
 def test_times_of_both_types_are_read_and_of_several_certificates_the_first_one_to_expire_counts(

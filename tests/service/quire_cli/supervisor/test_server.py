@@ -18,7 +18,7 @@ from quire.rpc.address import AddressInUse
 from quire.settings import ConfigurationError
 from quire_cli.supervisor import LocalServer, ServeSettings, server
 from quire_cli.supervisor.commands import Programs
-from tests.support.processes import is_alive, until_true
+from tests.support.processes import until_true
 from tests.support.serving import forked
 
 WAITS = (sys.executable, "-S", "-c", "import signal; signal.pause()")
@@ -148,11 +148,3 @@ async def test_one_that_refuses_what_worked_before_is_started_again_until_it_is_
         assert await id_behind(server.grpc_address) == str(server.process("gateway").pid)
         wrong.unlink()
         await asyncio.wait_for(server.wait_ready(), 30)
-
-
-async def test_all_end_together_before_the_scheduler_does(model_directory: Path, tmp_path: Path) -> None:
-    note = tmp_path / "note"
-    async with make_server(model_directory, gateway_with(f"--note={note}"), gateways=3) as server:
-        pids = [server.process(name).pid for name in (*NAMES, "scheduler", "worker")]
-    assert not any(map(is_alive, pids))
-    assert note.read_text().splitlines() == ["stopped gateway"] * 3

@@ -159,9 +159,7 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"sliding_window": 0}, "sliding_window is 0; expected an integer of at least 1"),
         ({"use_sliding_window": 1}, "use_sliding_window is 1; expected true or false"),
-        ({"max_window_layers": -1}, "max_window_layers is -1; expected an integer of at least 0"),
         ({"layer_types": ["full_attention"]}, "expected 2 of full_attention and sliding_attention"),
         ({"layer_types": "full_attention"}, "expected 2 of full_attention and"),
         (
