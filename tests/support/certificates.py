@@ -8,11 +8,11 @@ from quire.rpc.tls import AUTHORITY_FILE, Role
 from quire_cli.certs import LOCAL_HOSTS
 
 
-def make_certificates(directory: Path, *, authority: Authority | None = None, age_days: int = 0) -> Authority:
-    """Certificates of all roles that are good for a day, made `age_days` ago; by a new authority, or by this one."""
+def make_certificates(directory: Path) -> Authority:
+    """Certificates of all roles that are good for a day, by a new authority."""
     directory.mkdir(exist_ok=True)
-    made_at = dt.datetime.now(dt.UTC) - dt.timedelta(days=age_days)
-    authority = authority or Authority.make(365, made_at)
+    made_at = dt.datetime.now(dt.UTC)
+    authority = Authority.make(365, made_at)
     # An authority that is written beside another one is trusted besides it.
     (directory / AUTHORITY_FILE).unlink(missing_ok=True)
     authority.write(directory)

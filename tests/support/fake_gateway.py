@@ -283,11 +283,9 @@ async def _run(flags: argparse.Namespace) -> None:
         local_socket=flags.local_socket,
     )
 
-    def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(str(os.getpgrp()).encode())
-        writer.close()
-
-    http = await asyncio.start_server(greet, host, flags.http_port, reuse_port=flags.reuse_port)
+    http = await asyncio.start_server(
+        lambda _, writer: writer.close(), host, flags.http_port, reuse_port=flags.reuse_port
+    )
     http_address = f"{host}:{http.sockets[0].getsockname()[1]}"
     print("a line of another kind", flush=True)
     print(f"quire-gateway: listening grpc={server.address} http={http_address}", flush=True)

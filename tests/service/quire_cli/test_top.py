@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 from rich.screen import Screen
 
+from gateway.api.ui.watch_messages import frame_object
 from gateway.auth.caller import Access
 from quire.scheduler.v1 import scheduler_pb2
 from quire_cli.feed import Deployment
@@ -74,23 +75,8 @@ def make_deployment(num_replicas: int) -> Deployment:
     addresses = [f"unix:/tmp/quire-{index}/scheduler.sock" for index in range(num_replicas)]
     replicas = [{"address": each, "connected": True, "ready": True, "problem": None} for each in addresses]
     deployment.take("gateway", {"model": "m", "version": "1", "replicas": replicas})
-    frame = make_frame(1.0, 0)
-    numbers = {each.name: getattr(frame.numbers, each.name) for each in frame.numbers.DESCRIPTOR.fields}
-    names = ("num_decodes", "num_chunk_tokens", "num_entered", "num_preempted", "num_copied")
     for address in addresses[: max(1, num_replicas - 1)]:
-        deployment.take(
-            "frame",
-            {
-                "replica": address,
-                "unix_seconds": 1.0,
-                "numbers": numbers | {"gpu_pool": {"total_blocks": 200, "used_blocks": 50}},
-                "waiting": [
-                    {"request_id": "[bold]evil", "tokens_to_compute": 9, "waited_ms": 1500, "reason": "blocks"}
-                ],
-                "steps": [{"step_id": 17, "plan_us": 250} | dict.fromkeys(names, 0)],
-                "ended": [],
-            },
-        )
+        deployment.take("frame", frame_object(address, make_frame(1.0, 0)))
     return deployment
 
 
