@@ -5,22 +5,17 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from gateway.settings import GatewaySettings
-from quire.settings import load_settings
-from scheduler_svc.settings import SchedulerSettings
-from tests.support.compose import COMPOSE, WITH_TLS, default_of, services_of
+from tests.support.compose import COMPOSE, WITH_TLS, services_of
 from tests.support.promql import metrics_in
+from tests.unit.packaging.test_compose import SETTINGS, settings_of
 from tools.generate_dashboards import DASHBOARDS, DIRECTORY, json_of
-from worker_svc.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMETHEUS = ROOT / "deploy" / "prometheus"
-SETTINGS = {"gateway": GatewaySettings, "scheduler": SchedulerSettings, "worker": WorkerSettings}
 RULES = [
     rule
     for name in ("rules.yaml", "alerts.yaml")
@@ -81,9 +76,7 @@ def test_prometheus_scrapes_the_ports_at_which_services_serve_metrics(config: st
         ((target,),) = (each["targets"] for each in job["static_configs"])
         name, _, port = target.partition(":")
         assert job["job_name"] == f"quire-{name}"
-        environment = {key: default_of(value) for key, value in services[name]["environment"].items()}
-        _, *flags = services[name]["command"]
-        settings: Any = load_settings(SETTINGS[name], flags, environment, program=name)
+        settings = settings_of(services, name)
         assert (settings.metrics_host, settings.metrics_port) == ("0.0.0.0", int(port))
         assert (job.get("scheme") == "https") == (settings.tls_dir is not None)
     second = [each for job in scraped for each in job.get("dns_sd_configs", ())]

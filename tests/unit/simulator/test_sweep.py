@@ -4,18 +4,12 @@ import pytest
 
 from quire.load import Poisson, Slo, fixed, take, with_arrivals
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.step import StepWork
-from simulator.costs import StepSeconds
 from simulator.replica import Outcome, Replica
 from simulator.sweep import combinations, highest_rate, parse_sweep
+from tests.unit.simulator.test_load import FixedSteps
 
 STEP_S = 0.01
 NUM_OUTPUT = 10
-
-
-class FixedSteps:
-    def seconds(self, work: StepWork) -> StepSeconds:
-        return StepSeconds(STEP_S)
 
 
 def serve(rate: float, max_num_seqs: int = 2, num_blocks: int = 200) -> Outcome:
