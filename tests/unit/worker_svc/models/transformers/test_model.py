@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from quire.settings import ConfigurationError
-from tests.support.models import edit_config, make_model
-from tests.support.more_models import Family
+from tests.support.models import Family, edit_config, edit_tensors, make_model
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
 
