@@ -75,6 +75,18 @@ def test_prompts_of_the_same_length_come_one_after_the_other():
     for handle in (1, 2):
         driver.submit(make_request(handle, prompt_len=120, max_tokens=2))
     assert [chunks(driver, plan(driver)) for _ in range(3)] == [{1: 32}, {1: 32}, {1: 32}]
+    # Likewise once both have begun and have as much left.
+    driver = make_driver()
+    for handle, prompt_len in ((1, 116), (2, 5), (3, 111)):
+        driver.submit(make_request(handle, prompt_len=prompt_len, max_tokens=3))
+    assert [chunks(driver, plan(driver)) for _ in range(2)] == [{1: 16, 2: 5, 3: 11}, {1: 31, 2: 1}]
+
+
+def test_a_long_prompt_goes_on_however_small_its_share():
+    driver = make_driver(max_num_seqs=2, max_num_batched_tokens=2, max_prefill_share=0.3)
+    for handle, prompt_len in ((1, 40), (2, 5)):
+        driver.submit(make_request(handle, prompt_len=prompt_len))
+    assert chunks(driver, plan(driver)) == {1: 1, 2: 1}
 
 
 def test_what_is_cached_does_not_count_as_length():
@@ -88,9 +100,10 @@ def test_what_is_cached_does_not_count_as_length():
     assert steps_to_first_token(driver, 3) == 1
 
 
-def test_a_share_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="max_prefill_share is 0"):
-        make_config(max_prefill_share=0)
+@pytest.mark.parametrize("name", ["max_prefill_share", "num_blocks", "block_size", "max_num_seqs", "max_model_len"])
+def test_a_limit_of_nothing_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name} is 0"):
+        make_config(**{name: 0})
 
 
 def pressure() -> tuple[int, int, int]:
@@ -133,10 +146,11 @@ def test_a_group_that_would_be_preempted_by_its_next_step_waits():
     assert driver.scheduler.num_preemptions == 0
 
 
-def test_who_needs_no_further_block_is_admitted_into_the_last_ones():
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_who_needs_no_further_block_is_admitted_into_the_last_ones(max_tokens):
     driver = Driver(make_config(num_blocks=4), max_in_flight=1)
     for handle in (1, 2):
-        driver.submit(make_request(handle, prompt_len=7, max_tokens=2))
+        driver.submit(make_request(handle, prompt_len=9 - max_tokens, max_tokens=max_tokens))
     driver.plan()
     assert len(driver.scheduler.running) == 2
     driver.run_until_idle()

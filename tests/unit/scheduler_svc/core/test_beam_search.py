@@ -56,7 +56,7 @@ class Uncopied(list[int]):
 
 
 def test_two_beams_over_three_steps_give_what_a_pencil_gives():
-    search = make_search(width=2, max_tokens=3)
+    search = BeamSearch(BeamParameters(2), max_tokens=3, stop_token_ids=frozenset({STOP}))
     assert search.scores == [0.0, -1e9]
 
     # The stop token is third, outside the two best: it finishes nothing.
@@ -138,6 +138,10 @@ def test_a_length_penalty_beyond_all_floats_ends_in_hypotheses(length_penalty):
         search.advance(make_all_candidates(*[{1: 0.6, STOP: 0.4}] * 2), [[1] * length] * 2)
     assert len(search.best()) == 2
     assert not any(math.isnan(each.score) for each in search.best())
+    # One to any power is one.
+    search = make_search(2, 1, length_penalty)
+    search.advance(make_all_candidates(*[{1: 0.6, STOP: 0.4}] * 2), [[]] * 2)
+    assert [each.score for each in search.best()] == [math.log(0.6), math.log(0.4)]
 
 
 @pytest.mark.parametrize(("width", "num_stops", "expected"), [(1, 0, 2), (4, 0, 8), (4, 1, 8), (4, 2, 12)])

@@ -3,7 +3,7 @@
 from scheduler_svc.core.beam_search import BeamParameters, Candidates
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.step import StepPlan
+from scheduler_svc.core.step import StepPlan, StepWork
 from tests.support.core_driver import Driver, make_config, make_request
 
 
@@ -48,11 +48,12 @@ def test_figure_7_two_requests_interleave_in_one_pool():
     driver = Driver(make_config(num_blocks=9, block_size=4), max_in_flight=1)
     driver.submit(make_request(1, prompt_len=7, max_tokens=8))
     driver.submit(make_request(2, prompt_len=6, max_tokens=8))
-    run_step(driver)
+    # Of the prompts each token attends to itself and those before it: 7 * 8 / 2 + 6 * 7 / 2 pairs.
+    assert StepWork.of(run_step(driver)) == StepWork(13, 2, 13, 2, context_tokens=13, attended_pairs=28 + 21)
     assert tables(driver) == [[0, 1], [2, 3]]
     # The first token of each fits its last block, and so does the second of B; A takes the next free block, which
     # lies behind those of B.
-    run_step(driver)
+    assert StepWork.of(run_step(driver)) == StepWork(2, 2, 0, 0, context_tokens=8 + 7, attended_pairs=8 + 7)
     assert run_step(driver).block_table_deltas.tolist() == [[0, 2, 4]]
     assert tables(driver) == [[0, 1, 4], [2, 3]]
     # Then B goes on in a block behind A's: neighbours in a sequence need not be neighbours in memory.

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from quire.prefix_hashes import block_hash, root_hash
 from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, FreeQueue, PrefixHashes
 from scheduler_svc.core.config import PolicyKind
+from scheduler_svc.core.kv_cache import VictimTables
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import StepResult
 from tests.support.core_driver import Driver, make_config, make_request
@@ -84,6 +85,14 @@ def test_sealed_blocks_are_announced_once_and_can_be_adopted_by_a_successor():
     assert successor.usage[2].cached_tokens == 12
 
 
+def test_what_a_predecessor_says_twice_of_a_block_or_a_content_holds_as_it_was_first_said():
+    pool, (first, second) = BlockPool(2), PrefixHashes("", 4).first(2, SHORT_PROMPT)
+    for block, content in ((0, first), (0, second), (1, first)):
+        pool.restore(BlockId(block), content)
+    assert pool.sealed_hashes() == [first]
+    assert pool.names(0, 2) == [first, None]
+
+
 def test_a_block_that_goes_to_another_before_its_seal_was_announced_is_never_announced():
     driver = Driver(make_config(num_blocks=4))
     # Its prompt is sealed by the result that ends it, and the blocks go to the second request at once.
@@ -112,6 +121,16 @@ def test_the_pool_hands_out_unsealed_blocks_first_then_the_least_recently_freed_
     pool.allocate(3)
     assert pool.hits([BlockHash(bytes([1]) * 32)]) == []
     assert pool.hits([BlockHash(bytes([0]) * 32)]) == [old[0]]
+
+
+@pytest.mark.parametrize("num_holders", [1, 2, 3])
+def test_a_shared_block_counts_as_free_with_the_last_of_its_holders_that_leaves(num_holders):
+    pool = BlockPool(2)
+    table = pool.allocate(2)
+    for _ in range(num_holders - 1):
+        pool.touch(table)
+    tables = VictimTables(pool, taken=table[1:])
+    assert [tables.free(table) for _ in range(num_holders)] == [0] * (num_holders - 1) + [1]
 
 
 def test_a_hit_takes_a_cached_block_out_of_the_free_ones():

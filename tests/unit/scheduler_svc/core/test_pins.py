@@ -47,6 +47,8 @@ def test_a_pin_is_computed_once_and_hit_by_its_tenant_alone():
     driver = make_driver()
     made = pinned(driver)
     assert (len(made.blocks), driver.device.num_computed) == (3, 12)
+    # A worker takes no other seeds.
+    assert 0 <= made.request().sampling.seed < 2**64
     assert run(driver, 1, [*PREFIX, 90]) == 12
     assert run(driver, 2, [*PREFIX, 90], tenant="b") == 0
 
@@ -157,12 +159,13 @@ def test_pins_that_end_together_end_over_some_calls(monkeypatch):
         assert scheduler.pins.next_end == next_end
 
 
-def test_a_pin_that_gets_many_ends_has_the_last_one():
+@pytest.mark.parametrize("count", [1, 500])
+def test_a_pin_that_gets_many_ends_has_the_last_one(count):
     scheduler = make_scheduler_with_pins(2)
-    for number in range(500):
+    for number in range(count):
         scheduler.pin("a", [0, 1, 2, 3], 0.0, 100.0 + (number * 7) % 50)
     assert scheduler.pins.next_end == 2.0
     scheduler.expire_pins(2.0)
-    assert scheduler.pins.next_end == 100.0 + (499 * 7) % 50
+    assert scheduler.pins.next_end == 100.0 + ((count - 1) * 7) % 50
     assert scheduler.pins.give_way(scheduler.batch.blocks.pool)
     assert scheduler.pins.next_end is None

@@ -130,13 +130,13 @@ def test_a_flood_of_one_tenant_does_not_hold_up_another():
     assert len(order) == 17
 
 
-def make_wide_driver(**config) -> Driver:
-    """One with two requests of tenant "wide", which hold all rows for hundreds of steps and have had a turn, and 4
-    more of them that wait."""
+def make_wide_driver(num_steps: int = TURN + 1, **config) -> Driver:
+    """One with two requests of tenant "wide", which hold all rows for hundreds of steps and have had so many of them,
+    and 4 more that wait."""
     driver = make_driver(PolicyKind.FAIR, **({"max_num_seqs": 8, "num_blocks": 1000, "max_model_len": 1000} | config))
     for handle in range(6):
         driver.submit(make_request(handle, max_tokens=500, num_sequences=4, tenant="wide"))
-    driver.run_steps(TURN + 1)
+    driver.run_steps(num_steps)
     assert running(driver) == {0, 1}
     return driver
 
@@ -157,13 +157,22 @@ def test_wide_requests_of_one_tenant_do_not_keep_another_out():
         assert driver.outputs[request.key.handle] == expected_output(request)
 
 
+def test_a_group_is_displaced_once_it_has_had_its_turn_and_not_before():
+    driver = make_wide_driver(num_steps=TURN - 2)
+    driver.submit(make_request(20, tenant="small"))
+    driver.run_steps(2)
+    assert running(driver) == {0, 1}
+    driver.run_steps(1)
+    assert running(driver) == {0, 20}
+
+
 def test_a_tenant_that_fills_the_pool_does_not_keep_another_out():
-    driver = make_driver(PolicyKind.FAIR, num_blocks=40, max_model_len=150)
+    driver = make_driver(PolicyKind.FAIR, num_blocks=40, max_model_len=150, max_num_seqs=4)
     for handle in range(2):
         driver.submit(make_request(handle, prompt_len=30, max_tokens=45, tenant="long"))
     driver.run_steps(TURN + 5)
     assert running(driver) == {0, 1}
-    small = make_request(2, prompt_len=16, max_tokens=8, tenant="small")
+    small = make_request(2, prompt_len=28, max_tokens=8, tenant="small")
     driver.submit(small)
     driver.run_steps(2)
     assert running(driver) == {0, 2}
@@ -243,6 +252,19 @@ def test_tenants_that_are_gone_are_forgotten_and_one_that_waits_is_not():
             waiting.remove(request.key)
     assert len(policy.counters) < 200
     assert "tenant-0" in policy.counters
+
+
+def test_who_comes_starts_no_higher_than_one_all_of_whose_requests_are_held():
+    policy = FairPolicy()
+    waiting = GroupQueue(policy.new_first)
+    policy.counters["much"] = 100
+    for number, tenant in enumerate(("held", "much", "new")):
+        request = make_request(number, tenant=tenant)
+        policy.arriving(tenant, waiting)
+        waiting.add(SequenceGroup.of(request, number, 4, 0.0))
+        if tenant == "held":
+            waiting.hold(request.key)
+    assert policy.counters == {"held": 0, "much": 100, "new": 0}
 
 
 @few_examples()

@@ -64,6 +64,20 @@ def test_a_constraint_is_prepared_once_for_all_that_have_it() -> None:
     assert driver.finished == {1, 2, 3}
 
 
+def test_what_was_compiled_is_kept_until_a_constraint_fails_where_a_row_samples() -> None:
+    driver = make_driver()
+    driver.submit(constrained(1))
+    assert prepare(driver) == [b"a"]
+    run(driver)
+    driver.refusing[2] = 6
+    driver.submit(constrained(2))
+    assert not told(driver)
+    run(driver)
+    assert driver.failed == {2}
+    driver.submit(constrained(3))
+    assert prepare(driver) == [b"a"]
+
+
 def test_few_are_underway_at_once_and_tenants_take_turns() -> None:
     driver = make_driver()
     for handle in range(4):

@@ -153,5 +153,7 @@ def test_a_request_of_whose_step_the_worker_always_answers_nonsense_fails(num_va
         num_losses += 1
         events = driver.crash(detail="one token too many")
     assert num_losses == ENOUGH
+    # A failure alone is sent like all else.
+    assert not events[CLIENT].is_empty
     (failure,) = events[CLIENT].failed
     assert failure.message.endswith("at one step of it alone: one token too many")

@@ -120,17 +120,19 @@ def test_a_picture_of_a_large_pool_comes_in_parts_of_bounded_size_and_stays_as_i
     for handle in (1, 2):
         driver.submit(make_request(handle, prompt_len=800, max_tokens=4))
         driver.run_steps(1)
+    driver.scheduler.pin("", list(make_request(1, prompt_len=400).prompt), driver.clock, 1000.0)
     seen.look(driver.scheduler)
     early, late = ViewMirror(), ViewMirror()
     parts = seen.picture().parts()
     early.apply(next(parts))
     mirror_at_once = ViewMirror()
+    assert all(part.is_full for part in [*seen.picture().parts()][:-1])
     mirror_at_once.apply_all(seen.picture())
     driver.run_until_idle()
     seen.look(driver.scheduler)
     for part in parts:
         assert not part.is_whole
-        assert len(part.tables) // 3 + len(part.names) <= 40 + 16
+        assert len(part.tables) // 3 + len(part.names) + len(part.pins) // 2 <= 40 + 16
         early.apply(part)
     assert early == mirror_at_once
     late.apply_all(seen.picture())
@@ -157,6 +159,16 @@ def test_who_waits_for_rows_blocks_and_tokens_and_who_is_behind(config, prompt_l
     assert obstacles(driver) == {"request-1": Obstacle.NEXT_STEP} | dict.fromkeys(behind, Obstacle.BEHIND)
     driver.plan()
     assert obstacles(driver) == expected
+
+
+def test_who_was_swapped_out_waits_for_blocks():
+    driver = Driver(make_config(num_blocks=7, num_host_blocks=16, preemption_mode=PreemptionMode.SWAP))
+    for handle in range(1, 4):
+        driver.submit(make_request(handle, prompt_len=8, max_tokens=20))
+    while not driver.scheduler.swapped:
+        driver.run_steps(1)
+    driver.run_steps(1)
+    assert obstacles(driver) == {"request-2": Obstacle.BLOCKS, "request-3": Obstacle.SWAPPED_FIRST}
 
 
 def test_who_waits_for_a_prefix_that_another_computes():
