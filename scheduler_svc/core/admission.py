@@ -76,7 +76,7 @@ class Room:
         """Blocks that a group that waits takes in the next steps beyond those for its tokens."""
         blocks, last = self._batch.blocks, group.request.max_len - 1
         return sum(
-            max(0, blocks.blocks_for(min(each.num_tokens + _STEPS_AHEAD, last)) - blocks.blocks_for(each.num_tokens))
+            blocks.blocks_for(min(each.num_tokens + _STEPS_AHEAD, last)) - blocks.blocks_for(each.num_tokens)
             for each in group.unfinished
         )
 

@@ -54,7 +54,7 @@ class BlockManager:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def has_room(self, num_blocks: int, *, reserve: int = 0, alone: bool = False) -> bool:
+    def has_room(self, num_blocks: int, *, reserve: int, alone: bool) -> bool:
         """Whether a group that takes this many free blocks may start. It must leave `reserve` blocks free, and no fewer
         than the watermark, unless it would run `alone`: then they protect no other group."""
         return num_blocks + (0 if alone else max(reserve, self._watermark_blocks)) <= self.pool.num_free

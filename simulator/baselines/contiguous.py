@@ -129,7 +129,7 @@ class ContiguousBlocks(BlockManager):
         """Never the same: which regions are free may have changed."""
         return [self._next_version()]
 
-    def has_room(self, num_blocks: int, *, reserve: int = 0, alone: bool = False) -> bool:
+    def has_room(self, num_blocks: int, *, reserve: int, alone: bool) -> bool:
         """Whether so many blocks are free. None need be left: those that run never grow beyond their regions."""
         return num_blocks <= self.pool.num_free
 

@@ -27,7 +27,7 @@ class RequestLevelBatches(ContiguousBlocks):
         self._batch: list[Sequence] = []
         self._over: list[Sequence] = []
 
-    def has_room(self, num_blocks: int, *, reserve: int = 0, alone: bool = False) -> bool:
+    def has_room(self, num_blocks: int, *, reserve: int, alone: bool) -> bool:
         return not self._has_run and super().has_room(num_blocks, reserve=reserve, alone=alone)
 
     @property
