@@ -17,6 +17,7 @@ from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step import ClientEvents, SampleLogprobs, StepPlan, StepResult, Usage
 from tests.support.logprobs import Line, columns_of
 
@@ -589,7 +590,9 @@ class Driver:
             assert offset == len(self.samples[handle, index]), "an event was lost or repeated"
             self.samples[handle, index].append(token_id)
         for end in batch.finished:
-            assert end.num_tokens == len(self.samples[end.handle, end.sequence_index])
+            tokens = self.samples[end.handle, end.sequence_index]
+            assert end.num_tokens == len(tokens)
+            assert end.stop_token_id == (tokens[-1] if end.reason is FinishReason.STOP else None)
         self.failed.update(failure.key.handle for failure in batch.failed)
         self.finished.update(end.handle for end in batch.completed)
         self.usage.update((end.handle, end.usage) for end in batch.completed)

@@ -11,7 +11,7 @@ from scheduler_svc.core.beam_search import BeamParameters, Candidates
 from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import SampleLogprobs, StepResult
+from scheduler_svc.core.step import ClientEvents, SampleLogprobs, StepResult
 from tests.support.core_driver import CLIENT, Driver, make_config, make_request
 from tests.support.logprobs import Line, columns_of
 
@@ -137,6 +137,14 @@ def test_what_a_result_says_of_rows_that_were_released_since_is_not_looked_at():
     driver.check()
 
 
+@pytest.mark.parametrize("kind", ["handles", "finished", "completed", "failed"])
+def test_events_of_one_kind_alone_are_events(kind):
+    events = ClientEvents()
+    assert events.is_empty
+    getattr(events, kind).append(1)
+    assert not events.is_empty
+
+
 @pytest.mark.parametrize("num_valid", [0, 2])
 def test_a_request_of_whose_step_the_worker_always_answers_nonsense_fails(num_valid):
     """The worker lives, and answers earlier chunks of the prompt as it should."""
@@ -153,7 +161,5 @@ def test_a_request_of_whose_step_the_worker_always_answers_nonsense_fails(num_va
         num_losses += 1
         events = driver.crash(detail="one token too many")
     assert num_losses == ENOUGH
-    # A failure alone is sent like all else.
-    assert not events[CLIENT].is_empty
     (failure,) = events[CLIENT].failed
     assert failure.message.endswith("at one step of it alone: one token too many")

@@ -203,6 +203,15 @@ def test_a_group_that_waits_again_counts_its_prompt_once_and_the_output_of_each_
     assert driver.scheduler.waiting.num_tokens == 0
 
 
+def test_where_no_host_memory_is_configured_nothing_is_swapped():
+    driver, request = Driver(make_config(preemption_mode=PreemptionMode.SWAP)), make_request(1, prompt_len=2)
+    driver.submit(request)
+    driver.run_steps(1)
+    driver.preempt(request)
+    assert request.key in driver.scheduler.waiting
+    driver.finish(request)
+
+
 def test_a_handle_in_use_is_refused():
     driver = Driver(make_config())
     driver.submit(make_request(1))

@@ -82,8 +82,10 @@ def test_a_preemption_is_seen_with_where_its_blocks_went(mode):
     driver.run_steps(2)
     seen.look(driver.scheduler)
     driver.preempt(make_request(1))
-    preempted = seen.look(driver.scheduler).preempted
-    assert preempted == [view.Preempted(1, is_swapped=mode is PreemptionMode.SWAP)]
+    look = seen.look(driver.scheduler)
+    assert look.preempted == [view.Preempted(1, is_swapped=mode is PreemptionMode.SWAP)]
+    assert not look.is_empty
+    assert seen.look(driver.scheduler).is_empty
 
 
 def test_a_decode_changes_progress_and_a_full_block_a_table():
