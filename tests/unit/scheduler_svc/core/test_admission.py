@@ -100,10 +100,24 @@ def test_what_is_cached_does_not_count_as_length():
     assert steps_to_first_token(driver, 3) == 1
 
 
-@pytest.mark.parametrize("name", ["max_prefill_share", "num_blocks", "block_size", "max_num_seqs", "max_model_len"])
-def test_a_limit_of_nothing_is_refused(name):
-    with pytest.raises(ValueError, match=f"{name} is 0"):
-        make_config(**{name: 0})
+@pytest.mark.parametrize(
+    ("name", "least", "most", "too_little", "too_much"),
+    [
+        *[(name, 1, 1, 0, None) for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len")],
+        ("max_num_batched_tokens", 8, 8, 7, None),
+        ("num_host_blocks", 0, 0, -1, None),
+        ("watermark", 0, 0.99, -0.01, 1),
+        *[(name, 0, 1, -0.01, 1.01) for name in ("pin_quota", "max_pinned", "tenant_overflow")],
+        ("max_prefill_share", 0.01, 1, 0, 1.01),
+    ],
+)
+def test_limits_have_bounds(name, least, most, too_little, too_much):
+    for taken in (least, most):
+        assert getattr(make_config(**{name: taken}), name) == taken
+    for refused in (too_little, too_much):
+        if refused is not None:
+            with pytest.raises(ValueError, match=f"{name} is {refused}"):
+                make_config(**{name: refused})
 
 
 def pressure() -> tuple[int, int, int]:
