@@ -1,7 +1,8 @@
 """The weights of a GGUF file, by the names and in the layout that transformers gives them.
 
-A quantized tensor is brought to float32 by the package `gguf` when it is read, a few rows at a time on all processors;
-the layers then round it to the dtype that is served.
+A quantized tensor is given as the file has it to layers that multiply it so (`coded`). For others it is brought to
+float32 by the package `gguf` when it is read, a few rows at a time on all processors; they round it to the dtype that
+is served.
 """
 
 import functools

@@ -16,6 +16,8 @@ them. Measured on two cores with AVX-512 and AMX, 768 x 3072, weights from memor
     int8 by int8               0.29  0.23  0.29  0.55   1.47
 
 So a few tokens are multiplied with the int8 weights as they are, and more of them with converted weights.
+
+Weights that a file has in codes stay as they are where our own kernel multiplies them (ADR 0053).
 """
 
 from collections.abc import Callable, Iterator, Sequence
