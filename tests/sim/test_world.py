@@ -13,7 +13,7 @@ from quire import clock, entropy
 from quire.logs import configure_logging
 from quire.rpc.channel import open_channel
 from quire.rpc.server import RpcServer
-from tests.sim.world.network import Network
+from tests.sim.world.network import Network, Pipe
 from tests.sim.world.transport import SimTransport
 from tests.sim.world.world import Node, StuckError, World
 
@@ -263,3 +263,17 @@ def test_both_ends_learn_of_a_reset() -> None:
         how, _ = run(world, pair.client, pair.read)
         assert how == "UNAVAILABLE: Connection reset by peer"
         world.run(lambda: bool(pair.ended), 1)
+
+
+def test_messages_keep_their_order_over_a_way_that_is_cut_and_heals() -> None:
+    with World(1) as world:
+        network = Network(world)
+        pipe = Pipe(network, world.node("a"), world.node("b"), "pipe")
+        arrived: list[int] = []
+        for number in range(400):
+            world.at(number / 1000, lambda number=number: pipe.send("message", lambda: arrived.append(number)))
+        for start in range(1, 8):
+            world.at(start / 20, lambda: network.cut("a", "b"))
+            world.at(start / 20 + 0.03, lambda: network.heal("a", "b"))
+        world.run(lambda: len(arrived) == 400, 10)
+        assert arrived == sorted(arrived)

@@ -138,7 +138,8 @@ class Pipe:
         self._name = name
         self._chance = network.world.generator(name)
         self._arrives_at = 0.0
-        self._held: deque[tuple[str, Callable[[], None]]] = deque()
+        self._sent: deque[tuple[str, Callable[[], None]]] = deque()
+        self._num_held = 0
         self.is_silent = False
         """Nothing that is sent arrives any more."""
         network.add_pipe(self)
@@ -151,28 +152,35 @@ class Pipe:
 
     def deliver(self, what: str, action: Callable[[], None], size: int = 0) -> None:
         """The same for what the kernel sends."""
-        world, weather = self._network.world, self._network.weather
-        local = self.source.host == self.destination.host
-        delay = weather.min_delay_s if local else self._chance.uniform(weather.min_delay_s, weather.max_delay_s)
-        self._arrives_at = max(self._arrives_at, world.now + delay) + size / weather.bytes_per_s
-        world.at(self._arrives_at, lambda: self._arrive(what, action))
+        world = self._network.world
+        self._sent.append((what, action))
+        self._arrives_at = max(self._arrives_at, world.now + self._delay()) + size / self._network.weather.bytes_per_s
+        world.at(self._arrives_at, self._arrive)
 
     def flush(self) -> None:
-        """The way is open again."""
-        held, self._held = self._held, deque()
-        for what, action in held:
-            self.deliver(what, action)
+        """The way is open again. What was held comes before what is underway, as TCP keeps the order."""
+        num_held, self._num_held = self._num_held, 0
+        for _ in range(num_held):
+            self._arrives_at = max(self._arrives_at, self._network.world.now + self._delay())
+            self._network.world.at(self._arrives_at, self._arrive)
 
-    def _arrive(self, what: str, action: Callable[[], None]) -> None:
+    def _arrive(self) -> None:
+        """There is time for one more message to arrive: the oldest one that did not yet."""
         if self.is_silent:
             return
-        if self._held or not self._network.is_open(self.source.host, self.destination.host):
-            self._held.append((what, action))
+        if self._num_held or not self._network.is_open(self.source.host, self.destination.host):
+            self._num_held += 1
             return
+        what, action = self._sent.popleft()
         node = self.destination
         if not node.is_dead:
             self._network.world.note(self._name, what)
             node.loop.put(asyncio.Handle(action, (), node.loop, node.context))
+
+    def _delay(self) -> float:
+        weather = self._network.weather
+        local = self.source.host == self.destination.host
+        return weather.min_delay_s if local else self._chance.uniform(weather.min_delay_s, weather.max_delay_s)
 
 
 class Connection:
