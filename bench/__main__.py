@@ -31,6 +31,7 @@ BENCHMARKS = (
     "routing",
     "routing_model",
     "prediction",
+    "drawing",
 )
 
 

@@ -214,6 +214,12 @@ def coded_products_for(device: torch.device, dtype: torch.dtype) -> CpuKernels |
     return implementation if isinstance(implementation, CpuKernels) and dtype == torch.bfloat16 else None
 
 
+def draws_for(device: torch.device) -> CpuKernels | None:
+    """What draws tokens on such a device, if it has that."""
+    implementation = fastest_for(device) if device.type == "cpu" else reference
+    return implementation if isinstance(implementation, CpuKernels) else None
+
+
 def packed_products_for(device: torch.device, dtype: torch.dtype, rounding: Rounding) -> Products | None:
     """Products with packed weights of this dtype, if such a device has a kernel for them."""
     implementation = implementation_for(device) if device.type == "cpu" else reference

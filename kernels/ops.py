@@ -12,12 +12,15 @@ IndexError.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kernels import host_memory, int8, reference
 from kernels.backends import (
     block_moves_for,
     coded_products_for,
+    draws_for,
     implementation_for,
     largest_head_dim_for,
     name_for,
@@ -39,6 +42,7 @@ from kernels.checks import (
     check_shape,
     check_write,
 )
+from kernels.draw_rules import DrawRules
 from kernels.packed_weight import ACTIVATIONS, CodedWeight, PackedWeight, Rounding
 
 
@@ -371,6 +375,36 @@ def product(
         raise ValueError(f"output_dtype is {output_dtype}; expected {dtype} or torch.float32")
     products = packed_products_for(device, dtype, weight.rounding) or reference
     return products.product(x, weight, bias, activation, output_dtype or dtype)
+
+
+def can_draw(device: torch.device) -> bool:
+    """Whether there is a `draw` for such a device."""
+    return draws_for(device) is not None
+
+
+def draw(logits: torch.Tensor, rules: DrawRules, numbers: NDArray[np.float64]) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token for each row: the inverse of the cumulative distribution of what `rules` keep, in the order of ids.
+
+    Tokens that tie with the last one that is kept are kept too. `can_draw` is true.
+
+    Args:
+        logits: [n, vocab] float32.
+        numbers: [n], from 0 to below 1: the token is the first whose cumulative probability is above it.
+
+    Returns:
+        The token ids, [n] int64, and the highest logits, [n] float32. A row with NaN or infinity has NaN; then, and
+        where nothing is above -infinity, the token is 0.
+    """
+    if logits.dim() != 2:
+        check_shape("logits", logits, (None, None))
+    check_dtype("logits", logits, torch.float32)
+    rules.check(len(logits))
+    if numbers.shape != (len(logits),) or numbers.dtype != np.float64 or not numbers.flags.c_contiguous:
+        raise ValueError(f"numbers is {numbers.dtype} {numbers.shape}; expected float64 ({len(logits)},), contiguous")
+    kernels = draws_for(logits.device)
+    if kernels is None:
+        raise ValueError(f"logits is on {logits.device}, where no tokens are drawn")
+    return kernels.draw(logits, rules, numbers)
 
 
 def largest_head_dim(device: torch.device) -> int | None:

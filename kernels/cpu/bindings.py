@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from ctypes import Structure
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kernels import reference
 from kernels.cpu.library import (
@@ -26,6 +28,7 @@ from kernels.cpu.library import (
     AttentionArgs,
     CacheSlots,
     CompressArgs,
+    DrawArgs,
     Heads,
     LookUpArgs,
     NormArgs,
@@ -39,6 +42,7 @@ from kernels.cpu.library import (
     SiluArgs,
     coded_panel_bytes,
 )
+from kernels.draw_rules import DrawRules
 from kernels.packed_weight import ACTIVATIONS, CodedWeight, PackedWeight, Rounding
 from kernels.reference import ScoreRule
 
@@ -463,6 +467,29 @@ class CpuKernels:
             output_stride=output.stride(0),
         )
         self._library.call(Operation.PRODUCT, arguments)
+
+    def draw(
+        self, logits: torch.Tensor, rules: DrawRules, numbers: NDArray[np.float64]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = _dense(logits)
+        num_rows, vocab_size = logits.shape
+        token_ids, highest = self._empty((num_rows,), torch.int64), self._empty((num_rows,), torch.float32)
+        arguments = DrawArgs(
+            token_ids=token_ids.data_ptr(),
+            highest=highest.data_ptr(),
+            logits=logits.data_ptr(),
+            temperature=rules.temperature.ctypes.data,
+            top_k=rules.top_k.ctypes.data,
+            top_p=rules.top_p.ctypes.data,
+            min_score=rules.min_score.ctypes.data,
+            numbers=numbers.ctypes.data,
+            threads=torch.get_num_threads(),
+            rows=num_rows,
+            vocab_size=vocab_size,
+            row_stride=logits.stride(0),
+        )
+        self._library.call(Operation.DRAW, arguments)
+        return token_ids, highest
 
     def _quantize(self, tokens: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Int8 values of tokens [T, n], as [T, width] with zeros after the n, and scales, [T]."""

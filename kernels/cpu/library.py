@@ -139,6 +139,13 @@ class ProductArgs(Structure):
     )
 
 
+class DrawArgs(Structure):
+    _fields_ = (
+        *_pointers("token_ids highest logits temperature top_k top_p min_score numbers"),
+        *_integers("threads rows vocab_size row_stride"),
+    )
+
+
 class Heads(Structure):
     _fields_ = (
         *_pointers("source target"),
@@ -194,6 +201,7 @@ STRUCTS: tuple[type[Structure], ...] = (
     CompressArgs,
     QuantizeArgs,
     ProductArgs,
+    DrawArgs,
     Heads,
     CacheSlots,
     RotaryArgs,
@@ -233,6 +241,7 @@ class Operation(Enum):
     PACK_WEIGHT = ("pack_weight", None, None)
     LOOK_UP = ("look_up", None, None)
     COMPRESS_WEIGHT = ("compress_weight", None, None)
+    DRAW = ("draw", None, None)
     RUN = ("run", None, None)
 
     def __init__(self, function: str, number: int | None, lines_field: str | None) -> None:

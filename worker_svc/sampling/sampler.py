@@ -17,8 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels import ops
+from kernels.draw_rules import DrawRules
 from worker_svc.sampling.sampling_table import SamplingColumns
-from worker_svc.sampling.truncation import CHUNK, exponential, lowest_kept, most_likely, padded_width
+from worker_svc.sampling.truncation import CHUNK, exponential, lowest_kept, min_score, padded_width
 from worker_svc.streams import to_device
 
 _ROUNDS = 10
@@ -52,23 +54,47 @@ def draw(logits: Tensor, columns: SamplingColumns, positions: NDArray[np.integer
         columns: Parameters of the n rows. Rows that ask for candidates are treated as greedy.
         positions: [n], index in the sequence of the token that is drawn.
     """
+    sampled = (columns.temperature > 0) & (columns.num_candidates == 0)
+    draw_rows = _draw_here if ops.can_draw(logits.device) else _draw_by_torch
+    token_ids, highest = draw_rows(logits, columns, sampled, positions)
     # The highest logit is NaN or infinite exactly when the row is not usable.
-    highest, token_ids = most_likely(logits)
     is_finite = highest.isfinite()
     may_be_banned = (columns.num_candidates > 0) & columns.changes_logits
     if may_be_banned.any():
         # Their logits are log probabilities, so -infinity alone comes from a ban: it would be NaN if the model said it.
         is_finite |= to_device(may_be_banned, logits.device) & (highest == -torch.inf)
-    sampled = np.flatnonzero((columns.temperature > 0) & (columns.num_candidates == 0))
-    if len(sampled) == len(columns.temperature):
-        token_ids = _sample(logits, highest, token_ids, columns, positions)
-    elif len(sampled):
-        index = to_device(sampled, logits.device)
+    return Drawn(torch.where(is_finite, token_ids, 0), is_finite)
+
+
+def _draw_here(
+    logits: Tensor, columns: SamplingColumns, sampled: NDArray[np.bool_], positions: NDArray[np.integer]
+) -> tuple[Tensor, Tensor]:
+    """Token ids and highest logits, [n] each, by one pass of the CPU library over each row."""
+    rules = DrawRules(
+        temperature=np.where(sampled, columns.temperature, np.float32(0)),
+        top_k=np.ascontiguousarray(columns.top_k),
+        top_p=columns.top_p.astype(np.float64),
+        min_score=min_score(columns),
+    )
+    numbers = uniform(columns.seed, positions) if sampled.any() else np.zeros(len(logits))
+    return ops.draw(logits, rules, numbers)
+
+
+def _draw_by_torch(
+    logits: Tensor, columns: SamplingColumns, sampled: NDArray[np.bool_], positions: NDArray[np.integer]
+) -> tuple[Tensor, Tensor]:
+    """The same in torch: for accelerators, and where the library is missing."""
+    highest, token_ids = logits.max(dim=1)
+    if sampled.all():
+        return _sample(logits, highest, token_ids, columns, positions), highest
+    if sampled.any():
+        rows = np.flatnonzero(sampled)
+        index = to_device(rows, logits.device)
         drawn = _sample(
-            logits[index], highest[index], token_ids[index], columns.take(sampled), np.asarray(positions)[sampled]
+            logits[index], highest[index], token_ids[index], columns.take(rows), np.asarray(positions)[rows]
         )
         token_ids = token_ids.index_copy(0, index, drawn)
-    return Drawn(torch.where(is_finite, token_ids, 0), is_finite)
+    return token_ids, highest
 
 
 def _sample(

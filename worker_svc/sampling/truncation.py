@@ -4,16 +4,16 @@ The order is vLLM's: temperature, then min-p, then top-k of the rest, then top-p
 three keep the most likely tokens, so one threshold on the score expresses them all. Tokens that tie with the last one
 kept are kept too: their order means nothing, and a threshold does not depend on how a sort orders equals.
 
-The most likely tokens are found by numpy on the CPU, whose sorts and searches use vector instructions. Measured on one
-core, 64 rows of float32: argmax over 32,768 columns takes torch 1.2 ms and numpy 0.2; the sorted best 256 of them take
-torch 15 ms and numpy 2.3; a whole sort of 2,048 columns takes torch 13 ms and numpy 0.2. The 8 best tokens, of equals
-the lower ids, take 2.9 ms by partition and 12 by sorting keys, which is for accelerators.
+On the CPU tokens are drawn by its library (`ops.draw`); this is for accelerators, and for processors without it. The
+best tokens are found by numpy there, whose sorts and searches use vector instructions: of 64 rows of 32,768 columns the
+8 best, of equals the lower ids, take 2.9 ms on one core by partition and 12 by sorting keys, which is for accelerators.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from worker_svc.sampling.sampling_table import SamplingColumns
@@ -22,10 +22,6 @@ from worker_svc.streams import to_device
 CHUNK = 256
 """Columns that are summed in one step; see `inverse_cdf`."""
 
-# On the CPU a nucleus is searched for among this many most likely tokens first: it seldom has more, and sorting a whole
-# vocabulary takes longer than the rest of the sampler. An accelerator sorts fast, and the host would have to wait for
-# it to know whether these were enough.
-_HEADS = (256, 2048)
 _LOG2_E = float(np.log2(np.e))
 
 
@@ -43,8 +39,8 @@ def lowest_kept(scores: Tensor, weights: Tensor, columns: SamplingColumns) -> Te
     vocab_size = scores.shape[1]
     truncated = np.flatnonzero(((columns.top_k > 0) & (columns.top_k < vocab_size)) | (columns.top_p < 1))
     if not len(truncated):
-        return _min_p_floor(columns, scores.device) if columns.min_p.any() else None
-    floor = _min_p_floor(columns, scores.device)
+        return to_device(min_score(columns), scores.device) if columns.min_p.any() else None
+    floor = to_device(min_score(columns), scores.device)
     if len(truncated) == len(scores):
         return _rank_floor(scores, weights, columns, floor)
     index = to_device(truncated, scores.device)
@@ -52,10 +48,10 @@ def lowest_kept(scores: Tensor, weights: Tensor, columns: SamplingColumns) -> Te
     return floor.index_copy(0, index, raised)
 
 
-def _min_p_floor(columns: SamplingColumns, device: torch.device) -> Tensor:
-    """A token needs at least min_p times the probability of the most likely one, whose score is 0."""
+def min_score(columns: SamplingColumns) -> NDArray[np.float32]:
+    """[n]: a token needs at least min_p times the probability of the most likely one, whose score is 0."""
     with np.errstate(divide="ignore"):
-        return to_device(np.log(columns.min_p), device)
+        return np.log(columns.min_p)
 
 
 def exponential(scores: Tensor, out: Tensor | None = None) -> Tensor:
@@ -74,42 +70,13 @@ def _rank_floor(scores: Tensor, weights: Tensor, columns: SamplingColumns, floor
     has_top_k = (columns.top_k > 0) & (columns.top_k < vocab_size)
     top_k = to_device(np.where(has_top_k, columns.top_k, vocab_size), device)
     top_p = to_device(columns.top_p.astype(np.float64), device)
-    widths = _head_widths(vocab_size, columns.top_k[has_top_k], bool(has_top_k.all()), device)
-    head = _Head.of(scores, widths[0], top_k, floor)
-    if has_top_k.all():
-        return torch.maximum(floor, head.lowest_kept(top_p * head.mass, top_p < 1))
+    head = _Head.of(scores, int(columns.top_k.max()) if has_top_k.all() else vocab_size, top_k, floor)
     # With top-k the nucleus is a share of those k, else of all that min-p kept.
-    mass = _mass(weights * (scores >= floor[:, None]) if columns.min_p.any() else weights)
-    wanted = top_p * torch.where(top_k < vocab_size, head.mass, mass)
-    return _raise_floor(scores, head, _Limits(floor, top_k, top_p, wanted), widths[1:])
-
-
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """The bounds of each of n rows."""
-
-    floor: Tensor
-    """[n] float32, of min-p."""
-    top_k: Tensor
-    """[n] int64; the vocabulary's size if there is none."""
-    top_p: Tensor
-    """[n] float64."""
-    wanted: Tensor
-    """[n] float64, the weight that the nucleus must reach."""
-
-
-def _raise_floor(scores: Tensor, head: "_Head", limits: _Limits, widths: list[int]) -> Tensor:
-    """The floor by the head; rows whose nucleus is larger are searched again in the wider ones."""
-    floor = torch.maximum(limits.floor, head.lowest_kept(limits.wanted, limits.top_p < 1))
-    if not widths:
-        return floor
-    rest = ((head.mass < limits.wanted) & (limits.top_k > head.width)).nonzero().squeeze(1)
-    if not len(rest):
-        return floor
-    beyond = _Limits(limits.floor[rest], limits.top_k[rest], limits.top_p[rest], limits.wanted[rest])
-    scores = scores[rest]
-    wider = _Head.of(scores, widths[0], beyond.top_k, beyond.floor)
-    return floor.index_copy(0, rest, _raise_floor(scores, wider, beyond, widths[1:]))
+    mass = head.mass
+    if not has_top_k.all():
+        kept = weights * (scores >= floor[:, None]) if columns.min_p.any() else weights
+        mass = torch.where(top_k < vocab_size, mass, _mass(kept))
+    return torch.maximum(floor, head.lowest_kept(top_p * mass, top_p < 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +92,12 @@ class _Head:
 
     @classmethod
     def of(cls, scores: Tensor, width: int, top_k: Tensor, floor: Tensor) -> "_Head":
-        head = best_scores(scores, width)
+        # Selecting all of them would sort too, and do more.
+        is_whole = width == scores.shape[1]
+        head = scores.sort(dim=1, descending=True).values if is_whole else scores.topk(width, dim=1).values
         is_possible = (torch.arange(width, device=scores.device) < top_k[:, None]) & (head >= floor[:, None])
         cumulative = (exponential(head) * is_possible).cumsum(dim=1, dtype=torch.float64)
         return cls(head, is_possible.sum(dim=1), cumulative)
-
-    @property
-    def width(self) -> int:
-        return self.scores.shape[1]
 
     @property
     def mass(self) -> Tensor:
@@ -154,40 +119,9 @@ def _mass(weights: Tensor) -> Tensor:
     return padded.view(len(weights), -1, CHUNK).sum(dim=2).double().cumsum(dim=1)[:, -1]
 
 
-def _head_widths(vocab_size: int, top_k: np.ndarray, all_have_top_k: bool, device: torch.device) -> list[int]:
-    """Widths of the head to try in turn: the first holds every row's top-k, the last the whole vocabulary."""
-    min_width = int(top_k.max()) if len(top_k) else 1
-    if all_have_top_k:
-        return [min_width]
-    if device.type != "cpu":
-        return [vocab_size]
-    return [*(width for width in _HEADS if min_width <= width <= vocab_size // 4), vocab_size]
-
-
 def padded_width(vocab_size: int) -> int:
     """Columns that `inverse_cdf` needs for a vocabulary; those beyond it hold zeros."""
     return -(-vocab_size // CHUNK) * CHUNK
-
-
-def most_likely(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The highest logit of each row and its token: [n] float32 and [n] int64. NaN counts as the highest."""
-    if logits.device.type != "cpu":
-        highest, token_ids = logits.max(dim=1)
-        return highest, token_ids
-    token_ids = torch.from_numpy(logits.numpy().argmax(axis=1))
-    return logits.gather(1, token_ids[:, None]).squeeze(1), token_ids
-
-
-def best_scores(scores: Tensor, width: int) -> Tensor:
-    """The `width` highest scores of each row, best first: [n, vocab] -> [n, width]."""
-    if scores.device.type != "cpu":
-        # Selecting all of them would sort too, and do more.
-        is_whole = width == scores.shape[1]
-        return scores.sort(dim=1, descending=True).values if is_whole else scores.topk(width, dim=1).values
-    array, rest = scores.numpy(), scores.shape[1] - width
-    if rest:
-        array = np.partition(array, rest, axis=1)[:, rest:]
-    return torch.from_numpy(np.sort(array, axis=1)[:, ::-1].copy())
 
 
 def best_tokens(scores: Tensor, count: int) -> Tensor:

@@ -186,6 +186,22 @@ struct ProductArgs {
   int64_t output_stride;
 };
 
+// Draws a token for each row.
+struct DrawArgs {
+  int64_t* token_ids;   // [rows]
+  float* highest;       // [rows]: the highest logit. NaN where one is NaN or infinity; then, as for -infinity, token 0
+  const float* logits;  // [rows, vocab_size]
+  const float* temperature;  // [rows]; 0 takes the likeliest token, of several the first
+  const int64_t* top_k;      // [rows]; 0 for none
+  const double* top_p;       // [rows]
+  const float* min_score;    // [rows]: the lowest difference to the highest logit, over temperature, that is kept
+  const double* numbers;     // [rows], from 0 to below 1: which share of the sum over tokens passes at the drawn one
+  int64_t threads;
+  int64_t rows;
+  int64_t vocab_size;
+  int64_t row_stride;
+};
+
 // Heads of T tokens, read from one place and written to another, which may be the same.
 struct Heads {
   const void* source;
@@ -313,6 +329,7 @@ QUIRE_API int32_t quire_pack_weight(const quire::Context* context, const quire::
 QUIRE_API int32_t quire_look_up(const quire::Context* context, const quire::LookUpArgs* args);
 QUIRE_API int32_t quire_compress_weight(const quire::Context* context, const quire::CompressArgs* args);
 QUIRE_API int32_t quire_quantize(const quire::Context* context, const quire::QuantizeArgs* args);
+QUIRE_API int32_t quire_draw(const quire::Context* context, const quire::DrawArgs* args);
 QUIRE_API int32_t quire_product(const quire::Context* context, const quire::ProductArgs* args);
 // Return when all processes of the group have called them.
 QUIRE_API int32_t quire_all_reduce(const quire::Context* context, const quire::AllReduceArgs* args);

@@ -107,6 +107,9 @@ struct IsaKernels {
   // Packs blocks begin to end of all tokens in the order in which they are multiplied.
   void (*pack_tokens)(const ProductArgs&, int64_t begin, int64_t end, std::byte* packed);
   int64_t (*packed_bytes)(const ProductArgs&);  // 0: tokens are multiplied as they are
+  // Rows begin to end.
+  void (*draw)(const DrawArgs&, int64_t begin, int64_t end, std::byte* scratch);
+  int64_t (*draw_scratch)(const DrawArgs&);  // bytes
 };
 
 struct Context {

@@ -18,11 +18,15 @@ void product(const ProductArgs& args, int64_t begin, int64_t end, std::byte* scr
 int64_t product_scratch(const ProductArgs& args);
 void pack_tokens(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed);
 int64_t packed_bytes(const ProductArgs& args);
+void draw(const DrawArgs& args, int64_t begin, int64_t end, std::byte* scratch);
+int64_t draw_scratch(const DrawArgs& args);
 
 IsaKernels kernels() {
-  return {decode_scratch,     prefill_scratch,      decode_kernels, prefill_kernels,  merge_kernels, rms_norm_kernels,
-          layer_norm_kernels, silu_and_mul_kernels, rotary_kernels, quantize_kernels, sum_kernels,   product,
-          product_scratch,    pack_tokens,          packed_bytes};
+  return {decode_scratch,  prefill_scratch,  decode_kernels,     prefill_kernels,
+          merge_kernels,   rms_norm_kernels, layer_norm_kernels, silu_and_mul_kernels,
+          rotary_kernels,  quantize_kernels, sum_kernels,        product,
+          product_scratch, pack_tokens,      packed_bytes,       draw,
+          draw_scratch};
 }
 
 }  // namespace quire::QUIRE_ISA

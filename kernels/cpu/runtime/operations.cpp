@@ -106,6 +106,7 @@ class Operations {
   Status add_rotary(const RotaryArgs& args);
   Status add_quantize(const QuantizeArgs& args);
   Status add_product(const ProductArgs& args);
+  Status add_draw(const DrawArgs& args);
   Status add_all_reduce(const AllReduceArgs& args);
   Status add_all_gather(const AllGatherArgs& args);
 
@@ -179,6 +180,14 @@ Status Operations::add_quantize(const QuantizeArgs& args) {
   const auto kernel = context_.kernels.quantize.of[args.dtype];
   return add(args.rows, grain(kWorthThreads, args.n),
              [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
+}
+
+Status Operations::add_draw(const DrawArgs& args) {
+  const auto kernel = context_.kernels.draw;
+  return add(
+      args.rows, grain(kWorthThreads, args.vocab_size),
+      [=](int64_t begin, int64_t end, const Scratch& scratch) { kernel(args, begin, end, scratch.own); },
+      context_.kernels.draw_scratch(args));
 }
 
 Status Operations::add_product(const ProductArgs& args) {
@@ -312,6 +321,7 @@ QUIRE_OPERATION(silu_and_mul, SiluArgs)
 QUIRE_OPERATION(rotary, RotaryArgs)
 QUIRE_OPERATION(quantize, QuantizeArgs)
 QUIRE_OPERATION(product, ProductArgs)
+QUIRE_OPERATION(draw, DrawArgs)
 QUIRE_OPERATION(all_reduce, AllReduceArgs)
 QUIRE_OPERATION(all_gather, AllGatherArgs)
 

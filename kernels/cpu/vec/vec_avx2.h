@@ -162,6 +162,22 @@ inline Vec zero_below(Vec value, Vec x, Vec limit) {
   return {_mm256_andnot_ps(_mm256_cmp_ps(x.v, limit.v, _CMP_LT_OQ), value.v)};
 }
 
+// Stores the lanes of both whose score is at least `low` and below `high`, and anything up to kWidth; returns how many.
+inline int64_t store_between(float* scores, float* weights, Vec score, Vec weight, float low, float high) {
+  unsigned kept = _mm256_movemask_ps(_mm256_and_ps(_mm256_cmp_ps(score.v, _mm256_set1_ps(low), _CMP_GE_OQ),
+                                                   _mm256_cmp_ps(score.v, _mm256_set1_ps(high), _CMP_LT_OQ)));
+  alignas(32) float score_lanes[kWidth], weight_lanes[kWidth];
+  _mm256_store_ps(score_lanes, score.v);
+  _mm256_store_ps(weight_lanes, weight.v);
+  int64_t count = 0;
+  for (; kept != 0; kept &= kept - 1, ++count) {
+    const int lane = __builtin_ctz(kept);
+    scores[count] = score_lanes[lane];
+    weights[count] = weight_lanes[lane];
+  }
+  return count;
+}
+
 inline __m128 fold(Vec x) { return _mm_add_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1)); }
 
 inline float first_lane(Vec x) { return _mm256_cvtss_f32(x.v); }

@@ -181,6 +181,17 @@ inline Vec keep(Vec x, int first, int last, Vec other) {
   return {_mm512_mask_blend_ps(kept, other.v, x.v)};
 }
 
+// Stores the lanes of both whose score is at least `low` and below `high`, and anything up to kWidth; returns how many.
+inline int64_t store_between(float* scores, float* weights, Vec score, Vec weight, float low, float high) {
+  const __mmask16 kept = _mm512_cmp_ps_mask(score.v, _mm512_set1_ps(low), _CMP_GE_OQ) &
+                         _mm512_cmp_ps_mask(score.v, _mm512_set1_ps(high), _CMP_LT_OQ);
+  if (kept == 0) return 0;
+  // To a register first: some processors are slow at it in memory.
+  _mm512_storeu_ps(scores, _mm512_maskz_compress_ps(kept, score.v));
+  _mm512_storeu_ps(weights, _mm512_maskz_compress_ps(kept, weight.v));
+  return __builtin_popcount(kept);
+}
+
 inline __m128 fold(Vec x) {
   const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
   return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));

@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from kernels import ops
 from tests.support.sampling import make_columns, make_sampling
 from worker_svc.sampling.logit_rules import History, apply_logit_rules
 from worker_svc.sampling.logprobs import gather_candidates
@@ -15,6 +16,13 @@ from worker_svc.sampling.truncation import lowest_kept
 from worker_svc.step import LogitRules, RowSampling
 
 LOGITS = np.array([2.0, 1.0, 0.0, -0.5, 1.5, -3.0, 0.5, 2.2, -1.0, 0.1], dtype=np.float32)
+
+
+@pytest.fixture(autouse=True, params=["library", "torch"])
+def _drawn_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On processors the library draws, elsewhere torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(ops, "can_draw", lambda _: False)
 
 
 def naive_distribution(logits: np.ndarray, sampling: RowSampling) -> np.ndarray:
@@ -99,6 +107,10 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
     floor = lowest_kept(scores, scores.exp(), make_columns([make_sampling(top_k=2)]))
     assert floor is not None
     assert floor.tolist() == [-1.0]
+
+
+def test_of_equals_the_first_is_most_likely() -> None:
+    assert draw_rows(torch.tensor([[1.0, 3.0, 3.0]]), [make_sampling(temperature=0.0)], [0]) == [1]
 
 
 def test_greedy_takes_the_most_likely_token_whatever_the_rest_says() -> None:

@@ -3,15 +3,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from worker_svc.sampling.truncation import best_tokens, best_tokens_by_key, most_likely
+from worker_svc.sampling.truncation import best_tokens, best_tokens_by_key
 
 BEST = pytest.mark.parametrize("best", [best_tokens, best_tokens_by_key])
-
-
-def test_of_equals_the_first_is_most_likely_and_nan_is_highest() -> None:
-    highest, token_ids = most_likely(torch.tensor([[1.0, 3.0, 3.0], [torch.inf, torch.nan, 0.0]]))
-    assert token_ids.tolist() == [1, 1]
-    assert highest[1].isnan()
 
 
 @BEST
