@@ -20,7 +20,6 @@ from quire.rpc.errors import (
     PermissionDenied,
     QuireError,
     ResourceExhausted,
-    Unavailable,
     from_rpc_error,
 )
 from quire.rpc.interceptors import OTHER_METHODS, CallEnds, ErrorInterceptor
@@ -168,15 +167,6 @@ async def test_answers_and_errors_of_calls_of_every_kind_arrive_and_unexpected_o
     await until_true(lambda: ends.total() == 5)
     codes = ("OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "INTERNAL", "DATA_LOSS")
     assert ends == {(kind, code): 1 for code in codes}
-
-
-async def test_a_refused_connection_and_an_unknown_method_read_as_what_they_are(channel: grpc.aio.Channel) -> None:
-    async with open_channel("127.0.0.1:1") as nowhere:
-        error = await failure_of(nowhere, "UnaryUnary", b"hi")
-    assert (type(error), error.reason) == (Unavailable, "UNAVAILABLE")
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await channel.unary_unary(f"/{SERVICE}/Nothing")(b"")
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def hang(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
