@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from google.rpc import code_pb2
 
 from quire.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions
 from quire.model_source import resolve_model
@@ -53,45 +52,6 @@ def without_weights(tmp_path: Path) -> str:
     return str(shutil.copytree(resolve_model(None), tmp_path / "model", ignore=ignored))
 
 
-def fail_for_model(scheduler: FakeScheduler, **failure: int) -> None:
-    """Says what a scheduler does whose worker came back with another model."""
-    for handle in list(scheduler.live):
-        scheduler.fail(handle, code=code_pb2.UNAVAILABLE, reason="MODEL_CHANGED", message="send it again", **failure)
-
-
-async def test_a_request_of_a_changed_model_fails_where_no_replica_has_the_one_before(without_weights):
-    async with (
-        FakeScheduler(model=OLD_MODEL) as scheduler,
-        running_gateway(scheduler, model=without_weights) as gateway,
-    ):
-        await scheduler.until(lambda: scheduler.is_heard)
-        scheduler.emits.clear()
-        reading = asyncio.create_task(error_of(gateway.generation.GenerateStream(stream_request("hello"))))
-        await scheduler.until(lambda: scheduler.live)
-        fail_for_model(scheduler)
-        error = await reading
-        assert isinstance(error, Unavailable)
-        assert (error.reason, error.message) == ("MODEL_CHANGED", "send it again")
-
-
-async def test_a_change_of_model_that_the_stream_knows_already_keeps_nobody_from_its_scheduler(without_weights):
-    """The end of a request that was resumed after it ended. The stream goes on, so nothing is to be waited for."""
-    scheduler = FakeScheduler(model=NEW_MODEL)
-    await scheduler.start()
-    async with running_gateway(scheduler, model=without_weights) as gateway:
-        await scheduler.until(lambda: scheduler.is_heard)
-        scheduler.emits.clear()
-        reading = asyncio.create_task(error_of(gateway.generation.GenerateStream(stream_request("hello"))))
-        await scheduler.until(lambda: scheduler.live)
-        fail_for_model(scheduler, scheduler_epoch=scheduler.epoch)
-        assert (await reading).reason == "MODEL_CHANGED"
-        scheduler.emits.set()
-        async with asyncio.timeout(10):
-            answer = await collect(gateway.generation.GenerateStream(stream_request("next")))
-        assert answer.token_ids == expected_ids("next", 8)
-    await scheduler.stop()
-
-
 async def test_a_scheduler_that_comes_back_with_another_model_gets_requests_without_tokens_alone(without_weights):
     """Scheduler and worker were replaced together, so that this scheduler knows of no request."""
     async with (
@@ -114,26 +74,3 @@ async def test_a_scheduler_that_comes_back_with_another_model_gets_requests_with
         assert "(before and now: weights w1 and w2); it cannot go on: send it again" in error.message
         assert (await waiting).token_ids == expected_ids("waiting", 8)
         assert len(scheduler.submits) == 3
-
-
-async def test_a_request_of_a_changed_model_goes_on_at_a_replica_that_has_the_one_before(without_weights):
-    async with (
-        FakeScheduler(model=OLD_MODEL, step_delay_s=0.01) as first,
-        FakeScheduler(model=OLD_MODEL, step_delay_s=0.01) as second,
-        running_gateway(first, second, model=without_weights) as gateway,
-    ):
-        schedulers = first, second
-        await asyncio.gather(*(each.until(lambda each=each: each.is_heard) for each in schedulers))
-        reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(max_tokens=30))))
-        begun: list[FakeScheduler] = []
-
-        async def has_begun(each: FakeScheduler) -> None:
-            await each.until(lambda: any(one.num_emitted > 3 for one in each.live.values()))
-            begun.append(each)
-
-        both = [asyncio.create_task(has_begun(each)) for each in schedulers]
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        fail_for_model(begun[0])
-        assert (await reading).token_ids == expected_ids("hello", 30)
-        assert [len(each.submits) for each in schedulers] == [1, 1]
-        await asyncio.gather(*both)

@@ -63,14 +63,6 @@ class Scheduler:
         fields = {"runs": [], "ended": [], "completed": [], "failed": []} | happened
         self._replicas.on_events(cast(SchedulerLink, self), EventBatch(**fields))
 
-    def lose_stream(self) -> None:
-        self.is_connected = False
-        self._replicas.on_disconnected(cast(SchedulerLink, self))
-
-    def regain_stream(self) -> None:
-        self.is_connected = True
-        self._replicas.on_connected(cast(SchedulerLink, self))
-
     def lose_worker(self, until_back_s: float) -> None:
         self.num_deaths += 1
         self.is_ready = False
@@ -109,19 +101,6 @@ class Cluster:
         live = self.ledger.open(request, TOKENIZER)
         self.replicas.place(live)
         return live
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
-async def test_a_request_that_workers_die_of_is_seen_often_enough_by_one_scheduler(num_replicas):
-    """Though each worker is away for longer than requests wait for it at first."""
-    cluster = Cluster(num_replicas, lambda scheduler, _: scheduler.lose_worker(2 * FAILOVER_DELAY_S))
-    live = cluster.place("deadly")
-    deaths = [0]
-    while max(deaths) < 6:
-        await asyncio.sleep(FAILOVER_DELAY_S)
-        deaths = [scheduler.num_deaths for scheduler in cluster.schedulers]
-    assert sum(deaths) <= 6 + 2
-    cluster.replicas.release(live)
 
 
 async def test_a_request_stays_where_the_worker_is_back_soon_and_leaves_where_it_is_not():
@@ -197,29 +176,6 @@ async def test_what_is_completed_counts_for_no_replica_though_its_client_still_r
     for live in unread:
         cluster.replicas.detach(live)
     assert aborted == []
-
-
-@pytest.mark.parametrize(("durable", "epoch", "is_ended"), [(True, 7, True), (True, 8, False), (False, 7, False)])
-async def test_a_durable_request_is_ended_at_its_scheduler_when_that_is_back(durable, epoch, is_ended):
-    """It would be kept for another reader; a plain one ends by itself, and another scheduler does not have it."""
-    cluster = Cluster(1, lambda *_: None)
-    (scheduler,) = cluster.schedulers
-    live = cluster.place("story", durable=durable)
-    scheduler.lose_stream()
-    cluster.replicas.release(live)
-    cluster.ledger.close(live)
-    again = cluster.place("story", durable=durable)
-    aborted: list[int] = []
-    scheduler.abort = lambda handle, *_, **__: aborted.append(handle)
-    scheduler.welcome.scheduler_epoch = epoch
-    scheduler.regain_stream()
-    assert aborted == [live.handle] * is_ended
-    # Before a request that has its id now.
-    assert scheduler.submitted == [live.handle] * (1 + is_ended) + [again.handle]
-    scheduler.lose_stream()
-    scheduler.regain_stream()
-    assert aborted == [live.handle] * is_ended
-    cluster.replicas.release(again)
 
 
 def lose_for_good(cluster: Cluster, scheduler: Scheduler) -> None:
