@@ -82,13 +82,3 @@ async def test_the_usage_of_what_was_aborted_comes_and_again_to_whoever_resumes_
     await stream.resume(2, "request-1", tenant="a")
     await stream.read_until_over(2)
     assert stream.completed[2].usage == usage
-
-
-async def test_a_sequence_that_is_not_the_last_or_not_known_is_not_answered(stream):
-    await stream.abort(8, sequence_index=0, wants_usage=True)
-    await stream.submit(make_submit(1, max_tokens=60, n=2))
-    await stream.read()
-    await stream.abort(1, sequence_index=1, wants_usage=True)
-    await stream.read_until_over(1)
-    assert stream.ends[1].num_tokens == 60
-    assert stream.completed.keys() == {1}

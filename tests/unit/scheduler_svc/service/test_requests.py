@@ -6,20 +6,18 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import pytest
 
-from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, ResourceExhausted
+from quire.rpc.errors import AlreadyExists, Cancelled, NotFound, ResourceExhausted
 from scheduler_svc.core.request import EmittedSequence, Handle, Request, RequestKey
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step import ClientEvents, RequestEnd, SequenceEnd, Usage
 from scheduler_svc.service import outbox
 from scheduler_svc.service import requests as table
 from scheduler_svc.service.durable import MAX_GROWTH, DurableLimits
-from scheduler_svc.service.outbox import Held, Outgoing, PromptLogprobs, SequenceProgress
+from scheduler_svc.service.outbox import Held, Outgoing, SequenceProgress
 from scheduler_svc.service.requests import MAX_CANCELLED, Connection, OwnedRequest, Reader, Requests
 from tests.support.core_driver import make_request
-from tests.support.logprobs import Line, columns_of
 
 NONCE = 7
 GRACE_S = 10.0
@@ -200,21 +198,6 @@ def test_what_is_forgotten_while_a_reader_is_sent_it_comes_to_its_end_or_to_an_e
         bench.requests.find(owned.tenant, owned.request_id)
 
 
-def test_what_a_gateway_does_not_submit_again_ends_and_what_others_read_does_not(bench):
-    first, other = bench.connect(), bench.connect("gateway-b")
-    for handle in (1, 2):
-        bench.admit(make_request(handle), first)
-    bench.admit(make_request(3), first, durable=True)
-    bench.admit(make_request(4), other)
-    bench.requests.close(first)
-    second = bench.connect()
-    bench.resubmit(make_request(2), second, has(0))
-    bench.requests.end_unread("gateway-a")
-    assert bench.requests.num_unread == 1
-    assert len(bench.core.live) == 3
-    assert bench.resubmit(make_request(1), second, has(0)) is None
-
-
 def test_of_what_ended_unread_only_so_much_is_kept_and_the_oldest_goes_first(bench, monkeypatch):
     monkeypatch.setattr(table, "MAX_UNDELIVERED", 5)
     first = bench.connect()
@@ -358,19 +341,6 @@ def test_whoever_takes_over_under_a_handle_in_use_takes_nothing(bench):
     assert bench.requests.num_unread == 0
 
 
-def test_whoever_reads_a_durable_request_takes_over_and_the_one_before_is_told(bench):
-    first, second = bench.connect("gateway-a"), bench.connect("gateway-b")
-    owned = bench.admit(make_request(3), first, durable=True)
-    bench.step(owned)
-    bench.requests.attach(owned, Reader(second, Handle(9)), Held())
-    bench.step(owned)
-    assert offsets_of(take_all(second), 9) == [0, 1]
-    ((_, error),) = [refusal for each in take_all(first) for refusal in each.refusals]
-    assert error.reason == "REQUEST_TAKEN_OVER"
-    with pytest.raises(Aborted):
-        bench.resubmit(make_request(3), bench.connect("gateway-a"), has(1))
-
-
 def cancel(bench: Bench, handle: int, tenant: str = "a", *, durable: bool = True) -> Request:
     """A request that ran and was cancelled."""
     request = make_request(handle, tenant=tenant)
@@ -405,82 +375,6 @@ def test_only_the_newest_that_were_cancelled_are_remembered(bench):
     cancel(bench, 0)
     requests += [cancel(bench, handle) for handle in range(MAX_CANCELLED, MAX_CANCELLED + 2)]
     assert [is_refused(each) for each in requests] == [True, False, False] + [True] * (MAX_CANCELLED - 1)
-
-
-def test_a_sequence_that_ended_under_an_earlier_scheduler_is_replayed_with_its_end(bench):
-    request = replace(
-        make_request(1, max_tokens=3, num_sequences=4, stop=frozenset({42})),
-        emitted=[
-            EmittedSequence([7, 42], has_ended=True),
-            EmittedSequence([1, 2, 3], has_ended=True),
-            # By a stop string, which each gateway finds by itself.
-            EmittedSequence([5], has_ended=True),
-            EmittedSequence([8, 6]),
-        ],
-    )
-    owned = bench.admit(request, bench.connect(), durable=True)
-    second = bench.connect("gateway-b")
-    bench.requests.attach(owned, Reader(second, Handle(9)), Held())
-    ((batch,),) = [each.batches for each in take_all(second)]
-    assert batch.token_ids == [7, 42, 1, 2, 3, 5, 8, 6]
-    assert batch.finished == [
-        SequenceEnd(Handle(9), 0, 2, FinishReason.STOP, 42),
-        SequenceEnd(Handle(9), 1, 3, FinishReason.LENGTH, None),
-        SequenceEnd(Handle(9), 2, 1, FinishReason.LENGTH, None),
-    ]
-
-
-def test_a_handle_that_stands_for_another_request_by_now_does_not_mix_their_tokens(bench):
-    first = bench.connect()
-    earlier = bench.admit(make_request(3), first, nonce=1)
-    bench.step(earlier, ends=True)
-    take_all(first)
-    later = bench.admit(make_request(3), first, nonce=2)
-    bench.step(later)
-    bench.requests.close(first)
-    assert bench.resubmit(make_request(3), bench.connect(), has(0), nonce=2) is None
-
-
-def test_sequences_that_ended_for_the_reader_are_left_out(bench):
-    first = bench.connect()
-    owned = bench.admit(make_request(3, num_sequences=2), first)
-    handle = owned.key.handle
-    events = ClientEvents([handle] * 2, [0, 1], [0, 0], [5, 6])
-    events.finished += [SequenceEnd(handle, index, 1, FinishReason.LENGTH, None) for index in range(2)]
-    events.completed.append(RequestEnd(handle, NO_USAGE))
-    del bench.core.live[owned.key]
-    bench.requests.deliver(1, events)
-    bench.requests.close(first)
-    second = bench.connect()
-    bench.resubmit(make_request(3, num_sequences=2), second, Held({0: 1}, frozenset([0])))
-    ((batch,),) = [each.batches for each in take_all(second)]
-    assert (batch.sequence_indices, batch.token_ids) == ([1], [6])
-    assert [end.sequence_index for end in batch.finished] == [1]
-
-
-def prompt_report(owned: OwnedRequest, first_position: int, count: int) -> PromptLogprobs:
-    positions = np.arange(first_position, first_position + count, dtype=np.int32)
-    columns = columns_of(Line(-float(position), int(position)) for position in positions)
-    return PromptLogprobs(owned.key.handle, first_position, positions.tolist(), columns)
-
-
-def reported(outgoing: list[Outgoing]) -> list[tuple[int, list[int]]]:
-    entries = [entry for each in outgoing for entry in each.prompt_logprobs]
-    return [(entry.first_position, entry.columns.chosen_ranks.tolist()) for entry in entries]
-
-
-def test_log_probabilities_of_a_prompt_go_on_where_the_reader_is(bench):
-    first = bench.connect()
-    owned = bench.admit(make_request(3), first)
-    bench.requests.deliver_prompt_logprobs([prompt_report(owned, 1, 3)])
-    bench.requests.close(first)
-    bench.requests.deliver_prompt_logprobs([prompt_report(owned, 4, 2)])
-    second = bench.connect()
-    bench.resubmit(make_request(3), second, Held({}, frozenset(), 3))
-    assert reported(take_all(second)) == [(3, [3]), (4, [4, 5])]
-    bench.requests.taken(second, 1)
-    bench.requests.close(second)
-    assert bench.resubmit(make_request(3), bench.connect(), Held({}, frozenset(), 2)) is None
 
 
 def resume(bench, owned, connection, handle=50):
