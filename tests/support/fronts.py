@@ -105,6 +105,12 @@ class Front:
         await self._ask(answer, text, {"max_tokens": 30} | fields, headers, streams=streams)
         return answer
 
+    async def refused(self, text: Any = "hello", **options: Any) -> Refusal:
+        """How a call fails; AssertionError where it is answered."""
+        refusal = (await self.ask(text, **options)).refusal
+        assert refusal is not None
+        return refusal
+
     async def _ask(
         self, answer: Answer, text: Any, fields: dict[str, Any], headers: list[tuple[str, str]], *, streams: bool
     ) -> None:

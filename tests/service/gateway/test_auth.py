@@ -88,15 +88,13 @@ async def test_only_a_valid_key_opens_a_front_and_as_often_as_it_may(rig, kind):
         (["Bearer a", "Bearer b"], "INVALID_API_KEY"),
         ([f"Bearer {expired}"], "EXPIRED_API_KEY"),
     ):
-        refusal = (await front.ask(authorizations=shown)).refusal
-        assert refusal is not None
+        refusal = await front.refused(authorizations=shown)
         assert refusal.status == "UNAUTHENTICATED"
         assert refusal.reason == (None if kind is Messages else reason)
     assert not rig.scheduler.submits
     began = time.monotonic()
     assert (await front.ask(authorizations=[f"Bearer {first}"])).text
-    refusal = (await front.ask(authorizations=[f"Bearer {first}"])).refusal
-    assert refusal is not None
+    refusal = await front.refused(authorizations=[f"Bearer {first}"])
     assert refusal.status == "RESOURCE_EXHAUSTED"
     assert refusal.reason == (None if kind is Messages else "RATE_LIMIT_EXCEEDED")
     assert refusal.retry_after_s is not None

@@ -202,8 +202,7 @@ async def test_log_probabilities_come_one_a_token(rig, front, streams, step):
 @STREAMS
 async def test_a_parameter_that_is_wrong_is_named_as_its_front_has_it(rig, front, fields, place, says, streams):
     field = front.field_name(list(fields)[-1]) + place
-    refusal = (await front.ask(streams=streams, **fields)).refusal
-    assert refusal is not None
+    refusal = await front.refused(streams=streams, **fields)
     assert refusal.status == "INVALID_ARGUMENT"
     assert says in refusal.message
     assert field in refusal.message
@@ -224,8 +223,7 @@ async def test_a_parameter_that_is_wrong_is_named_as_its_front_has_it(rig, front
 @STREAMS
 async def test_a_prompt_that_is_too_long_is_refused_in_the_same_words(rig, front, streams, text, says):
     """Clients such as litellm and langchain-openai look for them, and for the code, to try another model."""
-    refusal = (await front.ask(text, streams=streams)).refusal
-    assert refusal is not None
+    refusal = await front.refused(text, streams=streams)
     assert refusal.status == "INVALID_ARGUMENT"
     assert "prompt is too long" in refusal.message
     assert "this model's maximum context length is 1024 tokens" in refusal.message
@@ -238,8 +236,7 @@ async def test_a_prompt_that_is_too_long_is_refused_in_the_same_words(rig, front
 @over(FRONTS)
 async def test_another_model_is_refused_and_the_served_one_named(rig, front):
     assert (await front.ask(model="quire-tiny")).text == TEXT
-    refusal = (await front.ask(model="gpt-5")).refusal
-    assert refusal is not None
+    refusal = await front.refused(model="gpt-5")
     assert refusal.status == ("INVALID_ARGUMENT" if isinstance(front, OF_GRPC) else "NOT_FOUND")
     assert '"gpt-5"' in refusal.message
     assert '"quire-tiny"' in refusal.message
@@ -252,14 +249,12 @@ async def test_another_model_is_refused_and_the_served_one_named(rig, front):
 async def test_a_refusal_of_the_scheduler_is_the_answer(rig, front, streams):
     failure = {"reason": "QUEUE_FULL", "message": "the queue is full", "retry_after_ms": 2000}
     rig.scheduler.refusal.append(scheduler_pb2.RequestFailure(code=code_pb2.RESOURCE_EXHAUSTED, **failure))
-    refusal = (await front.ask(streams=streams)).refusal
-    assert refusal is not None
+    refusal = await front.refused(streams=streams)
     assert (refusal.status, refusal.message, refusal.retry_after_s) == ("RESOURCE_EXHAUSTED", "the queue is full", 2)
     assert refusal.reason == (None if isinstance(front, Messages) else "QUEUE_FULL")
     late = scheduler_pb2.RequestFailure(code=code_pb2.DEADLINE_EXCEEDED, reason="LATE", message="late")
     rig.scheduler.refusal.append(late)
-    refusal = (await front.ask(streams=streams)).refusal
-    assert refusal is not None
+    refusal = await front.refused(streams=streams)
     assert refusal.status == "DEADLINE_EXCEEDED"
 
 
@@ -394,8 +389,7 @@ CHOICES = {GrpcChat: "name", OpenAiChat: "function.name", Responses: "name", Mes
 )
 @over(CHATS)
 async def test_what_is_wrong_with_tools_is_named_as_its_front_has_it(rig, front, fields, fields_at_fault, says):
-    refusal = (await front.ask(**fields)).refusal
-    assert refusal is not None
+    refusal = await front.refused(**fields)
     field = fields_at_fault[type(front)]
     assert refusal.status == "INVALID_ARGUMENT"
     assert says in refusal.message
@@ -423,8 +417,7 @@ async def test_a_gateway_that_drains_finishes_what_runs_and_refuses_what_is_new_
         stopping = asyncio.create_task(gateway.gateway.stop(60))
         await asyncio.sleep(0)
         for front in fronts:
-            refusal = (await front.ask()).refusal
-            assert refusal is not None
+            refusal = await front.refused()
             assert refusal.status == "UNAVAILABLE"
             assert isinstance(front, Messages) or refusal.reason == "DRAINING"
         scheduler.emits.set()
@@ -436,8 +429,7 @@ async def test_a_gateway_that_drains_finishes_what_runs_and_refuses_what_is_new_
 async def test_without_a_scheduler_every_front_is_unavailable():
     async with running_gateway(schedulers=("127.0.0.1:1",), connect_timeout=0.05) as gateway:
         for front in FRONTS:
-            refusal = (await front(gateway).ask()).refusal
-            assert refusal is not None
+            refusal = await front(gateway).refused()
             assert refusal.status == "UNAVAILABLE"
             assert front is Messages or refusal.reason == "NO_SCHEDULER"
         listing = gateway.models.ListModels(model_pb2.ListModelsRequest())

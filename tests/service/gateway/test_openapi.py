@@ -1,23 +1,25 @@
-"""/openapi.json says what the server does, and /tokenizer_info what its tokenizer is."""
+"""/openapi.json says what the server does: routes, bodies, and the shapes of answers and events, which have no field
+that it does not know. /tokenizer_info says what its tokenizer is."""
 
+import asyncio
 import json
 import re
 
+import jsonschema
 import pytest
 import pytest_asyncio
+from google.rpc import code_pb2
+from pydantic import TypeAdapter
 
 from gateway.api.openai.schemas import ChatBody
 from gateway.api.openapi import OPEN_PATHS
 from gateway.api.ui.access import is_below
 from gateway.auth.caller import Access
 from quire.model_source import resolve_model
+from tests.support.fake_scheduler import counting_rule
 from tests.support.gateway_process import running_gateway
 from tests.support.keys import KeysFile
-
-
-@pytest.fixture
-def gateway(rig):
-    return rig.gateway
+from tests.support.rig import CALL, WEATHER, WEATHER_SCHEMA
 
 
 @pytest.fixture
@@ -97,3 +99,184 @@ async def test_a_key_without_the_model_gets_no_tokenizer(scheduler, tmp_path):
         for shown, status in ((key, 404), ("no", 401)):
             answer = await running.http.get("/tokenizer_info", headers={"authorization": f"Bearer {shown}"})
             assert answer.status_code == status
+
+
+SAID = f"<think>Hm.</think>I look.\n{CALL}"
+TOOL = {"type": "function", "function": WEATHER}
+USER = [{"role": "user", "content": "hello"}]
+TEXTS = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["hello"]}
+LOGPROBS = {"name": "return_logprobs", "shape": [1], "datatype": "BOOL", "data": [True]}
+
+
+@pytest.fixture(autouse=True)
+def gateway(rig):
+    rig.says(SAID)
+    return rig.gateway
+
+
+ANSWERS = [
+    ("GET", "/health", None),
+    ("GET", "/openapi.json", None),
+    ("GET", "/tokenizer_info", None),
+    ("GET", "/v1/models", None),
+    ("GET", "/v1/models/quire-tiny", None),
+    ("GET", "/v2", None),
+    ("GET", "/v2/health/live", None),
+    ("GET", "/v2/models/quire-tiny", None),
+    ("GET", "/v2/models/quire-tiny/ready", None),
+    ("GET", "/v2/models/quire-tiny/versions/1/ready", None),
+    ("POST", "/v2/models/quire-tiny/infer", {"inputs": [TEXTS, LOGPROBS], "id": "a"}),
+    ("POST", "/v2/models/quire-tiny/versions/1/infer", {"inputs": [TEXTS]}),
+    ("POST", "/tokenize", {"prompt": "hello", "return_token_strs": True}),
+    ("POST", "/tokenize", {"messages": USER}),
+    ("POST", "/detokenize", {"tokens": [5, 6]}),
+    ("POST", "/v1/completions", {"prompt": ["a", "b"], "logprobs": 2, "prompt_logprobs": 1}),
+    ("POST", "/v1/completions", {"prompt": "a", "echo": True, "logprobs": 0, "max_tokens": 2}),
+    ("POST", "/v1/completions", {"prompt": "a"}),
+    ("POST", "/v1/chat/completions", {"messages": USER, "tools": [TOOL], "logprobs": True, "top_logprobs": 2}),
+    ("POST", "/v1/chat/completions", {"messages": USER, "max_tokens": 2}),
+    ("POST", "/v1/chat/completions", {"messages": USER, "stop": "look", "prompt_logprobs": 1}),
+    ("POST", "/v1/responses/input_tokens", {"input": "hello"}),
+    ("POST", "/v1/messages/count_tokens", {"model": "quire-tiny", "messages": USER}),
+    ("POST", "/v1/messages", {"model": "quire-tiny", "messages": USER, "max_tokens": 2}),
+    (
+        "POST",
+        "/v1/messages",
+        {
+            "messages": USER,
+            "max_tokens": 200,
+            "tools": [{"name": "get_weather", "input_schema": WEATHER_SCHEMA}],
+            "model": "quire-tiny",
+        },
+    ),
+]
+
+
+def described(gateway, document, method, path):
+    """The route of a path, and its operation in the document."""
+    scope = {"type": "http", "method": method, "path": path, "root_path": "", "headers": []}
+    routes = gateway.gateway._http.config.app.routes
+    route = next(each for each in routes if each.matches(scope)[0].name == "FULL")
+    return route, document["paths"][route.path_format][method.lower()]
+
+
+def check_shape(document, schema, shape, value):
+    jsonschema.Draft202012Validator(schema | {"components": document["components"]}).validate(value)
+    TypeAdapter(shape).validate_json(json.dumps(value))
+
+
+async def conforming(gateway, client, document, method, path, body=None):
+    """An answer that is valid under the schema of its path, and that its type reads without a field left."""
+    answer = await client.request(method, path, json=body)
+    assert answer.status_code == 200, answer.text
+    route, operation = described(gateway, document, method, path)
+    schema = operation["responses"]["200"]["content"]["application/json"]["schema"]
+    check_shape(document, schema, route.answer, answer.json())
+    return answer.json()
+
+
+@pytest.mark.parametrize(("method", "path", "body"), ANSWERS)
+async def test_an_answer_has_the_shape_that_the_document_says(gateway, client, document, method, path, body):
+    await conforming(gateway, client, document, method, path, body)
+
+
+async def test_responses_have_theirs(gateway, client, document):
+    tool = {"type": "function"} | WEATHER
+    asked = {"input": "hello", "tools": [tool], "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    first = await conforming(gateway, client, document, "POST", "/v1/responses", asked)
+    assert {item["type"] for item in first["output"]} == {"reasoning", "message", "function_call"}
+    (call,) = (item for item in first["output"] if item["type"] == "function_call")
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "it"}
+    more = {"input": [result], "previous_response_id": first["id"], "tools": [tool], "max_output_tokens": 3}
+    second = await conforming(gateway, client, document, "POST", "/v1/responses", more)
+    assert second["status"] == "incomplete"
+    for method, end in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
+        await conforming(gateway, client, document, method, f"/v1/responses/{second['id']}{end}")
+
+
+CHAT = {"messages": USER, "tools": [TOOL]}
+USAGE = {"stream_options": {"include_usage": True}}
+STREAMS = [
+    ("/v1/completions", {"prompt": ["a", "b"], "logprobs": 2, "echo": True} | USAGE),
+    ("/v1/completions", {"prompt": "a", "stop": "look"}),
+    ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2} | USAGE),
+    ("/v1/chat/completions", CHAT | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+    ("/v1/chat/completions", {"messages": USER, "max_tokens": 2}),
+    (
+        "/v1/responses",
+        {"input": "a", "tools": [{"type": "function"} | WEATHER], "include": ["message.output_text.logprobs"]},
+    ),
+    ("/v1/responses", {"input": "a", "max_output_tokens": 2}),
+    (
+        "/v1/messages",
+        {
+            "model": "quire-tiny",
+            "messages": USER,
+            "max_tokens": 200,
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "tools": [{"name": "get_weather", "input_schema": WEATHER_SCHEMA}],
+        },
+    ),
+    ("/v1/messages", {"model": "quire-tiny", "messages": USER, "max_tokens": 2}),
+]
+
+
+def data_schema(operation):
+    """Of the events of a stream that are not [DONE]."""
+    data = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]["properties"]["data"]
+    described_data = data["anyOf"][1] if "anyOf" in data else data
+    assert described_data["contentMediaType"] == "application/json"
+    return described_data["contentSchema"]
+
+
+async def events_of_stream(client, path, body):
+    """The data of each event, without [DONE]."""
+    async with asyncio.timeout(60), client.stream("POST", path, json=body | {"stream": True}) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        lines = [line async for line in answer.aiter_lines()]
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    return [json.loads(each) for each in data if each != "[DONE]"]
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMS)
+async def test_each_event_of_a_stream_has_the_shape_that_the_document_says(gateway, client, document, path, body):
+    route, operation = described(gateway, document, "POST", path)
+    schema = data_schema(operation)
+    events = await events_of_stream(client, path, body)
+    assert len(events) > 2
+    for event in events:
+        check_shape(document, schema, route.events, event)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_every_kind_of_event_that_is_described_is_sent(client, document, path):
+    """Errors apart, which end a stream in its middle."""
+    described_types = set(data_schema(document["paths"][path]["post"])["discriminator"]["mapping"])
+    sent = [event for other, body in STREAMS if other == path for event in await events_of_stream(client, path, body)]
+    assert {event["type"] for event in sent} == described_types - {"error"}
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMS)
+async def test_an_error_in_a_stream_has_the_shape_that_the_document_says(gateway, client, document, rig, path, body):
+    rig.scheduler.rule, rig.scheduler.step_delay_s = counting_rule, 0.01
+    body = {each: value for each, value in body.items() if not each.startswith("max_")} | {"stream": True}
+    if path == "/v1/messages":
+        body["max_tokens"] = 500
+    async with asyncio.timeout(60), client.stream("POST", path, json=body) as answer:
+        lines = answer.aiter_lines()
+        await anext(lines)
+        for submit in rig.scheduler.submits[-2:]:
+            failure = {"code": code_pb2.INTERNAL, "reason": "STEP_REFUSED", "message": "it failed"}
+            rig.scheduler.fail(submit.handle, **failure)
+        rest = [line.removeprefix("data: ") async for line in lines if line.startswith("data: {")]
+    route, operation = described(gateway, document, "POST", path)
+    error = json.loads(rest[-1])
+    assert error["error"]["message"] == "it failed"
+    check_shape(document, data_schema(operation), route.events, error)
+
+
+async def test_every_success_in_json_has_a_shape(document):
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            content = operation["responses"].get("200", {}).get("content", {})
+            assert content.get("application/json", {"schema": {}}).get("schema") is not None, (method, path)

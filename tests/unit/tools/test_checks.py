@@ -1,11 +1,14 @@
-"""`make check` finds what is wrong with compose files, and fails where a tool that it needs is missing."""
+"""What `make check` runs finds what is wrong: compose files, clocks that modules read by themselves, files that were
+edited by hand. It fails where a tool that it needs is missing."""
 
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from tools import check_compose, check_kubernetes, lint_protos
+from tools import check_compose, check_kubernetes, generate_api_docs, generate_sync_client, lint_protos
+from tools.check_clocks import findings_in
 
 
 def test_a_compose_file_that_is_wrong_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -30,3 +33,35 @@ def test_without_what_it_needs_a_check_fails_and_says_how_to_get_it(
     for check in (lint_protos.main, lambda: check_compose.main([]), lambda: check_kubernetes.main([])):
         assert check() == 1
         assert "`make setup` installs" in capsys.readouterr().out
+
+
+SOURCE = """
+import datetime, os, time as t
+from quire import clock
+from secrets import token_hex
+def wait(clock=t.monotonic): ...
+key, now = os.urandom(8), datetime.datetime.now()
+clock.monotonic(), call.time.left_s(), self.timing.time.begin()
+"""
+
+
+def test_clocks_of_its_own_are_found_and_those_of_the_seam_allowed() -> None:
+    found = [each.what for each in findings_in(SOURCE, Path("module.py"))]
+    assert sorted(found) == ["datetime.datetime.now", "from secrets import token_hex", "os.urandom", "time.monotonic"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "target"),
+    [(generate_api_docs, "API_DOCS"), (generate_sync_client, "TARGET")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_check_refuses_what_was_edited_by_hand(
+    tool: ModuleType, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool.main(["--check"]) == 0
+    edited = tmp_path / "edited"
+    edited.write_text(getattr(tool, target).read_text(encoding="utf-8") + "edited by hand\n", encoding="utf-8")
+    monkeypatch.setattr(tool, target, edited)
+    capsys.readouterr()
+    assert tool.main(["--check"]) == 1
+    assert "run `" in capsys.readouterr().err
