@@ -12,9 +12,8 @@ from gateway.replicas.live import LiveRequest
 from quire.arrays import encode_int32
 from quire.rpc.errors import Internal
 from quire.scheduler.v1 import scheduler_pb2
-from tests.support.fake_scheduler import scripted
-from tests.support.gateway_process import collect, collected, error_of, stream_request
-from tests.support.rig import TOKENIZER, expected_ids
+from tests.support.gateway_process import collect, error_of, stream_request
+from tests.support.rig import expected_ids
 
 # What a scheduler may send that cannot be: a token after missing ones, and columns of different lengths.
 UNSOUND: dict[str, dict[str, Any]] = {
@@ -116,26 +115,3 @@ async def test_a_request_that_cannot_be_submitted_fails_alone(gateway, scheduler
     assert error.reason == "UNEXPECTED"
     assert stream.token_ids == expected_ids("other", 12)
     assert scheduler.connections == 1
-
-
-STORY = TOKENIZER.encode("Once there was a fox. The fox ran.", add_special_tokens=False).ids
-
-
-@pytest.mark.parametrize("fault", [None, "silent", "lost"])
-async def test_the_usage_of_what_a_stop_string_ended_is_the_schedulers_if_it_says_it(gateway, scheduler, fault):
-    scheduler.rule = scripted(STORY)
-    scheduler.answers_aborts = fault is None
-    responses = []
-    async with asyncio.timeout(30):
-        request = stream_request(max_tokens=200, stopping={"stop": ["fox. The"]})
-        async for response in gateway.generation.GenerateStream(request):
-            responses.append(response)
-            if response.WhichOneof("event") == "finished" and fault == "lost":
-                scheduler.break_streams()
-    usage = collected(responses).completed.usage
-    if fault is None:
-        assert (usage.queue_ms, usage.prefill_ms, usage.decode_ms) == (1, 2, 3)
-    else:
-        assert usage.queue_ms == 0
-        assert usage.prefill_ms > 0
-    assert len(scheduler.submits) == 1

@@ -167,18 +167,6 @@ def test_a_decode_changes_progress_and_a_full_block_a_table():
     assert changes.tables == [1, 2, 2]
 
 
-def test_a_worker_that_was_lost_makes_the_next_look_whole():
-    driver, seen = busy_driver(0), View()
-    driver.submit(make_request(1))
-    driver.run_steps(2)
-    seen.look(driver.scheduler)
-    driver.crash()
-    assert seen.look(driver.scheduler).changes is None
-    (picture,) = seen.picture().parts()
-    assert picture.is_whole
-    assert not picture.new
-
-
 def test_a_picture_of_a_large_pool_comes_in_parts_of_bounded_size_and_stays_as_it_was(monkeypatch):
     monkeypatch.setattr(view, "_MAX_ENTRIES", 40)
     monkeypatch.setattr(view, "_NAMES_AT_ONCE", 16)

@@ -69,18 +69,6 @@ async def test_what_piles_up_goes_out_as_one_message_in_order():
     assert decode_int32(message.token_ids, "token_ids").tolist() == [10, 20, 20, 40, 30, 60]
 
 
-async def test_take_waits_for_events_and_refusals_wake_it():
-    outbox = Outbox()
-    waiting = asyncio.create_task(outbox.take())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    outbox.put_refusal(Handle(9), ResourceExhausted("full", reason="QUEUE_FULL", retry_after_ms=70))
-    outgoing = await waiting
-    assert outgoing is not None
-    (failure,) = events_message(outgoing).events.failed
-    assert (failure.handle, failure.reason, failure.retry_after_ms) == (9, "QUEUE_FULL", 70)
-
-
 async def test_what_is_more_than_one_message_goes_out_in_several_and_in_order():
     outbox = Outbox()
     for step in range(1, 6):
