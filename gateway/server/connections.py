@@ -258,14 +258,17 @@ class HttpServer(uvicorn.Server):
         self._places = Places(settings.max_connections, on_refusal)
         self._bodies = bodies
         self._https = None if tls is None else HttpsFiles(tls)
-        host, port = settings.http_host, settings.http_port
-        check_bindable(TcpAddress(host, port), reuse_port=settings.reuse_port)
+        self._listener = self._bind(settings.http_host, settings.http_port, reuse_port=settings.reuse_port)
+        self.address = str(TcpAddress(*self._listener.getsockname()[:2]))
+
+    def _bind(self, host: str, port: int, *, reuse_port: bool) -> socket.socket:
+        check_bindable(TcpAddress(host, port), reuse_port=reuse_port)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=1024, reuse_port=settings.reuse_port)
+        listener = socket.create_server((host, port), family=family, backlog=1024, reuse_port=reuse_port)
         # Connections inherit it. Without it a client that confirms packets late waits 40 ms for each body of an answer;
         # uvloop sets it itself, and asyncio only for the sockets that it makes.
-        self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.address = str(TcpAddress(*self._listener.getsockname()[:2]))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
 
     async def run_until_stopped(self) -> None:
         await self.serve(sockets=[self._listener])

@@ -1,4 +1,4 @@
-"""The gateway in a world: the real application below its HTTP listener, for a model whose tokens are characters."""
+"""The gateway in a world: the real application, for a model whose tokens are characters."""
 
 import asyncio
 import functools
@@ -23,9 +23,10 @@ from gateway.request.constraint_checker import ConstraintChecker
 from gateway.request.served_model import ServedModel
 from gateway.settings import GatewaySettings
 from quire.compatibility import ModelFingerprint
+from tests.sim.world.http import SimHttpServer
 from tests.sim.world.traffic import EOS_TOKEN_ID, NUM_SPECIAL_TOKENS, TENANTS, VOCAB_SIZE, Tenant
 
-PORT = 50051
+PORT, HTTP_PORT = 50051, 8000
 _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 _ALPHABET = string.ascii_letters + string.digits
 
@@ -104,30 +105,13 @@ class _Trial:
         """There is no process."""
 
 
-class _NoHttpServer:
-    """In place of the HTTP server, which needs sockets."""
-
-    def __init__(self, *_: Any) -> None:
-        self.address = "nowhere:0"
-        self._stopping = asyncio.Event()
-
-    async def run_until_stopped(self) -> None:
-        await self._stopping.wait()
-
-    def stop(self) -> None:
-        self._stopping.set()
-
-    close = hand_over = stop
-
-
 @contextmanager
 def gateways_without_sockets() -> Iterator[None]:
-    """Inside the block, gateways start without an HTTP listener and without reading files of models."""
+    """Inside the block, gateways serve HTTP over their world's network, and read no files of models."""
     # Before `open` is another one.
     _served_model()
     with (
-        patch.object(app, "HttpServer", _NoHttpServer),
-        patch.object(app, "make_http_app", lambda *_, **__: None),
+        patch.object(app, "HttpServer", SimHttpServer),
         patch.object(ServedModel, "open", _open_model),
     ):
         yield
@@ -139,6 +123,8 @@ def settings_of(host: str, schedulers: tuple[str, ...], **values: Any) -> Gatewa
         model=str(_directory()),
         grpc_host=host,
         grpc_port=PORT,
+        http_host=host,
+        http_port=HTTP_PORT,
         schedulers=schedulers,
         keys_files=(_directory() / "keys.json",),
         log_level="error",

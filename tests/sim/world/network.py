@@ -135,7 +135,7 @@ class Pipe:
         self.source = source
         self.destination = destination
         self._network = network
-        self._name = name
+        self.name = name
         self._chance = network.world.generator(name)
         self._arrives_at = 0.0
         self._sent: deque[tuple[str, Callable[[], None]]] = deque()
@@ -174,7 +174,7 @@ class Pipe:
         what, action = self._sent.popleft()
         node = self.destination
         if not node.is_dead:
-            self._network.world.note(self._name, what)
+            self._network.world.note(self.name, what)
             node.loop.put(asyncio.Handle(action, (), node.loop, node.context))
 
     def _delay(self) -> float:

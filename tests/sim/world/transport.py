@@ -19,7 +19,7 @@ class SimTransport:
     """The transport of one process."""
 
     def __init__(self, network: Network, node: Node) -> None:
-        self._network, self._node = network, node
+        self.network, self.node = network, node
 
     @classmethod
     def install(cls, network: Network, node: Node) -> None:
@@ -27,7 +27,7 @@ class SimTransport:
         node.context.run(TRANSPORT.set, cls(network, node))
 
     def check_bindable(self, address: TcpAddress | UnixAddress, *, reuse_port: bool = False) -> None:
-        if self._network.resolve(self._node.host, str(address)) in self._network.listeners:
+        if self.network.resolve(self.node.host, str(address)) in self.network.listeners:
             raise AddressInUse(f"cannot listen on {address}: the port is in use")
 
     def channel(self, address: str, credentials: grpc.ChannelCredentials | None, options: Options) -> grpc.aio.Channel:
@@ -36,9 +36,9 @@ class SimTransport:
         values: dict[str, Any] = dict(options)
         addresses = address.removeprefix("ipv4:").split(",")
         if len(addresses) > 1:
-            return SimChannel(SpreadCore(self._network, self._node, addresses, values))
-        return SimChannel(ChannelCore(self._network, self._node, addresses[0], values))
+            return SimChannel(SpreadCore(self.network, self.node, addresses, values))
+        return SimChannel(ChannelCore(self.network, self.node, addresses[0], values))
 
     def server(self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Options) -> grpc.aio.Server:
         values: dict[str, Any] = dict(options)
-        return SimServer(self._network, self._node, interceptors, values)
+        return SimServer(self.network, self.node, interceptors, values)
