@@ -8,8 +8,19 @@ from random import Random
 from typing import Any, cast
 
 from tests.sim.world.cluster import MANY, Cluster, Layout, draw_layout, watched_schedulers
-from tests.sim.world.faults import Fault, Glitch, OtherModel, OtherPool, draw_faults, draw_other_model
+from tests.sim.world.faults import (
+    Cut,
+    Fault,
+    Glitch,
+    HalfOpen,
+    OtherModel,
+    OtherPool,
+    Reset,
+    draw_faults,
+    draw_other_model,
+)
 from tests.sim.world.gateways import gateways_without_sockets
+from tests.sim.world.http_calls import with_http
 from tests.sim.world.knobs import draw_low_limits, low_limits
 from tests.sim.world.oracles import Circumstances
 from tests.sim.world.traffic import MAX_OUTPUT, TENANT, Generate, Kind, Request, draw_requests, with_deadly
@@ -68,6 +79,7 @@ def draw_plan(seed: int) -> Plan:
     rare = Random(f"rare {seed}")
     if rare.random() < _RARE:
         requests = with_deadly(rare, requests)
+    requests = with_http(Random(f"http {seed}"), requests, layout.clients)
     if rare.random() < _RARE:
         other = draw_other_model(rare, layout.servers, over_s, layout.worker.fingerprint)
         faults = (*(faults if rare.random() < 0.5 else ()), other)
@@ -131,7 +143,13 @@ def _circumstances(plan: Plan) -> Circumstances:
         may_lose_model=bool(changes) and (plan.layout.num_replicas == 1 or len(plan.faults) > 1 or bool(deadly)),
         may_mix_models=bool(changes) and len(plan.faults) > 1,
         deadly={each.options.seed or 0: each.deadly_at or 0 for each in deadly},
+        may_cut=any(map(_may_cut, plan.faults)),
     )
+
+
+def _may_cut(fault: Fault) -> bool:
+    """Whether it may end connections between clients and gateways."""
+    return isinstance(fault, Cut | Reset | HalfOpen) or getattr(fault, "host", "").startswith("gateway")
 
 
 def _limit_s(plan: Plan) -> float:

@@ -11,8 +11,9 @@ from quire.client.retries import Resumption
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import NotFound, QuireError, from_rpc_error
 from tests.sim.world.gateways import character_of, key_of
+from tests.sim.world.http_calls import HttpClient, testimony_of
 from tests.sim.world.oracles import Circumstances, FalseAnswerError, Testimony, check_pin, check_tokens
-from tests.sim.world.traffic import TENANT, Generate, Pin, Request, Tokenize, Verb
+from tests.sim.world.traffic import TENANT, Generate, Mistake, Pin, Request, Tokenize, Verb
 from tests.sim.world.world import World
 
 
@@ -46,6 +47,7 @@ class Client:
 
     world: World
     addresses: str
+    http: HttpClient
     circumstances: Circumstances
     false_answers: list[FalseAnswerError]
     _clients: dict[str, AsyncClient] = field(default_factory=dict[str, AsyncClient])
@@ -75,6 +77,8 @@ class Client:
                 await self._pin(request)
             case Tokenize():
                 await self._tokenize(request)
+            case Mistake():
+                await self.http.err(request)
 
     def _client(self, tenant: str) -> AsyncClient:
         client = self._clients.get(tenant)
@@ -85,7 +89,7 @@ class Client:
         return client
 
     async def _generate(self, request: Generate, story: Story) -> None:
-        witness = story.witness = Testimony.of(request, self.circumstances.models)
+        witness = story.witness = testimony_of(request, self.circumstances.models)
         cancelling = taking = None
         if request.taken_over_after_s is not None:
             taking = asyncio.create_task(self._take_over(request, witness, request.taken_over_after_s))
@@ -93,7 +97,9 @@ class Client:
             cancelling = asyncio.create_task(self._cancel(request, request.cancels_after_s))
         try:
             async with asyncio.timeout(request.leaves_after_s):
-                if request.verb in (Verb.GENERATE, Verb.CHAT):
+                if request.front is not None:
+                    await self.http.ask(request, witness)
+                elif request.verb in (Verb.GENERATE, Verb.CHAT):
                     await self._whole(request, witness)
                 else:
                     await self._read(request, witness)

@@ -33,6 +33,7 @@ from tests.sim.world.clients import Client, Story
 from tests.sim.world.device import Devices, HashRunner, SimDeviceLoop, prepare
 from tests.sim.world.fairness import Shares
 from tests.sim.world.gateways import PORT, fingerprint_of, run_gateway, settings_of
+from tests.sim.world.http_calls import HttpClient
 from tests.sim.world.network import Network, Weather
 from tests.sim.world.oracles import Circumstances, FalseAnswerError
 from tests.sim.world.supervisor import Supervised
@@ -49,6 +50,8 @@ _WORKER_PORT, _SCHEDULER_PORT = 7001, 7002
 MANY = 1024
 """A limit of requests that no world reaches."""
 _STEP_TIMEOUT_S, _DRAIN_TIMEOUT_S = 5.0, 5.0
+_RELEASE_S = 2.0
+"""After its client has left a request runs no longer."""
 _Main = Callable[[Node], Coroutine[Any, Any, Any]]
 
 
@@ -225,7 +228,8 @@ class Cluster:
         await run_gateway(settings, lambda gateway: self.gateways.update({node.host: gateway}))
 
     async def _run_client(self, node: Node) -> None:
-        self._clients[node.host] = Client(self.world, self._addresses, self.circumstances, self.false_answers)
+        http = HttpClient(self.network, node, self.layout.gateways, self.circumstances)
+        self._clients[node.host] = Client(self.world, self._addresses, http, self.circumstances, self.false_answers)
         await asyncio.Event().wait()
 
     def ask(self, request: Request) -> None:
@@ -239,8 +243,18 @@ class Cluster:
         def over(_: object) -> None:
             self._num_over += 1
             self.check_concurrency()
+            if story.has_left and not self.circumstances.has_faults:
+                self.world.after(_RELEASE_S, lambda: self._check_released(request))
 
         task.add_done_callback(over)
+
+    def _check_released(self, request: Request) -> None:
+        """Notes where a request runs whose client has left."""
+        for host, gateway in self.gateways.items():
+            for live in gateway._ledger:
+                is_its = isinstance(request, Generate) and live.request.request_id == request.request_id
+                if is_its and not live.is_over and not live.request.durable:
+                    self.false_answers.append(FalseAnswerError(f"{host} runs {request}, whose client has left"))
 
     def check(self) -> None:
         """Raises FalseAnswerError where an answer says what it must not, a device misused a block, or a process has

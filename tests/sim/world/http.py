@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 from gateway.server.connections import HttpServer
@@ -101,10 +102,9 @@ class Socket(asyncio.Transport):
             count = min(len(self._waiting), self._room)
             if self._chance.random() < _SPLIT:
                 count = self._chance.randint(1, count)
-            part, peer = bytes(self._waiting[:count]), self.peer
+            self._pipe.send("bytes", partial(self.peer.arrive, bytes(self._waiting[:count])), count)
             del self._waiting[:count]
             self._room -= count
-            self._pipe.send("bytes", lambda: peer.arrive(part), count)
         if self._is_full and len(self._waiting) <= self._high_water // 4 and not self._is_over:
             self._is_full = False
             self._protocol.resume_writing()
@@ -127,8 +127,8 @@ class Socket(asyncio.Transport):
             part = self._unread.popleft()
             self._num_read += len(part)
             if self._num_read >= self._window // 4 and self.peer is not None:
-                num_bytes, peer, self._num_read = self._num_read, self.peer, 0
-                self._pipe.send("window", lambda: peer.give_room(num_bytes))
+                self._pipe.send("window", partial(self.peer.give_room, self._num_read))
+                self._num_read = 0
             self._protocol.data_received(part)
         if self._loss is not None and self._reads and not self._unread:
             self._end(None)

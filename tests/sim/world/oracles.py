@@ -204,14 +204,15 @@ class Testimony:
 
     def event(self, event: StreamEvent) -> None:
         """The next event of a stream."""
-        self._demand(lambda witness: witness.event(event))
+        self.demand(lambda witness: witness.event(event))
         self.last.is_complete |= isinstance(event, RequestCompleted)
 
     def generation(self, answer: Generation) -> None:
         """A whole answer."""
-        self._demand(lambda witness: witness.generation(answer))
+        self.demand(lambda witness: witness.generation(answer))
 
-    def _demand(self, check: Callable[[Witness], None]) -> None:
+    def demand(self, check: Callable[[Any], None]) -> None:
+        """Checks what has come by each model that may have said it."""
         errors: list[FalseAnswerError] = []
         believed: list[Witness] = []
         for witness in self.witnesses:
@@ -253,6 +254,7 @@ class Circumstances:
         may_lose_model: Whether at some time no replica may have the model that a request began with.
         may_mix_models: Whether a client may have to go on from the tokens that it holds where another model is by then.
         deadly: The position of a token whose computation kills a worker, by the seed of its request.
+        may_cut: Whether a connection between a client and a gateway may end before its time.
     """
 
     block_sizes: tuple[int, ...]
@@ -265,6 +267,7 @@ class Circumstances:
     may_lose_model: bool = False
     may_mix_models: bool = False
     deadly: Mapping[int, int] = field(default_factory=dict[int, int])
+    may_cut: bool = False
 
     def check_refusal(self, request: Request, error: QuireError, witness: Witness | None = None) -> None:
         """A call fails only by what its client wants, by the limits of its key, or by what breaks. Full queues refuse

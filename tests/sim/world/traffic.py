@@ -71,6 +71,15 @@ class Verb(Enum):
         return self in (Verb.DURABLE, Verb.DURABLE_CHAT)
 
 
+class Front(Enum):
+    """An API over HTTP, by its path."""
+
+    COMPLETIONS = "/v1/completions"
+    CHAT = "/v1/chat/completions"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
+
+
 @dataclass(frozen=True, slots=True)
 class Generate:
     """A request for tokens at a time, in seconds since the world's beginning.
@@ -84,6 +93,7 @@ class Generate:
         pause_s: How long its client takes for each event.
         taken_over_after_s: When another call resumes the stream, which is durable, from where its client is by then.
         deadly_at: The position of a token whose computation kills the worker, where it has one.
+        front: The API by which it goes over HTTP, as a stream or not; None where it does not.
     """
 
     number: int
@@ -100,6 +110,7 @@ class Generate:
     pause_s: float = 0.0
     taken_over_after_s: float | None = None
     deadly_at: int | None = None
+    front: Front | None = None
 
     @property
     def request_id(self) -> str:
@@ -139,7 +150,19 @@ class Tokenize:
     prompt: tuple[int, ...]
 
 
-Request = Generate | Pin | Tokenize
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """A call over HTTP that is to be refused."""
+
+    number: int
+    at: float
+    client: str
+    tenant: str
+    front: Front
+    what: str
+
+
+Request = Generate | Pin | Tokenize | Mistake
 
 
 @dataclass(frozen=True, slots=True)
