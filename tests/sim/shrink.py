@@ -23,7 +23,7 @@ _MAX_LINES = 80
 _MAX_SHOWN = 4
 _LOGGERS = ("gateway", "scheduler_svc", "worker_svc")
 _DULL = frozenset({"turn", "job"})
-_DULL_MESSAGES = ("message", "credit", "metadata", "hello", "welcome", "half close")
+_DULL_MESSAGES = ("message", "credit", "metadata", "hello", "welcome", "half close", "bytes", "window")
 
 
 class WorldFailedError(AssertionError):

@@ -6,6 +6,7 @@ the last event has the whole response.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from gateway.api.answer_blocks import Block, BlockEvent, BlockKind, Blocks, Step, blocks_of, output_of
@@ -15,6 +16,7 @@ from gateway.api.responses.read import ResponseBody
 from gateway.replicas.events import Chunk, Finished, FinishReason, PositionLogprobs, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Result
+from gateway.text.formats.output import Output
 from gateway.text.tokenizer import TokenTexts
 from gateway.types import ChatMessage
 from quire import clock
@@ -75,6 +77,8 @@ class ResponseShaper:
         self._blocks = Blocks()
         self._reason = FinishReason.STOP
         self._num_events = 0
+        # Of tokens that have no text: they go out with the next one that has, or at the end.
+        self._untold: list[Iterable[PositionLogprobs]] = []
 
     def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
         (((sequence,), usage),) = results
@@ -89,13 +93,19 @@ class ResponseShaper:
     def event(self, position: int, event: Chunk | Finished) -> Iterable[Mapping[str, Any]]:
         match event:
             case Chunk():
-                for each in self._blocks.push(output_of(event)):
+                output = output_of(event)
+                if self._body.shows_logprobs and output == Output():
+                    self._untold.append(event.logprobs)
+                for each in self._blocks.push(output):
                     yield from self._block_event(each, event.logprobs)
             case Finished():
                 self._reason = event.reason
                 if not self._blocks.all:
                     for each in self._blocks.begin(BlockKind.TEXT):
                         yield from self._block_event(each)
+                last = self._blocks.all[-1]
+                if self._untold and last.kind is BlockKind.TEXT:
+                    yield from self._block_event((Step.ADD, last, ""))
                 for each in self._blocks.end():
                     yield from self._block_event(each)
 
@@ -125,7 +135,8 @@ class ResponseShaper:
                 if kind is not BlockKind.TOOL_CALL:
                     yield self._event("response.content_part.added", **in_part, part=self._part(block))
             case Step.ADD, BlockKind.TEXT:
-                shown = self._logprobs(logprobs) if self._body.shows_logprobs else []
+                untold, self._untold = self._untold, []
+                shown = self._logprobs(chain(*untold, logprobs)) if self._body.shows_logprobs else []
                 yield self._event("response.output_text.delta", **in_part, delta=text, logprobs=shown)
             case Step.ADD, BlockKind.REASONING:
                 yield self._event("response.reasoning_text.delta", **in_part, delta=text)

@@ -139,7 +139,9 @@ class Pipe:
         self._chance = network.world.generator(name)
         self._arrives_at = 0.0
         self._sent: deque[tuple[str, Callable[[], None]]] = deque()
+        """What has not arrived, in its order: what waited for a way to open is overtaken by nothing."""
         self._num_held = 0
+        """How much of it would have arrived, were the way open."""
         self.is_silent = False
         """Nothing that is sent arrives any more."""
         network.add_pipe(self)
@@ -152,20 +154,23 @@ class Pipe:
 
     def deliver(self, what: str, action: Callable[[], None], size: int = 0) -> None:
         """The same for what the kernel sends."""
-        world = self._network.world
         self._sent.append((what, action))
-        self._arrives_at = max(self._arrives_at, world.now + self._delay()) + size / self._network.weather.bytes_per_s
-        world.at(self._arrives_at, self._arrive)
+        self._carry(size)
 
     def flush(self) -> None:
-        """The way is open again. What was held comes before what is underway, as TCP keeps the order."""
+        """The way is open again."""
         num_held, self._num_held = self._num_held, 0
         for _ in range(num_held):
-            self._arrives_at = max(self._arrives_at, self._network.world.now + self._delay())
-            self._network.world.at(self._arrives_at, self._arrive)
+            self._carry(0)
+
+    def _carry(self, size: int) -> None:
+        world, weather = self._network.world, self._network.weather
+        local = self.source.host == self.destination.host
+        delay = weather.min_delay_s if local else self._chance.uniform(weather.min_delay_s, weather.max_delay_s)
+        self._arrives_at = max(self._arrives_at, world.now + delay) + size / weather.bytes_per_s
+        world.at(self._arrives_at, self._arrive)
 
     def _arrive(self) -> None:
-        """There is time for one more message to arrive: the oldest one that did not yet."""
         if self.is_silent:
             return
         if self._num_held or not self._network.is_open(self.source.host, self.destination.host):
@@ -176,11 +181,6 @@ class Pipe:
         if not node.is_dead:
             self._network.world.note(self.name, what)
             node.loop.put(asyncio.Handle(action, (), node.loop, node.context))
-
-    def _delay(self) -> float:
-        weather = self._network.weather
-        local = self.source.host == self.destination.host
-        return weather.min_delay_s if local else self._chance.uniform(weather.min_delay_s, weather.max_delay_s)
 
 
 class Connection:
