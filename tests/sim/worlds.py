@@ -36,6 +36,8 @@ _DEADLY_S = 200.0
 """Until each of two replicas has found out which request kills its worker, between which it moves."""
 _RARE = 0.1
 """The share of worlds with a deadly request, and of those with another model."""
+_RANKED = 0.2
+"""The share of worlds whose workers have two ranks."""
 _KEPT_S = 130.0
 """Durable requests are kept for a minute without a reader, and once more after their end; pins are no longer."""
 
@@ -71,7 +73,8 @@ def draw_plan(seed: int) -> Plan:
     """The plan of a seed. Its generator is not the one that the world itself draws from."""
     draw = Random(f"plan {seed}")
     kind = draw.choice((*Kind, Kind.MIXED, Kind.TIGHT, Kind.RESTARTS))
-    layout, over_s = draw_layout(draw, kind), draw.choice((0.05, 0.3, 0.3) if kind is Kind.TIGHT else (0.3, 3.0, 10.0))
+    layout = _with_ranks(Random(f"ranks {seed}"), draw_layout(draw, kind))
+    over_s = draw.choice((0.05, 0.3, 0.3) if kind is Kind.TIGHT else (0.3, 3.0, 10.0))
     pool_tokens = layout.worker.num_blocks * layout.worker.block_size
     requests = draw_requests(draw, kind, layout.clients, pool_tokens, over_s)
     faults = draw_faults(draw, kind, layout.hosts, [each.at for each in requests], over_s, layout.worker)
@@ -90,6 +93,11 @@ def draw_plan(seed: int) -> Plan:
         tuple(replace(cast(Any, each), at=_START_S + each.at) for each in faults),
         draw_low_limits(draw),
     )
+
+
+def _with_ranks(draw: Random, layout: Layout) -> Layout:
+    """Some workers have two ranks."""
+    return replace(layout, worker=replace(layout.worker, world_size=1 + (draw.random() < _RANKED)))
 
 
 def run_world(plan: Plan, on_world: Callable[[World], object] = lambda _: None) -> Outcome:

@@ -30,12 +30,13 @@ from scheduler_svc.service.app import serve
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.settings import SchedulerSettings
 from tests.sim.world.clients import Client, Story
-from tests.sim.world.device import Devices, HashRunner, SimDeviceLoop, prepare
+from tests.sim.world.device import Devices, HashRunner, RankWorker, SimDeviceLoop, prepare
 from tests.sim.world.fairness import Shares
 from tests.sim.world.gateways import PORT, fingerprint_of, run_gateway, settings_of
 from tests.sim.world.http_calls import HttpClient
 from tests.sim.world.network import Network, Weather
 from tests.sim.world.oracles import Circumstances, FalseAnswerError
+from tests.sim.world.ranks import Group, Rendezvous, rank_hosts, worker_of
 from tests.sim.world.supervisor import Supervised
 from tests.sim.world.traffic import LONGEST, MAX_MODEL_LEN, TENANTS, VOCAB_SIZE, Generate, Kind, Request
 from tests.sim.world.transport import SimTransport
@@ -70,7 +71,7 @@ class Layout:
     """Which hosts there are, and what runs on them.
 
     Attributes:
-        worker: Of each replica.
+        worker: Of each replica; its `world_size` says how many ranks there are, each on a host of its own.
         settings: Of the scheduler of each replica, but for its addresses.
         slowness: How many times longer than usual steps take, so that more happens while requests run.
     """
@@ -86,7 +87,17 @@ class Layout:
 
     @property
     def replicas(self) -> list[str]:
-        return [f"{kind}-{number}" for number in range(self.num_replicas) for kind in ("worker", "scheduler")]
+        numbers = range(self.num_replicas)
+        return [host for number in numbers for host in (*self.ranks(f"worker-{number}"), f"scheduler-{number}")]
+
+    def ranks(self, worker: str) -> list[str]:
+        """The hosts of a worker."""
+        return rank_hosts(worker, self.worker.world_size)
+
+    def workers_of(self, scheduler: str) -> tuple[str, ...]:
+        """The addresses of the worker of a scheduler."""
+        hosts = self.ranks(scheduler.replace("scheduler", "worker"))
+        return tuple(f"{host}:{_WORKER_PORT}" for host in hosts)
 
     @property
     def gateways(self) -> list[str]:
@@ -142,7 +153,9 @@ class Cluster:
             self.layout.gateway.failover_delay,
             patience_s=3.0 + 100 * self.layout.weather.max_delay_s,
         )
-        self._workers = {host: self.layout.worker for host in self.layout.replicas if host.startswith("worker")}
+        workers = [f"worker-{number}" for number in range(self.layout.num_replicas)]
+        self._workers = dict.fromkeys(workers, self.layout.worker)
+        self._rendezvous = {host: Rendezvous(self.network, self.layout.worker.world_size) for host in workers}
         addresses: list[str] = []
         for number, host in enumerate(self.layout.gateways):
             # Clients look names up in the system's own way, and addresses not.
@@ -173,7 +186,7 @@ class Cluster:
 
     def change_worker(self, host: str, change: Callable[[FakeWorkerConfig], FakeWorkerConfig]) -> None:
         """The worker of a host is another one from its next start on."""
-        self._workers[host] = change(self._workers[host])
+        self._workers[worker_of(host)] = change(self._workers[worker_of(host)])
 
     def start_rival(self, host: str, older_s: float) -> None:
         """A scheduler with the worker of this one, which started so many seconds before it by its clock. It ends by
@@ -182,7 +195,7 @@ class Cluster:
         self._rivals.append(node)
         self.world.set_back(node.host, (node.unix_ns() - self._started_ns[host]) / 1e9 + older_s)
         SimTransport.install(self.network, node)
-        listen, workers = f"{node.host}:{_SCHEDULER_PORT}", (f"{host.replace('scheduler', 'worker')}:{_WORKER_PORT}",)
+        listen, workers = f"{node.host}:{_SCHEDULER_PORT}", self.layout.workers_of(host)
         task = node.start(lambda: serve(replace(self.layout.settings, listen=listen, workers=workers)))
 
         def ended(_: object) -> None:
@@ -194,31 +207,45 @@ class Cluster:
         node.on_end.append(lambda: self._forget(node.host))
 
     async def _run_worker(self, node: Node) -> None:
-        config = self._workers[node.host]
+        server = await start_server(servicer := WorkerServicer(WorkerMetrics()), f"{node.host}:{_WORKER_PORT}")
+        name, group = worker_of(node.host), None
+        try:
+            rank = self.layout.ranks(name).index(node.host)
+            if self.layout.worker.world_size > 1:
+                group = await self._rendezvous[name].meet(rank, node)
+            worker = self._make_worker(node, rank, group)
+            servicer.open(worker)
+            server.set_serving(True)
+            guard = end_when_hung(worker.busy_ms, _STEP_TIMEOUT_S, leave=lambda _: node.kill())
+            if group is None:
+                await guard
+            else:
+                watch = asyncio.create_task(group.watch(node, self._rendezvous[name].has))
+                await asyncio.wait([watch, asyncio.create_task(guard)], return_when=asyncio.FIRST_COMPLETED)
+                self.hosts[node.host].leave()
+        finally:
+            await server.stop(grace_s=1.0)
+
+    def _make_worker(self, node: Node, rank: int, group: Group | None) -> Worker:
+        config = replace(self._workers[worker_of(node.host)], rank=rank, generation=group and group.generation)
         runner = HashRunner(
             config.num_blocks,
             config.block_size,
             config.vocab_size,
             num_host_blocks=config.num_host_blocks,
             names=self.names,
+            rank=rank,
+            group=group,
         )
         runner.model, runner.deadly = int(config.fingerprint.weights), self.circumstances.deadly
         self.runners[node.name] = runner
-        servicer = WorkerServicer(WorkerMetrics())
         loop = SimDeviceLoop(node, runner, self.devices)
-        worker = Worker(config.info(), runner, loop, prepare=lambda sent: prepare(node, sent))
+        worker = RankWorker(config.info(), runner, loop, lambda sent: prepare(node, sent))
         worker._sessions = CheckedSessions(node, worker.info.worker_generation, worker.info.limits.max_steps_in_flight)
-        servicer.open(worker)
-        server = await start_server(servicer, f"{node.host}:{_WORKER_PORT}")
-        server.set_serving(True)
-        try:
-            await end_when_hung(worker.busy_ms, _STEP_TIMEOUT_S, leave=lambda _: node.kill())
-        finally:
-            await server.stop(grace_s=1.0)
+        return worker
 
     async def _run_scheduler(self, node: Node) -> None:
-        worker = node.host.replace("scheduler", "worker")
-        listen, workers = f"{node.host}:{_SCHEDULER_PORT}", (f"{worker}:{_WORKER_PORT}",)
+        listen, workers = f"{node.host}:{_SCHEDULER_PORT}", self.layout.workers_of(node.host)
         await serve(replace(self.layout.settings, listen=listen, workers=workers))
 
     async def _run_gateway(self, node: Node) -> None:

@@ -8,27 +8,35 @@ import functools
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from quire import clock
 from quire.common.v1 import common_pb2
 from tests.sim.world.model import Draw, candidates, line_of, mixed, mixed_prefixes, next_token
+from tests.sim.world.ranks import Group, Place, worker_of
+from tests.sim.world.traffic import NUM_SPECIAL_TOKENS
 from tests.sim.world.watch import CheckedSeals, Names
 from tests.sim.world.world import KilledError, Node, World
 from tests.support.fake_pool import BlockError, FakePool, Prefixes
 from tests.support.fake_runner import FakeRunner, FakeStep
 from tests.support.logprobs import Line, columns_of
-from worker_svc.device.device_loop import DeviceLoop, JobThread, RunningStep
+from worker_svc.device.device_loop import DeviceLoop, JobThread, RunningStep, _CallJob, _StepJob
+from worker_svc.protocol.stream import Worker
 from worker_svc.step import (
     AdmittedStep,
     Batch,
     PromptLogprobs,
     RowCandidates,
+    SealedBlocks,
     StepOutput,
     StepTimings,
     TokenLogprobs,
+    WorkerInfo,
 )
+
+T = TypeVar("T")
 
 _NOT_FINITE = -1
 """In a slot: a number that is none. Hashes are never below 0."""
@@ -68,28 +76,52 @@ class HashRunner(FakeRunner):
     is_asynchronous = True
 
     def __init__(
-        self, num_blocks: int, block_size: int, vocab_size: int, *, num_host_blocks: int, names: Names
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        *,
+        num_host_blocks: int,
+        names: Names,
+        rank: int = 0,
+        group: Group | None = None,
     ) -> None:
         super().__init__(num_blocks, block_size, vocab_size, num_host_blocks=num_host_blocks)
         self._seals = self._checked_seals = CheckedSeals(num_blocks, names)
         self._pool = self._readable = _ReadablePool(num_blocks, num_host_blocks, block_size)
         self.on_block_error: Callable[[BlockError], object] = lambda _: None
-        self.takes_glitch: Callable[[], bool] = lambda: False
-        """Whether what the next step computes for one row is not finite."""
+        self.takes_glitch: Callable[[Place], bool] = lambda _: False
+        """Whether what this step computes for one row is not finite."""
+        self.takes_deviation: Callable[[], bool] = lambda: False
+        """Whether this rank draws another token than the others."""
         self.num_spoiled = 0
         self.model = 0
         self.deadly: Mapping[int, int] = {}
         """Which token of a sequence cannot be computed without dying, by its seed."""
         self.on_deadly = lambda: None
+        self.rank, self.group = rank, group
+        self._place = (0, 0)
 
     def launch(self, admitted: AdmittedStep, queue_us: int = 0) -> FakeStep:
+        self._place = admitted.step.scheduler_epoch, admitted.step.step_id
+        if self.group is not None:
+            self.group.agree(self.rank, self._place)
         done = super().launch(admitted, queue_us)
         try:
             self._checked_seals.check(self._readable.slots)
         except BlockError as error:
             self.on_block_error(error)
             raise
+        if self.group is not None:
+            self.group.compare(self._place, self._told(admitted.step.batch, done.output))
         return done
+
+    def _told(self, batch: Batch, output: StepOutput) -> object:
+        """What all ranks must have in common: where rows read and write, what is there, and what they draw."""
+        tables = [(row, tuple(self._rows[row].blocks)) for row in batch.rows.tolist()]
+        ends = batch.ends.tolist()
+        read = [self._readable.read(blocks, end).tobytes() for (_, blocks), end in zip(tables, ends, strict=True)]
+        return tables, read, output.token_ids.tolist()
 
     def _compute(self, batch: Batch) -> None:
         computed = (column.tolist() for column in (batch.rows, batch.num_computed_tokens, batch.ends))
@@ -103,8 +135,9 @@ class HashRunner(FakeRunner):
             # A scheduler that tries again would hide it.
             self.on_block_error(error)
             raise
-        if len(batch.rows) and self.takes_glitch():
-            self.num_spoiled += 1
+        if len(batch.rows) and self.takes_glitch(self._place):
+            # Of several ranks each has a part of the row.
+            self.num_spoiled += self.rank == 0
             row, start, end = (int(column[0]) for column in (batch.rows, batch.num_computed_tokens, batch.ends))
             self._readable.spoil(self._rows[row].blocks, start, end)
 
@@ -136,7 +169,11 @@ class HashRunner(FakeRunner):
                 continue
             pattern = "" if sampling.constraint is None else sampling.constraint.message.regex
             draw = Draw(sampling.parameters.temperature, sampling.parameters.top_k, sampling.seed, pattern)
-            token_ids[place] = token_id = next_token(mix, draw, end)
+            token_id = next_token(mix, draw, end)
+            if self.group is not None and self.takes_deviation():
+                self.group.deviated.add(self._place[0])
+                token_id = NUM_SPECIAL_TOKENS + (token_id + 1) % (self._vocab_size - NUM_SPECIAL_TOKENS)
+            token_ids[place] = token_id
             state.prefixes.append(token_id)
             if sampling.logprobs is not None:
                 lines[place] = line_of(mix, token_id, sampling.logprobs)
@@ -178,26 +215,46 @@ class Devices:
         self._world = world
         self._hang_until: dict[str, float] = {}
         self._glitches: Counter[str] = Counter()
+        self._spoiled: dict[str, Place] = {}
+        self._deviations: Counter[str] = Counter()
 
     def hang(self, host: str, seconds: float) -> None:
         """Steps that begin within these seconds end after them; restarts of the process do not help."""
         self._world.note("hang", host)
-        self._hang_until[host] = max(self._hang_until.get(host, 0.0), self._world.now + seconds)
+        # No rank goes on without the others.
+        worker = worker_of(host)
+        self._hang_until[worker] = max(self._hang_until.get(worker, 0.0), self._world.now + seconds)
 
     def glitch(self, host: str) -> None:
         """One row of a step to come gets numbers that are none."""
         self._world.note("glitch", host)
-        self._glitches[host] += 1
+        self._glitches[worker_of(host)] += 1
 
-    def take_glitch(self, host: str) -> bool:
-        """Whether the step that runs now is such a one."""
-        has_one = self._glitches[host] > 0
-        self._glitches[host] -= has_one
+    def take_glitch(self, host: str, place: Place) -> bool:
+        """Whether the step that runs now is such a one, for all ranks of the worker."""
+        worker = worker_of(host)
+        if self._spoiled.get(worker) == place:
+            return True
+        has_one = self._glitches[worker] > 0
+        if has_one:
+            self._glitches[worker] -= 1
+            self._spoiled[worker] = place
+        return has_one
+
+    def deviate(self, host: str) -> None:
+        """A rank draws a token that is not what the other ranks draw."""
+        self._world.note("deviate", host)
+        self._deviations[host] += 1
+
+    def take_deviation(self, host: str) -> bool:
+        """Whether the rank of this host draws such a token now."""
+        has_one = self._deviations[host] > 0
+        self._deviations[host] -= has_one
         return has_one
 
     def wait_s(self, host: str) -> float:
         """How much longer than usual a step takes that begins now."""
-        return max(self._hang_until.get(host, 0.0) - self._world.now, 0.0)
+        return max(self._hang_until.get(worker_of(host), 0.0) - self._world.now, 0.0)
 
 
 class _SimThread(JobThread[Any]):
@@ -240,5 +297,47 @@ class SimDeviceLoop(DeviceLoop):
     def __init__(self, node: Node, runner: HashRunner, devices: Devices) -> None:
         super().__init__(leave=lambda _: node.kill(), thread=functools.partial(_SimThread, node, devices))
         runner.on_block_error, runner.on_deadly = node.fail, node.kill
-        runner.takes_glitch = lambda: devices.take_glitch(node.host)
+        runner.takes_glitch = lambda place: devices.take_glitch(node.host, place)
+        runner.takes_deviation = lambda: devices.take_deviation(node.host)
+        self.attaching = 0
+        """The epoch whose scheduler asks for an inventory now."""
+        self._hash_runner = runner
+        self._epochs: dict[Future[Any], int] = {}
         self.use(runner)
+
+    def call(self, function: Callable[[], T]) -> "Future[T]":
+        future = super().call(function)
+        self._epochs[future] = self.attaching
+        return future
+
+    def _take(self, job: _StepJob | _CallJob[Any]) -> "Future[None] | None":
+        """A thread of a rank waits for the others, before each step and each inventory."""
+        group, place = self._hash_runner.group, None
+        if isinstance(job, _StepJob):
+            if group is not None and not job.lane.has_failed:
+                self._started_at.setdefault(id(job), clock.monotonic())
+                place = job.admitted.step.scheduler_epoch, job.admitted.step.step_id
+        elif not self._started_at and not job.future.cancelled():
+            place = self._epochs[job.future], 0
+        waits = None if group is None or place is None else group.arrive(self._hash_runner.rank, place)
+        return super()._take(job) if waits is None else waits
+
+
+class RankWorker(Worker):
+    """A worker whose ranks agree on an epoch in the world's way."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        runner: HashRunner,
+        loop: SimDeviceLoop,
+        prepare: Callable[[bytes], "Future[None] | None"],
+    ) -> None:
+        group = runner.group
+        agree = (lambda *_: None) if group is None else lambda *place: group.agree(info.rank, place)
+        super().__init__(info, runner, loop, agree, prepare)
+        self._sim_loop = loop
+
+    async def sealed_blocks(self, epoch: int, ranks_timeout_s: float = 3.0) -> SealedBlocks:
+        self._sim_loop.attaching = epoch
+        return await super().sealed_blocks(epoch, ranks_timeout_s)

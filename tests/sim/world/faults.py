@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol, cast
 from quire.compatibility import ModelFingerprint
 from tests.sim.world.device import Devices
 from tests.sim.world.network import Connection, Network
+from tests.sim.world.ranks import rank_hosts
 from tests.sim.world.supervisor import Supervised
 from tests.sim.world.traffic import Kind
 from tests.sim.world.world import Node, World
@@ -301,6 +302,21 @@ class Glitch:
 
 
 @dataclass(frozen=True, slots=True)
+class Deviate:
+    """A rank draws another token than the other ranks: the step is void, and no answer may show it."""
+
+    at: float
+    host: str
+
+    @property
+    def seconds(self) -> float:
+        return RESTART_S
+
+    def begin(self, target: Target) -> None:
+        target.devices.deviate(self.host)
+
+
+@dataclass(frozen=True, slots=True)
 class OtherPool:
     """A worker dies and comes back with a pool of another size, and perhaps with blocks of another one."""
 
@@ -379,7 +395,9 @@ _WEIGHTS = {
     "glitch": 2,
     "rival": 1,
     "other pool": 2,
+    "rank": 4,
 }
+_NAMES = tuple(name for name in _WEIGHTS if name != "rank")
 _OF_KIND: Mapping[Kind, Sequence[str]] = {
     Kind.TIGHT: ("kill", "kill at", "pause", "cut", "reset", "other pool", "glitch"),
     Kind.NETWORK: ("pause", "cut", "cut both", "half open", "reset"),
@@ -393,7 +411,9 @@ def draw_faults(
 ) -> tuple[Fault, ...]:
     """Faults that begin within so many seconds, or soon after requests: these come at `times`. A part of what can break
     does not in a world, so that the rest comes together more often; some of it comes several times in a row."""
-    names = [name for name in _OF_KIND.get(kind, _WEIGHTS) if draw.random() < 0.6] or ["reset"]
+    names = [name for name in _OF_KIND.get(kind, _NAMES) if draw.random() < 0.6] or ["reset"]
+    if worker.world_size > 1:
+        names += ["rank"] * 2
     count = {Kind.CALM: 0, Kind.TIGHT: draw.randrange(5), Kind.NETWORK: draw.randint(2, 8)}.get(kind)
     faults: list[Fault] = []
     for _ in range(draw.randrange(7) if count is None else count):
@@ -458,6 +478,22 @@ def _draw_fault(draw: Random, name: str, hosts: Sequence[str], at: float, worker
             return [Rival(at, draw.choice(schedulers), draw.choice((0.02, 0.5, 3600.0)))]
         case "glitch":
             return [Glitch(at, draw.choice(workers))]
+        case "rank":
+            # To one rank what does not happen to the other.
+            replica = draw.choice(schedulers).rpartition("-")[2]
+            worker_hosts = rank_hosts(f"worker-{replica}", worker.world_size)
+            rank, peer = draw.sample(worker_hosts, 2)
+            return [
+                draw.choice(
+                    (
+                        Kill(at, rank),
+                        KillAt(at, f"scheduler-{replica}", "scheduler.step.between_ranks", draw.randint(1, 20)),
+                        Pause(at, rank, draw.uniform(0.01, draw.choice((2, 15)))),
+                        Cut(at, rank, draw.choice((peer, f"scheduler-{replica}")), True, draw.uniform(0.01, 15)),
+                        Deviate(at, rank),
+                    )
+                )
+            ]
         case "other pool":
             # What fitted fits still.
             size = draw.choice((worker.block_size, 2, 4, 16))

@@ -51,6 +51,11 @@ class Supervised:
             node.loop.put(asyncio.Handle(self._task.cancel, (), node.loop, node.context))
             self._world.after(_GRACE_S, node.kill)
 
+    def leave(self) -> None:
+        """The process ends, and is not at fault: it has lost another one without which it cannot go on."""
+        self._has_died = False
+        self.node.kill()
+
     def power_off(self, seconds: float) -> None:
         """The machine is gone for a while, without a word to anybody."""
         self._network.power_off(self.host)

@@ -1,0 +1,147 @@
+"""The ranks of a worker in a world: their rendezvous, what they agree on before each step, and how each learns that
+another one ended. In the place of `worker_svc.parallel`, which needs sockets and torch; `agree` follows its rules."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from quire import clock
+from tests.sim.world.network import Network
+from tests.sim.world.world import Node
+from worker_svc.step import SupersededError
+
+Place = tuple[int, int]
+"""An epoch, and a step of it; step 0 is the beginning of the epoch."""
+_HEARTBEAT_S, _SILENCE_S = 0.25, 10.0
+_EXCHANGE_S = 0.000_1
+
+
+def rank_hosts(worker: str, num_ranks: int) -> list[str]:
+    """The hosts of a worker's ranks, in order; the first one has the worker's own name."""
+    return [worker, *(f"{worker}-{rank}" for rank in range(1, num_ranks))]
+
+
+def worker_of(host: str) -> str:
+    """The worker that this host has a rank of."""
+    return "-".join(host.split("-")[:2])
+
+
+class Group:
+    """Ranks that have found each other. Any of them ends with the first that ends, and a new group is formed.
+
+    Attributes:
+        generation: Of the worker that they are.
+        deviated: The epochs in which a rank was made to draw something else than the others.
+    """
+
+    def __init__(self, network: Network, nodes: Mapping[int, Node], generation: int) -> None:
+        self.generation = generation
+        self.deviated: set[int] = set()
+        self._network = network
+        self._nodes = dict(nodes)
+        self._waiting: dict[int, tuple[Place, Future[None]]] = {}
+        self._verdicts: dict[int, tuple[Place, bool]] = {}
+        self._told: dict[Place, object] = {}
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._nodes.values()
+
+    def is_heard(self, node: Node, other: Node) -> bool:
+        """Whether messages go both ways."""
+        is_open = self._network.is_open(node.host, other.host) and self._network.is_open(other.host, node.host)
+        return is_open and not other.is_dead and not other.is_stopped
+
+    async def watch(self, node: Node, is_current: Callable[[Node], bool]) -> None:
+        """Returns when the process cannot go on, as another rank has ended, was started again or is silent."""
+        others = [other for other in self._nodes.values() if other is not node]
+        ended = asyncio.Event()
+        for other in others:
+            other.on_end.append(lambda other=other: self._hang_up(other, node, ended))
+        heard_at = dict.fromkeys(others, clock.monotonic())
+        while not ended.is_set() and all(map(is_current, others)):
+            for other in others:
+                if self.is_heard(node, other):
+                    heard_at[other] = clock.monotonic()
+                elif clock.monotonic() - heard_at[other] > _SILENCE_S:
+                    return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), _HEARTBEAT_S)
+
+    def _hang_up(self, other: Node, node: Node, ended: asyncio.Event) -> None:
+        """The kernel closes a connection between ranks, unless the machine has no power."""
+        if not node.is_dead and self._network.is_open(other.host, node.host):
+            node.loop.put(asyncio.Handle(ended.set, (), node.loop, node.context))
+
+    def arrive(self, rank: int, place: Place) -> "Future[None] | None":
+        """A rank is about to do something. What it waits for; None once it knows whether all ranks do the same."""
+        if self._verdicts.get(rank, (None,))[0] == place:
+            return None
+        self._waiting[rank] = place, Future()
+        wait = self._waiting[rank][1]
+        self._compare()
+        return wait
+
+    def _compare(self) -> None:
+        if len(self._waiting) < len(self._nodes):
+            return
+        nodes = list(self._nodes.values())
+        if not all(self._network.is_open(one.host, other.host) for one in nodes for other in nodes):
+            if not any(node.is_dead for node in nodes):
+                self._network.world.after(_HEARTBEAT_S, self._compare)
+            return
+        newest = max(place[0] for place, _ in self._waiting.values())
+        are_new = {place for place, _ in self._waiting.values() if place[0] == newest}
+        if len(are_new) > 1:
+            nodes[0].fail(AssertionError(f"ranks are at {sorted(are_new)}, which are steps of one epoch"))
+        is_same = all(place[0] == newest for place, _ in self._waiting.values())
+        for rank, (place, wait) in list(self._waiting.items()):
+            if is_same or place[0] < newest:
+                del self._waiting[rank]
+                self._verdicts[rank] = place, is_same
+                self._nodes[rank].run_job(lambda wait=wait: wait.set_result(None), _EXCHANGE_S)
+
+    def agree(self, rank: int, place: Place) -> None:
+        """What `arrive` waited for. Raises SupersededError where another rank is at a higher epoch."""
+        decided, are_all = self._verdicts.get(rank, (None, False))
+        assert decided == place, "a rank goes on without the others"
+        if not are_all:
+            raise SupersededError(f"epoch {place[0]} ended before step {place[1]}: another rank is at a higher epoch")
+
+    def compare(self, place: Place, told: object) -> None:
+        """What a rank has read and drawn in a step, and where. AssertionError where another rank did not do the same,
+        and was not made to."""
+        other = self._told.pop(place, None)
+        if other is None:
+            self._told[place] = told
+        elif other != told and place[0] not in self.deviated:
+            raise AssertionError(f"ranks differ in {place}: {told} and {other}")
+
+
+@dataclass
+class Rendezvous:
+    """Where the ranks of a worker meet, each time that they start."""
+
+    network: Network
+    num_ranks: int
+    _came: dict[int, Node] = field(default_factory=dict[int, Node])
+    _group: Group | None = None
+
+    async def meet(self, rank: int, node: Node) -> Group:
+        """Waits for the other ranks."""
+        self._came[rank] = node
+        while self._group is None or node not in self._group:
+            nodes = self._came.values()
+            is_new = self._group is None or not any(each in self._group for each in nodes)
+            ways = ((one.host, other.host) for one in nodes for other in nodes)
+            are_there = len(nodes) == self.num_ranks and not any(each.is_dead or each.is_stopped for each in nodes)
+            if is_new and are_there and all(self.network.is_open(*way) for way in ways):
+                self._group = Group(self.network, self._came, max(each.unix_ns() for each in nodes))
+            else:
+                await asyncio.sleep(_HEARTBEAT_S)
+        return self._group
+
+    def has(self, node: Node) -> bool:
+        """Whether no process came after this one in its place."""
+        return node in self._came.values()
