@@ -21,7 +21,7 @@ _EMBEDDING = "token_embd.weight"
 _F32, _F16 = 0, 1
 _NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _END_TOKENS = ("eos", "eot", "eom")
-_SAMPLING = {
+SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -52,10 +52,14 @@ class GgufDescription:
 
 def describe(path: Path) -> GgufDescription:
     """Raises ConfigurationError, one line, for a damaged file and for what is not read."""
-    header = GgufHeader.read(path)
+    return describe_header(GgufHeader.read(path))
+
+
+def describe_header(header: GgufHeader) -> GgufDescription:
+    """The same of a header that has been read, or is to be written."""
     kind = header.metadata.get("general.type")
     if isinstance(kind, str) and kind in _NOT_MODELS:
-        raise ConfigurationError(f"{path} is {_NOT_MODELS[kind]}")
+        raise ConfigurationError(f"{header.path} is {_NOT_MODELS[kind]}")
     fields = GgufFields(header)
     config = _config(fields)
     tokens = fields.texts("tokenizer.ggml.tokens")
@@ -85,7 +89,7 @@ def _ends_of_text(
 
 
 def _generation_config(fields: GgufFields) -> dict[str, Any]:
-    given = {name: fields.shared(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    given = {name: fields.shared(f"general.sampling.{key}") for key, name in SAMPLING.items()}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -370,7 +374,7 @@ def _factors_of_rotation(fields: GgufFields, head_dim: int) -> dict[str, Any]:
     factor, theta = max(stored, default=1.0), fields.positive("rope.freq_base", 10_000.0)
     if all(
         math.isclose(found, expected, rel_tol=1e-3)
-        for found, expected in zip(stored, _llama_3_factors(factor, theta, head_dim), strict=True)
+        for found, expected in zip(stored, llama_3_factors(theta, head_dim, factor), strict=True)
     ):
         return {
             "rope_type": "llama3",
@@ -388,11 +392,18 @@ def _factors_of_rotation(fields: GgufFields, head_dim: int) -> dict[str, Any]:
     }
 
 
-def _llama_3_factors(factor: float, theta: float, head_dim: int) -> Iterator[float]:
+def llama_3_factors(
+    theta: float,
+    head_dim: int,
+    factor: float,
+    low: float = _LLAMA_3_LOW,
+    high: float = _LLAMA_3_HIGH,
+    length: float = _LLAMA_3_LENGTH,
+) -> Iterator[float]:
+    """What Llama 3.1 and later divide each frequency by."""
     for index in range(head_dim // 2):
         wavelength = 2 * math.pi * theta ** (2 * index / head_dim)
-        smooth = (_LLAMA_3_LENGTH / wavelength - _LLAMA_3_LOW) / (_LLAMA_3_HIGH - _LLAMA_3_LOW)
-        smooth = min(max(smooth, 0.0), 1.0)
+        smooth = min(max((length / wavelength - low) / (high - low), 0.0), 1.0)
         yield 1 / ((1 - smooth) / factor + smooth)
 
 

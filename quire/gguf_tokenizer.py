@@ -88,6 +88,8 @@ _SPLITS = {
     "deepseek-coder": _Split(_CODER),
 }
 """By tokenizer.ggml.pre, the name of the tokenizer that llama.cpp knew first to split so."""
+SPLIT_NAMES = tuple(reversed({split: name for name, split in reversed(_SPLITS.items())}.values()))
+"""One name for each way to split, the first that has it."""
 _UNNAMED = "default"
 _MAX_TOKEN_CHARS, _LONG_TOKEN_CHARS = 4096, 64
 # Ten times those of Gemma. Few tokens can have many merges: 4,096 of one repeated character have 8 million.

@@ -132,7 +132,7 @@ def load_settings(cls: type[T], argv: Sequence[str], environ: Mapping[str, str] 
         SystemExit: after `--help` was printed.
     """
     options = _options_of(cls)
-    given = vars(make_parser(cls, program, reads_environ=environ is not None).parse_args(list(argv)))
+    given = vars(make_parser(cls, program, reads_environ=environ is not None).parse_intermixed_args(list(argv)))
     values: dict[str, Any] = {}
     for option in options:
         if option.name in given:

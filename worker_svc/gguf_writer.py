@@ -1,0 +1,188 @@
+"""Writes a model as a GGUF file, its matrices in a type or a mix of types that llama.cpp has a name for."""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from quire.gguf_fields import check_read_back, metadata_of, rotation_factors
+from quire.gguf_header import GgufHeader, GgufTensor
+from quire.model_directory import ModelDirectory
+from quire.settings import ConfigurationError
+from worker_svc.gguf_codes import Array, encode
+from worker_svc.weights import DTYPE_BYTES, Checkpoint, Progress, StoredTensor
+
+_ALIASES = {"Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
+# The type of most matrices, and that of those that lose most.
+_MIXES = {
+    "Q4_K_M": ("Q4_K", "Q6_K"),
+    "Q4_K_S": ("Q4_K", "Q5_K"),
+    "Q5_K_M": ("Q5_K", "Q6_K"),
+    "Q5_K_S": ("Q5_K", "Q5_K"),
+    "IQ4_XS": ("IQ4_XS", "Q5_K"),
+}
+_PLAIN = ("Q8_0", "BF16", "F16", "F32")
+FORMATS = (*_MIXES, "Q6_K", "Q5_0", "Q5_1", "Q4_0", "Q4_1", *_PLAIN, *_ALIASES)
+# Where rows are no multiple of 256.
+_OF_SHORT_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
+_NEVER_CODED = re.compile(r".*(norm|ffn_gate_inp|ffn_gate_inp_shexp|position_embd)\.weight|.*\.bias")
+_EXPERT = re.compile(r"(?P<before>.*experts)\.(?P<number>\d+)(?P<after>\..*)")
+_NO_WEIGHTS = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], Array]
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32
+
+    @property
+    def num_bytes(self) -> int:
+        elements, num_bytes = gguf.GGML_QUANT_SIZES[self.kind]
+        return math.prod(self.shape) // elements * num_bytes
+
+
+def write_gguf(directory: Path, file: Path, format: str, progress: Progress) -> None:
+    """Writes the model of a directory, or of another GGUF file, to `file`, which appears once it is whole.
+
+    Args:
+        format: one of FORMATS.
+        progress: is told of the bytes that are written, and of all.
+
+    Raises:
+        ConfigurationError: one line: what of the model GGUF files do not have, or why nothing can be written.
+    """
+    model, format = ModelDirectory.open(directory), _ALIASES.get(format, format)
+    metadata = metadata_of(model)
+    tensors = _tensors(model, metadata["general.architecture"], format)
+    described = {each.name: GgufTensor(each.name, each.kind, each.shape, file, 0, 0) for each in tensors}
+    check_read_back(model, GgufHeader(file, metadata, described))
+    if (factors := rotation_factors(model)) is not None:
+        tensors.insert(0, _Tensor("rope_freqs.weight", (len(factors),), lambda: np.array(factors, np.float32)))
+    writer = gguf.GGUFWriter(None, metadata.pop("general.architecture"))
+    writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if format == 'F32' else 'MOSTLY'}_{format}"])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in metadata.items():
+        add.get(type(value), writer.add_array)(key, value)
+    for each in tensors:
+        writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), each.num_bytes, each.kind)
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        writer.write_header_to_file(partial)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        done, total = 0, sum(each.num_bytes for each in tensors)
+        for each in tensors:
+            writer.write_tensor_data(encode(each.read(), each.kind.name))
+            progress(done := done + each.num_bytes, total)
+        writer.close()
+        partial.rename(file)
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {file}: {error.strerror}") from error
+    finally:
+        writer.close()
+        partial.unlink(missing_ok=True)
+
+
+def _tensors(model: ModelDirectory, architecture: str, format: str) -> list[_Tensor]:
+    """In the order of layers, with the names, layouts and types of the file."""
+    num_layers = model.config.get("num_hidden_layers") or model.config["n_layer"]
+    (arch,) = (arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, num_layers)
+    stored = Checkpoint.open(model.path, base_prefix="").tensors
+    sources: dict[str, list[StoredTensor]] = {}
+    for name in sorted(stored, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")]):
+        expert = _EXPERT.fullmatch(name)
+        base, _, suffix = (name if expert is None else expert["before"] + expert["after"]).rpartition(".")
+        if _NO_WEIGHTS.fullmatch(name) or (name == "lm_head.weight" and model.config.get("tie_word_embeddings")):
+            continue
+        written = names.get_name(base)
+        if written is None or stored[name].dtype not in (*DTYPE_BYTES, *gguf.GGMLQuantizationType.__members__):
+            problem = "has no name in GGUF files" if written is None else f"has dtype {stored[name].dtype}"
+            raise ConfigurationError(f"{stored[name].file}: tensor {name} {problem}; it cannot be written")
+        sources.setdefault(f"{written}.{suffix}", []).append(stored[name])
+    has_output = "output.weight" in sources
+    found: list[_Tensor] = []
+    for name, parts in sources.items():
+        shape = parts[0].shape if len(parts) == 1 and "_exps" not in name else (len(parts), *parts[0].shape)
+        arrange = _arrangement(name, architecture, model.config)
+        if architecture == "gpt2" and len(shape) == 2 and name.startswith("blk."):
+            shape = shape[::-1]
+        layer = int(name.split(".")[1]) if name.startswith("blk.") else 0
+        kind = _kind(name, format, layer, model.config, has_output)
+        found.append(
+            _Tensor(
+                name,
+                shape,
+                lambda parts=parts, arrange=arrange, shape=shape: _read(parts, arrange).reshape(shape),
+                _fitting(kind, shape),
+            )
+        )
+    return found
+
+
+def _read(parts: Sequence[StoredTensor], arrange: Callable[[Array], Array]) -> Array:
+    read = [arrange(part.read().float().numpy()) for part in parts]
+    return np.ascontiguousarray(read[0] if len(read) == 1 else np.stack(read))
+
+
+def _arrangement(name: str, architecture: str, config: Mapping[str, Any]) -> Callable[[Array], Array]:
+    """How the layout of transformers becomes that of the file: the inverse of what `worker_svc.gguf_weights` does."""
+    base = name.split(".")[-2]
+    if architecture == "gpt2" and base in ("attn_qkv", "attn_output", "ffn_up", "ffn_down"):
+        return lambda stored: stored.T
+    if architecture == "llama" and base in ("attn_q", "attn_k"):
+        num_heads = config["num_attention_heads"]
+        num_heads = num_heads if base == "attn_q" else config.get("num_key_value_heads") or num_heads
+        return lambda stored: stored.reshape(num_heads, 2, -1, *stored.shape[1:]).swapaxes(1, 2).reshape(stored.shape)
+    if architecture.startswith("gemma") and base.endswith("_norm"):
+        return lambda stored: stored + 1
+    return lambda stored: stored
+
+
+def _kind(name: str, format: str, layer: int, config: Mapping[str, Any], has_output: bool) -> str:
+    """The type of a matrix, as llama.cpp mixes them: the last and some layers in between have more bits."""
+    if _NEVER_CODED.fullmatch(name):
+        return "F32"
+    usual, long = _MIXES.get(format, (format, format))
+    if format in _PLAIN:
+        return usual
+    if name == ("output.weight" if has_output else "token_embd.weight"):
+        return "Q6_K"
+    num_layers, base = config.get("num_hidden_layers") or config["n_layer"], name.split(".")[-2]
+    is_first, has_8_experts = layer < num_layers // 8, config.get("num_local_experts", config.get("num_experts")) == 8
+    is_chosen = is_first or layer >= 7 * num_layers // 8 or (layer - num_layers // 8) % 3 == 2
+    if base in ("attn_v", "attn_k") and has_8_experts:
+        return "Q8_0"
+    if base == "attn_output" and has_8_experts and usual in ("Q4_K", "IQ4_XS"):
+        return "Q5_K"
+    match format, base:
+        case (("Q4_K_M" | "Q5_K_M"), ("attn_v" | "ffn_down" | "ffn_down_exps")):
+            return long if is_chosen else usual
+        case (("Q4_K_S" | "IQ4_XS"), ("ffn_down" | "ffn_down_exps")):
+            return long if is_first else usual
+        case "Q4_K_S", "attn_v":
+            return long if layer < 4 else usual
+        case "IQ4_XS", "attn_v":
+            kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+            return long if config["num_attention_heads"] >= 4 * kv_heads else usual
+        case (("Q4_K_M" | "Q5_K_M"), "attn_qkv"):
+            return "Q5_K" if format == "Q4_K_M" else "Q6_K"
+    return usual
+
+
+def _fitting(kind: str, shape: Sequence[int]) -> gguf.GGMLQuantizationType:
+    """The type, or one whose blocks the rows are a multiple of. Vectors are float32."""
+    if len(shape) == 1:
+        kind = "F32"
+    for each in (kind, _OF_SHORT_BLOCKS.get(kind, kind), "F16"):
+        if shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[each]][0] == 0:
+            return gguf.GGMLQuantizationType[each]
+    raise AssertionError("blocks of float16 are single numbers")
