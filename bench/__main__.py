@@ -18,6 +18,7 @@ BENCHMARKS = (
     "gpu",
     "kernels",
     "quality",
+    "perplexity",
     "logprobs",
     "stages",
     "ranks",

@@ -9,6 +9,7 @@ import argparse
 import math
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -55,14 +56,14 @@ def main(arguments: argparse.Namespace) -> None:
         write_results(arguments.out, "Int8: quality and speed", series, **facts)
 
 
-def perplexity(variant: Variant) -> float:
-    """Of the texts beside the embedded model, each by itself."""
+def perplexity(variant: Variant, file: Path | None = None) -> float:
+    """Of the texts beside the embedded model, each by itself; of that model, or of what was written from it."""
     directory = resolve_model(None)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     texts = [
         tokenizer.encode(text + _END).ids for text in (directory / "heldout.txt").read_text().strip().split("\n\n")
     ]
-    model = PagedModel(directory, variant, num_rows=1, num_tokens=max(map(len, texts)))
+    model = PagedModel(file or directory, variant, num_rows=1, num_tokens=max(map(len, texts)))
     loss, count = 0.0, 0
     for text in texts:
         logprobs = model.run([text], 0)[:-1].double().log_softmax(-1)
@@ -71,8 +72,8 @@ def perplexity(variant: Variant) -> float:
     return math.exp(loss / count)
 
 
-def speeds(models: dict[str, PagedModel], batch: int, arguments: argparse.Namespace) -> list[Series]:
-    """Tokens a second of each variant. The first of the runs is not counted."""
+def speeds(models: Mapping[str, PagedModel], batch: int, arguments: argparse.Namespace) -> list[Series]:
+    """Tokens a second of each variant, in turn. The first of the runs is not counted."""
     values: dict[str, list[float]] = {name: [] for name in models}
     for run in range(arguments.runs + 1):
         for name, model in models.items():

@@ -91,6 +91,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 # An ETag becomes the name of a file.
 _PLAIN_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _NUM_SHOWN_FILES = 8
+_DEFAULT_QUANTIZATION = "Q4_K_M"
+# Readers of images, and what files are quantized with.
+_NOT_MODELS = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 _T = TypeVar("_T")
 
 
@@ -156,15 +159,19 @@ class _Pull:
         self._offline = self._look_for_hub()
         if self._model.file is not None:
             return self._gguf_model(self._model.file)
+        if self._model.quantization is not None or (self._offline is not None and self._has_files_alone()):
+            return self._gguf_model(self._gguf_file())
         # The one look-up of the revision: all other files are those of the commit that has this one.
         try:
             snapshot = self._fetch(_CONFIG, self._model.revision).parent
         except RemoteEntryNotFoundError:
-            raise self._without_config() from None
+            return self._gguf_model(self._gguf_file())
         info = self._info(snapshot.name)
         if info is None:
             return self._cached(snapshot, parts)
         listing = _files(info)
+        if listing.keys().isdisjoint((_SINGLE_FILE, _INDEX_FILE)) and _gguf_files(listing):
+            return self._gguf_model(self._gguf_file())
         if _TOKENIZER not in listing:
             raise ConfigurationError(
                 f"{self._model} has no {_TOKENIZER}, the one form of tokenizer that is read; transformers writes it: "
@@ -216,12 +223,40 @@ class _Pull:
         first, *_ = [self._fetch(name, self._model.revision) for name in names]
         return first
 
-    def _without_config(self) -> ConfigurationError:
-        info = self._info(self._model.revision)
-        found = [] if info is None else _gguf_files(_files(info))
-        if found:
-            return self._name_one_of(found)
-        return ConfigurationError(f"{self._model} has no {_CONFIG}; it is no model as transformers saves it")
+    def _gguf_file(self) -> str:
+        """The GGUF file of the quantization in the model's name; without one of Q4_K_M, else the first, as llama.cpp
+        chooses. Raises ConfigurationError where there is none or several."""
+        info, wanted = self._info(self._model.revision), self._model.quantization
+        found = _gguf_files(self._cached_names() if info is None else _files(info))
+        named = re.compile(rf"(?<![a-z0-9]){re.escape(wanted or _DEFAULT_QUANTIZATION)}[./-]", re.IGNORECASE)
+        matching = [name for name in found if named.search(name)]
+        if len(matching) == 1 or (wanted is None and found):
+            return (matching or found)[0]
+        if not found and info is None:
+            raise _not_cached(self._model, self._offline or _BROKEN)
+        if not found:
+            problem = "it is no model as transformers saves it" if wanted is None else "name it without a quantization"
+            raise ConfigurationError(f"{self._model} has no {_CONFIG if wanted is None else 'GGUF file'}; {problem}")
+        said = f"{len(matching)} GGUF files of {wanted}" if matching else f"no GGUF file of {wanted}"
+        raise ConfigurationError(
+            f"{self._model.repository} has {said}; name one, as in {self._model.repository}/{(matching or found)[0]}: "
+            f"{_shown(matching or found)}"
+        )
+
+    def _cached_names(self) -> list[str]:
+        """The files of the revision in the cache."""
+        folder, revision = self._folder(), self._model.revision or constants.DEFAULT_REVISION
+        ref = folder / "refs" / revision
+        snapshot = folder / "snapshots" / (ref.read_text().strip() if ref.is_file() else revision)
+        return [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
+
+    def _has_files_alone(self) -> bool:
+        """Whether the cache has GGUF files of the model and no directory."""
+        names = self._cached_names()
+        return _CONFIG not in names and bool(_gguf_files(names))
+
+    def _folder(self) -> Path:
+        return Path(constants.HF_HUB_CACHE) / f"models--{self._model.repository.replace('/', '--')}"
 
     def _weights(self, listing: Mapping[str, _Listed], commit: str) -> Sequence[str]:
         """The names of the weight files. Raises ConfigurationError where none can be read."""
@@ -233,8 +268,6 @@ class _Pull:
                 if name not in listing:
                     raise ConfigurationError(f"{self._model}: {_INDEX_FILE} names {name}, which is not there")
             return names
-        if found := _gguf_files(listing):
-            raise self._name_one_of(found)
         if pickles := [name for name in listing if name.endswith((".bin", ".pt", ".pth"))]:
             raise ConfigurationError(
                 f"{self._model} has no safetensors, only pickles such as {pickles[0]}, which are never loaded; "
@@ -242,12 +275,6 @@ class _Pull:
                 f'("{self._model.repository}").save_pretrained(DIRECTORY)'
             )
         raise ConfigurationError(f"{self._model} has no weights: neither {_SINGLE_FILE} nor {_INDEX_FILE} is there")
-
-    def _name_one_of(self, gguf_files: Sequence[str]) -> ConfigurationError:
-        return ConfigurationError(
-            f"{self._model} has GGUF files and no safetensors; name one of them, as in --model "
-            f"{self._model.repository}/{gguf_files[0]}: {_shown(gguf_files)}"
-        )
 
     def _cached(self, snapshot: Path, parts: Parts) -> Path:
         """The snapshot as it is. Raises ConfigurationError where a file that is needed is missing."""
@@ -295,7 +322,7 @@ class _Pull:
 
     def _fetch_large(self, files: Mapping[str, _Listed], commit: str) -> None:
         """Fetches those of the files that are large into the cache's blobs, where `_fetch` finds them."""
-        folder = Path(constants.HF_HUB_CACHE) / f"models--{self._model.repository.replace('/', '--')}"
+        folder = self._folder()
         snapshot, blobs = folder / "snapshots" / commit, folder / "blobs"
         blobs.mkdir(parents=True, exist_ok=True)
         missing = {name: file for name, file in files.items() if not (snapshot / name).exists()}
@@ -506,8 +533,9 @@ def _files(info: ModelInfo) -> dict[str, _Listed]:
 
 
 def _gguf_files(names: Iterable[str]) -> list[str]:
-    """Of models in several parts, the first ones."""
-    return sorted({part_names(name)[0] for name in names if name.endswith(GGUF_SUFFIX)})
+    """Of language models, of those in several parts the first ones."""
+    found = (name for name in names if name.endswith(GGUF_SUFFIX) and not _NOT_MODELS.search(name))
+    return sorted({part_names(name)[0] for name in found})
 
 
 def _shown(names: Sequence[str]) -> str:

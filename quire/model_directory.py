@@ -30,11 +30,12 @@ _INDEX_FILE = "model.safetensors.index.json"
 
 _EXPECTED = (
     "--model takes a directory as transformers saves it (config.json, tokenizer.json, *.safetensors), a GGUF file, a "
-    f"model of the Hugging Face Hub as ORG/NAME or ORG/NAME@REVISION, or {EMBEDDED_MODEL}, the embedded model and the "
-    "default"
+    "model of the Hugging Face Hub as ORG/NAME, ORG/NAME@REVISION or ORG/NAME:Q4_K_M, or "
+    f"{EMBEDDED_MODEL}, the embedded model and the default"
 )
 _HUB_NAME = re.compile(
-    r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(?P<file>/[\w./-]+\.gguf)?(?:@(?P<revision>\w[\w./-]*))?", re.ASCII
+    r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(?:(?P<file>/[\w./-]+\.gguf)|:(?P<quantization>[\w.-]+))?(?:@(?P<revision>\w[\w./-]*))?",
+    re.ASCII,
 )
 
 # How the hub's cache names the folder of a model, before its name with "--" for "/".
@@ -142,19 +143,23 @@ class ModelDirectory:
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A model of a hub: ORG/NAME, ORG/NAME@REVISION, or a GGUF file of it as ORG/NAME/FILE.gguf, with a revision too.
+    """A model of a hub: ORG/NAME, ORG/NAME@REVISION, or a GGUF file of it as ORG/NAME/FILE.gguf or as ORG/NAME:Q4_K_M,
+    with a revision too.
 
     Attributes:
         revision: A branch, a tag or a commit; without one it is the main branch.
+        quantization: What the names of GGUF files have before the ending, in capitals or not.
     """
 
     repository: str
     revision: str | None = None
     file: str | None = None
+    quantization: str | None = None
 
     def __str__(self) -> str:
         revision = "" if self.revision is None else f"@{self.revision}"
-        return f"{self.repository}{'' if self.file is None else f'/{self.file}'}{revision}"
+        chosen = f":{self.quantization}" if self.quantization else f"/{self.file}" if self.file else ""
+        return f"{self.repository}{chosen}{revision}"
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
@@ -162,7 +167,8 @@ class HubName:
         match = _HUB_NAME.fullmatch(text)
         if match is None or match["repository"].endswith(GGUF_SUFFIX):
             return None
-        return cls(match["repository"], match["revision"], match["file"] and match["file"].removeprefix("/"))
+        file = match["file"] and match["file"].removeprefix("/")
+        return cls(match["repository"], match["revision"], file, match["quantization"])
 
 
 def is_gguf(path: Path) -> bool:

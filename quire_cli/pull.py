@@ -31,7 +31,7 @@ class PullFlags:
 
     model: str | None = setting(
         None,
-        "ORG/NAME or ORG/NAME@REVISION, a branch, tag or commit; ORG/NAME/FILE.gguf is one GGUF file",
+        "ORG/NAME or ORG/NAME@REVISION, a branch, tag or commit; a GGUF file as ORG/NAME:Q4_K_M or ORG/NAME/FILE.gguf",
         positional=True,
     )
     weights: bool = setting(True, "with the weights; a gateway needs the rest alone", variable="QUIRE_PULL_WEIGHTS")
@@ -44,7 +44,9 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigurationError("no model is given; call it as quire pull ORG/NAME (--help lists all flags)")
     name = HubName.parse(flags.model)
     if name is None:
-        raise ConfigurationError(f'"{flags.model}" is not valid: expected ORG/NAME, ORG/NAME@REVISION or a file of it')
+        raise ConfigurationError(
+            f'"{flags.model}" is not valid: expected ORG/NAME, with @REVISION, :Q4_K_M or /FILE.gguf'
+        )
     try:
         print(fetch(name, with_weights=flags.weights), flush=True)
     except Stopped as stopped:

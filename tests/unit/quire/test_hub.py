@@ -42,6 +42,16 @@ SHARDED = {
     "m-2.safetensors": b"second",
     "consolidated.safetensors": b"all of it once more",
 }
+QUANTIZED = {
+    "README.md": b"read",
+    "m-IQ4_XS.gguf": b"iq4",
+    "m-q4_k_m.gguf": b"q4",
+    "m.Q5_K_M.gguf": b"q5",
+    "m-UD-Q5_K_M.gguf": b"ud",
+    "Q8_0/m-Q8_0-00001-of-00002.gguf": b"q8",
+    "Q8_0/m-Q8_0-00002-of-00002.gguf": b"q8 too",
+    "mmproj-Q6_K.gguf": b"images",
+}
 MODEL = HubName("org/model")
 
 
@@ -57,6 +67,9 @@ def hub() -> Iterator[LocalHub]:
             "Q8/m-00002-of-00002.gguf": b"b",
             "lone-00001-of-00002.gguf": b"c",
         },
+        "org/many": QUANTIZED,
+        "org/both": {**SMALL, **QUANTIZED, "model.safetensors": WEIGHTS},
+        "org/configured": {**SMALL, **QUANTIZED},
         "org/words": {name: content for name, content in SMALL.items() if name != "tokenizer.json"},
         "org/other": {**SMALL, "config.json": b'{"architectures": ["BertModel"]}', "model.safetensors": WEIGHTS},
     }
@@ -94,10 +107,12 @@ def test_names_of_a_hub_are_told_apart_from_paths(tmp_path: Path, monkeypatch: p
         "org/name@v1.0": HubName("org/name", "v1.0"),
         "org/name/Q4/a-Q4_K.gguf": HubName("org/name", None, "Q4/a-Q4_K.gguf"),
         "org/name/a.gguf@v1": HubName("org/name", "v1", "a.gguf"),
+        "org/name:Q4_K_M": HubName("org/name", None, None, "Q4_K_M"),
+        "org/name:q8_0@v1": HubName("org/name", "v1", None, "q8_0"),
     }
     assert {text: HubName.parse(text) for text in known} == known
     assert [str(each) for each in known.values()] == list(known)
-    assert not any(map(HubName.parse, ("name", "./org/name", "a/b/c", "org/a.gguf", "a/b@")))
+    assert not any(map(HubName.parse, ("name", "./org/name", "a/b/c", "org/a.gguf", "a/b@", "a/b:", "a/b/c.gguf:Q8_0")))
     # What exists is a path.
     monkeypatch.chdir(tmp_path)
     assert hub_name("org/name") == HubName("org/name")
@@ -139,16 +154,47 @@ def test_a_gguf_file_of_a_repository_is_pulled_with_all_its_parts(hub: LocalHub,
     file = pull(HubName("org/gguf", None, "a.gguf"))
     assert (file.name, file.read_bytes() == WEIGHTS, names(file.parent)) == ("a.gguf", True, {"a.gguf"})
     assert error_of(HubName("org/gguf", None, "c.gguf")) == "org/gguf has no c.gguf; its GGUF files: a.gguf, b.gguf"
-    assert error_of(HubName("org/gguf")).startswith(
-        "org/gguf has GGUF files and no safetensors; name one of them, as in"
-    )
     file = pull(HubName("org/parts", None, "Q8/m-00002-of-00002.gguf"))
     assert names(file.parent) == {"m-00001-of-00002.gguf", "m-00002-of-00002.gguf"}
     assert (file.name, file.read_bytes() == WEIGHTS) == ("m-00001-of-00002.gguf", True)
-    assert error_of(HubName("org/parts")).endswith("Q8/m-00001-of-00002.gguf, lone-00001-of-00002.gguf")
     assert error_of(HubName("org/parts", None, "lone-00001-of-00002.gguf")).startswith(
         "org/parts has no lone-00002-of-00002.gguf; its GGUF files: "
     )
+
+
+def test_a_quantization_names_a_gguf_file(hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pulled(text: str) -> str:
+        return pull(HubName.parse(text) or MODEL).name
+
+    assert pulled("org/many:Q4_K_M") == pulled("org/many:q4_k_m") == "m-q4_k_m.gguf"
+    assert pulled("org/many:UD-Q5_K_M") == "m-UD-Q5_K_M.gguf"
+    assert pulled("org/many:Q8_0") == "m-Q8_0-00001-of-00002.gguf"
+    # Without one: Q4_K_M, else the first.
+    assert pulled("org/many") == "m-q4_k_m.gguf"
+    assert pulled("org/gguf") == "a.gguf"
+    # A directory of weights wins over files, and has files all the same.
+    assert names(pull(HubName("org/both"))) == {*SMALL, "model.safetensors"}
+    assert pulled("org/both:IQ4_XS") == "m-IQ4_XS.gguf"
+    # A gateway reads the same file as a worker, also where a configuration is beside it.
+    assert [pull(HubName("org/configured"), each).name for each in Parts] == ["m-q4_k_m.gguf"] * 2
+    for text, problem in (
+        (
+            "org/many:Q5_K_M",
+            "has 2 GGUF files of Q5_K_M; name one, as in org/many/m-UD-Q5_K_M.gguf: m-UD-Q5_K_M.gguf, m.Q",
+        ),
+        (
+            "org/many:Q4_K",
+            "has no GGUF file of Q4_K; name one, as in org/many/Q8_0/m-Q8_0-00001-of-00002.gguf: Q8_0/m-Q8_",
+        ),
+        ("org/many:Q6_K", "has no GGUF file of Q6_K; name one"),
+        ("org/model:Q4_0", "has no GGUF file of Q4_0; name one, as in org/model/model.gguf: model.gguf"),
+        ("org/pickled:Q4_0", "org/pickled:Q4_0 has no GGUF file; name it without a quantization"),
+    ):
+        assert problem in error_of(HubName.parse(text) or MODEL), text
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert pulled("org/many:Q8_0") == "m-Q8_0-00001-of-00002.gguf"
+    assert pulled("org/many") == "m-q4_k_m.gguf"
+    assert "org/none:Q8_0 is not in the cache" in error_of(HubName("org/none", None, None, "Q8_0"))
 
 
 def test_a_cut_download_goes_on_where_it_ended_also_where_its_address_has_expired(hub: LocalHub, cache: Path) -> None:

@@ -1,0 +1,96 @@
+"""What the formats of GGUF files cost and bring: sizes, perplexity of quire-tiny's held-out text, and tokens a second.
+
+Files are written by `quire quantize`. Perplexity is that of `bench quality`; so is speed: decode steps of one stream of
+a larger model without sampling, of all variants in turn.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench.models import write_model
+from bench.quality import perplexity, speeds
+from bench.quality_variants import PagedModel, Variant
+from bench.report import median_ratio, write_results
+from quire.model_directory import weight_files
+from quire.model_source import resolve_model
+from worker_svc.gguf_writer import write_gguf
+from worker_svc.weights import Quantization
+
+_FORMATS = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q4_0")
+_BASE = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A file, None for the directory, and how it is served."""
+
+    format: str | None
+    variant: Variant
+
+
+def _choices() -> Iterator[_Choice]:
+    """One of the directory in bfloat16 has the name that `speeds` compares with."""
+    yield _Choice(None, Variant("float32", torch.float32))
+    for quantization in Quantization:
+        name = _BASE if quantization is Quantization.NONE else quantization.value
+        yield _Choice(None, Variant(name, torch.bfloat16, quantization))
+    for format in _FORMATS:
+        yield _Choice(format, Variant(format, torch.bfloat16))
+        yield _Choice(format, Variant(f"{format}, int8-dynamic", torch.bfloat16, Quantization.INT8_DYNAMIC))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--context", type=int, default=256, help="tokens of the sequence")
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=16, help="decode steps of one run")
+    parser.add_argument("--models", type=Path, help="directory that keeps the files; one that is there is not written")
+    parser.add_argument(
+        "--pause",
+        action="store_true",
+        help="wait for a line on stdin before speeds are measured: the machine gets quiet",
+    )
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    choices = [*_choices()]
+    with tempfile.TemporaryDirectory() as made:
+        directory = arguments.models or Path(made)
+        large = directory / "llama-160m"
+        if not large.exists():
+            write_model("llama-160m", large)
+        sizes, perplexities, models = {}, {}, {}
+        for choice in choices:
+            name = choice.variant.name
+            small_file, large_file = (_file(model, choice.format, directory) for model in (resolve_model(None), large))
+            sizes[name] = {"quire-tiny": _num_bytes(small_file), "llama-160m": _num_bytes(large_file)}
+            perplexities[name] = perplexity(choice.variant, small_file)
+            change = perplexities[name] / perplexities.get(_BASE, perplexities[name]) - 1
+            print(f"{name:<24} {sizes[name]} perplexity {perplexities[name]:.5f}   {change:+.3%}", flush=True)
+            models[name] = PagedModel(large_file, choice.variant, num_rows=1, num_tokens=arguments.context + 1)
+        if arguments.pause:
+            input("ready\n")
+        series = speeds(models, 1, arguments)
+    if arguments.out is not None:
+        base = next(each for each in series if each.name.startswith(_BASE))
+        ratios = {each.name: median_ratio(each, base) for each in series}
+        facts = {"bytes": sizes, "perplexity": perplexities, "ratio_to_bfloat16": ratios, "context": arguments.context}
+        write_results(arguments.out, "Formats of GGUF files: size, quality and speed", series, **facts)
+
+
+def _file(model: Path, format: str | None, directory: Path) -> Path:
+    if format is None:
+        return model
+    file = directory / f"{model.name}-{format}.gguf"
+    if not file.exists():
+        write_gguf(model, file, format, lambda *_: None)
+    return file
+
+
+def _num_bytes(model: Path) -> int:
+    return sum(file.stat().st_size for file in weight_files(model))
