@@ -91,6 +91,31 @@ NATIVE: dict[str, Family] = {
     ),
     "qwen3": Family("Qwen3", {"head_dim": 32, "attention_bias": True}),
     "qwen3-alternating": Family("Qwen3", {"head_dim": 16, "use_sliding_window": True, **ALTERNATING}),
+    "mixtral": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}),
+    # transformers makes a mask of a window of 0 for it, that none of its layers uses.
+    "qwen2-moe": Family(
+        "Qwen2Moe",
+        {**FEW_EXPERTS, "shared_expert_intermediate_size": 48},
+    ),
+    "qwen2-moe-sliding-sparse": Family(
+        "Qwen2Moe",
+        {
+            **FEW_EXPERTS,
+            "num_hidden_layers": 3,
+            "shared_expert_intermediate_size": 40,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 17,
+            "max_window_layers": 3,
+        },
+        num_calls=3,
+    ),
+    "qwen3-moe": Family("Qwen3Moe", {**FEW_EXPERTS, "head_dim": 16}),
+    "qwen3-moe-normalized-dense": Family(
+        "Qwen3Moe",
+        {**FEW_EXPERTS, "head_dim": 16, "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    ),
 }
 
 FOREIGN: dict[str, Family] = {
@@ -114,7 +139,6 @@ FOREIGN: dict[str, Family] = {
     "falcon-new": Family("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-multi-query": Family("Falcon", {"multi_query": True, "parallel_attn": True}),
     "gpt-neox": Family("GPTNeoX", {"use_parallel_residual": True}),
-    "mixtral": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}),
     "olmo2": Family("Olmo2"),
     "granite": Family("Granite", {"logits_scaling": 4.0, "attention_multiplier": 0.3, "embedding_multiplier": 2.0}),
     "cohere": Family("Cohere", {"logit_scale": 0.25}),
@@ -219,12 +243,6 @@ FOREIGN: dict[str, Family] = {
         num_calls=4,
     ),
     "modernbert-decoder": Family("ModernBertDecoder", {"num_hidden_layers": 4, "sliding_window": 20}, num_calls=4),
-    # Makes a mask of a window of 0 that none of its layers uses.
-    "qwen2-moe": Family(
-        "Qwen2Moe",
-        {**FEW_EXPERTS, "shared_expert_intermediate_size": 48},
-    ),
-    "qwen3-moe": Family("Qwen3Moe", {**FEW_EXPERTS, "head_dim": 16}),
     # Attention sinks, with and without windows.
     "gpt-oss": Family(
         "GptOss",

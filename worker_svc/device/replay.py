@@ -242,6 +242,10 @@ def check_cuda_graphs(model: CausalLM) -> None:
             f"--cuda-graphs is on and {model.architecture} runs through transformers' code, which may wait for the "
             "device; use off"
         )
+    if model.waits_for_device:
+        raise ConfigurationError(
+            f"--cuda-graphs is on and {model.architecture} has experts, for whose choice the host waits; use off"
+        )
 
 
 Forward = Callable[[ModelInput], torch.Tensor]

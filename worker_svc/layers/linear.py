@@ -260,8 +260,12 @@ class Linear(Loadable):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out], each of this rank's part if the layer is split by it."""
-        product = self._product(x)
+        product = self.partial(x)
         return self._placement.ranks.sum(product) if self._split is Split.INPUTS else product
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """The same, of a layer that is split by inputs without those of other ranks."""
+        return self._product(x)
 
     def _outputs_of_rank(self, part: LinearPart) -> Iterator[Shard]:
         if self._split is not Split.OUTPUTS:

@@ -84,9 +84,11 @@ class NativeCausalLM(CausalLM):
 
     Attributes:
         base_prefix: prefix of the names of the base model's tensors in the checkpoint.
+        waits_for_device: whether the host reads what the device computes within a forward pass.
     """
 
     base_prefix: ClassVar[str]
+    waits_for_device: ClassVar[bool] = False
     head: nn.Module
 
     @classmethod

@@ -3,7 +3,7 @@
 All are pre-norm decoders with rotary embeddings, grouped-query attention and a gated MLP.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -13,7 +13,8 @@ from torch import nn
 from kernels import ops
 from worker_svc.layers.attention import AttentionMetadata, PagedAttention
 from worker_svc.layers.embedding_norm import Embedding, RmsNorm
-from worker_svc.layers.linear import ActivationKind, Linear, LinearPart, Split
+from worker_svc.layers.experts import Experts, ExpertsConfig, GatedMlp
+from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.models.base import ConfigFields, ModelInput, NativeCausalLM, head_dim_of, make_head
 from worker_svc.models.rope import RopeConfig
 from worker_svc.parallel.ranks import heads_of_rank
@@ -56,6 +57,7 @@ class LlamaConfig:
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]
     """The window of each layer; None for the whole context."""
+    experts: ExpertsConfig | None = None
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "LlamaConfig":
@@ -96,7 +98,7 @@ class LlamaLayer(nn.Module):
     def __init__(self, index: int, config: LlamaConfig, placement: Placement) -> None:
         super().__init__()
         name = f"model.layers.{index}"
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden = config.hidden_size
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         num_heads, num_kv_heads = heads_of_rank(placement.ranks, config.num_heads, config.num_kv_heads)
         kv_shards = min(placement.ranks.size, config.num_kv_heads)
@@ -127,21 +129,15 @@ class LlamaLayer(nn.Module):
             split=Split.INPUTS,
         )
         self.mlp_norm = RmsNorm(f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps, placement=placement)
-        self.gate_up = Linear(
-            [LinearPart(f"{name}.mlp.gate_proj", inner), LinearPart(f"{name}.mlp.up_proj", inner)],
-            hidden,
-            bias=config.mlp_bias,
-            placement=placement,
-            split=Split.OUTPUTS,
-            activation=ActivationKind(config.activation, gated=True),
-        )
-        self.down = Linear(
-            [LinearPart(f"{name}.mlp.down_proj", hidden)],
-            inner,
-            bias=config.mlp_bias,
-            placement=placement,
-            split=Split.INPUTS,
-        )
+        self.mlp = self._make_mlp(index, name, config, placement)
+
+    def _make_mlp(self, index: int, name: str, config: LlamaConfig, placement: Placement) -> nn.Module:
+        """[T, hidden] -> [T, hidden]; `name` is that of the layer."""
+        experts = config.experts
+        if experts is None or index in experts.dense_layers:
+            inner, bias = config.intermediate_size, config.mlp_bias
+            return GatedMlp(f"{name}.mlp", config.hidden_size, inner, config.activation, placement=placement, bias=bias)
+        return Experts(name, experts, config.hidden_size, config.activation, placement)
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [T, hidden] -> query [T, Hq, D], key and value [T, Hkv, D], before rotation."""
@@ -160,7 +156,7 @@ class LlamaLayer(nn.Module):
         return self.attention_output(self.attention.attend(query, kv_cache, metadata))
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.gate_up(x))
+        return self.mlp(x)
 
 
 class LlamaForCausalLM(NativeCausalLM):
@@ -220,7 +216,7 @@ class MistralForCausalLM(LlamaForCausalLM):
     def read_config(cls, values: Mapping[str, Any]) -> LlamaConfig:
         values = {**_MISTRAL_DEFAULTS, **values, "attention_bias": False, "mlp_bias": False}
         llama = LlamaConfig.read(values)
-        return replace(llama, sliding_windows=(_window(ConfigFields(values)),) * llama.num_layers)
+        return replace(llama, sliding_windows=(window_of(ConfigFields(values)),) * llama.num_layers)
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
@@ -264,16 +260,23 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
 
 
 def _mixed_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
-    """`sliding_window` in the layers that `layer_types` names, or without it in those from `max_window_layers` on.
+    """`sliding_window` in the layers that `layer_types` names, or without it in those from `max_window_layers` on."""
+    window = window_of(fields) if fields.flag("use_sliding_window", False) else None
+    first = fields.integer("max_window_layers", 28, minimum=0)
+    return windows_of_layers(fields, num_layers, window, lambda index: index >= first)
+
+
+def windows_of_layers(
+    fields: ConfigFields, num_layers: int, window: int | None, is_sliding: Callable[[int], bool]
+) -> tuple[int | None, ...]:
+    """`window` in the layers that `layer_types` names, or without it in those for which `is_sliding` is true.
 
     Raises:
         ConfigurationError: an unknown type of layer, or a sliding layer without a window.
     """
-    window = _window(fields) if fields.flag("use_sliding_window", False) else None
     types = fields.values.get("layer_types")
     if types is None:
-        first = fields.integer("max_window_layers", 28, minimum=0)
-        return tuple(window if index >= first else None for index in range(num_layers))
+        return tuple(window if is_sliding(index) else None for index in range(num_layers))
     if not isinstance(types, list) or len(types) != num_layers or not all(each in (_FULL, _SLIDING) for each in types):
         raise fields.error("layer_types", types, f"{num_layers} of {_FULL} and {_SLIDING}")
     if window is None and _SLIDING in types:
@@ -281,5 +284,6 @@ def _mixed_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, .
     return tuple(window if each == _SLIDING else None for each in types)
 
 
-def _window(fields: ConfigFields) -> int | None:
+def window_of(fields: ConfigFields) -> int | None:
+    """The field `sliding_window`."""
     return None if fields.values.get("sliding_window") is None else fields.integer("sliding_window")

@@ -14,6 +14,7 @@ from worker_svc.layers.linear import check_quantization
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.gpt2_opt import GPT2LMHeadModel, OPTForCausalLM
 from worker_svc.models.llama import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from worker_svc.models.with_experts import MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from worker_svc.parallel.ranks import ALONE, Ranks
 from worker_svc.weights import Checkpoint, Loadable, Placement, Progress, Quantization, TensorSpec
 
@@ -26,6 +27,9 @@ FAMILIES: dict[str, type[NativeCausalLM]] = {
         MistralForCausalLM,
         Qwen2ForCausalLM,
         Qwen3ForCausalLM,
+        MixtralForCausalLM,
+        Qwen2MoeForCausalLM,
+        Qwen3MoeForCausalLM,
     )
 }
 
