@@ -121,7 +121,9 @@ class Experts(nn.Module):
         for place in range(self._num_chosen):
             total += outputs[:, place].float() * weights[:, place, None]
         if self.shared is not None:
-            total += self.shared.partial(x).float() * self.shared_gate(x).float().sigmoid()
+            # A sigmoid as a softmax, whose bits do not depend on the place in the batch.
+            shares = nn.functional.pad(self.shared_gate(x).float(), (0, 1)).softmax(dim=-1)
+            total += self.shared.partial(x).float() * shares[:, :1]
         return self._ranks.sum(total.to(x.dtype))
 
     def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

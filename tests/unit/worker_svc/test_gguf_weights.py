@@ -1,5 +1,6 @@
 """Weights of GGUF files: those that transformers reads from the same file."""
 
+import math
 import zlib
 from pathlib import Path
 
@@ -8,14 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from kernels import ops
@@ -48,8 +42,8 @@ def make(directory: Path, family: str):
     """A model of the family, written to the directory."""
     if family in ("llama", "gpt2"):
         return make_model(directory, {"llama": "llama-gqa-untied-32", "gpt2": "gpt2-tied-32"}[family])
-    if family in THROUGH_TRANSFORMERS:
-        return make_model(directory, THROUGH_TRANSFORMERS[family])
+    if family in FURTHER:
+        return make_model(directory, FURTHER[family])
     config_class, model_class = {
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -82,7 +76,7 @@ def test_a_file_has_the_weights_that_transformers_reads_from_it(tmp_path: Path, 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
 # What no file says is as llama.cpp has it: scores are scaled by the size of heads, one layer of six has no window.
-THROUGH_TRANSFORMERS = {
+FURTHER = {
     "gemma": Family("Gemma", {"head_dim": 32, "num_key_value_heads": 1}),
     "gemma2": Family("Gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 20, **CAPS}),
     "gemma3": Family(
@@ -96,11 +90,19 @@ THROUGH_TRANSFORMERS = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2", *THROUGH_TRANSFORMERS])
-def test_a_model_of_a_file_computes_what_that_of_its_directory_does(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "model_impl"),
+    [
+        *((family, "auto") for family in ("llama", "qwen2", "qwen3", "gpt2", *FURTHER)),
+        *((family, "transformers") for family in FURTHER),
+    ],
+)
+def test_a_model_of_a_file_computes_what_that_of_its_directory_does(
+    tmp_path: Path, family: str, model_impl: str
+) -> None:
     make(tmp_path / "model", family)
     file = write_gguf(tmp_path / "m.gguf", tmp_path / "model")
-    cpu = {"device": torch.device("cpu"), "dtype": torch.float32}
+    cpu = {"device": torch.device("cpu"), "dtype": torch.float32, "model_impl": model_impl}
     read: list[tuple[int, int]] = []
     of_file = load_model(file, **cpu, progress=lambda done, total: read.append((done, total)))
     of_directory = load_model(tmp_path / "model", **cpu)
@@ -112,7 +114,7 @@ def test_a_model_of_a_file_computes_what_that_of_its_directory_does(tmp_path: Pa
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 if family.startswith("gemma") else 0)
     assert len(read) > 20
     assert read[-1][0] == read[-1][1] > 100_000
-    if family in THROUGH_TRANSFORMERS:
+    if model_impl == "transformers":
         assert read[0] == (0, read[-1][1])
     assert (of_file.max_model_len, of_file.vocab_size) == (of_directory.max_model_len, of_directory.vocab_size)
 
@@ -124,27 +126,30 @@ def code_as_a_mix(name: str, data: np.ndarray) -> tuple[np.ndarray, Kind]:
     """As files of Q4_K_M have it: a part of the matrices have longer codes."""
     is_long = "attn_v" in name or "ffn_down" in name or name == "output"
     coding = Coding.Q6_K if is_long else Coding.Q4_K
-    weight = make_coded(coding, data.shape[0], data.shape[1] // coding.group[0], zlib.crc32(name.encode()))
-    return weight.rows.numpy(), Kind[coding.value]
+    num_rows = math.prod(data.shape[:-1])
+    weight = make_coded(coding, num_rows, data.shape[-1] // coding.group[0], zlib.crc32(name.encode()))
+    return weight.rows.numpy().reshape(*data.shape[:-1], -1), Kind[coding.value]
+
+
+CODED = {
+    **{family: Family(family.capitalize(), {"head_dim": 64}) for family in ("llama", "qwen2", "qwen3")},
+    **{family: FURTHER[family] for family in ("mixtral", "qwen2_moe", "qwen3_moe")},
+}
 
 
 @pytest.mark.parametrize(
     ("family", "num_ranks", "tied"),
-    [("llama", 1, False), ("qwen2", 1, True), ("qwen3", 1, False), ("llama", 2, False), ("llama", 2, True)],
+    [
+        *(("llama", 1, False), ("qwen2", 1, True), ("qwen3", 1, False), ("llama", 2, False), ("llama", 2, True)),
+        *(("mixtral", 1, False), ("qwen2_moe", 1, True), ("qwen3_moe", 2, False)),
+    ],
 )
 def test_weights_are_multiplied_as_the_file_has_them(
     tmp_path: Path, family: str, num_ranks: int, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the logits are those of the dequantized weights, bit for bit."""
-    sizes = SIZES | CODED_SIZES
-    config_class, model_class = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }[family]
-    model = model_class(config_class(**sizes, head_dim=64, tie_word_embeddings=tied)).eval()
-    model.save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
+    experts = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 256} if "moe" in family else {}
+    make_model(tmp_path / "model", CODED[family], tie_word_embeddings=tied, **CODED_SIZES, **experts)
     file = write_gguf(tmp_path / "m.gguf", tmp_path / "model", quantization=code_as_a_mix)
     tokens = [3 + 7 * index % 300 for index in range(40)]
     found: dict[bool, list[torch.Tensor]] = {}
@@ -157,7 +162,9 @@ def test_weights_are_multiplied_as_the_file_has_them(
         ]
         layers = [module for model in models for module in model.modules() if isinstance(module, Linear | TiedHead)]
         codings = {coding for layer in layers for coding in codings_of(layer)}
-        assert codings == ({Coding.Q4_K, Coding.Q6_K} if is_coded else {None})
+        # No file has the router in codes.
+        of_router = set() if family in ("llama", "qwen2", "qwen3") else {None}
+        assert codings == ({Coding.Q4_K, Coding.Q6_K, *of_router} if is_coded else {None})
         runners = [PagedRunner(model, [tokens], block_size=4) for model in models]
         found[is_coded] = [runner.step(span) for runner in runners for span in (Span(0, 0, 39), Span(0, 39, 40))]
     assert all(torch.equal(*each) for each in zip(*found.values(), strict=True))
@@ -173,7 +180,7 @@ def codings_of(layer: Linear | TiedHead) -> list[Coding | None]:
 
 
 def test_a_quantized_tensor_of_experts_is_read_expert_by_expert(tmp_path: Path) -> None:
-    make_model(tmp_path / "model", THROUGH_TRANSFORMERS["mixtral"])
+    make_model(tmp_path / "model", FURTHER["mixtral"])
     weights = gguf_weights(write_gguf(tmp_path / "m.gguf", tmp_path / "model", quantization=Kind.Q8_0))
     stored = next(
         each for each in gguf.GGUFReader(tmp_path / "m.gguf").tensors if each.name == "blk.1.ffn_up_exps.weight"

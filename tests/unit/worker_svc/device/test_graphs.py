@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quire.model_source import resolve_model
+from quire.settings import ConfigurationError
 from tests.support.cpu_kernels import without_packed_products
 from tests.support.fake_cuda import FakeCuda
 from tests.support.graph_recorder import CallingRecorder
@@ -21,13 +22,16 @@ from worker_svc.device.replay import (
     MAX_GRAPH_ROWS,
     CudaGraphRecorder,
     GraphShapes,
+    check_cuda_graphs,
 )
 from worker_svc.device.runner import ModelRunner, record_cuda_graphs
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
+from worker_svc.models.with_experts import MixtralForCausalLM
 from worker_svc.startup import model_geometry
 from worker_svc.step import AdmittedStep, RowChanges, StepOutput, WorkerLimits
 from worker_svc.streams import Streams
+from worker_svc.weights import Placement
 
 NUM_ROWS, NUM_BLOCKS = 19, 130
 CPU = torch.device("cpu")
@@ -235,3 +239,12 @@ def test_no_graph_has_more_rows_than_pays_and_a_batch_beyond_all_shapes_gets_non
     assert shapes.row_counts[-1] == MAX_GRAPH_ROWS
     assert shapes.fit(MAX_GRAPH_ROWS + 1, 5) is None
     assert shapes.fit(1, 51) is None
+
+
+def test_graphs_of_a_model_with_experts_are_refused() -> None:
+    """The host waits for what the tokens choose, which a recording cannot contain."""
+    config = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = MixtralForCausalLM.from_config({**config, "num_attention_heads": 8}, Placement(CPU, torch.float32))
+    model.device = torch.device("cuda")
+    with pytest.raises(ConfigurationError, match="--cuda-graphs is on and MixtralForCausalLM has experts"):
+        check_cuda_graphs(model)
