@@ -426,6 +426,27 @@ FAULTS = (
         "        if row is None or batch.rows.order[row] > group.order:\n",
         "        if row is None:\n",
     ),
+    _made(
+        "ranks-not-compared",
+        "the tokens of a rank that draws others than rank 0 are believed",
+        _WORKER_LINK,
+        "            if len(crc32s) > 1:\n",
+        "            if len(crc32s) > 2:\n",
+    ),
+    _made(
+        "prepared-by-one-rank",
+        "a constraint counts as compiled when the first rank has compiled it",
+        _WORKER_LINK,
+        "                if self._num_prepared[answer.number] < len(self._links):\n",
+        "                if self._num_prepared[answer.number] < 1:\n",
+    ),
+    _made(
+        "epoch-not-agreed",
+        "a rank that waits in a step which not all ranks have is not told of the next epoch",
+        _STREAM,
+        "            self._agree(epoch, _NO_STEP)\n",
+        "",
+    ),
     KnownFault(
         "two-schedulers-fight",
         "a scheduler that is refused for a newer one tries again, with an epoch that rises each time",

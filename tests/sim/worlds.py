@@ -21,9 +21,19 @@ from tests.sim.world.faults import (
 )
 from tests.sim.world.gateways import gateways_without_sockets
 from tests.sim.world.http_calls import with_http
-from tests.sim.world.knobs import draw_low_limits, low_limits
+from tests.sim.world.knobs import REPLAYS, draw_low_limits, low_limits
 from tests.sim.world.oracles import Circumstances
-from tests.sim.world.traffic import MAX_OUTPUT, TENANT, Generate, Kind, Request, draw_requests, with_deadly
+from tests.sim.world.traffic import (
+    MAX_OUTPUT,
+    TENANT,
+    Generate,
+    Kind,
+    Request,
+    draw_requests,
+    grown,
+    with_deadly,
+    with_takeovers,
+)
 from tests.sim.world.world import StuckError, World
 
 _START_S = 2.0
@@ -35,7 +45,9 @@ _QUOTA_S = 300.0
 _DEADLY_S = 200.0
 """Until each of two replicas has found out which request kills its worker, between which it moves."""
 _RARE = 0.1
-"""The share of worlds with a deadly request, and of those with another model."""
+"""The share of worlds with a deadly request, of those with another model, and of those whose streams are taken over."""
+_OFTEN = 0.6
+"""The share of worlds with tight pools whose requests come almost at once and grow."""
 _RANKED = 0.2
 """The share of worlds whose workers have two ranks."""
 _KEPT_S = 130.0
@@ -77,8 +89,14 @@ def draw_plan(seed: int) -> Plan:
     over_s = draw.choice((0.05, 0.3, 0.3) if kind is Kind.TIGHT else (0.3, 3.0, 10.0))
     pool_tokens = layout.worker.num_blocks * layout.worker.block_size
     requests = draw_requests(draw, kind, layout.clients, pool_tokens, over_s)
+    # Of its own, as all that follows: what is rare changes nothing else in a plan.
+    rare = Random(f"more {seed}")
+    if kind is Kind.TIGHT and rare.random() < _OFTEN:
+        requests = grown(rare, requests)
+    takes_over = rare.random() < _RARE
+    if takes_over:
+        requests = with_takeovers(rare, requests)
     faults = draw_faults(draw, kind, layout.hosts, [each.at for each in requests], over_s, layout.worker)
-    # Of its own: what is rare changes nothing else in a plan.
     rare = Random(f"rare {seed}")
     if rare.random() < _RARE:
         requests = with_deadly(rare, requests)
@@ -91,7 +109,7 @@ def draw_plan(seed: int) -> Plan:
         layout,
         tuple(replace(each, at=_START_S + each.at) for each in requests),
         tuple(replace(cast(Any, each), at=_START_S + each.at) for each in faults),
-        draw_low_limits(draw),
+        tuple(dict.fromkeys((*draw_low_limits(draw), *(REPLAYS if takes_over else ())))),
     )
 
 

@@ -90,9 +90,11 @@ class Client:
 
     async def _generate(self, request: Generate, story: Story) -> None:
         witness = story.witness = testimony_of(request, self.circumstances.models)
-        cancelling = taking = None
-        if request.taken_over_after_s is not None:
-            taking = asyncio.create_task(self._take_over(request, witness, request.taken_over_after_s))
+        cancelling = None
+        taking: list[asyncio.Task[None]] = []
+        if (after_s := request.taken_over_after_s) is not None:
+            for number in range(1, request.num_takeovers + 1):
+                taking.append(asyncio.create_task(self._take_over(request, witness, number * after_s)))
         if request.cancels_after_s is not None:
             cancelling = asyncio.create_task(self._cancel(request, request.cancels_after_s))
         try:
@@ -108,8 +110,7 @@ class Client:
         finally:
             if cancelling is not None:
                 cancelling.cancel()
-            if taking is not None:
-                await taking
+            await asyncio.gather(*taking)
 
     async def _whole(self, request: Generate, witness: Testimony) -> None:
         client = self._client(request.tenant)

@@ -40,7 +40,7 @@ from tests.sim.world.ranks import Group, Rendezvous, rank_hosts, worker_of
 from tests.sim.world.supervisor import Supervised
 from tests.sim.world.traffic import LONGEST, MAX_MODEL_LEN, TENANTS, VOCAB_SIZE, Generate, Kind, Request
 from tests.sim.world.transport import SimTransport
-from tests.sim.world.watch import CheckedSessions, Names, NamingBlocks, Watch, watched_tokens
+from tests.sim.world.watch import CheckedRequests, CheckedSessions, Names, NamingBlocks, Watch, watched_tokens
 from tests.sim.world.world import Node, World
 from tests.support.fake_worker import FakeWorkerConfig
 from worker_svc.device.device_loop import end_when_hung
@@ -497,8 +497,8 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         core = clusters[-1].cores[host()] = CheckedScheduler(config, clusters[-1].names)
         return core
 
-    def make_requests(*arguments: Any) -> Requests:
-        requests = clusters[-1].requests[host()] = Requests(*arguments)
+    def make_requests(*arguments: Any) -> CheckedRequests:
+        requests = clusters[-1].requests[host()] = CheckedRequests(*arguments)
         return requests
 
     with (

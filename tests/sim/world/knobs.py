@@ -35,6 +35,14 @@ def draw_low_limits(draw: Random) -> tuple[str, ...]:
     return () if is_usual else low
 
 
+REPLAYS = (
+    "gateway.replicas.link._MESSAGES_OF_CREDIT",
+    "gateway.replicas.link._MESSAGES_AHEAD",
+    "scheduler_svc.service.outbox._REPLAYED_AT_ONCE",
+)
+"""The limits by which an output that is read again takes many messages."""
+
+
 @contextmanager
 def low_limits(names: tuple[str, ...]) -> Iterator[None]:
     """Inside the block, these limits are low."""

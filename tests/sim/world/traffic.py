@@ -92,6 +92,7 @@ class Generate:
         cancels_after_s: When another call of the tenant cancels it by its id.
         pause_s: How long its client takes for each event.
         taken_over_after_s: When another call resumes the stream, which is durable, from where its client is by then.
+        num_takeovers: How many calls do so, one after the other.
         deadly_at: The position of a token whose computation kills the worker, where it has one.
         front: The API by which it goes over HTTP, as a stream or not; None where it does not.
     """
@@ -109,6 +110,7 @@ class Generate:
     cancels_after_s: float | None = None
     pause_s: float = 0.0
     taken_over_after_s: float | None = None
+    num_takeovers: int = 1
     deadly_at: int | None = None
     front: Front | None = None
 
@@ -211,6 +213,28 @@ def draw_requests(
             )
         case _:
             return tuple(_request(draw, number, mood) for number in range(mood.count))
+
+
+def grown(draw: Random, requests: Sequence[Request]) -> tuple[Request, ...]:
+    """The same requests almost at once, with prompts so short that many run together before they need their room."""
+    return tuple(
+        replace(each, at=draw.uniform(0, 0.03), prompt=each.prompt[: draw.randint(1, 9)])
+        if isinstance(each, Generate)
+        else each
+        for each in requests
+    )
+
+
+def with_takeovers(draw: Random, requests: Sequence[Request]) -> tuple[Request, ...]:
+    """More of the streams are durable, and calls take these from each other."""
+    changed: list[Request] = []
+    for each in requests:
+        if isinstance(each, Generate) and each.verb in (Verb.STREAM, Verb.DURABLE, Verb.DURABLE_CHAT):
+            verb = Verb.DURABLE if each.verb is Verb.STREAM else each.verb
+            after_s, count = draw.uniform(0, draw.choice((0.1, 1.0))), draw.randint(1, 4)
+            each = replace(each, verb=verb, taken_over_after_s=after_s, num_takeovers=count)
+        changed.append(each)
+    return tuple(changed)
 
 
 def with_deadly(draw: Random, requests: Sequence[Request]) -> tuple[Request, ...]:

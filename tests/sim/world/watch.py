@@ -3,9 +3,11 @@ missed on the way, a worker keeps the scheduler that started last, nobody goes o
 waits where it cannot run."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -19,8 +21,9 @@ from quire.rpc.errors import FailedPrecondition
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
+from scheduler_svc.core.request import Handle
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.service.requests import Requests
+from scheduler_svc.service.requests import OwnedRequest, Requests
 from tests.sim.world.network import Network
 from tests.sim.world.world import Node
 from tests.support.fake_pool import BlockError, Prefixes
@@ -94,6 +97,79 @@ class CheckedSessions(Sessions):
             raise
 
 
+class RequestsViolationError(AssertionError):
+    """The table of requests of a scheduler contradicts itself."""
+
+
+class CheckedRequests(Requests):
+    """The table of requests, whose invariants hold after each operation: the first failure ends the world, also where
+    no answer shows it."""
+
+    _depth = 0
+
+    def check(self) -> None:
+        """Raises RequestsViolationError."""
+        plain = dict[Handle, int]()
+        for handle, owned in self._by_handle.items():
+            reader, is_timed = owned.reader, owned.reader is None or (owned.durable is not None and owned.is_over)
+            _demand(owned in self._by_id[owned.tenant, owned.request_id], "is not found by its id", owned)
+            _demand((handle in self._kept) == owned.keeps_events, "is kept, or is not", owned)
+            _demand((owned.expiry is not None) == is_timed, "has a timer, or has none", owned)
+            if reader is None:
+                _demand(handle not in self._readers, "is told to a reader that left", owned)
+            else:
+                connection = reader.connection
+                _demand(self._connections.get(connection.gateway_id) is connection, "is read by who left", owned)
+                _demand(reader.request is owned, "is not what its reader reads", owned)
+                is_replayed = reader.handle in connection.outbox._replays
+                _demand(self._readers.get(handle) == (None if is_replayed else reader), "is told out of order", owned)
+            if owned.is_over and owned.durable is None and reader is None:
+                plain[handle] = owned.history.size
+        _demand(plain == self._undelivered and self._undelivered_size == sum(plain.values()), "counts what is kept")
+        durable = {handle: owned for handle, owned in self._by_handle.items() if owned.durable is not None}
+        _demand(durable == self._durable.requests, "knows which are durable")
+        if self._durable._is_summed:
+            charges = Counter[str]()
+            for owned in durable.values():
+                charges[owned.tenant] += 0 if owned.is_over else owned.charge
+            _demand(charges == self._durable._charge_running, "counts tokens of durable requests")
+        for connection in self._connections.values():
+            for handle, replay in connection.outbox._replays.items():
+                is_whole = replay._history._completed or replay._history._failed
+                _demand(bool(is_whole) or handle in connection.reads, "goes on to who reads it no longer")
+
+
+def _demand(holds: bool, what: str, owned: OwnedRequest | None = None) -> None:
+    if not holds:
+        error = RequestsViolationError(f"{'the table' if owned is None else owned.request_id} {what}")
+        node = CLOCK.get()
+        assert isinstance(node, Node)
+        node.fail(error)
+        raise error
+
+
+def _checked(name: str) -> Callable[..., Any]:
+    operation = getattr(Requests, name)
+
+    def call(self: CheckedRequests, *arguments: Any, **options: Any) -> Any:
+        self._depth += 1
+        try:
+            result = operation(self, *arguments, **options)
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            self.check()
+        return result
+
+    return call
+
+
+for _name in ("connect", "close", "taken", "admit", "attach", "resubmit", "detach", "end", "end_unread", "cancel"):
+    setattr(CheckedRequests, _name, _checked(_name))
+for _name in ("forget", "forget_outputs", "deliver"):
+    setattr(CheckedRequests, _name, _checked(_name))
+
+
 class MissedTokenError(TokenGapError):
     """Tokens were lost between a scheduler and a gateway. Connecting again mends it, so only the world is told."""
 
@@ -138,6 +214,7 @@ class Watch:
             return None
         self._next_s = now + _LOOK_EVERY_S
         found = dict.fromkeys(self._orphans(gateways, tables), self.patience_s)
+        found |= dict.fromkeys(self._unread(gateways, tables), self.patience_s)
         found |= dict.fromkeys(self._left(gateways), self.patience_s + 2 * self.failover_delay_s)
         self._since = {what: self._since.get(what, now) for what in found}
         return next((what for what, patience_s in found.items() if now - self._since[what] > patience_s), None)
@@ -157,6 +234,23 @@ class Watch:
                 is_kept = owned.durable is None and not (owned.is_over and owned.reader)
                 if is_kept and owned.gateway_id == gateway_id and owned.nonce not in known:
                     yield f"{host} goes on with {owned.request_id}, which {gateway_host} does not know any more"
+
+    def _unread(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:
+        """Requests that a gateway waits for at a scheduler that it is connected to, and that sends them to nobody."""
+        for (host, table), (gateway_host, gateway) in itertools.product(tables.items(), gateways.items()):
+            link = gateway._generator.replicas.links.get(self.address_of(host))
+            if link is None or not link.is_connected or self._is_disturbed(host, gateway_host):
+                continue
+            gateway_id = link._hello.hello.gateway_id
+            read = {
+                (each.tenant, each.request_id)
+                for each in table._by_handle.values()
+                if each.reader is not None and each.reader.connection.gateway_id == gateway_id
+            }
+            for each in gateway._ledger:
+                is_waited_for = each.replica == link.address and not (each.is_over or each.awaits_usage)
+                if is_waited_for and (each.request.tenant, each.request.request_id) not in read:
+                    yield f"{gateway_host} waits for {each.request.request_id} at {host}, which sends it nothing"
 
     def _left(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Requests that wait at a replica that runs no steps while another one does."""
