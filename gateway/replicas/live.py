@@ -171,6 +171,11 @@ class LiveRequest:
         return sum(len(stream.token_ids) for stream in self.sequences)
 
     @property
+    def is_behind_client(self) -> bool:
+        """Whether its client has tokens that have not come here, so that nobody here knows their model."""
+        return any(stream.is_behind_client for stream in self.sequences)
+
+    @property
     def num_computed_tokens(self) -> float:
         """The tokens that were generated so far, those of candidates that are not returned included."""
         return self.num_generated_tokens * self.request.sampling.best_of / self.request.sampling.n

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from gateway.replicas.events import EventBatch, Welcome
@@ -162,6 +162,9 @@ class Replicas:
             else:
                 self._wait_for_scheduler(live)
             return
+        self._place_on(live, candidates)
+
+    def _place_on(self, live: LiveRequest, candidates: Mapping[str, SchedulerLink]) -> None:
         if len(candidates) == 1:
             self._submit(live, *candidates.values())
             return
@@ -406,14 +409,16 @@ class Replicas:
             live.submissions -= 1
             self._draining.add(link.address)
             self.place(live)
-        elif error.reason == "MODEL_CHANGED" and _is_known(link, error):
-            # The end of a request that was resumed after it, or submitted again.
-            live.fail(error)
         elif error.reason == "MODEL_CHANGED":
-            # It takes nothing new until it is connected again, with a welcome that names its new model.
-            self._draining.add(link.address)
-            if self._candidates(live):
-                self.place(live)
+            if _is_known(link, error):
+                # The end of a request that was resumed after it, or submitted again: it would be told again.
+                others = {at: other for at, other in self._candidates(live).items() if other is not link}
+            else:
+                # It takes nothing new until it is connected again, with a welcome that names its new model.
+                self._draining.add(link.address)
+                others = self._candidates(live)
+            if others and not live.is_behind_client:
+                self._place_on(live, others)
             else:
                 live.fail(error)
         elif live.submissions > 1 and isinstance(error, ResourceExhausted | Unavailable):

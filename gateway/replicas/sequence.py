@@ -153,6 +153,11 @@ class SequenceStream:
         self._take_logprobs(count)
 
     @property
+    def is_behind_client(self) -> bool:
+        """Whether the client has tokens that have not come here."""
+        return self._known_tokens > len(self.token_ids)
+
+    @property
     def num_pending(self) -> int:
         """The tokens that were not taken yet."""
         return len(self.token_ids) - self._taken

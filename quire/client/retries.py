@@ -217,12 +217,13 @@ class Resumption:
     attempts: Attempts
     _sequences: dict[int, _Progress] = field(default_factory=dict[int, _Progress], init=False)
     _lost_at: float | None = field(default=None, init=False)
+    _lost_by: Unavailable | None = field(default=None, init=False)
     _delay_s: float = field(default=_FIRST_RESUME_DELAY_S, init=False)
     # Whether a scheduler may know the request.
     _is_submitted: bool = field(default=False, init=False)
 
     def accept(self, event: StreamEvent) -> bool:
-        self._lost_at = None
+        self._lost_at = self._lost_by = None
         self._delay_s = _FIRST_RESUME_DELAY_S
         if isinstance(event, RequestCompleted):
             return True
@@ -247,7 +248,8 @@ class Resumption:
             return self.attempts.delay_after(error) if delay_s is None else delay_s
         delay_s = self._delay_of_loss(error) if self._may_go_on_after(error) else None
         if delay_s is None:
-            raise error from None
+            # That the request still runs would say nothing to a caller whose time is over.
+            raise (self._lost_by or error if isinstance(error, AlreadyExists) else error) from None
         return delay_s
 
     def _may_go_on_after(self, error: QuireError) -> bool:
@@ -255,6 +257,7 @@ class Resumption:
         if isinstance(error, Unavailable):
             # A request that ended since its model went is not resumed; with what came, the text would be of two models.
             has_ended = error.reason == "MODEL_CHANGED"
+            self._lost_by = error
             self._is_submitted = not has_ended
             return not (has_ended and self._sequences)
         if isinstance(error, NotFound) and self._lost_at is not None:

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from google.rpc import code_pb2
 
 from quire.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions
 from quire.model_source import resolve_model
@@ -74,3 +75,27 @@ async def test_a_scheduler_that_comes_back_with_another_model_gets_requests_with
         assert "(before and now: weights w1 and w2); it cannot go on: send it again" in error.message
         assert (await waiting).token_ids == expected_ids("waiting", 8)
         assert len(scheduler.submits) == 3
+
+
+async def test_a_request_whose_worker_came_back_with_another_model_goes_on_where_its_model_is(without_weights):
+    """Its scheduler says so after the gateway has learnt of the new model, as to one whose stream broke in between."""
+    async with (
+        FakeScheduler(model=OLD_MODEL) as first,
+        FakeScheduler(model=OLD_MODEL) as second,
+        running_gateway(first, second, model=without_weights) as gateway,
+    ):
+        for scheduler in (first, second):
+            scheduler.emits.clear()
+            await scheduler.until(lambda scheduler=scheduler: scheduler.is_heard)
+        answer = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("moved"))))
+
+        async def chosen() -> FakeScheduler | None:
+            return next((each for each in (first, second) if each.live), None)
+
+        one = await until(chosen)
+        other = second if one is first else first
+        change = {"code": code_pb2.UNAVAILABLE, "reason": "MODEL_CHANGED", "scheduler_epoch": 1}
+        one.fail(*one.live, message="the worker came back with another model", **change)
+        other.emits.set()
+        assert (await answer).token_ids == expected_ids("moved", 8)
+        assert [len(each.submits) for each in (one, other)] == [1, 1]

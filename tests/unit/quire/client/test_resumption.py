@@ -95,9 +95,12 @@ def test_after_long_refusals_of_a_lost_stream_its_policy_decides(gateway: Gatewa
         go_on(resumption, LOST)
         gateway.now = 28.0
         assert go_on(resumption, FULL) == 2.0
-        gateway.now = 28.5
+        gateway.now = 29.9
     with pytest.raises(ResourceExhausted):
         plain.delay_after(FULL)
+    # That it still runs would not say why the caller has no answer.
+    with pytest.raises(Unavailable, match="the connection broke"):
+        plain.delay_after(AlreadyExists("runs"))
     assert go_on(patient, FULL) == 2.0
 
 
