@@ -14,7 +14,7 @@ from quire import entropy
 from quire.client.types import RequestCompleted, SequenceFinished, StreamEvent, TokenChunk
 from quire.clock import monotonic
 from quire.gateway.v1 import generation_pb2
-from quire.rpc.errors import AlreadyExists, NotFound, QuireError, ResourceExhausted, Unavailable
+from quire.rpc.errors import Aborted, AlreadyExists, NotFound, QuireError, ResourceExhausted, Unavailable
 
 # gRPC says only in the text of a status that no gateway was reached. Tests check the texts with unused ports.
 _NOBODY_REACHED = ("failed to connect to all addresses", "connections to all backends failing")
@@ -266,6 +266,9 @@ class Resumption:
             return self.go_on is not None or not self._sequences
         if isinstance(error, AlreadyExists) and self._lost_at is not None:
             # A gateway has not noticed yet that this client is gone, or has itself submitted the request again.
+            self._is_submitted = True
+        elif isinstance(error, Aborted) and error.reason == "REQUEST_TAKEN_OVER" and self._lost_at is not None:
+            # By this client's call before, most likely: its gateway was back at the scheduler later than this one.
             self._is_submitted = True
         else:
             return False

@@ -7,10 +7,11 @@ import pytest
 from quire.client import RetryPolicy, TokenChunk
 from quire.client.retries import Attempts, CallTime, Restart, Resumption
 from quire.gateway.v1 import generation_pb2
-from quire.rpc.errors import AlreadyExists, NotFound, QuireError, ResourceExhausted, Unavailable
+from quire.rpc.errors import Aborted, AlreadyExists, NotFound, QuireError, ResourceExhausted, Unavailable
 
 FULL = ResourceExhausted("full", retry_after_ms=2000)
 LOST = Unavailable("the connection broke")
+TAKEN_OVER = Aborted("read by another call", reason="REQUEST_TAKEN_OVER")
 UNKNOWN = NotFound("no such request")
 
 
@@ -75,10 +76,13 @@ def test_a_lost_stream_that_is_refused_waits_as_the_gateway_says_and_is_resumed(
     assert [go_on(resumption, FULL) for _ in range(8)] == [2.0] * 8
     # Also where a gateway has not noticed yet that this client is gone.
     go_on(resumption, AlreadyExists("runs"))
-    assert gateway.calls == ["start"] + [[(0, 2, 2)]] * 10
+    # And where its call before was heard after this one.
+    go_on(resumption, TAKEN_OVER)
+    assert gateway.calls == ["start"] + [[(0, 2, 2)]] * 11
     resumption.accept(chunk("c"))
-    with pytest.raises(ResourceExhausted):
-        resumption.delay_after(FULL)
+    for error in (FULL, TAKEN_OVER):
+        with pytest.raises(type(error)):
+            resumption.delay_after(error)
     # No time at all does not hasten it, and none that is said ends it.
     at_once = ResourceExhausted("full", retry_after_ms=0)
     assert [go_on(resumption, error) for error in (LOST, at_once, at_once)] == [0.05, 0.1, 0.2]
