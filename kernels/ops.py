@@ -43,7 +43,7 @@ from kernels.checks import (
     check_write,
 )
 from kernels.draw_rules import DrawRules
-from kernels.packed_weight import ACTIVATIONS, CodedWeight, PackedWeight, Rounding
+from kernels.packed_weight import ACTIVATIONS, CodedWeight, Coding, PackedWeight, Rounding
 
 
 def reshape_and_cache(
@@ -288,10 +288,14 @@ def pack_coded(weight: CodedWeight, *, gated: bool = False, rounding: Rounding =
 
     Products are those of the weight that is brought to float32 and rounded to bfloat16, bit for bit. Where tokens are
     rounded to int8 too, with one scale for each, they are those of the weight in float32, and `rounding` is
-    WEIGHT_AND_INPUT.
+    WEIGHT_AND_INPUT; numbers in FP8 have no such products. Groups have whole blocks of 32 inputs, or there is only one.
     """
     if rounding is Rounding.WEIGHT:
         raise ValueError("rounding is of the weight alone, which is coded")
+    if rounding is not Rounding.NONE and weight.coding is Coding.FP8:
+        raise ValueError("weight is in FP8, which is not multiplied with int8 tokens")
+    if (scales := weight.scales) is not None and scales.inputs % 32 and scales.values.shape[1] > 1:
+        raise ValueError(f"weight has groups of {scales.inputs} inputs; expected a multiple of 32")
     if gated and weight.rows.shape[0] % 2:
         raise ValueError(f"weight has {weight.rows.shape[0]} rows; expected an even number of a gated one")
     products = coded_products_for(weight.rows.device, torch.bfloat16)
@@ -315,8 +319,8 @@ def look_up(weight: CodedWeight, ids: torch.Tensor) -> torch.Tensor:
     check_shape("ids", ids, (None,))
     check_dtype("ids", ids, torch.int64)
     kernels = coded_products_for(ids.device, torch.bfloat16)
-    if kernels is None:
-        raise ValueError(f"weight is coded, and there is no look-up on {ids.device}")
+    if kernels is None or weight.scales is not None:
+        raise ValueError(f"weight is in {weight.coding.value}, and there is no look-up of that on {ids.device}")
     return kernels.look_up(weight, ids)
 
 

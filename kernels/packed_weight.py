@@ -23,7 +23,8 @@ class Rounding(Enum):
 class Coding(Enum):
     """How a file stores the rows of a weight: groups of inputs, whose numbers have codes of a few bits and scales.
 
-    Values are the names of GGUF, by which ggml documents them.
+    Values are the names of GGUF, by which ggml documents them. Of the last three rows hold only codes (`GroupScales`):
+    whole numbers from 0 on, of 4 bits with the first of two in the lower half of a byte, or numbers of 8 bits (E4M3).
     """
 
     Q4_K = "Q4_K"
@@ -36,10 +37,13 @@ class Coding(Enum):
     Q5_1 = "Q5_1"
     IQ4_XS = "IQ4_XS"
     IQ4_NL = "IQ4_NL"
+    INT4 = "int4"
+    INT8 = "int8"
+    FP8 = "float8_e4m3fn"
 
     @property
     def group(self) -> tuple[int, int]:
-        """Inputs of a group, and its bytes."""
+        """Inputs of a group, and its bytes; where rows hold only codes, of as many as fill bytes."""
         return _GROUPS[self]
 
 
@@ -54,7 +58,31 @@ _GROUPS = {
     Coding.Q5_1: (32, 24),
     Coding.IQ4_XS: (256, 136),
     Coding.IQ4_NL: (32, 18),
+    Coding.INT4: (2, 1),
+    Coding.INT8: (1, 1),
+    Coding.FP8: (1, 1),
 }
+# The codes in the middle, which stand for 0 where a weight does not say which ones do.
+_MIDDLE = {Coding.INT4: 8, Coding.INT8: 128}
+_NUMBERS_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScales:
+    """What codes stand for that come apart from their scales: `(code - zero) * scale`, computed in float32.
+
+    The difference is exact, and with scales of 16 bits the product too, so that what is served in bfloat16 is rounded
+    once. Compressed-tensors and transformers (FP8) give the same bits: they multiply in the dtype of the scales, which
+    is bfloat16, or in float32. AWQ and GPTQ have float16 scales, and their own code rounds to float16 first: in float16
+    the bits are the same, in bfloat16 this is the closer number where they differ.
+    """
+
+    values: torch.Tensor
+    """[out, groups] float32, bfloat16 or float16."""
+    zeros: torch.Tensor | None
+    """[out, groups] uint8, the codes that stand for 0; None: the one in the middle does, and in FP8 that of 0."""
+    inputs: int
+    """Inputs of a group. The last one may have fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +92,8 @@ class CodedWeight:
     coding: Coding
     rows: torch.Tensor
     """[out, bytes of a row] uint8, which may be a view of the file."""
+    scales: GroupScales | None = None
+    """Of codings whose rows hold only codes."""
 
     @property
     def in_features(self) -> int:
@@ -76,13 +106,79 @@ class CodedWeight:
         if inputs.start % in_group or inputs.stop % in_group:
             return None
         columns = slice(inputs.start // in_group * num_bytes, inputs.stop // in_group * num_bytes)
-        return CodedWeight(self.coding, self.rows[outputs, columns])
+        scales, size = self.scales, inputs.stop - inputs.start
+        if scales is not None and scales.values.shape[1] == 1:
+            zeros = None if scales.zeros is None else scales.zeros[outputs]
+            scales = GroupScales(scales.values[outputs], zeros, size)
+        elif scales is not None:
+            of_group = scales.inputs
+            if inputs.start % of_group or (inputs.stop % of_group and inputs.stop != self.in_features):
+                return None
+            groups = slice(inputs.start // of_group, -(-inputs.stop // of_group))
+            zeros = None if scales.zeros is None else scales.zeros[outputs, groups]
+            scales = GroupScales(scales.values[outputs, groups], zeros, of_group)
+        return CodedWeight(self.coding, self.rows[outputs, columns], scales)
+
+    @property
+    def kind(self) -> tuple[Coding, int | None, torch.dtype | None]:
+        """Weights of one kind can be joined."""
+        return self.coding, self.scales and self.scales.inputs, self.scales and self.scales.values.dtype
 
     @staticmethod
     def joined(parts: Sequence["CodedWeight"]) -> "CodedWeight":
-        """The outputs of parts of one coding, one after the other."""
-        (coding,) = {part.coding for part in parts}
-        return CodedWeight(coding, parts[0].rows if len(parts) == 1 else torch.cat([part.rows for part in parts]))
+        """The outputs of parts of one kind, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        ((coding, _, _),) = {part.kind for part in parts}
+        rows, all_scales = torch.cat([part.rows for part in parts]), [part.scales for part in parts]
+        scales = [each for each in all_scales if each is not None]
+        if not scales:
+            return CodedWeight(coding, rows)
+        zeros = None
+        if any(each.zeros is not None for each in scales):
+            middle = _MIDDLE[coding]
+            filled = [torch.full_like(each.values, middle, dtype=torch.uint8) for each in scales]
+            zeros = torch.cat(
+                [each.zeros if each.zeros is not None else full for each, full in zip(scales, filled, strict=True)]
+            )
+        return CodedWeight(
+            coding, rows, GroupScales(torch.cat([each.values for each in scales]), zeros, scales[0].inputs)
+        )
+
+    def dequantized(self) -> torch.Tensor:
+        """[out, in] float32, where rows hold only codes."""
+        scales, out_features = self.scales, self.rows.shape[0]
+        if scales is None:
+            raise ValueError(f"rows in {self.coding.value} hold more than codes")
+        result = torch.empty((out_features, self.in_features))
+        group_of = torch.arange(self.in_features) // scales.inputs
+        step = max(_NUMBERS_AT_ONCE // max(self.in_features, 1), 1)
+        for rows in (slice(start, start + step) for start in range(0, out_features, step)):
+            codes, numbers = self.rows[rows], result[rows]
+            if self.coding is Coding.FP8:
+                numbers.copy_(codes.contiguous().view(torch.float8_e4m3fn))
+            else:
+                numbers.copy_(
+                    torch.stack((codes & 15, codes >> 4), -1).flatten(1) if self.coding is Coding.INT4 else codes
+                )
+                numbers.sub_(_MIDDLE[self.coding] if scales.zeros is None else scales.zeros[rows].float()[:, group_of])
+            numbers.mul_(scales.values[rows].float()[:, group_of])
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """The groups of a packed weight whose codes and scales come apart.
+
+    Attributes:
+        pieces: Of 32 inputs in a group.
+        scale_dtype: Of its scale.
+        has_zeros: Whether each group says which code stands for 0.
+    """
+
+    pieces: int
+    scale_dtype: torch.dtype
+    has_zeros: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +201,8 @@ class PackedWeight:
     rounding: Rounding
     coding: Coding | None = None
     """That of `data`, if its numbers are coded."""
+    grouping: Grouping | None = None
+    """Of codings whose scales come apart from codes."""
     is_bf12: bool = False
     """Whether `data` holds the bfloat16 numbers in 12 bits each, bit for bit."""
 

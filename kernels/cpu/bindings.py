@@ -42,8 +42,9 @@ from kernels.cpu.library import (
     SiluArgs,
     coded_panel_bytes,
 )
+from kernels.cpu.library import Grouping as GroupingArgs
 from kernels.draw_rules import DrawRules
-from kernels.packed_weight import ACTIVATIONS, CodedWeight, PackedWeight, Rounding
+from kernels.packed_weight import ACTIVATIONS, CodedWeight, Grouping, PackedWeight, Rounding
 from kernels.reference import ScoreRule
 
 # The enum Activation of api.h.
@@ -345,9 +346,17 @@ class CpuKernels:
 
     def pack_coded(self, weight: CodedWeight, gated: bool, rounding: Rounding) -> PackedWeight:
         (out_features, row_bytes), in_features = weight.rows.shape, weight.in_features
-        rows = _dense(weight.rows)
-        panels = _num_panels(out_features, gated)
-        data = torch.empty((panels, coded_panel_bytes(weight.coding, in_features)), dtype=torch.uint8)
+        rows, panels, padded_in = (
+            _dense(weight.rows),
+            _num_panels(out_features, gated),
+            -(-in_features // PANEL) * PANEL,
+        )
+        scales = zeros = grouping = None
+        if weight.scales is not None:
+            scales, zeros = weight.scales.values.contiguous(), _contiguous(weight.scales.zeros)
+            grouping = Grouping(-(-weight.scales.inputs // PANEL), scales.dtype, zeros is not None)
+        panel_bytes = coded_panel_bytes(weight.coding, padded_in, _grouping_args(grouping))
+        data = torch.empty((panels, panel_bytes), dtype=torch.uint8)
         arguments = PackArgs(
             packed=data.data_ptr(),
             weight=rows.data_ptr(),
@@ -357,10 +366,13 @@ class CpuKernels:
             row_bytes=rows.stride(0),
             gated=gated,
             multiplied=MULTIPLIED_CODED[weight.coding],
+            scales=_address(scales),
+            zeros=_address(zeros),
+            grouping=_grouping_args(grouping),
         )
         self._library.call(Operation.PACK_WEIGHT, arguments)
         coding, dtype = weight.coding, torch.bfloat16
-        return PackedWeight(data, None, dtype, out_features, in_features, in_features, gated, rounding, coding)
+        return PackedWeight(data, None, dtype, out_features, in_features, padded_in, gated, rounding, coding, grouping)
 
     def look_up(self, weight: CodedWeight, ids: torch.Tensor) -> torch.Tensor:
         rows, ids = _dense(weight.rows), ids.contiguous()
@@ -465,6 +477,7 @@ class CpuKernels:
             in_features=weight.padded_in,
             x_stride=tokens.stride(0),
             output_stride=output.stride(0),
+            grouping=_grouping_args(weight.grouping),
         )
         self._library.call(Operation.PRODUCT, arguments)
 
@@ -553,6 +566,12 @@ def _as_lines(x: torch.Tensor) -> torch.Tensor:
     if x.dim() != 2:
         x = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
     return _dense(x)
+
+
+def _grouping_args(grouping: Grouping | None) -> GroupingArgs:
+    if grouping is None:
+        return GroupingArgs()
+    return GroupingArgs(grouping.pieces, DTYPES[grouping.scale_dtype], grouping.has_zeros)
 
 
 def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:

@@ -34,6 +34,9 @@ MULTIPLIED_CODED = {
     Coding.Q5_0: 11,
     Coding.Q5_1: 12,
     Coding.IQ4_NL: 13,
+    Coding.INT4: 14,
+    Coding.INT8: 15,
+    Coding.FP8: 16,
 }
 """The same enum."""
 PANEL, WORDS_OF_BLOCK = 32, 16
@@ -62,6 +65,9 @@ _CONSTANTS = {
     "kQ50": MULTIPLIED_CODED[Coding.Q5_0],
     "kQ51": MULTIPLIED_CODED[Coding.Q5_1],
     "kIq4Nl": MULTIPLIED_CODED[Coding.IQ4_NL],
+    "kScaledInt4": MULTIPLIED_CODED[Coding.INT4],
+    "kScaledInt8": MULTIPLIED_CODED[Coding.INT8],
+    "kScaledFp8": MULTIPLIED_CODED[Coding.FP8],
     "kPanel": PANEL,
     "kWordsOfBlock": WORDS_OF_BLOCK,
     "Bf12Group::kNumbers": BF12_GROUP,
@@ -106,10 +112,16 @@ class SiluArgs(Structure):
     _fields_ = (*_pointers("output x"), *_integers("dtype threads rows n x_stride"))
 
 
+class Grouping(Structure):
+    _fields_ = (*_integers("pieces scale_dtype has_zeros"),)
+
+
 class PackArgs(Structure):
     _fields_ = (
         *_pointers("packed weight"),
         *_integers("threads out_features in_bytes row_bytes gated word_bytes multiplied"),
+        *_pointers("scales zeros"),
+        ("grouping", Grouping),
     )
 
 
@@ -136,6 +148,7 @@ class ProductArgs(Structure):
         *_pointers("output x weight bias scales x_scales"),
         *_integers("dtype multiplied output_dtype activation threads num_tokens out_features in_features"),
         *_integers("x_stride output_stride"),
+        ("grouping", Grouping),
     )
 
 
@@ -196,6 +209,7 @@ STRUCTS: tuple[type[Structure], ...] = (
     AttentionArgs,
     NormArgs,
     SiluArgs,
+    Grouping,
     PackArgs,
     LookUpArgs,
     CompressArgs,
@@ -318,13 +332,13 @@ def group_bytes(size: int, slot_bytes: int, path: Path | None = None) -> int:
     return _load(path).quire_group_bytes(size, slot_bytes)
 
 
-def coded_panel_bytes(coding: Coding, in_features: int, path: Path | None = None) -> int:
-    """Bytes of a panel of a coded weight.
+def coded_panel_bytes(coding: Coding, in_features: int, grouping: Grouping, path: Path | None = None) -> int:
+    """Bytes of a panel of a coded weight; in_features are whole blocks of 32.
 
     Raises:
         LibraryUnavailableError: as for `Library`.
     """
-    return _load(path).quire_coded_panel_bytes(MULTIPLIED_CODED[coding], in_features)
+    return _load(path).quire_coded_panel_bytes(MULTIPLIED_CODED[coding], in_features, ctypes.byref(grouping))
 
 
 def expected_layout(structs: Iterable[type[Structure]], constants: Mapping[str, int]) -> dict[str, tuple[int, str]]:
@@ -355,7 +369,7 @@ def _load(path: Path | None) -> ctypes.CDLL:
         library.quire_close.restype = None
         library.quire_group_bytes.argtypes = (c_int64, c_int64)
         library.quire_group_bytes.restype = c_int64
-        library.quire_coded_panel_bytes.argtypes = (c_int64, c_int64)
+        library.quire_coded_panel_bytes.argtypes = (c_int64, c_int64, c_void_p)
         library.quire_coded_panel_bytes.restype = c_int64
         library.quire_layout.restype = POINTER(_Layout)
         difference = _layout_difference(library)

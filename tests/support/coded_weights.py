@@ -1,10 +1,10 @@
-"""Weights as GGUF files store them, of any codes and scales: the package `gguf` reads more kinds than it writes."""
+"""Weights as files store them, of any codes and scales: the package `gguf` reads more kinds than it writes."""
 
 import gguf
 import numpy as np
 import torch
 
-from kernels.packed_weight import CodedWeight, Coding
+from kernels.packed_weight import CodedWeight, Coding, GroupScales
 
 # Where groups have their float16 numbers.
 _FLOAT16_AT = {
@@ -30,12 +30,26 @@ _LARGEST = {
     Coding.Q5_1: 31,
     Coding.IQ4_NL: 127,
     Coding.IQ4_XS: 127 * 32,
+    Coding.INT4: 15,
+    Coding.INT8: 255,
+    Coding.FP8: 448,
 }
 """What a number may be, in scales of its group."""
 
 
+SCALED = (Coding.INT4, Coding.INT8, Coding.FP8)
+"""Codings whose rows hold only codes."""
+
+
 def make_coded(coding: Coding, out_features: int, num_groups: int, seed: int = 0) -> CodedWeight:
-    """Any bytes, with scales of groups of either sign that make numbers of about 0.1 at most."""
+    """Any bytes, with scales of groups of either sign that make numbers of about 0.1 at most. Where groups may have any
+    number of inputs, and scales any dtype, the seed says which ones."""
+    if coding in SCALED:
+        inputs = (32, 64, 128, 96)[seed % 4]
+        # The last group of FP8 may have fewer inputs; a single group may have any number.
+        in_features = inputs * num_groups - (seed % 3 * 30 if num_groups == 1 or coding is Coding.FP8 else 0)
+        dtype = (torch.float16, torch.bfloat16, torch.float32)[seed // 4 % 3]
+        return make_scaled(coding, out_features, max(in_features, 2), inputs, dtype, seed=seed, has_zeros=seed % 2 == 1)
     generator = np.random.default_rng(seed)
     groups = generator.integers(0, 256, (out_features, num_groups, coding.group[1]), dtype=np.uint8)
     for at in _FLOAT16_AT[coding]:
@@ -44,6 +58,41 @@ def make_coded(coding: Coding, out_features: int, num_groups: int, seed: int = 0
     return CodedWeight(coding, torch.from_numpy(groups.reshape(out_features, -1)))
 
 
+def make_scaled(
+    coding: Coding,
+    out_features: int,
+    in_features: int,
+    inputs: int,
+    dtype: torch.dtype,
+    *,
+    has_zeros: bool,
+    seed: int = 0,
+) -> CodedWeight:
+    """The same with groups of so many inputs and scales of this dtype."""
+    generator = np.random.default_rng(seed)
+    per_group, num_bytes = coding.group
+    codes = generator.integers(0, 256, (out_features, in_features // per_group * num_bytes), dtype=np.uint8)
+    if coding is Coding.FP8:
+        codes[codes & 127 == 127] ^= 1  # NaN
+    groups = -(-in_features // inputs)
+    scales = torch.from_numpy(generator.normal(0, 0.05, (out_features, groups)) / _LARGEST[coding]).to(dtype)
+    zeros = None
+    if has_zeros and coding is not Coding.FP8:
+        zeros = torch.from_numpy(generator.integers(0, 16 if coding is Coding.INT4 else 256, scales.shape, np.uint8))
+    return CodedWeight(coding, torch.from_numpy(codes), GroupScales(scales, zeros, inputs))
+
+
 def dequantized(weight: CodedWeight) -> torch.Tensor:
-    """[out, in] float32, by the package."""
+    """[out, in] float32, by the package; where rows hold only codes, number by number in float64."""
+    if (scales := weight.scales) is not None:
+        codes = weight.rows
+        if weight.coding is Coding.FP8:
+            numbers = codes.view(torch.float8_e4m3fn).double()
+        else:
+            bits = 4 if weight.coding is Coding.INT4 else 8
+            numbers = torch.stack([codes >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], -1).flatten(1)
+            zeros = torch.full(scales.values.shape, 1 << (bits - 1)) if scales.zeros is None else scales.zeros
+            numbers = numbers.double() - zeros.double().repeat_interleave(scales.inputs, 1)[:, : numbers.shape[1]]
+        factors = scales.values.double().repeat_interleave(scales.inputs, 1)[:, : numbers.shape[1]]
+        return (numbers * factors).float()
     return torch.from_numpy(gguf.dequantize(weight.rows.numpy(), gguf.GGMLQuantizationType[weight.coding.value]))

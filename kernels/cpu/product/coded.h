@@ -8,8 +8,15 @@
 // where the products are exact in float, so that the order in which they are made does not matter: the difference is
 // rounded to float, and that to bfloat16, which are the bits of the weight that is dequantized first.
 //
+// In safetensors files, codes and scales come apart, and groups have any number of pieces (Grouping). There a number is
+//
+//     (code - that which stands for 0) * scale of the group
+//
+// rounded to float and then to bfloat16; the difference is exact.
+//
 // A panel is its head, then its blocks, each of which is a piece of all columns. The head has the F16 scales of all
-// columns, then their F16 minima, for group after group. A block has the int8 scales of all columns for each part, then
+// columns, then their F16 minima, for group after group; in the other case the scales in their own type, then the codes
+// that stand for 0, a byte each. A block has the int8 scales of all columns for each part, then
 // their minima, then the codes of 128 numbers after 128 in the order of a block of bfloat16 (pack_weight.cpp). Of those
 // 128, number 16 v + l has the v-th code of lane l. Half h of a chunk of codes, h = v % 2, has a byte v / 2 for lane l:
 // of 4 bits and more the lower ones are the h-th nibble of byte 4 l + v / 2 of the chunk, and further bits follow,
@@ -23,11 +30,12 @@
 
 namespace quire {
 
-// kParts: scales of a piece; none where the group's, and its minimum, are the only ones.
+// kParts: scales of a piece; none where the group's, and its minimum, are the only ones. kPiecesOfGroup is 0 where
+// Grouping has it.
 template <int kBitsOfCode, int kPartsOfPiece, bool kHasMinima, int64_t kPiecesOfAGroup>
 struct Coded {
   static constexpr int kBits = kBitsOfCode, kParts = kPartsOfPiece;
-  static constexpr bool kMinima = kHasMinima;
+  static constexpr bool kMinima = kHasMinima, kZeros = false, kFloats = false;
   static constexpr int64_t kPiecesOfGroup = kPiecesOfAGroup;
 
   static constexpr int64_t kNumbersAtOnce = 128, kLanes = 16;
@@ -36,11 +44,19 @@ struct Coded {
   static constexpr int64_t kCodeBytes = kNumbersAtOnce * kBits / 8;
   static constexpr int64_t kBlockBytes = kScaleBytes + kPanel * kPanel * kBits / 8;
 
-  static constexpr int64_t head_bytes(int64_t in_features) {
-    return in_features / (kPanel * kPiecesOfGroup) * kHeadBytesOfGroup;
+  static constexpr int64_t pieces_of_group(const Grouping& grouping) {
+    return kPiecesOfGroup > 0 ? kPiecesOfGroup : grouping.pieces;
   }
-  static constexpr int64_t panel_bytes(int64_t in_features) {
-    return head_bytes(in_features) + in_features / kPanel * kBlockBytes;
+  static constexpr int64_t scale_bytes(const Grouping& grouping) { return grouping.scale_dtype == kFloat32 ? 4 : 2; }
+  static constexpr int64_t head_bytes_of_group(const Grouping& grouping) {
+    return kPiecesOfGroup > 0 ? kHeadBytesOfGroup : kPanel * (scale_bytes(grouping) + grouping.has_zeros);
+  }
+  static constexpr int64_t head_bytes(int64_t in_features, const Grouping& grouping) {
+    const int64_t inputs = kPanel * pieces_of_group(grouping);
+    return (in_features + inputs - 1) / inputs * head_bytes_of_group(grouping);
+  }
+  static constexpr int64_t panel_bytes(int64_t in_features, const Grouping& grouping) {
+    return head_bytes(in_features, grouping) + in_features / kPanel * kBlockBytes;
   }
 };
 
@@ -82,6 +98,19 @@ struct Iq4Nl : Coded<4, 0, false, 1> {
   static constexpr const float (&kValues)[16] = Iq4Xs::kValues;
 };
 
+// The formats of safetensors files: whole numbers, of which group by group one stands for 0, and FP8 (E4M3).
+template <int kBitsOfCode>
+struct ScaledInt : Coded<kBitsOfCode, 0, false, 0> {
+  static constexpr bool kZeros = true;
+  static constexpr int kOffset = 0;
+  static constexpr int kMiddle = 1 << (kBitsOfCode - 1);
+  static constexpr const float (&kValues)[16] = Q4K::kValues;
+};
+struct ScaledFp8 : Coded<8, 0, false, 0> {
+  static constexpr bool kFloats = true;
+  static constexpr int kOffset = 0;
+};
+
 template <class Format>
 constexpr float value_of(int code) {
   if constexpr (Format::kBits == 4)
@@ -112,6 +141,12 @@ decltype(auto) with_format(int64_t multiplied, Function function) {
       return function.template operator()<Q51>();
     case kIq4Xs:
       return function.template operator()<Iq4Xs>();
+    case kScaledInt4:
+      return function.template operator()<ScaledInt<4>>();
+    case kScaledInt8:
+      return function.template operator()<ScaledInt<8>>();
+    case kScaledFp8:
+      return function.template operator()<ScaledFp8>();
     default:
       return function.template operator()<Iq4Nl>();
   }
@@ -164,6 +199,25 @@ class Values<Format, true> {
   const FloatTable table_;
 };
 
+// Sign, four bits of exponent and three of mantissa. The code of all ones but the sign is NaN; there is no infinity.
+template <>
+class Values<ScaledFp8, false> {
+ public:
+  Values(const std::byte* chunk, int64_t lane) { load_codes<ScaledFp8>(chunk, lane, codes_); }
+
+  Vec operator()(int v) const {
+    constexpr int kSign = INT32_MIN, kOne = 1 << 23;  // of the exponent
+    const auto bits = (codes_[v % 2].v << (24 - 8 * (v / 2)) >> 4) & 0x87f00000;
+    const auto is_nan = (bits & 0x07f00000) == 0x07f00000, is_subnormal = (bits & 0x07800000) == 0;
+    // A subnormal number is made as if it had the next exponent and a leading one, which is then subtracted.
+    const Vec number = as_floats({(bits + 120 * kOne + (is_subnormal & kOne)) | (is_nan & 0x7fc00000)});
+    return number - as_floats({is_subnormal & ((bits & kSign) | 121 * kOne)});
+  }
+
+ private:
+  IntVec codes_[2];
+};
+
 // Walks through the blocks of coded panels, one after the other. With kFolded, minima are there for all formats, and
 // account for the offsets of codes.
 template <class Format, bool kFolded>
@@ -174,37 +228,47 @@ class CodedBlocks {
 
   CodedBlocks(const ProductArgs& args, int64_t panel)
       : blocks_(args.in_features / kPanel),
-        at_(static_cast<const std::byte*>(args.weight) + panel * Format::panel_bytes(args.in_features)) {}
+        grouping_(args.grouping),
+        at_(static_cast<const std::byte*>(args.weight) + panel * Format::panel_bytes(args.in_features, args.grouping)) {
+  }
 
   // Returns the codes of the next block.
   const std::byte* next() {
     if (left_ == 0) {
       group_ = at_;
-      at_ += blocks_ / Format::kPiecesOfGroup * Format::kHeadBytesOfGroup;
+      at_ += Format::head_bytes(blocks_ * kPanel, grouping_);
       left_ = blocks_;
+      left_of_group_ = 0;
     }
-    if ((blocks_ - left_) % Format::kPiecesOfGroup == 0) start_group();
+    const bool starts_group = left_of_group_ == 0;
+    if (starts_group) {
+      start_group();
+      left_of_group_ = Format::pieces_of_group(grouping_);
+    }
     --left_;
-    for (int64_t i = 0; i < kPanel; i += kWidth) {
+    --left_of_group_;
+    for (int64_t i = 0; (Format::kParts > 0 || starts_group) && i < kPanel; i += kWidth) {
       for (int part = 0; part < kParts; ++part) {
         const Vec scale =
             Format::kParts > 0 ? load(of_group_[0] + i) * of_piece(part * kPanel + i) : load(of_group_[0] + i);
         store_twice(scales_[part] + 2 * i, scale);
         if constexpr (kFolded) {
-          Vec minimum = scale * set1(-Format::kOffset);
+          Vec minimum = scale * (Format::kZeros ? load(of_group_[1] + i) : set1(-Format::kOffset));
           if constexpr (Format::kMinima) minimum = minimum - minimum_of_piece(i);
           store_twice(minima_[part] + 2 * i, minimum);
         }
       }
       if constexpr (Format::kMinima && !kFolded)
         store_twice(minima_[0] + 2 * i, exclusive_or(minimum_of_piece(i), INT32_MIN));
+      if constexpr (Format::kZeros && !kFolded) store_twice(minima_[0] + 2 * i, load(of_group_[1] + i));
     }
     const std::byte* codes = at_ + Format::kScaleBytes;
     at_ += Format::kBlockBytes;
     return codes;
   }
 
-  // Scales and negative minima of the columns of a tile, each of them twice, for a chunk of its codes.
+  // Scales and negative minima, or negative codes that stand for 0, of the columns of a tile, each of them twice, for a
+  // chunk of its codes.
   const float* scales(int64_t tile, int64_t chunk) const { return scales_[chunk * kParts / 4] + tile * kPanel; }
   const float* minima(int64_t tile, int64_t chunk) const {
     return minima_[kFolded ? chunk * kParts / 4 : 0] + tile * kPanel;
@@ -212,9 +276,27 @@ class CodedBlocks {
 
  private:
   void start_group() {
+    if constexpr (Format::kPiecesOfGroup == 0) return start_scaled_group();
     for (int what = 0; what < (Format::kMinima ? 2 : 1); ++what, group_ += kPanel * sizeof(F16))
       for (int64_t i = 0; i < kPanel; i += kWidth)
         store(of_group_[what] + i, load(reinterpret_cast<const F16*>(group_) + i));
+  }
+
+  // Scales in their own type, and what stands for 0, negative.
+  void start_scaled_group() {
+    const int64_t bytes = Format::scale_bytes(grouping_);
+    for (int64_t i = 0; i < kPanel; i += kWidth) {
+      const std::byte* scales = group_ + i * bytes;
+      store(of_group_[0] + i, grouping_.scale_dtype == kFloat32   ? load(reinterpret_cast<const float*>(scales))
+                              : grouping_.scale_dtype == kFloat16 ? load(reinterpret_cast<const F16*>(scales))
+                                                                  : load(reinterpret_cast<const BF16*>(scales)));
+    }
+    group_ += kPanel * bytes;
+    if constexpr (Format::kZeros) {
+      for (int64_t i = 0; i < kPanel; ++i)
+        of_group_[1][i] = -static_cast<float>(grouping_.has_zeros ? static_cast<int>(group_[i]) : Format::kMiddle);
+    }
+    group_ += kPanel * grouping_.has_zeros;
   }
 
   Vec of_piece(int64_t at) const { return load(reinterpret_cast<const int8_t*>(at_) + at); }
@@ -224,8 +306,9 @@ class CodedBlocks {
   }
 
   const int64_t blocks_;  // of a panel
+  const Grouping grouping_;
   const std::byte *at_, *group_ = nullptr;
-  int64_t left_ = 0;
+  int64_t left_ = 0, left_of_group_ = 0;
   alignas(64) float of_group_[2][kPanel];  // scales and minima of the columns
   alignas(64) float scales_[kParts][2 * kPanel], minima_[kFolded ? kParts : 1][2 * kPanel];
 };
@@ -235,7 +318,7 @@ template <class Format>
 class CodedExpander {
  public:
   static constexpr int64_t kBlockBytes = Format::kBlockBytes;
-  static int64_t head_bytes(const ProductArgs& args) { return Format::head_bytes(args.in_features); }
+  static int64_t head_bytes(const ProductArgs& args) { return Format::head_bytes(args.in_features, args.grouping); }
 
   CodedExpander(const ProductArgs& args, int64_t panel) : blocks_(args, panel) {}
 
@@ -252,11 +335,13 @@ class CodedExpander {
       Vec scale[2], minimum[2];
       for (int half = 0; half < 2; ++half) {
         scale[half] = load(scales + half * Format::kLanes + lane);
-        if constexpr (Format::kMinima) minimum[half] = load(minima + half * Format::kLanes + lane);
+        if constexpr (Format::kMinima || Format::kZeros) minimum[half] = load(minima + half * Format::kLanes + lane);
       }
       auto number = [&](int v) {
         if constexpr (Format::kMinima)
           return fma(values(v), scale[v % 2], minimum[v % 2]);
+        else if constexpr (Format::kZeros)
+          return (values(v) + minimum[v % 2]) * scale[v % 2];
         else
           return values(v) * scale[v % 2];
       };

@@ -116,7 +116,7 @@ class CodeMultiplier {
               for (int t = 0; t < kTokens; ++t) {
                 Vec& sum = sums[t][tile][half][at];
                 sum = fma(to_floats(whole[t][half][at]), scale, sum);
-                if constexpr (Format::kMinima || Format::kOffset != 0)
+                if constexpr (Format::kMinima || Format::kZeros || Format::kOffset != 0)
                   sum = fma(minimum, as_floats(repeat8(tokens[t * pieces].sums[part])), sum);
               }
             }

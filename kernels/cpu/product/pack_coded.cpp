@@ -1,4 +1,4 @@
-// Packs the rows of a GGUF file into coded panels (coded.h), code for code, and looks rows up.
+// Packs rows of codes into coded panels (coded.h), code for code, and looks rows of GGUF files up.
 #include <array>
 #include <bit>
 #include <cmath>
@@ -152,18 +152,14 @@ struct Stored<Iq4Xs> {
   }
 };
 
-// Puts a piece of a column into its block, which was zero, and its group's numbers into the head.
+// Puts the codes of a piece of a column into its block, which was zero.
 template <class Format>
-void put(const Piece& piece, int64_t column, uint8_t* head, uint8_t* block) {
-  std::memcpy(head + 2 * column, &piece.scale_of_group, 2);
-  if (Format::kMinima) std::memcpy(head + 2 * (kPanel + column), &piece.minimum_of_group, 2);
-  for (int part = 0; part < Format::kParts; ++part) block[part * kPanel + column] = piece.scales[part];
-  if (Format::kMinima && Format::kParts > 0) block[Format::kParts * kPanel + column] = piece.minimum;
+void put_codes(const std::array<uint8_t, 32>& all, int64_t column, uint8_t* block) {
   block += Format::kScaleBytes + column / kColumnsOfTile * (kPanel / 8) * Format::kCodeBytes;
   column %= kColumnsOfTile;
   for (int64_t i = 0; i < 32; ++i) {
     const int64_t line = i / 2, v = line % 4 * 2 + column / 8, lane = column % 8 * 2 + i % 2;
-    uint8_t *codes = block + line / 4 * Format::kCodeBytes, code = piece.codes[i];
+    uint8_t *codes = block + line / 4 * Format::kCodeBytes, code = all[i];
     const int64_t half = v % 2, byte = 4 * lane + v / 2;
     if constexpr (Format::kBits == 8) {
       codes[64 * half + byte] = code;
@@ -175,17 +171,66 @@ void put(const Piece& piece, int64_t column, uint8_t* head, uint8_t* block) {
   }
 }
 
+// The same for its scales too, and its group's numbers into the head.
 template <class Format>
-void pack(const PackArgs& args, int64_t panel) {
+void put(const Piece& piece, int64_t column, uint8_t* head, uint8_t* block) {
+  std::memcpy(head + 2 * column, &piece.scale_of_group, 2);
+  if (Format::kMinima) std::memcpy(head + 2 * (kPanel + column), &piece.minimum_of_group, 2);
+  for (int part = 0; part < Format::kParts; ++part) block[part * kPanel + column] = piece.scales[part];
+  if (Format::kMinima && Format::kParts > 0) block[Format::kParts * kPanel + column] = piece.minimum;
+  put_codes<Format>(piece.codes, column, block);
+}
+
+template <class Format>
+int64_t in_features_of(const PackArgs& args) {
+  if constexpr (Format::kPiecesOfGroup == 0)
+    return padded(args.in_bytes * 8 / Format::kBits, kPanel);
+  else
+    return args.in_bytes / Stored<Format>::kBytes * Format::kPiecesOfGroup * kPanel;
+}
+
+// Rows of codes alone, the one of two that comes first in the lower half of a byte.
+template <class Format>
+void pack_scaled(const PackArgs& args, int64_t panel) {
+  constexpr int64_t kPerByte = 8 / Format::kBits;
+  const int64_t in_features = in_features_of<Format>(args), pieces = args.grouping.pieces;
+  const int64_t groups = padded(in_features / kPanel, pieces) / pieces;
+  const int64_t scale_bytes = Format::scale_bytes(args.grouping);
+  const int64_t head_bytes = Format::head_bytes_of_group(args.grouping);
+  const int64_t bytes = Format::panel_bytes(in_features, args.grouping);
+  uint8_t* head = static_cast<uint8_t*>(args.packed) + panel * bytes;
+  std::memset(head, 0, bytes);
+  for (int64_t column = 0; column < kPanel; ++column) {
+    const auto row = row_of(args, panel, column);
+    if (!row) continue;
+    const auto* scales = static_cast<const uint8_t*>(args.scales) + *row * groups * scale_bytes;
+    for (int64_t group = 0; group < groups; ++group) {
+      uint8_t* to = head + group * head_bytes;
+      std::memcpy(to + column * scale_bytes, scales + group * scale_bytes, scale_bytes);
+      if (args.grouping.has_zeros) to[kPanel * scale_bytes + column] = args.zeros[*row * groups + group];
+    }
+    const auto* stored = static_cast<const uint8_t*>(args.weight) + *row * args.row_bytes;
+    uint8_t* block = head + groups * head_bytes;
+    for (int64_t begin = 0; begin < args.in_bytes; begin += kPanel / kPerByte, block += Format::kBlockBytes) {
+      std::array<uint8_t, 32> codes = {};
+      for (int64_t i = 0; i < kPanel && begin + i / kPerByte < args.in_bytes; ++i)
+        codes[i] = stored[begin + i / kPerByte] >> i % kPerByte * Format::kBits & ((1 << Format::kBits) - 1);
+      put_codes<Format>(codes, column, block);
+    }
+  }
+}
+
+template <class Format>
+void pack_stored(const PackArgs& args, int64_t panel) {
   const int64_t groups = args.in_bytes / Stored<Format>::kBytes;
-  const int64_t in_features = groups * Format::kPiecesOfGroup * kPanel, bytes = Format::panel_bytes(in_features);
+  const int64_t in_features = in_features_of<Format>(args), bytes = Format::panel_bytes(in_features, args.grouping);
   uint8_t* head = static_cast<uint8_t*>(args.packed) + panel * bytes;
   std::memset(head, 0, bytes);
   for (int64_t column = 0; column < kPanel; ++column) {
     const auto row = row_of(args, panel, column);
     if (!row) continue;
     const uint8_t* stored = static_cast<const uint8_t*>(args.weight) + *row * args.row_bytes;
-    uint8_t* block = head + Format::head_bytes(in_features);
+    uint8_t* block = head + Format::head_bytes(in_features, args.grouping);
     for (int64_t group = 0; group < groups; ++group, stored += Stored<Format>::kBytes)
       for (int64_t i = 0; i < Format::kPiecesOfGroup; ++i, block += Format::kBlockBytes) {
         Piece piece;
@@ -193,6 +238,14 @@ void pack(const PackArgs& args, int64_t panel) {
         put<Format>(piece, column, head + group * Format::kHeadBytesOfGroup, block);
       }
   }
+}
+
+template <class Format>
+void pack(const PackArgs& args, int64_t panel) {
+  if constexpr (Format::kPiecesOfGroup == 0)
+    pack_scaled<Format>(args, panel);
+  else
+    pack_stored<Format>(args, panel);
 }
 
 // As F16C converts it.
@@ -232,8 +285,7 @@ void look_up(const uint8_t* stored, int64_t groups, uint16_t* to) {
 void pack_coded(const OpenMp& openmp, const PackArgs& args) {
   with_format(args.multiplied, [&]<class Format>() {
     const int64_t panels = num_panels(args.out_features, args.gated != 0);
-    const int64_t in_features = args.in_bytes / Stored<Format>::kBytes * Format::kPiecesOfGroup * kPanel;
-    advise_huge_pages(args.packed, panels * Format::panel_bytes(in_features));
+    advise_huge_pages(args.packed, panels * Format::panel_bytes(in_features_of<Format>(args), args.grouping));
     for_each_panel(openmp, args.threads, panels, [&](int64_t panel) { pack<Format>(args, panel); });
   });
 }
@@ -245,16 +297,18 @@ int32_t quire_look_up(const quire::Context* context, const quire::LookUpArgs* ar
   for (int64_t i = 0; i < args->num_ids; ++i)
     if (args->ids[i] < 0 || args->ids[i] >= args->num_rows) return kBadId;
   with_format(args->multiplied, [=]<class Format>() {
-    const int64_t groups = args->row_bytes / Stored<Format>::kBytes;
-    const int64_t in_features = groups * Format::kPiecesOfGroup * kPanel;
-    for_each_panel(context->openmp, args->num_ids > 8 ? args->threads : 1, args->num_ids, [=](int64_t i) {
-      look_up<Format>(static_cast<const uint8_t*>(args->rows) + args->ids[i] * args->row_stride, groups,
-                      static_cast<uint16_t*>(args->output) + i * in_features);
-    });
+    if constexpr (Format::kPiecesOfGroup > 0) {
+      const int64_t groups = args->row_bytes / Stored<Format>::kBytes;
+      const int64_t in_features = groups * Format::kPiecesOfGroup * kPanel;
+      for_each_panel(context->openmp, args->num_ids > 8 ? args->threads : 1, args->num_ids, [=](int64_t i) {
+        look_up<Format>(static_cast<const uint8_t*>(args->rows) + args->ids[i] * args->row_stride, groups,
+                        static_cast<uint16_t*>(args->output) + i * in_features);
+      });
+    }
   });
   return kOk;
 }
 
-int64_t quire_coded_panel_bytes(int64_t multiplied, int64_t in_features) {
-  return quire::with_format(multiplied, [=]<class Format>() { return Format::panel_bytes(in_features); });
+int64_t quire_coded_panel_bytes(int64_t multiplied, int64_t in_features, const quire::Grouping* grouping) {
+  return quire::with_format(multiplied, [=]<class Format>() { return Format::panel_bytes(in_features, *grouping); });
 }

@@ -194,7 +194,9 @@ const Product& product_for(const ProductArgs& args) {
   if (args.multiplied == kBf12Weight) return kProduct<PairsOfBf12>;
   if (is_coded(args.multiplied))
     return with_format(args.multiplied, [&]<class Format>() -> const Product& {
-      return args.x_scales != nullptr ? kProduct<Int8ByCoded<Format>> : kProduct<PairsOfCoded<Format>>;
+      if constexpr (!Format::kFloats)
+        if (args.x_scales != nullptr) return kProduct<Int8ByCoded<Format>>;
+      return kProduct<PairsOfCoded<Format>>;
     });
   const bool int8 = args.multiplied == kInt8Weight;
   if (args.dtype == kFloat32) return int8 ? kProduct<Floats<int8_t>> : kProduct<Floats<float>>;

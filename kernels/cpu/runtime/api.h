@@ -95,6 +95,13 @@ enum Activation : int64_t {
   kSiluAndMul = 4,  // silu(gate) * up, of weights that were packed as gated
 };
 
+// The groups of inputs that have a scale, where codes and scales of a weight come apart (coded.h); else all zeros.
+struct Grouping {
+  int64_t pieces;       // of 32 inputs in a group; the last group of a row may have fewer
+  int64_t scale_dtype;  // a Dtype
+  int64_t has_zeros;    // whether each group has a code that stands for 0; else it is the one in the middle
+};
+
 // Packs the rows of a weight into panels of kPanel columns (pack_weight.cpp).
 struct PackArgs {
   void* packed;        // [panels, in_features padded to whole blocks, kPanel]
@@ -104,8 +111,11 @@ struct PackArgs {
   int64_t in_bytes;   // of a row
   int64_t row_bytes;  // from one row to the next
   int64_t gated;
-  int64_t word_bytes;  // bytes of the weight that a word of a token is multiplied with: 4, 2 or 1
-  int64_t multiplied;  // where the weight is coded (coded.h); its rows are those of the file
+  int64_t word_bytes;    // bytes of the weight that a word of a token is multiplied with: 4, 2 or 1
+  int64_t multiplied;    // where the weight is coded (coded.h); its rows are those of the file
+  const void* scales;    // [out_features, groups], where they come apart from the codes
+  const uint8_t* zeros;  // [out_features, groups] codes, or null
+  Grouping grouping;
 };
 
 // Writes rows of a coded weight as bfloat16.
@@ -149,6 +159,10 @@ enum Multiplied : int64_t {
   kQ50 = 11,
   kQ51 = 12,
   kIq4Nl = 13,
+  // Codes, and scales of groups of any size
+  kScaledInt4 = 14,
+  kScaledInt8 = 15,
+  kScaledFp8 = 16,
 };
 
 inline constexpr bool is_coded(int64_t multiplied) { return multiplied >= kQ4K; }
@@ -184,6 +198,7 @@ struct ProductArgs {
   int64_t in_features;  // whole blocks of lines: the caller pads x with zeros
   int64_t x_stride;
   int64_t output_stride;
+  Grouping grouping;  // of a coded weight
 };
 
 // Draws a token for each row.
@@ -324,7 +339,7 @@ QUIRE_API int32_t quire_silu_and_mul(const quire::Context* context, const quire:
 // rotary, reshape_and_cache, or both at once.
 QUIRE_API int32_t quire_rotary(const quire::Context* context, const quire::RotaryArgs* args);
 // Bytes of a panel of a coded weight.
-QUIRE_API int64_t quire_coded_panel_bytes(int64_t multiplied, int64_t in_features);
+QUIRE_API int64_t quire_coded_panel_bytes(int64_t multiplied, int64_t in_features, const quire::Grouping* grouping);
 QUIRE_API int32_t quire_pack_weight(const quire::Context* context, const quire::PackArgs* args);
 QUIRE_API int32_t quire_look_up(const quire::Context* context, const quire::LookUpArgs* args);
 QUIRE_API int32_t quire_compress_weight(const quire::Context* context, const quire::CompressArgs* args);

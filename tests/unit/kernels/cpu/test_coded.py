@@ -1,4 +1,4 @@
-"""Weights as GGUF files store them: products are those of the dequantized weight, bit for bit."""
+"""Weights as files store them: products are those of the dequantized weight, bit for bit."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from kernels.cpu.bindings import CpuKernels
 from kernels.int8 import quantize
-from kernels.packed_weight import Coding, Rounding
+from kernels.packed_weight import CodedWeight, Coding, GroupScales, Rounding
 from kernels.reference import silu_and_mul
-from tests.support.coded_weights import dequantized, make_coded
+from tests.support.coded_weights import SCALED, dequantized, make_coded, make_scaled
 from tests.support.cpu_kernels import ISAS, make_implementation, torch_threads
 
 
@@ -72,13 +72,19 @@ def test_weights_of_several_codings_side_by_side(isa: str) -> None:
 
 @pytest.mark.parametrize("coding", Coding)
 def test_a_packed_weight_is_hardly_larger_than_in_the_file(coding: Coding) -> None:
-    weight = make_coded(coding, 64, 2048 // coding.group[0])
+    if coding in SCALED:
+        weight = make_scaled(coding, 64, 2048, 128, torch.float16, has_zeros=True)
+    else:
+        weight = make_coded(coding, 64, 2048 // coding.group[0])
     assert ISAS
-    assert make_kernels(ISAS[0]).pack_coded(weight, False, Rounding.NONE).data.nbytes <= 1.05 * weight.rows.nbytes
+    in_file = weight.rows.nbytes
+    if weight.scales is not None:
+        in_file += weight.scales.values.nbytes
+    assert make_kernels(ISAS[0]).pack_coded(weight, False, Rounding.NONE).data.nbytes <= 1.05 * in_file
 
 
 @given(
-    coding=st.sampled_from(Coding),
+    coding=st.sampled_from([coding for coding in Coding if coding is not Coding.FP8]),
     num_tokens=st.sampled_from([1, 3, 4, 9]),
     out_features=st.integers(1, 70),
     num_groups=st.integers(1, 3),
@@ -110,7 +116,52 @@ def test_a_token_that_is_not_finite_has_products_that_are_not(isa: str) -> None:
     assert kernels.product(x, packed, None, "identity", torch.float32).isfinite().all(1).tolist() == [False, True]
 
 
-@pytest.mark.parametrize("coding", Coding)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("inputs", [32, 64, 128, 1024])
+@pytest.mark.parametrize("coding", SCALED)
+def test_groups_of_any_size_and_scales_of_any_dtype(isa: str, coding: Coding, inputs: int, dtype: torch.dtype) -> None:
+    kernels = make_kernels(isa)
+    for has_zeros in (False, True):
+        weight = make_scaled(coding, 40, 1024, inputs, dtype, has_zeros=has_zeros)
+        assert torch.equal(weight.dequantized(), dequantized(weight))
+        packed = kernels.pack_coded(weight, False, Rounding.NONE)
+        actual = kernels.product(torch.eye(1024).bfloat16(), packed, None, "identity", torch.bfloat16).t()
+        assert torch.equal(actual, dequantized(weight).bfloat16())
+
+
+def test_every_code_of_fp8(isa: str) -> None:
+    """Both zeros, subnormal numbers and NaN are among them."""
+    kernels, codes = make_kernels(isa), torch.arange(256, dtype=torch.uint8).view(8, 32)
+    weight = CodedWeight(Coding.FP8, codes, GroupScales(torch.ones(8, 1), None, 32))
+    actual = kernels.product(
+        torch.eye(32).bfloat16(), kernels.pack_coded(weight, False, Rounding.NONE), None, "identity", torch.float32
+    ).t()
+    expected = codes.view(torch.float8_e4m3fn).float()
+    rows_with_nan = expected.isnan().any(1)
+    assert torch.equal(actual.isnan().any(1), rows_with_nan)
+    assert torch.equal(actual[~rows_with_nan], expected[~rows_with_nan])
+
+
+@pytest.mark.parametrize("coding", SCALED)
+def test_parts_and_joined_parts_are_those_of_the_dequantized_weight(coding: Coding) -> None:
+    weight = make_scaled(coding, 40, 320, 64, torch.bfloat16, has_zeros=True)
+    whole = weight.dequantized()
+    for inputs in (slice(0, 64), slice(64, 192), slice(192, 320)):
+        part = weight.part(slice(8, 20), inputs)
+        assert part is not None
+        assert torch.equal(part.dequantized(), whole[8:20, inputs])
+    assert weight.part(slice(0, 40), slice(32, 64)) is None
+    single = make_scaled(coding, 40, 320, 320, torch.bfloat16, has_zeros=False)
+    part = single.part(slice(0, 40), slice(6, 100))
+    assert part is not None
+    assert torch.equal(part.dequantized(), single.dequantized()[:, 6:100])
+    plain = make_scaled(coding, 24, 320, 64, torch.bfloat16, has_zeros=False)
+    joined = CodedWeight.joined([weight, plain])
+    assert torch.equal(joined.dequantized(), torch.cat([whole, plain.dequantized()]))
+    assert weight.kind != single.kind
+
+
+@pytest.mark.parametrize("coding", [coding for coding in Coding if coding not in SCALED])
 def test_rows_are_looked_up(isa: str, coding: Coding) -> None:
     kernels, weight = make_kernels(isa), make_coded(coding, 40, 2)
     ids = torch.tensor([0, 39, 7, 7, *range(20)])
