@@ -20,11 +20,13 @@ from kernels.packed_weight import CodedWeight
 from quire.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.model_directory import weight_files
 from quire.settings import ConfigurationError
-from worker_svc.gguf_weights import GgufWeight, gguf_weights
+from worker_svc.gguf_weights import gguf_weights
 from worker_svc.parallel.ranks import ALONE, Ranks
 
 # Bytes of an element by its name in a safetensors header.
 DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+# The same of parts of quantized weights. Of other dtypes there are few, and they are only counted.
+_PART_BYTES = {"I64": 8, "I32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class StoredTensor(Protocol):
     @property
     def num_bytes(self) -> int: ...
     def read(self) -> torch.Tensor: ...
+    def coded(self) -> CodedWeight | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +95,13 @@ class _SafeTensor:
 
     @property
     def num_bytes(self) -> int:
-        # Of other dtypes there are few, and they are only counted.
-        return math.prod(self.shape) * DTYPE_BYTES.get(self.dtype, 1)
+        return math.prod(self.shape) * (DTYPE_BYTES | _PART_BYTES).get(self.dtype, 1)
 
     def read(self) -> torch.Tensor:
         return self._content[...]
+
+    def coded(self) -> None:
+        return None
 
 
 class Checkpoint:
@@ -138,6 +143,10 @@ class Checkpoint:
         """The same tensors; `name`, a name in the file, is replaced by `new_name`."""
         tensors = dict(self._tensors)
         tensors[new_name] = tensors.pop(name)
+        return self.with_tensors(tensors)
+
+    def with_tensors(self, tensors: Mapping[str, StoredTensor]) -> "Checkpoint":
+        """A checkpoint of the same directory that has these instead."""
         return Checkpoint(self._directory, tensors, self._base_prefix)
 
     def check(self, specs: Iterable[TensorSpec]) -> None:
@@ -178,8 +187,7 @@ class Checkpoint:
 
     def coded(self, spec: TensorSpec) -> CodedWeight | None:
         """The matrix as the file has it; None where it is not coded."""
-        stored = self._find(spec.name)
-        return stored.coded() if isinstance(stored, GgufWeight) else None
+        return self._find(spec.name).coded()
 
     def _stored(self, name: str) -> StoredTensor | None:
         return self._tensors.get(name) or self._tensors.get(name.removeprefix(self._base_prefix))

@@ -39,7 +39,8 @@ class Embedding(Loadable):
         if ops.has_coded_products(self._placement.device, self._placement.dtype):
             coded = tensors.coded(self._spec)
         whole = slice(0, self._spec.shape[1])
-        part = None if coded is None else coded.part(self._shard.slice, whole)
+        # Rows are looked up where they have all of a number.
+        part = None if coded is None or coded.scales is not None else coded.part(self._shard.slice, whole)
         self.matrix = part or self._placement.copy(tensors.read(self._spec)[self._shard.slice])
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -235,7 +235,7 @@ class Linear(Loadable):
     def _coded(
         self, tensors: TensorReader, shards: Sequence[tuple[LinearPart, Shard]], inputs: Shard
     ) -> list[CodedWeight] | None:
-        """The weights as the file has them, joined where neighbours have one coding; None if they cannot be multiplied
+        """The weights as the file has them, joined where neighbours are of one kind; None if they cannot be multiplied
         so, and are to be dequantized."""
         placement = self._placement
         if placement.quantization is Quantization.INT8_WEIGHT_ONLY or not inputs.size:
@@ -250,7 +250,7 @@ class Linear(Loadable):
                 return None
             if weight.rows.shape[0]:
                 found.append(weight)
-        joined = [CodedWeight.joined(list(group)) for _, group in groupby(found, key=attrgetter("coding"))]
+        joined = [CodedWeight.joined(list(group)) for _, group in groupby(found, key=attrgetter("kind"))]
         return joined if len(joined) == 1 or (joined and self._activation is None) else None
 
     def install(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

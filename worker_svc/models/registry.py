@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kernels.packed_weight import CodedWeight
+from kernels.packed_weight import CodedWeight, Coding
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 from worker_svc.layers.embedding_norm import TiedHead
@@ -16,6 +16,7 @@ from worker_svc.models.gpt2_opt import GPT2LMHeadModel, OPTForCausalLM
 from worker_svc.models.llama import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 from worker_svc.models.with_experts import MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from worker_svc.parallel.ranks import ALONE, Ranks
+from worker_svc.quantized_weights import codings_of, with_quantized_weights
 from worker_svc.weights import Checkpoint, Loadable, Placement, Progress, Quantization, TensorSpec
 
 FAMILIES: dict[str, type[NativeCausalLM]] = {
@@ -67,8 +68,6 @@ def load_model(
         ConfigurationError: the model of the directory cannot be served.
     """
     described = ModelDirectory.open(directory)
-    if described.config.get("quantization_config"):
-        raise ConfigurationError(f"{directory / 'config.json'}: quantized models are not supported")
     _check_depth(described)
     check_quantization(quantization, device, dtype)
     placement = Placement(device, dtype, ranks, quantization, max_model_len)
@@ -113,7 +112,13 @@ def _load_native(
 ) -> NativeCausalLM:
     """All headers are checked against the configuration before any weight is read."""
     model = family.from_config(described.config, placement)
-    checkpoint = _with_embedding(model, Checkpoint.open(described.path, base_prefix=family.base_prefix))
+    checkpoint = Checkpoint.open(described.path, base_prefix=family.base_prefix)
+    checkpoint = _with_embedding(model, with_quantized_weights(checkpoint, described))
+    if placement.quantization is Quantization.INT8_DYNAMIC and Coding.FP8.value in codings_of(checkpoint):
+        raise ConfigurationError(
+            f"{described.path}: weights are in FP8, which have no products with int8; "
+            "--quantization is int8-dynamic, use none"
+        )
     if _has_head_of_its_own(model, checkpoint):
         model = family.from_config({**described.config, "tie_word_embeddings": False}, placement)
     layers = [module for module in model.modules() if isinstance(module, Loadable)]

@@ -47,6 +47,7 @@ from worker_svc.models.transformers.probe import (
     probe,
     probed_mask,
 )
+from worker_svc.quantized_weights import with_quantized_weights
 from worker_svc.weights import Checkpoint, Placement, Progress, StoredTensor
 
 
@@ -256,7 +257,10 @@ def load_pretrained(
         ConfigurationError: a file that is missing or damaged, a tensor that is missing or misshapen, or would be
             ignored in a GGUF file.
     """
-    checkpoint = Checkpoint.open(described.path, base_prefix="")
+    checkpoint = with_quantized_weights(Checkpoint.open(described.path, base_prefix=""), described)
+    # Its tensors are read as floating-point numbers, so that transformers has nothing to do with it.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     weights = _CountedWeights(checkpoint, progress)
     model_class = _model_class(config)
     assert model_class is not None, "checked by read_config"
