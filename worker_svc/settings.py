@@ -24,7 +24,7 @@ class WorkerFlags(StepFlags):
     quantization: str = setting(
         "none",
         "how linear layers are rounded: int8-weight-only rounds their weights to int8 when they are loaded, "
-        "int8-dynamic their inputs too; weights of GGUF files stay as they are with none and int8-dynamic",
+        "int8-dynamic their inputs too; weights that are quantized stay as they are with none and int8-dynamic",
         choices=("none", "int8-weight-only", "int8-dynamic"),
         common=True,
     )
