@@ -62,8 +62,8 @@ _GROUPS = {
     Coding.INT8: (1, 1),
     Coding.FP8: (1, 1),
 }
-# The codes in the middle, which stand for 0 where a weight does not say which ones do.
-_MIDDLE = {Coding.INT4: 8, Coding.INT8: 128}
+# The codes that stand for 0 where a weight does not say which ones do.
+_MIDDLE = {Coding.INT4: 8, Coding.INT8: 128, Coding.FP8: 0}
 _NUMBERS_AT_ONCE = 1 << 22
 
 
@@ -106,44 +106,36 @@ class CodedWeight:
         if inputs.start % in_group or inputs.stop % in_group:
             return None
         columns = slice(inputs.start // in_group * num_bytes, inputs.stop // in_group * num_bytes)
-        scales, size = self.scales, inputs.stop - inputs.start
-        if scales is not None and scales.values.shape[1] == 1:
-            zeros = None if scales.zeros is None else scales.zeros[outputs]
-            scales = GroupScales(scales.values[outputs], zeros, size)
-        elif scales is not None:
-            of_group = scales.inputs
-            if inputs.start % of_group or (inputs.stop % of_group and inputs.stop != self.in_features):
+        scales = self.scales
+        if scales is not None:
+            in_group = scales.inputs
+            is_cut = inputs.start % in_group or (inputs.stop % in_group and inputs.stop != self.in_features)
+            if is_cut and scales.values.shape[1] > 1:
                 return None
-            groups = slice(inputs.start // of_group, -(-inputs.stop // of_group))
+            groups = slice(inputs.start // in_group, -(-inputs.stop // in_group))
             zeros = None if scales.zeros is None else scales.zeros[outputs, groups]
-            scales = GroupScales(scales.values[outputs, groups], zeros, of_group)
+            scales = GroupScales(scales.values[outputs, groups], zeros, in_group)
         return CodedWeight(self.coding, self.rows[outputs, columns], scales)
 
     @property
-    def kind(self) -> tuple[Coding, int | None, torch.dtype | None]:
+    def kind(self) -> tuple[object, ...]:
         """Weights of one kind can be joined."""
-        return self.coding, self.scales and self.scales.inputs, self.scales and self.scales.values.dtype
+        scales = self.scales
+        return (self.coding, *((scales.inputs, scales.values.dtype, scales.zeros is None) if scales else ()))
 
     @staticmethod
     def joined(parts: Sequence["CodedWeight"]) -> "CodedWeight":
         """The outputs of parts of one kind, one after the other."""
         if len(parts) == 1:
             return parts[0]
-        ((coding, _, _),) = {part.kind for part in parts}
-        rows, all_scales = torch.cat([part.rows for part in parts]), [part.scales for part in parts]
-        scales = [each for each in all_scales if each is not None]
+        (_,) = {part.kind for part in parts}
+        coding, rows = parts[0].coding, torch.cat([part.rows for part in parts])
+        scales = [part.scales for part in parts if part.scales is not None]
         if not scales:
             return CodedWeight(coding, rows)
-        zeros = None
-        if any(each.zeros is not None for each in scales):
-            middle = _MIDDLE[coding]
-            filled = [torch.full_like(each.values, middle, dtype=torch.uint8) for each in scales]
-            zeros = torch.cat(
-                [each.zeros if each.zeros is not None else full for each, full in zip(scales, filled, strict=True)]
-            )
-        return CodedWeight(
-            coding, rows, GroupScales(torch.cat([each.values for each in scales]), zeros, scales[0].inputs)
-        )
+        zeros = [each.zeros for each in scales if each.zeros is not None]
+        values = torch.cat([each.values for each in scales])
+        return CodedWeight(coding, rows, GroupScales(values, torch.cat(zeros) if zeros else None, scales[0].inputs))
 
     def dequantized(self) -> torch.Tensor:
         """[out, in] float32, where rows hold only codes."""
@@ -155,14 +147,11 @@ class CodedWeight:
         step = max(_NUMBERS_AT_ONCE // max(self.in_features, 1), 1)
         for rows in (slice(start, start + step) for start in range(0, out_features, step)):
             codes, numbers = self.rows[rows], result[rows]
-            if self.coding is Coding.FP8:
-                numbers.copy_(codes.contiguous().view(torch.float8_e4m3fn))
-            else:
-                numbers.copy_(
-                    torch.stack((codes & 15, codes >> 4), -1).flatten(1) if self.coding is Coding.INT4 else codes
-                )
-                numbers.sub_(_MIDDLE[self.coding] if scales.zeros is None else scales.zeros[rows].float()[:, group_of])
-            numbers.mul_(scales.values[rows].float()[:, group_of])
+            if self.coding is Coding.INT4:
+                codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+            numbers.copy_(codes.contiguous().view(torch.float8_e4m3fn) if self.coding is Coding.FP8 else codes)
+            zero = _MIDDLE[self.coding] if scales.zeros is None else scales.zeros[rows].float()[:, group_of]
+            numbers.sub_(zero).mul_(scales.values[rows].float()[:, group_of])
         return result
 
 

@@ -244,14 +244,16 @@ def _awq(module: _Module) -> QuantizedWeight:
     qzeros = module.tensor("qzeros", ("I32",), (in_features // group.inputs, words))
     scales = module.tensor("scales", _FLOATS, (in_features // group.inputs, 8 * words))
 
-    def codes(stored: StoredTensor) -> torch.Tensor:
-        return _codes(stored.read(), 4).unflatten(1, (-1, 8))[..., _AWQ_PLACES].flatten(1)
-
     def rows() -> torch.Tensor:
-        of_inputs = codes(qweight)
-        return (of_inputs[0::2] | of_inputs[1::2] << 4).t().contiguous()
+        octets = qweight.read().view(torch.uint8)
+        first, second = octets[0::2], octets[1::2]  # of the inputs of a byte
+        pairs = torch.stack((first & 15 | second << 4, first >> 4 | second & 0xF0), -1).flatten(1)
+        return in_order(pairs.t().contiguous())
 
-    shape, zeros = (8 * words, in_features), lambda: codes(qzeros).t()
+    def in_order(outputs: torch.Tensor) -> torch.Tensor:
+        return outputs.unflatten(0, (-1, 8))[:, _AWQ_PLACES].flatten(0, 1)
+
+    shape, zeros = (8 * words, in_features), lambda: in_order(_codes(qzeros.read(), 4).t())
     return module.weight(Coding.INT4, shape, group, rows=rows, scales=lambda: scales.read().t(), zeros=zeros)
 
 

@@ -152,7 +152,7 @@ def quantize_model(directory: Path, quantize: Quantize, **config: Any) -> Tensor
             if not _LINEAR.fullmatch(name):
                 changed[name] = tensor
                 continue
-            parts, expected[name] = quantize(*tensor.shape, zlib.crc32(name.encode()))
+            parts, expected[name] = quantize(tensor.shape[0], tensor.shape[1], zlib.crc32(name.encode()))
             changed |= {f"{name.removesuffix('.weight')}.{kind}": part for kind, part in parts.items()}
         return changed
 

@@ -8,14 +8,7 @@ tenth longer packed, four and more take a quarter less.
 Int8 weights: linear layers round their weights when they are loaded, with one scale for each output. The embedding,
 norms, biases and the output layer keep the model's dtype: errors of the output layer would go straight to the logits,
 and an embedding is looked up by rows, so that its size costs no time. If our own kernel is missing, torch multiplies
-them. Measured on two cores with AVX-512 and AMX, 768 x 3072, weights from memory, ms for 1, 4, 16, 64 and 256 tokens:
-
-    bfloat16, packed           0.38  0.34  0.36  0.48   0.91
-    int8 as it is              0.31  0.33  0.91  3.03  11.23
-    int8 converted to bfloat16 0.85  0.78  0.78  1.03   1.85
-    int8 by int8               0.29  0.23  0.29  0.55   1.47
-
-So a few tokens are multiplied with the int8 weights as they are, and more of them with converted weights.
+them, converted to the model's dtype.
 
 Weights that a file has in codes stay as they are where our own kernel multiplies them (ADR 0053).
 """
@@ -295,9 +288,6 @@ _ROUNDING = {
     Quantization.INT8_WEIGHT_ONLY: Rounding.WEIGHT,
     Quantization.INT8_DYNAMIC: Rounding.WEIGHT_AND_INPUT,
 }
-_MAX_TOKENS_UNCONVERTED = 8
-# torch's int8 kernel reads its inputs in vectors of this length without checking that there are as many.
-_INPUT_STEP = 16
 
 
 def make_product(
@@ -318,9 +308,7 @@ def make_product(
     if weight.numel() and ops.has_packed_products(weight.device, weight.dtype, rounding):
         return OwnProduct.of(weight, bias, kind, rounding=rounding)
     function = None if kind is None else kind.function
-    if rounding is Rounding.WEIGHT_AND_INPUT:
-        return DynamicProduct.of(weight, bias, function)
-    if rounding is Rounding.WEIGHT:
+    if rounding is not Rounding.NONE:
         return WeightOnlyProduct.of(weight, bias, function)
     if pays_to_pack(weight):
         return PackedProduct.of(weight, bias, kind)
@@ -368,18 +356,11 @@ def check_quantization(quantization: Quantization, device: torch.device, dtype: 
             f"--quantization is int8-dynamic, which is for cpu, and the device is {device.type}; "
             "use int8-weight-only or none"
         )
-    if not ops.has_packed_products(device, dtype, Rounding.WEIGHT_AND_INPUT) and not has_int8_products():
+    if not ops.has_packed_products(device, dtype, Rounding.WEIGHT_AND_INPUT):
         raise ConfigurationError(
-            "--quantization is int8-dynamic, which needs oneDNN, and this build of torch has none; "
-            "use int8-weight-only or none"
+            "--quantization is int8-dynamic, which needs the CPU library, and that was not built (it takes a C++ "
+            "compiler at installation); use int8-weight-only or none"
         )
-
-
-def has_int8_products() -> bool:
-    """Whether torch has oneDNN's products of int8."""
-    return torch.backends.mkldnn.is_available() and all(
-        hasattr(torch.ops.onednn, name) for name in ("qlinear_prepack", "qlinear_pointwise")
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -487,66 +468,20 @@ class WeightOnlyProduct:
     bias: torch.Tensor | None
     """[out]"""
     activation: Activation | None
-    has_kernel: bool
-    """Whether torch has a kernel that reads int8 values of this shape."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None) -> "WeightOnlyProduct":
         """Rounds the weights."""
         rounded = quantize(weight, weight.dtype)
-        has_kernel = weight.device.type == "cpu" and weight.shape[1] > 0 and weight.shape[1] % _INPUT_STEP == 0
-        return cls(rounded.values, rounded.scales.squeeze(-1), bias, activation, has_kernel)
+        return cls(rounded.values, rounded.scales.squeeze(-1), bias, activation)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = x.reshape(-1, x.shape[-1])
-        if self.has_kernel and 0 < tokens.shape[0] <= _MAX_TOKENS_UNCONVERTED:
-            product = torch.ops.aten._weight_int8pack_mm(tokens.contiguous(), self.values, self.scales)
+        # int8 values are exact in bfloat16 and float16. Their sums may overflow float16, so it is scaled first.
+        weight = self.values.to(x.dtype)
+        if x.dtype == torch.float16:
+            product = torch.nn.functional.linear(x, weight.mul_(self.scales.unsqueeze(1)))
         else:
-            # int8 values are exact in bfloat16 and float16. Their sums may overflow float16, so it is scaled first.
-            weight = self.values.to(x.dtype)
-            if x.dtype == torch.float16:
-                product = torch.nn.functional.linear(tokens, weight.mul_(self.scales.unsqueeze(1)))
-            else:
-                product = torch.nn.functional.linear(tokens, weight).mul_(self.scales)
-        return _finish(product, x, self.bias, self.activation)
-
-
-@dataclass(frozen=True, slots=True)
-class DynamicProduct:
-    """The same with inputs rounded to int8, one scale a token. Sums are exact integers."""
-
-    values: torch.Tensor
-    """[out, in] int8, in the order in which oneDNN reads it."""
-    scales: torch.Tensor
-    """[out] float32"""
-    no_offsets: torch.Tensor
-    """[out] int32 zeros."""
-    bias: torch.Tensor | None
-    activation: Activation | None
-
-    @classmethod
-    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None) -> "DynamicProduct":
-        """Rounds the weights and packs them."""
-        rounded = quantize(weight)
-        packed = torch.ops.onednn.qlinear_prepack(rounded.values, None)
-        scales = rounded.scales.squeeze(-1)
-        return cls(packed, scales, torch.zeros_like(scales, dtype=torch.int32), bias, activation)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = quantize(x.reshape(-1, x.shape[-1]))
-        weights = (self.values, self.scales, self.no_offsets)
-        rest = (None, 1.0, 0, torch.float32, "none", [], "")
-        product = torch.ops.onednn.qlinear_pointwise.default(tokens.values, 1.0, 0, *weights, *rest)
-        # A token that is not finite has values of 0 and a scale that keeps its products from being finite.
-        return _finish(product.mul_(tokens.scales).to(x.dtype), x, self.bias, self.activation)
-
-
-def _finish(
-    product: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None
-) -> torch.Tensor:
-    """Bias and activation of a product [tokens, out] of x [..., in]; returns [..., out]."""
-    if bias is not None:
-        product = product.add_(bias)
-    if activation is not None:
-        product = activation(product)
-    return product.view(*x.shape[:-1], product.shape[-1])
+            product = torch.nn.functional.linear(x, weight).mul_(self.scales)
+        if self.bias is not None:
+            product = product.add_(self.bias)
+        return product if self.activation is None else self.activation(product)

@@ -69,7 +69,6 @@ def load_model(
     """
     described = ModelDirectory.open(directory)
     _check_depth(described)
-    check_quantization(quantization, device, dtype)
     placement = Placement(device, dtype, ranks, quantization, max_model_len)
     family = FAMILIES.get(described.architecture)
     if model_impl == "transformers" or (model_impl == "auto" and family is None):
@@ -80,6 +79,7 @@ def load_model(
             f"architecture {described.architecture} of {directory} is not one of Quire's own, {', '.join(FAMILIES)}; "
             "--model-impl is native, use auto or transformers"
         )
+    check_quantization(quantization, device, dtype)
     return _load_native(family, described, placement, progress)
 
 

@@ -155,10 +155,10 @@ def test_parts_and_joined_parts_are_those_of_the_dequantized_weight(coding: Codi
     part = single.part(slice(0, 40), slice(6, 100))
     assert part is not None
     assert torch.equal(part.dequantized(), single.dequantized()[:, 6:100])
-    plain = make_scaled(coding, 24, 320, 64, torch.bfloat16, has_zeros=False)
-    joined = CodedWeight.joined([weight, plain])
-    assert torch.equal(joined.dequantized(), torch.cat([whole, plain.dequantized()]))
+    other = make_scaled(coding, 24, 320, 64, torch.bfloat16, has_zeros=True, seed=1)
+    assert torch.equal(CodedWeight.joined([weight, other]).dequantized(), torch.cat([whole, other.dequantized()]))
     assert weight.kind != single.kind
+    assert weight.kind != make_scaled(coding, 40, 320, 64, torch.float16, has_zeros=True).kind
 
 
 @pytest.mark.parametrize("coding", [coding for coding in Coding if coding not in SCALED])

@@ -15,7 +15,6 @@ from worker_svc.layers.embedding_norm import Embedding
 from worker_svc.layers.linear import (
     ACTIVATIONS,
     ActivationKind,
-    DynamicProduct,
     Linear,
     LinearPart,
     OwnProduct,
@@ -93,11 +92,19 @@ def test_without_onednn_products_are_plain(no_kernels_of_our_own: None, monkeypa
     assert torch.equal(plain(tokens), torch.relu(torch.nn.functional.linear(tokens, weight, bias)))
 
 
-KINDS = (Quantization.INT8_WEIGHT_ONLY, Quantization.INT8_DYNAMIC)
+KINDS_AND_KERNELS = pytest.mark.parametrize(
+    ("quantization", "kernels"),
+    [
+        (Quantization.INT8_WEIGHT_ONLY, "own kernels"),
+        (Quantization.INT8_WEIGHT_ONLY, "torch"),
+        (Quantization.INT8_DYNAMIC, "own kernels"),
+    ],
+    indirect=["kernels"],
+)
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
 
 
-@pytest.fixture(params=["own kernels", "torch"])
+@pytest.fixture
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
         monkeypatch.setattr(ops, "has_packed_products", lambda *_: False)
@@ -119,7 +126,7 @@ def bound(weight: torch.Tensor, x: torch.Tensor, quantization: Quantization) -> 
     return error
 
 
-@pytest.mark.parametrize("quantization", KINDS)
+@KINDS_AND_KERNELS
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 @pytest.mark.parametrize(("out_features", "in_features"), [(1, 1), (7, 33), (33, 24), (257, 130), (64, 768)])
 def test_int8_weights_err_no_more_than_rounding_allows(
@@ -142,7 +149,7 @@ def test_int8_weights_err_no_more_than_rounding_allows(
     torch.testing.assert_close(activated, torch.relu(product(x)))
 
 
-@pytest.mark.parametrize("quantization", KINDS)
+@KINDS_AND_KERNELS
 @pytest.mark.parametrize("tokens", [2, 20])
 def test_zero_outliers_and_numbers_that_are_not_finite(quantization: Quantization, tokens: int, kernels: str) -> None:
     weight, x = noise(16, 32), noise(tokens, 32, seed=1)
@@ -158,15 +165,9 @@ def test_zero_outliers_and_numbers_that_are_not_finite(quantization: Quantizatio
 
 
 @pytest.mark.parametrize("shape", ["llama-gqa-untied-32", "gpt2-untied-64", "opt-post-norm-projected-64"])
-@pytest.mark.parametrize(
-    ("quantization", "rounding", "of_torch"),
-    [
-        (Quantization.INT8_WEIGHT_ONLY, Rounding.WEIGHT, WeightOnlyProduct),
-        (Quantization.INT8_DYNAMIC, Rounding.WEIGHT_AND_INPUT, DynamicProduct),
-    ],
-)
+@KINDS_AND_KERNELS
 def test_all_linear_layers_but_the_head_hold_int8(
-    tmp_path: Path, shape: str, quantization: Quantization, rounding: Rounding, of_torch: type, kernels: str
+    tmp_path: Path, shape: str, quantization: Quantization, kernels: str
 ) -> None:
     make_model(tmp_path, shape)
     model = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32, quantization=quantization)
@@ -174,9 +175,11 @@ def test_all_linear_layers_but_the_head_hold_int8(
     assert len(linears) > 6
     for name, product in linears.items():
         if kernels == "torch":
-            assert isinstance(product, of_torch) is (name != "head"), name
+            assert isinstance(product, WeightOnlyProduct) is (name != "head"), name
         else:
             assert isinstance(product, OwnProduct), name
+            is_dynamic = quantization is Quantization.INT8_DYNAMIC
+            rounding = Rounding.WEIGHT_AND_INPUT if is_dynamic else Rounding.WEIGHT
             assert product.weight.rounding is (Rounding.NONE if name == "head" else rounding), name
 
 
@@ -196,6 +199,13 @@ def test_dynamic_is_refused_where_the_device_is_no_cpu(tmp_path: Path) -> None:
     make_model(tmp_path, "llama-gqa-untied-32")
     with pytest.raises(ConfigurationError, match="int8-dynamic, which is for cpu, and the device is cuda"):
         load_model(tmp_path, device=torch.device("cuda"), dtype=torch.float32, quantization=Quantization.INT8_DYNAMIC)
+
+
+@pytest.mark.parametrize("kernels", ["torch"], indirect=True)
+def test_dynamic_is_refused_without_the_cpu_library(tmp_path: Path, kernels: str) -> None:
+    make_model(tmp_path, "llama-gqa-untied-32")
+    with pytest.raises(ConfigurationError, match="int8-dynamic, which needs the CPU library, and that was not built"):
+        load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32, quantization=Quantization.INT8_DYNAMIC)
 
 
 IN, OUT = 7, 9

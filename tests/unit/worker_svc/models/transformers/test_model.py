@@ -78,7 +78,10 @@ def remove_tensor(directory: Path) -> None:
         ),
         ({"architectures": ["PhiloForCausalLM"], "model_type": "philo"}, "model type `philo`"),
         ({"hidden_act": "sine"}, "sine"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config.quant_method is 'mxfp4'; supported: awq, gptq"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "quantization_config.quant_method is 'mxfp4'; supported: awq, gptq",
+        ),
     ],
 )
 def test_bad_directory_is_refused_with_one_line(
