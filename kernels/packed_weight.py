@@ -24,7 +24,7 @@ class Coding(Enum):
     """How a file stores the rows of a weight: groups of inputs, whose numbers have codes of a few bits and scales.
 
     Values are the names of GGUF, by which ggml documents them. Of the last three rows hold only codes (`GroupScales`):
-    whole numbers from 0 on, of 4 bits with the first of two in the lower half of a byte, or numbers of 8 bits (E4M3).
+    whole numbers from 0 on, of 4 bits with the first of two in the lower half of a byte, or numbers in E4M3 but NaN.
     """
 
     Q4_K = "Q4_K"

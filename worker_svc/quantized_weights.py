@@ -308,9 +308,17 @@ def _of_octets(module: _Module, weight: StoredTensor, kind: str, block: _Block |
 
 
 def _octets(weight: StoredTensor) -> Callable[[], torch.Tensor]:
-    """Reads codes that are bytes; those of signed numbers become 0 and more."""
-    flipped = 0 if weight.dtype == "F8_E4M3" else 0x80
-    return lambda: weight.read().view(torch.uint8) ^ flipped
+    """Reads codes that are bytes; those of whole numbers become 0 and more. Raises ConfigurationError for NaN."""
+
+    def read() -> torch.Tensor:
+        octets = weight.read().view(torch.uint8)
+        if weight.dtype == "I8":
+            return octets ^ 0x80
+        if bool(((octets & 0x7F) == 0x7F).any()):
+            raise ConfigurationError(f"{weight.file}: tensor {weight.name} has NaN; the file is damaged")
+        return octets
+
+    return read
 
 
 def _compressed(module: _Module) -> QuantizedWeight:

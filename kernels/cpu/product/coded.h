@@ -199,19 +199,15 @@ class Values<Format, true> {
   const FloatTable table_;
 };
 
-// Sign, four bits of exponent and three of mantissa. The code of all ones but the sign is NaN; there is no infinity.
+// Sign, four bits of exponent and three of mantissa, as a float that is 2^120 times smaller: subnormal codes are
+// subnormal floats. Codes are not NaN.
 template <>
 class Values<ScaledFp8, false> {
  public:
   Values(const std::byte* chunk, int64_t lane) { load_codes<ScaledFp8>(chunk, lane, codes_); }
 
   Vec operator()(int v) const {
-    constexpr int kSign = INT32_MIN, kOne = 1 << 23;  // of the exponent
-    const auto bits = (codes_[v % 2].v << (24 - 8 * (v / 2)) >> 4) & 0x87f00000;
-    const auto is_nan = (bits & 0x07f00000) == 0x07f00000, is_subnormal = (bits & 0x07800000) == 0;
-    // A subnormal number is made as if it had the next exponent and a leading one, which is then subtracted.
-    const Vec number = as_floats({(bits + 120 * kOne + (is_subnormal & kOne)) | (is_nan & 0x7fc00000)});
-    return number - as_floats({is_subnormal & ((bits & kSign) | 121 * kOne)});
+    return as_floats({(codes_[v % 2].v << (24 - 8 * (v / 2)) >> 4) & 0x87f00000}) * set1(0x1p120f);
   }
 
  private:

@@ -235,6 +235,7 @@ SCALES = torch.ones(8, 256, dtype=torch.float16)
         ("pack-4-zeros", "weight_zero_point", None, f"tensor {PROJECTION}.weight_zero_point is missing"),
         ("float-channel", "weight_scale", torch.ones(3, 1), "weight_scale has shape [3, 1]; expected [256, 1]"),
         ("float-tensor", "weight_scale", torch.ones(3), "has shape [3]; expected [1, 1] or [1] or []"),
+        ("fp8-block", "weight", torch.full((256, 512), 255, dtype=torch.uint8).view(torch.float8_e4m3fn), "has NaN"),
         ("fp8-block", "weight_scale_inv", torch.ones(2, 3), "weight_scale_inv has shape [2, 3]; expected [2, 4]"),
     ],
 )

@@ -259,8 +259,7 @@ def load_pretrained(
     """
     checkpoint = with_quantized_weights(Checkpoint.open(described.path, base_prefix=""), described)
     # Its tensors are read as floating-point numbers, so that transformers has nothing to do with it.
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    vars(config).pop("quantization_config", None)
     weights = _CountedWeights(checkpoint, progress)
     model_class = _model_class(config)
     assert model_class is not None, "checked by read_config"
