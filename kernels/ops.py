@@ -43,7 +43,7 @@ from kernels.checks import (
     check_write,
 )
 from kernels.draw_rules import DrawRules
-from kernels.packed_weight import ACTIVATIONS, CodedWeight, Coding, PackedWeight, Rounding
+from kernels.packed_weight import ACTIVATIONS, GATES, CodedWeight, Coding, PackedWeight, Rounding
 
 
 def reshape_and_cache(
@@ -172,20 +172,23 @@ def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tens
         block_moves_for(off_host.device).swap_blocks(source, destination, pairs)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension; x [..., hidden], weight [hidden]."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * (weight + offset)` over the last dimension; x [..., hidden], weight [hidden].
+
+    The factor is not rounded, as a sum of 1 and a small number in bfloat16 would be.
+    """
     check_norm(x, weight)
-    return implementation_for(x.device).rms_norm(x, weight, eps)
+    return implementation_for(x.device).rms_norm(x, weight, eps, offset)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Adds x [..., hidden] to the residual stream; returns (rms_norm(sum), sum). May write the sum into `residual`."""
     check_norm(x, weight)
     check_shape("residual", residual, x.shape)
     check_dtype("residual", residual, x.dtype)
-    return implementation_for(x.device).add_rms_norm(x, residual, weight, eps)
+    return implementation_for(x.device).add_rms_norm(x, residual, weight, eps, offset)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -266,7 +269,7 @@ def pack_weight(weight: torch.Tensor, *, gated: bool = False, rounding: Rounding
 
     Args:
         weight: [out, in]; gated: the rows of the gates, then as many of what they are multiplied with.
-        gated: the product is to be `silu_and_mul` of what it would be.
+        gated: the product is to be `activation(gate) * up`, an activation of `GATES`.
         rounding: what of the product is to be rounded to int8.
     """
     check_shape("weight", weight, (None, None))
@@ -351,7 +354,7 @@ def product(
     weight: PackedWeight,
     bias: torch.Tensor | None = None,
     *,
-    activation: str = "identity",
+    activation: str | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`activation(x @ weight.T + bias)`, summed in float32 and rounded once.
@@ -359,7 +362,7 @@ def product(
     Args:
         x: [..., in], of the dtype of the weight.
         bias: [out], of that dtype too.
-        activation: one of `ACTIVATIONS`; identity if the weight is gated.
+        activation: one of `ACTIVATIONS`, None for the identity; of the gates one of `GATES`, None for silu.
         output_dtype: that of x, or float32.
 
     Returns:
@@ -373,8 +376,9 @@ def product(
         check_shape("bias", bias, (weight.out_features,))
         check_dtype("bias", bias, dtype)
         check_device("bias", bias, device)
-    if activation not in (("identity",) if weight.gated else ACTIVATIONS):
-        raise ValueError(f"activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}, none after a gate")
+    activation, known = activation or ("silu" if weight.gated else "identity"), GATES if weight.gated else ACTIVATIONS
+    if activation not in known:
+        raise ValueError(f"activation is {activation!r}; expected one of {', '.join(known)}")
     if output_dtype not in (None, dtype, torch.float32):
         raise ValueError(f"output_dtype is {output_dtype}; expected {dtype} or torch.float32")
     products = packed_products_for(device, dtype, weight.rounding) or reference

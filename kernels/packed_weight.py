@@ -8,6 +8,8 @@ import torch
 
 ACTIVATIONS = ("identity", "relu", "silu", "gelu_tanh")
 """Operations that a product can apply to its sums before they are rounded."""
+GATES = ("silu", "gelu_tanh")
+"""Those that it can apply to the gates of a gated weight."""
 
 
 class Rounding(Enum):
@@ -186,7 +188,7 @@ class PackedWeight:
     padded_in: int
     """Inputs that the product multiplies: tokens are padded with zeros."""
     gated: bool
-    """The first half of the outputs are gates: the product is `silu(gate) * up`."""
+    """The first half of the outputs are gates: the product is `activation(gate) * up`."""
     rounding: Rounding
     coding: Coding | None = None
     """That of `data`, if its numbers are coded."""

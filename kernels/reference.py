@@ -76,15 +76,19 @@ def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tens
         to_cache.index_copy_(1, to_ids, from_cache.index_select(1, from_ids).to(to_cache.device))
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return functional.rms_norm(x, weight.shape, weight, eps)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+    if not offset:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+    # float64 stays what it is.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return functional.rms_norm(x.to(wide), weight.shape, weight.to(wide) + offset, eps).to(x.dtype)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = residual + x
-    return functional.rms_norm(total, weight.shape, weight, eps), total
+    return rms_norm(total, weight, eps, offset), total
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -160,7 +164,10 @@ def product(
         exact = functional.linear(lines.values.double(), weight.data.double()).float()
         sums = exact * lines.scales * weight.scales
         sums = sums if bias is None else sums + bias
-    return (silu_and_mul(sums) if weight.gated else _ACTIVATIONS[activation](sums)).to(output_dtype)
+    if weight.gated:
+        gate, up = sums.chunk(2, dim=-1)
+        return (_ACTIVATIONS[activation](gate) * up).to(output_dtype)
+    return _ACTIVATIONS[activation](sums).to(output_dtype)
 
 
 _ACTIVATIONS = {

@@ -44,12 +44,12 @@ from kernels.cpu.library import (
 )
 from kernels.cpu.library import Grouping as GroupingArgs
 from kernels.draw_rules import DrawRules
-from kernels.packed_weight import ACTIVATIONS, CodedWeight, Grouping, PackedWeight, Rounding
+from kernels.packed_weight import ACTIVATIONS, GATES, CodedWeight, Grouping, PackedWeight, Rounding
 from kernels.reference import ScoreRule
 
 # The enum Activation of api.h.
 _ACTIVATIONS = {name: number for number, name in enumerate(ACTIVATIONS)}
-_SILU_AND_MUL = len(ACTIVATIONS)
+_GATES = {name: number for number, name in enumerate(GATES, start=len(ACTIVATIONS))}
 _MULTIPLIED = {
     Rounding.NONE: MULTIPLIED_FLOATS,
     Rounding.WEIGHT: MULTIPLIED_INT8_WEIGHT,
@@ -172,18 +172,18 @@ class CpuKernels:
         self._library.call(Operation.PAGED_ATTENTION, arguments)
         return output
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
         if not _same_dtype(x, weight):
-            return reference.rms_norm(x, weight, eps)
-        return self._norm(Operation.RMS_NORM, x, None, weight, None, eps)
+            return reference.rms_norm(x, weight, eps, offset)
+        return self._norm(Operation.RMS_NORM, x, None, weight, None, eps, offset)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not _same_dtype(x, weight):
-            return reference.add_rms_norm(x, residual, weight, eps)
+            return reference.add_rms_norm(x, residual, weight, eps, offset)
         residual = residual.contiguous()
-        return self._norm(Operation.RMS_NORM, x, residual, weight, None, eps), residual
+        return self._norm(Operation.RMS_NORM, x, residual, weight, None, eps, offset), residual
 
     def layer_norm(
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
@@ -213,6 +213,7 @@ class CpuKernels:
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
+        offset: float = 0.0,
     ) -> torch.Tensor:
         output = self._empty(x.shape, x.dtype)
         lines = x if x.dim() == 3 and x.stride(-1) == 1 else _as_lines(x).unsqueeze(1)
@@ -234,6 +235,7 @@ class CpuKernels:
             x_group_stride=group_stride,
             residual_stride=hidden,
             eps=eps,
+            offset=offset,
         )
         self._library.call(operation, arguments)
         return output
@@ -470,7 +472,7 @@ class CpuKernels:
             dtype=DTYPES[weight.dtype],
             multiplied=multiplied,
             output_dtype=DTYPES[output.dtype],
-            activation=_SILU_AND_MUL if weight.gated else _ACTIVATIONS[activation],
+            activation=(_GATES if weight.gated else _ACTIVATIONS)[activation],
             threads=torch.get_num_threads(),
             num_tokens=tokens.shape[0],
             out_features=weight.out_features,

@@ -104,7 +104,7 @@ class NormArgs(Structure):
     _fields_ = (
         *_pointers("output x residual weight bias"),
         *_integers("dtype threads rows hidden x_stride x_group x_group_stride residual_stride"),
-        *_doubles("eps"),
+        *_doubles("eps offset"),
     )
 
 

@@ -19,7 +19,7 @@ ELEMENTS_PER_WARP = 512
 
 @triton.jit
 def _rms_norm_kernel(
-    output, x, residual, weight, eps, x_stride, residual_stride, HIDDEN: tl.constexpr, HIDDEN_PAD: tl.constexpr
+    output, x, residual, weight, eps, x_stride, offset, residual_stride, HIDDEN: tl.constexpr, HIDDEN_PAD: tl.constexpr
 ):
     """If `residual` is not None, the sum is written to it and normalized."""
     line = tl.program_id(0).to(tl.int64)
@@ -33,7 +33,7 @@ def _rms_norm_kernel(
         tl.store(stream, values, mask=mask)
     values = values.to(tl.float32)
     factor = tl.rsqrt(tl.sum(values * values, 0) / HIDDEN + eps)
-    weights = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    weights = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32) + offset
     tl.store(output + line * HIDDEN + columns, (values * factor * weights).to(output.dtype.element_ty), mask=mask)
 
 
@@ -52,17 +52,17 @@ def _layer_norm_kernel(output, x, weight, bias, eps, x_stride, HIDDEN: tl.conste
     tl.store(output + line * HIDDEN + columns, normed.to(output.dtype.element_ty), mask=mask)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
     """`kernels.ops.rms_norm`."""
-    return _rms_norm(x, None, weight, eps)
+    return _rms_norm(x, None, weight, eps, offset)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.ops.add_rms_norm`; the sum is written into `residual` where its lines allow that."""
     residual = _as_lines(residual).view(residual.shape)
-    return _rms_norm(x, _as_lines(residual), weight, eps), residual
+    return _rms_norm(x, _as_lines(residual), weight, eps, offset), residual
 
 
 def add_layer_norm(
@@ -79,20 +79,22 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
     return _norm(_layer_norm_kernel, x, weight, bias, eps)
 
 
-def _rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: float
+) -> torch.Tensor:
     stride = 0 if residual is None else residual.stride(0)
-    return _norm(_rms_norm_kernel, x, residual, weight.contiguous(), eps, stride)
+    return _norm(_rms_norm_kernel, x, residual, weight.contiguous(), eps, offset, stride)
 
 
 def _norm(
-    kernel: Any, x: torch.Tensor, first: torch.Tensor | None, second: torch.Tensor | None, eps: float, *strides: int
+    kernel: Any, x: torch.Tensor, first: torch.Tensor | None, second: torch.Tensor | None, eps: float, *rest: float
 ) -> torch.Tensor:
     """Launches a norm kernel, whose `first` and `second` follow the lines of x."""
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         lines, hidden = _as_lines(x), x.shape[-1]
         sizes = {"HIDDEN": hidden, "HIDDEN_PAD": padded(hidden), "num_warps": _num_warps(hidden)}
-        launch(kernel, (lines.shape[0],), output, lines, first, second, eps, lines.stride(0), *strides, **sizes)
+        launch(kernel, (lines.shape[0],), output, lines, first, second, eps, lines.stride(0), *rest, **sizes)
     return output
 
 

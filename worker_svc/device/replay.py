@@ -279,7 +279,7 @@ def make_decodes(model: CausalLM, pool: KvPool, max_model_len: int, limits: Work
         logits = RecordedForward(model, room, model.outputs)
     except NotRecordableError:
         return None
-    return lambda inputs: logits(inputs).float()
+    return lambda inputs: model.finish(logits(inputs))
 
 
 def _is_recordable(model: CausalLM) -> TypeGuard[NativeCausalLM]:

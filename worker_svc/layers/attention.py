@@ -35,6 +35,7 @@ class PagedAttention(nn.Module):
     Args:
         scale: factor on the scores.
         sliding_window: tokens that a token sees, itself included; None for all before it.
+        soft_cap: of the scores, as in `ops.paged_attention`.
     """
 
     def __init__(
@@ -45,12 +46,14 @@ class PagedAttention(nn.Module):
         scale: float,
         *,
         sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> None:
         super().__init__()
         self._head_split = (num_heads, num_kv_heads, num_kv_heads)
         self._head_dim = head_dim
         self._scale = scale
         self._sliding_window = sliding_window
+        self._soft_cap = soft_cap
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """qkv [T, (Hq + 2 Hkv) * D] -> views: query [T, Hq, D], key and value [T, Hkv, D]."""
@@ -81,5 +84,6 @@ class PagedAttention(nn.Module):
             max_query_len=metadata.max_query_len,
             max_seq_len=metadata.max_seq_len,
             sliding_window=self._sliding_window,
+            soft_cap=self._soft_cap,
         )
         return attended.view(attended.shape[0], -1)

@@ -95,14 +95,14 @@ class TiedHead(Loadable):
 
 
 class RmsNorm(Loadable):
-    """Root mean square norm; `name` is its module in the checkpoint."""
+    """Root mean square norm; `name` is its module in the checkpoint. The factors are `offset` and its weight."""
 
     weight: nn.Parameter
 
-    def __init__(self, name: str, dim: int, eps: float, *, placement: Placement) -> None:
+    def __init__(self, name: str, dim: int, eps: float, *, placement: Placement, offset: float = 0.0) -> None:
         super().__init__()
         self._spec = TensorSpec(f"{name}.weight", (dim,))
-        self._eps = eps
+        self._eps, self._offset = eps, offset
         self._placement = placement
 
     def tensors(self) -> Iterator[TensorSpec]:
@@ -112,11 +112,11 @@ class RmsNorm(Loadable):
         self.weight = frozen(self._placement.copy(tensors.read(self._spec)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ops.rms_norm(x, self.weight, self._eps)
+        return ops.rms_norm(x, self.weight, self._eps, self._offset)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of x + residual, x + residual)."""
-        return ops.add_rms_norm(x, residual, self.weight, self._eps)
+        return ops.add_rms_norm(x, residual, self.weight, self._eps, self._offset)
 
 
 class LayerNorm(Loadable):

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from kernels import ops
 from kernels.int8 import quantize
-from kernels.packed_weight import CodedWeight, PackedWeight, Rounding
+from kernels.packed_weight import GATES, CodedWeight, PackedWeight, Rounding
 from quire.settings import ConfigurationError
 from worker_svc.parallel.ranks import Shard
 from worker_svc.weights import Loadable, Placement, Quantization, TensorReader, TensorSpec
@@ -122,8 +122,9 @@ class ActivationKind:
 
     @property
     def own(self) -> str | None:
-        """The same function if `ops.product` can apply it; None if it cannot."""
-        return None if self.gated else ACTIVATIONS[self.name].own
+        """The same function if `ops.product` can apply it, to the gates if it is gated; None if it cannot."""
+        own = ACTIVATIONS[self.name].own
+        return None if self.gated and own not in GATES else own
 
 
 def _gate_and_mul(function: Activation, x: torch.Tensor) -> torch.Tensor:
@@ -434,8 +435,8 @@ class OwnProduct:
         cls, pack: Callable[..., PackedWeight], bias: torch.Tensor | None, kind: ActivationKind | None
     ) -> "OwnProduct":
         """The same with weights that `pack(gated=...)` packs."""
-        if kind is not None and kind.is_gated_silu:
-            return cls(pack(gated=True), bias, "identity", None)
+        if kind is not None and kind.gated and kind.own:
+            return cls(pack(gated=True), bias, kind.own, None)
         packed = pack(gated=False)
         if kind is None:
             return cls(packed, bias, "identity", None)

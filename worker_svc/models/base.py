@@ -108,11 +108,15 @@ class NativeCausalLM(CausalLM):
         return self.run_layers(self.embed(inputs), inputs)
 
     def outputs(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits in the dtype of the output layer."""
+        """Logits in the dtype of the output layer, before `finish`."""
         return self.ranks.gather_columns(self.head(hidden), self.vocab_size)
 
+    def finish(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The logits of what `outputs` returned."""
+        return outputs.float()
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.outputs(hidden).float()
+        return self.finish(self.outputs(hidden))
 
 
 def make_head(embedding: Embedding, dim: int, vocab_size: int, *, tied: bool, placement: Placement) -> nn.Module:

@@ -57,7 +57,18 @@ class LlamaConfig:
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]
     """The window of each layer; None for the whole context."""
+    max_model_len: int
     experts: ExpertsConfig | None = None
+    norm_offset: float = 0.0
+    """What norms add to their weights."""
+    attention_scale: float | None = None
+    """Factor on the scores; None for that of the head size."""
+    soft_cap: float | None = None
+    """Of the scores, as in `ops.paged_attention`."""
+    logit_cap: float | None = None
+    """Logits are `cap * tanh(logit / cap)`."""
+    sliding_rope: RopeConfig | None = None
+    """That of layers with a window, if it is another one."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "LlamaConfig":
@@ -73,6 +84,7 @@ class LlamaConfig:
             raise fields.error("head_dim", head_dim, "an even number: rotary embeddings rotate pairs")
         attention_bias = fields.flag("attention_bias", False)
         num_layers = fields.integer("num_hidden_layers", 32)
+        rope = RopeConfig.read(fields, head_dim)
         return cls(
             vocab_size=fields.integer("vocab_size", 32000),
             hidden_size=hidden_size,
@@ -87,13 +99,16 @@ class LlamaConfig:
             attention_output_bias=attention_bias,
             mlp_bias=fields.flag("mlp_bias", False),
             tied=fields.flag("tie_word_embeddings", False),
-            rope=RopeConfig.read(fields, head_dim),
+            rope=rope,
             sliding_windows=(None,) * num_layers,
+            max_model_len=rope.max_model_len,
         )
 
 
 class LlamaLayer(nn.Module):
     """One decoder layer, number `index`."""
+
+    mlp_norm_name: ClassVar[str] = "post_attention_layernorm"
 
     def __init__(self, index: int, config: LlamaConfig, placement: Placement) -> None:
         super().__init__()
@@ -102,7 +117,7 @@ class LlamaLayer(nn.Module):
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         num_heads, num_kv_heads = heads_of_rank(placement.ranks, config.num_heads, config.num_kv_heads)
         kv_shards = min(placement.ranks.size, config.num_kv_heads)
-        self.input_norm = RmsNorm(f"{name}.input_layernorm", hidden, config.rms_norm_eps, placement=placement)
+        self.input_norm = self._norm(index, "input_layernorm", config, placement)
         self.qkv = Linear(
             [
                 LinearPart(f"{name}.self_attn.q_proj", query_size),
@@ -118,8 +133,9 @@ class LlamaLayer(nn.Module):
             num_heads,
             num_kv_heads,
             config.head_dim,
-            config.head_dim**-0.5,
+            config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
             sliding_window=config.sliding_windows[index],
+            soft_cap=config.soft_cap,
         )
         self.attention_output = Linear(
             [LinearPart(f"{name}.self_attn.o_proj", hidden)],
@@ -128,8 +144,14 @@ class LlamaLayer(nn.Module):
             placement=placement,
             split=Split.INPUTS,
         )
-        self.mlp_norm = RmsNorm(f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps, placement=placement)
+        self.mlp_norm = self._norm(index, self.mlp_norm_name, config, placement)
         self.mlp = self._make_mlp(index, name, config, placement)
+
+    @staticmethod
+    def _norm(index: int, module: str, config: LlamaConfig, placement: Placement, dim: int | None = None) -> RmsNorm:
+        """A norm of the layer over the hidden size, or over `dim`."""
+        name, dim = f"model.layers.{index}.{module}", dim or config.hidden_size
+        return RmsNorm(name, dim, config.rms_norm_eps, placement=placement, offset=config.norm_offset)
 
     def _make_mlp(self, index: int, name: str, config: LlamaConfig, placement: Placement) -> nn.Module:
         """[T, hidden] -> [T, hidden]; `name` is that of the layer."""
@@ -173,14 +195,18 @@ class LlamaForCausalLM(NativeCausalLM):
             num_kv_heads=heads_of_rank(placement.ranks, config.num_heads, config.num_kv_heads)[1],
             head_dim=config.head_dim,
             vocab_size=config.vocab_size,
-            max_model_len=config.rope.max_model_len,
+            max_model_len=config.max_model_len,
         )
         hidden = config.hidden_size
         self.embedding = Embedding("model.embed_tokens", config.vocab_size, hidden, placement=placement, split=True)
-        self.cos_sin_table = config.rope.cos_sin_table(placement.device, placement.max_positions)
+        num_positions = min(config.max_model_len, placement.max_positions or config.max_model_len)
+        table = config.rope.cos_sin_table(placement.device, num_positions)
+        other = config.sliding_rope
+        sliding = table if other is None else other.cos_sin_table(placement.device, num_positions)
+        self._cos_sin_tables = [table if window is None else sliding for window in config.sliding_windows]
         layers = [self.layer_class(index, config, placement) for index in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
-        self.norm = RmsNorm("model.norm", hidden, config.rms_norm_eps, placement=placement)
+        self.norm = RmsNorm("model.norm", hidden, config.rms_norm_eps, placement=placement, offset=config.norm_offset)
         self._norms = [*(layer.input_norm for layer in layers), self.norm]
         self.head = make_head(self.embedding, hidden, config.vocab_size, tied=config.tied, placement=placement)
 
@@ -199,9 +225,11 @@ class LlamaForCausalLM(NativeCausalLM):
     def run_layers(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
         x, residual = self._norms[0](x), x
         # The norm that follows a layer, the next layer's or the final one, adds the layer's output to the residual.
-        for layer, next_norm, kv_cache in zip(self.layers, self._norms[1:], inputs.kv_caches, strict=True):
+        for layer, next_norm, table, kv_cache in zip(
+            self.layers, self._norms[1:], self._cos_sin_tables, inputs.kv_caches, strict=True
+        ):
             assert isinstance(layer, LlamaLayer)
-            output = layer.attend(x, inputs.positions, self.cos_sin_table, kv_cache, inputs.attention)
+            output = layer.attend(x, inputs.positions, table, kv_cache, inputs.attention)
             x, residual = layer.mlp_norm.add(output, residual)
             x, residual = next_norm.add(layer.feed_forward(x), residual)
         return x
@@ -237,9 +265,8 @@ class Qwen3Layer(LlamaLayer):
 
     def __init__(self, index: int, config: LlamaConfig, placement: Placement) -> None:
         super().__init__(index, config, placement)
-        name, eps = f"model.layers.{index}.self_attn", config.rms_norm_eps
-        self.query_norm = RmsNorm(f"{name}.q_norm", config.head_dim, eps, placement=placement)
-        self.key_norm = RmsNorm(f"{name}.k_norm", config.head_dim, eps, placement=placement)
+        self.query_norm = self._norm(index, "self_attn.q_norm", config, placement, config.head_dim)
+        self.key_norm = self._norm(index, "self_attn.k_norm", config, placement, config.head_dim)
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         query, key, value = super().project(x)

@@ -12,6 +12,7 @@ from quire.settings import ConfigurationError
 from worker_svc.layers.embedding_norm import TiedHead
 from worker_svc.layers.linear import check_quantization
 from worker_svc.models.base import CausalLM, NativeCausalLM
+from worker_svc.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
 from worker_svc.models.gpt2_opt import GPT2LMHeadModel, OPTForCausalLM
 from worker_svc.models.llama import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 from worker_svc.models.with_experts import MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
@@ -31,6 +32,9 @@ FAMILIES: dict[str, type[NativeCausalLM]] = {
         MixtralForCausalLM,
         Qwen2MoeForCausalLM,
         Qwen3MoeForCausalLM,
+        GemmaForCausalLM,
+        Gemma2ForCausalLM,
+        Gemma3ForCausalLM,
     )
 }
 

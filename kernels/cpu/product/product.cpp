@@ -22,8 +22,10 @@ inline Vec activate(int64_t activation, Vec x) {
     case kRelu:
       return zero_below(x, x, zero());
     case kSilu:
+    case kSiluAndMul:
       return silu(x);
-    case kGeluTanh: {
+    case kGeluTanh:
+    case kGeluTanhAndMul: {
       const Vec inner = set1(0.7978845608f) * fma(x * x * x, set1(0.044715f), x);
       return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
     }
@@ -94,7 +96,7 @@ class Finish {
   Vec column(int64_t token, const Sum* sums, int64_t i, int lanes) const {
     const Vec x = biased(args_, token, sums + i, first_ + i, lanes);
     if constexpr (kGated)
-      return silu(x) * biased(args_, token, sums + kColumns + i, columns_ + first_ + i, lanes);
+      return activate(args_.activation, x) * biased(args_, token, sums + kColumns + i, columns_ + first_ + i, lanes);
     else
       return args_.activation == kIdentity ? x : activate(args_.activation, x);
   }

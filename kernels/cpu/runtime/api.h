@@ -74,6 +74,7 @@ struct NormArgs {
   int64_t x_group_stride;  // from the first of them to the first of the next
   int64_t residual_stride;
   double eps;
+  double offset;  // added to the weight of an RMS norm
 };
 
 struct SiluArgs {
@@ -92,7 +93,9 @@ enum Activation : int64_t {
   kRelu = 1,
   kSilu = 2,
   kGeluTanh = 3,
-  kSiluAndMul = 4,  // silu(gate) * up, of weights that were packed as gated
+  // Of weights that were packed as gated: activation(gate) * up.
+  kSiluAndMul = 4,
+  kGeluTanhAndMul = 5,
 };
 
 // The groups of inputs that have a scale, where codes and scales of a weight come apart (coded.h); else all zeros.

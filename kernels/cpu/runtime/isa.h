@@ -41,7 +41,7 @@ namespace {
 
 inline int64_t padded(int64_t size, int64_t multiple = kPad) { return (size + multiple - 1) / multiple * multiple; }
 
-inline bool is_gated(const ProductArgs& args) { return args.activation == kSiluAndMul; }
+inline bool is_gated(const ProductArgs& args) { return args.activation >= kSiluAndMul; }
 
 // Panels of a product: a gated panel has 16 columns of gates, then the 16 columns that they are multiplied with.
 inline int64_t num_panels(int64_t out_features, bool gated) {

@@ -55,6 +55,7 @@ inline float sum_of_squares(const T* x, int64_t n) {
 template <class T>
 void rms_norm(const NormArgs& args, int64_t begin, int64_t end) {
   const T* weight = static_cast<const T*>(args.weight);
+  const Vec offset = set1(static_cast<float>(args.offset));
   for (int64_t line = begin; line < end; ++line) {
     const T* x = x_line<T>(args, line);
     float squares;
@@ -69,7 +70,7 @@ void rms_norm(const NormArgs& args, int64_t begin, int64_t end) {
     const Vec factor = set1(1.0f / __builtin_sqrtf(mean + static_cast<float>(args.eps)));
     T* output = line_of<T>(args.output, line, args.hidden);
     for_vectors(args.hidden, [&](int64_t i, auto... lanes) {
-      store(output + i, load(x + i, lanes...) * factor * load(weight + i, lanes...), lanes...);
+      store(output + i, load(x + i, lanes...) * factor * (load(weight + i, lanes...) + offset), lanes...);
     });
   }
 }

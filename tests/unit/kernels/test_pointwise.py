@@ -49,6 +49,20 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert_close(normed, naive_rms_norm(total, weight), dtype)
 
 
+@parametrize_pairwise("implementation,shape,dtype", IMPLEMENTATIONS, [(2, 8), (7, 80), (3, 5, 33)], DTYPES)
+def test_the_sum_of_weight_and_offset_is_not_rounded(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    # 1 and so little is 1 in bfloat16.
+    weight = torch.full(shape[-1:], 2**-8).to(dtype)
+    normed = ops.rms_norm(x, weight, 1e-3, 1.0)
+    assert_close(normed, naive_rms_norm(x, weight.double() + 1), dtype)
+    assert not torch.equal(normed, ops.rms_norm(x, torch.ones_like(weight), 1e-3))
+    total = x + residual
+    normed, stream = ops.add_rms_norm(x, residual.clone(), weight, 1e-3, 1.0)
+    assert torch.equal(stream, total)
+    assert torch.equal(normed, ops.rms_norm(total, weight, 1e-3, 1.0))
+
+
 @parametrize_pairwise("implementation,affine,dtype", IMPLEMENTATIONS, [True, False], DTYPES)
 def test_layer_norm(affine: bool, dtype: torch.dtype) -> None:
     x = (torch.randn(5, 48) + 1).to(dtype)

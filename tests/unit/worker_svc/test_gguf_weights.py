@@ -3,6 +3,7 @@
 import math
 import zlib
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -148,8 +149,9 @@ def test_weights_are_multiplied_as_the_file_has_them(
     tmp_path: Path, family: str, num_ranks: int, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the logits are those of the dequantized weights, bit for bit."""
-    experts = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 256} if "moe" in family else {}
-    make_model(tmp_path / "model", CODED[family], tie_word_embeddings=tied, **CODED_SIZES, **experts)
+    experts = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 256}
+    sizes: dict[str, Any] = {**CODED_SIZES, **(experts if "moe" in family else {})}
+    make_model(tmp_path / "model", CODED[family], tie_word_embeddings=tied, **sizes)
     file = write_gguf(tmp_path / "m.gguf", tmp_path / "model", quantization=code_as_a_mix)
     tokens = [3 + 7 * index % 300 for index in range(40)]
     found: dict[bool, list[torch.Tensor]] = {}

@@ -40,11 +40,11 @@ def test_products_are_those_of_the_dequantized_weight(
 ) -> None:
     kernels = make_kernels(isa)
     weight = make_coded(coding, 2 * out_features if gated else out_features, num_groups, seed)
-    x = torch.randn(num_tokens, weight.in_features).bfloat16()
+    x, activation = torch.randn(num_tokens, weight.in_features).bfloat16(), "gelu_tanh" if gated else "identity"
     with torch_threads(threads):
         coded = kernels.pack_coded(weight, gated, Rounding.NONE)
         plain = kernels.pack_weight(dequantized(weight).bfloat16(), gated, Rounding.NONE)
-        actual, expected = (kernels.product(x, each, None, "identity", torch.float32) for each in (coded, plain))
+        actual, expected = (kernels.product(x, each, None, activation, torch.float32) for each in (coded, plain))
     assert torch.equal(actual, expected)
 
 
@@ -103,13 +103,13 @@ def test_tokens_of_int8_are_multiplied_with_the_numbers_of_the_file(
     weight = make_coded(coding, 2 * out_features if gated else out_features, num_groups, seed)
     x, bias = torch.randn(num_tokens, weight.in_features).bfloat16(), torch.randn(weight.rows.shape[0]).bfloat16()
     packed = kernels.pack_coded(weight, gated, Rounding.WEIGHT_AND_INPUT)
-    actual = kernels.product(x, packed, bias, "identity", torch.float32)
+    actual = kernels.product(x, packed, bias, "silu" if gated else "identity", torch.float32)
     tokens = quantize(x)
     sums = (tokens.values.double() * tokens.scales.double()) @ dequantized(weight).double().t() + bias.double()
     expected = silu_and_mul(sums) if gated else sums
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
     # The company of a token changes nothing.
-    alone = [kernels.product(each, packed, bias, "identity", torch.float32) for each in x.split(1)]
+    alone = [kernels.product(each, packed, bias, "silu" if gated else "identity", torch.float32) for each in x.split(1)]
     assert torch.equal(torch.cat(alone), actual)
 
 

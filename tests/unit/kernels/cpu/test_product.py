@@ -4,12 +4,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.functional import gelu, silu
 
 from kernels import ops, reference
 from kernels.backends import Products
 from kernels.cpu.bindings import CpuKernels
 from kernels.int8 import quantize
-from kernels.packed_weight import ACTIVATIONS, Rounding
+from kernels.packed_weight import ACTIVATIONS, GATES, Rounding
 from tests.support.cpu_kernels import ISAS, make_implementation, parametrize_pairwise, torch_threads
 
 
@@ -46,7 +47,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
     out_features=st.integers(1, 150),
     in_features=st.one_of(st.integers(1, 130), st.sampled_from([256, 768])),
     gap=st.integers(0, 5),
-    gated=st.booleans(),
+    gate=st.sampled_from([None, *GATES]),
     has_bias=st.booleans(),
     rounding=st.sampled_from(list(Rounding)),
     dtype=st.sampled_from(DTYPES),
@@ -58,30 +59,30 @@ def test_any_shape_equals_the_sums_of_float64(
     out_features: int,
     in_features: int,
     gap: int,
-    gated: bool,
+    gate: str | None,
     has_bias: bool,
     rounding: Rounding,
     dtype: torch.dtype,
     threads: int,
 ) -> None:
     kernels = products_of(isa, dtype, rounding)
-    out_features *= 2 if gated else 1
+    out_features *= 2 if gate else 1
     wide = torch.full((num_tokens, in_features + gap), torch.nan, dtype=dtype)
     x = wide[:, gap:].copy_(torch.randn(num_tokens, in_features))
     weight = make_weight(out_features, in_features, dtype)
     bias = torch.randn(out_features).to(dtype) if has_bias else None
     with torch_threads(threads):
-        packed = kernels.pack_weight(weight, gated, rounding)
-        actual = kernels.product(x, packed, bias, "identity", torch.float32)
-        rounded = kernels.product(x, packed, bias, "identity", dtype)
+        packed = kernels.pack_weight(weight, gate is not None, rounding)
+        actual = kernels.product(x, packed, bias, gate or "identity", torch.float32)
+        rounded = kernels.product(x, packed, bias, gate or "identity", dtype)
     if rounding is not Rounding.NONE:
         weight = as_rounded(weight)
     if rounding is Rounding.WEIGHT_AND_INPUT:
         x = as_rounded(x)
     expected = exact(x, weight, bias)
-    if gated:
-        gate, up = expected.chunk(2, dim=-1)
-        expected = torch.nn.functional.silu(gate) * up
+    if gate is not None:
+        gates, ups = expected.chunk(2, dim=-1)
+        expected = (silu(gates) if gate == "silu" else gelu(gates, approximate="tanh")) * ups
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(rounded, actual.to(dtype)), "it is rounded once"
 
@@ -142,7 +143,7 @@ def test_nan_is_not_hidden_and_stays_with_its_token(
     kernels, x = products_of(isa, dtype, rounding), torch.randn(20, 40).to(dtype)
     x[3, 7], x[11, 39] = torch.nan, torch.inf
     packed = kernels.pack_weight(make_weight(48, 40, dtype), gated, rounding)
-    actual = kernels.product(x, packed, None, "identity" if gated else activation, dtype)
+    actual = kernels.product(x, packed, None, "gelu_tanh" if gated else activation, dtype)
     assert actual[3].isnan().all()
     others = [token for token in range(20) if token not in (3, 11)]
     assert actual[others].isfinite().all()

@@ -340,6 +340,10 @@ def test_rms_norm(device: KernelDevice, shape: tuple[int, ...], dtype: torch.dty
     normed, stream = device.run(add_rms_norm, x, residual.clone(), weight, 1e-3).result
     assert_lines_close(stream, x.double() + residual.double(), dtype)
     assert_lines_close(normed, naive_rms_norm(stream, weight), dtype)
+    factor = weight.double() + 1
+    assert_lines_close(device.run(rms_norm, x, weight, 1e-3, 1.0).result, naive_rms_norm(x, factor), dtype)
+    normed, stream = device.run(add_rms_norm, x, residual.clone(), weight, 1e-3, 1.0).result
+    assert_lines_close(normed, naive_rms_norm(stream, factor), dtype)
 
 
 def test_norms_of_strided_lines(device: KernelDevice) -> None:
