@@ -17,6 +17,7 @@ from quire.settings import ConfigurationError
 
 _OUTPUT = "output.weight"
 _ROPE_FACTORS = "rope_freqs.weight"
+_LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _EMBEDDING = "token_embd.weight"
 _F32, _F16 = 0, 1
 _NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -146,7 +147,8 @@ def _sizes(fields: GgufFields, width_of_experts: int | None = None) -> dict[str,
     heads, width = fields.size("attention.head_count"), fields.size("embedding_length")
     head_dim = fields.size("attention.key_length", max(width // heads, 1))
     rotated = fields.size("rope.dimension_count", head_dim)
-    if rotated != head_dim or fields.size("attention.value_length", head_dim) != head_dim:
+    is_partial = fields.architecture == "phi3" and rotated < head_dim
+    if (rotated != head_dim and not is_partial) or fields.size("attention.value_length", head_dim) != head_dim:
         raise fields.error(f"heads of {head_dim} with {rotated} rotated dimensions are not read")
     return {
         "hidden_size": width,
@@ -155,6 +157,7 @@ def _sizes(fields: GgufFields, width_of_experts: int | None = None) -> dict[str,
         "num_attention_heads": heads,
         "num_key_value_heads": fields.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
+        **({"partial_rotary_factor": rotated / head_dim} if is_partial else {}),
         "max_position_embeddings": fields.size("context_length"),
         "rms_norm_eps": fields.positive("attention.layer_norm_rms_epsilon"),
     }
@@ -181,6 +184,23 @@ def _llama(fields: GgufFields) -> dict[str, Any]:
         window = fields.size("attention.sliding_window")
         return config | {"architectures": ["MistralForCausalLM"], "sliding_window": window}
     return config
+
+
+def _phi_3(fields: GgufFields) -> dict[str, Any]:
+    config = _llama_like(fields, "Phi3ForCausalLM", "phi3")
+    length = fields.size("rope.scaling.original_context_length", config["max_position_embeddings"])
+    window = fields.own("attention.sliding_window", int, "a whole number", 0) or None
+    config |= {"original_max_position_embeddings": length, "sliding_window": window}
+    # Not that of transformers, which small vocabularies do not have.
+    config["pad_token_id"] = fields.token_id("padding")
+    if _LONG_FACTORS not in fields.header.tensors:
+        return config
+    count = fields.size("rope.dimension_count", config["head_dim"]) // 2
+    names = {"short_factor": _SHORT_FACTORS, "long_factor": _LONG_FACTORS}
+    scaling = {"rope_type": "longrope"} | {key: list(_read_factors(fields, names[key], count)) for key in names}
+    if fields.has("rope.scaling.attn_factor"):
+        scaling["attention_factor"] = fields.positive("rope.scaling.attn_factor")
+    return config | {"rope_scaling": scaling}
 
 
 def _num_chosen_experts(fields: GgufFields) -> int:
@@ -329,6 +349,7 @@ _CONFIGS: dict[str, Callable[[GgufFields], dict[str, Any]]] = {
     "gemma": _gemma,
     "gemma2": _gemma_2,
     "gemma3": _gemma_3,
+    "phi3": _phi_3,
     "gpt2": _gpt2,
 }
 
@@ -368,9 +389,7 @@ def _factors_of_rotation(fields: GgufFields, head_dim: int) -> dict[str, Any]:
     Llama 3.1 and later have such factors in place of their parameters, of which only `factor`, the greatest one,
     differs between the models. Others are a longrope that has the same factors at all lengths.
     """
-    stored = _read_floats(fields, _ROPE_FACTORS, head_dim // 2)
-    if not all(math.isfinite(each) and each > 0 for each in stored):
-        raise fields.error(f"{_ROPE_FACTORS} has factors that are not above 0")
+    stored = _read_factors(fields, _ROPE_FACTORS, head_dim // 2)
     factor, theta = max(stored, default=1.0), fields.positive("rope.freq_base", 10_000.0)
     if all(
         math.isclose(found, expected, rel_tol=1e-3)
@@ -407,13 +426,16 @@ def llama_3_factors(
         yield 1 / ((1 - smooth) / factor + smooth)
 
 
-def _read_floats(fields: GgufFields, name: str, count: int) -> Sequence[float]:
-    tensor = fields.header.tensors[name]
-    if tensor.ggml_type != _F32 or tensor.shape != (count,):
+def _read_factors(fields: GgufFields, name: str, count: int) -> Sequence[float]:
+    tensor = fields.header.tensors.get(name)
+    if tensor is None or tensor.ggml_type != _F32 or tensor.shape != (count,):
         raise fields.error(f"{name} is not {count} numbers in float32")
     with tensor.file.open("rb") as file:
         file.seek(tensor.start)
         content = file.read(4 * count)
     if len(content) < 4 * count:
         raise fields.error(f"tensor {name} ends after the file; it is cut short")
-    return memoryview(content).cast("f").tolist()
+    factors = memoryview(content).cast("f").tolist()
+    if not all(math.isfinite(each) and each > 0 for each in factors):
+        raise fields.error(f"{name} has factors that are not above 0")
+    return factors

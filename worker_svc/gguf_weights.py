@@ -70,6 +70,7 @@ _OF_GEMMA_2 = _OF_LLAMA | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_OF_PHI_3 = _OF_LLAMA | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _OF_GPT2 = {
     "token_embd": "transformer.wte",
     "position_embd": "transformer.wpe",
@@ -92,8 +93,11 @@ _NAMES = {
     "gemma": _OF_LLAMA,
     "gemma2": _OF_GEMMA_2,
     "gemma3": _OF_GEMMA_2,
+    "phi3": _OF_PHI_3,
     "gpt2": _OF_GPT2,
 }
+# Their numbers are part of the configuration.
+_OF_CONFIGURATION = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _LAYERS = {"gpt2": "transformer.h"}
 _TRANSPOSED = re.compile(r"(attn|mlp)\.c_\w+\.weight")
 _ROTATED = {"attn_q": "head_count", "attn_k": "head_count_kv"}
@@ -172,8 +176,8 @@ def gguf_weights(file: Path) -> Mapping[str, GgufWeight]:
     layout, scales = _Layout(header), _scales(header)
     found: dict[str, GgufWeight] = {}
     for tensor in header.tensors.values():
-        if tensor.name == "rope_freqs.weight" or tensor.name.endswith((".scale", ".input_scale")):
-            # The first is part of the configuration, the others belong to weights in NVFP4.
+        if tensor.name in _OF_CONFIGURATION or tensor.name.endswith((".scale", ".input_scale")):
+            # The last two belong to weights in NVFP4.
             continue
         kind, num_bytes = _kind_of(tensor), _num_bytes(tensor)
         scale = scales.get(tensor.name.removesuffix(".weight") + ".scale", (1.0,))

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,6 +78,7 @@ def write_gguf(
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
         rope = config.get("rope_parameters") or config
         writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    _add_rotation(writer, architecture, config)
     for name in _CAPS:
         if config.get(name) is not None:
             writer.add_float32(f"{architecture}.{name}", config[name])
@@ -104,6 +106,21 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return next(iter(sorted(file.parent.glob(f"{file.stem}-00001-of-*.gguf"))), file)
+
+
+def _add_rotation(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any]) -> None:
+    """What Phi-3 has: a rotation of a part of each head, and factors for short and long texts."""
+    rope = config.get("rope_parameters") or {}
+    if (share := rope.get("partial_rotary_factor")) is not None:
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+        writer.add_rope_dimension_count(int(head_dim * share))
+    if rope.get("rope_type") != "longrope":
+        return
+    length, original = config["max_position_embeddings"], config["original_max_position_embeddings"]
+    writer.add_rope_scaling_orig_ctx_len(original)
+    writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(length / original) / math.log(original)))
+    for kind in ("long", "short"):
+        writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, pre: str) -> None:

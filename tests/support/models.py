@@ -116,9 +116,6 @@ NATIVE: dict[str, Family] = {
         "Qwen3Moe",
         {**FEW_EXPERTS, "head_dim": 16, "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [0]},
     ),
-}
-
-FOREIGN: dict[str, Family] = {
     "gemma": Family("Gemma", {"head_dim": 32, "num_key_value_heads": 1}),
     # Caps that bend what random weights give.
     "gemma2-capped-alternating": Family(
@@ -134,6 +131,31 @@ FOREIGN: dict[str, Family] = {
     "gemma3-alternating": Family(
         "Gemma3", {"head_dim": 32, "query_pre_attn_scalar": 40, **ALTERNATING}, "Gemma3TextConfig"
     ),
+    "phi3": Family("Phi3", {"sliding_window": 20}),
+    "phi3-partial": Family(
+        "Phi3",
+        {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
+    ),
+    "gemma3-scaled": Family(
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 9,
+            "final_logit_softcapping": 2.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+        "Gemma3TextConfig",
+        num_calls=3,
+    ),
+}
+
+FOREIGN: dict[str, Family] = {
     "phi": Family("Phi", {"partial_rotary_factor": 0.5}),
     "stablelm": Family("StableLm", {"use_qkv_bias": True, "qk_layernorm": True}),
     "falcon-new": Family("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
@@ -143,7 +165,6 @@ FOREIGN: dict[str, Family] = {
     "granite": Family("Granite", {"logits_scaling": 4.0, "attention_multiplier": 0.3, "embedding_multiplier": 2.0}),
     "cohere": Family("Cohere", {"logit_scale": 0.25}),
     "starcoder2": Family("Starcoder2", {"sliding_window": 20}),
-    "phi3": Family("Phi3", {"sliding_window": 20}),
     "olmo3-alternating": Family("Olmo3", ALTERNATING),
     "glm4": Family("Glm4", {"head_dim": 16}),
     "nemotron": Family("Nemotron"),

@@ -13,13 +13,15 @@ from torch import nn
 from worker_svc.layers.linear import ActivationKind, Linear, LinearPart, Split
 from worker_svc.weights import Placement
 
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+
 
 class GatedMlp(nn.Module):
     """`down(activation(gate(x)) * up(x))`. Each rank has some of the inner features.
 
     Args:
         name: of the module in the checkpoint.
-        names: of gate, up and down in it.
+        names: of gate, up and down in it. Gate and up of one name are merged there, the gates first.
     """
 
     def __init__(
@@ -31,12 +33,15 @@ class GatedMlp(nn.Module):
         *,
         placement: Placement,
         bias: bool = False,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        names: tuple[str, str, str] = GATE_UP_DOWN,
     ) -> None:
         super().__init__()
         gate, up, down = (f"{name}.{each}" for each in names)
+        parts = [LinearPart(gate, inner), LinearPart(up, inner)]
+        if gate == up:
+            parts = [LinearPart(gate, inner, first=first, of=2 * inner) for first in (0, inner)]
         self.gate_up = Linear(
-            [LinearPart(gate, inner), LinearPart(up, inner)],
+            parts,
             hidden,
             bias=bias,
             placement=placement,
@@ -75,7 +80,7 @@ class ExpertsConfig:
     shared_inner_size: int | None = None
     dense_layers: frozenset[int] = field(default_factory=frozenset)
     module: str = "mlp"
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    names: tuple[str, str, str] = GATE_UP_DOWN
 
 
 class Experts(nn.Module):

@@ -149,12 +149,19 @@ class LinearPart:
     Attributes:
         segments: equal runs of outputs that are split separately, as GPT-2's query, key and value in one layer.
         num_shards: number of parts of the outputs, if it is smaller than the number of ranks.
+        first: outputs of the checkpoint's layer before these.
+        of: outputs of the checkpoint's layer; None if these are all.
+        rotated: the head size, and how many dimensions of each head a rotation turns, i with i + rotated / 2, if it
+            does not turn all. Outputs are put so that these are i and i + head size / 2, as `ops.rotary` has them.
     """
 
     name: str
     out_features: int
     segments: int = 1
     num_shards: int | None = None
+    first: int = 0
+    of: int | None = None
+    rotated: tuple[int, int] | None = None
 
 
 class Linear(Loadable):
@@ -210,7 +217,8 @@ class Linear(Loadable):
         coded = self._coded(tensors, shards, inputs)
         weight = self._placement.empty(sum(shard.size for _, shard in shards), inputs.size) if coded is None else None
         start = 0
-        for part, group in groupby(shards, key=itemgetter(0)):
+        for name, group in groupby(shards, key=lambda each: each[0].name):
+            part = next(part for part in self._parts if part.name == name)
             stored = None if weight is None else tensors.read(self._weight_spec(part))
             stored = stored.t() if stored is not None and self._input_major else stored
             stored_bias = tensors.read(self._bias_spec(part)) if self._has_bias else None
@@ -237,13 +245,14 @@ class Linear(Loadable):
         if self._input_major or not ops.has_coded_products(placement.device, placement.dtype):
             return None
         found: list[CodedWeight] = []
-        for part, shard in shards:
+        for part, group in groupby(shards, key=itemgetter(0)):
             stored = tensors.coded(self._weight_spec(part))
-            weight = None if stored is None else stored.part(shard.slice, inputs.slice)
-            if weight is None:
-                return None
-            if weight.rows.shape[0]:
-                found.append(weight)
+            for _, shard in group:
+                weight = None if stored is None else stored.part(shard.slice, inputs.slice)
+                if weight is None:
+                    return None
+                if weight.rows.shape[0]:
+                    found.append(weight)
         joined = [CodedWeight.joined(list(group)) for _, group in groupby(found, key=attrgetter("kind"))]
         return joined if len(joined) == 1 or (joined and self._activation is None) else None
 
@@ -263,19 +272,29 @@ class Linear(Loadable):
 
     def _outputs_of_rank(self, part: LinearPart) -> Iterator[Shard]:
         if self._split is not Split.OUTPUTS:
-            yield Shard(0, part.out_features)
+            yield Shard(part.first, part.first + part.out_features)
             return
         width = part.out_features // part.segments
         shard = self._placement.ranks.shard(width, part.num_shards)
         for segment in range(part.segments):
-            yield Shard(segment * width + shard.start, segment * width + shard.end)
+            start = part.first + segment * width
+            outputs = Shard(start + shard.start, start + shard.end)
+            yield from (outputs,) if part.rotated is None else _runs_of_heads(outputs, *part.rotated)
 
     def _weight_spec(self, part: LinearPart) -> TensorSpec:
-        shape = (part.out_features, self._in_features)
+        shape = (part.of or part.out_features, self._in_features)
         return TensorSpec(f"{part.name}.weight", shape[::-1] if self._input_major else shape)
 
     def _bias_spec(self, part: LinearPart) -> TensorSpec:
-        return TensorSpec(f"{part.name}.bias", (part.out_features,))
+        return TensorSpec(f"{part.name}.bias", (part.of or part.out_features,))
+
+
+def _runs_of_heads(outputs: Shard, head_dim: int, rotated: int) -> Iterator[Shard]:
+    """Of each head: the first half of what is turned and of what is not, then the second halves."""
+    turned, rest = rotated // 2, (head_dim - rotated) // 2
+    for head in range(outputs.start, outputs.end, head_dim):
+        for start, size in ((0, turned), (rotated, rest), (turned, turned), (rotated + rest, rest)):
+            yield Shard(head + start, head + start + size)
 
 
 Product = Callable[[torch.Tensor], torch.Tensor]

@@ -49,8 +49,6 @@ _GEMMA_3_DEFAULTS = _GEMMA_2_DEFAULTS | {
     "vocab_size": 262208,
     "max_position_embeddings": 131072,
     "final_logit_softcapping": None,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
 }
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -98,12 +96,7 @@ class GemmaForCausalLM(LlamaForCausalLM):
     def read_config(cls, values: Mapping[str, Any]) -> LlamaConfig:
         values = {**_GEMMA_DEFAULTS, **values}
         # An old name of the same function.
-        act = "gelu_pytorch_tanh" if values["hidden_act"] == "gelu" else values["hidden_act"]
-        return _read({**values, "hidden_act": act})
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], placement: Placement) -> "GemmaForCausalLM":
-        return cls(cls.read_config(config), placement)
+        return _read(values, None if values["hidden_act"] == "gelu" else values["hidden_act"])
 
     def embed(self, inputs: ModelInput) -> torch.Tensor:
         return super().embed(inputs) * self._embedding_scale
@@ -122,7 +115,7 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
     @classmethod
     def read_config(cls, values: Mapping[str, Any]) -> LlamaConfig:
         values = {**_GEMMA_2_DEFAULTS, **values}
-        gemma, fields = _read({**values, "hidden_act": values["hidden_activation"]}), ConfigFields(values)
+        gemma, fields = _read(values, values["hidden_activation"]), ConfigFields(values)
         return replace(
             gemma,
             attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
@@ -146,7 +139,7 @@ class Gemma3ForCausalLM(GemmaForCausalLM):
         fields = ConfigFields(values)
         rotations = _rotations(fields)
         full = {**values, "rope_scaling": None, "rope_parameters": rotations[_FULL]}
-        gemma = _read({**full, "hidden_act": values["hidden_activation"]})
+        gemma = _read(full, values["hidden_activation"])
         pattern = fields.integer("sliding_window_pattern", 6)
         sliding = ConfigFields({**full, "rope_parameters": rotations[_SLIDING]})
         return replace(
@@ -171,11 +164,14 @@ def _rotations(fields: ConfigFields) -> dict[str, Mapping[str, Any]]:
     sections = {kind: given.get(kind) or {} for kind in (_FULL, _SLIDING)}
     if not all(isinstance(section, dict) for section in sections.values()):
         raise fields.error("rope_parameters", given, "a section for each kind of layer")
-    bases = {_FULL: values["rope_theta"], _SLIDING: values["rope_local_base_freq"]}
+    bases = {_FULL: fields.number("rope_theta", 1e6), _SLIDING: fields.number("rope_local_base_freq", 1e4)}
     return {kind: {"rope_theta": bases[kind], **section} for kind, section in sections.items()}
 
 
-def _read(values: Mapping[str, Any]) -> LlamaConfig:
+def _read(values: Mapping[str, Any], activation: str | None) -> LlamaConfig:
     if values.get("use_bidirectional_attention"):
         raise ConfigFields(values).error("use_bidirectional_attention", True, "false: tokens attend to earlier ones")
-    return replace(LlamaConfig.read({**values, "mlp_bias": False}), norm_offset=1.0)
+    return replace(
+        LlamaConfig.read({**values, "hidden_act": activation or "gelu_pytorch_tanh", "mlp_bias": False}),
+        norm_offset=1.0,
+    )

@@ -1,4 +1,4 @@
-"""LLaMA and the families that differ from it by little: Mistral, Qwen2 and Qwen3.
+"""LLaMA and the families that differ from it by little: Mistral, Qwen2, Qwen3 and Phi-3.
 
 All are pre-norm decoders with rotary embeddings, grouped-query attention and a gated MLP.
 """
@@ -13,7 +13,7 @@ from torch import nn
 from kernels import ops
 from worker_svc.layers.attention import AttentionMetadata, PagedAttention
 from worker_svc.layers.embedding_norm import Embedding, RmsNorm
-from worker_svc.layers.experts import Experts, ExpertsConfig, GatedMlp
+from worker_svc.layers.experts import GATE_UP_DOWN, Experts, ExpertsConfig, GatedMlp
 from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.models.base import ConfigFields, ModelInput, NativeCausalLM, head_dim_of, make_head
 from worker_svc.models.rope import RopeConfig
@@ -34,6 +34,15 @@ _QWEN_DEFAULTS = {
     "max_position_embeddings": 32768,
     "sliding_window": 4096,
 }
+_PHI_3_DEFAULTS = {
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "original_max_position_embeddings": 4096,
+}
+_MERGED_MLP = ("gate_up_proj", "gate_up_proj", "down_proj")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -67,11 +76,13 @@ class LlamaConfig:
     """Of the scores, as in `ops.paged_attention`."""
     logit_cap: float | None = None
     """Logits are `cap * tanh(logit / cap)`."""
+    merged: bool = False
+    """Whether the checkpoint has query, key and value in one layer, and gate and up in another."""
     sliding_rope: RopeConfig | None = None
     """That of layers with a window, if it is another one."""
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> "LlamaConfig":
+    def read(cls, values: Mapping[str, Any], *, rotates_partly: bool = False) -> "LlamaConfig":
         fields = ConfigFields(values)
         hidden_size = fields.integer("hidden_size", 4096)
         num_heads = fields.integer("num_attention_heads", 32)
@@ -84,7 +95,7 @@ class LlamaConfig:
             raise fields.error("head_dim", head_dim, "an even number: rotary embeddings rotate pairs")
         attention_bias = fields.flag("attention_bias", False)
         num_layers = fields.integer("num_hidden_layers", 32)
-        rope = RopeConfig.read(fields, head_dim)
+        rope = RopeConfig.read(fields, head_dim, may_be_partial=rotates_partly)
         return cls(
             vocab_size=fields.integer("vocab_size", 32000),
             hidden_size=hidden_size,
@@ -114,16 +125,10 @@ class LlamaLayer(nn.Module):
         super().__init__()
         name = f"model.layers.{index}"
         hidden = config.hidden_size
-        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         num_heads, num_kv_heads = heads_of_rank(placement.ranks, config.num_heads, config.num_kv_heads)
-        kv_shards = min(placement.ranks.size, config.num_kv_heads)
         self.input_norm = self._norm(index, "input_layernorm", config, placement)
         self.qkv = Linear(
-            [
-                LinearPart(f"{name}.self_attn.q_proj", query_size),
-                LinearPart(f"{name}.self_attn.k_proj", kv_size, num_shards=kv_shards),
-                LinearPart(f"{name}.self_attn.v_proj", kv_size, num_shards=kv_shards),
-            ],
+            self._parts_of_heads(f"{name}.self_attn", config, placement),
             hidden,
             bias=config.qkv_bias,
             placement=placement,
@@ -139,7 +144,7 @@ class LlamaLayer(nn.Module):
         )
         self.attention_output = Linear(
             [LinearPart(f"{name}.self_attn.o_proj", hidden)],
-            query_size,
+            config.num_heads * config.head_dim,
             bias=config.attention_output_bias,
             placement=placement,
             split=Split.INPUTS,
@@ -153,12 +158,39 @@ class LlamaLayer(nn.Module):
         name, dim = f"model.layers.{index}.{module}", dim or config.hidden_size
         return RmsNorm(name, dim, config.rms_norm_eps, placement=placement, offset=config.norm_offset)
 
+    @staticmethod
+    def _parts_of_heads(name: str, config: LlamaConfig, placement: Placement) -> list[LinearPart]:
+        """Query, key and value."""
+        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        kv_shards = min(placement.ranks.size, config.num_kv_heads)
+        is_partial = config.rope.rotated_dim < config.head_dim
+        rotated = (config.head_dim, config.rope.rotated_dim) if is_partial else None
+        parts = [
+            LinearPart(f"{name}.q_proj", query, rotated=rotated),
+            LinearPart(f"{name}.k_proj", key, num_shards=kv_shards, rotated=rotated),
+            LinearPart(f"{name}.v_proj", key, num_shards=kv_shards),
+        ]
+        if not config.merged:
+            return parts
+        firsts = (0, query, query + key)
+        return [
+            replace(part, name=f"{name}.qkv_proj", first=first, of=query + 2 * key)
+            for part, first in zip(parts, firsts, strict=True)
+        ]
+
     def _make_mlp(self, index: int, name: str, config: LlamaConfig, placement: Placement) -> nn.Module:
         """[T, hidden] -> [T, hidden]; `name` is that of the layer."""
         experts = config.experts
         if experts is None or index in experts.dense_layers:
-            inner, bias = config.intermediate_size, config.mlp_bias
-            return GatedMlp(f"{name}.mlp", config.hidden_size, inner, config.activation, placement=placement, bias=bias)
+            return GatedMlp(
+                f"{name}.mlp",
+                config.hidden_size,
+                config.intermediate_size,
+                config.activation,
+                placement=placement,
+                bias=config.mlp_bias,
+                names=_MERGED_MLP if config.merged else GATE_UP_DOWN,
+            )
         return Experts(name, experts, config.hidden_size, config.activation, placement)
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -284,6 +316,18 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
         values = {**_QWEN_DEFAULTS, "head_dim": 128, **values, "mlp_bias": False}
         llama = LlamaConfig.read(values)
         return replace(llama, sliding_windows=_mixed_windows(ConfigFields(values), llama.num_layers))
+
+
+class Phi3ForCausalLM(LlamaForCausalLM):
+    """LLaMA with merged weights, whose rotation may turn a part of each head. Layers may see a sliding window."""
+
+    architecture = "Phi3ForCausalLM"
+
+    @classmethod
+    def read_config(cls, values: Mapping[str, Any]) -> LlamaConfig:
+        values = {**_PHI_3_DEFAULTS, **values, "attention_bias": False, "mlp_bias": False, "head_dim": None}
+        llama = LlamaConfig.read(values, rotates_partly=True)
+        return replace(llama, merged=True, sliding_windows=(window_of(ConfigFields(values)),) * llama.num_layers)
 
 
 def _mixed_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:

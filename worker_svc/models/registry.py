@@ -14,7 +14,13 @@ from worker_svc.layers.linear import check_quantization
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
 from worker_svc.models.gpt2_opt import GPT2LMHeadModel, OPTForCausalLM
-from worker_svc.models.llama import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from worker_svc.models.llama import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Phi3ForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 from worker_svc.models.with_experts import MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from worker_svc.parallel.ranks import ALONE, Ranks
 from worker_svc.quantized_weights import codings_of, with_quantized_weights
@@ -35,6 +41,7 @@ FAMILIES: dict[str, type[NativeCausalLM]] = {
         GemmaForCausalLM,
         Gemma2ForCausalLM,
         Gemma3ForCausalLM,
+        Phi3ForCausalLM,
     )
 }
 

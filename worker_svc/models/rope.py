@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from worker_svc.models.base import ConfigFields
 
@@ -25,6 +26,7 @@ class RopeConfig:
     Attributes:
         max_positions: config.json's max_position_embeddings.
         original_max_positions: the length of the first training, if scaling extends it.
+        rotated_dim: the first dimensions of each head, which are turned.
     """
 
     rope_type: str
@@ -32,10 +34,11 @@ class RopeConfig:
     head_dim: int
     max_positions: int
     original_max_positions: int
+    rotated_dim: int
     fields: ConfigFields
 
     @classmethod
-    def read(cls, config: ConfigFields, head_dim: int) -> "RopeConfig":
+    def read(cls, config: ConfigFields, head_dim: int, *, may_be_partial: bool = False) -> "RopeConfig":
         """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4)."""
         fields = _rope_section(config)
         max_positions = config.integer("max_position_embeddings", 2048)
@@ -43,12 +46,15 @@ class RopeConfig:
         rope_type = "longrope" if rope_type == "su" else rope_type
         if rope_type not in _INVERSE_FREQUENCIES:
             raise fields.error("rope_type", rope_type, f"one of {', '.join(_INVERSE_FREQUENCIES)}")
-        if fields.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
-            raise fields.error("partial_rotary_factor", fields.values.get("partial_rotary_factor"), "1")
+        factor = fields.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+        rotated_dim = int(head_dim * factor)
+        if factor > 1 or (factor < 1 and not may_be_partial) or not rotated_dim or rotated_dim % 2:
+            expected = f"at most 1, for an even number of {head_dim} dimensions" if may_be_partial else "1"
+            raise fields.error("partial_rotary_factor", factor, expected)
         theta = fields.number("rope_theta", config.number("rope_theta", 10000.0))
         if theta <= 1:
             raise fields.error("rope_theta", theta, "a number above 1")
-        if rope_type == "dynamic" and head_dim < 4:
+        if rope_type == "dynamic" and rotated_dim < 4:
             raise fields.error("rope_type", rope_type, f"another one for head size {head_dim}")
         original = config if config.values.get("original_max_position_embeddings") is not None else fields
         return cls(
@@ -57,6 +63,7 @@ class RopeConfig:
             head_dim=head_dim,
             max_positions=max_positions,
             original_max_positions=original.integer("original_max_position_embeddings", max_positions),
+            rotated_dim=rotated_dim,
             fields=fields,
         )
 
@@ -70,7 +77,7 @@ class RopeConfig:
         return self.max_positions
 
     def cos_sin_table(self, device: torch.device, max_positions: int | None = None) -> torch.Tensor:
-        """[n, head_dim] float32: cosines, then sines, of each of the first n positions.
+        """[n, head_dim] float32: cosines, then sines, of each of the first n positions; 1 and 0 of what is not turned.
 
         Args:
             max_positions: n, if that is less than max_model_len.
@@ -84,7 +91,9 @@ class RopeConfig:
         positions = torch.arange(num_positions, dtype=torch.float32)[:, None]
         inverse_frequencies, attention_factor = _INVERSE_FREQUENCIES[self.rope_type](self, num_positions)
         angles = positions * inverse_frequencies
-        return (torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor).to(device)
+        cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
+        rest = (0, (self.head_dim - self.rotated_dim) // 2)
+        return torch.cat((functional.pad(cos, rest, value=1.0), functional.pad(sin, rest)), dim=-1).to(device)
 
 
 def _rope_section(config: ConfigFields) -> ConfigFields:
@@ -101,7 +110,7 @@ def _rope_section(config: ConfigFields) -> ConfigFields:
 
 
 def _exponents(rope: RopeConfig) -> torch.Tensor:
-    return torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
+    return torch.arange(0, rope.rotated_dim, 2, dtype=torch.float32) / rope.rotated_dim
 
 
 def _frequencies(rope: RopeConfig) -> torch.Tensor:
@@ -121,7 +130,7 @@ def _dynamic(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]
     factor = rope.fields.number("factor")
     lengths = torch.arange(1, num_positions + 1, dtype=torch.float32).clamp(min=rope.max_positions)
     growth = factor * lengths / rope.max_positions - (factor - 1)
-    thetas = rope.theta * growth ** (rope.head_dim / (rope.head_dim - 2))
+    thetas = rope.theta * growth ** (rope.rotated_dim / (rope.rotated_dim - 2))
     return 1.0 / thetas[:, None] ** _exponents(rope), 1.0
 
 
@@ -150,14 +159,14 @@ def _yarn(rope: RopeConfig, _: int) -> tuple[torch.Tensor, float]:
 
     def dimension_of(rotations: float) -> float:
         wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
-        return rope.head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+        return rope.rotated_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
     low, high = dimension_of(fields.number("beta_fast", 32)), dimension_of(fields.number("beta_slow", 1))
     if fields.flag("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.head_dim - 1)
+    low, high = max(low, 0), min(high, rope.rotated_dim - 1)
     width = high - low or 0.001
-    interpolated = ((torch.arange(rope.head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    interpolated = ((torch.arange(rope.rotated_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     scaled = frequencies / factor * interpolated + frequencies * (1 - interpolated)
     return scaled, _yarn_attention_factor(fields, factor)
 
@@ -179,8 +188,8 @@ def _longrope(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float
     """LongRoPE: one factor per dimension up to the original length, another beyond it; [n, D/2]."""
     fields = rope.fields
     frequencies = _frequencies(rope)
-    short = frequencies / torch.tensor(fields.numbers("short_factor", rope.head_dim // 2))
-    long = frequencies / torch.tensor(fields.numbers("long_factor", rope.head_dim // 2))
+    short = frequencies / torch.tensor(fields.numbers("short_factor", rope.rotated_dim // 2))
+    long = frequencies / torch.tensor(fields.numbers("long_factor", rope.rotated_dim // 2))
     beyond = torch.arange(num_positions)[:, None] >= rope.original_max_positions
     attention_factor = fields.optional_number("attention_factor")
     if attention_factor is None:

@@ -23,7 +23,17 @@ CPU = torch.device("cpu")
 TOLERANCE = 1e-4
 HALVED = (
     *("gpt2-tied-32", "opt-pre-norm-32", "llama-gqa-untied-32"),
-    *("mistral-sliding", "qwen2-tied", "qwen3", "gemma", "stablelm", "falcon-new"),
+    *(
+        "mistral-sliding",
+        "qwen2-tied",
+        "qwen3",
+        "gemma",
+        "gemma2-capped-alternating",
+        "gemma3-alternating",
+        "phi3-partial",
+        "stablelm",
+        "falcon-new",
+    ),
     *("falcon-alibi", "bloom", "mpt", "gptj", "gpt-neo-alternating", "deepseek-v3", "gemma4-shared"),
     *("gpt-oss", "granite-swa"),
 )
@@ -91,6 +101,17 @@ def test_transformers_code_serves_what_quire_has_code_for(name: str, made: Made)
     assert_serves_like(reference, model)
 
 
+LONG_ROPE = {
+    "original_max_position_embeddings": 128,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "short_factor": [1.0, 1.1, 1.25, 2.0],
+        "long_factor": [1.0, 3.0, 10.0, 30.0],
+    },
+}
+
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("GPT2", {"scale_attn_weights": False, "activation_function": "gelu"}),
     ("GPT2", {"activation_function": "relu", "layer_norm_epsilon": 1e-2}),
@@ -105,6 +126,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen2", {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0}),
     ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
     ("Qwen3", {"num_key_value_heads": 4, "rms_norm_eps": 1e-2}),
+    ("Gemma", {"head_dim": 20, "hidden_act": "gelu", "attention_bias": True}),
+    ("Gemma2", {"head_dim": 16, "sliding_window": 9, "final_logit_softcapping": None, "attn_logit_softcapping": None}),
+    ("Phi3", LONG_ROPE),
 ]
 
 
@@ -175,6 +199,6 @@ def test_windows_that_make_no_sense_are_refused(fields: dict[str, Any], message:
 
 
 def test_native_alone_refuses_what_transformers_would_serve(tmp_path: Path) -> None:
-    make_model(tmp_path, "gemma")
-    with pytest.raises(ConfigurationError, match=r"GemmaForCausalLM of .* is not one of Quire's own, GPT2LMHeadModel"):
+    make_model(tmp_path, "olmo2")
+    with pytest.raises(ConfigurationError, match=r"Olmo2ForCausalLM of .* is not one of Quire's own, GPT2LMHeadModel"):
         load(tmp_path, model_impl="native")
