@@ -40,6 +40,10 @@ _QWEN_3_DEFAULTS = _QWEN_2_DEFAULTS | {
 }
 
 
+# More than any model has, in all layers. It bounds what a wrong configuration can allocate.
+_MAX_EXPERTS = 1 << 16
+
+
 class MixtralForCausalLM(LlamaForCausalLM):
     """LLaMA with experts in each layer, whose weights come to 1. Layers may see a sliding window."""
 
@@ -53,7 +57,7 @@ class MixtralForCausalLM(LlamaForCausalLM):
         count = fields.integer("num_experts" if "num_experts" in values else "num_local_experts", 8)
         experts = ExpertsConfig(
             count=count,
-            num_chosen=_num_chosen(fields, count, 2),
+            num_chosen=_num_chosen(fields, llama, count, 2),
             inner_size=llama.intermediate_size,
             normalized=True,
             module="block_sparse_moe",
@@ -111,7 +115,7 @@ def _qwen_experts(fields: ConfigFields, llama: LlamaConfig, shared_inner_size: i
         raise fields.error("mlp_only_layers", dense, "a list of layers")
     return ExpertsConfig(
         count=count,
-        num_chosen=_num_chosen(fields, count, None),
+        num_chosen=_num_chosen(fields, llama, count, None),
         inner_size=fields.integer("moe_intermediate_size"),
         normalized=fields.flag("norm_topk_prob", False),
         shared_inner_size=shared_inner_size,
@@ -119,7 +123,9 @@ def _qwen_experts(fields: ConfigFields, llama: LlamaConfig, shared_inner_size: i
     )
 
 
-def _num_chosen(fields: ConfigFields, count: int, default: int | None) -> int:
+def _num_chosen(fields: ConfigFields, llama: LlamaConfig, count: int, default: int | None) -> int:
+    if count * llama.num_layers > _MAX_EXPERTS:
+        raise fields.error("num_experts", count, f"at most {_MAX_EXPERTS} in {llama.num_layers} layers together")
     chosen = fields.integer("num_experts_per_tok", default)
     if chosen > count:
         raise fields.error("num_experts_per_tok", chosen, f"at most {count}, the number of experts")

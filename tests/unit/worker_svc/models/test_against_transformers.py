@@ -8,14 +8,35 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from quire.settings import ConfigurationError
 from tests.support.models import FAMILIES, FOREIGN, NATIVE, VOCAB_SIZE, Family, make_model
 from tests.support.paged import PagedRunner, Span
 from worker_svc.models.base import CausalLM, NativeCausalLM
-from worker_svc.models.llama import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from worker_svc.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
+from worker_svc.models.llama import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Phi3ForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 from worker_svc.models.registry import load_model
+from worker_svc.models.with_experts import MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from worker_svc.weights import Placement
 
 Made = Callable[[str], tuple[Path, PreTrainedModel]]
@@ -155,7 +176,18 @@ def test_half_precision_is_as_close_as_transformers_own(name: str, dtype: torch.
 
 @pytest.mark.parametrize(
     ("family", "theirs"),
-    [(MistralForCausalLM, MistralConfig), (Qwen2ForCausalLM, Qwen2Config), (Qwen3ForCausalLM, Qwen3Config)],
+    [
+        (MistralForCausalLM, MistralConfig),
+        (Qwen2ForCausalLM, Qwen2Config),
+        (Qwen3ForCausalLM, Qwen3Config),
+        (Phi3ForCausalLM, Phi3Config),
+        (MixtralForCausalLM, MixtralConfig),
+        (Qwen2MoeForCausalLM, Qwen2MoeConfig),
+        (Qwen3MoeForCausalLM, Qwen3MoeConfig),
+        (GemmaForCausalLM, GemmaConfig),
+        (Gemma2ForCausalLM, Gemma2Config),
+        (Gemma3ForCausalLM, Gemma3TextConfig),
+    ],
 )
 def test_what_config_json_does_not_say_is_what_transformers_assumes(
     family: type[LlamaForCausalLM], theirs: type[PreTrainedConfig]
@@ -168,16 +200,35 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(
         "num_layers": "num_hidden_layers",
         "num_heads": "num_attention_heads",
         "num_kv_heads": "num_key_value_heads",
-        "activation": "hidden_act",
+        "activation": "hidden_activation" if hasattr(expected, "hidden_activation") else "hidden_act",
         "rms_norm_eps": "rms_norm_eps",
         "tied": "tie_word_embeddings",
     }
     for ours, name in names.items():
         assert getattr(config, ours) == getattr(expected, name), name
-    assert config.head_dim == getattr(expected, "head_dim", 128)
-    assert config.rope.max_positions == expected.max_position_embeddings
-    assert config.rope.theta == expected.rope_parameters["rope_theta"]
-    assert set(config.sliding_windows) == {expected.sliding_window}
+    head_dim = getattr(expected, "head_dim", None)
+    assert config.head_dim == (expected.hidden_size // expected.num_attention_heads if head_dim is None else head_dim)
+    assert config.rope.max_positions == config.max_model_len == expected.max_position_embeddings
+    ropes = expected.rope_parameters
+    assert config.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
+    if config.sliding_rope is not None:
+        assert config.sliding_rope.theta == ropes["sliding_attention"]["rope_theta"]
+    # Qwen2-MoE has 0 for none.
+    window = getattr(expected, "sliding_window", None) or None
+    types = getattr(expected, "layer_types", None) or ["sliding_attention"] * expected.num_hidden_layers
+    assert config.sliding_windows == tuple(window if each == "sliding_attention" else None for each in types)
+    if (experts := config.experts) is not None:
+        names = ("num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+        count, other, chosen, inner, normalized = (getattr(expected, name, None) for name in names)
+        assert (experts.count, experts.num_chosen) == (count or other, chosen)
+        assert (experts.inner_size, experts.normalized) == (
+            inner or expected.intermediate_size,
+            normalized is not False,
+        )
+        assert experts.shared_inner_size == getattr(expected, "shared_expert_intermediate_size", None)
+    if (scale := getattr(expected, "query_pre_attn_scalar", None)) is not None:
+        assert config.attention_scale == scale**-0.5
+        assert config.logit_cap == expected.final_logit_softcapping
 
 
 @pytest.mark.parametrize(
@@ -196,6 +247,48 @@ def test_windows_that_make_no_sense_are_refused(fields: dict[str, Any], message:
     config = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 7, **fields}
     with pytest.raises(ConfigurationError, match=message):
         Qwen2ForCausalLM.from_config(config, Placement(CPU, torch.float32))
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        (
+            MixtralForCausalLM,
+            {"num_local_experts": 3, "num_experts_per_tok": 4},
+            "num_experts_per_tok is 4; expected at",
+        ),
+        (
+            MixtralForCausalLM,
+            {"num_local_experts": 10**9},
+            "num_experts is 1000000000; expected at most 65536 in 2 layers",
+        ),
+        (Qwen3MoeForCausalLM, {**EXPERTS, "mlp_only_layers": ["1"]}, "expected a list of layers"),
+        (Qwen2MoeForCausalLM, {**EXPERTS, "decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        (
+            GemmaForCausalLM,
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention is True; expected false",
+        ),
+        (
+            Gemma2ForCausalLM,
+            {"sliding_window": None, "layer_types": ["sliding_attention"] * 2},
+            "expected full_attention alone if no sliding window is used",
+        ),
+        (Gemma3ForCausalLM, {"rope_parameters": {"rope_theta": 1e4}}, "expected those of full_attention and sliding_"),
+        (Gemma3ForCausalLM, {"rope_parameters": {"full_attention": 3}}, "expected a section for each kind of layer"),
+        (Phi3ForCausalLM, {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; expected at most 1"),
+        (Phi3ForCausalLM, {"partial_rotary_factor": 0.01}, "for an even number of 96 dimensions"),
+        (LlamaForCausalLM, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; expected 1"),
+    ],
+)
+def test_what_a_family_cannot_be_is_refused(
+    family: type[LlamaForCausalLM], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        family.read_config({"num_hidden_layers": 2, **fields})
 
 
 def test_native_alone_refuses_what_transformers_would_serve(tmp_path: Path) -> None:

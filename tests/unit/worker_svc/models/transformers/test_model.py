@@ -57,7 +57,7 @@ REFUSED = {
 def test_a_model_that_cannot_be_served_is_refused_at_load(case: str, tmp_path: Path) -> None:
     family, reason = REFUSED[case]
     make_model(tmp_path, family)
-    message = refusal_of(tmp_path)
+    message = refusal_of(tmp_path, "transformers")
     assert f"{family.name}ForCausalLM of {tmp_path} cannot be served through transformers: " in message
     assert reason in message
 
@@ -73,7 +73,7 @@ def remove_tensor(directory: Path) -> None:
         ({"intermediate_size": 90}, "mlp.fc1.bias has shape [96]; config.json asks for [90]"),
         ({"is_encoder_decoder": True}, "has an encoder; decoders are served"),
         (
-            {"architectures": ["GemmaForCausalLM"]},
+            {"architectures": ["OlmoForCausalLM"]},
             "is no causal language model of transformers: its model type 'phi' is PhiForCausalLM",
         ),
         ({"architectures": ["PhiloForCausalLM"], "model_type": "philo"}, "model type `philo`"),
