@@ -91,7 +91,7 @@ _SPLITS = {
 SPLIT_NAMES = tuple(reversed({split: name for name, split in reversed(_SPLITS.items())}.values()))
 """One name for each way to split, the first that has it."""
 _UNNAMED = "default"
-_MAX_TOKEN_CHARS, _LONG_TOKEN_CHARS = 4096, 64
+_MAX_TOKEN_CHARS = 4096
 # Ten times those of Gemma. Few tokens can have many merges: 4,096 of one repeated character have 8 million.
 _MAX_MERGED_CHARS = 1 << 26
 
@@ -254,23 +254,21 @@ def _merges_of(
     another one if the token that it makes has the higher score."""
     is_text = {token for token, kind in zip(tokens, kinds, strict=True) if kind not in (_UNKNOWN, _CONTROL)}
     places = {token: place for place, token in enumerate(tokens)}
-    before = _longest_beginnings(is_text)
-    has_long = any(len(token) > _LONG_TOKEN_CHARS for token in is_text)
-    after = _longest_beginnings({token[::-1] for token in is_text}) if has_long else {}
+    # Where a token may be cut: bit n of a number stands for after n characters. So all cuts of a token are found at
+    # once, whatever its length and however many tokens it begins with.
+    after_beginnings, before_ends = dict[str, int](), dict[str, int]()
+    for text, beginning in _longest_beginnings(is_text).items():
+        after_beginnings[text] = 0 if beginning is None else after_beginnings[beginning] | 1 << len(beginning)
+    for text, end in _longest_beginnings({token[::-1] for token in is_text}).items():
+        before_ends[text] = 0 if end is None else (before_ends[end] | 1) << len(text) - len(end)
     found: list[tuple[float, int, int, int, str, str]] = []
     num_chars = 0
     for token, score in zip(tokens, scores, strict=True):
-        if token not in is_text:
-            continue
-        lefts = _chain(before, token)
-        if len(token) > _LONG_TOKEN_CHARS:
-            # To look up the rest after each beginning takes time in proportion to the square of the length.
-            cuts = {len(token) - len(right) for right in _chain(after, token[::-1])}
-            lefts = [left for left in lefts if len(left) in cuts]
-        for left in lefts:
-            right = token[len(left) :]
-            if right not in is_text:
-                continue
+        cuts = after_beginnings[token] & before_ends[token[::-1]] if token in is_text else 0
+        while cuts:
+            cut = cuts.bit_length() - 1
+            cuts ^= 1 << cut
+            left, right = token[:cut], token[cut:]
             num_chars += len(token)
             if num_chars > _MAX_MERGED_CHARS:
                 raise fields.error(f"its tokens have merges of more than {_MAX_MERGED_CHARS} characters together")
@@ -280,7 +278,8 @@ def _merges_of(
 
 
 def _longest_beginnings(texts: Collection[str]) -> dict[str, str | None]:
-    """The longest of these texts with which each of them begins, except itself and the empty text; None without one."""
+    """The longest of these texts with which each of them begins, except itself and the empty text; None without one.
+    A text comes after those that it begins with."""
     found: dict[str, str | None] = {}
     # Each text in it begins with the one before. The order of texts puts beginnings before what goes on.
     open_texts: list[str] = []
@@ -290,14 +289,6 @@ def _longest_beginnings(texts: Collection[str]) -> dict[str, str | None]:
         found[text] = open_texts[-1] if open_texts else None
         if text:
             open_texts.append(text)
-    return found
-
-
-def _chain(beginnings: Mapping[str, str | None], text: str) -> list[str]:
-    """All beginnings of a text, the longest first."""
-    found: list[str] = []
-    while (beginning := beginnings[text]) is not None:
-        found.append(text := beginning)
     return found
 
 

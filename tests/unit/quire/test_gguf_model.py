@@ -1,9 +1,11 @@
 """What a GGUF file says of its model: configuration, tokenizer, templates."""
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import gguf
@@ -15,7 +17,6 @@ from transformers import AutoConfig, AutoTokenizer
 
 from gateway.offload import FairExecutor
 from gateway.text.tokenizer import Tokenizer
-from quire import gguf_tokenizer
 from quire.compatibility import ModelFingerprint
 from quire.gguf_header import GgufFields, GgufHeader
 from quire.gguf_tokenizer import _merges_of
@@ -300,16 +301,41 @@ def naive_merges(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence
     return [(left, right) for *_, left, right in sorted(found, key=lambda merge: merge[:4])]
 
 
-@pytest.mark.parametrize("long_token_chars", [64, 3])
 @given(st.dictionaries(st.text("abc", max_size=7), st.tuples(st.integers(0, 3), st.sampled_from([1, 1, 1, 3]))))
 def test_pieces_are_merged_from_all_pairs_of_pieces(
-    long_token_chars: int, vocabulary: dict[str, tuple[float, int]]
+    vocabulary: dict[str, tuple[float, int]],
 ) -> None:
     tokens = list(vocabulary)
     scores, kinds = [score for score, _ in vocabulary.values()], [kind for _, kind in vocabulary.values()]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf_tokenizer, "_LONG_TOKEN_CHARS", long_token_chars)
-        assert _merges_of(FIELDS, tokens, scores, kinds) == naive_merges(tokens, scores, kinds)
+    assert _merges_of(FIELDS, tokens, scores, kinds) == naive_merges(tokens, scores, kinds)
+
+
+def count_lines(run: Callable[[], object]) -> int:
+    """How many lines of Python `run` executes, each as often as it does."""
+    counted = 0
+
+    def trace(_: FrameType, event: str, __: object) -> Any:
+        nonlocal counted
+        counted += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return counted
+
+
+@pytest.mark.parametrize("length", [40, 400])
+def test_merges_are_found_in_steps_that_do_not_grow_with_the_length_of_tokens(length: int) -> None:
+    """Each of the last tokens begins and ends with all that came before, and none of them is a pair of tokens."""
+    first, last = ("".join(chr(start + index) for index in range(length)) for start in (0x4E00, 0xAC00))
+    tokens = [*(first[:size] for size in range(1, length)), *(last[-size:] for size in range(1, length))]
+    tokens += [f"{first[:-1]}{number}{last[1:]}" for number in range(300)]
+    lines = count_lines(lambda: _merges_of(FIELDS, tokens, [0.0] * len(tokens), [1] * len(tokens)))
+    assert lines < 30 * len(tokens)
 
 
 def test_a_vocabulary_with_merges_without_end_is_refused() -> None:
