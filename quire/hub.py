@@ -144,19 +144,28 @@ def pull(model: HubName, parts: Parts = Parts.ALL, report: Report = no_report) -
         return _Pull(model, report).run(parts)
 
 
+def cached(model: HubName) -> Path | None:
+    """The same where the cache has all of it; None else. The hub is not asked."""
+    try:
+        with _explained(model):
+            return _Pull(model, no_report, offline="the hub is not asked").run(Parts.ALL)
+    except ConfigurationError:
+        return None
+
+
 class _Pull:
-    def __init__(self, model: HubName, report: Report) -> None:
+    def __init__(self, model: HubName, report: Report, offline: str | None = None) -> None:
         self._model = model
         self._report = report
         self._api = HfApi(library_name="quire", library_version=VERSION)
         # Why the hub is not asked, once that is known.
-        self._offline: str | None = None
+        self._offline = offline
         self._done: dict[str, int] = {}
         self._total = 0
         self._counting = threading.Lock()
 
     def run(self, parts: Parts) -> Path:
-        self._offline = self._look_for_hub()
+        self._offline = self._offline or self._look_for_hub()
         if self._model.file is not None:
             return self._gguf_model(self._model.file)
         if self._model.quantization is not None or (self._offline is not None and self._has_files_alone()):

@@ -187,15 +187,12 @@ def _model(name: str | None) -> Finding:
 
 
 def _cached(name: HubName) -> Path | None:
-    """The snapshot in the cache, or the file; None where it is not there, or what reads the cache is not."""
+    """The model in the cache; None where it is not there, or what reads the cache is not."""
     try:
-        from huggingface_hub import try_to_load_from_cache
+        from quire.hub import cached
     except ModuleNotFoundError:
         return None
-    found = try_to_load_from_cache(name.repository, name.file or "config.json", revision=name.revision)
-    if not isinstance(found, str):
-        return None
-    return Path(found) if name.file else Path(found).parent
+    return cached(name)
 
 
 def _print(finding: Finding) -> None:

@@ -1,0 +1,156 @@
+"""`quire models`: what is on this machine to serve, and the memory that each model needs."""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.gguf_header import SUFFIX, GgufHeader, part_names
+from quire.model_directory import ModelDirectory, is_gguf, weight_files
+from quire.model_source import resolve_model
+from quire.progress import of_bytes
+from quire.settings import ConfigurationError, load_settings, setting
+
+PROGRAM = "quire models"
+_FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_KV_TOKENS = 1000
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsFlags:
+    """Lists the models on this machine: the embedded one, those in the cache of the hub, and those in directories."""
+
+    directories: tuple[Path, ...] = setting((), "look in these directories, too", metavar="DIR", positional=True)
+    json: bool = setting(False, "print JSON", variable="QUIRE_MODELS_JSON")
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """One model, or why what looks like one cannot be read.
+
+    Attributes:
+        model: What `--model` takes.
+        format: The dtype of most weights, or what a GGUF file says of its types.
+        weight_bytes: Of the files: what weights take in memory that stay as the file has them.
+        kv_bytes: Of 1,000 tokens, in the dtype that is served by default.
+    """
+
+    model: str
+    path: str
+    architecture: str | None = None
+    format: str | None = None
+    parameters: int | None = None
+    weight_bytes: int | None = None
+    kv_bytes: int | None = None
+    problem: str | None = None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints one line for each model."""
+    flags = load_settings(ModelsFlags, argv, os.environ, program=PROGRAM)
+    models = [_read(name, path) for name, path in _found(flags.directories)]
+    if flags.json:
+        print(json.dumps([dataclasses.asdict(model) for model in models], indent=2))
+        return 0
+    width = max(len(model.model) for model in models)
+    print(f"{'model':<{width}}  {'format':<8}  {'parameters':>14}  {'weights':>10}  {'KV of 1,000 tokens':>18}")
+    for model in models:
+        if model.problem is not None:
+            print(f"{model.model:<{width}}  {model.problem}")
+            continue
+        sizes = [
+            "-" if size is None else " ".join(of_bytes(size, size)[1:]) for size in (model.weight_bytes, model.kv_bytes)
+        ]
+        print(f"{model.model:<{width}}  {model.format:<8}  {model.parameters:>14,}  {sizes[0]:>10}  {sizes[1]:>18}")
+    return 0
+
+
+def _found(directories: Sequence[Path]) -> Iterator[tuple[str, Path]]:
+    """Names and paths of what looks like a model."""
+    yield "quire-tiny", resolve_model(None)
+    for directory in directories:
+        if not directory.is_dir():
+            raise ConfigurationError(f"{directory} is not a directory")
+        yield from ((str(path), path) for path in _models_below(directory))
+    try:
+        from huggingface_hub import constants
+    except ModuleNotFoundError:
+        return
+    for repository in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
+        name = repository.name.removeprefix("models--").replace("--", "/", 1)
+        revisions = {ref.read_text(): f"@{ref.name}" for ref in (repository / "refs").glob("*")}
+        for snapshot in sorted((repository / "snapshots").glob("*")):
+            revision = revisions.get(snapshot.name, f"@{snapshot.name}").replace("@main", "")
+            for path in _models_below(snapshot):
+                file = "" if path == snapshot else f"/{path.relative_to(snapshot)}"
+                yield f"{name}{file}{revision}", path
+
+
+def _models_below(directory: Path) -> Iterator[Path]:
+    for path in sorted(path for path in directory.rglob("*") if path.name == "config.json" or path.suffix == SUFFIX):
+        if path.name == "config.json":
+            if any(path.parent.glob("*.safetensors")):
+                yield path.parent
+        elif part_names(path.name)[0] == path.name:
+            yield path
+
+
+def _read(name: str, path: Path) -> _Model:
+    try:
+        described, files = ModelDirectory.open(path), weight_files(path)
+        format, parameters = _of_gguf(path) if is_gguf(path) else _of_safetensors(files)
+        size = sum(file.stat().st_size for file in files)
+        return _Model(name, str(path), described.architecture, format, parameters, size, _kv_bytes(described.config))
+    except (ConfigurationError, OSError) as error:
+        return _Model(name, str(path), problem=str(error))
+
+
+def _of_gguf(path: Path) -> tuple[str, int]:
+    """What the file says of its types, and the number of elements of all tensors."""
+    header = GgufHeader.read(path)
+    try:
+        from gguf import LlamaFileType
+
+        format = (
+            LlamaFileType(header.metadata.get("general.file_type")).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+        )
+    except (ModuleNotFoundError, ValueError):
+        format = "GGUF"
+    return format, sum(math.prod(tensor.shape) for tensor in header.tensors.values())
+
+
+def _of_safetensors(files: Sequence[Path]) -> tuple[str, int]:
+    """The dtype of most elements, and the number of all."""
+    elements: dict[str, int] = {}
+    for file in files:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            try:
+                header: Any = json.loads(opened.read(min(length, _MAX_HEADER_BYTES)))
+                for tensor in (each for name, each in header.items() if name != "__metadata__"):
+                    elements[tensor["dtype"]] = elements.get(tensor["dtype"], 0) + math.prod(tensor["shape"])
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                raise ConfigurationError(f"{file}: damaged or truncated safetensors file") from None
+    return max(elements, key=elements.__getitem__, default="-"), sum(elements.values())
+
+
+def _kv_bytes(config: Mapping[str, Any]) -> int | None:
+    """Of 1,000 tokens; None where the configuration does not say, as that of latent attention."""
+
+    def first(*names: str) -> Any:
+        return next((config[name] for name in names if config.get(name)), None)
+
+    heads, layers, width = (
+        first("num_attention_heads", "n_head"),
+        first("num_hidden_layers", "n_layer"),
+        first("hidden_size", "n_embd"),
+    )
+    if "kv_lora_rank" in config or not all(isinstance(each, int) for each in (heads, layers, width)):
+        return None
+    size, kv_heads = config.get("head_dim") or width // heads, config.get("num_key_value_heads") or heads
+    return 2 * layers * kv_heads * size * _FLOAT_BYTES.get(first("dtype", "torch_dtype"), 2) * _KV_TOKENS

@@ -1,0 +1,93 @@
+"""`quire models`: what it finds, and what it says of each model."""
+
+import json
+import os
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from quire.hub import cached
+from quire.model_directory import HubName
+from quire.model_source import resolve_model
+from quire_cli.main import main
+from tests.support.gguf_files import write_gguf
+from tests.support.models import make_model
+
+TINY = {
+    "model": "quire-tiny",
+    "path": str(resolve_model(None)),
+    "architecture": "LlamaForCausalLM",
+    "format": "BF16",
+    "parameters": 3_352_832,
+    "weight_bytes": 6_709_752,
+    # Keys and values of 4 layers, 2 heads of 32, in 2 bytes.
+    "kv_bytes": 2 * 4 * 2 * 32 * 2 * 1000,
+    "problem": None,
+}
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def snapshot(cache: Path, name: str, commit: str, ref: str | None) -> Path:
+    folder = cache / f"models--{name.replace('/', '--')}"
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    if ref is not None:
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / ref).write_text(commit)
+    return folder / "snapshots" / commit
+
+
+def test_models_of_the_cache_and_of_directories_are_listed(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["models", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [TINY]
+    made = tmp_path / "made" / "llama"
+    make_model(made, "llama-gqa-untied-32", max_shard_size="100KB")
+    whole = snapshot(cache, "org/llama", "c0ffee", "main")
+    for file in made.iterdir():
+        os.link(file, whole / file.name)
+    tagged = snapshot(cache, "org/files", "beef", "v1")
+    write_gguf(tagged / "m.gguf", made, further={"general.file_type": 0}, tensors_per_part=10)
+    (snapshot(cache, "org/broken", "dead", None) / "b.gguf").write_bytes(b"GGUF")
+    (snapshot(cache, "org/without-weights", "feed", "main") / "config.json").write_text("{}")
+    capsys.readouterr()
+    assert main(["models", "--json", str(tmp_path / "made")]) == 0
+    found = {each.pop("model"): each for each in json.loads(capsys.readouterr().out)}
+    assert [*found] == [
+        "quire-tiny",
+        str(made),
+        "org/broken/b.gguf@dead",
+        "org/files/m-00001-of-00003.gguf@v1",
+        "org/llama",
+    ]
+    llama, files = found["org/llama"], found["org/files/m-00001-of-00003.gguf@v1"]
+    assert llama | {"path": str(made)} == found[str(made)]
+    assert (llama["format"], files["format"], llama["parameters"]) == ("F32", "F32", files["parameters"])
+    assert 0 < llama["weight_bytes"] - 4 * llama["parameters"] < 10_000
+    assert llama["kv_bytes"] == files["kv_bytes"] == 2 * 2 * 2 * 32 * 4 * 1000
+    assert "cannot be read as a GGUF file" in found["org/broken/b.gguf@dead"]["problem"]
+    assert main(["models"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert lines[1].split() == ["quire-tiny", "BF16", "3,352,832", "6.4", "MiB", "1000.0", "KiB"]
+    assert main(["models", str(tmp_path / "none")]) == 2
+    # `quire doctor` looks at what is there of a model.
+    assert cached(HubName("org/llama")) == whole
+    assert cached(HubName("org/without-weights")) is None
+    assert cached(HubName("org/nothing", None, None, "Q8_0")) is None
+
+
+def test_a_damaged_directory_is_named(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(tmp_path / "llama", "llama-gqa-untied-32")
+    for content in (b"", b"\xff" * 100, (3).to_bytes(8, "little") + b"[1]", (2).to_bytes(8, "little") + b"{}"):
+        (tmp_path / "llama" / "model.safetensors").write_bytes(content)
+        assert main(["models", "--json", str(tmp_path)]) == 0
+        problem = json.loads(capsys.readouterr().out)[1]["problem"]
+        assert (problem is None) == content.endswith(b"{}")
+        assert problem is None or problem.endswith("model.safetensors: damaged or truncated safetensors file")
