@@ -13,6 +13,7 @@ BENCHMARKS = (
     "reservations",
     "soak",
     "hostile",
+    "hostile_files",
     "kills",
     "control",
     "gpu",

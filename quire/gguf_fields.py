@@ -166,14 +166,17 @@ def _with_tokenizer(model: ModelDirectory, fields: Mapping[str, Any]) -> dict[st
     for each in content["added_tokens"]:
         tokens[each["id"]], kinds[each["id"]] = each["content"], _CONTROL if each["special"] else _USER_DEFINED
     own = tokenizers.Tokenizer.from_str(json.dumps(content))
-    around = own.encode("a").ids
+    plain, around = (own.encode("a", add_special_tokens=each).ids for each in (False, True))
+    has_bos, has_eos = around[0] != plain[0], around[-1] != plain[-1]
     special = {name: model.tokenizer_config.get(f"{name}_token") for name in ("bos", "unk", "pad")}
     ids = {
         name: own.token_to_id(each["content"] if isinstance(each, dict) else each)
         for name, each in special.items()
         if each
     }
-    ids |= dict(zip(("eos", "eot", "eom"), model.eos_token_ids, strict=False))
+    ids["bos"] = around[0] if has_bos else ids.get("bos", model.config.get("bos_token_id"))
+    ends = dict.fromkeys([around[-1], *model.eos_token_ids] if has_eos else model.eos_token_ids)
+    ids |= dict(zip(("eos", "eot", "eom"), ends, strict=False))
     names = {"unk": "unknown", "pad": "padding"}
     found = {
         **fields,
@@ -184,8 +187,8 @@ def _with_tokenizer(model: ModelDirectory, fields: Mapping[str, Any]) -> dict[st
             for name, index in ids.items()
             if index is not None
         },
-        "tokenizer.ggml.add_bos_token": around[0] == ids.get("bos"),
-        "tokenizer.ggml.add_eos_token": around[-1] == ids.get("eos"),
+        "tokenizer.ggml.add_bos_token": has_bos,
+        "tokenizer.ggml.add_eos_token": has_eos,
     }
     templates = {"": model.chat_template, ".tool_use": model.tool_chat_template}
     found |= {f"tokenizer.chat_template{name}": text for name, text in templates.items() if text is not None}
