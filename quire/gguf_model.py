@@ -197,7 +197,8 @@ def _phi_3(fields: GgufFields) -> dict[str, Any]:
         return config
     count = fields.size("rope.dimension_count", config["head_dim"]) // 2
     names = {"short_factor": _SHORT_FACTORS, "long_factor": _LONG_FACTORS}
-    scaling = {"rope_type": "longrope"} | {key: list(_read_factors(fields, names[key], count)) for key in names}
+    scaling: dict[str, object] = {"rope_type": "longrope"}
+    scaling |= {key: list(_read_factors(fields, names[key], count)) for key in names}
     if fields.has("rope.scaling.attn_factor"):
         scaling["attention_factor"] = fields.positive("rope.scaling.attn_factor")
     return config | {"rope_scaling": scaling}
