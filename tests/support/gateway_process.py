@@ -13,7 +13,7 @@ from gateway.app import Gateway
 from gateway.replicas.members import Resolver
 from gateway.settings import GatewaySettings
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc, model_pb2_grpc, prefix_pb2_grpc
-from quire.rpc.errors import QuireError, from_rpc_error
+from quire.rpc.errors import InvalidArgument, QuireError, from_rpc_error
 from tests.support.fake_scheduler import FakeScheduler
 
 GENERATION = "/quire.gateway.v1.GenerationService/"
@@ -122,3 +122,12 @@ async def error_of(call) -> QuireError:
     except grpc.aio.AioRpcError as error:
         return from_rpc_error(error)
     raise AssertionError(f"the call succeeded: {answer}")
+
+
+async def refusal_of(call, field: str, says: str = "") -> InvalidArgument:
+    """The error of a call that is refused for this field alone, in these words."""
+    error = await error_of(call)
+    assert isinstance(error, InvalidArgument), error
+    assert [violation.field for violation in error.violations] == [field]
+    assert says in error.violations[0].description
+    return error

@@ -6,9 +6,8 @@ import pytest
 
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2
-from quire.rpc.errors import InvalidArgument
 from tests.support.fake_scheduler import scripted
-from tests.support.gateway_process import collect, error_of, stream_request
+from tests.support.gateway_process import collect, refusal_of, stream_request
 from tests.support.rig import TOKENIZER
 
 SPEECH = TOKENIZER.encode(" there was a little dog. 你好 😀 ends", add_special_tokens=False).ids
@@ -123,8 +122,5 @@ def changed(request, change):
 )
 async def test_what_cannot_be_of_the_request_is_refused_by_name(gateway, scheduler, change, field, says):
     request = changed(request_of(SPEECH[:3], max_tokens=9), change)
-    error = await error_of(gateway.generation.GenerateStream(request))
-    assert isinstance(error, InvalidArgument)
-    assert error.violations[0].field == field
-    assert says in error.message
+    await refusal_of(gateway.generation.GenerateStream(request), field, says)
     assert not scheduler.submits

@@ -13,7 +13,7 @@ from quire.rpc.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
+from tests.support.gateway_process import collect, error_of, refusal_of, running_gateway, stream_request
 from tests.support.rig import TOKENIZER
 
 LONG_TEXT = "Once upon a time there was a fox who lived in a wood with many friends and slept in a hollow tree"
@@ -123,14 +123,9 @@ async def test_an_error_of_one_replica_is_the_answer_as_it_is(replicas):
     ],
 )
 async def test_bad_pins_are_named_with_value_and_limit(gateway, scheduler, request_, field, says):
-    error = await error_of(gateway.prefixes.PinPrefix(request_))
-    assert isinstance(error, InvalidArgument)
-    assert [violation.field for violation in error.violations] == [field]
-    assert says in error.violations[0].description
+    await refusal_of(gateway.prefixes.PinPrefix(request_), field, says)
     assert not scheduler.pin_requests
 
 
 async def test_an_empty_pin_id_is_refused(gateway):
-    error = await error_of(gateway.prefixes.UnpinPrefix(UnpinPrefixRequest()))
-    assert isinstance(error, InvalidArgument)
-    assert [violation.field for violation in error.violations] == ["pin_id"]
+    await refusal_of(gateway.prefixes.UnpinPrefix(UnpinPrefixRequest()), "pin_id")

@@ -10,9 +10,8 @@ from openai import AsyncOpenAI
 
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2 as pb
-from quire.rpc.errors import InvalidArgument
 from tests.support.chat_models import write_chat_model
-from tests.support.gateway_process import error_of, running_gateway
+from tests.support.gateway_process import error_of, refusal_of, running_gateway
 from tests.support.rig import (
     CALL,
     REASONED,
@@ -68,9 +67,8 @@ async def test_arguments_are_an_object_where_the_schema_does_not_say_so_or_canno
     if "pattern" in parameters:
         assert arguments == {"type": "object"}
         tool.strict = True
-        error = await error_of(rig.gateway.generation.Chat(request(tools=[tool])))
-        assert [each.field for each in error.violations] == ["tools[0].parameters"]
-        assert "look-around" in error.message
+        call = rig.gateway.generation.Chat(request(tools=[tool]))
+        await refusal_of(call, "tools[0].parameters", "look-around")
 
 
 def message(**fields: Any) -> dict[str, Any]:
@@ -128,10 +126,7 @@ async def test_bad_fields_are_refused_by_name(rig, fields, field, says):
     json_format.ParseDict(flags, options)
     options.arguments.update(arguments)
     more = {"template_options": options} if "template_options" in fields else {}
-    error = await error_of(rig.gateway.generation.Chat(request(**fields | more)))
-    assert isinstance(error, InvalidArgument)
-    assert [each.field for each in error.violations] == [field]
-    assert says in error.violations[0].description
+    await refusal_of(rig.gateway.generation.Chat(request(**fields | more)), field, says)
     assert not rig.scheduler.submits
 
 

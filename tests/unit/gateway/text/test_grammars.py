@@ -77,6 +77,11 @@ def with_marks() -> Vocabulary:
     return make_vocabulary(tokenizer)
 
 
+each_vocabulary = pytest.mark.parametrize(
+    "held", [vocabulary("byte level"), with_marks()], ids=["marks are text", "marks are tokens"]
+)
+
+
 def written(constraint: Constraint | None, held: Vocabulary, seed: int, begin: str = "") -> tuple[str, bool]:
     """A text that begins with `begin` and goes on at random, and whether it ended by itself."""
     assert constraint is not None
@@ -104,7 +109,7 @@ def assert_fitting(calls):
         jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
 
 
-@pytest.mark.parametrize("held", [vocabulary("byte level"), with_marks()], ids=["marks are text", "marks are tokens"])
+@each_vocabulary
 @pytest.mark.parametrize(("name", "template"), FORMATS)
 def test_forced_calls_are_read_and_fit(name, template, held):
     num_complete = 0
@@ -142,7 +147,7 @@ BEGINNINGS = {
 }
 
 
-@pytest.mark.parametrize("held", [vocabulary("byte level"), with_marks()], ids=["marks are text", "marks are tokens"])
+@each_vocabulary
 @pytest.mark.parametrize("name", BEGINNINGS)
 def test_a_call_that_has_begun_fits(name, held):
     constraint = constrained_calls(name, CALLS, ModelText("", held.special_tokens), is_forced=False, is_single=True)
@@ -175,7 +180,7 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("held", [vocabulary("byte level"), with_marks()], ids=["marks are text", "marks are tokens"])
+@each_vocabulary
 @pytest.mark.parametrize("name", ["gemma4", "functiongemma", "pythonic"])
 def test_values_in_other_notations_fit_their_schemas(name, held):
     calls, seen = [CallGrammar("get_weather", json.dumps(VALUES))], set[str]()
@@ -233,7 +238,7 @@ def test_a_schema_that_is_none_is_refused_and_no_failure(parameters):
 
 
 @pytest.mark.parametrize("name", [name for name in BEGINNINGS if name not in ("openai", "pythonic")])
-@pytest.mark.parametrize("held", [vocabulary("byte level"), with_marks()], ids=["marks are text", "marks are tokens"])
+@each_vocabulary
 def test_an_answer_has_the_format_or_calls(name, held):
     wanted = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]} | {
         "additionalProperties": False
@@ -266,7 +271,7 @@ def test_what_cannot_stand_beside_calls_has_no_constraint():
     assert written(constraint, held, 1, "re") == ("red", True)
 
 
-@pytest.mark.parametrize("held", [vocabulary("byte level"), with_marks()], ids=["marks are text", "marks are tokens"])
+@each_vocabulary
 def test_texts_between_tags_have_their_length_and_their_pattern(held):
     parameters = {"a": {"type": "string", "maxLength": 2}, "b": {"type": "string", "pattern": "^[ab]{2}$"}}
     schema = {"type": "object", "properties": parameters | {"c": {"const": "x"}}, "required": ["a", "b", "c"]}
@@ -300,7 +305,7 @@ def test_a_format_that_is_not_known_leaves_begun_calls_free():
     assert constrained_calls(None, CALLS, ModelText(), is_forced=False, is_single=True) is None
 
 
-@pytest.mark.parametrize("held", [vocabulary("byte level"), with_marks()], ids=["marks are text", "marks are tokens"])
+@each_vocabulary
 @pytest.mark.parametrize(
     ("name", "begun"),
     [
