@@ -44,6 +44,8 @@ def _by_length(prompts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
 LENGTHS = (1, 2, 7, 15, 16, 17, 40, 70, 99)
 SHOWN = ("gpt2-tied-32", "llama-gqa-untied-32", "opt-pre-norm-32")
 """One of each family."""
+SEARCHED = "llama-gqa-untied-32"
+"""Beam searches are the scheduler's, whatever the family of the model is."""
 # Heads of key and value for each rank, one head of key and value for both, an odd number of inner features, fused
 # query, key and value, projected embeddings; a vocabulary that two does not divide is tested with the layers.
 FOR_TWO_RANKS = (
@@ -107,7 +109,7 @@ async def check_beams(served: Served, model: PreTrainedModel, prompts: Sequence[
 
 @pytest.mark.parametrize("name", SHOWN)
 async def test_requests_at_once_equal_transformers_while_blocks_run_out(name: str, tmp_path: Path) -> None:
-    """Greedy ones, then beam searches."""
+    """Greedy ones, then beam searches of one family."""
     model = make_model(tmp_path, name)
     # 70 blocks hold 1,120 of the 4,400 tokens that all requests come to.
     settings: dict[str, Any] = {"num_threads": 2, "num_gpu_blocks": 70, "max_num_batched_tokens": 300}
@@ -115,8 +117,9 @@ async def test_requests_at_once_equal_transformers_while_blocks_run_out(name: st
         await check_greedy(served, model, make_prompts(64), 40)
         preemptions = (await served.state()).preemptions
         assert preemptions > 0
-        await check_beams(served, model, make_prompts(18))
-        assert (await served.state()).preemptions > preemptions
+        if name == SEARCHED:
+            await check_beams(served, model, make_prompts(18))
+            assert (await served.state()).preemptions > preemptions
 
 
 TWO_RANKS: dict[str, Any] = {

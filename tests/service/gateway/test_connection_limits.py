@@ -167,7 +167,7 @@ async def test_a_long_unary_call_survives_its_client_s_pings(scheduler, monkeypa
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         call = asyncio.ensure_future(stub.Generate(generation_pb2.GenerateRequest(text="hello")))
         # Nothing to await: what is shown is that nothing happens for more than a few pings.
-        await asyncio.wait([call], timeout=4)
+        await asyncio.wait([call], timeout=3.5)
         assert not call.done()
         scheduler.emits.set()
         assert (await asyncio.wait_for(call, 30)).sequences

@@ -34,16 +34,15 @@ def test_a_command_with_a_certificate_is_answered(run: Run, tmp_path: Path, comm
     assert stdout
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize(("command", "num_files"), [*((command, 0) for command in COMMANDS), (["status"], 1)])
 def test_a_command_without_one_says_in_one_line_that_it_is_not_connected(
-    run: Run, tmp_path: Path, command: list[str]
+    run: Run, tmp_path: Path, command: list[str], num_files: int
 ) -> None:
-    for num_files in (0, 1):
-        status, stdout, stderr = run(*command, *files(tmp_path)[:num_files])
-        assert status != 0
-        assert not stdout.strip()  # one empty line a prompt of a file
-        assert "UNAVAILABLE" in stderr
-        assert "Traceback" not in stderr
+    status, stdout, stderr = run(*command, *files(tmp_path)[:num_files])
+    assert status != 0
+    assert not stdout.strip()  # one empty line a prompt of a file
+    assert "UNAVAILABLE" in stderr
+    assert "Traceback" not in stderr
 
 
 def test_a_gateway_of_another_name_is_believed_under_the_name_that_is_given(run: Run, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.support.ports import free_port
 from tests.support.processes import until_true
 
 FULL = ResourceExhausted("the queue is full", reason="QUEUE_FULL", retry_after_ms=20)
-GONE = Unavailable("about to stop", reason="DRAINING")
+GONE = Unavailable("about to stop", reason="DRAINING", retry_after_ms=20)
 PATIENT = RetryPolicy(first_delay_s=0.01, last_delay_s=0.02)
 
 pytestmark = pytest.mark.parametrize("kind", [Client, AsyncClient])
