@@ -53,6 +53,30 @@ def without_weights(tmp_path: Path) -> str:
     return str(shutil.copytree(resolve_model(None), tmp_path / "model", ignore=ignored))
 
 
+def fail_for_model(scheduler: FakeScheduler, **failure: int) -> None:
+    """Says what a scheduler does whose worker came back with another model."""
+    for handle in list(scheduler.live):
+        scheduler.fail(handle, code=code_pb2.UNAVAILABLE, reason="MODEL_CHANGED", message="send it again", **failure)
+
+
+async def test_a_change_of_model_that_the_stream_knows_already_keeps_nobody_from_its_scheduler(without_weights):
+    """The end of a request that was resumed after it ended. The stream goes on, so nothing is to be waited for."""
+    scheduler = FakeScheduler(model=NEW_MODEL)
+    await scheduler.start()
+    async with running_gateway(scheduler, model=without_weights) as gateway:
+        await scheduler.until(lambda: scheduler.is_heard)
+        scheduler.emits.clear()
+        reading = asyncio.create_task(error_of(gateway.generation.GenerateStream(stream_request("hello"))))
+        await scheduler.until(lambda: scheduler.live)
+        fail_for_model(scheduler, scheduler_epoch=scheduler.epoch)
+        assert (await reading).reason == "MODEL_CHANGED"
+        scheduler.emits.set()
+        async with asyncio.timeout(10):
+            answer = await collect(gateway.generation.GenerateStream(stream_request("next")))
+        assert answer.token_ids == expected_ids("next", 8)
+    await scheduler.stop()
+
+
 async def test_a_scheduler_that_comes_back_with_another_model_gets_requests_without_tokens_alone(without_weights):
     """Scheduler and worker were replaced together, so that this scheduler knows of no request."""
     async with (

@@ -63,6 +63,14 @@ class Scheduler:
         fields = {"runs": [], "ended": [], "completed": [], "failed": []} | happened
         self._replicas.on_events(cast(SchedulerLink, self), EventBatch(**fields))
 
+    def lose_stream(self) -> None:
+        self.is_connected = False
+        self._replicas.on_disconnected(cast(SchedulerLink, self))
+
+    def regain_stream(self) -> None:
+        self.is_connected = True
+        self._replicas.on_connected(cast(SchedulerLink, self))
+
     def lose_worker(self, until_back_s: float) -> None:
         self.num_deaths += 1
         self.is_ready = False
@@ -176,6 +184,29 @@ async def test_what_is_completed_counts_for_no_replica_though_its_client_still_r
     for live in unread:
         cluster.replicas.detach(live)
     assert aborted == []
+
+
+@pytest.mark.parametrize(("durable", "epoch", "is_ended"), [(True, 7, True), (True, 8, False), (False, 7, False)])
+async def test_a_durable_request_is_ended_at_its_scheduler_when_that_is_back(durable, epoch, is_ended):
+    """It would be kept for another reader; a plain one ends by itself, and another scheduler does not have it."""
+    cluster = Cluster(1, lambda *_: None)
+    (scheduler,) = cluster.schedulers
+    live = cluster.place("story", durable=durable)
+    scheduler.lose_stream()
+    cluster.replicas.release(live)
+    cluster.ledger.close(live)
+    again = cluster.place("story", durable=durable)
+    aborted: list[int] = []
+    scheduler.abort = lambda handle, *_, **__: aborted.append(handle)
+    scheduler.welcome.scheduler_epoch = epoch
+    scheduler.regain_stream()
+    assert aborted == [live.handle] * is_ended
+    # Before a request that has its id now.
+    assert scheduler.submitted == [live.handle] * (1 + is_ended) + [again.handle]
+    scheduler.lose_stream()
+    scheduler.regain_stream()
+    assert aborted == [live.handle] * is_ended
+    cluster.replicas.release(again)
 
 
 def lose_for_good(cluster: Cluster, scheduler: Scheduler) -> None:

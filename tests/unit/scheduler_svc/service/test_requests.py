@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 
 from quire.rpc.errors import AlreadyExists, Cancelled, NotFound, ResourceExhausted
@@ -15,9 +16,10 @@ from scheduler_svc.core.step import ClientEvents, RequestEnd, SequenceEnd, Usage
 from scheduler_svc.service import outbox
 from scheduler_svc.service import requests as table
 from scheduler_svc.service.durable import MAX_GROWTH, DurableLimits
-from scheduler_svc.service.outbox import Held, Outgoing, SequenceProgress
+from scheduler_svc.service.outbox import Held, Outgoing, PromptLogprobs, SequenceProgress
 from scheduler_svc.service.requests import MAX_CANCELLED, Connection, OwnedRequest, Reader, Requests
 from tests.support.core_driver import make_request
+from tests.support.logprobs import Line, columns_of
 
 NONCE = 7
 GRACE_S = 10.0
@@ -375,6 +377,42 @@ def test_only_the_newest_that_were_cancelled_are_remembered(bench):
     cancel(bench, 0)
     requests += [cancel(bench, handle) for handle in range(MAX_CANCELLED, MAX_CANCELLED + 2)]
     assert [is_refused(each) for each in requests] == [True, False, False] + [True] * (MAX_CANCELLED - 1)
+
+
+def test_a_handle_that_stands_for_another_request_by_now_does_not_mix_their_tokens(bench):
+    first = bench.connect()
+    earlier = bench.admit(make_request(3), first, nonce=1)
+    bench.step(earlier, ends=True)
+    take_all(first)
+    later = bench.admit(make_request(3), first, nonce=2)
+    bench.step(later)
+    bench.requests.close(first)
+    assert bench.resubmit(make_request(3), bench.connect(), has(0), nonce=2) is None
+
+
+def prompt_report(owned: OwnedRequest, first_position: int, count: int) -> PromptLogprobs:
+    positions = np.arange(first_position, first_position + count, dtype=np.int32)
+    columns = columns_of(Line(-float(position), int(position)) for position in positions)
+    return PromptLogprobs(owned.key.handle, first_position, positions.tolist(), columns)
+
+
+def reported(outgoing: list[Outgoing]) -> list[tuple[int, list[int]]]:
+    entries = [entry for each in outgoing for entry in each.prompt_logprobs]
+    return [(entry.first_position, entry.columns.chosen_ranks.tolist()) for entry in entries]
+
+
+def test_log_probabilities_of_a_prompt_go_on_where_the_reader_is(bench):
+    first = bench.connect()
+    owned = bench.admit(make_request(3), first)
+    bench.requests.deliver_prompt_logprobs([prompt_report(owned, 1, 3)])
+    bench.requests.close(first)
+    bench.requests.deliver_prompt_logprobs([prompt_report(owned, 4, 2)])
+    second = bench.connect()
+    bench.resubmit(make_request(3), second, Held({}, frozenset(), 3))
+    assert reported(take_all(second)) == [(3, [3]), (4, [4, 5])]
+    bench.requests.taken(second, 1)
+    bench.requests.close(second)
+    assert bench.resubmit(make_request(3), bench.connect(), Held({}, frozenset(), 2)) is None
 
 
 def resume(bench, owned, connection, handle=50):
