@@ -41,6 +41,7 @@ _QUOTA = "gateway.auth.quota"
 _GENERATOR = "gateway.request.generator"
 _PREPARE = "gateway.request.prepare"
 _CALLS = "gateway.replicas.scheduler_calls"
+_STOP = "gateway.text.stop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,8 +389,8 @@ FAULTS = (
         "ends-in-recomputation",
         "a sequence that ends while it computes what others share takes it away from them",
         _SCHEDULER,
-        "            self._placement.requeue(group)\n        self._end(ending)\n",
-        "            pass\n        self._end(ending)\n",
+        "all of a prompt.\n            self._placement.requeue(group)\n",
+        "all of a prompt.\n            pass\n",
     ),
     _mended(
         "cached-output-counted",
@@ -446,6 +447,132 @@ FAULTS = (
         _STREAM,
         "            self._agree(epoch, _NO_STEP)\n",
         "",
+    ),
+    _made(
+        "stop-string-not-held-back",
+        "text that may become a stop string goes out",
+        _STOP,
+        "                if stop_string.startswith(seen[start:]):\n",
+        "                if stop_string == seen[start:]:\n",
+    ),
+    _made(
+        "held-text-lost",
+        "text that did not become a stop string is lost at the end",
+        _GATEWAY_SEQUENCE,
+        "                text += self._matcher.flush()\n",
+        "                self._matcher.flush()\n",
+    ),
+    _made(
+        "resumed-by-tokens",
+        "who resumes a stream gets no text of the tokens that it has, be it held back then",
+        _GENERATOR,
+        "skip(offset.num_tokens, offset.num_characters)",
+        "skip(offset.num_tokens, None)",
+    ),
+    _made(
+        "logprobs-of-seen-tokens",
+        "a gateway gives new tokens the log probabilities of those that came again with them",
+        _GATEWAY_SEQUENCE,
+        "            self._pending_logprobs.append(logprobs.part(seen, seen + count))\n",
+        "            self._pending_logprobs.append(logprobs.part(0, count))\n",
+    ),
+    _made(
+        "priority-ignored",
+        "the policy `priority` takes requests in the order of arrival",
+        "scheduler_svc.core.policy",
+        "(MAX_PRIORITY - request.priority) * self._ORDERS_PER_PRIORITY + arrival",
+        "MAX_PRIORITY * self._ORDERS_PER_PRIORITY + arrival",
+    ),
+    _made(
+        "pin-ends-early",
+        "a pin ends a second before its time",
+        _PINS,
+        "pin.expires_at <= now else None",
+        "pin.expires_at <= now + 1.0 else None",
+    ),
+    _made(
+        "tenants-share-names",
+        "blocks of two tenants with the same tokens have the same name",
+        "quire.prefix_hashes",
+        "blake2b(tenant.encode(), digest_size",
+        "blake2b(b'', digest_size",
+    ),
+    _made(
+        "credit-ignored",
+        "a scheduler sends a gateway more messages than it takes",
+        _OUTBOX,
+        "bool(self._waiting or self._replays) and self._credit != 0",
+        "bool(self._waiting or self._replays)",
+    ),
+    _made(
+        "one-request-too-many",
+        "a key may have one request more at once than its limit",
+        _QUOTA,
+        'len(self._running) + num_requests > limit:\n                _refuse_concurrency(f"{len',
+        'len(self._running) + num_requests > limit + 1:\n                _refuse_concurrency(f"{len',
+    ),
+    _made(
+        "placed-for-ever",
+        "a request that left a replica counts for its load",
+        _REPLICAS,
+        "            self._placed[live.replica].discard(live.handle)\n",
+        "            pass\n",
+    ),
+    _made(
+        "silence-unnoticed",
+        "a worker that is silent is waited for without limit",
+        _WORKER_LINK,
+        "        while silent < _MAX_SILENT_CHECKS:\n",
+        "        while True:\n",
+    ),
+    _made(
+        "shared-block-swapped-alone",
+        "a block that sequences share is one block less in host memory than they count",
+        _KV,
+        "            self.pool.touch(shared)\n            moved = [block for block in kept",
+        "            moved = [block for block in kept",
+    ),
+    _made(
+        "fork-unmarked",
+        "a sequence that forks counts the block that both write to as its own",
+        _BATCH,
+        "        self.shares_tail[[parent, child]] = self.num_tokens[parent] % block_size != 0\n",
+        "        self.shares_tail[child] = self.num_tokens[parent] % block_size != 0\n",
+    ),
+    _made(
+        "ledger-without-forks",
+        "a worker's ledger gives a forked row no blocks",
+        _LEDGER,
+        "self._num_tokens, self._num_blocks, self._tables[:, :num_blocks]):\n",
+        "self._num_tokens, self._num_blocks):\n",
+    ),
+    _made(
+        "durable-counted-as-before",
+        "tokens of durable requests are counted as they were before the last steps",
+        _REQUESTS,
+        "            self._durable.changed()\n        for connection, part",
+        "            pass\n        for connection, part",
+    ),
+    _made(
+        "taken-in-unanswered",
+        "a plain request that is over is kept after its gateway has taken in the end",
+        _REQUESTS,
+        "owned.is_over and owned.durable is None:\n                    self.forget(owned)\n",
+        "owned.is_over and owned.durable is None:\n                    pass\n",
+    ),
+    _made(
+        "early-deadline",
+        "a client gives a gateway half of the time that is left",
+        "quire.client.retries",
+        "max(self.end - self.clock(), 0.0)",
+        "max(self.end - self.clock(), 0.0) / 2",
+    ),
+    _made(
+        "last-token-not-sent",
+        "a client that goes on from its tokens sends one less than it has",
+        "quire.client.retries",
+        "                token_ids=each.token_ids,\n",
+        "                token_ids=each.token_ids[:-1],\n",
     ),
     KnownFault(
         "two-schedulers-fight",

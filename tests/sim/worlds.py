@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from tests.sim.world.gateways import gateways_without_sockets
 from tests.sim.world.http_calls import with_http
 from tests.sim.world.knobs import REPLAYS, draw_low_limits, low_limits
 from tests.sim.world.oracles import Circumstances
+from tests.sim.world.reference import answer_of
 from tests.sim.world.traffic import (
     MAX_OUTPUT,
     TENANT,
@@ -93,6 +95,8 @@ def draw_plan(seed: int) -> Plan:
     rare = Random(f"more {seed}")
     if kind is Kind.TIGHT and rare.random() < _OFTEN:
         requests = grown(rare, requests)
+    if rare.random() < 0.5 * _OFTEN:
+        requests = tuple(map(partial(_with_stops, rare), requests))
     takes_over = rare.random() < _RARE
     if takes_over:
         requests = with_takeovers(rare, requests)
@@ -116,6 +120,22 @@ def draw_plan(seed: int) -> Plan:
 def _with_ranks(draw: Random, layout: Layout) -> Layout:
     """Some workers have two ranks."""
     return replace(layout, worker=replace(layout.worker, world_size=1 + (draw.random() < _RANKED)))
+
+
+def _with_stops(draw: Random, request: Request) -> Request:
+    """Most requests that may stop do so at a text of several tokens that they say, and say the beginnings of others."""
+    if not isinstance(request, Generate) or draw.random() < 0.3:
+        return request
+    options = request.options
+    if options.beam_search is not None or options.constraint is not None or options.best_of not in (None, options.n):
+        return request
+    text = draw.choice(answer_of(replace(request, options=replace(options, stop=())), 0).sequences).text
+    if len(text) < 4:
+        return request
+    begin, size = draw.randrange(len(text) - 1), draw.randint(2, 4)
+    said, begun = text[begin : begin + size], [text[place : place + 2] + "~" for place in (begin, len(text) // 2)]
+    stop = (*((said,) if draw.random() < 0.6 else ()), *begun, text[-1] + "~")
+    return replace(request, options=replace(options, stop=stop, include_stop_string=draw.choice((None, True))))
 
 
 def run_world(plan: Plan, on_world: Callable[[World], object] = lambda _: None) -> Outcome:

@@ -9,7 +9,7 @@ import grpc
 from quire.client import AsyncClient, AsyncStream, ChatMessage, RetryPolicy, convert
 from quire.client.retries import Resumption
 from quire.gateway.v1 import generation_pb2
-from quire.rpc.errors import NotFound, QuireError, from_rpc_error
+from quire.rpc.errors import DeadlineExceeded, NotFound, QuireError, from_rpc_error
 from tests.sim.world.gateways import character_of, key_of
 from tests.sim.world.http_calls import HttpClient, testimony_of
 from tests.sim.world.oracles import Circumstances, FalseAnswerError, Testimony, check_pin, check_tokens
@@ -54,7 +54,7 @@ class Client:
 
     async def ask(self, story: Story) -> None:
         """Makes the calls of a request, and checks what comes."""
-        request = story.request
+        request, began_s = story.request, self.world.now
         try:
             try:
                 await self._answer(request, story)
@@ -63,11 +63,19 @@ class Client:
                 story.error = error
                 witness = None if story.witness is None else story.witness.last
                 self.circumstances.check_refusal(request, error, witness)
+                self._check_deadline(request, error, self.world.now - began_s)
         except FalseAnswerError as error:
             self.false_answers.append(error)
         reason = None if story.error is None else story.error.reason
         num_tokens = None if story.witness is None else story.witness.last.num_tokens
         self.world.note("answer", request.number, num_tokens, reason, story.has_left)
+
+    @staticmethod
+    def _check_deadline(request: Request, error: QuireError, took_s: float) -> None:
+        """Clocks differ by a little."""
+        limit_s = request.timeout_s if isinstance(request, Generate) else None
+        if limit_s is not None and isinstance(error, DeadlineExceeded) and took_s < 0.99 * limit_s - 0.01:
+            raise FalseAnswerError(f"request {request.number} is late after {took_s} s of {limit_s} s")
 
     async def _answer(self, request: Request, story: Story) -> None:
         match request:

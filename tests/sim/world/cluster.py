@@ -2,6 +2,7 @@
 gateways, and clients. A supervisor starts anew what dies."""
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
@@ -327,6 +328,9 @@ class Cluster:
                     yield f"{host} has no {address} that runs steps"
             if count := len(gateway._ledger):
                 yield f"{host} has {count} requests"
+            replicas = gateway._generator.replicas
+            if any(replicas._placed.values()) or replicas._timers:
+                yield f"{host} counts requests of replicas, or has timers for them, and has none"
             keys = gateway.authenticator
             assert isinstance(keys, KeyRing)
             if count := sum(len(known.caller.account._running) for known in keys._by_hash.values()):
@@ -391,6 +395,8 @@ class CheckedScheduler(Scheduler):
     def __init__(self, config: SchedulerConfig, names: Names) -> None:
         super().__init__(config, lambda config: NamingBlocks(config, names))
         self._fairness = None
+        self._place_of: dict[RequestKey, tuple[int, int]] = {}
+        self._arrivals = itertools.count()
         if config.policy is PolicyKind.FAIR:
             self._fairness = fairness = Shares(config.max_num_seqs)
             charge, requeue = self.policy.charge, self._placement.requeue
@@ -414,6 +420,15 @@ class CheckedScheduler(Scheduler):
         self._observe_fairness()
         self._check()
         return plan
+
+    def _start(self, group: SequenceGroup, now: float) -> None:
+        """Who waits and is not held enters in the order of arrival, and by the policy `priority` after higher ones."""
+        if self.config.policy is not PolicyKind.FAIR and not self.trials.are_on:
+            waiting = [each.request for each in self.waiting if not self.waiting.is_held(each.request.key)]
+            first = min(waiting, key=lambda request: self._place_of[request.key])
+            if self._place_of[first.key] < self._place_of[group.request.key]:
+                self._tell(AssertionError(f"{group.request.request_id} goes before {first.request_id}"))
+        super()._start(group, now)
 
     def _observe_fairness(self) -> None:
         if self._fairness is not None:
@@ -449,6 +464,8 @@ class CheckedScheduler(Scheduler):
     def _enqueue(self, group: SequenceGroup) -> None:
         if self._fairness is not None:
             self._fairness.arrives(group.request)
+        by_priority = self.config.policy is PolicyKind.PRIORITY
+        self._place_of[group.request.key] = (-group.request.priority if by_priority else 0, next(self._arrivals))
         super()._enqueue(group)
 
     def _preempt(self, group: SequenceGroup, now: float) -> None:
@@ -456,6 +473,12 @@ class CheckedScheduler(Scheduler):
         if self._fairness is not None and group.request.key in self.swapped:
             # What is in flight is drawn again.
             self._fairness.leaves(group)
+
+    def expire_pins(self, now: float) -> None:
+        before = list(self.pins)
+        super().expire_pins(now)
+        if early := [pin.pin_id for pin in before if self.pins.of_key(pin.key) is None and pin.expires_at > now]:
+            self._tell(AssertionError(f"pins {early} end before their time"))
 
     def take_over(self, old: Scheduler, now: float) -> list[RequestFailure]:
         before = [group.request.key for group in old.waiting if group.request.key.client != PIN_CLIENT]

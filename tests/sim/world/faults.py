@@ -461,7 +461,7 @@ def _draw_fault(draw: Random, name: str, hosts: Sequence[str], at: float, worker
         case "cannot start":
             return [CannotStart(at, draw.choice([*servers, *workers]), draw.uniform(0.1, 15))]
         case "pause":
-            return [Pause(at, draw.choice(hosts), draw.uniform(0.01, draw.choice((0.2, 15))))]
+            return [Pause(at, draw.choice(hosts), draw.uniform(0.01, draw.choice((0.2, 20))))]
         case "cut" | "cut both":
             source, destination = draw.sample(hosts, 2)
             lasts_s = draw.uniform(0.01, draw.choice((0.5, MAX_FAULT_S)))
@@ -488,7 +488,7 @@ def _draw_fault(draw: Random, name: str, hosts: Sequence[str], at: float, worker
                     (
                         Kill(at, rank),
                         KillAt(at, f"scheduler-{replica}", "scheduler.step.between_ranks", draw.randint(1, 20)),
-                        Pause(at, rank, draw.uniform(0.01, draw.choice((2, 15)))),
+                        Pause(at, rank, draw.uniform(0.01, draw.choice((2, 20)))),
                         Cut(at, rank, draw.choice((peer, f"scheduler-{replica}")), True, draw.uniform(0.01, 15)),
                         Deviate(at, rank),
                     )

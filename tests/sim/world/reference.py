@@ -98,7 +98,8 @@ def _sequence(request: Generate, model: int, index: int) -> ExpectedSequence:
         text += _text([token_id])
         if found := [(text.index(stop), stop) for stop in options.stop if stop in text]:
             place, stop_string = min(found)
-            text, reason = text[:place], FinishReason.STOP
+            end = place + len(stop_string) if options.include_stop_string else place
+            text, reason = text[:end], FinishReason.STOP
             break
     return ExpectedSequence(tuple(prefixes.token_ids[start:]), text, reason, stop_string, stop_token_id, tuple(lines))
 

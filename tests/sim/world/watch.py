@@ -17,6 +17,7 @@ from gateway.replicas import live, sequence
 from gateway.replicas.sequence import TokenGapError
 from quire.clock import CLOCK
 from quire.prefix_hashes import BlockHash
+from quire.progress import LoadProgress
 from quire.rpc.errors import FailedPrecondition
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import SchedulerConfig
@@ -25,6 +26,7 @@ from scheduler_svc.core.request import Handle
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.service.requests import OwnedRequest, Requests
 from tests.sim.world.network import Network
+from tests.sim.world.ranks import worker_of
 from tests.sim.world.world import Node
 from tests.support.fake_pool import BlockError, Prefixes
 from worker_svc.device.seals import SealInventory
@@ -32,9 +34,12 @@ from worker_svc.protocol.session import Session, Sessions
 from worker_svc.step import SealedBlocks
 
 _LOOK_EVERY_S = 0.25
+_SILENCE_S = 13.0
+"""A scheduler that is not stopped itself has noticed by then that its worker is silent."""
 
-Names = dict[BlockHash, tuple[int, int]]
-"""The names that schedulers gave to blocks, with what the first and the last slot of such a block hold."""
+Names = dict[BlockHash, tuple[int, int, str]]
+"""The names that schedulers gave to blocks, with what the first and the last slot of such a block hold, and whose it
+is: tenants share no blocks."""
 
 
 class FalseSealError(BlockError):
@@ -54,7 +59,10 @@ class NamingBlocks(BlockManager):
             slots = Prefixes(sequence.token_ids[: end * self.block_size]).hashes(0, end * self.block_size)
             for index, name in enumerate(hashes, first):
                 begin = index * self.block_size
-                self._names[name] = (int(slots[begin]), int(slots[begin + self.block_size - 1]))
+                ends = int(slots[begin]), int(slots[begin + self.block_size - 1])
+                self._names[name] = (*ends, sequence.request.tenant)
+        if any(self._names[name][2] != sequence.request.tenant for name in hashes):
+            raise FalseSealError(f"a block of {sequence.request.tenant} has the name of another tenant's")
         return super().seal(sequence, first, end)
 
 
@@ -69,7 +77,7 @@ class CheckedSeals(SealInventory):
     def add(self, sealed: SealedBlocks, step_number: int) -> None:
         super().add(sealed, step_number)
         for block, name in zip(sealed.block_ids.tolist(), sealed.hashes, strict=True):
-            self._expected[block] = self._names[BlockHash(name.tobytes())]
+            self._expected[block] = self._names[BlockHash(name.tobytes())][:2]
 
     def check(self, slots: np.ndarray) -> None:
         """Raises FalseSealError unless sealed blocks hold what their names say; `slots` [n, block size] is the pool."""
@@ -106,6 +114,12 @@ class CheckedRequests(Requests):
     no answer shows it."""
 
     _depth = 0
+    is_ready = False
+    """Whether gateways were told that it runs steps."""
+
+    def report_readiness(self, is_ready: bool, loading: LoadProgress | None) -> None:
+        self.is_ready = is_ready
+        super().report_readiness(is_ready, loading)
 
     def check(self) -> None:
         """Raises RequestsViolationError."""
@@ -134,6 +148,7 @@ class CheckedRequests(Requests):
                 charges[owned.tenant] += 0 if owned.is_over else owned.charge
             _demand(charges == self._durable._charge_running, "counts tokens of durable requests")
         for connection in self._connections.values():
+            _demand((connection.outbox._credit or 0) >= 0, "sends a gateway more than it takes")
             for handle, replay in connection.outbox._replays.items():
                 is_whole = replay._history._completed or replay._history._failed
                 _demand(bool(is_whole) or handle in connection.reads, "goes on to who reads it no longer")
@@ -215,6 +230,7 @@ class Watch:
         self._next_s = now + _LOOK_EVERY_S
         found = dict.fromkeys(self._orphans(gateways, tables), self.patience_s)
         found |= dict.fromkeys(self._unread(gateways, tables), self.patience_s)
+        found |= dict.fromkeys(self._silent(tables), _SILENCE_S)
         found |= dict.fromkeys(self._left(gateways), self.patience_s + 2 * self.failover_delay_s)
         self._since = {what: self._since.get(what, now) for what in found}
         return next((what for what, patience_s in found.items() if now - self._since[what] > patience_s), None)
@@ -251,6 +267,14 @@ class Watch:
                 is_waited_for = each.replica == link.address and not (each.is_over or each.awaits_usage)
                 if is_waited_for and (each.request.tenant, each.request.request_id) not in read:
                     yield f"{gateway_host} waits for {each.request.request_id} at {host}, which sends it nothing"
+
+    def _silent(self, tables: Mapping[str, Requests]) -> Iterator[str]:
+        """Schedulers that count on a worker that is stopped."""
+        for host, table in tables.items():
+            worker = host.replace("scheduler", "worker")
+            if isinstance(table, CheckedRequests) and table.is_ready and not self.running[host].is_stopped:
+                stopped = [each for each, node in self.running.items() if worker_of(each) == worker and node.is_stopped]
+                yield from (f"{host} has not noticed that {each} is silent" for each in stopped)
 
     def _left(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Requests that wait at a replica that runs no steps while another one does."""
