@@ -534,10 +534,10 @@ FAULTS = (
     ),
     _made(
         "fork-unmarked",
-        "a sequence that forks counts the block that both write to as its own",
+        "sequences that forked take the block that they write to for their own",
         _BATCH,
         "        self.shares_tail[[parent, child]] = self.num_tokens[parent] % block_size != 0\n",
-        "        self.shares_tail[child] = self.num_tokens[parent] % block_size != 0\n",
+        "        self.shares_tail[[parent, child]] = False\n",
     ),
     _made(
         "ledger-without-forks",
