@@ -3,11 +3,16 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 from tests.sim.shrink import check_world
+from tests.sim.world.faults import Deviate, KillAt
+from tests.sim.world.world import World
 from tests.sim.worlds import draw_plan, run_world
+
+RANKED_REPLICA = ["worker-0", "worker-0-1", "scheduler-0"]
 
 
 def test_answers_say_what_they_say_undisturbed(seeds: range) -> None:
@@ -40,3 +45,26 @@ def test_a_world_is_the_same_in_another_process() -> None:
     here = [run_world(draw_plan(seed)).digest for seed in reversed(seeds)]
     assert elsewhere == here[::-1]
     assert len(set(here)) == len(seeds)
+
+
+def test_a_scheduler_that_dies_between_ranks_costs_no_rank() -> None:
+    """Ranks that wait in a step which others never got drop it when the next scheduler comes."""
+    plan = next(plan for plan in map(draw_plan, range(200)) if plan.layout.replicas == RANKED_REPLICA)
+    fault = KillAt(2.0, "scheduler-0", "scheduler.step.between_ranks", 3)
+    worlds: list[World] = []
+    run_world(replace(plan, faults=(fault,)), worlds.append)
+    num_started = Counter(node.host for node in worlds[0].nodes)
+    assert [num_started[host] for host in RANKED_REPLICA] == [1, 1, 2]
+
+
+def test_a_rank_that_draws_another_token_costs_a_step() -> None:
+    plan = next(plan for plan in map(draw_plan, range(200)) if plan.layout.replicas == RANKED_REPLICA)
+    worlds: list[World] = []
+
+    def listen(world: World) -> None:
+        world.story = []
+        worlds.append(world)
+
+    run_world(replace(plan, faults=(Deviate(2.0, "worker-0-1"),)), listen)
+    attached = [what for _, what in worlds[0].story or [] if "scheduler-0#0" in what and "connect" in what]
+    assert attached.count(("connect", "scheduler-0#0", "worker-0:7001")) > 1
