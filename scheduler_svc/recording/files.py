@@ -58,13 +58,54 @@ def frame(content: bytes) -> bytes:
     return _FRAME.pack(len(content), zlib.crc32(content)) + content
 
 
+def open_file(path: Path) -> BinaryIO:
+    """An empty file to write to. A simulation has its own."""
+    return path.open("wb", buffering=0)
+
+
+def sync(file: BinaryIO) -> None:
+    """Returns when what was written outlives a loss of power. A simulation has its own."""
+    os.fsync(file.fileno())
+
+
+def append(file: BinaryIO, content: bytes | bytearray) -> None:
+    """Writes all of it: a disk that is almost full takes a part of a write, and says nothing. Raises OSError."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
 def create(path: Path, header: Header) -> BinaryIO:
-    """An empty file of a recording, to append frames to. OSError where it cannot be written; no file has a part of its
+    """A file of a recording, to append frames to. OSError where it cannot be written; no file has a part of its
     header then, or after a crash, which nothing could replay and `set_aside` would not overwrite."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_bytes(_MAGIC + frame(header.SerializeToString()))
+    file, new = _begin(path, header)
     new.replace(path)
-    return path.open("ab", buffering=0)
+    return file
+
+
+def go_on(path: Path, header: Header) -> BinaryIO:
+    """As `create`; the newest file before it becomes the segment before this one. After an OSError it is the newest."""
+    file, new = _begin(path, header)
+    _link(path, segment_path(path, header.segment - 1))
+    new.replace(path)
+    return file
+
+
+def _begin(path: Path, header: Header) -> tuple[BinaryIO, Path]:
+    new = path.with_name(f"{path.name}.new")
+    file = open_file(new)
+    append(file, _MAGIC + frame(header.SerializeToString()))
+    sync(file)
+    return file, new
+
+
+def _link(path: Path, kept: Path) -> None:
+    """Gives a file another name, besides its own where the file system can do that: after a crash it has one."""
+    kept.unlink(missing_ok=True)
+    try:
+        kept.hardlink_to(path)
+    except OSError:
+        path.rename(kept)
 
 
 def open_frames(path: Path) -> tuple[Header, Generator[bytes]]:

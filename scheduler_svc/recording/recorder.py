@@ -3,6 +3,7 @@
 A recording never harms what it records: where it cannot go on, as on a full disk, it ends with one line in the log.
 """
 
+import errno
 import logging
 import os
 import queue
@@ -12,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, Self, TypeVar
 
 import numpy as np
 
@@ -36,6 +37,7 @@ _logger = logging.getLogger(__name__)
 _MAX_PENDING = 50_000
 """Operations that may wait to be written; a disk that is that slow ends the recording."""
 
+_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 _SEGMENTS = 4
 """A recording that may have so many bytes goes on in another file at this part of them. There are at most three files
 and the snapshot: the newest file, the one before, and one that is being replaced by the snapshot."""
@@ -50,17 +52,25 @@ class Recorder:
         self._is_open = True
         self._writer = _Writer(path, file, header, max_bytes)
         self._thread = threading.Thread(target=self._write, name="recording", daemon=True)
+        self._start()
+
+    def _start(self) -> None:
+        """Begins to write what is put. A simulation does that itself."""
         self._thread.start()
 
     @classmethod
-    def open(cls, path: str, *, with_token_ids: bool, max_bytes: int) -> "Recorder":
-        """Sets an earlier recording of this name aside. Raises ConfigurationError where the file cannot be written."""
+    def open(cls, path: str, *, with_token_ids: bool, max_bytes: int) -> Self | None:
+        """Sets an earlier recording of this name aside. None where the disk is full or fails, which must not keep a
+        scheduler from starting again. Raises ConfigurationError where the file cannot be written otherwise."""
         header = files.new_header(has_token_ids=with_token_ids)
         files.set_aside(Path(path))
         try:
             return cls(Path(path), files.create(Path(path), header), header, max_bytes)
         except OSError as error:
-            raise ConfigurationError(f"--record {path}: {error.strerror}") from error
+            if error.errno not in _DISK_ERRORS:
+                raise ConfigurationError(f"--record {path}: {error.strerror}") from error
+            _logger.warning("nothing is recorded in %s: %s", path, error.strerror)
+            return None
 
     def make_scheduler(self, config: SchedulerConfig) -> Scheduler:
         return _RecordedScheduler(config, self.put, self._hider)
@@ -86,15 +96,18 @@ class Recorder:
             _logger.warning("the recording %s ends here: %s", self._writer.path, reason)
 
     def _write(self) -> None:
-        is_last = False
-        while not is_last:
-            pending = [self._pending.get()]
-            # What came meanwhile, in one write.
-            while not self._pending.empty():
-                pending.append(self._pending.get())
-            is_last = pending[-1] is None
-            if self._is_open:
-                self._write_all([make for make in pending if make is not None])
+        while self._write_pending():
+            pass
+
+    def _write_pending(self) -> bool:
+        """Writes what waits, or comes next. Returns whether more may come."""
+        pending = [self._pending.get()]
+        # What came meanwhile, in one write.
+        while not self._pending.empty():
+            pending.append(self._pending.get())
+        if self._is_open:
+            self._write_all([make for make in pending if make is not None])
+        return pending[-1] is not None
 
     def _write_all(self, makes: Sequence[Callable[[], Operation]]) -> None:
         try:
@@ -130,10 +143,8 @@ class _Writer:
         self._append(pending)
 
     def _append(self, frames: bytearray) -> None:
-        content = memoryview(frames)
-        self._num_bytes += len(content)
-        while content:
-            content = content[self._file.write(content) :]
+        self._num_bytes += len(frames)
+        files.append(self._file, frames)
 
     def close(self) -> None:
         self._file.close()
@@ -152,10 +163,10 @@ class _Writer:
             if self._compacting.returncode:
                 raise files.RecordingError(errors.strip().rpartition("\n")[2])
             self._compacting = None
+        header = files.header_of(self._header, segment + 1)
+        file = files.go_on(self.path, header)
         self._file.close()
-        self.path.rename(files.segment_path(self.path, segment))
-        self._header = files.header_of(self._header, segment + 1)
-        self._file = files.create(self.path, self._header)
+        self._file, self._header = file, header
         self._num_bytes = 0
         if segment:
             # In a process of its own, since running the core takes the processor from this one.

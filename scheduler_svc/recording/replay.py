@@ -24,12 +24,14 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.recording.files import (
     DamagedError,
     RecordingError,
+    append,
     create,
     frame,
     open_frames,
     read_header,
     segment_path,
     snapshot_path,
+    sync,
 )
 from scheduler_svc.recording.messages import (
     Header,
@@ -250,7 +252,7 @@ def replay(path: Path, *, checks: bool = True, show: Callable[[str], None] | Non
     header = read_header(path)
     replayer = Replayer(checks=checks, show=show)
     first = 0
-    if header.segment and snapshot_path(path).exists():
+    if header.segment and _has_snapshot(path, header):
         first = _load_snapshot(path, header, replayer)
     report = replayer.report
     try:
@@ -294,16 +296,24 @@ def compact(path: Path, newest: Header, end: int) -> None:
     """Replaces the files before number `end` by a snapshot of the core after them. Raises RecordingError where the core
     does not plan what was recorded, and changes nothing."""
     replayer = Replayer(checks=False)
-    first = _load_snapshot(path, newest, replayer) if snapshot_path(path).exists() else 0
+    first = _load_snapshot(path, newest, replayer) if _has_snapshot(path, newest) else 0
     for segment in range(first, end):
         _replay_segment(path, newest, segment, replayer)
     report = replayer.report
     if not report.is_equal or report.damage is not None or replayer.scheduler is None:
         reason = report.damage or report.ended_early or next(iter(report.differences), "it holds no operation")
         raise RecordingError(f"{path}: its first files cannot be replaced by a snapshot: {reason}")
+    # Another scheduler may have begun meanwhile, whose files have these names.
+    _check_same(path, read_header(path), newest)
     _write_snapshot(path, newest, end, replayer.scheduler)
     for segment in range(first, end):
         segment_path(path, segment).unlink()
+
+
+def _has_snapshot(path: Path, newest: Header) -> bool:
+    """Whether there is one of this recording. One of an earlier recording may have outlived its other files."""
+    snapshot = snapshot_path(path)
+    return snapshot.exists() and read_header(snapshot).recording_id == newest.recording_id
 
 
 def _write_snapshot(path: Path, newest: Header, segment: int, scheduler: Scheduler) -> None:
@@ -313,7 +323,9 @@ def _write_snapshot(path: Path, newest: Header, segment: int, scheduler: Schedul
     header.segment = segment
     made = snapshot_path(path).with_suffix(".partial")
     with create(made, header) as file:
-        file.write(frame(pickle.dumps(scheduler, protocol=5)))
+        append(file, frame(pickle.dumps(scheduler, protocol=5)))
+        # The files before it are removed next.
+        sync(file)
     made.replace(snapshot_path(path))
 
 

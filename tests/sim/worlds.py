@@ -9,7 +9,9 @@ from random import Random
 from typing import Any, cast
 
 from tests.sim.world.cluster import MANY, Cluster, Layout, draw_layout, watched_schedulers
+from tests.sim.world.disk import draw_recording
 from tests.sim.world.faults import (
+    BadDisk,
     Cut,
     Fault,
     Glitch,
@@ -17,6 +19,7 @@ from tests.sim.world.faults import (
     OtherModel,
     OtherPool,
     Reset,
+    draw_bad_disks,
     draw_faults,
     draw_other_model,
 )
@@ -108,6 +111,10 @@ def draw_plan(seed: int) -> Plan:
     if rare.random() < _RARE:
         other = draw_other_model(rare, layout.servers, over_s, layout.worker.fingerprint)
         faults = (*(faults if rare.random() < 0.5 else ()), other)
+    disk = Random(f"disk {seed}")
+    if (recording := draw_recording(disk)) is not None:
+        layout = replace(layout, recording=recording)
+        faults = (*faults, *draw_bad_disks(disk, layout.hosts, over_s))
     return Plan(
         seed,
         layout,
@@ -167,12 +174,15 @@ def run_world(plan: Plan, on_world: Callable[[World], object] = lambda _: None) 
             except StuckError as error:
                 raise StuckError(f"{', '.join(cluster.held)}: {error}") from error
             cluster.check()
+            for disk in cluster.disks.values():
+                disk.check()
         errors = tuple(story.error.reason for story in cluster.stories if story.error is not None)
         num_tokens = sum(story.witness.last.num_tokens for story in cluster.stories if story.witness is not None)
         return Outcome(world.digest, world.num_events, world.now, num_tokens, errors)
 
 
 def _circumstances(plan: Plan) -> Circumstances:
+    plan = replace(plan, faults=tuple(fault for fault in plan.faults if not isinstance(fault, BadDisk)))
     trouble_s = sum(fault.seconds for fault in plan.faults)
     settings = plan.layout.settings
     changes = [fault for fault in plan.faults if isinstance(fault, OtherModel)]

@@ -16,7 +16,6 @@ from gateway.api.responses.read import ResponseBody
 from gateway.replicas.events import Chunk, Finished, FinishReason, PositionLogprobs, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Result
-from gateway.text.formats.output import Output
 from gateway.text.tokenizer import TokenTexts
 from gateway.types import ChatMessage
 from quire import clock
@@ -94,7 +93,7 @@ class ResponseShaper:
         match event:
             case Chunk():
                 output = output_of(event)
-                if self._body.shows_logprobs and output == Output():
+                if self._body.shows_logprobs and not output:
                     self._untold.append(event.logprobs)
                 for each in self._blocks.push(output):
                     yield from self._block_event(each, event.logprobs)

@@ -25,6 +25,8 @@ from scheduler_svc.core.request import Request as CoreRequest
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import Array, ClientEvents, RequestFailure, StepPlan, StepResult
+from scheduler_svc.recording import recorder
+from scheduler_svc.recording.recorder import Recorder
 from scheduler_svc.service import app as scheduler_app
 from scheduler_svc.service import step_loop
 from scheduler_svc.service.app import serve
@@ -32,6 +34,7 @@ from scheduler_svc.service.requests import Requests
 from scheduler_svc.settings import SchedulerSettings
 from tests.sim.world.clients import Client, Story
 from tests.sim.world.device import Devices, HashRunner, RankWorker, SimDeviceLoop, prepare
+from tests.sim.world.disk import Disk, Recording, simulated_disks
 from tests.sim.world.fairness import Shares
 from tests.sim.world.gateways import PORT, fingerprint_of, run_gateway, settings_of
 from tests.sim.world.http_calls import HttpClient
@@ -75,6 +78,7 @@ class Layout:
         worker: Of each replica; its `world_size` says how many ranks there are, each on a host of its own.
         settings: Of the scheduler of each replica, but for its addresses.
         slowness: How many times longer than usual steps take, so that more happens while requests run.
+        recording: How schedulers record, where they do.
     """
 
     num_replicas: int
@@ -85,6 +89,7 @@ class Layout:
     gateway: GatewayOptions
     weather: Weather
     slowness: float = 1.0
+    recording: Recording | None = None
 
     @property
     def replicas(self) -> list[str]:
@@ -137,6 +142,7 @@ class Cluster:
     cores: dict[str, "CheckedScheduler"] = field(default_factory=dict[str, "CheckedScheduler"])
     requests: dict[str, Requests] = field(default_factory=dict[str, Requests])
     false_answers: list[FalseAnswerError] = field(default_factory=list[FalseAnswerError])
+    disks: dict[str, Disk] = field(default_factory=dict[str, Disk])
 
     def __post_init__(self) -> None:
         self.network = Network(self.world, self.layout.weather)
@@ -163,6 +169,10 @@ class Cluster:
             self.network.names[f"10.0.0.{number + 1}"] = host
             addresses.append(f"10.0.0.{number + 1}:{PORT}")
         self._addresses = ",".join(addresses)
+        if self.layout.recording is not None:
+            for host in self.layout.replicas:
+                if host.startswith("scheduler"):
+                    self.disks[host] = Disk(self.world, host)
         self._clients: dict[str, Client] = {}
         for host in self.layout.replicas:
             self._start(host, self._run_worker if host.startswith("worker") else self._run_scheduler)
@@ -181,6 +191,8 @@ class Cluster:
 
     def _forget(self, host: str) -> None:
         """The process of a host has ended."""
+        if host in self.disks:
+            self.disks[host].process_ended(has_power=host not in self.network.dark)
         self.gateways.pop(host, None)
         self.cores.pop(host, None)
         self.requests.pop(host, None)
@@ -247,7 +259,11 @@ class Cluster:
 
     async def _run_scheduler(self, node: Node) -> None:
         listen, workers = f"{node.host}:{_SCHEDULER_PORT}", self.layout.workers_of(node.host)
-        await serve(replace(self.layout.settings, listen=listen, workers=workers))
+        settings = replace(self.layout.settings, listen=listen, workers=workers)
+        if (recording := self.layout.recording) is not None:
+            trace = "/dev/full" if recording.traces else None
+            settings = replace(settings, record=str(self.disks[node.host].recording), trace_steps=trace)
+        await serve(settings)
 
     async def _run_gateway(self, node: Node) -> None:
         schedulers = [host for host in self.layout.replicas if host.startswith("scheduler")]
@@ -392,8 +408,11 @@ class CheckedScheduler(Scheduler):
     """The core, whose invariants hold after every operation that changes it from outside, and which is as fair as its
     policy promises."""
 
-    def __init__(self, config: SchedulerConfig, names: Names) -> None:
-        super().__init__(config, lambda config: NamingBlocks(config, names))
+    _names: Names
+
+    def __init__(self, config: SchedulerConfig, names: Names | None = None) -> None:
+        known = self._names if names is None else names
+        super().__init__(config, lambda config: NamingBlocks(config, known))
         self._fairness = None
         self._place_of: dict[RequestKey, tuple[int, int]] = {}
         self._arrivals = itertools.count()
@@ -485,7 +504,7 @@ class CheckedScheduler(Scheduler):
         failures = super().take_over(old, now)
         failed = {failure.key for failure in failures}
         if lost := [key for key in before if key not in failed and self.group(key) is None]:
-            self._tell(AssertionError(f"{lost} are dropped without a word"))
+            self._report(AssertionError(f"{lost} are dropped without a word"))
         return failures
 
     def restore_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
@@ -497,14 +516,22 @@ class CheckedScheduler(Scheduler):
             invariants.check(self)
         except Exception as error:
             # The service may catch it.
-            self._tell(error)
+            self._report(error)
             raise
 
     @staticmethod
-    def _tell(error: Exception) -> None:
+    def _report(error: Exception) -> None:
         node = CLOCK.get()
         assert isinstance(node, Node)
         node.fail(error)
+
+
+class RecordedScheduler(recorder._RecordedScheduler, CheckedScheduler):
+    """The same, recorded."""
+
+    def __init__(self, config: SchedulerConfig, names: Names, recording: Recorder) -> None:
+        self._names = names
+        super().__init__(config, recording.put, recording._hider)
 
 
 @contextmanager
@@ -520,12 +547,17 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         core = clusters[-1].cores[host()] = CheckedScheduler(config, clusters[-1].names)
         return core
 
+    def make_recorded(config: SchedulerConfig, recording: Recorder) -> CheckedScheduler:
+        core = clusters[-1].cores[host()] = RecordedScheduler(config, clusters[-1].names, recording)
+        return core
+
     def make_requests(*arguments: Any) -> CheckedRequests:
         requests = clusters[-1].requests[host()] = CheckedRequests(*arguments)
         return requests
 
     with (
         watched_tokens(),
+        simulated_disks(lambda: clusters[-1].disks, make_recorded),
         patch.object(step_loop, "Scheduler", make_core),
         patch.object(scheduler_app, "Requests", make_requests),
     ):

@@ -1,5 +1,6 @@
 """Faults as values: what breaks in a world, and when. Each begins at its time and undoes itself."""
 
+import errno
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -7,6 +8,7 @@ from typing import Any, ClassVar, Protocol, cast
 
 from quire.compatibility import ModelFingerprint
 from tests.sim.world.device import Devices
+from tests.sim.world.disk import Disk
 from tests.sim.world.network import Connection, Network
 from tests.sim.world.ranks import rank_hosts
 from tests.sim.world.supervisor import Supervised
@@ -69,6 +71,11 @@ class Target(Protocol):
     @property
     def devices(self) -> Devices:
         """The workers' devices."""
+        ...
+
+    @property
+    def disks(self) -> Mapping[str, Disk]:
+        """The disks of hosts that have one."""
         ...
 
     def change_worker(self, host: str, change: Callable[[FakeWorkerConfig], FakeWorkerConfig]) -> None:
@@ -376,6 +383,37 @@ class Rival:
 
     def begin(self, target: Target) -> None:
         target.start_rival(self.host, self.older_s)
+
+
+@dataclass(frozen=True, slots=True)
+class BadDisk:
+    """The disk of a scheduler is full for some seconds, or fails otherwise. Nothing but its recording may suffer."""
+
+    at: float
+    host: str
+    error: int
+    lasts_s: float
+
+    @property
+    def seconds(self) -> float:
+        return 0.0
+
+    def begin(self, target: Target) -> None:
+        target.disks[self.host].fail(self.error, self.lasts_s)
+
+
+def draw_bad_disks(draw: Random, hosts: Sequence[str], over_s: float) -> tuple[BadDisk, ...]:
+    """What happens to the disks of a world whose schedulers record."""
+    schedulers = [host for host in hosts if host.startswith("scheduler")]
+    return tuple(
+        BadDisk(
+            draw.uniform(-0.1, over_s),
+            draw.choice(schedulers),
+            draw.choice((errno.ENOSPC, errno.ENOSPC, errno.EIO)),
+            draw.choice((0.05, 1.0, MAX_FAULT_S)),
+        )
+        for _ in range(draw.choice((0, 1, 1, 2)))
+    )
 
 
 _WEIGHTS = {
