@@ -2,6 +2,7 @@
 fails, what is written in part, and what a crash leaves of it is drawn."""
 
 import errno
+import io
 import os
 import shutil
 import tempfile
@@ -11,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 from quire.clock import CLOCK
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.recording import files, recorder, replay
 from scheduler_svc.recording.recorder import Recorder
+from scheduler_svc.recording.replay import Replayer
 from scheduler_svc.service import step_loop
 from tests.sim.world.oracles import FalseAnswerError
 from tests.sim.world.world import Node, World
@@ -49,58 +51,52 @@ def draw_recording(draw: Random) -> Recording | None:
 
 
 class Disk:
-    """The disk of a host. What is not synced is lost with the power of its machine."""
+    """The disk of a host. What is not synced is lost with the power of its machine.
+
+    Attributes:
+        recorder: That of the process that lives.
+        num_outages: How often the machine lost its power.
+        may_be_cut: Whether a recording may lack its end: a process was killed, or the disk failed.
+    """
 
     def __init__(self, world: World, host: str) -> None:
         self.world, self.host = world, host
         self.folder = Path(tempfile.mkdtemp(prefix="disk-"))
-        _DISKS[self.folder] = self
-        self.num_outages = 0
+        self.recording = self.folder / "recording"
         self.recorder: SimRecorder | None = None
-        """That of the process that lives."""
-        self.may_be_cut = False
-        """Whether something may be missing at the end of a recording: a process was killed, or the disk failed."""
-        self._chance = world.generator(f"disk of {host}")
+        self.num_outages, self.may_be_cut = 0, False
+        self.chance = world.generator(f"disk of {host}")
         self._trouble: tuple[float, int] = (0.0, 0)
         self._synced: dict[int, int] = {}
         self._last: tuple[_File, int, float] | None = None
-        self._open: list[_File] = []
-
-    @property
-    def recording(self) -> Path:
-        return self.folder / "recording"
+        self.files: list[_File] = []
+        _DISKS[self.folder] = self
 
     def fail(self, error: int, seconds: float) -> None:
         """For some seconds what is written is refused with this error."""
         self.world.note("disk", self.host, errno.errorcode[error])
         self._trouble = self.world.now + seconds, error
 
-    def open(self, path: Path) -> "_File":
-        self._check()
-        file = _File(self, path)
-        self._open.append(file)
-        return file
-
-    def write(self, file: "_File", data: memoryview) -> int:
-        """Writes all, or a part; a full disk takes what fits before it refuses."""
-        count, is_short = len(data), self._chance.random() < _SHORT
-        until, error = self._trouble
-        if is_short or (self.world.now < until and error == errno.ENOSPC and self._chance.random() < 0.5):
-            count = self._chance.randrange(count)
-        if not is_short and count == len(data):
-            self._check()
-        self._last = file, file.raw.tell(), self.world.now
-        return file.raw.write(data[: max(count, 1)]) or 0
-
-    def sync(self, file: "_File") -> None:
-        self._check()
-        self._synced[file.inode] = file.raw.tell()
-
-    def _check(self) -> None:
+    def check_works(self) -> None:
+        """Raises OSError where it does not."""
         until, error = self._trouble
         if self.world.now < until:
             self.may_be_cut = True
             raise OSError(error, os.strerror(error))
+
+    def taken(self, file: "_File", data: memoryview) -> memoryview:
+        """What of a write it takes: all, or a part; a full disk takes what fits before it refuses."""
+        until, error = self._trouble
+        fits = self.world.now < until and error == errno.ENOSPC and self.chance.random() < 0.5
+        self._last = file, file.tell(), self.world.now
+        if fits or self.chance.random() < _SHORT:
+            return data[: self.chance.randint(1, len(data))]
+        self.check_works()
+        return data
+
+    def sync(self, file: "_File") -> None:
+        self.check_works()
+        self._synced[os.fstat(file.fileno()).st_ino] = file.tell()
 
     def process_ended(self, *, has_power: bool) -> None:
         """By a kill, perhaps in the middle of a write; without power, what is not synced is lost in part."""
@@ -109,13 +105,12 @@ class Disk:
             self.num_outages += 1
             for path in sorted(self.folder.iterdir()):
                 status = path.stat()
-                kept = self._synced.get(status.st_ino, 0)
-                if kept < status.st_size:
-                    os.truncate(path, self._chance.randint(kept, status.st_size))
+                kept = min(self._synced.get(status.st_ino, 0), status.st_size)
+                os.truncate(path, self.chance.randint(kept, status.st_size))
         elif self._last is not None:
             file, start, at = self._last
-            if self.world.now - at < _WRITE_S and self._chance.random() < 0.5:
-                file.raw.truncate(self._chance.randint(start, file.raw.tell()))
+            if self.world.now - at < _WRITE_S and self.chance.random() < 0.5:
+                file.truncate(self.chance.randint(start, file.tell()))
 
     def check(self) -> None:
         """Raises FalseAnswerError where a recording cannot be replayed, or another core would have planned otherwise,
@@ -123,12 +118,15 @@ class Disk:
         living = self.recorder
         if living is not None:
             living.flush()
+            has_reason = self.may_be_cut or "not yet replaced" in (living.reason or "not yet replaced")
+            if not has_reason:
+                raise FalseAnswerError(f"the recording of {self.host} ends: {living.reason}")
         for path in (self.recording, self.folder / "recording.old"):
             if not path.exists():
                 continue
             is_whole = path == self.recording and living is not None and living.reason is None
             try:
-                report = replay.replay(path, checks=False)
+                report = replay.replay(path)
             except files.RecordingError as error:
                 raise FalseAnswerError(f"the recording of {self.host}: {error}") from error
             if not report.is_equal or (report.damage and (is_whole or not self.may_be_cut)):
@@ -138,34 +136,23 @@ class Disk:
                 raise FalseAnswerError(f"the recording of {self.host} has {report.num_operations} operations")
 
     def close(self) -> None:
-        for file in self._open:
-            file.raw.close()
+        for file in self.files:
+            file.close()
         del _DISKS[self.folder]
         shutil.rmtree(self.folder)
 
 
-class _File:
+class _File(io.FileIO):
     """A file that is written to."""
 
-    def __init__(self, disk: Disk, path: Path) -> None:
-        self._disk = disk
-        self.raw = path.open("wb", buffering=0)
-        self.inode = os.fstat(self.raw.fileno()).st_ino
+    def __init__(self, path: Path) -> None:
+        self.disk = _DISKS[path.parent]
+        self.disk.check_works()
+        super().__init__(path, "wb")
+        self.disk.files.append(self)
 
     def write(self, data: Any) -> int:
-        return self._disk.write(self, memoryview(data))
-
-    def sync(self) -> None:
-        self._disk.sync(self)
-
-    def close(self) -> None:
-        self.raw.close()
-
-    def __enter__(self) -> "_File":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return super().write(self.disk.taken(self, memoryview(data)))
 
 
 class SimRecorder(Recorder):
@@ -177,17 +164,16 @@ class SimRecorder(Recorder):
     """
 
     def _start(self) -> None:
-        self.num_put, self.reason, self._is_writing, self.has_closed = 0, None, False, False
-        node = CLOCK.get()
-        assert isinstance(node, Node)
-        self.node = node
+        self.num_put, self._is_writing = 0, False
+        self.reason: str | None = None
+        self._node = cast(Node, CLOCK.get())
 
     def put(self, make: Callable[[], Any]) -> None:
         self.num_put += 1
         super().put(make)
         if not self._is_writing and self._is_open:
             self._is_writing = True
-            self.node.run_job(self.flush)
+            self._node.run_job(self.flush)
 
     def flush(self) -> None:
         self._is_writing = False
@@ -200,8 +186,8 @@ class SimRecorder(Recorder):
 
     def _end(self, reason: str) -> None:
         if self._is_open:
-            self.reason: str | None = reason
-            self.node._world.note("recording ends", self.node.host)
+            self.reason = reason
+            self._node._world.note("recording ends", self._node.host)
         super()._end(reason)
 
 
@@ -214,7 +200,7 @@ class _Compaction:
         self._outage, self._error = self._disk.num_outages, ""
         self.returncode: int | None = None
         self._header = files.read_header(self._path)
-        self._disk.world.after(self._disk._chance.uniform(0, _COMPACTS_S), self._run)
+        self._disk.world.after(self._disk.chance.uniform(0, _COMPACTS_S), self._run)
 
     def _run(self) -> None:
         if self.returncode is None and self._disk.num_outages == self._outage and self._disk.folder.exists():
@@ -254,9 +240,11 @@ def simulated_disks(
 
     with ExitStack() as stack:
         for target, name, value in (
-            (files, "open_file", lambda path: _DISKS[path.parent].open(path)),
-            (files, "sync", _File.sync),
-            (replay, "sync", _File.sync),
+            (files, "open_file", _File),
+            (files, "sync", lambda file: file.disk.sync(file)),
+            (replay, "sync", lambda file: file.disk.sync(file)),
+            # The cores of worlds are checked, which computes hashes that plans then need not look up.
+            (replay, "Replayer", lambda **_: Replayer()),
             (recorder, "subprocess", SimpleNamespace(Popen=_Compaction, DEVNULL=None, PIPE=None)),
             (SimRecorder, "make_scheduler", make_scheduler),
             (step_loop, "Recorder", SimpleNamespace(open=open_recorder)),
