@@ -177,6 +177,9 @@ async def test_log_probabilities_come_one_a_token(rig, front, streams, step):
     rig.scheduler.tokens_per_step = step
     answer = await front.ask(streams=streams, logprobs=2, max_tokens=5)
     assert answer.logprobs == [-0.5] * 5
+    # The end of the text is a token that has none.
+    whole = await front.ask(streams=streams, logprobs=2)
+    assert len(whole.logprobs) == whole.usage[1]
     assert not (await front.ask(streams=streams, max_tokens=5)).logprobs
 
 

@@ -5,7 +5,6 @@ import json
 import socket
 
 import grpc
-import httpx
 import pytest
 import pytest_asyncio
 
@@ -113,14 +112,3 @@ async def test_a_client_that_reads_is_never_too_slow_however_long_its_answer_tak
     scheduler.step_delay_s = SHORT_S / 10
     answer = await collect(gateway.generation.GenerateStream(stream_request(max_tokens=30)))
     assert len(answer.token_ids) == 30
-
-
-async def test_a_body_that_comes_piece_by_piece_in_time_is_served(gateway):
-    async def pieces():
-        for piece in (b'{"prompt": ', b'"hello", ', b'"max_tokens": 3}'):
-            yield piece
-            await asyncio.sleep(SHORT_S / 20)
-
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=30) as client:
-        response = await client.post("/v1/completions", content=pieces(), headers={"content-type": "application/json"})
-    assert response.status_code == 200

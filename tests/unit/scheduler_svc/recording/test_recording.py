@@ -1,6 +1,9 @@
 """Recordings as files: whole, cut, damaged, too large for one file, and on a disk that is full."""
 
+import errno
+import io
 import logging
+import os
 import pickle
 import random
 import shutil
@@ -11,7 +14,7 @@ import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -23,7 +26,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.recording import files
 from scheduler_svc.recording.messages import TokenHider
 from scheduler_svc.recording.recorder import Recorder, _Writer
-from scheduler_svc.recording.replay import replay
+from scheduler_svc.recording.replay import compact, replay
 from tests.support import core_driver
 from tests.support.core_driver import Driver, make_config, make_request
 
@@ -302,6 +305,59 @@ def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(
     assert [each.getMessage() for each in caplog.records] == [
         f"the recording {path} ends here: [Errno 28] No space left on device"
     ]
+
+
+@pytest.mark.parametrize(("error", "starts"), [(errno.ENOSPC, True), (errno.EIO, True), (errno.EACCES, False)])
+def test_a_scheduler_starts_on_a_disk_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int, starts: bool
+) -> None:
+    monkeypatch.setattr(files, "open_file", lambda path: refuse(error))
+    path = str(tmp_path / "recording")
+    if not starts:
+        with pytest.raises(ConfigurationError, match="Permission denied"):
+            Recorder.open(path, with_token_ids=False, max_bytes=MANY_BYTES)
+        return
+    with caplog.at_level(logging.WARNING):
+        assert Recorder.open(path, with_token_ids=False, max_bytes=MANY_BYTES) is None
+    assert [f"nothing is recorded in {path}" in each.getMessage() for each in caplog.records] == [True]
+
+
+def test_a_file_that_cannot_be_begun_leaves_the_ones_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "recording"
+    create = files.create
+
+    def create_and_fill_the_disk(path: Path, header: files.Header) -> BinaryIO:
+        file = create(path, header)
+        monkeypatch.setattr(files, "open_file", lambda path: refuse(errno.ENOSPC))
+        return file
+
+    monkeypatch.setattr(files, "create", create_and_fill_the_disk)
+    record(path, monkeypatch, num_requests=20, max_bytes=4 * 4096)
+    assert files.read_header(path).segment == 0
+    report = replay(path)
+    assert report.is_equal
+    assert report.num_steps
+
+
+def test_a_disk_that_takes_parts_of_writes_gets_a_whole_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: Large
+) -> None:
+    class Parts(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[:100])
+
+    path = large.copy(tmp_path)
+    before, newest = replay(path), files.read_header(path)
+    monkeypatch.setattr(files, "open_file", lambda path: Parts(path, "wb"))
+    compact(path, newest, newest.segment)
+    assert files.read_header(files.snapshot_path(path)).segment == newest.segment
+    after = replay(path)
+    assert after.is_equal
+    assert after.num_steps <= before.num_steps
+
+
+def refuse(error: int) -> Any:
+    raise OSError(error, os.strerror(error))
 
 
 def test_a_disk_that_is_slow_ends_the_recording(
