@@ -33,6 +33,7 @@ BENCHMARKS = (
     "routing_model",
     "prediction",
     "drawing",
+    "adapters",
 )
 
 
