@@ -20,6 +20,7 @@ from kernels.cpu.library import LibraryUnavailableError, find_open_mp
 from kernels.low_rank import LowRank
 from quire import clock
 from quire.adapters import WEIGHTS_FILE, AdaptedModule, Adapter, UnusableAdapterError, check_digest, read_adapter
+from worker_svc.layers.experts import Experts
 from worker_svc.layers.linear import Linear
 from worker_svc.models.base import CausalLM, NativeCausalLM
 
@@ -120,7 +121,7 @@ class AdapterSlots:
         if shape is None:
             raise UnusableAdapterError(
                 f"adapter {adapter.directory} adapts {name}, which is no linear layer of this model "
-                f"({self._architecture}): it is of another one"
+                f"({self._architecture}) that takes adapters: experts do not, or it is of another model"
             )
         if shape != (module.num_inputs, module.num_outputs):
             raise UnusableAdapterError(
@@ -153,9 +154,11 @@ def takes_adapters(model: CausalLM) -> bool:
 
 
 def adapted_linears(model: CausalLM) -> tuple[Linear, ...]:
-    """All linear layers between the embedding and the head."""
+    """The linear layers between the embedding and the head, except those of experts, which only compute some tokens."""
     assert isinstance(model, NativeCausalLM)
-    return tuple(module for module in model.layers.modules() if isinstance(module, Linear))
+    modules = list(model.layers.modules())
+    of_experts = {id(each) for experts in modules if isinstance(experts, Experts) for each in experts.modules()}
+    return tuple(module for module in modules if isinstance(module, Linear) and id(module) not in of_experts)
 
 
 def _use_one_thread() -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kernels import ops
 from kernels.low_rank import LowRank, MaskedTable, PackedTable, TokenAddends
-from kernels.packed_weight import Rounding
+from kernels.packed_weight import Coding, Rounding
+from tests.support.coded_weights import make_coded
 from tests.support.cpu_kernels import torch_threads
 from tests.unit.kernels.cpu.test_product import exact, make_kernels, make_weight
 
@@ -82,9 +83,7 @@ def test_any_shape_equals_the_sums_of_float64(
     if sum(widths) % 2 and gated:
         widths[0] += 1
     x, weight = torch.randn(num_tokens, in_features).to(dtype), make_weight(sum(widths), in_features, dtype)
-    adapters = [
-        make_parts(in_features, widths, [data.draw(RANKS) for _ in widths], dtype) for _ in range(NUM_SLOTS)
-    ]
+    adapters = [make_parts(in_features, widths, [data.draw(RANKS) for _ in widths], dtype) for _ in range(NUM_SLOTS)]
     slots = torch.tensor(data.draw(st.lists(st.integers(0, NUM_SLOTS), min_size=num_tokens, max_size=num_tokens)))
     with torch_threads(threads):
         packed = kernels.pack_weight(weight, gated, rounding)
@@ -117,6 +116,24 @@ def test_addends_come_on_top_of_rounded_products(isa: str) -> None:
         plain = kernels.product(x, packed, None, "identity", torch.float32)
         delta = delta_of(x, parts, [75])
         torch.testing.assert_close(with_addends.double() - plain.double(), delta, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_of_several_codings_are_one_layer(isa: str) -> None:
+    """Parts begin and end within weights, and within their tiles."""
+    kernels, widths, x = make_kernels(isa), [70, 10, 61], torch.randn(7, 512).bfloat16()
+    packed = [
+        kernels.pack_coded(make_coded(coding, out, 512 // coding.group[0]), False, Rounding.NONE)
+        for coding, out in ((Coding.Q4_K, 75), (Coding.Q6_K, 40), (Coding.Q8_0, 26))
+    ]
+    parts, slots = make_parts(512, widths, [8, 12, 5], torch.bfloat16), torch.tensor([1, 0, 2, 1, 0, 1, 1])
+    table = PackedTable(packed, widths, 2, MAX_RANK)
+    table.put(1, table.pack(parts))
+    plain = kernels.products(x, packed, None, torch.float32)
+    actual = kernels.products(x, packed, None, torch.float32, TokenAddends(table, slots))
+    adapted = slots == 1
+    assert torch.equal(actual[~adapted], plain[~adapted])
+    found = (actual - plain)[adapted].double()
+    torch.testing.assert_close(found, delta_of(x[adapted], parts, widths), rtol=5e-2, atol=5e-2)
 
 
 def test_a_tokens_bits_do_not_depend_on_other_tokens(isa: str) -> None:
