@@ -27,6 +27,8 @@ _PATTERN = re.compile(r"\^?[\w.]+", re.ASCII)
 _EMBEDDINGS = ("lora_embedding_", "embed_tokens", "embed_positions", "wte.", "wpe.", "lm_head")
 _DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes of an element."""
+_OF_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_attn", "c_fc"})
+"""Layers whose inputs are the hidden state."""
 _NEUTRAL_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the weights of the model as they are."""
 _UNSUPPORTED = {
@@ -121,6 +123,25 @@ def check_digest(adapter: Adapter, digest: bytes) -> None:
             f"the files of adapter {adapter.directory} have changed since it was loaded: their digest is "
             f"{adapter.digest.hex()[:16]}, that of the request {digest.hex()[:16]}; load it again under its name"
         )
+
+
+def check_fits(adapter: Adapter, config: Mapping[str, Any]) -> None:
+    """Raises UnusableAdapterError where the adapter is of another shape than the model with this config.json, as far as
+    that says. The worker knows all of its layers."""
+    num_layers = config.get("num_hidden_layers", config.get("n_layer"))
+    hidden_size = config.get("hidden_size", config.get("n_embd"))
+    for name, module in adapter.modules.items():
+        layer = re.search(r"\.(\d+)\.", name)
+        if layer is not None and isinstance(num_layers, int) and int(layer[1]) >= num_layers:
+            raise UnusableAdapterError(
+                f"adapter {adapter.directory} adapts {name}; the model has {num_layers} layers: it is of another model"
+            )
+        takes_hidden = name.rpartition(".")[2] in _OF_HIDDEN
+        if takes_hidden and isinstance(hidden_size, int) and module.num_inputs != hidden_size:
+            raise UnusableAdapterError(
+                f"adapter {adapter.directory}: {name} has {module.num_inputs} inputs; the hidden size of the model is "
+                f"{hidden_size}: the adapter is of another model"
+            )
 
 
 @dataclass(frozen=True, slots=True)
