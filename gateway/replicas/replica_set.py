@@ -153,6 +153,14 @@ class Replicas:
                 raise self._nobody(f"no scheduler was reached within {patience_s:g} s, nor before") from None
         return self.welcomes
 
+    def adapters_in_use(self) -> tuple[list[str], list[str]]:
+        """The names of adapters that requests generate with, and of those whose requests have generated nothing yet."""
+        named = {live.request.adapter.name: False for live in self._ledger if live.request.adapter is not None}
+        for live in self._ledger:
+            if live.request.adapter is not None and live.num_generated_tokens:
+                named[live.request.adapter.name] = True
+        return [name for name, runs in named.items() if runs], [name for name, runs in named.items() if not runs]
+
     def place(self, live: LiveRequest) -> None:
         """Sends a request to a replica, or keeps it until there is one."""
         candidates = self._candidates(live)
