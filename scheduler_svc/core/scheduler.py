@@ -429,9 +429,8 @@ class Scheduler:
         why. Returns the failures of the requests that waited for it then. Raises ValueError for another number."""
         keys = self.preparations.done(number, failure)
         if failure is not None:
-            return self._fail_all(
-                keys, f"the adapter of this request cannot be loaded: {failure}", "ADAPTER_NOT_LOADED"
-            )
+            detail = f"the adapter of this request cannot be loaded: {failure}"
+            return self._fail_all(keys, detail, reason="ADAPTER_NOT_LOADED")
         for key, queue in itertools.product(keys, (self.waiting, self.swapped)):
             queue.release(key)
         return {}
@@ -442,11 +441,11 @@ class Scheduler:
         need, keys = self.preparations.give_up(number)
         if isinstance(need, Constraint):
             detail = f"the workers have not compiled the constraint of this request for {seconds:.1f} s"
-            return self._fail_all(keys, detail, "CONSTRAINT_TIMEOUT")
+            return self._fail_all(keys, detail, reason="CONSTRAINT_TIMEOUT")
         detail = f"the workers have not loaded the adapter of this request for {seconds:.1f} s"
-        return self._fail_all(keys, detail, "ADAPTER_NOT_LOADED")
+        return self._fail_all(keys, detail, reason="ADAPTER_NOT_LOADED")
 
-    def _fail_all(self, keys: Iterable[RequestKey], message: str, reason: str) -> dict[ClientId, ClientEvents]:
+    def _fail_all(self, keys: Iterable[RequestKey], message: str, *, reason: str) -> dict[ClientId, ClientEvents]:
         events: dict[ClientId, ClientEvents] = {}
         for group in filter(None, map(self.group, keys)):
             for client, failure in self._fail(group, message, reason=reason).items():
