@@ -24,7 +24,6 @@ from tests.support.gateway_process import error_of, running_gateway, stream_requ
 from tests.support.keys import KeysFile
 from tests.support.rig import Rig, running_rig
 
-
 MODULES = {"model.layers.0.self_attn.q_proj": (4, 256, 256)}
 
 

@@ -30,7 +30,7 @@ from scheduler_svc.service.app import serve
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.settings import SchedulerSettings
 from tests.sim.world.clients import Client, Story
-from tests.sim.world.device import Devices, HashRunner, RankWorker, SimDeviceLoop, prepare
+from tests.sim.world.device import Devices, HashRunner, RankWorker, SimAdapters, SimDeviceLoop, prepare
 from tests.sim.world.fairness import Shares
 from tests.sim.world.gateways import PORT, fingerprint_of, run_gateway, settings_of
 from tests.sim.world.http_calls import HttpClient
@@ -74,6 +74,7 @@ class Layout:
         worker: Of each replica; its `world_size` says how many ranks there are, each on a host of its own.
         settings: Of the scheduler of each replica, but for its addresses.
         slowness: How many times longer than usual steps take, so that more happens while requests run.
+        loads_fail: Whether some loads of adapters fail.
     """
 
     num_replicas: int
@@ -84,6 +85,7 @@ class Layout:
     gateway: GatewayOptions
     weather: Weather
     slowness: float = 1.0
+    loads_fail: bool = False
 
     @property
     def replicas(self) -> list[str]:
@@ -142,6 +144,7 @@ class Cluster:
         self.running: dict[str, Node] = {}
         self._num_over = 0
         self.devices = Devices(self.world, self.layout.slowness)
+        self.devices.loads_fail = self.layout.loads_fail
         self._started_ns: dict[str, int] = {}
         self._rivals: list[Node] = []
         self.hosts: dict[str, Supervised] = {}
@@ -240,7 +243,8 @@ class Cluster:
         runner.model, runner.deadly = int(config.fingerprint.weights), self.circumstances.deadly
         self.runners[node.name] = runner
         loop = SimDeviceLoop(node, runner, self.devices)
-        worker = RankWorker(config.info(), runner, loop, lambda sent: prepare(node, sent))
+        adapters = SimAdapters(node, runner, self.devices)
+        worker = RankWorker(config.info(), runner, loop, lambda sent: prepare(node, sent), adapters)
         worker._sessions = CheckedSessions(node, worker.info.worker_generation, worker.info.limits.max_steps_in_flight)
         return worker
 
@@ -251,7 +255,13 @@ class Cluster:
     async def _run_gateway(self, node: Node) -> None:
         schedulers = [host for host in self.layout.replicas if host.startswith("scheduler")]
         addresses = tuple(f"{host}:{_SCHEDULER_PORT}" for host in schedulers)
-        settings = settings_of(node.host, addresses, drain_timeout=_DRAIN_TIMEOUT_S, **asdict(self.layout.gateway))
+        settings = settings_of(
+            node.host,
+            addresses,
+            has_adapters=self.layout.worker.max_adapters > 0,
+            drain_timeout=_DRAIN_TIMEOUT_S,
+            **asdict(self.layout.gateway),
+        )
         await run_gateway(settings, lambda gateway: self.gateways.update({node.host: gateway}))
 
     async def _run_client(self, node: Node) -> None:
