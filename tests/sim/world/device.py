@@ -337,15 +337,16 @@ class SimDeviceLoop(DeviceLoop):
         runner.on_block_error, runner.on_deadly = node.fail, node.kill
         runner.takes_glitch = lambda place: devices.take_glitch(node.host, place)
         runner.takes_deviation = lambda: devices.take_deviation(node.host)
-        self.attaching = 0
-        """The epoch whose scheduler asks for an inventory now."""
+        self.attaching: int | None = None
+        """The epoch whose scheduler asks for an inventory by the next call; other calls put adapters into slots."""
         self._hash_runner = runner
         self._epochs: dict[Future[Any], int] = {}
         self.use(runner)
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
         future = super().call(function)
-        self._epochs[future] = self.attaching
+        if self.attaching is not None:
+            self._epochs[future], self.attaching = self.attaching, None
         return future
 
     def _take(self, job: _StepJob | _CallJob[Any]) -> "Future[None] | None":
@@ -355,7 +356,7 @@ class SimDeviceLoop(DeviceLoop):
             if group is not None and not job.lane.has_failed:
                 self._started_at.setdefault(id(job), clock.monotonic())
                 place = job.admitted.step.scheduler_epoch, job.admitted.step.step_id
-        elif not self._started_at and not job.future.cancelled():
+        elif job.future in self._epochs and not self._started_at and not job.future.cancelled():
             place = self._epochs[job.future], 0
         waits = None if group is None or place is None else group.arrive(self._hash_runner.rank, place)
         return super()._take(job) if waits is None else waits
