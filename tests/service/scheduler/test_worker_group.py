@@ -23,7 +23,7 @@ from scheduler_svc.service.worker_link import (
     WorkerLostError,
     attach_workers,
 )
-from scheduler_svc.service.worker_messages import ConstraintPrepared, StepAnswer
+from scheduler_svc.service.worker_messages import Prepared, StepAnswer
 from tests.support.core_driver import make_config, make_request
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.scheduler_process import (
@@ -190,7 +190,7 @@ async def test_ranks_are_attached_as_one_and_a_constraint_is_prepared_when_all_h
         async with asyncio.timeout(30):
             while len(numbers) < 2:
                 answer = await link.receive()
-                if isinstance(answer, ConstraintPrepared):
+                if isinstance(answer, Prepared):
                     numbers.append(answer.number)
         assert sorted(numbers) == [3, 4]
 

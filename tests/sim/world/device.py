@@ -223,9 +223,11 @@ class SimAdapters:
     def start_load(self, directory: Path, digest: bytes) -> "Future[bytes]":
         future: Future[bytes] = Future()
         self._num_loads += 1
-        fails = self._devices.loads_fail and self._num_loads % 3 == 0
+        fails = self._devices.loads_fail and self._num_loads % 3 == 2
 
         def answer() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             if fails:
                 future.set_exception(UnusableAdapterError(f"{directory} is gone"))
             else:
