@@ -34,6 +34,7 @@ BENCHMARKS = (
     "routing_model",
     "prediction",
     "drawing",
+    "adapters",
 )
 
 

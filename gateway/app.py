@@ -21,6 +21,7 @@ from gateway.replicas.ledger import Ledger
 from gateway.replicas.members import Resolver
 from gateway.replicas.replica_set import Replicas
 from gateway.replicas.routing import RoutingPolicy
+from gateway.request.adapters import Adapters
 from gateway.request.counting import EntryLimits
 from gateway.request.generator import Generator
 from gateway.request.served_model import ServedModel
@@ -59,6 +60,10 @@ _HAND_OVER_S = 1.0
 _SHARED_CONNECTION_AGE_S = 10.0
 # A scrape takes the numbers of schedulers that have answered by then.
 _SCRAPE_TIMEOUT_S = 2.0
+_ADAPTERS_FIXED = (
+    "several gateways share the ports here, and only one of them would know; name adapters by --adapters, or start one "
+    "gateway"
+)
 _logger = logging.getLogger(__name__)
 
 
@@ -122,6 +127,7 @@ class Gateway:
         resolve = partial(resolve_model, settings.model, with_weights=False)
         path = await asyncio.get_running_loop().run_in_executor(DaemonThreads("download"), resolve)
         generator = _make_generator(settings, path, gateway_id, ledger, metrics, tls, tracer, resolver)
+        await generator.adapters.open(settings.adapters)
         authenticator = _make_authenticator(settings, metrics)
         kserve = KServeServicer(generator)
         turns = TenantTurns()
@@ -324,7 +330,9 @@ def _make_generator(
     if settings.vllm_metric_names:
         vllm = VllmMetrics(model.name, metrics, replicas, gateway_id)
         metrics.show(vllm, vllm.refresh)
-    return Generator(model, replicas, ledger, settings, metrics, tracer)
+    refusal = _ADAPTERS_FIXED if settings.hand_over else None
+    adapters = Adapters(model.name, path, lambda: [each.max_adapters for each in replicas.welcomes], refusal)
+    return Generator(model, replicas, ledger, settings, metrics, tracer, adapters)
 
 
 def _make_authenticator(settings: GatewaySettings, metrics: GatewayMetrics) -> Authenticator:

@@ -60,7 +60,7 @@ class ListenFlags(ServiceFlags):
 
 @dataclass(frozen=True)
 class FormatFlags(ServiceFlags):
-    """The model's name, and the formats of its answers."""
+    """The model's name, its adapters, and the formats of its answers."""
 
     served_model_name: str | None = setting(
         None, "the name of the model for clients; by default the directory's name", metavar="NAME", common=True
@@ -76,6 +76,21 @@ class FormatFlags(ServiceFlags):
         choices=sorted(REASONING_FORMATS),
     )
     request_id_prefix: str = setting("req-", "prefix of the request ids that the gateway makes")
+    adapters: tuple[str, ...] = setting(
+        (),
+        "LoRA adapters to serve as models of their own; directories are absolute and the same for gateways and workers",
+        metavar="NAME=DIR",
+        common=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = [each.partition("=")[0] for each in self.adapters]
+        for each, name in zip(self.adapters, names, strict=True):
+            if "=" not in each:
+                raise ValueError(f"--adapters has {each!r}; it must be NAME=DIR")
+            if names.count(name) > 1:
+                raise ValueError(f"--adapters has the name {name} twice; each adapter needs a name of its own")
 
 
 @dataclass(frozen=True)

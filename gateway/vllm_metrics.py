@@ -206,10 +206,12 @@ class VllmMetrics(Collector):
         return family
 
     def _adapters(self) -> Metric:
-        """Quire has no adapters. The gateway API inference extension reads the lists, and the time of the newest."""
+        """The gateway API inference extension reads the lists, and the time of the newest."""
         names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
         family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters; the value is the present time.", labels=names)
-        family.add_metric(["0", "", ""], clock.unix_s())
+        running, waiting = self._replicas.adapters_in_use()
+        slots = max((welcome.max_adapters for welcome in self._replicas.welcomes), default=0)
+        family.add_metric([str(slots), ",".join(waiting), ",".join(running)], clock.unix_s())
         return family
 
     def _family(

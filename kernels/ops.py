@@ -42,7 +42,9 @@ from kernels.checks import (
     check_shape,
     check_write,
 )
+from kernels.cpu.bindings import CpuKernels
 from kernels.draw_rules import DrawRules
+from kernels.low_rank import TokenAddends
 from kernels.packed_weight import ACTIVATIONS, GATES, CodedWeight, Coding, PackedWeight, Rounding
 
 
@@ -327,12 +329,19 @@ def look_up(weight: CodedWeight, ids: torch.Tensor) -> torch.Tensor:
     return kernels.look_up(weight, ids)
 
 
-def products(x: torch.Tensor, weights: Sequence[PackedWeight], bias: torch.Tensor | None = None) -> torch.Tensor:
+def products(
+    x: torch.Tensor,
+    weights: Sequence[PackedWeight],
+    bias: torch.Tensor | None = None,
+    *,
+    addends: TokenAddends | None = None,
+) -> torch.Tensor:
     """`product` with several weights of `pack_coded`, none of them gated, one after the other.
 
     Args:
         x: [..., in] bfloat16.
         bias: [the sum of their outs].
+        addends: as in `product`, of a table for all of the weights.
 
     Returns:
         [..., the sum of their outs].
@@ -346,7 +355,9 @@ def products(x: torch.Tensor, weights: Sequence[PackedWeight], bias: torch.Tenso
     kernels = coded_products_for(x.device, x.dtype)
     if kernels is None or any(weight.gated or weight.coding is None for weight in weights):
         raise ValueError("weights are not all coded, without gates, and on a device that has products for them")
-    return kernels.products(x, weights, bias, x.dtype)
+    if addends is not None:
+        _check_slots(x, addends)
+    return kernels.products(x, weights, bias, x.dtype, addends)
 
 
 def product(
@@ -356,14 +367,17 @@ def product(
     *,
     activation: str | None = None,
     output_dtype: torch.dtype | None = None,
+    addends: TokenAddends | None = None,
 ) -> torch.Tensor:
-    """`activation(x @ weight.T + bias)`, summed in float32 and rounded once.
+    """`activation(x @ weight.T + bias + addends)`, summed in float32 and rounded once.
 
     Args:
         x: [..., in], of the dtype of the weight.
         bias: [out], of that dtype too.
         activation: one of `ACTIVATIONS`, None for the identity; of the gates one of `GATES`, None for silu.
         output_dtype: that of x, or float32.
+        addends: of low rank, for weights on the CPU for which `has_packed_products` is true. They change no bit of
+            tokens in slot 0, and those of a token depend on no other token.
 
     Returns:
         [..., out], half as many if the weight is gated.
@@ -382,7 +396,18 @@ def product(
     if output_dtype not in (None, dtype, torch.float32):
         raise ValueError(f"output_dtype is {output_dtype}; expected {dtype} or torch.float32")
     products = packed_products_for(device, dtype, weight.rounding) or reference
-    return products.product(x, weight, bias, activation, output_dtype or dtype)
+    if addends is None:
+        return products.product(x, weight, bias, activation, output_dtype or dtype)
+    _check_slots(x, addends)
+    if not isinstance(products, CpuKernels):
+        raise ValueError("addends are for the kernels of the CPU library, which are missing")
+    return products.product(x, weight, bias, activation, output_dtype or dtype, addends)
+
+
+def _check_slots(x: torch.Tensor, addends: TokenAddends) -> None:
+    check_shape("slots", addends.slots, (x.shape[:-1].numel(),))
+    check_dtype("slots", addends.slots, torch.int64)
+    check_device("slots", addends.slots, x.device)
 
 
 def can_draw(device: torch.device) -> bool:

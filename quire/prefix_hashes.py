@@ -1,8 +1,8 @@
 """Names of full blocks of tokens. The scheduler finds cached blocks by them. Gateways compute them too, to know which
 replica has most of a prompt.
 
-A block's hash covers its tokens, all tokens before it, and the tenant. Two sequences that agree on a hash agree on
-everything up to the end of that block.
+A block's hash covers its tokens, all tokens before it, the tenant and the adapter. Two sequences that agree on a hash
+agree on everything up to the end of that block.
 """
 
 from array import array
@@ -19,8 +19,11 @@ SHORT_BYTES = 8
 """The bytes of a hash that stand for it where a mistake costs time only: in events and digests of a cache."""
 
 
-def root_hash(tenant: str) -> BlockHash:
-    """The root hash of a tenant: tenants share no blocks, and cannot probe what others computed."""
+def root_hash(tenant: str, adapter: bytes | None = None) -> BlockHash:
+    """The root hash of a tenant: tenants share no blocks, and cannot probe what others computed. With the digest of an
+    adapter it is that of the tenant's sequences with this adapter, whose keys and values are others."""
+    if adapter is not None:
+        return BlockHash(blake2b(adapter + tenant.encode(), digest_size=HASH_BYTES, person=b"quire/prefix/a").digest())
     return BlockHash(blake2b(tenant.encode(), digest_size=HASH_BYTES, person=b"quire/prefix/1").digest())
 
 

@@ -58,7 +58,7 @@ async def serve(settings: WorkerSettings) -> None:
             return build_worker(settings, device_loop, stopping, servicer.report_loading)
 
         worker = await asyncio.wrap_future(device_loop.call(load))
-        metrics.describe(worker.info, worker.busy_ms)
+        metrics.describe(worker.info, worker.busy_ms, worker.adapter_bytes)
         servicer.open(worker)
         server.set_serving(True)
         _logger.info("ready on %s, generation %d", server.address, worker.info.worker_generation)

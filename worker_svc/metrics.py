@@ -33,6 +33,9 @@ class WorkerMetrics:
         self._blocks = Gauge(
             "quire_worker_kv_blocks", "Blocks of the KV pool, by where they are.", ("where",), registry=self.registry
         )
+        self._adapters = Gauge(
+            "quire_worker_adapter_bytes", "Memory of the LoRA adapters that are loaded.", registry=self.registry
+        )
         self._busy = Gauge(
             "quire_worker_device_busy_seconds", "How long the device is in its current step.", registry=self.registry
         )
@@ -46,11 +49,12 @@ class WorkerMetrics:
         self._queue, self._cache_operations = stages.labels("queue"), stages.labels("cache_operations")
         self._model, self._sample = stages.labels("model"), stages.labels("sample")
 
-    def describe(self, info: WorkerInfo, busy_ms: Callable[[], int]) -> None:
+    def describe(self, info: WorkerInfo, busy_ms: Callable[[], int], adapter_bytes: Callable[[], int]) -> None:
         """Sets the metrics that no step reports."""
         self._blocks.labels("device").set(info.pool.num_gpu_blocks)
         self._blocks.labels("host").set(info.pool.num_host_blocks)
         self._busy.set_function(lambda: busy_ms() / 1000)
+        self._adapters.set_function(adapter_bytes)
 
     def attached(self) -> None:
         """A scheduler has attached."""

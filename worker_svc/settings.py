@@ -69,6 +69,20 @@ class WorkerFlags(StepFlags):
         "on cpu, auto binds each thread of an operation to one processor if there are as many threads as processors",
         choices=("auto", "off"),
     )
+    max_adapters: int | None = setting(
+        None,
+        "LoRA adapters in memory at once, which the rows of a step may mix, 0 for none; not given, 8 on cpu for models "
+        "that run through Quire's own code, else 0",
+        minimum=0,
+        maximum=1024,
+    )
+    max_adapter_rank: int | None = setting(
+        None,
+        "maximum rank of an adapter; not given, 256 on cpu and 64 on cuda, where memory for max_adapters of this rank "
+        "is taken",
+        minimum=1,
+        maximum=256,
+    )
     tensor_parallel_size: int = setting(1, "ranks that share the model; each is a separate worker", minimum=1)
 
 

@@ -14,6 +14,7 @@ import torch
 from kernels import ops
 from kernels.cpu.library import LibraryUnavailableError, find_open_mp
 from quire import clock
+from quire.adapters import MAX_RANK
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.constraints.matcher import Vocabulary
@@ -23,6 +24,7 @@ from quire.processors import available_memory, num_processors
 from quire.progress import PROFILING, READING, RECORDING, WARMING_UP, LoadProgress, Report, no_report
 from quire.rpc.address import is_local
 from quire.settings import ConfigurationError
+from worker_svc.adapters import AdapterSlots, takes_adapters
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.replay import check_cuda_graphs
@@ -54,6 +56,8 @@ from worker_svc.weights import Quantization
 
 MAX_STEPS_IN_FLIGHT = 2
 MAX_LOGPROBS = 64
+_MAX_ADAPTERS = 8
+_MAX_ADAPTER_RANK_ON_GPU = 64
 _PROGRESS_INTERVAL_S = 2.0
 # One parameter of each kind, so that every path of the sampler has been taken.
 _SAMPLING = RowSampling(
@@ -136,7 +140,10 @@ def make_worker(
     if with_graphs:
         check_cuda_graphs(model)
     geometry = model_geometry(model, settings.max_model_len)
-    limits = WorkerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, MAX_STEPS_IN_FLIGHT, MAX_LOGPROBS)
+    adapters, max_adapters = make_adapter_slots(model, settings)
+    limits = WorkerLimits(
+        settings.max_num_seqs, settings.max_num_batched_tokens, MAX_STEPS_IN_FLIGHT, MAX_LOGPROBS, max_adapters
+    )
     report(LoadProgress(PROFILING))
     pool = _make_pool(model, geometry, limits, settings)
     # The masks of a step are made while a GPU runs the model, or beside it on the same processors.
@@ -158,8 +165,29 @@ def make_worker(
     (negative_generation,) = ranks.smallest(-clock.unix_ns())
     info = WorkerInfo(-negative_generation, ranks.rank, ranks.size, pool.geometry, geometry, limits, fingerprint)
     if templates is None:
-        return Worker(info, runner, device_loop, ranks.agree)
-    return Worker(info, runner, device_loop, ranks.agree, templates.prepare)
+        return Worker(info, runner, device_loop, ranks.agree, adapters=adapters)
+    return Worker(info, runner, device_loop, ranks.agree, templates.prepare, adapters)
+
+
+def make_adapter_slots(model: CausalLM, settings: WorkerSettings) -> tuple[AdapterSlots | None, int]:
+    """The slots of adapters, and how many there are. Before the KV pool, which takes what memory they leave.
+
+    Raises:
+        ConfigurationError: the settings ask for adapters, and this model takes none.
+    """
+    on_host, possible = model.device.type == "cpu", takes_adapters(model)
+    number = settings.max_adapters
+    if number is None:
+        number = _MAX_ADAPTERS if on_host and possible else 0
+    if number == 0:
+        return None, 0
+    if not possible:
+        raise ConfigurationError(
+            f"--max-adapters is {number}, and {model.architecture} runs through transformers' code, which takes no "
+            "adapters; use 0"
+        )
+    max_rank = settings.max_adapter_rank or (MAX_RANK if on_host else _MAX_ADAPTER_RANK_ON_GPU)
+    return AdapterSlots(model, number, max_rank), number
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:

@@ -6,6 +6,7 @@ pairs have shape [n, 2], triples [n, 3]. A row is a slot of the persistent batch
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +69,8 @@ class WorkerLimits:
     max_num_batched_tokens: int
     max_steps_in_flight: int
     max_logprobs: int
+    max_adapters: int = 0
+    """Slots of adapters; 0 has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,27 @@ class WorkerInfo:
     model: ModelGeometry
     limits: WorkerLimits
     fingerprint: ModelFingerprint = UNKNOWN_MODEL
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """An adapter to load into a slot, beside the steps."""
+
+    number: int
+    """For the answer."""
+    slot: int
+    digest: bytes
+    """That the files of `directory` must have."""
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """The answer to a LoadAdapter."""
+
+    number: int
+    failure: str | None = None
+    """Why it is not loaded, for people; None where it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +210,8 @@ class AssignRow:
     sampling: RowSampling
     num_prompt_tokens: int
     """How many of `token_ids` are prompt."""
+    adapter_slot: int | None = None
+    """The slot of its adapter; None runs the model as it is."""
 
 
 @dataclass(frozen=True, slots=True)

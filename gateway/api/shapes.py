@@ -129,14 +129,14 @@ class ChatCompletion(_Completion):
 
 
 class ServedModelShape(Shape):
-    """`max_model_len` is null until a scheduler was reached."""
+    """`parent` is the model that an adapter adapts. `max_model_len` is null until a scheduler was reached."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int | None
 
 

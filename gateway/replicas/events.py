@@ -181,6 +181,7 @@ class Welcome:
     protocol: ProtocolVersions
     model: ModelFingerprint
     device_name: str = ""
+    max_adapters: int = 0
 
 
 @dataclass(slots=True)

@@ -13,6 +13,15 @@ from quire.tracing import TraceContext
 
 
 @dataclass(frozen=True, slots=True)
+class NamedAdapter:
+    """A LoRA adapter by its content, where workers find its files, and the name that a request chose it by."""
+
+    name: str
+    digest: bytes
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
 class Parameters:
     """The parameters of a request with every default set, except what depends on the prompt. Requests of one call share
     them; `GenerationRequest` says what each is."""
@@ -55,6 +64,8 @@ class GenerationRequest:
     """64 random bits that distinguish the request from others with the same id."""
     trace: TraceContext | None = None
     """The span that the scheduler continues, if the request is traced."""
+    adapter: NamedAdapter | None = None
+    """None is the model as it is."""
 
     @property
     def logprobs(self) -> int | None:

@@ -153,12 +153,23 @@ class Replicas:
                 raise self._nobody(f"no scheduler was reached within {patience_s:g} s, nor before") from None
         return self.welcomes
 
+    def adapters_in_use(self) -> tuple[list[str], list[str]]:
+        """The names of adapters that requests generate with, and of those whose requests have generated nothing yet."""
+        named = {live.request.adapter.name: False for live in self._ledger if live.request.adapter is not None}
+        for live in self._ledger:
+            if live.request.adapter is not None and live.num_generated_tokens:
+                named[live.request.adapter.name] = True
+        return [name for name, runs in named.items() if runs], [name for name, runs in named.items() if not runs]
+
     def place(self, live: LiveRequest) -> None:
         """Sends a request to a replica, or keeps it until there is one."""
         candidates = self._candidates(live)
         if not candidates:
-            if others := self._taking():
-                live.fail(_model_changed(live, others[0].model))
+            others = self._taking()
+            if fitting := next((link for link in others if not live.fits(link.model)), None):
+                live.fail(_model_changed(live, fitting.model))
+            elif others:
+                live.fail(adapters_are_off())
             else:
                 self._wait_for_scheduler(live)
             return
@@ -174,7 +185,8 @@ class Replicas:
             if link.welcome is not None
         }
         request = live.request
-        self._submit(live, candidates[self._router.choose(request.prompt_token_ids, request.tenant, choices)])
+        digest = None if request.adapter is None else request.adapter.digest
+        self._submit(live, candidates[self._router.choose(request.prompt_token_ids, request.tenant, choices, digest)])
 
     def release(self, live: LiveRequest) -> None:
         """Ends a request at its scheduler; if its stream is broken, when it is back. Idempotent."""
@@ -340,13 +352,13 @@ class Replicas:
 
     def _candidates(self, live: LiveRequest) -> dict[str, SchedulerLink]:
         """The replicas that may get a request: those that run steps, else those that let it wait."""
-        fitting = {link.address: link for link in self._taking() if live.fits(link.model)}
+        fitting = {link.address: link for link in self._taking() if _fits(live, link)}
         return {address: link for address, link in fitting.items() if link.is_ready} or fitting
 
     def _submit(self, live: LiveRequest, link: SchedulerLink) -> None:
         self._cancel_timer(live)
-        if not live.fits(link.model):
-            # The scheduler came back with another model.
+        if not _fits(live, link):
+            # The scheduler came back with another model, or without adapters.
             self._assign(live, None)
             self.place(live)
             return
@@ -521,6 +533,20 @@ def _is_known(link: SchedulerLink, changed: QuireError) -> bool:
     """Whether the welcome of the stream has the model already that a request failed for: then the stream goes on."""
     epoch = changed.metadata.get("scheduler_epoch")
     return epoch is not None and link.welcome is not None and link.welcome.scheduler_epoch >= int(epoch)
+
+
+def _fits(live: LiveRequest, link: SchedulerLink) -> bool:
+    """Whether the request can run there. A scheduler of an earlier release would ignore its adapter."""
+    has_adapter = live.request.adapter is not None
+    takes_it = not has_adapter or (link.welcome is not None and link.welcome.max_adapters > 0)
+    return takes_it and live.fits(link.model)
+
+
+def adapters_are_off() -> FailedPrecondition:
+    """The error where no worker takes adapters."""
+    return FailedPrecondition(
+        "the workers run no adapters: start them with --max-adapters above 0", reason="ADAPTERS_OFF"
+    )
 
 
 def _model_changed(live: LiveRequest, model: ModelFingerprint) -> Unavailable:

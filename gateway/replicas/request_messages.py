@@ -3,7 +3,7 @@
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from gateway.replicas.generation_request import GenerationRequest
+from gateway.replicas.generation_request import GenerationRequest, NamedAdapter
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.sequence import SequenceStream
 from gateway.text.formats.answer import PLAIN, AnswerFormat
@@ -46,6 +46,7 @@ def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
         resubmitted=live.submissions > 1,
         num_prompt_logprobs=len(live.prompt_logprobs),
         has_constraint=asked.HasField("constraint"),
+        adapter=adapter_message(request.adapter),
     )
     if not request.durable:
         # The scheduler sees no text, unless it keeps the request for another gateway.
@@ -86,7 +87,18 @@ def request_from_submit(submit: scheduler_pb2.Submit) -> GenerationRequest:
         nonce=submit.nonce,
         answer_format=_format_from(submit.answer_format) if submit.HasField("answer_format") else PLAIN,
         trace=TraceContext(trace.traceparent, optional(trace, "tracestate")) if trace is not None else None,
+        adapter=_adapter_from(submit.adapter) if submit.HasField("adapter") else None,
     )
+
+
+def adapter_message(adapter: NamedAdapter | None) -> scheduler_pb2.Adapter | None:
+    if adapter is None:
+        return None
+    return scheduler_pb2.Adapter(digest=adapter.digest, directory=adapter.directory, name=adapter.name)
+
+
+def _adapter_from(message: scheduler_pb2.Adapter) -> NamedAdapter:
+    return NamedAdapter(message.name, message.digest, message.directory)
 
 
 def _format_message(answer_format: AnswerFormat) -> scheduler_pb2.AnswerFormat:

@@ -90,28 +90,33 @@ class Router:
         self.policy = policy
         self._turns = count()
 
-    def choose(self, prompt: Prompt, tenant: str, candidates: Mapping[str, Candidate]) -> str:
-        """The replica for a prompt of token ids. `candidates` has at least one, by address."""
+    def choose(
+        self, prompt: Prompt, tenant: str, candidates: Mapping[str, Candidate], adapter: bytes | None = None
+    ) -> str:
+        """The replica for a prompt of token ids, of a request with the adapter of this digest. `candidates` has at
+        least one, by address."""
         match self.policy:
             case RoutingPolicy.ROUND_ROBIN:
                 addresses = sorted(candidates)
                 return addresses[next(self._turns) % len(addresses)]
             case RoutingPolicy.AFFINITY:
-                return _by_affinity(prompt, candidates)
+                return _by_affinity(prompt, candidates, adapter)
             case RoutingPolicy.CACHE:
-                return _by_cache(prompt, tenant, candidates)
+                return _by_cache(prompt, tenant, candidates, adapter)
 
 
-def _by_affinity(prompt: Prompt, candidates: Mapping[str, Candidate]) -> str:
+def _by_affinity(prompt: Prompt, candidates: Mapping[str, Candidate], adapter: bytes | None) -> str:
     block_size = min(each.block_size for each in candidates.values())
-    return choose_replica(affinity_key(prompt, block_size), {name: each.load for name, each in candidates.items()})
+    key = affinity_key(prompt, block_size) + (adapter or b"")
+    return choose_replica(key, {name: each.load for name, each in candidates.items()})
 
 
-def _by_cache(prompt: Prompt, tenant: str, candidates: Mapping[str, Candidate]) -> str:
+def _by_cache(prompt: Prompt, tenant: str, candidates: Mapping[str, Candidate], adapter: bytes | None) -> str:
     # None, or nothing: no replica is known to have anything.
     if not any(each.cached for each in candidates.values()):
-        return _by_affinity(prompt, candidates)
-    chains = {size: prompt_hashes(prompt, tenant, size) for size in {each.block_size for each in candidates.values()}}
+        return _by_affinity(prompt, candidates, adapter)
+    sizes = {each.block_size for each in candidates.values()}
+    chains = {size: prompt_hashes(prompt, tenant, size, adapter) for size in sizes}
     cached_tokens = {
         address: each.block_size * (0 if each.cached is None else each.cached.num_cached(chains[each.block_size]))
         for address, each in candidates.items()
@@ -122,15 +127,15 @@ def _by_cache(prompt: Prompt, tenant: str, candidates: Mapping[str, Candidate]) 
     # Of a prompt that is cached but for a little, that little is its own: what is cached decides, so that a prefix
     # stays at one replica though another one has it, too.
     num_keyed = num_cached + _AFFINITY_BLOCKS if num_left >= _AFFINITY_BLOCKS else num_cached or _AFFINITY_BLOCKS
-    key = affinity_key(prompt, block_size, num_keyed)
+    key = affinity_key(prompt, block_size, num_keyed) + (adapter or b"")
     return choose_replica(key, {address: each.load for address, each in candidates.items()}, cached_tokens)
 
 
-def prompt_hashes(prompt: Prompt, tenant: str, block_size: int) -> list[BlockHash]:
+def prompt_hashes(prompt: Prompt, tenant: str, block_size: int, adapter: bytes | None = None) -> list[BlockHash]:
     """The names of a prompt's full blocks, as its scheduler computes them."""
     num_blocks = min(len(prompt) // block_size, _MAX_HASHED_BLOCKS)
     packed = np.ascontiguousarray(prompt[: num_blocks * block_size], np.int32).tobytes()
-    return hash_chain(root_hash(tenant), packed, 4 * block_size)
+    return hash_chain(root_hash(tenant, adapter), packed, 4 * block_size)
 
 
 def affinity_key(prompt: Prompt, block_size: int, num_blocks: int = _AFFINITY_BLOCKS) -> bytes:

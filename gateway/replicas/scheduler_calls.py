@@ -7,9 +7,9 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from gateway.replicas.generation_request import GenerationRequest
+from gateway.replicas.generation_request import GenerationRequest, NamedAdapter
 from gateway.replicas.link import SchedulerLink
-from gateway.replicas.request_messages import request_from_submit
+from gateway.replicas.request_messages import adapter_message, request_from_submit
 from quire import clock
 from quire.arrays import encode_int32
 from quire.histograms import Distribution
@@ -124,14 +124,25 @@ class SchedulerCalls:
     # The id of a pin comes from its content, so it is the same on all replicas. A replica that fails does not undo the
     # others, which may have had the pin before; pinning or unpinning again makes all replicas equal.
 
-    async def pin(self, tenant: str, token_ids: Sequence[int], time_to_live_ms: int, *, timeout_s: float | None) -> Pin:
+    async def pin(
+        self,
+        tenant: str,
+        token_ids: Sequence[int],
+        time_to_live_ms: int,
+        *,
+        timeout_s: float | None,
+        adapter: NamedAdapter | None = None,
+    ) -> Pin:
         """Pins a prefix on every connected replica; returns the shortest pin.
 
         Raises:
             QuireError: a replica refuses it or does not answer, or none is connected.
         """
         request = scheduler_pb2.PinPrefixRequest(
-            tenant=tenant, token_ids=encode_int32(token_ids), time_to_live_ms=time_to_live_ms
+            tenant=tenant,
+            token_ids=encode_int32(token_ids),
+            time_to_live_ms=time_to_live_ms,
+            adapter=adapter_message(adapter),
         )
         answers, errors = await self._ask_connected("PinPrefix", request, timeout_s)
         if errors:

@@ -5,6 +5,7 @@ from collections import Counter, abc
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from gateway.auth.caller import current_caller
@@ -15,6 +16,7 @@ from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.replica_set import Replicas
 from gateway.replicas.scheduler_calls import no_such_request
+from gateway.request.adapters import Adapters
 from gateway.request.answer_memory import (
     STREAMED,
     AnswerForm,
@@ -97,8 +99,11 @@ class Generator:
         settings: GatewaySettings,
         metrics: GatewayMetrics,
         tracer: Tracer | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
+        """Without `adapters` it serves none."""
         self.model = model
+        self.adapters = Adapters(model.name, Path(), lambda: [0]) if adapters is None else adapters
         self.replicas = replicas
         self.is_draining = False
         self.preparations = Preparations()
@@ -183,7 +188,8 @@ class Generator:
                 caller.account.check()
                 limits = await self.limits()
                 turns = Turns()
-                call.check(options, limits, caller.visible(self.model.name))
+                call.check(options, limits, self.adapters.visible(caller, options.model))
+                adapter = self.adapters.of(options.model)
                 await turns.pause()
                 priority = caller.priority_of(options.priority, options.priority_sign)
                 request_id = self._request_id(options, caller.tenant)
@@ -198,6 +204,7 @@ class Generator:
                     tenant=caller.tenant,
                     priority=priority,
                     trace=span.context,
+                    adapter=adapter,
                 )
                 use.refund = lambda error: Refund.PROMPT
                 set_request_id(request.request_id)
@@ -215,6 +222,11 @@ class Generator:
                     yield live
             finally:
                 self._leave(live)
+
+    def name_of(self, live: LiveRequest) -> str:
+        """The name of the model that answers a request."""
+        adapter = live.request.adapter
+        return self.model.name if adapter is None else adapter.name
 
     def start(self, live: LiveRequest) -> None:
         """Submits an admitted request."""

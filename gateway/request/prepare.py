@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from gateway.replicas.generation_request import GenerationRequest, Parameters
+from gateway.replicas.generation_request import GenerationRequest, NamedAdapter, Parameters
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import check_answer_size, num_prompt_logprobs
 from gateway.request.chats import prepare_chat
@@ -104,6 +104,7 @@ async def prepare(
     tenant: str,
     priority: int,
     trace: TraceContext | None,
+    adapter: NamedAdapter | None = None,
 ) -> GenerationRequest:
     """A request, which `call` has checked, as it is submitted.
 
@@ -159,6 +160,7 @@ async def prepare(
         answer_format=answer_format,
         nonce=entropy.random_bits(64),
         trace=trace,
+        adapter=adapter,
     )
     check_answer_size(request)
     await _check_continuation(options, request, limits)

@@ -100,6 +100,7 @@ class TextService:
         current_caller().check_may_pin()
         with self._generator.arriving():
             caller, limits = await self._admit(model)
+            adapter = self._generator.adapters.of(model)
             violations = Violations()
             if prefix == TextPrompt(""):
                 violations.add("text", "is empty")
@@ -113,7 +114,7 @@ class TextService:
                 caller.account.charge_prompt(use, len(token_ids))
                 use.refund = _refund_of_pin
                 calls = self._generator.replicas.calls
-                return await calls.pin(caller.tenant, token_ids, lifetime_ms, timeout_s=timeout_s)
+                return await calls.pin(caller.tenant, token_ids, lifetime_ms, timeout_s=timeout_s, adapter=adapter)
 
     async def unpin(self, pin_id: str, *, timeout_s: float | None) -> None:
         """Ends a pin on every connected replica.
@@ -139,7 +140,7 @@ class TextService:
         caller = current_caller()
         caller.account.check()
         limits = await self._generator.limits()
-        check_model(model, caller.visible(self._model.name))
+        check_model(model, self._generator.adapters.visible(caller, model))
         return caller, limits
 
 

@@ -39,11 +39,13 @@ from kernels.cpu.library import (
     QuantizeArgs,
     RotaryArgs,
     SharedGroup,
+    ShrinkArgs,
     SiluArgs,
     coded_panel_bytes,
 )
 from kernels.cpu.library import Grouping as GroupingArgs
 from kernels.draw_rules import DrawRules
+from kernels.low_rank import TokenAddends
 from kernels.packed_weight import ACTIVATIONS, GATES, CodedWeight, Grouping, PackedWeight, Rounding
 from kernels.reference import ScoreRule
 
@@ -99,6 +101,22 @@ class ProductShape:
     @property
     def weight_bytes(self) -> int:
         return int(self.out_features * self.in_features * self.number_bits / 8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shrunk:
+    """The products of tokens with A of their adapters, for one weight of a layer."""
+
+    values: torch.Tensor
+    slots: torch.Tensor
+    addends: TokenAddends
+    weight: int = 0
+
+    def fill(self, arguments: ProductArgs) -> None:
+        table = self.addends.table
+        arguments.shrunk, arguments.shrunk_stride = self.values.data_ptr(), self.values.stride(0)
+        arguments.parts, arguments.slots = table.address(self.weight), self.slots.data_ptr()
+        arguments.num_slots, arguments.num_parts = table.num_slots, table.num_parts
 
 
 class CpuKernels:
@@ -419,23 +437,33 @@ class CpuKernels:
         bias: torch.Tensor | None,
         activation: str,
         output_dtype: torch.dtype,
+        addends: TokenAddends | None = None,
     ) -> torch.Tensor:
         tokens, x_scales = self._tokens_for(weight, x)
+        shrunk = None if addends is None else self._shrink(x, addends)
         output = self._empty((*x.shape[:-1], weight.width), output_dtype)
-        self._multiply(tokens, x_scales, weight, _contiguous(bias), activation, output.view(-1, weight.width))
+        lines = output.view(-1, weight.width)
+        self._multiply(tokens, x_scales, weight, _contiguous(bias), activation, lines, shrunk)
         return output
 
     def products(
-        self, x: torch.Tensor, weights: Sequence[PackedWeight], bias: torch.Tensor | None, output_dtype: torch.dtype
+        self,
+        x: torch.Tensor,
+        weights: Sequence[PackedWeight],
+        bias: torch.Tensor | None,
+        output_dtype: torch.dtype,
+        addends: TokenAddends | None = None,
     ) -> torch.Tensor:
         tokens, x_scales = self._tokens_for(weights[0], x)
+        shrunk = None if addends is None else self._shrink(x, addends)
         width = sum(weight.width for weight in weights)
         output = self._empty((*x.shape[:-1], width), output_dtype)
         start, bias, lines = 0, _contiguous(bias), output.view(-1, width)
-        for weight in weights:
+        for number, weight in enumerate(weights):
             columns = slice(start, start + weight.width)
             part_of_bias = None if bias is None else bias[columns]
-            self._multiply(tokens, x_scales, weight, part_of_bias, "identity", lines[:, columns])
+            of_weight = None if shrunk is None else replace(shrunk, weight=number)
+            self._multiply(tokens, x_scales, weight, part_of_bias, "identity", lines[:, columns], of_weight)
             start = columns.stop
         return output
 
@@ -448,6 +476,30 @@ class CpuKernels:
             tokens = torch.nn.functional.pad(tokens, (0, weight.padded_in - weight.in_features))
         return tokens, None
 
+    def _shrink(self, x: torch.Tensor, addends: TokenAddends) -> "_Shrunk":
+        """The products of tokens x [..., in] with A."""
+        table, slots, tokens = addends.table, addends.slots.contiguous(), _as_lines(x)
+        if table.padded_in != table.in_features:
+            tokens = torch.nn.functional.pad(tokens, (0, table.padded_in - table.in_features))
+        output = self._empty((tokens.shape[0], table.num_parts * table.max_rank), table.shrunk_dtype)
+        arguments = ShrinkArgs(
+            shrunk=output.data_ptr(),
+            x=tokens.data_ptr(),
+            parts=table.address(0),
+            slots=slots.data_ptr(),
+            dtype=DTYPES[table.dtype],
+            threads=torch.get_num_threads(),
+            num_tokens=tokens.shape[0],
+            num_slots=table.num_slots,
+            num_parts=table.num_parts,
+            max_rank=table.max_rank,
+            in_features=table.padded_in,
+            x_stride=tokens.stride(0),
+            shrunk_stride=output.stride(0),
+        )
+        self._library.call(Operation.SHRINK, arguments)
+        return _Shrunk(output, slots, addends)
+
     def _multiply(
         self,
         tokens: torch.Tensor,
@@ -456,6 +508,7 @@ class CpuKernels:
         bias: torch.Tensor | None,
         activation: str,
         output: torch.Tensor,
+        shrunk: "_Shrunk | None",
     ) -> None:
         """Tokens [T, padded_in] by a weight, into output [T, width], which may be some columns of more."""
         if weight.coding is not None:
@@ -481,6 +534,8 @@ class CpuKernels:
             output_stride=output.stride(0),
             grouping=_grouping_args(weight.grouping),
         )
+        if shrunk is not None:
+            shrunk.fill(arguments)
         self._library.call(Operation.PRODUCT, arguments)
 
     def draw(

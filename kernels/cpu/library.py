@@ -143,12 +143,24 @@ class QuantizeArgs(Structure):
     _fields_ = (*_pointers("values scales x"), *_integers("dtype threads rows n x_stride value_stride"))
 
 
+class LowRankPart(Structure):
+    _fields_ = (*_pointers("a b"), *_doubles("scale"), *_integers("rank first_tile last_tile column"))
+
+
+class ShrinkArgs(Structure):
+    _fields_ = (
+        *_pointers("shrunk x parts slots"),
+        *_integers("dtype threads num_tokens num_slots num_parts max_rank in_features x_stride shrunk_stride"),
+    )
+
+
 class ProductArgs(Structure):
     _fields_ = (
-        *_pointers("output x weight bias scales x_scales"),
+        *_pointers("output x weight bias scales x_scales shrunk parts slots"),
         *_integers("dtype multiplied output_dtype activation threads num_tokens out_features in_features"),
         *_integers("x_stride output_stride"),
         ("grouping", Grouping),
+        *_integers("shrunk_stride num_slots num_parts"),
     )
 
 
@@ -214,6 +226,8 @@ STRUCTS: tuple[type[Structure], ...] = (
     LookUpArgs,
     CompressArgs,
     QuantizeArgs,
+    LowRankPart,
+    ShrinkArgs,
     ProductArgs,
     DrawArgs,
     Heads,
@@ -236,6 +250,7 @@ _ERRORS: dict[int, tuple[type[Exception], str]] = {
     3: (IndexError, "slot_mapping names a slot that is not in kv_cache"),
     4: (IndexError, "positions names a position that is not in cos_sin_cache"),
     6: (IndexError, "ids names a row that is not in the weight"),
+    7: (IndexError, "slots names a slot that is not in the table of low-rank parts"),
     5: (MemoryError, "there is not enough memory for the intermediate results of the operation"),
 }
 
@@ -252,6 +267,7 @@ class Operation(Enum):
     QUANTIZE = ("quantize", 6, "rows")
     ALL_REDUCE = ("all_reduce", 7, "rows")
     ALL_GATHER = ("all_gather", 8, "rows")
+    SHRINK = ("shrink", 9, "num_tokens")
     PACK_WEIGHT = ("pack_weight", None, None)
     LOOK_UP = ("look_up", None, None)
     COMPRESS_WEIGHT = ("compress_weight", None, None)

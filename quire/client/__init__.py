@@ -16,6 +16,7 @@ from quire.client.connection import ClientTls
 from quire.client.retries import RetryPolicy
 from quire.client.sync_client import Client, Stream
 from quire.client.types import (
+    Adapter,
     AnyChatMessage,
     BeamSearch,
     ChatMessage,
@@ -49,6 +50,7 @@ from quire.client.types import (
 from quire.rpc.errors import QuireError
 
 __all__ = [
+    "Adapter",
     "AnyChatMessage",
     "AsyncClient",
     "AsyncStream",

@@ -6,12 +6,14 @@
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence, Sequence
+from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from quire.client.types import (
+    Adapter,
     AnyChatMessage,
     BeamSearch,
     ChatFields,
@@ -445,6 +447,27 @@ def from_models(message: model_pb2.ListModelsResponse) -> tuple[Model, ...]:
     return tuple(map(_model, message.models))
 
 
+def to_load_adapter_request(name: str, directory: str | Path) -> model_pb2.LoadAdapterRequest:
+    request = model_pb2.LoadAdapterRequest()
+    _put(request, "name", name)
+    _put(request, "directory", str(directory))
+    return request
+
+
+def to_unload_adapter_request(name: str) -> model_pb2.UnloadAdapterRequest:
+    request = model_pb2.UnloadAdapterRequest()
+    _put(request, "name", name)
+    return request
+
+
+def from_load_adapter_response(message: model_pb2.LoadAdapterResponse) -> Adapter:
+    return _read(Adapter, message.adapter)
+
+
+def from_adapters(message: model_pb2.ListAdaptersResponse) -> tuple[Adapter, ...]:
+    return tuple(_read(Adapter, each) for each in message.adapters)
+
+
 def from_server_info(message: model_pb2.GetServerInfoResponse) -> ServerInfo:
     return _read(
         ServerInfo,
@@ -470,7 +493,8 @@ def _replica(message: model_pb2.Replica) -> Replica:
 
 
 def _model(message: model_pb2.Model) -> Model:
-    return _read(Model, message, eos_token_ids=tuple(message.eos_token_ids))
+    parent = message.parent if message.HasField("parent") else None
+    return _read(Model, message, eos_token_ids=tuple(message.eos_token_ids), parent=parent)
 
 
 def _sequence(message: generation_pb2.GeneratedSequence) -> GeneratedSequence:

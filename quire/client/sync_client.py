@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 from weakref import WeakKeyDictionary
 
@@ -11,6 +12,7 @@ from quire.client import convert
 from quire.client.connection import ClientTls, make_stubs, open_channel, split_addresses
 from quire.client.retries import Attempts, CallTime, Recovery, Resumption, RetryPolicy, make_recovery
 from quire.client.types import (
+    Adapter,
     AnyChatMessage,
     ChatFields,
     Generation,
@@ -289,6 +291,25 @@ class Client:
         return self._ask(
             self._stubs.models.GetModel, convert.to_get_model_request(name), convert.from_get_model_response, timeout_s
         )
+
+    def load_adapter(self, name: str, directory: str | Path, *, timeout_s: float | None = None) -> Adapter:
+        """Serves the LoRA adapter in a directory of the server under a name, which `model` of a request then chooses;
+        for the API keys of operators. AlreadyExists when the name is taken, InvalidArgument when the adapter cannot be
+        used."""
+        request = convert.to_load_adapter_request(name, directory)
+        method, read = self._stubs.models.LoadAdapter, convert.from_load_adapter_response
+        return self._ask(method, request, read, timeout_s, is_idempotent=False)
+
+    def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
+        """Takes an adapter's name away; requests that run go on. NotFound when no adapter has it."""
+        request = convert.to_unload_adapter_request(name)
+        method = self._stubs.models.UnloadAdapter
+        self._ask(method, request, convert.from_nothing, timeout_s, is_idempotent=False)
+
+    def list_adapters(self, *, timeout_s: float | None = None) -> tuple[Adapter, ...]:
+        """All adapters that the caller may use, in the order in which they were loaded."""
+        request = model_pb2.ListAdaptersRequest()
+        return self._ask(self._stubs.models.ListAdapters, request, convert.from_adapters, timeout_s)
 
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """The gateway's version, limits and replicas."""

@@ -345,6 +345,20 @@ class Model:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
+    parent: str | None = None
+    """Of an adapter: the model that it adapts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter of the model `parent`. `digest` is that of its files, in hexadecimal. Only operators see the
+    directory; it is empty for others."""
+
+    name: str
+    parent: str
+    digest: str
+    rank: int
+    directory: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class Obstacle(enum.Enum):
     PREEMPTION = enum.auto()
     """The step preempted for want of blocks."""
     CONSTRAINT = enum.auto()
+    ADAPTER = enum.auto()
     SHARED_PREFIX = enum.auto()
     SUSPECTS = enum.auto()
     """Requests that the worker may have been lost for run alone."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
+from scheduler_svc.core.adapter_slots import AdapterSlots
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager, BlocksUnderway
@@ -44,7 +45,8 @@ class RowTable:
     `num_dependent` counts the rows that are occupied and `dependent`.
     """
 
-    def __init__(self, max_num_rows: int) -> None:
+    def __init__(self, max_num_rows: int, adapters: AdapterSlots) -> None:
+        self._adapters = adapters
         self.sequences: list[Sequence | None] = [None] * max_num_rows
         numbers, flags = np.zeros((13, max_num_rows), dtype=np.int64), np.zeros((7, max_num_rows), dtype=bool)
         self.num_tokens, self.num_computed, self.num_slots, self.num_sealed, self.max_len, self.order = numbers[:6]
@@ -77,6 +79,8 @@ class RowTable:
         self.shares_tail[row] = False
         self.dependent[row] = request.beam is not None
         self.num_dependent += request.beam is not None
+        if request.adapter is not None:
+            self._adapters.enter(request.adapter)
         sequence.row = row
         return row
 
@@ -109,6 +113,8 @@ class RowTable:
             sequence.row = None
             self.sequences[row] = None
             self.num_dependent -= sequence.request.beam is not None
+            if sequence.request.adapter is not None:
+                self._adapters.leave(sequence.request.adapter)
             heapq.heappush(self._free, row)
         if rows:
             self.active[rows] = False
@@ -291,11 +297,13 @@ def _array(entries: SequenceOf[tuple[int, ...]], width: int) -> Array:
 
 
 class Batch:
-    """Rows, GPU blocks, in `draft` the next step, and in `underway` the full blocks that rows are computing."""
+    """Rows, GPU blocks, slots of adapters, in `draft` the next step, and in `underway` the full blocks that rows
+    compute."""
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
         self.blocks = blocks
-        self.rows = RowTable(config.max_num_seqs)
+        self.adapters = AdapterSlots(config.max_adapters)
+        self.rows = RowTable(config.max_num_seqs, self.adapters)
         self.draft = StepDraft(config.max_num_batched_tokens)
         self.underway = BlocksUnderway(config.block_size, config.max_num_batched_tokens)
         self._block_size = config.block_size
@@ -322,6 +330,7 @@ class Batch:
             sequence.request.sampling_of(sequence.index),
             len(sequence.request.prompt),
             sequence.request.traceparent,
+            None if sequence.request.adapter is None else self.adapters.slot_of(sequence.request.adapter),
         )
         return row
 

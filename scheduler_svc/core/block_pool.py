@@ -10,7 +10,7 @@ share the block (the paper's section 4.4, shared prefix). Hashes are computed he
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NewType, cast
 
-from quire.prefix_hashes import BlockHash, hash_chain, pack, root_hash
+from quire.prefix_hashes import BlockHash, hash_chain, pack
 from scheduler_svc.core.cache_log import CacheLog
 
 BlockId = NewType("BlockId", int)
@@ -20,9 +20,10 @@ BlockId = NewType("BlockId", int)
 class PrefixHashes:
     """The hashes of a sequence's full blocks, each computed once, on first use."""
 
-    def __init__(self, tenant: str, block_size: int) -> None:
+    def __init__(self, root: BlockHash, block_size: int) -> None:
+        """`root` is the `root_hash` of the sequence's tenant and adapter."""
         self._hashes: list[BlockHash] = []
-        self._parent = root_hash(tenant)
+        self._parent = root
         self._block_size = block_size
 
     def first(self, count: int, token_ids: Sequence[int]) -> list[BlockHash]:

@@ -8,10 +8,13 @@ from quire.prefix_hashes import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """What a block holds: the tokens of one block behind the block `parent`, which is None at the start of a prompt."""
+    """What a block holds: the tokens of one block behind the block `parent`, which is None at the start of a prompt, as
+    a model with the adapter of this digest and name computed them; both are None for the model as it is."""
 
     parent: BlockHash | None
     token_ids: list[int]
+    adapter_digest: bytes | None = None
+    adapter_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

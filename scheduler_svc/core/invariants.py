@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from itertools import chain
 
-from quire.prefix_hashes import BlockHash, hash_chain, pack, root_hash
+from quire.prefix_hashes import BlockHash, hash_chain, pack
 from scheduler_svc.core.block_pool import BlockId, BlockPool
 from scheduler_svc.core.request import max_blocks
 from scheduler_svc.core.scheduler import Scheduler
@@ -36,6 +36,7 @@ def check(scheduler: Scheduler) -> None:
     _check_rows(scheduler, [sequence for sequence in running if sequence.status is SequenceStatus.RUNNING])
     _check_underway(scheduler)
     _check_held(scheduler)
+    _check_adapters(scheduler)
     _check_order(scheduler)
     if not scheduler.trials.are_together(group.request.key for group in scheduler.running):
         raise InvariantViolationError("a suspect runs beside others than its cohort")
@@ -65,7 +66,7 @@ def _check_seals(scheduler: Scheduler, running: list[Sequence]) -> None:
         # Computed here anew: those that the sequence keeps are what is checked.
         table = sequence.block_table[: sequence.num_tokens // size]
         packed = pack(sequence.token_ids[: len(table) * size])
-        true = hash_chain(root_hash(sequence.request.tenant), packed, 4 * size)
+        true = hash_chain(sequence.request.cache_root, packed, 4 * size)
         for block, sealed, content in zip(table, pool.hashes_of(table), true, strict=True):
             if sealed is not None and sealed != content:
                 raise InvariantViolationError(f"block {block}: sealed under the hash of other tokens")
@@ -209,11 +210,22 @@ def _check_held(scheduler: Scheduler) -> None:
     waiting, swapped, preparations = scheduler.waiting, scheduler.swapped, scheduler.preparations
     for group in waiting.held_few(len(waiting)):
         key = group.request.key
-        if not (scheduler.batch.underway.is_known(key) or preparations.is_held(key)):
+        if not (scheduler.batch.underway.is_known(key) or preparations.needed_by(key)):
             raise InvariantViolationError(f"{key} is held for nothing")
     for group in swapped.held_few(len(swapped)):
-        if not preparations.is_held(group.request.key):
+        if not preparations.needed_by(group.request.key):
             raise InvariantViolationError(f"{group.request.key} is swapped and held for nothing")
+
+
+def _check_adapters(scheduler: Scheduler) -> None:
+    """Each row has its adapter in a slot, whose users are counted."""
+    users = Counter(each.request.adapter for each in scheduler.batch.rows.sequences if each is not None)
+    del users[None]
+    counted = scheduler.batch.adapters.num_rows()
+    if users != +Counter(counted):
+        raise InvariantViolationError(f"adapters are used by {users}, {counted} are counted")
+    if len(counted) > scheduler.config.max_adapters:
+        raise InvariantViolationError(f"{len(counted)} adapters are in {scheduler.config.max_adapters} slots")
 
 
 def _check_order(scheduler: Scheduler) -> None:

@@ -163,7 +163,10 @@ class BlockManager:
         """What the sequence's block with this logical index holds."""
         parent = sequence.prefix_hashes.between(index - 1, index, sequence.token_ids)[0] if index else None
         start = index * self.block_size
-        return CachedTokens(parent, sequence.token_ids[start : start + self.block_size])
+        token_ids = sequence.token_ids[start : start + self.block_size]
+        if (adapter := sequence.request.adapter) is None:
+            return CachedTokens(parent, token_ids)
+        return CachedTokens(parent, token_ids, adapter.digest, adapter.name)
 
     def _read(self, log: CacheLog, sequence: Sequence, num_blocks: int) -> None:
         """The sequence takes its first `num_blocks` blocks from the cache: their tokens are known from now on."""

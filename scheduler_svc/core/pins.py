@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 
 from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.request import ClientId, Handle, PinQuotaError, RefusedError, Request, RequestKey, RowSampling
+from scheduler_svc.core.request import (
+    Adapter,
+    ClientId,
+    Handle,
+    PinQuotaError,
+    RefusedError,
+    Request,
+    RequestKey,
+    RowSampling,
+    cache_root,
+)
 
 PIN_CLIENT = ClientId(-1)
 """The client of the requests that compute pins: the scheduler itself. Gateways are numbered from 0."""
@@ -21,10 +31,11 @@ PIN_ID_BYTES = 16
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """Whole blocks of a tenant's prefix. `blocks` is empty until they are computed."""
+    """Whole blocks of a tenant's prefix, with its adapter. `blocks` is empty until they are computed."""
 
     pin_id: str
     tenant: str
+    adapter: Adapter | None
     token_ids: list[int]
     hashes: list[BlockHash]
     key: RequestKey
@@ -44,6 +55,7 @@ class Pin:
             sampling=RowSampling(seed=0),
             max_tokens=1,
             tenant=self.tenant,
+            adapter=self.adapter,
         )
 
 
@@ -95,7 +107,7 @@ class Pins:
         pin = self._pins.get(pin_id)
         return pin if pin is not None and pin.tenant == tenant else None
 
-    def add(self, tenant: str, token_ids: list[int], expires_at: float) -> Pin:
+    def add(self, tenant: str, adapter: Adapter | None, token_ids: list[int], expires_at: float) -> Pin:
         """The pin of the whole blocks of this prefix: the one that is there, with a new end, or a new one that holds
         nothing yet.
 
@@ -106,7 +118,7 @@ class Pins:
         num_blocks = len(token_ids) // self._block_size
         if not num_blocks:
             raise RefusedError(f"the prefix has {len(token_ids)} tokens; it takes {self._block_size} to fill a block")
-        hashes = PrefixHashes(tenant, self._block_size).first(num_blocks, token_ids)
+        hashes = PrefixHashes(cache_root(tenant, adapter), self._block_size).first(num_blocks, token_ids)
         pin_id = hashes[-1][:PIN_ID_BYTES].hex()
         pin = self._pins.get(pin_id)
         if pin is not None:
@@ -116,7 +128,7 @@ class Pins:
         self._check_quota(tenant, num_blocks)
         self._num_made += 1
         key = RequestKey(PIN_CLIENT, Handle(self._num_made))
-        pin = Pin(pin_id, tenant, token_ids[: num_blocks * self._block_size], hashes, key, expires_at)
+        pin = Pin(pin_id, tenant, adapter, token_ids[: num_blocks * self._block_size], hashes, key, expires_at)
         self._pins[pin_id] = self._by_key[key] = pin
         self._num_blocks += num_blocks
         self._num_blocks_of_tenant[tenant] += num_blocks

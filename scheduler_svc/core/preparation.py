@@ -1,67 +1,110 @@
-"""Constraints that the workers compile before rows with them are planned.
+"""What workers prepare before rows need it: constraints to compile, adapters to load. One table of all that requests
+wait for.
 
-All rows of a step wait for each other, and a constraint may take half a second to compile. So a group with a constraint
-enters the batch only after the workers have said that they have compiled it; meanwhile it is held, and those behind it
-pass.
+All rows of a step wait for each other, and a constraint may take half a second to compile, an adapter as long to load.
+So a group enters the batch only after the workers have said that they have what it needs; meanwhile it is held, and
+those behind it pass.
 
 Workers keep at least the `NUM_KEPT` constraints that were prepared last. What is older is prepared again, should a
-group with it come, or come back after a preemption.
+group with it come, or come back after a preemption. `adapter_slots` says which adapters workers have.
 """
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from scheduler_svc.core.request import Request, RequestKey
+from scheduler_svc.core.adapter_slots import AdapterSlots
+from scheduler_svc.core.request import Adapter, Request, RequestKey
 
 NUM_KEPT = 64
 """What workers must keep; see PrepareConstraint."""
 _MAX_UNDERWAY = 2
-"""A worker compiles one after the other. More of them would only wait there, where tenants have no turns."""
+"""Of constraints, and of adapters. A worker does one after the other. More of them would only wait there, where tenants
+have no turns."""
 
 _MAX_WAITING = 16
-"""While no more groups wait, a constraint is prepared on arrival; otherwise when its group is next."""
+"""While no more groups wait, what a group needs is prepared on arrival; otherwise when the group is next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A constraint that workers compile, by the sampling parameters that hold it."""
+
+    parameters: bytes
+
+
+Need = Constraint | Adapter
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What the workers are to be told: the sampling parameters with the constraint, and a number for the answer."""
+    """What the workers are to be told, and a number for the answer. `slot` is the one for an adapter."""
 
     number: int
-    parameters: bytes
+    need: Need
+    slot: int | None = None
 
 
 class Preparations:
-    """Which constraints the workers have compiled, and which come next: one of each tenant in turn."""
+    """What the workers have prepared, and what comes next: one need of each tenant in turn."""
 
-    def __init__(self, *, are_on: bool) -> None:
-        """With `are_on` False every constraint counts as compiled: workers compile when rows need it."""
-        self._are_on = are_on
-        # All are known by the parameters of the request; the oldest comes first.
-        self._ready: dict[bytes, None] = {}
-        self._underway: dict[int, bytes] = {}
-        self._wanted: OrderedDict[str, dict[bytes, None]] = OrderedDict()
-        self._held: dict[bytes, list[RequestKey]] = {}
+    def __init__(self, adapters: AdapterSlots, *, compiles: bool) -> None:
+        """Without `compiles` every constraint counts as compiled: workers compile when rows need it."""
+        self._adapters = adapters
+        self._compiles = compiles
+        # Compiled ones, the oldest first.
+        self._compiled: dict[Constraint, None] = {}
+        self._underway: dict[int, Preparation] = {}
+        self._wanted: OrderedDict[str, dict[Need, None]] = OrderedDict()
+        # What each held request waits for, and who waits for what.
+        self._need_of: dict[RequestKey, Need] = {}
+        self._held: dict[Need, dict[RequestKey, None]] = {}
+        # Requests that an adapter was loaded for, until one with this adapter is next: it is not evicted before.
+        self._owed: dict[RequestKey, Adapter] = {}
+        # The adapter of the group that was next last in the step that is or was planned, likewise.
+        self._next: Adapter | None = None
         self._num_begun = 0
-        # Numbers that nobody waits for any more; their answers may still come.
-        self._given_up: set[int] = set()
+        # Those that no request waits for any more; their answers may still come.
+        self._given_up: dict[int, Preparation] = {}
+
+    def planning(self) -> None:
+        """A step is planned from now on."""
+        self._next = None
 
     def arrived(self, request: Request, num_waiting: int) -> None:
-        """A request joined the queue. Prepares its constraint now, unless it will wait for long."""
+        """A request joined the queue. Prepares what it needs now, unless it will wait for long."""
         if num_waiting <= _MAX_WAITING:
-            self._want(request)
+            for need in self._missing(request):
+                self._want(request, need)
 
-    def hold(self, request: Request) -> bool:
-        """Whether a request that is next must wait for its constraint. `done` returns it then."""
-        if self._is_ready(request):
+    def hold(self, request: Request, *, may_compile: bool = False) -> bool:
+        """Whether a request that is next must wait for something. `done` returns it then. With `may_compile` its row
+        may compile its constraint."""
+        missing = [need for need in self._missing(request) if not (may_compile and isinstance(need, Constraint))]
+        if not missing:
+            self._next = request.adapter
+            if self._owed:
+                self._owed = {key: adapter for key, adapter in self._owed.items() if adapter != request.adapter}
             return False
-        self._want(request)
-        self._held.setdefault(request.sampling.parameters, []).append(request.key)
+        for need in missing:
+            self._want(request, need)
+        self.ended(request.key)
+        self._need_of[request.key] = missing[0]
+        self._held.setdefault(missing[0], {})[request.key] = None
         return True
 
-    def is_held(self, key: RequestKey) -> bool:
-        """Whether a request waits for its constraint."""
-        return any(key in keys for keys in self._held.values())
+    def needed_by(self, key: RequestKey) -> Need | None:
+        """What a request waits for; None if it waits for nothing here."""
+        return self._need_of.get(key)
+
+    def ended(self, key: RequestKey) -> None:
+        """A request that may wait for something waits no more."""
+        self._owed.pop(key, None)
+        if (need := self._need_of.pop(key, None)) is not None:
+            holders = self._held[need]
+            del holders[key]
+            if not holders:
+                del self._held[need]
 
     @property
     def has_wanted(self) -> bool:
@@ -70,51 +113,109 @@ class Preparations:
 
     def take(self) -> Iterator[Preparation]:
         """What the workers are to be told now. All of it must be told."""
-        while self._wanted and len(self._underway) < _MAX_UNDERWAY:
+        num_passed = 0
+        # Kinds of which no more can begin now.
+        stuck: set[type[Need]] = set()
+        while num_passed < len(self._wanted):
             tenant, wanted = self._wanted.popitem(last=False)
-            parameters = next(iter(wanted))
-            del wanted[parameters]
+            begun: Preparation | None = None
+            for need in list(wanted):
+                if begun is None and type(need) not in stuck:
+                    begun = self._begin(need, stuck)
+                    if begun or self._is_known(need) or (isinstance(need, Adapter) and need not in self._held):
+                        del wanted[need]
             if wanted:
                 self._wanted[tenant] = wanted
-            # Another tenant may have wanted the same.
-            if parameters not in self._ready and parameters not in self._underway.values():
-                self._num_begun += 1
-                self._underway[self._num_begun] = parameters
-                yield Preparation(self._num_begun, parameters)
+            num_passed = 0 if begun else num_passed + 1
+            if begun:
+                yield begun
 
-    def done(self, number: int) -> list[RequestKey]:
-        """All workers have compiled it, or found that they cannot. Returns the requests that waited for it.
+    def _begin(self, need: Need, stuck: set[type[Need]]) -> Preparation | None:
+        """Begins to prepare something. None where it is prepared or underway, which another tenant may have wanted, or
+        where it has to wait."""
+        if self._is_known(need):
+            return None
+        if sum(type(each.need) is type(need) for each in self._underway.values()) >= _MAX_UNDERWAY:
+            stuck.add(type(need))
+            return None
+        slot = self._slot_for(need, stuck) if isinstance(need, Adapter) else None
+        if isinstance(need, Adapter) and slot is None:
+            return None
+        self._num_begun += 1
+        begun = self._underway[self._num_begun] = Preparation(self._num_begun, need, slot)
+        return begun
+
+    def _slot_for(self, adapter: Adapter, stuck: set[type[Need]]) -> int | None:
+        """A slot for an adapter: an empty one, or if a request waits for it that is next, one that is not used."""
+        is_drained = self._adapters.slot_of(adapter) is not None
+        if adapter not in self._held:
+            return None if is_drained else self._adapters.take_empty()
+        if is_drained and any(isinstance(need, Adapter) and need != adapter for need in self._held):
+            # Its slot is for one of those.
+            return None
+        slot = self._adapters.take(adapter, {*self._owed.values(), *filter(None, (self._next,))})
+        if slot is None and not is_drained:
+            stuck.add(Adapter)
+        return slot
+
+    def done(self, number: int, failure: str | None = None) -> list[RequestKey]:
+        """All workers have prepared it, or found that they cannot: a constraint fails its row then, and an adapter has
+        a `failure`. Returns the requests that waited for it.
 
         Raises ValueError if nothing of this number is underway.
         """
-        if number in self._given_up:
-            self._given_up.remove(number)
+        if (late := self._given_up.pop(number, None)) is not None:
+            if late.slot is not None:
+                # Who needs the adapter now has another slot for it.
+                self._adapters.loaded(late.slot, None)
             return []
         if number not in self._underway:
             raise ValueError(f"preparation {number} was answered; underway are {sorted(self._underway)}")
-        parameters = self._underway.pop(number)
-        self._ready[parameters] = None
-        if len(self._ready) > NUM_KEPT:
-            del self._ready[next(iter(self._ready))]
-        return self._held.pop(parameters, [])
+        need, slot = self._underway[number].need, self._underway.pop(number).slot
+        keys = self._take_held(need)
+        if isinstance(need, Constraint):
+            self._compiled[need] = None
+            if len(self._compiled) > NUM_KEPT:
+                del self._compiled[next(iter(self._compiled))]
+        elif slot is not None:
+            self._adapters.loaded(slot, need if failure is None else None)
+            if failure is None:
+                self._owed |= dict.fromkeys(keys, need)
+        return keys
 
-    def give_up(self, number: int) -> list[RequestKey]:
-        """The workers take too long for it: others take its turn. Returns the requests that waited for it. KeyError if
-        nothing of this number is underway."""
-        parameters = self._underway.pop(number)
-        self._given_up.add(number)
-        return self._held.pop(parameters, [])
+    def give_up(self, number: int) -> tuple[Need, list[RequestKey]]:
+        """The workers take too long for it: others take its turn. Returns what it is, and the requests that waited for
+        it. KeyError if nothing of this number is underway."""
+        late = self._given_up[number] = self._underway.pop(number)
+        return late.need, self._take_held(late.need)
 
     def refused(self, rows: Collection[int]) -> None:
         """The workers refused how these rows sample. If a constraint failed, they drop what they compiled, so all is
         prepared again when it is needed: what is still there is answered at once."""
         if rows:
-            self._ready.clear()
+            self._compiled.clear()
 
-    def _is_ready(self, request: Request) -> bool:
-        return not (self._are_on and request.has_constraint) or request.sampling.parameters in self._ready
+    def _take_held(self, need: Need) -> list[RequestKey]:
+        keys = list(self._held.pop(need, ()))
+        for key in keys:
+            del self._need_of[key]
+        return keys
 
-    def _want(self, request: Request) -> None:
-        parameters = request.sampling.parameters
-        if not self._is_ready(request) and parameters not in self._underway.values():
-            self._wanted.setdefault(request.tenant, {})[parameters] = None
+    def _missing(self, request: Request) -> list[Need]:
+        missing: list[Need] = []
+        if self._compiles and request.has_constraint:
+            constraint = Constraint(request.sampling.parameters)
+            if constraint not in self._compiled:
+                missing.append(constraint)
+        if request.adapter is not None and not self._adapters.is_ready(request.adapter):
+            missing.append(request.adapter)
+        return missing
+
+    def _want(self, request: Request, need: Need) -> None:
+        if not self._is_known(need):
+            self._wanted.setdefault(request.tenant, {})[need] = None
+
+    def _is_known(self, need: Need) -> bool:
+        """Whether it is prepared, or will be."""
+        is_ready = need in self._compiled if isinstance(need, Constraint) else self._adapters.is_ready(need)
+        return is_ready or any(each.need == need for each in self._underway.values())

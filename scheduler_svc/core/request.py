@@ -1,10 +1,11 @@
 """Requests as the core sees them, and which are taken."""
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import NamedTuple, NewType
 
+from quire.prefix_hashes import BlockHash, root_hash
 from scheduler_svc.core.beam_search import BeamParameters, num_candidates
 from scheduler_svc.core.config import SchedulerConfig
 
@@ -15,6 +16,7 @@ class RefusedError(ValueError):
     RefusedError(ValueError)
     ├── NeverFitsError     the request could not run even with the whole pool to itself
     ├── QueueFullError     too many requests or tokens are waiting; come back later
+    ├── NoAdaptersError    it has an adapter, and the workers have no slots for any
     ├── PinQuotaError      the tenant, or all tenants together, would pin too many blocks
     └── DuplicateKeyError  the client has a live request with this handle
     """
@@ -25,6 +27,10 @@ class NeverFitsError(RefusedError):
 
 
 class QueueFullError(RefusedError):
+    pass
+
+
+class NoAdaptersError(RefusedError):
     pass
 
 
@@ -51,6 +57,15 @@ class RequestKey(NamedTuple):
 
     client: ClientId
     handle: Handle
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter: it is its digest. Where workers find its files and what a gateway calls it is only carried."""
+
+    digest: bytes
+    directory: str = field(default="", compare=False)
+    name: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +104,7 @@ class Request:
     generation continues after it, and it counts against `max_tokens`. A request that was `accepted_before`, by this
     scheduler or an earlier one, is not refused for the queue's bounds. `stop_token_ids` holds the model's eos ids too.
     Cached prefixes are shared within a tenant. `traceparent` is carried to the workers as it is. `has_constraint` tells
-    that the sampling parameters hold one, which workers compile.
+    that the sampling parameters hold one, which workers compile. `adapter` is None for the model as it is.
     """
 
     key: RequestKey
@@ -107,6 +122,12 @@ class Request:
     traceparent: str | None = None
     accepted_before: bool = False
     has_constraint: bool = False
+    adapter: Adapter | None = None
+
+    @property
+    def cache_root(self) -> BlockHash:
+        """What the hashes of its blocks begin with: tenants share no blocks, and neither do adapters."""
+        return cache_root(self.tenant, self.adapter)
 
     @property
     def selects(self) -> bool:
@@ -130,6 +151,11 @@ class Request:
         return sampling if index == 0 else replace(sampling, seed=sequence_seed(sampling.seed, index))
 
 
+def cache_root(tenant: str, adapter: Adapter | None) -> BlockHash:
+    """What the hashes of a tenant's blocks with an adapter begin with."""
+    return root_hash(tenant, None if adapter is None else adapter.digest)
+
+
 def sequence_seed(seed: int, index: int) -> int:
     """The 64-bit seed of a request's sequence with this index."""
     digest = blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8, person=b"quire/seed/1")
@@ -137,7 +163,8 @@ def sequence_seed(seed: int, index: int) -> int:
 
 
 def check_request(request: Request, config: SchedulerConfig) -> None:
-    """Raises RefusedError for a request that makes no sense, NeverFitsError for one that could not run even alone."""
+    """Raises RefusedError for a request that makes no sense, NoAdaptersError for one with an adapter where there are
+    none, NeverFitsError for one that could not run even alone."""
     if not request.prompt or request.max_tokens < 1:
         raise RefusedError(
             f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}; both must be >= 1"
@@ -148,6 +175,8 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
         )
     if abs(request.priority) > MAX_PRIORITY:
         raise RefusedError(f"priority is {request.priority}; it must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+    if request.adapter is not None and not config.max_adapters:
+        raise NoAdaptersError("the workers run no adapters: start them with --max-adapters above 0")
     _check_beams(request)
     _check_emitted(request)
     _check_size(request, config)

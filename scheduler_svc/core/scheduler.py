@@ -8,7 +8,7 @@ result.
 `policy` says which group is next, `admission` whether there is room for it and how prompts share a step, `placement`
 moves it into the batch and out of it, `batch` keeps rows and puts the step together, `kv_cache` keeps blocks, `results`
 reads what came back, `pace` says when beam searches wait for each other, `preparation` knows which constraints are
-compiled, and `fault_isolation` finds requests that steps fail for.
+compiled and which adapters are loaded, and `fault_isolation` finds requests that steps fail for.
 """
 
 import itertools
@@ -27,8 +27,9 @@ from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.pins import PIN_CLIENT, Pin, Pins
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import GroupQueue, check_queue, make_policy
-from scheduler_svc.core.preparation import Preparation, Preparations
+from scheduler_svc.core.preparation import Constraint, Preparation, Preparations
 from scheduler_svc.core.request import (
+    Adapter,
     ClientId,
     DuplicateKeyError,
     RefusedError,
@@ -81,7 +82,6 @@ class Scheduler:
         self.in_flight: deque[StepInFlight] = deque()
         self.pins = Pins(config)
         self.trials = Trials()
-        self.preparations = Preparations(are_on=config.prepares_constraints)
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_swap_outs = 0
@@ -98,6 +98,7 @@ class Scheduler:
         """Makes the pools of a worker that has computed nothing."""
         config = self.config
         self.batch = Batch(config, self._make_blocks(config))
+        self.preparations = Preparations(self.batch.adapters, compiles=config.prepares_constraints)
         if self._cache_log is not None:
             self._cache_log.cleared()
             self.batch.blocks.pool.log = self._cache_log
@@ -224,12 +225,15 @@ class Scheduler:
         if queue is None:
             return None
         group = queue.remove(key)
+        self.preparations.ended(key)
         self._end(group.unfinished)
         return group
 
     # Pins
 
-    def pin(self, tenant: str, token_ids: list[int], now: float, time_to_live: float) -> Pin:
+    def pin(
+        self, tenant: str, token_ids: list[int], now: float, time_to_live: float, adapter: Adapter | None = None
+    ) -> Pin:
         """Keeps the whole blocks of a prefix from being evicted until the time (seconds) is over.
 
         The pin holds its blocks at once if all are cached. Otherwise a request of PIN_CLIENT computes them; the
@@ -237,7 +241,7 @@ class Scheduler:
         RefusedError and changes nothing.
         """
         known = len(self.pins)
-        pin = self.pins.add(tenant, token_ids, now + time_to_live)
+        pin = self.pins.add(tenant, adapter, token_ids, now + time_to_live)
         if len(self.pins) > known and not self.pins.hold(pin, self.batch.blocks.pool):
             try:
                 self.submit(pin.request(), now)
@@ -294,6 +298,7 @@ class Scheduler:
                 return None
             self._requeue_passed(now)
         self._num_blocks_looked_up = 0
+        self.preparations.planning()
         self._pace.planning(now)
         if self.in_flight and self._pace.joins_beams(batch.rows) and not self._can_admit():
             return None
@@ -398,8 +403,11 @@ class Scheduler:
             self.waiting.release(key)
         if self.trials.are_on:
             if self.swapped.has_next:
-                return self.swapped.first()
-            return None if self.in_flight else self.trials.next_of(self.waiting, self.running)
+                group = self.swapped.first()
+            else:
+                group = None if self.in_flight else self.trials.next_of(self.waiting, self.running)
+            # Not for its constraint: should compiling it end the worker, a step of this request alone shows that.
+            return None if group is None or self.preparations.hold(group.request, may_compile=True) else group
         while self.waiting.has_next or self.swapped.has_next:
             if self._num_blocks_looked_up >= _MAX_BLOCKS_LOOKED_UP:
                 return None
@@ -412,22 +420,36 @@ class Scheduler:
         return None
 
     def take_preparations(self) -> list[Preparation]:
-        """The constraints that the workers are to compile now. All of them must be told."""
+        """The constraints that the workers are to compile now, and the adapters that they are to load. All of them must
+        be told."""
         return list(self.preparations.take())
 
-    def prepared(self, number: int) -> None:
-        """The workers have compiled a constraint that `preparations` had for them. Raises ValueError for another."""
-        for key, queue in itertools.product(self.preparations.done(number), (self.waiting, self.swapped)):
+    def prepared(self, number: int, failure: str | None = None) -> dict[ClientId, ClientEvents]:
+        """The workers have prepared what `preparations` had for them. If they could not load an adapter, `failure` says
+        why. Returns the failures of the requests that waited for it then. Raises ValueError for another number."""
+        keys = self.preparations.done(number, failure)
+        if failure is not None:
+            detail = f"the adapter of this request cannot be loaded: {failure}"
+            return self._fail_all(keys, detail, reason="ADAPTER_NOT_LOADED")
+        for key, queue in itertools.product(keys, (self.waiting, self.swapped)):
             queue.release(key)
+        return {}
 
-    def give_up_preparation(self, number: int, detail: str) -> dict[ClientId, ClientEvents]:
-        """The workers take too long to compile a constraint, as `detail` says. Returns the failures of the requests
-        that waited for it; others with this constraint have it prepared again when they are next."""
+    def give_up_preparation(self, number: int, seconds: float) -> dict[ClientId, ClientEvents]:
+        """The workers take too long, `seconds` by now, to prepare something. Returns the failures of the requests that
+        waited for it; others that need it have it prepared again when they are next."""
+        need, keys = self.preparations.give_up(number)
+        if isinstance(need, Constraint):
+            detail = f"the workers have not compiled the constraint of this request for {seconds:.1f} s"
+            return self._fail_all(keys, detail, reason="CONSTRAINT_TIMEOUT")
+        detail = f"the workers have not loaded the adapter of this request for {seconds:.1f} s"
+        return self._fail_all(keys, detail, reason="ADAPTER_NOT_LOADED")
+
+    def _fail_all(self, keys: Iterable[RequestKey], message: str, *, reason: str) -> dict[ClientId, ClientEvents]:
         events: dict[ClientId, ClientEvents] = {}
-        for key in self.preparations.give_up(number):
-            if (group := self.group(key)) is not None:
-                for client, failure in self._fail(group, detail, reason="CONSTRAINT_TIMEOUT").items():
-                    events.setdefault(client, ClientEvents()).failed += failure.failed
+        for group in filter(None, map(self.group, keys)):
+            for client, failure in self._fail(group, message, reason=reason).items():
+                events.setdefault(client, ClientEvents()).failed += failure.failed
         return events
 
     def _hold(self, group: SequenceGroup) -> bool:
@@ -557,7 +579,6 @@ class Scheduler:
         Every group waits again in its place, and every pin that held blocks is computed again.
         """
         self.in_flight.clear()
-        self.preparations = Preparations(are_on=self.config.prepares_constraints)
         self.waiting.release_all()
         for queue in (self.running, self.swapped):
             for group in queue.take_all():
@@ -599,5 +620,5 @@ class Scheduler:
                 self._enqueue(group)
         for pin in old.pins:
             with suppress(RefusedError):
-                self.pin(pin.tenant, pin.token_ids, now, pin.expires_at - now)
+                self.pin(pin.tenant, pin.token_ids, now, pin.expires_at - now, pin.adapter)
         return failures

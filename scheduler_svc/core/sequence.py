@@ -166,7 +166,7 @@ class SequenceGroup:
                 request,
                 index,
                 [*request.prompt, *each.token_ids],
-                PrefixHashes(request.tenant, block_size),
+                PrefixHashes(request.cache_root, block_size),
                 SequenceStatus.FINISHED if each.has_ended else SequenceStatus.WAITING,
             )
             for index, each in enumerate(emitted)
@@ -215,4 +215,4 @@ class SequenceGroup:
     def move_to_blocks_of(self, block_size: int) -> None:
         """The group continues in another pool: a block of another size has other tokens, and so another hash."""
         for sequence in self.unfinished:
-            sequence.prefix_hashes = PrefixHashes(self.request.tenant, block_size)
+            sequence.prefix_hashes = PrefixHashes(self.request.cache_root, block_size)

@@ -27,6 +27,7 @@ class RowAssignment:
     sampling: RowSampling
     num_prompt_tokens: int
     traceparent: str | None = None
+    adapter_slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

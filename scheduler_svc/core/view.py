@@ -17,6 +17,7 @@ import numpy as np
 from scheduler_svc.core.admission import Obstacle
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.block_pool import BlockHash, BlockId
+from scheduler_svc.core.preparation import Constraint
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
@@ -296,7 +297,10 @@ def waiting(scheduler: Scheduler, count: int) -> list[Waiting]:
 
 
 def _why_held(scheduler: Scheduler, request: Request) -> Obstacle:
-    return Obstacle.CONSTRAINT if scheduler.preparations.is_held(request.key) else Obstacle.SHARED_PREFIX
+    need = scheduler.preparations.needed_by(request.key)
+    if need is None:
+        return Obstacle.SHARED_PREFIX
+    return Obstacle.CONSTRAINT if isinstance(need, Constraint) else Obstacle.ADAPTER
 
 
 # Blocks

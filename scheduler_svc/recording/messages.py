@@ -14,12 +14,12 @@ import numpy as np
 
 from quire.arrays import encode_int32
 from quire.logprob_columns import LogprobColumns
-from quire.prefix_hashes import HASH_BYTES, hash_chain, pack, root_hash
+from quire.prefix_hashes import HASH_BYTES, hash_chain, pack
 from quire.scheduler.v1 import recording_pb2
 from scheduler_svc.core.beam_search import BeamParameters, Candidates, EarlyStopping
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
-from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
+from scheduler_svc.core.request import Adapter, ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.step import Array, SampleLogprobs, StepInFlight, StepPlan, StepResult
 
 Header = recording_pb2.RecordingHeader
@@ -95,6 +95,7 @@ def submit_message(request: Request, now: float, hider: TokenHider | None) -> Op
         prompt_logprobs=request.sampling.prompt_logprobs,
         prompt_logprobs_start=request.sampling.prompt_logprobs_start,
         has_constraint=request.has_constraint,
+        adapter_digest=_digest_of(request.adapter),
     )
     if request.has_constraint:
         key = b"" if hider is None else hider.key
@@ -129,7 +130,16 @@ def request_of(submit: recording_pb2.RecordedSubmit) -> Request:
         beam=beams and BeamParameters(beams.width, beams.length_penalty, EarlyStopping[beams.early_stopping]),
         accepted_before=submit.accepted_before,
         has_constraint=submit.has_constraint,
+        adapter=adapter_of(submit.adapter_digest),
     )
+
+
+def _digest_of(adapter: Adapter | None) -> bytes | None:
+    return None if adapter is None else adapter.digest
+
+
+def adapter_of(digest: bytes) -> Adapter | None:
+    return Adapter(digest) if digest else None
 
 
 def tokens_of(packed: bytes) -> list[int]:
@@ -146,10 +156,18 @@ def abort_sequence_message(key: RequestKey, index: int) -> Operation:
 
 
 def pin_message(
-    tenant: str, token_ids: SequenceOf[int], now: float, time_to_live: float, hider: TokenHider | None
+    tenant: str,
+    token_ids: SequenceOf[int],
+    now: float,
+    time_to_live: float,
+    adapter: Adapter | None,
+    hider: TokenHider | None,
 ) -> Operation:
     pin = recording_pb2.RecordedPin(
-        tenant=tenant, token_ids=encode_int32(hidden(hider, token_ids)), time_to_live_seconds=time_to_live
+        tenant=tenant,
+        token_ids=encode_int32(hidden(hider, token_ids)),
+        time_to_live_seconds=time_to_live,
+        adapter_digest=_digest_of(adapter),
     )
     return Operation(now=now, pin=pin)
 
@@ -182,8 +200,8 @@ def take_over_message(now: float) -> Operation:
     return Operation(now=now, take_over=recording_pb2.RecordedTakeOver())
 
 
-def prepared_message(number: int) -> Operation:
-    return Operation(prepared=recording_pb2.RecordedPrepared(number=number))
+def prepared_message(number: int, failure: str | None) -> Operation:
+    return Operation(prepared=recording_pb2.RecordedPrepared(number=number, failure=failure))
 
 
 def give_up_preparation_message(number: int) -> Operation:
@@ -224,6 +242,8 @@ def _digest(plan: StepPlan) -> bytes:
         digest.update(len(part).to_bytes(4, "little") + np.ascontiguousarray(part, "<i8").tobytes())
     for each in plan.assign:
         digest.update(np.array([each.row, len(each.token_ids), each.num_prompt_tokens, *each.block_table]).tobytes())
+        if each.adapter_slot is not None:
+            digest.update(each.adapter_slot.to_bytes(4, "little"))
     digest.update(np.array([row for row, _ in plan.reseed] + [block for block, _ in plan.sealed], "<i8").tobytes())
     return digest.digest()
 
@@ -333,11 +353,11 @@ def sealed_of(message: recording_pb2.RecordedSealed) -> list[tuple[BlockId, Bloc
 
 
 class HiddenHashes:
-    """The hashes of some consecutive blocks of a tenant's sequence as the recording has them, of hidden tokens: each is
+    """The hashes of some consecutive blocks of a sequence as the recording has them, of hidden tokens: each is
     computed once, on first use. They follow those `before`, or are the sequence's first."""
 
-    def __init__(self, tenant: str, block_size: int, before: "HiddenHashes | None", token_ids: list[int]) -> None:
-        self._tenant = tenant
+    def __init__(self, root: BlockHash, block_size: int, before: "HiddenHashes | None", token_ids: list[int]) -> None:
+        self._root = root
         self._block_size = block_size
         self._before = before
         self._first = 0 if before is None else before.end
@@ -356,7 +376,7 @@ class HiddenHashes:
 
     def _all(self, hider: TokenHider) -> list[BlockHash]:
         if not self._hashes:
-            parent = root_hash(self._tenant) if self._before is None else self._before._all(hider)[-1]
+            parent = self._root if self._before is None else self._before._all(hider)[-1]
             tokens = hidden(hider, self._token_ids, self._first * self._block_size)
             self._hashes = hash_chain(parent, pack(tokens.tolist()), 4 * self._block_size)
             self._token_ids = []

@@ -23,7 +23,7 @@ from scheduler_svc.core.block_pool import BlockHash, BlockId, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.pins import Pin
 from scheduler_svc.core.preparation import Preparation
-from scheduler_svc.core.request import ClientId, Request, RequestKey
+from scheduler_svc.core.request import Adapter, ClientId, Request, RequestKey, cache_root
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import ClientEvents, RequestFailure, StepInFlight, StepPlan, StepResult
@@ -227,14 +227,18 @@ class _RecordedScheduler(Scheduler):
             lambda _: messages.abort_sequence_message(key, index),
         )
 
-    def pin(self, tenant: str, token_ids: list[int], now: float, time_to_live: float) -> Pin:
+    def pin(
+        self, tenant: str, token_ids: list[int], now: float, time_to_live: float, adapter: Adapter | None = None
+    ) -> Pin:
         hider = self._hider
         if self._restored is not None and self._restored.hashes and not self._is_told:
             num_blocks = len(token_ids) // self.config.block_size
-            _ObservedHashes(tenant, self.config.block_size, self._restored).first(num_blocks, token_ids)
+            _ObservedHashes(cache_root(tenant, adapter), self.config.block_size, self._restored).first(
+                num_blocks, token_ids
+            )
         return self._tell(
-            lambda: super(_RecordedScheduler, self).pin(tenant, token_ids, now, time_to_live),
-            lambda _: messages.pin_message(tenant, token_ids, now, time_to_live, hider),
+            lambda: super(_RecordedScheduler, self).pin(tenant, token_ids, now, time_to_live, adapter),
+            lambda _: messages.pin_message(tenant, token_ids, now, time_to_live, adapter, hider),
         )
 
     def unpin(self, tenant: str, pin_id: str) -> bool:
@@ -265,14 +269,15 @@ class _RecordedScheduler(Scheduler):
             lambda _: messages.apply_message(step, result, now, hider, stops),
         )
 
-    def prepared(self, number: int) -> None:
-        self._tell(
-            lambda: super(_RecordedScheduler, self).prepared(number), lambda _: messages.prepared_message(number)
+    def prepared(self, number: int, failure: str | None = None) -> dict[ClientId, ClientEvents]:
+        return self._tell(
+            lambda: super(_RecordedScheduler, self).prepared(number, failure),
+            lambda _: messages.prepared_message(number, failure),
         )
 
-    def give_up_preparation(self, number: int, detail: str) -> dict[ClientId, ClientEvents]:
+    def give_up_preparation(self, number: int, seconds: float) -> dict[ClientId, ClientEvents]:
         return self._tell(
-            lambda: super(_RecordedScheduler, self).give_up_preparation(number, detail),
+            lambda: super(_RecordedScheduler, self).give_up_preparation(number, seconds),
             lambda _: messages.give_up_preparation_message(number),
         )
 
@@ -331,7 +336,9 @@ class _RecordedScheduler(Scheduler):
     def _observe(self, group: SequenceGroup) -> None:
         if self._restored is not None:
             for sequence in group.sequences:
-                sequence.prefix_hashes = _ObservedHashes(group.request.tenant, self.config.block_size, self._restored)
+                sequence.prefix_hashes = _ObservedHashes(
+                    group.request.cache_root, self.config.block_size, self._restored
+                )
 
     def _stops_of(self, step: StepInFlight, result: StepResult) -> dict[int, frozenset[int]]:
         """What ends the sequences of the rows whose result may hold such a token."""
@@ -375,9 +382,9 @@ class _StopTable:
 class _ObservedHashes(PrefixHashes):
     """Hashes of a sequence's blocks that report those of blocks which were restored."""
 
-    def __init__(self, tenant: str, block_size: int, restored: "_Restored") -> None:
-        super().__init__(tenant, block_size)
-        self._tenant = tenant
+    def __init__(self, root: BlockHash, block_size: int, restored: "_Restored") -> None:
+        super().__init__(root, block_size)
+        self._root = root
         self._restored = restored
         # Of the blocks up to the last one that was reported; forks share them.
         self._hidden: messages.HiddenHashes | None = None
@@ -396,13 +403,13 @@ class _ObservedHashes(PrefixHashes):
         num_hidden = 0 if self._hidden is None else self._hidden.end
         if num_hidden <= found[-1]:
             tokens = list(token_ids[num_hidden * size : (found[-1] + 1) * size])
-            self._hidden = messages.HiddenHashes(self._tenant, size, self._hidden, tokens)
+            self._hidden = messages.HiddenHashes(self._root, size, self._hidden, tokens)
         assert self._hidden is not None
         for index in found:
             self._restored.found(self._hashes[index], self._hidden, index)
 
     def copy(self) -> PrefixHashes:
-        twin = _ObservedHashes(self._tenant, self._block_size, self._restored)
+        twin = _ObservedHashes(self._root, self._block_size, self._restored)
         twin._hashes, twin._parent, twin._hidden = list(self._hashes), self._parent, self._hidden
         return twin
 

@@ -36,6 +36,7 @@ from scheduler_svc.recording.files import (
 from scheduler_svc.recording.messages import (
     Header,
     Operation,
+    adapter_of,
     config_of,
     plan_message,
     request_of,
@@ -149,7 +150,8 @@ class Replayer:
                 scheduler.abort_sequence(_key(abort.client, abort.handle), abort.sequence_index)
             case "pin":
                 pin = operation.pin
-                scheduler.pin(pin.tenant, tokens_of(pin.token_ids), now, pin.time_to_live_seconds)
+                adapter = adapter_of(pin.adapter_digest)
+                scheduler.pin(pin.tenant, tokens_of(pin.token_ids), now, pin.time_to_live_seconds, adapter)
             case "unpin":
                 pin = scheduler.pins.of_key(_key(PIN_CLIENT, operation.unpin.handle))
                 if pin is None:
@@ -176,9 +178,10 @@ class Replayer:
                 rename = operation.rename
                 scheduler.batch.blocks.pool.rename(BlockHash(rename.name), BlockHash(rename.hash))
             case "prepared":
-                scheduler.prepared(operation.prepared.number)
+                prepared = operation.prepared
+                scheduler.prepared(prepared.number, prepared.failure if prepared.HasField("failure") else None)
             case "give_up_preparation":
-                scheduler.give_up_preparation(operation.give_up_preparation.number, "")
+                scheduler.give_up_preparation(operation.give_up_preparation.number, 0.0)
             case "take_preparations":
                 scheduler.take_preparations()
             case "take_over":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from google.rpc import code_pb2
 
 from quire import compatibility
+from quire.adapters import DIGEST_BYTES
 from quire.arrays import decode_int32, encode_int32, encode_logprobs
 from quire.common.v1 import common_pb2
 from quire.logprob_columns import LogprobLog
@@ -16,7 +17,7 @@ from quire.tracing import TraceContext
 from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.request import EmittedSequence, Handle, Request, RequestKey, RowSampling
+from scheduler_svc.core.request import Adapter, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceStatus
 from scheduler_svc.core.step import RequestFailure, SequenceEnd, Usage
@@ -30,9 +31,13 @@ _MAX_HANDLE = 2**31 - 1
 _BLOCKS_AT_ONCE = 1024
 """The number of blocks that are converted before the event loop gets a turn: about a millisecond."""
 
-_FAILURE_CODES = {MODEL_CHANGED: code_pb2.UNAVAILABLE, "INVALID_SAMPLING": code_pb2.INVALID_ARGUMENT}
-"""The statuses of failures that are not INTERNAL: after a change of the model a retry succeeds, and sampling that the
-worker cannot do is a fault of the request."""
+_FAILURE_CODES = {
+    MODEL_CHANGED: code_pb2.UNAVAILABLE,
+    "INVALID_SAMPLING": code_pb2.INVALID_ARGUMENT,
+    "ADAPTER_NOT_LOADED": code_pb2.FAILED_PRECONDITION,
+}
+"""The statuses of failures that are not INTERNAL: after a change of the model a retry succeeds, sampling that the
+worker cannot do is a fault of the request, and an adapter's files may be gone or changed."""
 
 _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -94,7 +99,15 @@ def request_from_submit(submit: scheduler_pb2.Submit, *, vocab_size: int, max_nu
         beam=beam,
         accepted_before=submit.resubmitted,
         has_constraint=submit.has_constraint,
+        adapter=adapter_from(submit.adapter) if submit.HasField("adapter") else None,
     )
+
+
+def adapter_from(message: scheduler_pb2.Adapter) -> Adapter:
+    """Raises InvalidArgument."""
+    if len(message.digest) != DIGEST_BYTES:
+        raise invalid_field("adapter.digest", f"has {len(message.digest)} bytes; it must have {DIGEST_BYTES}")
+    return Adapter(message.digest, message.directory, message.name)
 
 
 def _beam_from(sampling: common_pb2.SamplingParameters) -> BeamParameters | None:
@@ -155,6 +168,7 @@ def welcome_message(
             protocol=compatibility.SCHEDULER_PROTOCOL.message(),
             model=info.fingerprint.message(),
             device_name=info.device_name,
+            max_adapters=info.max_adapters,
         )
     )
 

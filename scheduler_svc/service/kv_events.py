@@ -20,7 +20,7 @@ import zmq.asyncio
 from quire import clock
 from quire.prefix_hashes import BlockHash, short
 from quire.settings import ConfigurationError
-from scheduler_svc.core.cache_log import CacheChanges
+from scheduler_svc.core.cache_log import CacheChanges, CachedTokens
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.settings import SchedulerSettings
 
@@ -32,6 +32,7 @@ _MEDIUM = "GPU"
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _SUBSCRIBED, _UNSUBSCRIBED = b"\x01", b"\x00"
 _NUMBER_BYTES = 8
+_ADAPTER_ID_BYTES = 4
 _BATCHES_AT_ONCE = 100
 """Batches that are sent one after the other before the event loop gets a turn: about a millisecond."""
 
@@ -98,12 +99,18 @@ def _stored(changes: CacheChanges, block_size: int) -> Iterator[BlockStored]:
             if event is not None:
                 yield event
             parent = None if tokens.parent is None else _number(tokens.parent)
-            event = BlockStored([], parent, [], block_size)
+            event = BlockStored([], parent, [], block_size, _adapter_id(tokens), lora_name=tokens.adapter_name)
         event.block_hashes.append(_number(content))
         event.token_ids += tokens.token_ids
         last = content
     if event is not None:
         yield event
+
+
+def _adapter_id(tokens: CachedTokens) -> int | None:
+    """A number that names an adapter by its content, equal in all schedulers."""
+    digest = tokens.adapter_digest
+    return None if digest is None else int.from_bytes(digest[:_ADAPTER_ID_BYTES], "big")
 
 
 def _number(content: BlockHash) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from quire import clock
 from scheduler_svc.core.pins import Pin
+from scheduler_svc.core.request import Adapter
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.service.refusals import RetryAdvisor, refusals_as_errors
 
@@ -28,13 +29,15 @@ class PinCalls:
         self._waiters: dict[Pin, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    async def pin(self, tenant: str, token_ids: list[int], time_to_live_s: float) -> Pin:
+    async def pin(
+        self, tenant: str, token_ids: list[int], time_to_live_s: float, adapter: Adapter | None = None
+    ) -> Pin:
         """Pins a prefix and returns once its blocks are computed. Raises QuireError where the core refuses it, or
         PinFailedError."""
         scheduler = self._scheduler_of()
         assert scheduler is not None, "no worker was attached yet"
         with refusals_as_errors(self._retry):
-            pin = scheduler.pin(tenant, token_ids, clock.monotonic(), time_to_live_s)
+            pin = scheduler.pin(tenant, token_ids, clock.monotonic(), time_to_live_s, adapter)
         self._changed(scheduler)
         if not pin.is_held:
             waiter = self._waiters.setdefault(pin, asyncio.get_running_loop().create_future())

@@ -5,8 +5,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from quire import clock
-from quire.rpc.errors import AlreadyExists, InvalidArgument, ResourceExhausted
-from scheduler_svc.core.request import DuplicateKeyError, NeverFitsError, PinQuotaError, QueueFullError, RefusedError
+from quire.rpc.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ResourceExhausted
+from scheduler_svc.core.request import (
+    DuplicateKeyError,
+    NeverFitsError,
+    NoAdaptersError,
+    PinQuotaError,
+    QueueFullError,
+    RefusedError,
+)
 
 
 class RetryAdvisor:
@@ -46,6 +53,8 @@ def refusals_as_errors(retry: RetryAdvisor) -> Iterator[None]:
         raise ResourceExhausted(str(error), reason="QUEUE_FULL", retry_after_ms=retry_after_ms) from error
     except PinQuotaError as error:
         raise ResourceExhausted(str(error), reason="PIN_QUOTA") from error
+    except NoAdaptersError as error:
+        raise FailedPrecondition(str(error), reason="ADAPTERS_OFF") from error
     except NeverFitsError as error:
         raise InvalidArgument(str(error), reason="NEVER_FITS") from error
     except RefusedError as error:

@@ -26,6 +26,7 @@ from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc.core.request import Handle
 from scheduler_svc.service.cache_digest import CacheDigest
 from scheduler_svc.service.gateway_messages import (
+    adapter_from,
     blocks_message,
     gateway_messages,
     handle_from,
@@ -124,8 +125,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 "time_to_live_ms", f"is {request.time_to_live_ms}; it must be in [1, {_MAX_TIME_TO_LIVE_MS}]"
             )
         token_ids = decode_int32(request.token_ids, "token_ids", minimum=0, below=replica.vocab_size).tolist()
+        adapter = adapter_from(request.adapter) if request.HasField("adapter") else None
         try:
-            pin = await self._loop.pins.pin(request.tenant, token_ids, request.time_to_live_ms / 1e3)
+            pin = await self._loop.pins.pin(request.tenant, token_ids, request.time_to_live_ms / 1e3, adapter)
         except PinFailedError as error:
             raise Unavailable(str(error), reason="PIN_LOST") from error
         return scheduler_pb2.PinPrefixResponse(

@@ -48,7 +48,7 @@ from scheduler_svc.service.worker_link import (
     attach_workers,
     epoch_of_start,
 )
-from scheduler_svc.service.worker_messages import ConstraintPrepared, PromptLogprobsRouter, ReplicaInfo
+from scheduler_svc.service.worker_messages import Prepared, PromptLogprobsRouter, ReplicaInfo
 from scheduler_svc.settings import SchedulerSettings
 
 MODEL_CHANGED = "MODEL_CHANGED"
@@ -119,7 +119,7 @@ class StepLoop:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        # Steps in flight, and constraints that workers compile beside them.
+        # Steps in flight, and what workers prepare beside them.
         self._steps, self._preparations = Awaited(settings.step_timeout), Awaited(settings.step_timeout)
         # Whether the attached workers have answered a step or sent a heartbeat.
         self._has_heard = False
@@ -306,9 +306,9 @@ class StepLoop:
                 self._check_progress(now, link)
                 self._check_preparations(scheduler, now)
                 continue
-            if isinstance(answer, ConstraintPrepared):
+            if isinstance(answer, Prepared):
                 self._preparations.answered(answer.number, now)
-                self._take_prepared(scheduler, answer.number, link)
+                self._take_prepared(scheduler, answer, link)
                 continue
             result = answer.result
             step_s = self._steps.answered(result.step_id, now)
@@ -330,11 +330,14 @@ class StepLoop:
             self._emit(result.step_id, events)
             self.cache.tell()
 
-    def _take_prepared(self, scheduler: Scheduler, number: int, link: WorkerLink | WorkerGroup) -> None:
+    def _take_prepared(self, scheduler: Scheduler, prepared: Prepared, link: WorkerLink | WorkerGroup) -> None:
         try:
-            scheduler.prepared(number)
+            events = scheduler.prepared(prepared.number, prepared.failure)
         except ValueError as error:
             raise InvalidAnswerError(f"worker {link.address}: {error}") from error
+        if prepared.failure is not None:
+            _logger.warning("worker %s cannot load an adapter: %s", link.address, prepared.failure)
+        self._emit(0, events)
         self._wake.set()
 
     def _check_progress(self, now: float, link: WorkerLink | WorkerGroup) -> None:
@@ -343,17 +346,15 @@ class StepLoop:
             raise WorkerHangsError(f"worker {link.address} has not answered a step for {late[1]:.1f} s")
 
     def _check_preparations(self, scheduler: Scheduler, now: float) -> None:
-        """Fails the requests whose constraint takes too long to compile; steps and other constraints go on."""
+        """Fails the requests whose constraint or adapter takes too long; steps and other preparations go on."""
         if (late := self._preparations.late(now)) is None:
             return
         number, seconds = late
         self._preparations.answered(number, now)
-        detail = f"the workers have not compiled the constraint of this request for {seconds:.1f} s"
-        events = scheduler.give_up_preparation(number, detail)
-        num_failed = sum(len(batch.failed) for batch in events.values())
-        _logger.warning(
-            "a constraint is not compiled for %.1f s; %d requests that wait for it fail", seconds, num_failed
-        )
+        events = scheduler.give_up_preparation(number, seconds)
+        failures = [failure for batch in events.values() for failure in batch.failed]
+        detail = failures[0].message if failures else f"the workers have not prepared number {number}"
+        _logger.warning("%s; %d requests that wait for it fail", detail, len(failures))
         self._emit(0, events)
         self._wake.set()
 
@@ -457,6 +458,7 @@ class StepLoop:
             max_pinned=settings.max_pinned,
             max_prefill_share=settings.max_prefill_share,
             prepares_constraints=info.prepares_constraints,
+            max_adapters=info.max_adapters,
         )
 
     def _make_core(self, config: SchedulerConfig) -> Scheduler:

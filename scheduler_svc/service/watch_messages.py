@@ -34,6 +34,7 @@ _REASONS = {
     Obstacle.SWAPPED_FIRST: scheduler_pb2.WAIT_REASON_SWAPPED_FIRST,
     Obstacle.PREEMPTION: scheduler_pb2.WAIT_REASON_PREEMPTION,
     Obstacle.CONSTRAINT: scheduler_pb2.WAIT_REASON_CONSTRAINT,
+    Obstacle.ADAPTER: scheduler_pb2.WAIT_REASON_ADAPTER,
     Obstacle.SHARED_PREFIX: scheduler_pb2.WAIT_REASON_SHARED_PREFIX,
     Obstacle.SUSPECTS: scheduler_pb2.WAIT_REASON_SUSPECTS,
 }

@@ -1,7 +1,7 @@
 """The step streams to the workers of a replica: to one worker, or to a group of ranks that is driven as one."""
 
 import asyncio
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service.worker_messages import (
-    ConstraintPrepared,
+    Prepared,
     RankPlace,
     StepAnswer,
     attach_message,
@@ -183,7 +183,7 @@ class WorkerLink:
         await self.write(step_message(plan, self.epoch, self.info.worker_generation))
 
     async def prepare(self, preparation: Preparation) -> None:
-        """Tells the worker to compile a constraint. Raises WorkerLostError."""
+        """Tells the worker to compile a constraint or to load an adapter. Raises WorkerLostError."""
         await self.write(prepare_message(preparation))
 
     async def write(self, message: bytes) -> None:
@@ -193,7 +193,7 @@ class WorkerLink:
         except _CALL_ERRORS as error:
             raise WorkerLostError(f"worker {self.address} left: {_describe(error)}") from error
 
-    async def receive(self) -> StepAnswer | ConstraintPrepared | None:
+    async def receive(self) -> StepAnswer | Prepared | None:
         """The next answer, or None for a heartbeat. Raises WorkerLostError."""
         try:
             response = await self._call.read()
@@ -208,7 +208,10 @@ class WorkerLink:
         if not isinstance(response, worker_pb2.RunResponse):
             raise WorkerLostError(f"worker {self.address} ended the stream: {await self._call.details()}")
         if response.HasField("prepared"):
-            return ConstraintPrepared(response.prepared.number)
+            return Prepared(response.prepared.number)
+        if response.HasField("adapter_loaded"):
+            loaded = response.adapter_loaded
+            return Prepared(loaded.number, loaded.failure if loaded.HasField("failure") else None)
         if not response.HasField("result"):
             return None
         try:
@@ -246,11 +249,11 @@ class WorkerGroup:
         everywhere = set(first.sealed).intersection(*(link.sealed for link in others))
         self.sealed = [entry for entry in first.sealed if entry in everywhere]
         self._epoch = epoch
-        self._answers: asyncio.Queue[tuple[int, StepAnswer | ConstraintPrepared | Exception | None]] = asyncio.Queue()
+        self._answers: asyncio.Queue[tuple[int, StepAnswer | Prepared | Exception | None]] = asyncio.Queue()
         # Of each rank, the answers to steps that not all ranks have answered.
         self._unmatched: list[deque[StepAnswer]] = [deque() for _ in links]
-        # How many ranks have compiled a constraint, by its number.
-        self._num_prepared: Counter[int] = Counter()
+        # What ranks answered that have compiled a constraint or loaded an adapter, by its number.
+        self._prepared: defaultdict[int, list[Prepared]] = defaultdict(list)
         self._readers = [asyncio.create_task(self._read(rank, link)) for rank, link in enumerate(links)]
 
     async def send(self, plan: StepPlan) -> None:
@@ -258,10 +261,10 @@ class WorkerGroup:
         await self._write(step_message(plan, self._epoch, self.info.worker_generation))
 
     async def prepare(self, preparation: Preparation) -> None:
-        """Tells all ranks to compile a constraint. Raises WorkerLostError."""
+        """Tells all ranks to compile a constraint or to load an adapter. Raises WorkerLostError."""
         await self._write(prepare_message(preparation))
 
-    async def receive(self) -> StepAnswer | ConstraintPrepared | None:
+    async def receive(self) -> StepAnswer | Prepared | None:
         """The next answer of rank 0, once all ranks have answered that, or None for a heartbeat of rank 0.
 
         Raises:
@@ -271,12 +274,13 @@ class WorkerGroup:
             rank, answer = await self._answers.get()
             if isinstance(answer, Exception):
                 raise answer
-            if isinstance(answer, ConstraintPrepared):
-                self._num_prepared[answer.number] += 1
-                if self._num_prepared[answer.number] < len(self._links):
+            if isinstance(answer, Prepared):
+                answers = self._prepared[answer.number]
+                answers.append(answer)
+                if len(answers) < len(self._links):
                     continue
-                del self._num_prepared[answer.number]
-                return answer
+                del self._prepared[answer.number]
+                return next((each for each in answers if each.failure), answer)
             if answer is not None:
                 self._unmatched[rank].append(answer)
             elif rank == 0:

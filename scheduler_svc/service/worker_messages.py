@@ -25,7 +25,7 @@ from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.batch import RowTable
 from scheduler_svc.core.beam_search import Candidates
 from scheduler_svc.core.block_pool import BlockHash, BlockId
-from scheduler_svc.core.preparation import Preparation
+from scheduler_svc.core.preparation import Constraint, Preparation
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import RowAssignment, SampleLogprobs, StepInFlight, StepPlan, StepResult
 from scheduler_svc.service.outbox import PromptLogprobs
@@ -37,8 +37,12 @@ def attach_message(epoch: int) -> bytes:
 
 
 def prepare_message(preparation: Preparation) -> bytes:
-    prepare = worker_pb2.PrepareConstraint(number=preparation.number, row_sampling=preparation.parameters)
-    return worker_pb2.RunRequest(prepare=prepare).SerializeToString()
+    number, need = preparation.number, preparation.need
+    if isinstance(need, Constraint):
+        prepare = worker_pb2.PrepareConstraint(number=number, row_sampling=need.parameters)
+        return worker_pb2.RunRequest(prepare=prepare).SerializeToString()
+    load = worker_pb2.LoadAdapter(number=number, slot=preparation.slot, digest=need.digest, directory=need.directory)
+    return worker_pb2.RunRequest(load_adapter=load).SerializeToString()
 
 
 def step_message(plan: StepPlan, epoch: int, generation: int) -> bytes:
@@ -87,6 +91,7 @@ def _assign_message(assigned: RowAssignment) -> worker_pb2.AssignRow:
         seed=sampling.seed,
         logprobs=sampling.logprobs,
         num_candidates=sampling.num_candidates,
+        adapter_slot=assigned.adapter_slot,
     )
     if sampling.prompt_logprobs is not None and len(assigned.token_ids) == assigned.num_prompt_tokens:
         # They are delivered before the first output token, so a sequence that has output needs none.
@@ -120,6 +125,7 @@ class ReplicaInfo:
     fingerprint: ModelFingerprint = UNKNOWN_MODEL
     prepares_constraints: bool = False
     device_name: str = ""
+    max_adapters: int = 0
 
     def is_same_worker(self, other: "ReplicaInfo | None") -> bool:
         """Whether the other one is the same start of the same workers."""
@@ -159,6 +165,7 @@ _BOUNDS = {
     "limits.max_num_rows": (1, _MAX_INT32),
     "limits.max_num_batched_tokens": (1, _MAX_INT32),
     "limits.max_steps_in_flight": (1, _MAX_INT32),
+    "limits.max_adapters": (0, 1 << 16),
 }
 """The minimum and maximum of what workers report. It sizes tables, and token ids and positions travel as int32."""
 
@@ -194,6 +201,7 @@ def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
         fingerprint=ModelFingerprint.of(info.fingerprint),
         prepares_constraints=theirs.newest >= PREPARES_CONSTRAINTS,
         device_name=info.model.device_name,
+        max_adapters=info.limits.max_adapters,
     )
 
 
@@ -227,10 +235,11 @@ class RowPromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class ConstraintPrepared:
-    """A worker has compiled the constraint of this number."""
+class Prepared:
+    """A worker has compiled the constraint of this number, or has loaded the adapter, or says why it cannot."""
 
     number: int
+    failure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gateway.replicas.events import cache_update_from
 from gateway.replicas.routing import CachedBlocks, prompt_hashes
+from quire.prefix_hashes import root_hash
 from scheduler_svc.core.block_pool import PrefixHashes
 from scheduler_svc.service import cache_digest
 from scheduler_svc.service.cache_digest import CacheDigest, sampling_bits_for
@@ -29,7 +30,7 @@ TENANTS = ("", "a")
 )
 def test_both_sides_name_blocks_alike(token_ids, block_size, tenant):
     num_blocks = len(token_ids) // block_size
-    of_core = PrefixHashes(tenant, block_size).first(num_blocks, token_ids)
+    of_core = PrefixHashes(root_hash(tenant), block_size).first(num_blocks, token_ids)
     assert prompt_hashes(np.array(token_ids, np.int32), tenant, block_size) == of_core
 
 

@@ -36,6 +36,7 @@ from tests.sim.world.traffic import (
     Request,
     draw_requests,
     grown,
+    with_adapters,
     with_deadly,
     with_takeovers,
 )
@@ -53,6 +54,8 @@ _RARE = 0.1
 """The share of worlds with a deadly request, of those with another model, and of those whose streams are taken over."""
 _OFTEN = 0.6
 """The share of worlds with tight pools whose requests come almost at once and grow."""
+_ADAPTED = 0.25
+"""The share of worlds with adapters."""
 _RANKED = 0.2
 """The share of worlds whose workers have two ranks."""
 _KEPT_S = 130.0
@@ -108,6 +111,11 @@ def draw_plan(seed: int) -> Plan:
     if rare.random() < _RARE:
         requests = with_deadly(rare, requests)
     requests = with_http(Random(f"http {seed}"), requests, layout.clients)
+    adapted = Random(f"adapters {seed}")
+    if adapted.random() < _ADAPTED:
+        requests = with_adapters(adapted, requests)
+        worker = replace(layout.worker, max_adapters=adapted.choice((1, 2)))
+        layout = replace(layout, worker=worker, loads_fail=adapted.random() < 0.5)
     if rare.random() < _RARE:
         other = draw_other_model(rare, layout.servers, over_s, layout.worker.fingerprint)
         faults = (*(faults if rare.random() < 0.5 else ()), other)
@@ -200,6 +208,7 @@ def _circumstances(plan: Plan) -> Circumstances:
         may_mix_models=bool(changes) and len(plan.faults) > 1,
         deadly={each.options.seed or 0: each.deadly_at or 0 for each in deadly},
         may_cut=any(map(_may_cut, plan.faults)),
+        may_fail_loads=plan.layout.loads_fail,
     )
 
 

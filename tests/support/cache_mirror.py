@@ -11,7 +11,7 @@ class CacheMirror:
 
     def __init__(self, scheduler: Scheduler, tenants: tuple[str, ...] = ("",)) -> None:
         self.blocks: dict[BlockHash, CachedTokens | None] = {}
-        self._roots = [root_hash(tenant) for tenant in tenants]
+        self._tenants = tenants
         self._log: CacheLog
         self.watch(scheduler)
 
@@ -40,6 +40,7 @@ class CacheMirror:
             before = self.blocks.get(content, tokens)
             assert before in (None, tokens), "a block's tokens changed"
             if tokens is not None:
-                parents = self._roots if tokens.parent is None else [tokens.parent]
+                roots = [root_hash(tenant, tokens.adapter_digest) for tenant in self._tenants]
+                parents = roots if tokens.parent is None else [tokens.parent]
                 assert content in [block_hash(parent, tokens.token_ids) for parent in parents]
             self.blocks[content] = tokens

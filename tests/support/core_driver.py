@@ -14,8 +14,17 @@ from scheduler_svc.core.beam_search import BeamParameters, BeamSearch, Candidate
 from scheduler_svc.core.block_pool import BlockHash, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
-from scheduler_svc.core.preparation import Preparation
-from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
+from scheduler_svc.core.preparation import Constraint, Preparation
+from scheduler_svc.core.request import (
+    Adapter,
+    ClientId,
+    EmittedSequence,
+    Handle,
+    Request,
+    RequestKey,
+    RowSampling,
+    cache_root,
+)
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step import ClientEvents, SampleLogprobs, StepPlan, StepResult, Usage
@@ -39,16 +48,20 @@ class Contexts:
         self._numbers: dict[tuple[int, int], int] = {}
         self._lasts: list[tuple[int, int]] = [(0, 0)]
 
-    def extend(self, numbers: list[int], tokens: Sequence[int], end: int) -> None:
-        """`numbers` has those of the first tokens, each with all before it; now it has those of `end` tokens."""
-        before = numbers[-1] if numbers else 0
+    def extend(self, numbers: list[int], tokens: Sequence[int], end: int, adapter: bytes = b"") -> None:
+        """`numbers` has those of the first tokens, each with all before it; now it has those of `end` tokens. An
+        adapter is like a token before all others."""
+        before = numbers[-1] if numbers else self._after(0, mark_of(adapter)) if adapter else 0
         for token_id in tokens[len(numbers) : end]:
-            last = before, token_id
-            if last not in self._numbers:
-                self._numbers[last] = len(self._lasts)
-                self._lasts.append(last)
-            before = self._numbers[last]
+            before = self._after(before, token_id)
             numbers.append(before)
+
+    def _after(self, before: int, token_id: int) -> int:
+        last = before, token_id
+        if last not in self._numbers:
+            self._numbers[last] = len(self._lasts)
+            self._lasts.append(last)
+        return self._numbers[last]
 
     def tokens(self, number: int) -> list[int]:
         """The sequence of tokens that has this number."""
@@ -86,6 +99,7 @@ def make_request(
     beam: BeamParameters | None = None,
     constraint: bytes = b"",
     prompt_logprobs_start: int | None = None,
+    adapter: bytes = b"",
 ) -> Request:
     """A request with a prompt and a seed of its own, unless a prompt is given. See `allowed` for constraints. With
     `prompt_logprobs_start` it wants log probabilities of its prompt."""
@@ -110,7 +124,13 @@ def make_request(
         priority,
         beam,
         has_constraint=bool(constraint),
+        adapter=Adapter(adapter) if adapter else None,
     )
+
+
+def mark_of(adapter: bytes) -> int:
+    """What stands for an adapter, a digest of one byte, before the tokens that it computes; it is no token."""
+    return -1 - adapter[0]
 
 
 def continued(request: Request, counts: Sequence[int]) -> Request:
@@ -120,9 +140,10 @@ def continued(request: Request, counts: Sequence[int]) -> Request:
     return replace(request, emitted=[EmittedSequence(*each) for each in zip(outputs, ends, strict=True)])
 
 
-def next_token(seed: int, position: int) -> int:
-    """The token at `position` of the sequence with this seed: what a sample depends on, and on nothing else."""
-    return (seed * 31 + position * 17) % 50
+def next_token(seed: int, position: int, adapter: bytes = b"") -> int:
+    """The token at `position` of the sequence with this seed and adapter: what a sample depends on, and on nothing
+    else."""
+    return (seed * 31 + position * 17 + sum(adapter)) % 50
 
 
 def allowed(parameters: bytes, tokens: Sequence[int], token_id: int) -> int:
@@ -164,7 +185,10 @@ def expected_hypotheses(request: Request) -> list[list[int]]:
     while outputs:
         texts = [[*request.prompt, *each] for each in outputs]
         parameters = request.sampling.parameters
-        candidates = [allowed_candidates(parameters, text, candidates_after(text, VOCAB_SIZE), count) for text in texts]
+        mark = [] if request.adapter is None else [mark_of(request.adapter.digest)]
+        candidates = [
+            allowed_candidates(parameters, text, candidates_after([*mark, *text], VOCAB_SIZE), count) for text in texts
+        ]
         step = search.advance(candidates, outputs)
         outputs = [[*outputs[each.parent], each.token_id] for each in step.continuations]
     return [list(each.token_ids) for each in search.best()[: request.num_returned]]
@@ -178,9 +202,10 @@ def expected_output(request: Request, index: int = 0) -> list[int]:
     if request.emitted and request.emitted[index].has_ended:
         return output
     seed = request.sampling_of(index).seed
+    adapter = b"" if request.adapter is None else request.adapter.digest
     while len(output) < request.max_tokens:
         tokens = [*request.prompt, *output]
-        output.append(allowed(request.sampling.parameters, tokens, next_token(seed, len(tokens))))
+        output.append(allowed(request.sampling.parameters, tokens, next_token(seed, len(tokens), adapter)))
         if output[-1] in request.stop_token_ids:
             break
     return output
@@ -194,6 +219,7 @@ class WorkerRow:
     logprobs: int | None
     num_candidates: int | None
     parameters: bytes
+    adapter_slot: int | None = None
     contexts: list[int] = field(default_factory=list[int])
     """The numbers of the first tokens, each with all before it."""
 
@@ -213,6 +239,8 @@ class FakeDevice:
     seals: dict[int, BlockHash] = field(default_factory=dict)
     """What a scheduler that comes later would adopt: block -> the hash that it is sealed under."""
     contexts: Contexts = field(default_factory=Contexts)
+    adapters: dict[int, bytes] = field(default_factory=dict[int, bytes])
+    """The digest of the adapter that is loaded, by slot."""
 
     def run(
         self,
@@ -237,6 +265,7 @@ class FakeDevice:
                 assigned.sampling.logprobs,
                 assigned.sampling.num_candidates,
                 assigned.sampling.parameters,
+                assigned.adapter_slot,
             )
         parents = {child: self.rows[parent] for parent, child in plan.forks.tolist()}
         self.rows |= {
@@ -310,7 +339,7 @@ class FakeDevice:
         self.num_computed += num_new
         size, end, own = self.block_size, num_computed + num_new, row.contexts
         assert end <= len(row.tokens), "a token was computed before it was known"
-        self.contexts.extend(own, row.tokens, end)
+        self.contexts.extend(own, row.tokens, end, self._adapter_of(row))
         for first in range(0, num_computed, size):
             last = min(first + size, num_computed)
             held = self.blocks.get(row.blocks[first // size], self._empty)[: last - first]
@@ -326,26 +355,32 @@ class FakeDevice:
             content = own[position] if position < failing_from else (mark, own[position])
             self.blocks.setdefault(block, self._empty)[position % size] = content
 
+    def _adapter_of(self, row: WorkerRow) -> bytes:
+        return b"" if row.adapter_slot is None else self.adapters[row.adapter_slot]
+
     def check_seals(self, plan: StepPlan, tenants: Reversible[str]) -> None:
         """That each block which a step sealed holds what its hash stands for, for one of these tenants."""
         for block, content in plan.sealed:
             held = self.blocks[block][-1]
             assert isinstance(held, int), f"block {block} is sealed, and it is not full or not finite"
             tokens = self.contexts.tokens(held)
-            hashes = (PrefixHashes(tenant, self.block_size) for tenant in reversed(tenants))
+            adapter = Adapter(bytes([-1 - tokens.pop(0)])) if tokens[0] < 0 else None
+            hashes = (PrefixHashes(cache_root(tenant, adapter), self.block_size) for tenant in reversed(tenants))
             true = (each.first(len(tokens) // self.block_size, tokens)[-1:] for each in hashes)
             assert [content] in true, f"block {block} is sealed under the hash of other tokens"
 
     def _sample(self, row: int) -> int:
         state = self.rows[row]
-        token_id = next_token(state.seed, len(state.tokens))
+        token_id = next_token(state.seed, len(state.tokens), self._adapter_of(state))
         state.tokens.append(allowed(state.parameters, state.tokens, token_id))
         return state.tokens[-1]
 
     def _candidates(self, row: WorkerRow, count: int) -> Candidates:
+        adapter = self._adapter_of(row)
+        tokens = [mark_of(adapter), *row.tokens] if adapter else row.tokens
         if not row.parameters:
-            return self.candidates(row.tokens, count)
-        return allowed_candidates(row.parameters, row.tokens, self.candidates(row.tokens, VOCAB_SIZE), count)
+            return self.candidates(tokens, count)
+        return allowed_candidates(row.parameters, row.tokens, self.candidates(tokens, VOCAB_SIZE), count)
 
 
 class Driver:
@@ -366,7 +401,9 @@ class Driver:
         self.refusing: dict[int, int] = {}
         """Handles of requests, and from how many tokens on the worker finds that their constraint fails."""
         self.told: deque[Preparation] = deque()
-        """The constraints that the worker was told to compile, and has not answered."""
+        """What the worker was told to compile or to load, and has not answered."""
+        self.unloadable: set[bytes] = set()
+        """Digests of adapters whose files are gone."""
         self.compiled: dict[bytes, None] = {}
         """The constraints that the worker keeps; the oldest comes first."""
         self.outputs: dict[int, list[int]] = {}
@@ -438,30 +475,43 @@ class Driver:
         }
 
     def tell(self) -> None:
-        """Tells the worker what it is to compile now."""
-        self.told.extend(self.scheduler.take_preparations())
+        """Tells the worker what it is to compile and to load now."""
+        for told in self.scheduler.take_preparations():
+            self.told.append(told)
+            if told.slot is not None:
+                # No row of a later step may have what was there before.
+                self.device.adapters.pop(told.slot, None)
 
     def compile_next(self) -> bool:
-        """The worker compiles a constraint and answers. Returns whether there was one."""
+        """The worker compiles a constraint or loads an adapter, and answers. Returns whether there was one."""
         if not self.told:
             return False
-        preparation_told = self.told.popleft()
-        self.compiled.pop(preparation_told.parameters, None)
-        self.compiled[preparation_told.parameters] = None
-        if len(self.compiled) > preparation.NUM_KEPT:
-            del self.compiled[next(iter(self.compiled))]
-        self.scheduler.prepared(preparation_told.number)
-        self.check()
+        self._answer(self.told.popleft())
         return True
 
-    def give_up_next(self) -> None:
-        """The worker takes too long for the next constraint, and answers after that."""
-        number = self.told.popleft().number
-        for events in self.scheduler.give_up_preparation(number, "it takes too long").values():
+    def _answer(self, told: Preparation) -> None:
+        failure = None
+        if isinstance(told.need, Constraint):
+            self.compiled.pop(told.need.parameters, None)
+            self.compiled[told.need.parameters] = None
+            if len(self.compiled) > preparation.NUM_KEPT:
+                del self.compiled[next(iter(self.compiled))]
+        elif told.need.digest in self.unloadable:
+            failure = "its files are gone"
+        else:
+            assert told.slot is not None
+            self.device.adapters[told.slot] = told.need.digest
+        for events in self.scheduler.prepared(told.number, failure).values():
             self._record(events)
         self.check()
-        self.scheduler.prepared(number)
+
+    def give_up_next(self) -> None:
+        """The worker takes too long for the next constraint or adapter, and answers after that."""
+        told = self.told.popleft()
+        for events in self.scheduler.give_up_preparation(told.number, 5.0).values():
+            self._record(events)
         self.check()
+        self._answer(told)
 
     def _failing_rows(self, plan: StepPlan) -> dict[int, tuple[int, int]]:
         sequences = {row: self.scheduler.batch.rows.sequences[row] for row in plan.rows.tolist()}

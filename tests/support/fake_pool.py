@@ -19,15 +19,17 @@ class ForeignBlockError(BlockError):
 
 
 class Prefixes:
-    """The tokens of one sequence, and for each position a hash of all tokens up to it: what its slot must hold."""
+    """The tokens of one sequence, and for each position a hash of all tokens up to it: what its slot must hold. It
+    depends on the digest of the adapter, if the sequence has one."""
 
-    def __init__(self, token_ids: Iterable[int] = ()) -> None:
+    def __init__(self, token_ids: Iterable[int] = (), adapter: bytes = b"") -> None:
+        self.adapter = adapter
         self.token_ids: list[int] = []
         self._hashes = array("q")
         self.replace(0, token_ids)
 
     def copy(self) -> "Prefixes":
-        same = Prefixes()
+        same = Prefixes(adapter=self.adapter)
         same.token_ids, same._hashes = self.token_ids[:], self._hashes[:]
         return same
 
@@ -38,7 +40,7 @@ class Prefixes:
             self.append(token_id)
 
     def append(self, token_id: int) -> None:
-        before = self._hashes[-1] if self._hashes else 1
+        before = self._hashes[-1] if self._hashes else 1 + int.from_bytes(self.adapter[:4], "little")
         self.token_ids.append(token_id)
         self._hashes.append((before * 6_364_136_223_846_793_005 + token_id + 1_442_695_040_888_963_407) & _MASK)
 

@@ -1,7 +1,7 @@
 """The persistent batch of a worker without a model: what each row holds, and who holds each block."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from tests.support.fake_pool import BlockError, FakePool, Prefixes
@@ -12,6 +12,10 @@ class SharedBlockError(BlockError):
     """A step writes a token to a block in which another row has, or will have, another one."""
 
 
+class AdapterError(BlockError):
+    """A row runs without its adapter."""
+
+
 @dataclass(slots=True)
 class FakeRow:
     """The sequence in a row."""
@@ -20,15 +24,17 @@ class FakeRow:
     blocks: list[int]
     num_prompt_tokens: int
     prefixes: Prefixes
+    adapter_slot: int | None = None
 
     def copy(self) -> "FakeRow":
         return replace(self, blocks=self.blocks[:], prefixes=self.prefixes.copy())
 
 
 class FakeRows:
-    """The rows of one session."""
+    """The rows of one session. `adapters` are the digests of the adapters that are loaded, by slot."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, adapters: Mapping[int, bytes] | None = None) -> None:
+        self._adapters = {} if adapters is None else adapters
         self._rows: dict[int, FakeRow] = {}
         self._holders: Counter[int] = Counter()
         self._block_size = block_size
@@ -40,10 +46,10 @@ class FakeRows:
         for row in changes.release.tolist():
             self._release(row)
         for assign in changes.assign:
-            prefixes = Prefixes(assign.token_ids.tolist())
-            self._put(
-                assign.row, FakeRow(assign.sampling, assign.block_table.tolist(), assign.num_prompt_tokens, prefixes)
-            )
+            slot = assign.adapter_slot
+            prefixes = Prefixes(assign.token_ids.tolist(), self._adapter_in(assign.row, slot))
+            blocks = assign.block_table.tolist()
+            self._put(assign.row, FakeRow(assign.sampling, blocks, assign.num_prompt_tokens, prefixes, slot))
         # All parents are read before any child is put, which may take the row of another's parent.
         children = [(child, self._rows[parent].copy()) for parent, child in changes.fork.tolist()]
         for row, content in children:
@@ -62,7 +68,11 @@ class FakeRows:
         Raises:
             SharedBlockError: a row writes where another holder of the block has other tokens.
             ForeignBlockError: a row reads a block that does not hold its own tokens.
+            AdapterError: a row's adapter is not in its slot.
         """
+        for row in batch.rows.tolist():
+            if self._adapter_in(row, self._rows[row].adapter_slot) != self._rows[row].prefixes.adapter:
+                raise AdapterError(f"row {row} has another adapter in its slot than it began with")
         for row, start, end in _spans(batch):
             for index in range(start // self._block_size, (end - 1) // self._block_size + 1):
                 if self._holders[self._rows[row].blocks[index]] > 1:
@@ -80,6 +90,13 @@ class FakeRows:
             holds = index < len(other.blocks) and other.blocks[index] == block
             if holds and other.prefixes.token_ids[positions] != written:
                 raise SharedBlockError(f"row {writer} writes to block {block}, in which row {row} has other tokens")
+
+    def _adapter_in(self, row: int, slot: int | None) -> bytes:
+        if slot is None:
+            return b""
+        if slot not in self._adapters:
+            raise AdapterError(f"row {row} has slot {slot}, which is empty")
+        return self._adapters[slot]
 
     def _release(self, row: int) -> None:
         # The ledger lets a row be released that holds nothing.

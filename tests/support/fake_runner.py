@@ -88,7 +88,9 @@ class FakeRunner:
         self._failing_seeds = failing_seeds
         self._script = script
         self._block_size = block_size
-        self._rows = FakeRows(block_size)
+        self.adapters: dict[int, bytes] = {}
+        """The digests of the adapters that are loaded, by slot."""
+        self._rows = FakeRows(block_size, self.adapters)
         self._pool = FakePool(num_blocks, num_host_blocks, block_size)
         self._seals = SealInventory(num_blocks)
 
@@ -103,7 +105,7 @@ class FakeRunner:
         step, written = admitted.step, admitted.written_blocks
         if step.step_id == 1:
             # The first of a session: all rows of the one before are released.
-            self._rows = FakeRows(self._block_size)
+            self._rows = FakeRows(self._block_size, self.adapters)
         self._pool.move(step.cache_operations)
         failpoint("worker.step.moved")
         self._rows.apply(step.row_changes)

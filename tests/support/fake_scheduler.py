@@ -109,6 +109,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         live: Requests of the open stream by handle.
         wants_cache_updates: Whether the gateway of the open stream does.
         is_heard: Whether the gateway of the open stream has said more than hello, as it does when it knows the welcome.
+        max_adapters: How many adapters its workers hold at once; 0 also stands for a release without adapters.
         block_size: Of pins; shorter prefixes are refused.
         pins: The pinned token ids by pin id.
         pin_requests: What came, in order.
@@ -122,6 +123,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     max_model_len: int = 1024
     architecture: str = "LlamaForCausalLM"
     max_logprobs: int = 20
+    max_adapters: int = 2
     protocol: ProtocolVersions = SCHEDULER_PROTOCOL
     model: ModelFingerprint = UNKNOWN_MODEL
     rule: TokenRule = counting_rule
@@ -514,6 +516,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             architecture=self.architecture,
             dtype="float32",
             max_logprobs=self.max_logprobs,
+            max_adapters=self.max_adapters,
         )
 
 

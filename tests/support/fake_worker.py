@@ -40,6 +40,7 @@ class FakeWorkerConfig:
     script: tuple[int, ...] = ()
     """What every sequence says; empty: what its seed gives."""
     fingerprint: ModelFingerprint = UNKNOWN_MODEL
+    max_adapters: int = 0
     rank: int = 0
     world_size: int = 1
     generation: int | None = None
@@ -58,7 +59,13 @@ class FakeWorkerConfig:
             block_bytes=8 * self.block_size,
         )
         model = ModelGeometry("FakeForCausalLM", "float32", self.vocab_size, self.max_model_len, "cpu", "a fake")
-        limits = WorkerLimits(self.max_num_rows, self.max_num_batched_tokens, self.max_steps_in_flight, max_logprobs=20)
+        limits = WorkerLimits(
+            self.max_num_rows,
+            self.max_num_batched_tokens,
+            self.max_steps_in_flight,
+            max_logprobs=20,
+            max_adapters=self.max_adapters,
+        )
         generation = self.generation or clock.unix_ns()
         return WorkerInfo(generation, self.rank, self.world_size, pool, model, limits, self.fingerprint)
 

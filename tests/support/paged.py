@@ -25,6 +25,8 @@ class PagedRunner:
         self.model = model
         self.forward: Callable[[ModelInput], torch.Tensor] = model
         self.sequences = [list(sequence) for sequence in sequences]
+        self.adapter_slots = [0] * len(sequences)
+        """Of each sequence, from 1 on; 0 for none."""
         self._block_size = block_size
         blocks_per_row = -(-max(len(sequence) for sequence in sequences) // block_size) + 8
         num_blocks = blocks_per_row * len(sequences) + 3
@@ -57,4 +59,6 @@ class PagedRunner:
             max_query_len=max(lengths),
             max_seq_len=max(span.end for span in spans),
         )
-        return ModelInput(torch.tensor(tokens), torch.cat(positions), metadata, self.pools)
+        of_tokens = [self.adapter_slots[span.row] for span in spans for _ in range(span.start, span.end)]
+        adapter_slots = torch.tensor(of_tokens) if any(of_tokens) else None
+        return ModelInput(torch.tensor(tokens), torch.cat(positions), metadata, self.pools, adapter_slots)

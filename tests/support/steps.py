@@ -30,10 +30,12 @@ def make_assign(
     block_table: Sequence[int],
     sampling: RowSampling | None = None,
     num_prompt_tokens: int | None = None,
+    adapter_slot: int | None = None,
 ) -> AssignRow:
     """A sequence in a row; all of its tokens are prompt unless `num_prompt_tokens` says otherwise."""
     num_prompt_tokens = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
-    return AssignRow(row, int32(token_ids), int32(block_table), sampling or make_sampling(), num_prompt_tokens)
+    tokens, table = int32(token_ids), int32(block_table)
+    return AssignRow(row, tokens, table, sampling or make_sampling(), num_prompt_tokens, adapter_slot)
 
 
 def make_changes(

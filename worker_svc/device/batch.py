@@ -68,14 +68,19 @@ def input_on_host(layout: Layout, rows: Rows, kv_caches: Sequence[Tensor], block
         max_seq_len=layout.max_seq_len,
     )
     token_ids = rows.token_ids.numpy()[layout.row_of_token, layout.positions].astype(np.int64)
-    return ModelInput(torch.from_numpy(token_ids), torch.from_numpy(layout.positions), attention, kv_caches)
+    slots = rows.adapter_slots[layout.row_of_token]
+    adapter_slots = torch.from_numpy(slots) if slots.any() else None
+    positions = torch.from_numpy(layout.positions)
+    return ModelInput(torch.from_numpy(token_ids), positions, attention, kv_caches, adapter_slots)
 
 
 def input_on_device(layout: Layout, rows: Rows, kv_caches: Sequence[Tensor], block_size: int) -> ModelInput:
     """`build_model_input` with one transfer of a few numbers a token; the device gathers token and block ids."""
-    parts = (layout.row_of_token, layout.positions, layout.rows, layout.query_start_loc, layout.seq_lens)
+    slots = rows.adapter_slots[layout.row_of_token]
+    slots = slots if slots.any() else slots[:0]
+    parts = (layout.row_of_token, layout.positions, layout.rows, layout.query_start_loc, layout.seq_lens, slots)
     packed = to_device(np.concatenate(parts), rows.token_ids.device)
-    token_rows, positions, batch_rows, query_start_loc, seq_lens = packed.split([len(part) for part in parts])
+    token_rows, positions, batch_rows, query_start_loc, seq_lens, of_tokens = packed.split(list(map(len, parts)))
     num_blocks = -(-layout.max_seq_len // block_size)
     block_ids = rows.block_tables[token_rows, positions // block_size].long()
     attention = AttentionMetadata(
@@ -86,7 +91,8 @@ def input_on_device(layout: Layout, rows: Rows, kv_caches: Sequence[Tensor], blo
         max_query_len=layout.max_query_len,
         max_seq_len=layout.max_seq_len,
     )
-    return ModelInput(rows.token_ids[token_rows, positions].long(), positions, attention, kv_caches)
+    token_ids = rows.token_ids[token_rows, positions].long()
+    return ModelInput(token_ids, positions, attention, kv_caches, of_tokens if len(slots) else None)
 
 
 def pad_batch(batch: Batch, num_rows: int, padding_row: int) -> Batch:

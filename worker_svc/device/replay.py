@@ -102,8 +102,8 @@ def make_room(
         max_query_len=min(num_tokens, max_seq_len),
         max_seq_len=max_seq_len,
     )
-    token_ids, positions = (zeros((num_tokens,), torch.int64, device) for _ in range(2))
-    return ModelInput(token_ids, positions, attention, kv_caches)
+    token_ids, positions, adapter_slots = (zeros((num_tokens,), torch.int64, device) for _ in range(3))
+    return ModelInput(token_ids, positions, attention, kv_caches, adapter_slots)
 
 
 def fill_decodes(room: ModelInput, inputs: ModelInput) -> None:
@@ -112,6 +112,11 @@ def fill_decodes(room: ModelInput, inputs: ModelInput) -> None:
     num_rows, num_columns = attention.block_tables.shape
     room.token_ids[:num_rows].copy_(inputs.token_ids)
     room.positions[:num_rows].copy_(inputs.positions)
+    assert room.adapter_slots is not None
+    if inputs.adapter_slots is None:
+        room.adapter_slots.zero_()
+    else:
+        room.adapter_slots[:num_rows].copy_(inputs.adapter_slots)
     target.slot_mapping[:num_rows].copy_(attention.slot_mapping)
     target.block_tables[:num_rows, :num_columns].copy_(attention.block_tables)
     target.seq_lens[:num_rows].copy_(attention.seq_lens)
@@ -128,7 +133,9 @@ def first_decodes(room: ModelInput, shape: GraphShape) -> ModelInput:
         max_query_len=1,
         max_seq_len=shape.max_seq_len,
     )
-    return ModelInput(room.token_ids[:num_rows], room.positions[:num_rows], first, room.kv_caches)
+    assert room.adapter_slots is not None
+    slots = room.adapter_slots[:num_rows]
+    return ModelInput(room.token_ids[:num_rows], room.positions[:num_rows], first, room.kv_caches, slots)
 
 
 class GraphRecorder(Protocol):
@@ -308,11 +315,13 @@ class RecordedForward:
         outputs: list[torch.Tensor] = []
 
         def run() -> None:
-            hidden = model.run_layers(embedded, room)
+            hidden = model.run_adapted_layers(embedded, room)
             outputs.append(hidden if finish is None else finish(hidden))
 
         self._recording = record(num_tokens, run)
         self._embedded, (self._output,) = embedded, outputs
+        assert room.adapter_slots is not None
+        self._adapter_slots = room.adapter_slots.numpy()
         attention = room.attention
         self._positions, self._slot_mapping = room.positions.numpy(), attention.slot_mapping.numpy()
         self._block_tables = attention.block_tables.numpy()
@@ -325,6 +334,7 @@ class RecordedForward:
         self._embedded[:num_tokens] = self._model.embed(inputs)
         # numpy takes a fraction of torch's time for a few numbers.
         self._positions[:num_tokens] = inputs.positions
+        self._adapter_slots[:num_tokens] = 0 if inputs.adapter_slots is None else inputs.adapter_slots
         self._slot_mapping[:num_tokens] = attention.slot_mapping
         self._block_tables[:num_rows, : attention.block_tables.shape[1]] = attention.block_tables
         self._query_start_loc[: num_rows + 1] = attention.query_start_loc

@@ -41,10 +41,35 @@ class RowLedger:
         self._num_tokens = np.zeros(rows, dtype=np.int64)
         self._num_blocks = np.zeros(rows, dtype=np.int64)
         self._tables = np.zeros((rows, blocks), dtype=np.int32)
+        # The load of each row's adapter, and the last one of each slot. Loads count from 1 on.
+        self._adapter_loads = np.zeros(rows, dtype=np.int64)
+        self._slot_loads = np.zeros(limits.max_adapters, dtype=np.int64)
+        self._is_loaded = np.zeros(limits.max_adapters, dtype=bool)
+        self._num_loads = 0
 
     def reset(self) -> None:
-        """Releases all rows."""
+        """Releases all rows, and empties all slots of adapters."""
         self._held[:] = False
+        self._adapter_loads[:] = 0
+        self._slot_loads[:] = 0
+        self._is_loaded[:] = False
+
+    def begin_load(self, slot: int) -> None:
+        """An adapter is loaded into a slot: rows of the one before it are computed no more.
+
+        Raises:
+            InvalidArgument: the slot is being loaded already.
+        """
+        if self._slot_loads[slot] and not self._is_loaded[slot]:
+            raise invalid_field("load_adapter.slot", f"is {slot}, into which another adapter is being loaded")
+        self._num_loads += 1
+        self._slot_loads[slot], self._is_loaded[slot] = self._num_loads, False
+
+    def end_load(self, slot: int, is_loaded: bool) -> None:
+        """The adapter is in the slot, or the slot is empty."""
+        self._is_loaded[slot] = is_loaded
+        if not is_loaded:
+            self._slot_loads[slot] = 0
 
     def admit(self, step: Step) -> AdmittedStep:
         """Applies a step to the rows. `batch_blocks` are in no particular order.
@@ -65,7 +90,7 @@ class RowLedger:
 
     @contextmanager
     def _unchanged_on_error(self, changes: RowChanges) -> Iterator[None]:
-        lengths = (self._held, self._draws, self._num_tokens, self._num_blocks)
+        lengths = (self._held, self._draws, self._num_tokens, self._num_blocks, self._adapter_loads)
         saved = [each.copy() for each in lengths]
         assigned = np.array([each.row for each in changes.assign], dtype=np.int32)
         touched = np.unique(np.concatenate((assigned, changes.fork[:, 1], changes.block_table_deltas[:, 0])))
@@ -96,9 +121,12 @@ class RowLedger:
         return max_forked
 
     def _assign(self, assign: AssignRow) -> None:
-        row = assign.row
+        row, slot = assign.row, assign.adapter_slot
         if self._held[row]:
             raise invalid_field("assign.row", f"is {row}, which holds a sequence; release it first")
+        if slot is not None and not self._is_loaded[slot]:
+            raise invalid_field("assign.adapter_slot", f"is {slot}, in which no adapter is loaded")
+        self._adapter_loads[row] = 0 if slot is None else self._slot_loads[slot]
         self._held[row] = True
         self._draws[row] = assign.sampling.num_candidates is None
         self._num_tokens[row] = len(assign.token_ids)
@@ -109,7 +137,8 @@ class RowLedger:
         parents, children = pairs[:, 0], pairs[:, 1]
         self._require_held(parents, "fork")
         num_tokens, num_blocks = (int(each[parents].max(initial=0)) for each in (self._num_tokens, self._num_blocks))
-        for each in (self._held, self._draws, self._num_tokens, self._num_blocks, self._tables[:, :num_blocks]):
+        lengths = (self._held, self._draws, self._num_tokens, self._num_blocks, self._adapter_loads)
+        for each in (*lengths, self._tables[:, :num_blocks]):
             each[children] = each[parents]
         return num_tokens, num_blocks
 
@@ -144,6 +173,7 @@ class RowLedger:
         """Checks that rows hold the tokens to compute and the blocks to write; returns these blocks."""
         rows = batch.rows
         self._require_held(rows, "batch.rows")
+        self._require_adapters(rows)
         ends = batch.ends
         if (worst := first_true(ends > self._num_tokens[rows])) is not None:
             raise invalid_field(
@@ -181,6 +211,11 @@ class RowLedger:
                 f"lets row {samplers[worst]} of {self._num_tokens[samplers[worst]]} tokens sample after token "
                 f"{end_of_row[sources[worst]]} of row {sources[worst]}",
             )
+
+    def _require_adapters(self, rows: Int32Array) -> None:
+        loads = self._adapter_loads[rows]
+        if loads.any() and (worst := first_true((loads > 0) & ~np.isin(loads, self._slot_loads))) is not None:
+            raise invalid_field("batch.rows", f"names row {rows[worst]}, whose adapter is in its slot no more")
 
     def _require_held(self, rows: NDArray[np.integer], field: str) -> None:
         if (worst := first_true(~self._held[rows])) is not None:

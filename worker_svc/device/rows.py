@@ -39,6 +39,8 @@ class Rows:
         self.token_ids = zeros((num_rows, max_model_len + 1), torch.int32, device)
         self.block_tables = zeros((num_rows, max_blocks), torch.int32, device)
         self.sampling = SamplingColumns.empty(num_rows)
+        self.adapter_slots = np.zeros(num_rows, np.int64)
+        """The slot of each row's adapter from 1 on, on the host; 0 for none."""
 
     def hold_padding(self, row: int, block: int) -> None:
         """Makes a row that no step names hold a single token 0 in this block."""
@@ -72,6 +74,7 @@ class Rows:
             return
         for each in assigned:
             self.sampling.put(each.row, each.sampling, each.num_prompt_tokens)
+            self.adapter_slots[each.row] = 0 if each.adapter_slot is None else each.adapter_slot + 1
         zeros = [0] * len(assigned)
         rows = [each.row for each in assigned]
         self._write_runs(self.token_ids, rows, zeros, [each.token_ids for each in assigned])
@@ -82,6 +85,7 @@ class Rows:
             return
         num_tokens, num_blocks = (None, None) if max_forked is None else max_forked
         self.sampling.copy_rows(pairs[:, 0], pairs[:, 1])
+        self.adapter_slots[pairs[:, 1]] = self.adapter_slots[pairs[:, 0]]
         held = (self.token_ids[:, :num_tokens], self.block_tables[:, :num_blocks])
         if self.token_ids.is_cpu:
             for array in map(Tensor.numpy, held):

@@ -11,20 +11,25 @@ and an embedding is looked up by rows, so that its size costs no time. If our ow
 them, converted to the model's dtype.
 
 Weights that a file has in codes stay as they are where our own kernel multiplies them (ADR 0053).
+
+Adapters add to the sums before the activation, so that tokens without one keep their bits (ADR 0054).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
 from itertools import groupby
 from operator import attrgetter, itemgetter
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from kernels import ops
 from kernels.int8 import quantize
+from kernels.low_rank import LowRank, LowRankTable, MaskedTable, PackedTable, TokenAddends
 from kernels.packed_weight import GATES, CodedWeight, PackedWeight, Rounding
 from quire.settings import ConfigurationError
 from worker_svc.parallel.ranks import Shard
@@ -164,6 +169,23 @@ class LinearPart:
     rotated: tuple[int, int] | None = None
 
 
+class TokenSlots:
+    """The slot of each token's adapter in the pass of a model that runs, which its linear layers read."""
+
+    def __init__(self) -> None:
+        self.current: torch.Tensor | None = None
+        """[T] int64, slots from 1 on, and 0 for tokens without an adapter; None if there are no others."""
+
+    @contextmanager
+    def used(self, slots: torch.Tensor | None) -> Iterator[None]:
+        """Within it, layers take the adapters of these slots."""
+        self.current = slots
+        try:
+            yield
+        finally:
+            self.current = None
+
+
 class Linear(Loadable):
     """`activation(x @ weight.T + bias)` for one or more linear layers of the checkpoint that share their input.
 
@@ -200,6 +222,8 @@ class Linear(Loadable):
         self._input_major = input_major
         self._activation = activation
         self._product: Product
+        self._adapted: AdaptedProduct | None = None
+        self._token_slots = TokenSlots()
 
     def tensors(self) -> Iterator[TensorSpec]:
         for part in self._parts:
@@ -210,7 +234,7 @@ class Linear(Loadable):
     def load(self, tensors: TensorReader) -> None:
         shards = [(part, shard) for part in self._parts for shard in self._outputs_of_rank(part)]
         is_split_by_inputs, ranks = self._split is Split.INPUTS, self._placement.ranks
-        inputs = ranks.shard(self._in_features) if is_split_by_inputs else Shard(0, self._in_features)
+        inputs = self._inputs_of_rank()
         # Only one of several partial sums has the bias.
         adds_bias = self._has_bias and (not is_split_by_inputs or ranks.rank == 0)
         bias = self._placement.empty(sum(shard.size for _, shard in shards)) if adds_bias else None
@@ -268,7 +292,49 @@ class Linear(Loadable):
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """The same, of a layer that is split by inputs without those of other ranks."""
-        return self._product(x)
+        slots = self._token_slots.current
+        return self._product(x) if slots is None or self._adapted is None else self._adapted(x, slots)
+
+    def accept_adapters(self, token_slots: TokenSlots, num_slots: int, max_rank: int) -> None:
+        """Makes room for adapters of at most this rank, when weights are loaded."""
+        self._token_slots = token_slots
+        inputs = self._inputs_of_rank()
+        widths = [sum(shard.size for shard in self._outputs_of_rank(part)) for part in self._parts]
+        if isinstance(self._product, OwnProduct | CodedProduct):
+            table = PackedTable(self._product.packed, widths, num_slots, max_rank)
+            self._adapted = PackedAdapted(self._product, table)
+        else:
+            table = MaskedTable(inputs.size, widths, num_slots, max_rank, like=self._placement.empty(0))
+            # The same products with and without adapters: none has the activation fused.
+            function = None if self._activation is None else self._activation.function
+            self._product = self._adapted = MaskedAdapted(_without_activation(self._product), table, function)
+
+    @property
+    def adapted_modules(self) -> dict[str, tuple[int, int]]:
+        """The inputs and outputs of each part, by its name, in the order of `pack_adapter`."""
+        return {part.name: (self._in_features, part.out_features) for part in self._parts}
+
+    @property
+    def adapters(self) -> LowRankTable[Any]:
+        """Where the slots of adapters are; `accept_adapters` has made it."""
+        assert self._adapted is not None
+        return self._adapted.table
+
+    def of_rank(self, parts: Sequence[LowRank | None]) -> list[LowRank | None]:
+        """What this rank holds of the adapter of each part: the outputs of B, or the inputs of A, since the products
+        with those are summed over the ranks before B would be."""
+        inputs, found = self._inputs_of_rank(), list[LowRank | None]()
+        for part, each in zip(self._parts, parts, strict=True):
+            if each is None:
+                found.append(None)
+                continue
+            b = torch.cat([each.b[shard.slice] for shard in self._outputs_of_rank(part)])
+            found.append(LowRank(each.a[:, inputs.slice], b, each.scale))
+        return found
+
+    def _inputs_of_rank(self) -> Shard:
+        is_split = self._split is Split.INPUTS
+        return self._placement.ranks.shard(self._in_features) if is_split else Shard(0, self._in_features)
 
     def _outputs_of_rank(self, part: LinearPart) -> Iterator[Shard]:
         if self._split is not Split.OUTPUTS:
@@ -461,8 +527,12 @@ class OwnProduct:
             return cls(packed, bias, "identity", None)
         return cls(packed, bias, kind.own or "identity", None if kind.own else kind.function)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        product = ops.product(x, self.weight, self.bias, activation=self.fused)
+    @property
+    def packed(self) -> tuple[PackedWeight, ...]:
+        return (self.weight,)
+
+    def __call__(self, x: torch.Tensor, addends: TokenAddends | None = None) -> torch.Tensor:
+        product = ops.product(x, self.weight, self.bias, activation=self.fused, addends=addends)
         return product if self.activation is None else self.activation(product)
 
 
@@ -470,11 +540,11 @@ class OwnProduct:
 class CodedProduct:
     """`x @ weight.T + bias` with several weights as the file has them, whose outputs follow each other."""
 
-    weights: tuple[PackedWeight, ...]
+    packed: tuple[PackedWeight, ...]
     bias: torch.Tensor | None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return ops.products(x, self.weights, self.bias)
+    def __call__(self, x: torch.Tensor, addends: TokenAddends | None = None) -> torch.Tensor:
+        return ops.products(x, self.packed, self.bias, addends=addends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,3 +575,43 @@ class WeightOnlyProduct:
         if self.bias is not None:
             product = product.add_(self.bias)
         return product if self.activation is None else self.activation(product)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAdapted:
+    """A product of our own kernel with the adapters of its tokens."""
+
+    product: OwnProduct | CodedProduct
+    table: PackedTable
+
+    def __call__(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return self.product(x, TokenAddends(self.table, slots))
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedAdapted:
+    """The same by torch."""
+
+    product: Product
+    """Without activation."""
+    table: MaskedTable
+    activation: Activation | None
+
+    def __call__(self, x: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+        product = self.product(x)
+        if slots is not None:
+            product = self.table.add(product, x, slots)
+        return product if self.activation is None else self.activation(product)
+
+
+AdaptedProduct = PackedAdapted | MaskedAdapted
+
+
+def _without_activation(product: Product) -> Product:
+    match product:
+        case PackedProduct():
+            return replace(product, fused=_NOTHING_FUSED, activation=None)
+        case PlainProduct() | WeightOnlyProduct():
+            return replace(product, activation=None)
+        case _:
+            return product

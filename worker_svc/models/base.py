@@ -11,7 +11,7 @@ from torch import nn
 from quire.settings import ConfigurationError
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.layers.embedding_norm import Embedding, TiedHead
-from worker_svc.layers.linear import Linear, LinearPart, Split
+from worker_svc.layers.linear import Linear, LinearPart, Split, TokenSlots
 from worker_svc.weights import Placement
 
 
@@ -24,12 +24,14 @@ class ModelInput:
         positions: [T] int64, each token's index in its sequence.
         kv_caches: one [2, num_blocks, num_kv_heads, block_size, head_dim] a layer. The model writes the keys and values
             of the new tokens into their slots.
+        adapter_slots: as in `TokenSlots`.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     attention: AttentionMetadata
     kv_caches: Sequence[torch.Tensor]
+    adapter_slots: torch.Tensor | None = None
 
 
 class CausalLM(nn.Module):
@@ -40,6 +42,7 @@ class CausalLM(nn.Module):
         num_kv_heads: of this rank.
         vocab_size: width of the logits of all ranks together.
         max_model_len: number of positions that the model supports.
+        token_slots: the adapters of a pass, for the layers that `AdapterSlots` has made to read them.
     """
 
     architecture: str
@@ -63,6 +66,7 @@ class CausalLM(nn.Module):
         self.ranks = placement.ranks
         self.device = placement.device
         self.dtype = placement.dtype
+        self.token_slots = TokenSlots()
 
     @abstractmethod
     def forward(self, inputs: ModelInput) -> torch.Tensor:
@@ -84,10 +88,12 @@ class NativeCausalLM(CausalLM):
 
     Attributes:
         base_prefix: prefix of the names of the base model's tensors in the checkpoint.
+        layers: those that `run_layers` runs.
         waits_for_device: whether the host reads what the device computes within a forward pass.
     """
 
     base_prefix: ClassVar[str]
+    layers: nn.ModuleList
     waits_for_device: ClassVar[bool] = False
     head: nn.Module
 
@@ -105,7 +111,12 @@ class NativeCausalLM(CausalLM):
         """The rest of `forward`. `x` is what `embed` returned, and may be overwritten."""
 
     def forward(self, inputs: ModelInput) -> torch.Tensor:
-        return self.run_layers(self.embed(inputs), inputs)
+        return self.run_adapted_layers(self.embed(inputs), inputs)
+
+    def run_adapted_layers(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
+        """`run_layers` with the adapters of the tokens."""
+        with self.token_slots.used(inputs.adapter_slots):
+            return self.run_layers(x, inputs)
 
     def outputs(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits in the dtype of the output layer, before `finish`."""

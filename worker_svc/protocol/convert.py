@@ -7,10 +7,12 @@ the sampling parameters of a row are wrong, the step runs and that row alone fai
 
 import zlib
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 
 from quire import compatibility
+from quire.adapters import DIGEST_BYTES
 from quire.arrays import decode_int32, encode_float32, encode_int32, encode_logprobs
 from quire.compatibility import ProtocolVersions, check_protocol
 from quire.rpc.errors import FailedPrecondition, invalid_field
@@ -18,10 +20,12 @@ from quire.worker.v1 import worker_pb2
 from worker_svc.sampling.sampling_table import SamplingReader
 from worker_svc.step import (
     HASH_BYTES,
+    AdapterLoaded,
     AssignRow,
     Batch,
     CacheOperations,
     Int32Array,
+    LoadAdapter,
     ModelGeometry,
     PromptLogprobs,
     ReseedRow,
@@ -43,6 +47,7 @@ RunRequest = worker_pb2.RunRequest
 StepRequest = worker_pb2.StepRequest
 RunResponse = worker_pb2.RunResponse
 PrepareConstraint = worker_pb2.PrepareConstraint
+LoadAdapterMessage = worker_pb2.LoadAdapter
 
 _MAX_UINT32 = 0xFFFFFFFF
 
@@ -62,7 +67,7 @@ def epoch_of(request: RunRequest) -> int:
 
 
 def step_of(request: RunRequest) -> StepRequest:
-    """The step of any later message that prepares no constraint.
+    """The step of any later message that prepares no constraint and loads no adapter.
 
     Raises:
         FailedPrecondition: it attaches again.
@@ -106,6 +111,13 @@ class StepDecoder:
         _check_batch(batch, self._model, self._limits)
         return Step(message.step_id, message.scheduler_epoch, operations, changes, batch, sealed)
 
+    def load_adapter(self, message: LoadAdapterMessage) -> LoadAdapter:
+        """The adapter to load. InvalidArgument: the worker has no such slot, or the digest is none."""
+        if len(message.digest) != DIGEST_BYTES:
+            raise invalid_field("load_adapter.digest", f"has {len(message.digest)} bytes; it must have {DIGEST_BYTES}")
+        slot = self._slot(message.slot, "load_adapter.slot")
+        return LoadAdapter(message.number, slot, message.digest, Path(message.directory))
+
     def _cache_operations(self, message: worker_pb2.CacheOperations) -> CacheOperations:
         gpu, host = self._pool.num_gpu_blocks, self._pool.num_host_blocks
         return CacheOperations(
@@ -145,7 +157,8 @@ class StepDecoder:
         if message.HasField("num_candidates") and not message.num_candidates:
             raise invalid_field(f"{field}.num_candidates", "is 0; it must be at least 1 if it is set")
         row = self._row(message.row, f"{field}.row")
-        return AssignRow(row, token_ids, block_table, self._sampling.read(message), message.num_prompt_tokens)
+        slot = self._slot(message.adapter_slot, f"{field}.adapter_slot") if message.HasField("adapter_slot") else None
+        return AssignRow(row, token_ids, block_table, self._sampling.read(message), message.num_prompt_tokens, slot)
 
     def _set_tokens(self, message: worker_pb2.SetTokens, field: str) -> SetTokens:
         row = self._row(message.row, f"{field}.row")
@@ -185,6 +198,11 @@ class StepDecoder:
         if row >= self._limits.max_num_rows:
             raise invalid_field(field, f"is {row}; rows are below {self._limits.max_num_rows}")
         return row
+
+    def _slot(self, slot: int, field: str) -> int:
+        if slot >= self._limits.max_adapters:
+            raise invalid_field(field, f"is {slot}; this worker has {self._limits.max_adapters} slots of adapters")
+        return slot
 
 
 def _check_cache_operations(operations: CacheOperations) -> None:
@@ -300,6 +318,11 @@ def attached_message(epoch: int, info: WorkerInfo, sealed: SealedBlocks) -> RunR
 def prepared_message(number: int) -> RunResponse:
     """The answer to PrepareConstraint."""
     return RunResponse(prepared=worker_pb2.ConstraintPrepared(number=number))
+
+
+def adapter_loaded_message(loaded: AdapterLoaded) -> RunResponse:
+    """The answer to LoadAdapter."""
+    return RunResponse(adapter_loaded=worker_pb2.AdapterLoaded(number=loaded.number, failure=loaded.failure))
 
 
 def heartbeat_message(last_step_id: int, busy_ms: int) -> RunResponse:

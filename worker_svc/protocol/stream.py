@@ -7,14 +7,17 @@ that the scheduler knows the last step that ran.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import grpc.aio
 
 from quire import clock
+from quire.adapters import UnusableAdapterError
 from quire.failpoint import failpoint
 from quire.progress import STARTING, LoadProgress
 from quire.rpc.errors import FailedPrecondition, Internal, QuireError, Unavailable
@@ -31,6 +34,7 @@ from worker_svc.protocol.convert import (
     StepDecoder,
     StepRequest,
     acknowledgement,
+    adapter_loaded_message,
     attached_message,
     epoch_of,
     heartbeat_message,
@@ -41,7 +45,16 @@ from worker_svc.protocol.convert import (
 )
 from worker_svc.protocol.session import Session, Sessions
 from worker_svc.protocol.tracing import PrefillSpans
-from worker_svc.step import AdmittedStep, SealedBlocks, Step, StepOutput, SupersededError, WorkerInfo
+from worker_svc.step import (
+    AdapterLoaded,
+    AdmittedStep,
+    LoadAdapter,
+    SealedBlocks,
+    Step,
+    StepOutput,
+    SupersededError,
+    WorkerInfo,
+)
 
 HEARTBEAT_INTERVAL_S = 0.5
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
@@ -59,6 +72,19 @@ class SealingRunner(StepRunner, Protocol):
     def sealed_blocks(self) -> SealedBlocks: ...
 
 
+class Adapters(Protocol):
+    """`AdapterSlots`, or a fake. All but `start_load` is for the thread that runs the steps."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def start_load(self, directory: Path, digest: bytes) -> "Future[Any]": ...
+
+    def put(self, slot: int, loaded: Any) -> None: ...
+
+    def clear(self) -> None: ...
+
+
 class Worker:
     """One loaded worker: its sessions, its rows, and the threads that run its steps. Used by the event loop."""
 
@@ -69,11 +95,13 @@ class Worker:
         device_loop: DeviceLoop,
         agree: Callable[[int, int], object] = lambda epoch, step_id: None,
         prepare: Callable[[bytes], "Future[Any] | None"] = lambda row_sampling: None,
+        adapters: Adapters | None = None,
     ) -> None:
         """
         Args:
             agree: `Ranks.agree`, for a worker of several ranks.
             prepare: compiles the constraint of a serialized RowSampling; None if there is nothing to compile.
+            adapters: there are some if `info.limits.max_adapters` is above 0.
         """
         self.info = info
         self.decoder = StepDecoder(info)
@@ -84,6 +112,8 @@ class Worker:
         self._ledger = RowLedger(info.pool, info.model, info.limits)
         self._sessions = Sessions(info.worker_generation, info.limits.max_steps_in_flight)
         self._supersede: Callable[[QuireError], None] | None = None
+        self._adapters = adapters
+        self._num_attached = 0
 
     def attach(self, epoch: int, on_superseded: Callable[[QuireError], None]) -> Session:
         """Gives the worker to a scheduler: the previous session ends and all rows are released.
@@ -99,6 +129,7 @@ class Worker:
             self._supersede(SupersededError(f"epoch {epoch} has taken this worker over"))
         self._supersede = on_superseded
         self._ledger.reset()
+        self._num_attached += 1
         return session
 
     async def sealed_blocks(self, epoch: int, ranks_timeout_s: float = _RANKS_TIMEOUT_S) -> SealedBlocks:
@@ -115,6 +146,8 @@ class Worker:
 
         def take_inventory() -> SealedBlocks:
             self._agree(epoch, _NO_STEP)
+            if self._adapters is not None:
+                self._adapters.clear()
             return self.runner.sealed_blocks()
 
         inventory = self._device_loop.call(take_inventory)
@@ -140,6 +173,41 @@ class Worker:
             on_done()
         else:
             compiled.add_done_callback(lambda _: on_done())
+
+    def load_adapter(self, load: LoadAdapter) -> Coroutine[Any, Any, AdapterLoaded | None]:
+        """Begins to load an adapter. What it returns reads it beside the steps, and puts it into its slot when the
+        steps queued before are finished; its result is None if the worker is attached anew meanwhile.
+
+        Raises:
+            InvalidArgument: its slot is being loaded already.
+        """
+        assert self._adapters is not None, "a slot, which `StepDecoder` has checked"
+        self._ledger.begin_load(load.slot)
+        return self._load(load, self._adapters, self._num_attached)
+
+    async def _load(self, load: LoadAdapter, adapters: Adapters, attached: int) -> AdapterLoaded | None:
+        def put(loaded: Any) -> None:
+            if attached == self._num_attached:
+                adapters.put(load.slot, loaded)
+
+        failure: str | None = None
+        try:
+            loaded = await asyncio.wrap_future(adapters.start_load(load.directory, load.digest))
+            await asyncio.wrap_future(self._device_loop.call(partial(put, loaded)))
+        except Exception as error:
+            failure = str(error)
+            if not isinstance(error, UnusableAdapterError):
+                _logger.exception("adapter %s could not be loaded", load.directory)
+                failure = f"adapter {load.directory} could not be loaded: {type(error).__name__}: {error}"
+            await asyncio.wrap_future(self._device_loop.call(partial(put, None)))
+        if attached != self._num_attached:
+            return None
+        self._ledger.end_load(load.slot, failure is None)
+        return AdapterLoaded(load.number, failure)
+
+    def adapter_bytes(self) -> int:
+        """Memory that the adapters in all slots take."""
+        return 0 if self._adapters is None else self._adapters.num_bytes
 
     def admit(self, step: Step) -> AdmittedStep:
         """Checks a step against the rows and applies it to them. InvalidArgument when it contradicts them."""
@@ -169,6 +237,7 @@ class StepStream:
         self._spans = PrefillSpans(tracer, worker.info.rank)
         self._heartbeat_interval_s = heartbeat_interval_s
         self._outgoing: asyncio.Queue[RunResponse | QuireError | _End] = asyncio.Queue()
+        self._loads: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._session = worker.attach(epoch, on_superseded=self._outgoing.put_nowait)
@@ -197,6 +266,7 @@ class StepStream:
         finally:
             session.end()
             self._spans.close()
+            tasks += self._loads
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -208,6 +278,8 @@ class StepStream:
             async for request in requests:
                 if request.HasField("prepare"):
                     self._start_preparing(request.prepare)
+                elif request.HasField("load_adapter"):
+                    self._start_loading(self._worker.decoder.load_adapter(request.load_adapter))
                 else:
                     self._take(step_of(request))
         except QuireError as error:
@@ -225,6 +297,17 @@ class StepStream:
                 self._post(self._outgoing.put_nowait, prepared_message(message.number))
 
         self._worker.prepare(message.row_sampling, answer)
+
+    def _start_loading(self, load: LoadAdapter) -> None:
+        loading = self._worker.load_adapter(load)
+
+        async def answer() -> None:
+            if (loaded := await loading) is not None:
+                self._outgoing.put_nowait(adapter_loaded_message(loaded))
+
+        task = asyncio.create_task(answer())
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
 
     def _take(self, message: StepRequest) -> None:
         """Queues the next step when it is valid."""

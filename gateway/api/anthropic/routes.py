@@ -79,7 +79,7 @@ def message_routes(generator: Generator, body_limits: BodyLimits, *, keep_alive_
     async def create(request: Request) -> Response:
         """Answers a conversation."""
         body = await parse_body(MessageBody, await read_body(request, body_limits), body_limits)
-        return respond(generator, MessageCall(body, model), keep_alive_s)
+        return respond(generator, MessageCall(body, body.model or model), keep_alive_s)
 
     async def count_tokens(request: Request) -> Response:
         """The number of tokens of a conversation's prompt."""

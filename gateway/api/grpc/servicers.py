@@ -12,6 +12,7 @@ from gateway.api.grpc import gateway_messages
 from gateway.auth.caller import current_caller
 from gateway.replicas.events import Event
 from gateway.replicas.live import LiveRequest
+from gateway.request.adapters import ServedAdapter
 from gateway.request.answer_memory import AS_MESSAGE, STREAMED
 from gateway.request.generator import REFUSAL_S, Generator, Result, answer, answer_event
 from gateway.request.text_service import TextService
@@ -36,14 +37,21 @@ from quire.gateway.v1.generation_pb2 import (
     TokenizeResponse,
 )
 from quire.gateway.v1.model_pb2 import (
+    Adapter,
     GetModelRequest,
     GetModelResponse,
     GetServerInfoRequest,
     GetServerInfoResponse,
+    ListAdaptersRequest,
+    ListAdaptersResponse,
     ListModelsRequest,
     ListModelsResponse,
+    LoadAdapterRequest,
+    LoadAdapterResponse,
     Model,
     Replica,
+    UnloadAdapterRequest,
+    UnloadAdapterResponse,
 )
 from quire.gateway.v1.prefix_pb2 import PinPrefixRequest, PinPrefixResponse, UnpinPrefixRequest, UnpinPrefixResponse
 from quire.version import VERSION
@@ -60,7 +68,6 @@ class GenerationServicer:
     def __init__(self, generator: Generator, texts: TextService) -> None:
         self._generator = generator
         self._texts = texts
-        self._model_name = generator.model.name
 
     async def Generate(self, request: GenerateRequest, context: Context) -> GenerateResponse:
         return await self._respond(GenerateResponse, gateway_messages.options_of_generate(request))
@@ -119,7 +126,7 @@ class GenerationServicer:
     def _whole(self, kind: type[Response], live: LiveRequest, results: Sequence[Result]) -> Response:
         ((sequences, usage),) = results
         return gateway_messages.generated_response(
-            kind, live.request.request_id, self._model_name, sequences, usage, live.prompt_logprobs
+            kind, live.request.request_id, self._generator.name_of(live), sequences, usage, live.prompt_logprobs
         )
 
     async def _stream(
@@ -138,9 +145,9 @@ class GenerationServicer:
     async def _responses(
         self, kind: type[StreamResponse], live: LiveRequest, events: AsyncIterator[Event]
     ) -> AsyncIterator[StreamResponse]:
-        request_id = live.request.request_id
+        request_id, name = live.request.request_id, self._generator.name_of(live)
         async for event in events:
-            make = partial(gateway_messages.stream_response, kind, request_id, self._model_name, event)
+            make = partial(gateway_messages.stream_response, kind, request_id, name, event)
             yield await answer_event(live, event, make)
 
 
@@ -165,15 +172,41 @@ class ModelServicer:
     def __init__(self, generator: Generator, gateway_id: str) -> None:
         self._generator = generator
         self._model = generator.model
+        self._adapters = generator.adapters
         self._gateway_id = gateway_id
 
     async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
-        is_visible = current_caller().visible(self._model.name) is not None
-        return ListModelsResponse(models=[await self._describe()] if is_visible else [])
+        caller = current_caller()
+        names = [] if caller.visible(self._model.name) is None else [self._model.name]
+        names += [each.named.name for each in self._adapters.listed(caller)]
+        return ListModelsResponse(models=[await self._describe(name) for name in names])
 
     async def GetModel(self, request: GetModelRequest, context: Context) -> GetModelResponse:
-        find_model(request.model, current_caller().visible(self._model.name))
-        return GetModelResponse(model=await self._describe())
+        find_model(request.model, self._adapters.visible(current_caller(), request.model))
+        return GetModelResponse(model=await self._describe(request.model))
+
+    async def LoadAdapter(self, request: LoadAdapterRequest, context: Context) -> LoadAdapterResponse:
+        served = await self._adapters.load(
+            request.name, request.directory, name_field="name", directory_field="directory"
+        )
+        return LoadAdapterResponse(adapter=self._adapter(served))
+
+    async def UnloadAdapter(self, request: UnloadAdapterRequest, context: Context) -> UnloadAdapterResponse:
+        self._adapters.unload(request.name, name_field="name")
+        return UnloadAdapterResponse()
+
+    async def ListAdapters(self, request: ListAdaptersRequest, context: Context) -> ListAdaptersResponse:
+        return ListAdaptersResponse(adapters=map(self._adapter, self._adapters.listed(current_caller())))
+
+    def _adapter(self, served: ServedAdapter) -> Adapter:
+        named = served.named
+        return Adapter(
+            name=named.name,
+            parent=self._model.name,
+            digest=named.digest.hex(),
+            rank=served.rank,
+            directory=named.directory if current_caller().access.is_operator else "",
+        )
 
     async def GetServerInfo(self, request: GetServerInfoRequest, context: Context) -> GetServerInfoResponse:
         limits = await self._generator.limits(_PATIENCE_S)
@@ -190,17 +223,18 @@ class ModelServicer:
             for address, link in self._generator.replicas.links.items()
         ]
 
-    async def _describe(self) -> Model:
+    async def _describe(self, name: str) -> Model:
         limits = await self._generator.limits(_PATIENCE_S)
         welcome = self._generator.replicas.welcomes[0]
         return Model(
-            name=self._model.name,
+            name=name,
             architecture=self._model.architecture,
             dtype=welcome.dtype,
             vocab_size=limits.vocab_size,
             max_model_len=limits.max_model_len,
             eos_token_ids=self._model.eos_token_ids,
             has_chat_template=self._model.chat.template is not None,
+            parent=None if name == self._model.name else self._model.name,
         )
 
 

@@ -76,7 +76,7 @@ class KServeServicer:
         return pb.ServerReadyResponse(ready=self._generator.is_ready)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context | None) -> pb.ModelReadyResponse:
-        is_served = wrong_model(request.name, self._visible_name()) is None and _is_version(request.version)
+        is_served = wrong_model(request.name, self._visible_name(request.name)) is None and _is_version(request.version)
         return pb.ModelReadyResponse(ready=is_served and self._generator.is_ready)
 
     async def ServerMetadata(
@@ -89,12 +89,12 @@ class KServeServicer:
     ) -> pb.ModelMetadataResponse:
         self._check_model("name", request.name)
         _check_version("version", request.version)
-        return _model_metadata(self._model_name)
+        return _model_metadata(request.name)
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
         self._check_model("name", request.name)
         _check_version("version", request.version)
-        return pb.ModelConfigResponse(config=_model_config(self._model_name))
+        return pb.ModelConfigResponse(config=_model_config(request.name))
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
         if not current_caller().access.is_operator:
@@ -103,7 +103,7 @@ class KServeServicer:
             self._check_model("name", request.name)
         _check_version("version", request.version)
         response = pb.ModelStatisticsResponse()
-        if self._visible_name() is not None:
+        if self._visible_name(self._model_name) is not None:
             response.model_stats.append(_model_statistics(self._model_name, self._generator.metrics.statistics))
         return response
 
@@ -113,9 +113,9 @@ class KServeServicer:
             raise NotFound(f'repository_name is "{shown}"; the one repository has no name')
         is_ready = self._generator.is_ready
         response = pb.RepositoryIndexResponse()
-        if self._visible_name() is not None and (is_ready or not request.ready):
-            state, reason = ("READY", "") if is_ready else ("UNAVAILABLE", "no request would run at once")
-            response.models.add(name=self._model_name, version=MODEL_VERSION, state=state, reason=reason)
+        state, reason = ("READY", "") if is_ready else ("UNAVAILABLE", "no request would run at once")
+        for name in self._visible_names() if is_ready or not request.ready else ():
+            response.models.add(name=name, version=MODEL_VERSION, state=state, reason=reason)
         return response
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context | None) -> pb.ModelInferResponse:
@@ -182,7 +182,9 @@ class KServeServicer:
                             yield responder.last(finished, usage)
 
     def _responder(self, inference: Inference) -> Responder:
-        return Responder(self._model_name, inference, self._generator.model.tokenizer.token_texts)
+        return Responder(
+            inference.options[0].model or self._model_name, inference, self._generator.model.tokenizer.token_texts
+        )
 
     def _check_target(self, request: pb.ModelInferRequest) -> None:
         """Raises NotFound if the request names another model, or version."""
@@ -191,11 +193,16 @@ class KServeServicer:
 
     def _check_model(self, field: str, name: str) -> None:
         """Raises NotFound if the field names another model than the served one."""
-        if (violation := wrong_model(name, self._visible_name())) is not None:
+        if (violation := wrong_model(name, self._visible_name(name))) is not None:
             raise NotFound(f"{field} {violation.description}", reason="MODEL_NOT_FOUND")
 
-    def _visible_name(self) -> str | None:
-        return current_caller().visible(self._model_name)
+    def _visible_name(self, named: str) -> str | None:
+        return self._generator.adapters.visible(current_caller(), named)
+
+    def _visible_names(self) -> list[str]:
+        caller = current_caller()
+        own = [] if caller.visible(self._model_name) is None else [self._model_name]
+        return [*own, *(each.named.name for each in self._generator.adapters.listed(caller))]
 
 
 def _refusal(inference: Inference, position: int, error: QuireError) -> QuireError:

@@ -1,18 +1,26 @@
 """The paths of OpenAI's API, and of vLLM's for tokens."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from gateway.api.answers import as_json, error_answer, error_response
-from gateway.api.body import BodyLimits
+from gateway.api.body import BodyLimits, read_model
 from gateway.api.event_shapes import ChatEvent, CompletionEvent
 from gateway.api.openai.completion_calls import ChatCall, CompletionCall
 from gateway.api.openai.read import chat_prompt, read_request
-from gateway.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.api.openai.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    LoadAdapterBody,
+    TokenizeBody,
+    UnloadAdapterBody,
+)
 from gateway.api.openapi import ApiRoute
 from gateway.api.respond import respond
 from gateway.api.shapes import (
@@ -50,7 +58,7 @@ def openai_routes(
     seconds since the Unix epoch."""
     return [
         *_generation_routes(generator, body_limits, keep_alive_s),
-        *_model_routes(generator, started_at_s),
+        *_model_routes(generator, body_limits, started_at_s),
         *_text_routes(generator, body_limits),
         *_refused_routes(generator.model.name),
     ]
@@ -62,12 +70,12 @@ def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive
     async def completions(request: Request) -> Response:
         """Continues one or several prompts."""
         body = await read_request(CompletionBody, request, body_limits)
-        return respond(generator, CompletionCall(body, model), keep_alive_s)
+        return respond(generator, CompletionCall(body, body.model or model), keep_alive_s)
 
     async def chat_completions(request: Request) -> Response:
         """Answers a conversation."""
         body = await read_request(ChatBody, request, body_limits)
-        return respond(generator, ChatCall(body, model), keep_alive_s)
+        return respond(generator, ChatCall(body, body.model or model), keep_alive_s)
 
     return [
         ApiRoute(
@@ -106,35 +114,56 @@ def _refused_routes(model: str) -> list[ApiRoute]:
     return [route(f"/v1/{path}", what) for path, what in kinds.items()]
 
 
-def _model_routes(generator: Generator, started_at_s: int) -> list[ApiRoute]:
-    name = generator.model.name
+def _model_routes(generator: Generator, body_limits: BodyLimits, started_at_s: int) -> list[ApiRoute]:
+    base, adapters = generator.model.name, generator.adapters
 
-    def described() -> dict[str, Any]:
+    def described(name: str) -> dict[str, Any]:
         lengths = [welcome.max_model_len for welcome in generator.replicas.welcomes]
         return {
             "id": name,
             "object": "model",
             "created": started_at_s,
             "owned_by": "quire",
-            "root": name,
-            "parent": None,
+            "root": base,
+            "parent": None if name == base else base,
             # None before the first connection to a scheduler.
             "max_model_len": min(lengths, default=None),
         }
 
     async def models(request: Request) -> Response:
-        """The served model, if the caller may use it."""
-        is_visible = current_caller().visible(name) is not None
-        return JSONResponse({"object": "list", "data": [described()] if is_visible else []})
+        """The served model and its adapters, as far as the caller may use them."""
+        caller = current_caller()
+        names = [] if caller.visible(base) is None else [base]
+        names += [each.named.name for each in adapters.listed(caller)]
+        return JSONResponse({"object": "list", "data": [described(name) for name in names]})
 
     async def model(request: Request) -> Response:
         """One model by its name."""
-        find_model(request.path_params["model"], current_caller().visible(name))
-        return JSONResponse(described())
+        name = request.path_params["model"]
+        find_model(name, adapters.visible(current_caller(), name))
+        return JSONResponse(described(name))
+
+    async def load_adapter(request: Request) -> Response:
+        """Serves a LoRA adapter under a name, for operators."""
+        body = await read_model(LoadAdapterBody, request, body_limits, {})
+        fields = {"name_field": "lora_name", "directory_field": "lora_path"}
+        await adapters.load(body.lora_name, body.lora_path, **fields)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload_adapter(request: Request) -> Response:
+        """Takes the name of a LoRA adapter away, for operators. Requests that run go on."""
+        body = await read_model(UnloadAdapterBody, request, body_limits, {})
+        adapters.unload(body.lora_name, name_field="lora_name")
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    def changing(path: str, endpoint: Callable[..., Any], body: type[BaseModel]) -> ApiRoute:
+        return ApiRoute(path, endpoint, method="POST", body=body, media_type="text/plain")
 
     return [
         ApiRoute("/v1/models", models, answer=ServedModels),
         ApiRoute("/v1/models/{model:path}", model, answer=ServedModelShape),
+        changing("/v1/load_lora_adapter", load_adapter, LoadAdapterBody),
+        changing("/v1/unload_lora_adapter", unload_adapter, UnloadAdapterBody),
     ]
 
 

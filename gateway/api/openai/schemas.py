@@ -158,6 +158,19 @@ class TokenizeBody(Body, ConversationFields):
     return_token_strs: bool | None = None
 
 
+class LoadAdapterBody(Strict):
+    """As in vLLM's API, whose further fields have no effect."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterBody(Strict):
+    """Likewise."""
+
+    lora_name: str
+
+
 class DetokenizeBody(Body):
     tokens: ListOf[int]
 

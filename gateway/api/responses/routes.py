@@ -95,7 +95,7 @@ def response_routes(
     async def create(request: Request) -> Response:
         """Makes a response: answers a text, or a conversation of items."""
         body = await parse_body(ResponseBody, await read_body(request, body_limits), body_limits)
-        return respond(generator, ResponseCall(body, model, store), keep_alive_s)
+        return respond(generator, ResponseCall(body, body.model or model, store), keep_alive_s)
 
     async def retrieve(request: Request) -> Response:
         """A stored response of this gateway."""

@@ -214,6 +214,7 @@ class MatrixMultiplier {
     const int64_t blocks = args.in_features / kLines<Kind>;
     Blocks<Kind> all(args, first_panel, (last_panel - first_panel) * blocks);
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+      if (args.parts != nullptr) prefetch_low_rank(args, panel, begin, end);
       const char* ahead = bytes_of<Kind>(args, panel) + kPrefetchDistance<Kind>;
       multiply_lines<Kind>(args, all, begin, end - begin,
                            Stretch<kWeightCache<Kind>, Constant<kShare>>{0, blocks, ahead, {}, kStep}, sums);
@@ -233,6 +234,7 @@ class MatrixMultiplier {
     auto count_at = [&](int64_t first) { return blocks - first < max_blocks ? blocks - first : max_blocks; };
     Stretches<Kind> stretches(args, first_panel, count_at(0), passes);
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+      if (args.parts != nullptr) prefetch_low_rank(args, panel, begin, end);
       for (int64_t first = 0; first < blocks; first += max_blocks) {
         const bool last = first + max_blocks >= blocks;
         stretches.start(count_at(first), !last                    ? count_at(first + max_blocks)

@@ -59,11 +59,13 @@ class CodeMultiplier {
                 std::byte*, const std::byte* packed) {
     using Format = typename Kind::Format;
     const auto* tokens = reinterpret_cast<const TokenPiece*>(packed);
-    for (int64_t panel = first_panel; panel < last_panel; ++panel)
+    for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+      if (args.parts != nullptr) prefetch_low_rank(args, panel, begin, end);
       for (int64_t token = begin; token < end; token += kTokensAtOnce)
         with_count<kTokensAtOnce>(end - token, [&]<int kTokens>() {
           multiply_panel<Format, kTokens>(args, panel, token, tokens + token * pieces(args), token == begin);
         });
+    }
   }
 
  private:

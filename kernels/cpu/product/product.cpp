@@ -13,6 +13,10 @@
 #include "vec/vec.h"
 
 namespace quire::QUIRE_ISA {
+
+bool low_rank_sums(const ProductArgs& args, int64_t panel, int64_t token, float* sums);
+void prefetch_low_rank(const ProductArgs& args, int64_t panel, int64_t begin, int64_t end);
+
 namespace {
 
 constexpr int64_t kTile = kPanel / 2;
@@ -45,13 +49,15 @@ inline Vec load_bias(const ProductArgs& args, int64_t column, int lanes) {
   }
 }
 
-// Sums of a token for output columns from `column` on, with scales and bias.
+// Sums of a token for output columns from `column` on, with scales, bias, and addends where they are not null.
 template <class Sum>
-inline Vec biased(const ProductArgs& args, int64_t token, const Sum* sums, int64_t column, int lanes) {
+inline Vec biased(const ProductArgs& args, int64_t token, const Sum* sums, int64_t column, int lanes,
+                  const float* addends) {
   Vec product = load(sums);
   if (args.x_scales != nullptr) product = product * set1(args.x_scales[token]);
   if (args.scales != nullptr) product = product * load(args.scales + column, lanes);
-  return args.bias == nullptr ? product : product + load_bias(args, column, lanes);
+  if (args.bias != nullptr) product = product + load_bias(args, column, lanes);
+  return addends == nullptr ? product : product + load(addends);
 }
 
 // Writes the sums of a panel as columns of the output. A gated panel has the columns of both factors.
@@ -61,48 +67,59 @@ class Finish {
   static constexpr int64_t kColumns = kGated ? kPanel / 2 : kPanel;
 
   Finish(const ProductArgs& args, int64_t panel)
-      : args_(args), columns_(kGated ? args.out_features / 2 : args.out_features), first_(panel * kColumns) {}
+      : args_(args),
+        columns_(kGated ? args.out_features / 2 : args.out_features),
+        panel_(panel),
+        first_(panel * kColumns) {}
 
   // Writes `count` tokens from `token` on, from kPanel sums of each.
   template <class Out>
   void write(int64_t token, int64_t count, const Sum* sums) const {
     Out* to = static_cast<Out*>(args_.output) + token * args_.output_stride + first_;
     const bool whole = first_ + kColumns <= columns_;
-    for (const int64_t end = token + count; token < end; ++token, sums += kPanel, to += args_.output_stride)
-      whole ? write_whole(to, token, sums) : write_some(to, token, sums);
+    alignas(64) float low_rank[kPanel];
+    for (const int64_t end = token + count; token < end; ++token, sums += kPanel, to += args_.output_stride) {
+      const float* addends =
+          args_.parts != nullptr && low_rank_sums(args_, panel_, token, low_rank) ? low_rank : nullptr;
+      whole ? write_whole(to, token, sums, addends) : write_some(to, token, sums, addends);
+    }
   }
 
  private:
   // Two vectors at once where the processor can: with many tokens, these stores take a large part of the time.
   template <class Out>
-  void write_whole(Out* to, int64_t token, const Sum* sums) const {
+  void write_whole(Out* to, int64_t token, const Sum* sums, const float* addends) const {
     if constexpr (kColumns % (2 * kWidth) == 0) {
       for (int64_t i = 0; i < kColumns; i += 2 * kWidth)
-        store_both(to + i, column(token, sums, i, kWidth), column(token, sums, i + kWidth, kWidth));
+        store_both(to + i, column(token, sums, i, kWidth, addends), column(token, sums, i + kWidth, kWidth, addends));
     } else {
-      for (int64_t i = 0; i < kColumns; i += kWidth) store(to + i, column(token, sums, i, kWidth));
+      for (int64_t i = 0; i < kColumns; i += kWidth) store(to + i, column(token, sums, i, kWidth, addends));
     }
   }
 
   template <class Out>
-  void write_some(Out* to, int64_t token, const Sum* sums) const {
+  void write_some(Out* to, int64_t token, const Sum* sums, const float* addends) const {
     for (int64_t i = 0; i < kColumns && first_ + i < columns_; i += kWidth) {
       const int64_t left = columns_ - first_ - i;
       const int lanes = static_cast<int>(left < kWidth ? left : kWidth);
-      store(to + i, column(token, sums, i, lanes), lanes);
+      store(to + i, column(token, sums, i, lanes, addends), lanes);
     }
   }
 
-  Vec column(int64_t token, const Sum* sums, int64_t i, int lanes) const {
-    const Vec x = biased(args_, token, sums + i, first_ + i, lanes);
+  Vec column(int64_t token, const Sum* sums, int64_t i, int lanes, const float* addends) const {
+    auto of_half = [&](int64_t half, int64_t column) {
+      const int64_t at = half * kColumns + i;
+      return biased(args_, token, sums + at, column + i, lanes, addends == nullptr ? nullptr : addends + at);
+    };
+    const Vec x = of_half(0, first_);
     if constexpr (kGated)
-      return activate(args_.activation, x) * biased(args_, token, sums + kColumns + i, columns_ + first_ + i, lanes);
+      return activate(args_.activation, x) * of_half(1, columns_ + first_);
     else
       return args_.activation == kIdentity ? x : activate(args_.activation, x);
   }
 
   const ProductArgs& args_;
-  const int64_t columns_, first_;
+  const int64_t columns_, panel_, first_;
 };
 
 template <class Sum, bool kGated>
@@ -149,6 +166,7 @@ int64_t tokens_at_once(const ProductArgs& args) {
 #if defined(__AMX_BF16__)
 #include "product/amx.h"
 #endif
+#include "product/low_rank.h"
 
 namespace quire::QUIRE_ISA {
 namespace {

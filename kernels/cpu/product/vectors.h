@@ -277,8 +277,10 @@ class VectorMultiplier {
   void multiply(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
                 std::byte* scratch, const std::byte* packed) {
     const TokenGroups groups{begin, end};
-    for (int64_t panel = first_panel; panel < last_panel; ++panel)
+    for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+      if (args.parts != nullptr) prefetch_low_rank(args, panel, begin, end);
       Passes<Kind>(args, panel, groups, packed).multiply(panel + 1 < last_panel, scratch);
+    }
   }
 
  private:

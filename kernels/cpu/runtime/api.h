@@ -22,6 +22,7 @@ enum Status : int32_t {
   kBadPosition = 4,  // a position is not in the table of cosines and sines
   kNoMemory = 5,
   kBadId = 6,  // an id is not that of a row
+  kBadSlotOfAdapter = 7,
 };
 
 // The OpenMP runtime that torch has loaded, as the addresses of three of its functions.
@@ -183,6 +184,34 @@ struct QuantizeArgs {
   int64_t value_stride;
 };
 
+// What an adapter adds to some columns of a product: B (scale A x).
+struct LowRankPart {
+  const void* a;  // [rank / 4, blocks, 4, cache line] (low_rank.h)
+  const void* b;  // [tiles, words of rank, 16]
+  double scale;
+  int64_t rank;        // a multiple of 4; 0 where there is none
+  int64_t first_tile;  // of the weight, of 16 columns
+  int64_t last_tile;   // one after it
+  int64_t column;      // of scale A x in a line of `shrunk`
+};
+
+// shrunk = scale A x of each token's adapter, of the dtype that products read: bfloat16, else float.
+struct ShrinkArgs {
+  void* shrunk;              // [T, num_parts * max_rank]
+  const void* x;             // [T, in_features]
+  const LowRankPart* parts;  // [num_slots, num_parts]; slot 0 is for tokens without an adapter
+  const int64_t* slots;      // [T]
+  int64_t dtype;
+  int64_t threads;
+  int64_t num_tokens;
+  int64_t num_slots;
+  int64_t num_parts;
+  int64_t max_rank;
+  int64_t in_features;  // whole blocks of lines: the caller pads x with zeros
+  int64_t x_stride;
+  int64_t shrunk_stride;
+};
+
 // output = activation(x W^T + bias), summed in float or exactly. An int8 value is multiplied by the scale of its line.
 struct ProductArgs {
   void* output;           // [T, out_features], half as many where it is gated
@@ -191,8 +220,12 @@ struct ProductArgs {
   const void* bias;       // [out_features] numbers, or null
   const float* scales;    // [out_features] of the weight, or null
   const float* x_scales;  // [T], or null
-  int64_t dtype;          // of the numbers
-  int64_t multiplied;     // a Multiplied
+  // Of the low-rank addends, as in ShrinkArgs; null where there are none.
+  const void* shrunk;
+  const LowRankPart* parts;
+  const int64_t* slots;
+  int64_t dtype;       // of the numbers
+  int64_t multiplied;  // a Multiplied
   int64_t output_dtype;
   int64_t activation;
   int64_t threads;
@@ -202,6 +235,9 @@ struct ProductArgs {
   int64_t x_stride;
   int64_t output_stride;
   Grouping grouping;  // of a coded weight
+  int64_t shrunk_stride;
+  int64_t num_slots;
+  int64_t num_parts;
 };
 
 // Draws a token for each row.
@@ -296,6 +332,7 @@ enum Operation : int64_t {
   kQuantize = 6,
   kAllReduce = 7,
   kAllGather = 8,
+  kShrink = 9,
 };
 
 // One operation of a recording. Its tensors have room for the largest number of tokens that it will run with.
@@ -348,6 +385,7 @@ QUIRE_API int32_t quire_look_up(const quire::Context* context, const quire::Look
 QUIRE_API int32_t quire_compress_weight(const quire::Context* context, const quire::CompressArgs* args);
 QUIRE_API int32_t quire_quantize(const quire::Context* context, const quire::QuantizeArgs* args);
 QUIRE_API int32_t quire_draw(const quire::Context* context, const quire::DrawArgs* args);
+QUIRE_API int32_t quire_shrink(const quire::Context* context, const quire::ShrinkArgs* args);
 QUIRE_API int32_t quire_product(const quire::Context* context, const quire::ProductArgs* args);
 // Return when all processes of the group have called them.
 QUIRE_API int32_t quire_all_reduce(const quire::Context* context, const quire::AllReduceArgs* args);

@@ -50,6 +50,12 @@ inline int64_t num_panels(int64_t out_features, bool gated) {
 
 inline int64_t num_panels(const ProductArgs& args) { return num_panels(args.out_features, is_gated(args)); }
 
+// Lines of an adapter's A that a unit of `shrink` multiplies with a token, and the units of a token.
+inline constexpr int64_t kLinesOfUnit = 16;
+inline int64_t units_of_token(const ShrinkArgs& args) {
+  return args.num_parts * padded(args.max_rank, kLinesOfUnit) / kLinesOfUnit;
+}
+
 inline int64_t state_size(const AttentionArgs& args) { return args.head_dim + 2; }
 
 // New tokens of a row that prefill computes at once.
@@ -99,6 +105,7 @@ struct IsaKernels {
   ByDtype<void (*)(const SiluArgs&, int64_t begin, int64_t end)> silu_and_mul;
   ByDtype<void (*)(const RotaryArgs&, int64_t begin, int64_t end)> rotary;
   ByDtype<void (*)(const QuantizeArgs&, int64_t begin, int64_t end)> quantize;
+  ByDtype<void (*)(const ShrinkArgs&, int64_t begin, int64_t end)> shrink;  // of its units
   // n elements of `count` parts, at most kMaxRanks, summed to `to`, which may be one of the parts.
   ByDtype<void (*)(void* to, const void* const* parts, int64_t count, int64_t n)> sum;
   // Panels begin to end, for all tokens; `packed` holds the tokens where packed_bytes is not 0.

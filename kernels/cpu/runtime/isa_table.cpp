@@ -13,6 +13,7 @@ extern const decltype(IsaKernels::layer_norm) layer_norm_kernels;
 extern const decltype(IsaKernels::silu_and_mul) silu_and_mul_kernels;
 extern const decltype(IsaKernels::rotary) rotary_kernels;
 extern const decltype(IsaKernels::quantize) quantize_kernels;
+extern const decltype(IsaKernels::shrink) shrink_kernels;
 extern const decltype(IsaKernels::sum) sum_kernels;
 void product(const ProductArgs& args, int64_t begin, int64_t end, std::byte* scratch, const std::byte* packed);
 int64_t product_scratch(const ProductArgs& args);
@@ -22,11 +23,11 @@ void draw(const DrawArgs& args, int64_t begin, int64_t end, std::byte* scratch);
 int64_t draw_scratch(const DrawArgs& args);
 
 IsaKernels kernels() {
-  return {decode_scratch,  prefill_scratch,  decode_kernels,     prefill_kernels,
-          merge_kernels,   rms_norm_kernels, layer_norm_kernels, silu_and_mul_kernels,
-          rotary_kernels,  quantize_kernels, sum_kernels,        product,
-          product_scratch, pack_tokens,      packed_bytes,       draw,
-          draw_scratch};
+  return {decode_scratch, prefill_scratch,  decode_kernels,     prefill_kernels,
+          merge_kernels,  rms_norm_kernels, layer_norm_kernels, silu_and_mul_kernels,
+          rotary_kernels, quantize_kernels, shrink_kernels,     sum_kernels,
+          product,        product_scratch,  pack_tokens,        packed_bytes,
+          draw,           draw_scratch};
 }
 
 }  // namespace quire::QUIRE_ISA

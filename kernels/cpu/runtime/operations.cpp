@@ -93,6 +93,16 @@ Status check_tokens(const RotaryArgs& args) {
   return kOk;
 }
 
+// Whether slots of all tokens exist, and whether any token has an adapter.
+template <class Args>
+Status check_slots(const Args& args, bool& any) {
+  for (int64_t token = 0; token < args.num_tokens; ++token) {
+    if (args.slots[token] < 0 || args.slots[token] >= args.num_slots) return kBadSlotOfAdapter;
+    any |= args.slots[token] != 0;
+  }
+  return kOk;
+}
+
 // A sequence of operations.
 class Operations {
  public:
@@ -105,8 +115,9 @@ class Operations {
   Status add_silu_and_mul(const SiluArgs& args);
   Status add_rotary(const RotaryArgs& args);
   Status add_quantize(const QuantizeArgs& args);
-  Status add_product(const ProductArgs& args);
   Status add_draw(const DrawArgs& args);
+  Status add_shrink(const ShrinkArgs& args);
+  Status add_product(ProductArgs args);
   Status add_all_reduce(const AllReduceArgs& args);
   Status add_all_gather(const AllGatherArgs& args);
 
@@ -190,7 +201,20 @@ Status Operations::add_draw(const DrawArgs& args) {
       context_.kernels.draw_scratch(args));
 }
 
-Status Operations::add_product(const ProductArgs& args) {
+Status Operations::add_shrink(const ShrinkArgs& args) {
+  bool any = false;
+  if (const Status status = check_slots(args, any); status != kOk || !any) return status;
+  const auto kernel = context_.kernels.shrink.of[args.dtype];
+  return add(args.num_tokens * units_of_token(args), grain(kWorthThreads, args.in_features * kLinesOfUnit),
+             [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
+}
+
+Status Operations::add_product(ProductArgs args) {
+  if (args.parts != nullptr) {
+    bool any = false;
+    if (const Status status = check_slots(args, any); status != kOk) return status;
+    if (!any) args.parts = nullptr;
+  }
   const auto kernel = context_.kernels.product;
   const int64_t elements = args.in_features * kPanel * (1 + args.num_tokens / 16);
   const int64_t packed_bytes = context_.kernels.packed_bytes(args);
@@ -298,6 +322,8 @@ Status add(Operations& operations, const RecordedOperation& recorded, const RunA
       return operations.add_rotary(args_of(recorded, &RotaryArgs::num_tokens, run));
     case kQuantize:
       return operations.add_quantize(args_of(recorded, &QuantizeArgs::rows, run));
+    case kShrink:
+      return operations.add_shrink(args_of(recorded, &ShrinkArgs::num_tokens, run));
     case kAllReduce:
       return operations.add_all_reduce(args_of(recorded, &AllReduceArgs::rows, run));
     case kAllGather:
@@ -320,6 +346,7 @@ QUIRE_OPERATION(layer_norm, NormArgs)
 QUIRE_OPERATION(silu_and_mul, SiluArgs)
 QUIRE_OPERATION(rotary, RotaryArgs)
 QUIRE_OPERATION(quantize, QuantizeArgs)
+QUIRE_OPERATION(shrink, ShrinkArgs)
 QUIRE_OPERATION(product, ProductArgs)
 QUIRE_OPERATION(draw, DrawArgs)
 QUIRE_OPERATION(all_reduce, AllReduceArgs)

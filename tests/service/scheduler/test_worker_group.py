@@ -13,7 +13,7 @@ import pytest
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.rpc.server import DEFAULT_MAX_MESSAGE_BYTES
 from quire.worker.v1 import worker_pb2
-from scheduler_svc.core.preparation import Preparation
+from scheduler_svc.core.preparation import Constraint, Preparation
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service import step_loop
@@ -23,7 +23,7 @@ from scheduler_svc.service.worker_link import (
     WorkerLostError,
     attach_workers,
 )
-from scheduler_svc.service.worker_messages import ConstraintPrepared, StepAnswer
+from scheduler_svc.service.worker_messages import Prepared, StepAnswer
 from tests.support.core_driver import make_config, make_request
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.scheduler_process import (
@@ -184,13 +184,13 @@ async def test_ranks_are_attached_as_one_and_a_constraint_is_prepared_when_all_h
         attached(first, second) as link,
     ):
         assert (link.info.worker_generation, link.info.fingerprint.weights) == (5, "w1")
-        await link.prepare(Preparation(3, b""))
-        await link.prepare(Preparation(4, b""))
+        await link.prepare(Preparation(3, Constraint(b"")))
+        await link.prepare(Preparation(4, Constraint(b"")))
         numbers: list[int] = []
         async with asyncio.timeout(30):
             while len(numbers) < 2:
                 answer = await link.receive()
-                if isinstance(answer, ConstraintPrepared):
+                if isinstance(answer, Prepared):
                     numbers.append(answer.number)
         assert sorted(numbers) == [3, 4]
 

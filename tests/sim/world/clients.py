@@ -123,6 +123,7 @@ class Client:
     async def _whole(self, request: Generate, witness: Testimony) -> None:
         client = self._client(request.tenant)
         given = {"request_id": request.request_id, "priority": request.priority, "timeout_s": request.timeout_s}
+        given["model"] = request.adapter
         if request.verb is Verb.CHAT:
             answer = await client.chat(_messages(request), request.options, **given)
         else:
@@ -158,6 +159,7 @@ class Client:
     def _stream(self, request: Generate, witness: Testimony) -> AsyncStream:
         client = self._client(request.tenant)
         given = {"request_id": request.request_id, "priority": request.priority, "timeout_s": request.timeout_s}
+        given["model"] = request.adapter
         given["durable"] = request.verb.is_durable
         if request.verb.is_chat:
             stream = client.chat_stream(_messages(request), request.options, **given)

@@ -33,7 +33,7 @@ from scheduler_svc.service.app import serve
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.settings import SchedulerSettings
 from tests.sim.world.clients import Client, Story
-from tests.sim.world.device import Devices, HashRunner, RankWorker, SimDeviceLoop, prepare
+from tests.sim.world.device import Devices, HashRunner, RankWorker, SimAdapters, SimDeviceLoop, prepare
 from tests.sim.world.disk import Disk, Recording, simulated_disks
 from tests.sim.world.fairness import Shares
 from tests.sim.world.gateways import PORT, fingerprint_of, run_gateway, settings_of
@@ -79,6 +79,7 @@ class Layout:
         settings: Of the scheduler of each replica, but for its addresses.
         slowness: How many times longer than usual steps take, so that more happens while requests run.
         recording: How schedulers record, where they do.
+        loads_fail: Whether some loads of adapters fail.
     """
 
     num_replicas: int
@@ -90,6 +91,7 @@ class Layout:
     weather: Weather
     slowness: float = 1.0
     recording: Recording | None = None
+    loads_fail: bool = False
 
     @property
     def replicas(self) -> list[str]:
@@ -149,6 +151,7 @@ class Cluster:
         self.running: dict[str, Node] = {}
         self._num_over = 0
         self.devices = Devices(self.world, self.layout.slowness)
+        self.devices.loads_fail = self.layout.loads_fail
         self._started_ns: dict[str, int] = {}
         self._rivals: list[Node] = []
         self.hosts: dict[str, Supervised] = {}
@@ -253,7 +256,8 @@ class Cluster:
         runner.model, runner.deadly = int(config.fingerprint.weights), self.circumstances.deadly
         self.runners[node.name] = runner
         loop = SimDeviceLoop(node, runner, self.devices)
-        worker = RankWorker(config.info(), runner, loop, lambda sent: prepare(node, sent))
+        adapters = SimAdapters(node, runner, self.devices)
+        worker = RankWorker(config.info(), runner, loop, lambda sent: prepare(node, sent), adapters)
         worker._sessions = CheckedSessions(node, worker.info.worker_generation, worker.info.limits.max_steps_in_flight)
         return worker
 
@@ -268,7 +272,13 @@ class Cluster:
     async def _run_gateway(self, node: Node) -> None:
         schedulers = [host for host in self.layout.replicas if host.startswith("scheduler")]
         addresses = tuple(f"{host}:{_SCHEDULER_PORT}" for host in schedulers)
-        settings = settings_of(node.host, addresses, drain_timeout=_DRAIN_TIMEOUT_S, **asdict(self.layout.gateway))
+        settings = settings_of(
+            node.host,
+            addresses,
+            has_adapters=self.layout.worker.max_adapters > 0,
+            drain_timeout=_DRAIN_TIMEOUT_S,
+            **asdict(self.layout.gateway),
+        )
         await run_gateway(settings, lambda gateway: self.gateways.update({node.host: gateway}))
 
     async def _run_client(self, node: Node) -> None:
@@ -446,7 +456,7 @@ class CheckedScheduler(Scheduler):
             waiting = [each.request for each in self.waiting if not self.waiting.is_held(each.request.key)]
             first = min(waiting, key=lambda request: self._place_of[request.key])
             if self._place_of[first.key] < self._place_of[group.request.key]:
-                self._tell(AssertionError(f"{group.request.request_id} goes before {first.request_id}"))
+                self._report(AssertionError(f"{group.request.request_id} goes before {first.request_id}"))
         super()._start(group, now)
 
     def _observe_fairness(self) -> None:
@@ -497,7 +507,7 @@ class CheckedScheduler(Scheduler):
         before = list(self.pins)
         super().expire_pins(now)
         if early := [pin.pin_id for pin in before if self.pins.of_key(pin.key) is None and pin.expires_at > now]:
-            self._tell(AssertionError(f"pins {early} end before their time"))
+            self._report(AssertionError(f"pins {early} end before their time"))
 
     def take_over(self, old: Scheduler, now: float) -> list[RequestFailure]:
         before = [group.request.key for group in old.waiting if group.request.key.client != PIN_CLIENT]

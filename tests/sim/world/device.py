@@ -8,11 +8,13 @@ import functools
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from quire import clock
+from quire.adapters import UnusableAdapterError
 from quire.common.v1 import common_pb2
 from tests.sim.world.model import Draw, candidates, line_of, mixed, mixed_prefixes, next_token
 from tests.sim.world.ranks import Group, Place, worker_of
@@ -40,6 +42,8 @@ T = TypeVar("T")
 
 _NOT_FINITE = -1
 """In a slot: a number that is none. Hashes are never below 0."""
+_LOAD_S = 0.05
+"""Seconds to load an adapter."""
 _STEP_S, _TOKEN_S = 0.002, 0.000_02
 
 
@@ -207,11 +211,47 @@ def prepare(node: Node, row_sampling: bytes) -> "Future[None] | None":
     return future
 
 
+class SimAdapters:
+    """A worker's slots of adapters, in which a digest stands for an adapter. Some loads fail, where they may."""
+
+    num_bytes = 0
+
+    def __init__(self, node: Node, runner: HashRunner, devices: "Devices") -> None:
+        self._node, self._slots, self._devices = node, runner.adapters, devices
+        self._num_loads = 0
+
+    def start_load(self, directory: Path, digest: bytes) -> "Future[bytes]":
+        future: Future[bytes] = Future()
+        self._num_loads += 1
+        fails = self._devices.loads_fail and self._num_loads % 3 == 2
+
+        def answer() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            if fails:
+                future.set_exception(UnusableAdapterError(f"{directory} is gone"))
+            else:
+                future.set_result(digest)
+
+        self._node.run_job(answer, _LOAD_S)
+        return future
+
+    def put(self, slot: int, loaded: bytes | None) -> None:
+        self._slots.pop(slot, None)
+        if loaded is not None:
+            self._slots[slot] = loaded
+
+    def clear(self) -> None:
+        self._slots.clear()
+
+
 class Devices:
     """The devices of all hosts: how many times slower than usual they are, and what is wrong with them."""
 
     def __init__(self, world: World, slowness: float = 1.0) -> None:
         self.slowness = slowness
+        self.loads_fail = False
+        """Whether some adapters cannot be loaded."""
         self._world = world
         self._hang_until: dict[str, float] = {}
         self._glitches: Counter[str] = Counter()
@@ -299,15 +339,16 @@ class SimDeviceLoop(DeviceLoop):
         runner.on_block_error, runner.on_deadly = node.fail, node.kill
         runner.takes_glitch = lambda place: devices.take_glitch(node.host, place)
         runner.takes_deviation = lambda: devices.take_deviation(node.host)
-        self.attaching = 0
-        """The epoch whose scheduler asks for an inventory now."""
+        self.attaching: int | None = None
+        """The epoch whose scheduler asks for an inventory by the next call; other calls put adapters into slots."""
         self._hash_runner = runner
         self._epochs: dict[Future[Any], int] = {}
         self.use(runner)
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
         future = super().call(function)
-        self._epochs[future] = self.attaching
+        if self.attaching is not None:
+            self._epochs[future], self.attaching = self.attaching, None
         return future
 
     def _take(self, job: _StepJob | _CallJob[Any]) -> "Future[None] | None":
@@ -317,7 +358,7 @@ class SimDeviceLoop(DeviceLoop):
             if group is not None and not job.lane.has_failed:
                 self._started_at.setdefault(id(job), clock.monotonic())
                 place = job.admitted.step.scheduler_epoch, job.admitted.step.step_id
-        elif not self._started_at and not job.future.cancelled():
+        elif job.future in self._epochs and not self._started_at and not job.future.cancelled():
             place = self._epochs[job.future], 0
         waits = None if group is None or place is None else group.arrive(self._hash_runner.rank, place)
         return super()._take(job) if waits is None else waits
@@ -332,10 +373,11 @@ class RankWorker(Worker):
         runner: HashRunner,
         loop: SimDeviceLoop,
         prepare: Callable[[bytes], "Future[None] | None"],
+        adapters: SimAdapters,
     ) -> None:
         group = runner.group
         agree = (lambda *_: None) if group is None else lambda *place: group.agree(info.rank, place)
-        super().__init__(info, runner, loop, agree, prepare)
+        super().__init__(info, runner, loop, agree, prepare, adapters if info.limits.max_adapters else None)
         self._sim_loop = loop
 
     async def sealed_blocks(self, epoch: int, ranks_timeout_s: float = 3.0) -> SealedBlocks:

@@ -22,9 +22,11 @@ from gateway.offload import FairExecutor
 from gateway.request.constraint_checker import ConstraintChecker
 from gateway.request.served_model import ServedModel
 from gateway.settings import GatewaySettings
+from quire.adapters import read_adapter
 from quire.compatibility import ModelFingerprint
 from tests.sim.world.http import SimHttpServer
-from tests.sim.world.traffic import EOS_TOKEN_ID, NUM_SPECIAL_TOKENS, TENANTS, VOCAB_SIZE, Tenant
+from tests.sim.world.traffic import ADAPTERS, EOS_TOKEN_ID, NUM_SPECIAL_TOKENS, TENANTS, VOCAB_SIZE, Tenant
+from tests.support.adapter_files import write_adapter
 
 PORT, HTTP_PORT = 50051, 8000
 _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -75,6 +77,19 @@ def _directory() -> Path:
     return path
 
 
+@functools.cache
+def _adapter(name: str) -> Path:
+    """The directory of an adapter; made once for all worlds of this process."""
+    modules = {"model.layers.0.self_attn.q_proj": (1, 2, 2)}
+    return write_adapter(_directory() / name, modules, lora_alpha=1 + ADAPTERS.index(name))
+
+
+@functools.cache
+def digest_of(name: str | None) -> bytes:
+    """The digest of an adapter; nothing for the model as it is."""
+    return b"" if name is None else read_adapter(_adapter(name)).digest
+
+
 def fingerprint_of(model: int) -> ModelFingerprint:
     """Of a model of this number, which has the tokenizer of the gateways. They have no weights."""
     return ModelFingerprint(tokenizer=_served_model().fingerprint.tokenizer, weights=str(model))
@@ -117,7 +132,9 @@ def gateways_without_sockets() -> Iterator[None]:
         yield
 
 
-def settings_of(host: str, schedulers: tuple[str, ...], **values: Any) -> GatewaySettings:
+def settings_of(
+    host: str, schedulers: tuple[str, ...], *, has_adapters: bool = False, **values: Any
+) -> GatewaySettings:
     """The settings of a gateway of a world."""
     return GatewaySettings(
         model=str(_directory()),
@@ -126,6 +143,7 @@ def settings_of(host: str, schedulers: tuple[str, ...], **values: Any) -> Gatewa
         http_host=host,
         http_port=HTTP_PORT,
         schedulers=schedulers,
+        adapters=tuple(f"{name}={_adapter(name)}" for name in ADAPTERS) if has_adapters else (),
         keys_files=(_directory() / "keys.json",),
         log_level="error",
         **values,

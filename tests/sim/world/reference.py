@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from quire.client import EarlyStopping, FinishReason, GenerationOptions
-from tests.sim.world.gateways import character_of
+from tests.sim.world.gateways import character_of, digest_of
 from tests.sim.world.model import Draw, candidates, line_of, mixed, mixed_prefixes, next_token
 from tests.sim.world.traffic import EOS_TOKEN_ID, MAX_MODEL_LEN, NUM_SPECIAL_TOKENS, Generate
 from tests.support.fake_pool import Prefixes
@@ -81,7 +81,11 @@ def _sequence(request: Generate, model: int, index: int) -> ExpectedSequence:
     options = request.options
     pattern = "" if options.constraint is None else options.constraint.regex or ""
     draw = Draw(options.temperature or 0.0, options.top_k or 0, _seed(request, index), pattern)
-    prefixes, ending, start = Prefixes(request.prompt), _ending(options), len(request.prompt)
+    prefixes, ending, start = (
+        Prefixes(request.prompt, digest_of(request.adapter)),
+        _ending(options),
+        len(request.prompt),
+    )
     lines: list[Line] = []
     text, reason = "", FinishReason.LENGTH
     stop_string: str | None = None
@@ -108,7 +112,7 @@ def _prompt_lines(request: Generate, model: int) -> tuple[Line, ...]:
     count = request.options.prompt_logprobs
     if count is None:
         return ()
-    mixes = mixed_prefixes(Prefixes(request.prompt).hashes(0, len(request.prompt)), model)
+    mixes = mixed_prefixes(Prefixes(request.prompt, digest_of(request.adapter)).hashes(0, len(request.prompt)), model)
     return tuple(line_of(mix, token_id, count) for mix, token_id in zip(mixes, request.prompt[1:], strict=False))
 
 
@@ -125,14 +129,14 @@ def _beams(request: Generate, model: int) -> tuple[ExpectedSequence, ...]:
     search = options.beam_search
     assert search is not None
     width, penalty = search.beam_width, 1.0 if search.length_penalty is None else search.length_penalty
-    most = max(2, 1 + len(ending)) * width
+    most, adapter = max(2, 1 + len(ending)) * width, digest_of(request.adapter)
     beams, finished = [_Beam((), 0.0)], list[tuple[float, _Beam, bool]]()
     for length in range(1, _max_tokens(request) + 1):
         is_last = length == _max_tokens(request)
         joined: list[tuple[float, int, int, _Beam]] = []
         for number, beam in enumerate(beams):
             position = len(request.prompt) + length - 1
-            mix = mixed(Prefixes((*request.prompt, *beam.token_ids)).hashes(0, position), model)
+            mix = mixed(Prefixes((*request.prompt, *beam.token_ids), adapter).hashes(0, position), model)
             for place, (token_id, logprob) in enumerate(zip(*candidates(mix, most), strict=True)):
                 line = Line(logprob, place + 1, *candidates(mix, options.logprobs or 0))
                 child = _Beam((*beam.token_ids, token_id), beam.logprob + logprob, (*beam.lines, line))

@@ -12,6 +12,7 @@ EOS_TOKEN_ID = 2
 VOCAB_SIZE = 250
 MAX_MODEL_LEN = 256
 _MAX_PROMPT, MAX_OUTPUT = 104, 60
+ADAPTERS = ("adapter-1", "adapter-2", "adapter-3")
 _DEADLY_SEED = 666_000
 LONGEST = _MAX_PROMPT + MAX_OUTPUT
 """The most tokens that a sequence of a drawn request has."""
@@ -93,6 +94,7 @@ class Generate:
         pause_s: How long its client takes for each event.
         taken_over_after_s: When another call resumes the stream, which is durable, from where its client is by then.
         num_takeovers: How many calls do so, one after the other.
+        adapter: The name of the adapter that it chooses.
         deadly_at: The position of a token whose computation kills the worker, where it has one.
         front: The API by which it goes over HTTP, as a stream or not; None where it does not.
     """
@@ -112,6 +114,7 @@ class Generate:
     taken_over_after_s: float | None = None
     num_takeovers: int = 1
     deadly_at: int | None = None
+    adapter: str | None = None
     front: Front | None = None
 
     @property
@@ -235,6 +238,17 @@ def with_takeovers(draw: Random, requests: Sequence[Request]) -> tuple[Request, 
             each = replace(each, verb=verb, taken_over_after_s=after_s, num_takeovers=count)
         changed.append(each)
     return tuple(changed)
+
+
+def with_adapters(draw: Random, requests: Sequence[Request]) -> tuple[Request, ...]:
+    """Some of the requests choose an adapter."""
+    names = draw.sample(ADAPTERS, draw.randint(1, len(ADAPTERS)))
+    return tuple(
+        replace(each, adapter=draw.choice((None, *names)))
+        if isinstance(each, Generate) and each.front is None
+        else each
+        for each in requests
+    )
 
 
 def with_deadly(draw: Random, requests: Sequence[Request]) -> tuple[Request, ...]:

@@ -56,7 +56,8 @@ class NamingBlocks(BlockManager):
     def seal(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
         hashes = sequence.prefix_hashes.between(first, end, sequence.token_ids)
         if not all(name in self._names for name in hashes):
-            slots = Prefixes(sequence.token_ids[: end * self.block_size]).hashes(0, end * self.block_size)
+            adapter = b"" if sequence.request.adapter is None else sequence.request.adapter.digest
+            slots = Prefixes(sequence.token_ids[: end * self.block_size], adapter).hashes(0, end * self.block_size)
             for index, name in enumerate(hashes, first):
                 begin = index * self.block_size
                 ends = int(slots[begin]), int(slots[begin + self.block_size - 1])

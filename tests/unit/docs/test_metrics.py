@@ -67,6 +67,7 @@ def test_metrics_in_texts_are_in_the_tables(document: str) -> None:
 def test_every_name_of_vllm_stands_in_its_table_and_no_other() -> None:
     registry, metrics = CollectorRegistry(), gateway_metrics()
     replicas = create_autospec(Replicas, instance=True, links={}, num_unplaced=0)
+    replicas.adapters_in_use.return_value, replicas.welcomes = ([], []), []
     registry.register(VllmMetrics("model", metrics, replicas, "gateway"))
     table = TEXT.partition("| Quire | vLLM |")[2].partition("\n\n")[0]
     assert sorted(re.findall(r"\| `((?:vllm:|http_)\w+)` \|", table)) == sorted(exported_by(registry))

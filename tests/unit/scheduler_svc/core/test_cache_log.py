@@ -1,11 +1,12 @@
 """The log of a prefix cache: what came, what left, in few changes."""
 
+from quire.prefix_hashes import root_hash
 from scheduler_svc.core.block_pool import BlockId, PrefixHashes
 from tests.support.cache_mirror import CacheMirror
 from tests.support.core_driver import Driver, make_config, make_request
 
 PROMPT = list(range(13))
-HASHES = PrefixHashes("", 4).first(3, PROMPT)
+HASHES = PrefixHashes(root_hash(""), 4).first(3, PROMPT)
 
 
 def run(driver: Driver, handle: int, prompt: list[int]) -> None:

@@ -75,7 +75,7 @@ def test_sealed_blocks_are_announced_once_and_can_be_adopted_by_a_successor():
     while (plan := driver.plan()) is not None:
         sealed += plan.sealed
         driver.deliver()
-    hashes = PrefixHashes("", 4).first(3, SHORT_PROMPT)
+    hashes = PrefixHashes(root_hash(""), 4).first(3, SHORT_PROMPT)
     assert sealed == [(BlockId(index), content) for index, content in enumerate(hashes)]
     successor = Driver(make_config())
     successor.scheduler.restore_sealed(sealed)
@@ -86,7 +86,7 @@ def test_sealed_blocks_are_announced_once_and_can_be_adopted_by_a_successor():
 
 
 def test_what_a_predecessor_says_twice_of_a_block_or_a_content_holds_as_it_was_first_said():
-    pool, (first, second) = BlockPool(2), PrefixHashes("", 4).first(2, SHORT_PROMPT)
+    pool, (first, second) = BlockPool(2), PrefixHashes(root_hash(""), 4).first(2, SHORT_PROMPT)
     for block, content in ((0, first), (0, second), (1, first)):
         pool.restore(BlockId(block), content)
     assert pool.sealed_hashes() == [first]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from quire.prefix_hashes import root_hash
 from scheduler_svc.core import scheduler as scheduler_module
 from scheduler_svc.core.block_pool import BlockId, PrefixHashes
 from scheduler_svc.core.pins import Pin
@@ -143,7 +144,7 @@ def make_scheduler_with_pins(count: int) -> Scheduler:
     """So many pins of a block each hold their blocks; the first ends at 1.0, the next at 2.0 and so on."""
     scheduler = Scheduler(make_config(num_blocks=4 * count, pin_quota=0.5, max_pinned=0.5))
     prefixes = [[number, 1, 2, 3] for number in range(count + 1)]
-    hashes = [PrefixHashes("a", 4).first(1, prefix)[0] for prefix in prefixes]
+    hashes = [PrefixHashes(root_hash("a"), 4).first(1, prefix)[0] for prefix in prefixes]
     scheduler.restore_sealed((BlockId(block), content) for block, content in enumerate(hashes))
     for number in range(count):
         assert scheduler.pin("a", prefixes[number], 0.0, number + 1.0).is_held

@@ -3,7 +3,7 @@
 import pytest
 
 from scheduler_svc.core.config import PreemptionMode
-from scheduler_svc.core.preparation import NUM_KEPT, Preparation
+from scheduler_svc.core.preparation import NUM_KEPT, Constraint, Preparation
 from scheduler_svc.core.request import Request
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 
@@ -23,11 +23,16 @@ def told(driver: Driver) -> list[Preparation]:
     return list(driver.told)[before:]
 
 
+def parameters_of(preparation: Preparation) -> bytes:
+    assert isinstance(preparation.need, Constraint)
+    return preparation.need.parameters
+
+
 def prepare(driver: Driver) -> list[bytes]:
     """The workers compile all that they are told to; in this order."""
     compiled = []
     while driver.told or told(driver):
-        compiled.append(driver.told[0].parameters)
+        compiled.append(parameters_of(driver.told[0]))
         driver.compile_next()
     return compiled
 
@@ -42,7 +47,7 @@ def test_a_group_waits_for_its_constraint_and_others_pass() -> None:
     first, other = constrained(1), make_request(2)
     driver.submit(first, other)
     (preparation,) = told(driver)
-    assert preparation.parameters == b"a"
+    assert parameters_of(preparation) == b"a"
     run(driver)
     assert driver.finished == {2}
     assert not driver.outputs[1]
@@ -83,12 +88,12 @@ def test_few_are_underway_at_once_and_tenants_take_turns() -> None:
     for handle in range(4):
         driver.submit(constrained(handle, b"flood %d" % handle, tenant="many"))
     first = told(driver)
-    assert [each.parameters for each in first] == [b"flood 0", b"flood 1"]
+    assert [parameters_of(each) for each in first] == [b"flood 0", b"flood 1"]
     driver.submit(constrained(9, b"one", tenant="few"))
     assert not told(driver)
     driver.compile_next()
     driver.compile_next()
-    assert [each.parameters for each in told(driver)] == [b"flood 2", b"one"]
+    assert [parameters_of(each) for each in told(driver)] == [b"flood 2", b"one"]
 
 
 def test_an_answer_that_nobody_asked_for_is_refused() -> None:
@@ -103,10 +108,11 @@ def test_a_constraint_that_is_never_compiled_fails_the_requests_that_wait_for_it
         driver.submit(request)
     (first, _) = told(driver)
     driver.run_steps(1)
-    events = driver.scheduler.give_up_preparation(first.number, "it takes too long")
+    events = driver.scheduler.give_up_preparation(first.number, 5.0)
     driver.told.popleft()
     (failure,) = events[stuck.key.client].failed
-    assert (failure.key, failure.reason, failure.message) == (stuck.key, "CONSTRAINT_TIMEOUT", "it takes too long")
+    assert (failure.key, failure.reason) == (stuck.key, "CONSTRAINT_TIMEOUT")
+    assert failure.message == "the workers have not compiled the constraint of this request for 5.0 s"
     assert prepare(driver) == [b"b", b"c"]
     run(driver)
     assert driver.finished == {2, 3, 4}

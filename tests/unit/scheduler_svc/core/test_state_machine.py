@@ -15,10 +15,20 @@ from scheduler_svc.core import kv_cache, preparation
 from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
-from scheduler_svc.core.request import NeverFitsError, PinQuotaError, QueueFullError, RefusedError, Request, max_blocks
+from scheduler_svc.core.request import (
+    Adapter,
+    NeverFitsError,
+    NoAdaptersError,
+    PinQuotaError,
+    QueueFullError,
+    RefusedError,
+    Request,
+    max_blocks,
+)
 from tests.support.cache_mirror import CacheMirror
 from tests.support.core_driver import CLIENT, Driver, continued, expected_output, make_config, make_request
 
+ADAPTERS = st.sampled_from([b"", b"", b"\x01", b"\x02", b"\x03", b"\x04"])
 CONSTRAINTS = st.sampled_from([b"", b"", b"a", b"b", b"c", b"d"])
 
 
@@ -39,6 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_cache_watched=st.booleans(),
         prepares_constraints=st.booleans(),
         num_kept=st.sampled_from([1, 2, 64]),
+        max_adapters=st.sampled_from([0, 1, 2, 3]),
     )
     def start(
         self, max_in_flight, max_num_seqs, budget, max_pinned, max_reclaimed, is_cache_watched, num_kept, **config
@@ -77,6 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_sequences=st.sampled_from([1, 1, 2, 3]),
         priority=st.integers(-1, 1),
         constraint=CONSTRAINTS,
+        adapter=ADAPTERS,
         prompt_logprobs_start=st.sampled_from([None, None, 1, 9]),
         held=st.none() | st.lists(st.integers(0, 20), min_size=3, max_size=3),
     )
@@ -90,6 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_sequences,
         priority,
         constraint,
+        adapter,
         prompt_logprobs_start,
         held,
     ):
@@ -106,6 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             constraint=constraint,
             prompt_logprobs_start=prompt_logprobs_start,
+            adapter=adapter,
         )
         if held is not None:
             request = continued(request, held[:num_sequences])
@@ -121,9 +135,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         length_penalty=st.sampled_from([0.0, 1.0, 2.0]),
         early_stopping=st.sampled_from(EarlyStopping),
         constraint=CONSTRAINTS,
+        adapter=ADAPTERS,
     )
     def arrive_with_beams(
-        self, prompt_len, shared, max_tokens, stop, width, length_penalty, early_stopping, constraint
+        self, prompt_len, shared, max_tokens, stop, width, length_penalty, early_stopping, constraint, adapter
     ):
         handle = len(self.requests) + len(self.aborted)
         self._submit(
@@ -136,6 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 num_returned=(width + 1) // 2,
                 beam=BeamParameters(width, length_penalty, early_stopping),
                 constraint=constraint,
+                adapter=adapter,
             )
         )
 
@@ -153,8 +169,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _submit(self, request):
         handle = request.key.handle
         fits = self._fits(request)
+        has_slots = request.adapter is None or self.driver.scheduler.config.max_adapters
         try:
             self.driver.submit(request)
+        except NoAdaptersError:
+            assert not has_slots
         except NeverFitsError:
             assert not fits
         except QueueFullError:
@@ -162,6 +181,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(self.driver.scheduler.waiting) >= 6
         else:
             assert fits
+            assert has_slots
             self.requests[handle] = request
             for index in range(request.num_returned):
                 self.expected[handle, index] = expected_output(request, index)
@@ -184,7 +204,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         left = [
             group.order
             for group in before
-            if any(group.request.key in queue for queue in queues) and not scheduler.waiting.is_held(group.request.key)
+            if any(group.request.key in queue and not queue.is_held(group.request.key) for queue in queues)
         ]
         assert max(entered, default=0) <= min(left, default=math.inf), "a group entered the batch past a better one"
 
@@ -197,14 +217,21 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def tell(self):
-        """The worker learns of the constraints that it is to compile."""
+        """The worker learns of the constraints that it is to compile, and of the adapters that it is to load."""
         self.driver.tell()
 
     @precondition(lambda self: self.driver.told)
     @rule()
     def compile(self):
-        """The worker has compiled one of them."""
+        """The worker has compiled or loaded one of them, or cannot load it."""
+        before = set(self.driver.failed)
         self.driver.compile_next()
+        self.killed |= self.driver.failed - before
+
+    @rule(adapter=ADAPTERS, is_there=st.booleans())
+    def change_adapter(self, adapter, is_there):
+        """From now on the worker can load an adapter, or cannot."""
+        (self.driver.unloadable.discard if is_there else self.driver.unloadable.add)(adapter)
 
     @precondition(lambda self: self.driver.told)
     @rule()
@@ -255,11 +282,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from([group.request.key for group in self.driver.scheduler.running]))
         self.driver.preempt(self.driver.scheduler.running.get(key).request)
 
-    @rule(length=st.integers(0, 30), tenant=st.sampled_from(["a", "b"]), time_to_live=st.sampled_from([2.0, 50.0]))
-    def pin(self, length, tenant, time_to_live):
+    @rule(
+        length=st.integers(0, 30),
+        tenant=st.sampled_from(["a", "b"]),
+        time_to_live=st.sampled_from([2.0, 50.0]),
+        adapter=ADAPTERS,
+    )
+    def pin(self, length, tenant, time_to_live, adapter):
         scheduler = self.driver.scheduler
+        named = Adapter(adapter) if adapter else None
         try:
-            pin = scheduler.pin(tenant, [0] * length, self.driver.clock, time_to_live)
+            pin = scheduler.pin(tenant, [0] * length, self.driver.clock, time_to_live, named)
+        except NoAdaptersError:
+            assert named is not None
+            assert not scheduler.config.max_adapters
         except (PinQuotaError, QueueFullError, NeverFitsError):
             assert length >= scheduler.config.block_size
         except RefusedError:
@@ -357,6 +393,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.patch.undo()
 
     def _run_to_the_end(self):
+        self.driver.unloadable.clear()
         self.driver.run_until_idle()
         self.mirror.check()
         for (handle, index), expected in self.expected.items():

@@ -4,19 +4,25 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from quire.adapters import read_adapter
 from quire.model_source import resolve_model
 from quire.settings import ConfigurationError
+from tests.support.adapters import make_adapter
 from tests.support.cpu_kernels import without_packed_products
 from tests.support.fake_cuda import FakeCuda
 from tests.support.graph_recorder import CallingRecorder
+from tests.support.models import make_model
 from tests.support.sampling import make_sampling
 from tests.support.steps import make_assign, make_batch, make_changes, make_step
 from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
+from worker_svc.adapters import AdapterSlots
 from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.replay import (
     MAX_GRAPH_ROWS,
@@ -54,6 +60,7 @@ class Driver:
         limits = WorkerLimits(NUM_ROWS, 2048, 2, 4)
         self.runner = ModelRunner(model, self.pool, model_geometry(model, None), limits)
         self.lengths: dict[int, int] = {}
+        self.adapter_slots: dict[int, int] = {}
         self.outputs: list[StepOutput] = []
         self._block_size = block_size
         if recorder is not None:
@@ -71,6 +78,7 @@ class Driver:
             for row, tokens in prompts.items()
         ]
         self.lengths |= {row: len(tokens) for row, tokens in prompts.items()}
+        assign = [replace(each, adapter_slot=self.adapter_slots.get(each.row)) for each in assign]
         self._run(list(prompts), [len(tokens) for tokens in prompts.values()], make_changes(assign=assign))
 
     def decode(self, rows: Sequence[int]) -> None:
@@ -248,3 +256,25 @@ def test_graphs_of_a_model_with_experts_are_refused() -> None:
     model.device = torch.device("cuda")
     with pytest.raises(ConfigurationError, match="--cuda-graphs is on and MixtralForCausalLM has experts"):
         check_cuda_graphs(model)
+
+
+def test_graphs_have_the_adapters_of_each_batch(tmp_path: Path) -> None:
+    whole = make_model(tmp_path / "model", "qwen3")
+    with without_packed_products():
+        model = load_model(tmp_path / "model", device=CPU, dtype=torch.float32)
+    slots = AdapterSlots(model, 2, 8)
+    for slot in range(2):
+        directory = make_adapter(tmp_path / str(slot), whole, rank=4 + slot, seed=slot)
+        slots.put(slot, slots.load(directory, read_adapter(directory).digest))
+    drivers = [Driver(model, 32, None), Driver(model, 32, CallingRecorder())]
+    for driver in drivers:
+        driver.adapter_slots = {0: 1, 2: 0, 3: 1}
+        driver.prefill({row: [3 + row, 4, 5] for row in range(4)}, temperature=0.0)
+        # The last batch has no adapter, and follows one that has.
+        for rows in ([0, 1, 2, 3], [3, 1], [1]):
+            driver.decode(rows)
+    assert_same(*drivers)
+    tokens = [output.token_ids.tolist() for output in drivers[0].outputs]
+    plain = Driver(model, 32, None)
+    plain.prefill({row: [3 + row, 4, 5] for row in range(4)}, temperature=0.0)
+    assert plain.outputs[0].token_ids.tolist() != tokens[0]

@@ -10,9 +10,12 @@ import torch
 
 from kernels.int8 import line_bytes
 from kernels.recording import NotRecordableError
+from quire.adapters import read_adapter
+from tests.support.adapters import make_adapter
 from tests.support.cpu_kernels import ISAS, torch_threads, without_packed_products
 from tests.support.models import NATIVE, VOCAB_SIZE, make_model
 from tests.support.paged import PagedRunner, Span
+from worker_svc.adapters import AdapterSlots
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.device.replay import RecordedForward, make_decodes, make_forward, room_for
 from worker_svc.models.base import CausalLM, NativeCausalLM
@@ -96,6 +99,31 @@ def test_int8_in_the_pool_and_the_weights_is_recorded_too(quantization: Quantiza
 
 WITH_EXPERTS = [family for family in NATIVE if "moe" in family or family == "mixtral"]
 RECORDED = [family for family in NATIVE if family not in WITH_EXPERTS]
+
+
+@needs_library
+@pytest.mark.parametrize("family", ["qwen3", "gpt2-tied-32"])
+def test_a_recording_has_the_adapters_of_each_step(family: str, tmp_path: Path) -> None:
+    whole = make_model(tmp_path / "model", family)
+    model = load(tmp_path / "model")
+    plain, recorded, without = make_runner(model), make_runner(model), make_runner(model)
+    slots = AdapterSlots(model, 2, 16)
+    recorded.forward = record(recorded)
+    for slot in range(2):
+        directory = make_adapter(tmp_path / str(slot), whole, rank=5 + slot, seed=slot)
+        slots.put(slot, slots.load(directory, read_adapter(directory).digest))
+    for runner in (plain, recorded):
+        runner.adapter_slots = [2, 0, 1, 2]
+    for spans in (*STEPS, (Span(1, 2, 3),)):
+        logits, expected = recorded.step(*spans), without.step(*spans)
+        assert torch.equal(logits, plain.step(*spans))
+        start = 0
+        for span in spans:
+            end = start + span.end - span.start
+            assert torch.equal(logits[start:end], expected[start:end]) is (span.row == 1)
+            start = end
+
+
 SHAPES_OF_OTHERS = ("llama-gqa-untied-32", "gpt2-untied-64", "gpt2-80", "opt-pre-norm-32", "opt-untied-80")
 
 

@@ -37,7 +37,7 @@ TABLE = [10, 11]
 def make_ledger() -> RowLedger:
     pool = PoolGeometry(BLOCK_SIZE, 32, 0, 1, 1, 8, "float32", 64)
     model = ModelGeometry("Tiny", "float32", 50, 24, "cpu")
-    return RowLedger(pool, model, WorkerLimits(6, 64, 2, 8))
+    return RowLedger(pool, model, WorkerLimits(6, 64, 2, 8, max_adapters=2))
 
 
 def assigned_ledger() -> RowLedger:
@@ -164,7 +164,7 @@ STEPS = st.builds(
 
 
 def state_of(ledger: RowLedger) -> list[np.ndarray]:
-    return [ledger._held, ledger._draws, ledger._num_tokens, ledger._num_blocks, ledger._tables]
+    return [ledger._held, ledger._draws, ledger._num_tokens, ledger._num_blocks, ledger._adapter_loads, ledger._tables]
 
 
 def admit(decoder: StepDecoder, ledger: RowLedger, request: worker_pb2.StepRequest) -> np.ndarray | QuireError:
@@ -191,6 +191,75 @@ def test_a_step_is_taken_whole_or_refused_whole(requests: list[worker_pb2.StepRe
             assert (ledger._num_tokens[ledger._held] >= 1).all()
             assert (ledger._num_tokens <= INFO.model.max_model_len + 1).all()
             assert (ledger._num_blocks <= ledger._tables.shape[1]).all()
+
+
+def assign_adapted(row: int, slot: int | None) -> RowChanges:
+    return make_changes(assign=[make_assign(row, PROMPT, TABLE, adapter_slot=slot)])
+
+
+def load_adapter(ledger: RowLedger, slot: int) -> None:
+    ledger.begin_load(slot)
+    ledger.end_load(slot, True)
+
+
+def test_a_row_is_assigned_to_a_loaded_adapter_alone() -> None:
+    ledger = make_ledger()
+    with pytest.raises(InvalidArgument, match="adapter_slot is 1, in which no adapter is loaded"):
+        ledger.admit(make_step(assign_adapted(0, 1)))
+    ledger.begin_load(1)
+    with pytest.raises(InvalidArgument, match="no adapter is loaded"):
+        ledger.admit(make_step(assign_adapted(0, 1)))
+    ledger.end_load(1, False)
+    with pytest.raises(InvalidArgument, match="no adapter is loaded"):
+        ledger.admit(make_step(assign_adapted(0, 1)))
+    load_adapter(ledger, 1)
+    ledger.admit(make_step(assign_adapted(0, 1)))
+
+
+def test_a_slot_takes_one_load_at_a_time() -> None:
+    ledger = make_ledger()
+    ledger.begin_load(0)
+    with pytest.raises(InvalidArgument, match="is 0, into which another adapter is being loaded"):
+        ledger.begin_load(0)
+    ledger.begin_load(1)
+    ledger.end_load(0, True)
+    ledger.begin_load(0)
+
+
+def test_rows_of_an_adapter_that_was_replaced_are_computed_no_more() -> None:
+    ledger = make_ledger()
+    for slot in (0, 1):
+        load_adapter(ledger, slot)
+    ledger.admit(make_step(assign_adapted(0, 0)))
+    ledger.admit(make_step(make_changes(assign=[make_assign(1, PROMPT, [20, 21], adapter_slot=1)], fork=[(0, 2)])))
+    ledger.begin_load(0)
+    ledger.admit(make_step(batch=make_batch([1], [1], [4])))
+    for row in (0, 2):
+        with pytest.raises(InvalidArgument, match=f"row {row}, whose adapter is in its slot no more"):
+            ledger.admit(decode(4, row))
+    ledger.end_load(0, True)
+    with pytest.raises(InvalidArgument, match="whose adapter is in its slot no more"):
+        ledger.admit(decode(4))
+    ledger.admit(make_step(make_changes(release=[0, 2], assign=[make_assign(0, PROMPT, TABLE, adapter_slot=0)])))
+    ledger.admit(decode(4))
+
+
+def test_slots_are_empty_after_a_reset() -> None:
+    ledger = make_ledger()
+    load_adapter(ledger, 0)
+    ledger.begin_load(1)
+    ledger.reset()
+    with pytest.raises(InvalidArgument, match="no adapter is loaded"):
+        ledger.admit(make_step(assign_adapted(0, 0)))
+    ledger.begin_load(1)
+
+
+def test_a_forked_row_has_its_parents_adapter() -> None:
+    rows = make_rows()
+    rows.apply(make_changes(assign=[make_assign(0, [1], [8], adapter_slot=4), make_assign(1, [4], [9])], fork=[(0, 3)]))
+    assert rows.adapter_slots[:4].tolist() == [5, 0, 0, 5]
+    rows.apply(make_changes(release=[0], assign=[make_assign(0, [1], [8])], fork=[(1, 3)]))
+    assert rows.adapter_slots[:4].tolist() == [0, 0, 0, 0]
 
 
 def make_rows() -> Rows:

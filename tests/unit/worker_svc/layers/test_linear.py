@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from kernels import ops
+from kernels.low_rank import LowRank
 from kernels.packed_weight import Rounding
 from quire.settings import ConfigurationError
 from tests.support.models import make_model
@@ -21,6 +22,7 @@ from worker_svc.layers.linear import (
     PackedProduct,
     PlainProduct,
     Split,
+    TokenSlots,
     WeightOnlyProduct,
     make_product,
 )
@@ -279,3 +281,30 @@ def test_vectors_of_an_embedding_come_from_the_rank_that_has_them(checkpoint: Ch
     for rank in range(size):
         total += loaded(Embedding("a", OUT, IN, placement=placed(rank, size), split=True), checkpoint)(ids)
     torch.testing.assert_close(total, checkpoint.read(next(Embedding("a", OUT, IN, placement=placed(0, 1)).tensors())))
+
+
+@pytest.mark.parametrize("split", [Split.OUTPUTS, Split.INPUTS])
+def test_ranks_share_an_adapter_as_they_share_the_layer(split: Split, checkpoint: Checkpoint) -> None:
+    size, generator = 2, torch.Generator().manual_seed(3)
+    adapters = [
+        LowRank(torch.randn(6, IN, generator=generator), torch.randn(OUT, 6, generator=generator), 0.5) for _ in "ab"
+    ]
+    slots = torch.arange(len(X)) % 3
+
+    def adapted(placement: Placement) -> torch.Tensor:
+        layer = Linear([LinearPart("a", OUT)], IN, bias=True, placement=placement, split=split)
+        layer.load(checkpoint)
+        token_slots = TokenSlots()
+        layer.accept_adapters(token_slots, 2, 6)
+        for slot, adapter in enumerate(adapters, 1):
+            layer.adapters.put(slot, layer.adapters.pack(layer.of_rank([adapter])))
+        inputs = placement.ranks.shard(IN).slice if split is Split.INPUTS else slice(None)
+        with token_slots.used(slots):
+            return layer(X[:, inputs])
+
+    parts = [adapted(placed(rank, size)) for rank in range(size)]
+    together = torch.cat(parts, dim=1) if split is Split.OUTPUTS else parts[0] + parts[1]
+    torch.testing.assert_close(together, adapted(placed(0, 1)))
+    deltas = torch.stack([torch.zeros(len(X), OUT), *(each.scale * X @ each.a.t() @ each.b.t() for each in adapters)])
+    expected = whole(checkpoint) + deltas[slots, torch.arange(len(X))]
+    torch.testing.assert_close(together, expected, rtol=1e-4, atol=1e-4)

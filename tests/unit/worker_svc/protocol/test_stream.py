@@ -1,17 +1,21 @@
 """How a worker is attached, with a stand-in for what ranks agree on, and how its stream ends."""
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from quire.rpc.errors import Unavailable
+from quire.adapters import UnusableAdapterError
+from quire.rpc.errors import InvalidArgument, Unavailable
 from tests.support.fake_runner import FakeRunner
 from tests.support.fake_worker import FakeWorkerConfig
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.protocol.stream import Worker
-from worker_svc.step import SupersededError
+from worker_svc.step import AdapterLoaded, LoadAdapter, SupersededError
 
 TIMEOUT_S = 30.0
 CONFIG = FakeWorkerConfig()
@@ -74,3 +78,82 @@ async def test_a_rank_whose_others_do_not_come_says_so_and_waits_on(device_loop:
     await worker.sealed_blocks(9)
     # Nobody waits for an answer to the second any more, and it had not begun.
     assert other.asked == [(7, 0), (9, 0)]
+
+
+class FakeAdapters:
+    """Loads what the test says, when it says so."""
+
+    num_bytes = 7
+
+    def __init__(self) -> None:
+        self.slots: dict[int, object] = {}
+        self.reads: list[Future[object]] = []
+
+    def start_load(self, directory: Path, digest: bytes) -> "Future[object]":
+        self.reads.append(Future())
+        return self.reads[-1]
+
+    def put(self, slot: int, loaded: object) -> None:
+        self.slots[slot] = loaded
+
+    def clear(self) -> None:
+        self.slots.clear()
+
+
+def make_adapted(device_loop: DeviceLoop) -> tuple[Worker, FakeAdapters]:
+    info = CONFIG.info()
+    info = replace(info, limits=replace(info.limits, max_adapters=2))
+    adapters, runner = FakeAdapters(), FakeRunner(CONFIG.num_blocks, CONFIG.block_size, CONFIG.vocab_size)
+    return Worker(info, runner, device_loop, adapters=adapters), adapters
+
+
+def load(slot: int) -> LoadAdapter:
+    return LoadAdapter(5, slot, bytes(32), Path("adapter"))
+
+
+async def test_an_adapter_is_in_its_slot_when_the_answer_comes(device_loop: DeviceLoop) -> None:
+    worker, adapters = make_adapted(device_loop)
+    answer = asyncio.create_task(worker.load_adapter(load(1)))
+    await asyncio.sleep(0)
+    assert adapters.slots == {}
+    adapters.reads[0].set_result("loaded")
+    assert await answer == AdapterLoaded(5)
+    assert adapters.slots == {1: "loaded"}
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (UnusableAdapterError("it is of another model"), "it is of another model"),
+        (RuntimeError("no memory"), "adapter adapter could not be loaded: RuntimeError: no memory"),
+    ],
+)
+async def test_a_failed_load_empties_the_slot(device_loop: DeviceLoop, error: Exception, failure: str) -> None:
+    worker, adapters = make_adapted(device_loop)
+    adapters.slots[1] = "before"
+    answer = asyncio.create_task(worker.load_adapter(load(1)))
+    await asyncio.sleep(0)
+    adapters.reads[0].set_exception(error)
+    assert await answer == AdapterLoaded(5, failure)
+    assert adapters.slots == {1: None}
+    # It may be loaded again.
+    worker.load_adapter(load(1)).close()
+
+
+async def test_an_adapter_of_the_session_before_does_not_get_into_a_slot(device_loop: DeviceLoop) -> None:
+    worker, adapters = make_adapted(device_loop)
+    answer = asyncio.create_task(worker.load_adapter(load(1)))
+    await asyncio.sleep(0)
+    worker.attach(1, lambda error: None)
+    adapters.slots[0] = "left"
+    await worker.sealed_blocks(1)
+    adapters.reads[0].set_result("loaded")
+    assert await answer is None
+    assert adapters.slots == {}
+
+
+async def test_a_slot_that_is_being_loaded_is_refused_at_once(device_loop: DeviceLoop) -> None:
+    worker, _ = make_adapted(device_loop)
+    worker.load_adapter(load(1)).close()
+    with pytest.raises(InvalidArgument, match="into which another adapter is being loaded"):
+        worker.load_adapter(load(1))

@@ -1,0 +1,158 @@
+"""The adapters that this gateway serves: names for digests. Schedulers and workers know only the digest.
+
+A name that is taken away ends no request: those that were admitted have the digest.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.auth.caller import Caller, current_caller
+from gateway.replicas.generation_request import NamedAdapter
+from gateway.replicas.replica_set import adapters_are_off
+from gateway.request.violations import shortened
+from quire.adapters import UnusableAdapterError, check_fits, read_adapter
+from quire.model_directory import ModelDirectory
+from quire.rpc.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    FieldViolation,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    invalid_field,
+)
+from quire.settings import ConfigurationError
+
+MAX_ADAPTERS = 4096
+"""Names that a gateway has at most; how many are in workers' memory at once is --max-adapters."""
+_NAME = re.compile(r"[\w][\w./:@+-]{0,127}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapter:
+    """An adapter by its name, and its rank."""
+
+    named: NamedAdapter
+    rank: int
+
+
+class Adapters:
+    """The served adapters, and which name stands for the model as it is.
+
+    Args:
+        model: The name of the model.
+        directory: Where the model is; its shape is that of its adapters.
+        slots: How many adapters each replica that is known takes at once.
+        refusal: Why names cannot change while the gateway runs; None if they can.
+    """
+
+    def __init__(
+        self, model: str, directory: Path, slots: Callable[[], Sequence[int]], refusal: str | None = None
+    ) -> None:
+        self.model = model
+        self._directory = directory
+        self._slots = slots
+        self._refusal = refusal
+        self._served: dict[str, ServedAdapter] = {}
+        self._reading = asyncio.Lock()
+
+    async def open(self, adapters: Sequence[str]) -> None:
+        """Serves those that are given as NAME=DIRECTORY. Raises ConfigurationError."""
+        for each in adapters:
+            name, _, directory = each.partition("=")
+            try:
+                await self._add(name, directory)
+            except (AlreadyExists, InvalidArgument, ResourceExhausted) as error:
+                raise ConfigurationError(f"--adapters {each}: {error.message}") from error
+
+    def visible(self, caller: Caller, model: str | None) -> str | None:
+        """The name that a call which names `model` may use: an adapter's, or else the model's; None if the caller may
+        use neither."""
+        own = None if model is None or model not in self._served else caller.visible(model)
+        return own or caller.visible(self.model)
+
+    def of(self, model: str | None) -> NamedAdapter | None:
+        """The adapter with this name; None for the model as it is. Raises InvalidArgument if it is gone."""
+        if model is None or model == self.model:
+            return None
+        if (served := self._served.get(model)) is None:
+            violation = FieldViolation("model", f'is "{shortened(model)}"; this adapter was unloaded')
+            raise InvalidArgument(f"model {violation.description}", reason="MODEL_NOT_FOUND", violations=[violation])
+        return served.named
+
+    def listed(self, caller: Caller) -> list[ServedAdapter]:
+        """Those that the caller may use, in the order in which they were loaded."""
+        return [each for name, each in self._served.items() if caller.visible(name) is not None]
+
+    async def load(self, name: str, directory: str, *, name_field: str, directory_field: str) -> ServedAdapter:
+        """Serves an adapter from now on, for an operator. The fields are those of the caller's API.
+
+        Raises:
+            PermissionDenied: the caller is no operator.
+            FailedPrecondition: the workers take no adapters, or names cannot change here.
+            AlreadyExists, InvalidArgument, ResourceExhausted: the name is taken, a value is wrong, or there are too
+                many.
+        """
+        self._check_operator()
+        if (slots := self._slots()) and not any(slots):
+            raise adapters_are_off()
+        return await self._add(name, directory, name_field, directory_field)
+
+    def unload(self, name: str, *, name_field: str) -> None:
+        """Takes a name away, for an operator; requests that run go on. Raises PermissionDenied, FailedPrecondition or
+        NotFound."""
+        self._check_operator()
+        if self._served.pop(name, None) is None:
+            description = f'is "{shortened(name)}", which is no adapter that is served here'
+            raise NotFound(
+                f"{name_field} {description}",
+                reason="ADAPTER_NOT_FOUND",
+                violations=[FieldViolation(name_field, description)],
+            )
+
+    async def _add(
+        self, name: str, directory: str, name_field: str = "name", directory_field: str = "directory"
+    ) -> ServedAdapter:
+        self._check_name(name, name_field)
+        if not Path(directory).is_absolute():
+            # Workers may have another working directory.
+            raise invalid_field(directory_field, f'is "{shortened(directory)}"; it must be an absolute path')
+        async with self._reading:
+            try:
+                adapter = await asyncio.to_thread(read_adapter, directory)
+                check_fits(adapter, (await asyncio.to_thread(ModelDirectory.open, self._directory)).config)
+            except UnusableAdapterError as error:
+                violation = FieldViolation(directory_field, str(error))
+                raise InvalidArgument(
+                    f"{directory_field}: {error}", reason="UNUSABLE_ADAPTER", violations=[violation]
+                ) from error
+            # Another call may have taken it meanwhile.
+            self._check_name(name, name_field)
+            served = ServedAdapter(NamedAdapter(name, adapter.digest, str(adapter.directory)), adapter.rank)
+            self._served[name] = served
+        return served
+
+    def _check_name(self, name: str, field: str) -> None:
+        if not _NAME.fullmatch(name):
+            raise invalid_field(
+                field,
+                f'is "{shortened(name)}"; it must have 1 to 128 letters, digits and ._/:@+-, a letter or digit first',
+            )
+        if name == self.model or name in self._served:
+            what = "the name of the model" if name == self.model else "the name of an adapter that is served already"
+            description = f'is "{name}", {what}; choose another name, or unload that one first'
+            raise AlreadyExists(
+                f"{field} {description}", reason="ADAPTER_EXISTS", violations=[FieldViolation(field, description)]
+            )
+        if len(self._served) >= MAX_ADAPTERS:
+            raise ResourceExhausted(f"{MAX_ADAPTERS:,} adapters are served; unload one first", reason="ADAPTER_LIMIT")
+
+    def _check_operator(self) -> None:
+        if not current_caller().access.is_operator:
+            raise PermissionDenied("adapters are loaded by the API keys of operators", reason="OPERATORS_ONLY")
+        if self._refusal is not None:
+            raise FailedPrecondition(self._refusal, reason="ADAPTERS_FIXED")

@@ -1,0 +1,320 @@
+"""LoRA adapters as PEFT writes them to a directory: adapter_config.json and adapter_model.safetensors. Read without
+torch; the worker reads the tensors.
+
+An adapter is identified by the digest of its two files everywhere but in a gateway, which gives it a name.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from quire.settings import ConfigurationError
+
+DIGEST_BYTES = 32
+MAX_RANK = 256
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 16 << 20
+_CHUNK_BYTES = 1 << 20
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])\.weight", re.ASCII)
+_PATTERN = re.compile(r"\^?[\w.]+", re.ASCII)
+_EMBEDDINGS = ("lora_embedding_", "embed_tokens", "embed_positions", "wte.", "wpe.", "lm_head")
+_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
+"""Bytes of an element."""
+_OF_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_attn", "c_fc"})
+"""Layers whose inputs are the hidden state."""
+_NEUTRAL_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the weights of the model as they are."""
+_UNSUPPORTED = {
+    "use_dora": "is DoRA",
+    "modules_to_save": "brings whole modules",
+    "lora_bias": "has biases of its own",
+    "layer_replication": "replicates layers",
+    "trainable_token_indices": "brings embeddings of tokens",
+    "alora_invocation_tokens": "is an activated LoRA",
+    "target_parameters": "adapts parameters outside of linear layers",
+    "use_qalora": "is QA-LoRA",
+    "arrow_config": "is a mixture of adapters",
+}
+"""Fields of adapter_config.json that must be absent or false, and what an adapter with them is."""
+_SUPPORTED = "supported are LoRA and rsLoRA of linear layers"
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedModule:
+    """What an adapter adds to one linear layer: `scale` * B A x, with A [rank, num_inputs], B [num_outputs, rank]."""
+
+    rank: int
+    num_inputs: int
+    num_outputs: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter.
+
+    Attributes:
+        digest: SHA-256 over both files, DIGEST_BYTES long.
+        rank: The maximum rank of its modules.
+        alpha: lora_alpha; `modules` have the scales that follow from it.
+        target_modules: The last parts of the names of its modules, sorted: "down_proj", "q_proj".
+        base_model: base_model_name_or_path, which nothing depends on; empty where it is missing.
+        modules: By the name of the linear layer in the model: "model.layers.0.self_attn.q_proj". Tensors have it after
+            "base_model.model.".
+    """
+
+    digest: bytes
+    directory: Path
+    rank: int
+    alpha: float
+    uses_rslora: bool
+    target_modules: tuple[str, ...]
+    base_model: str
+    modules: Mapping[str, AdaptedModule] = field(repr=False)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(each.rank * (each.num_inputs + each.num_outputs) for each in self.modules.values())
+
+
+class UnusableAdapterError(ConfigurationError):
+    """An adapter that cannot be used: one line with the file, the value and what is supported."""
+
+
+def read_adapter(directory: Path | str) -> Adapter:
+    """Reads an adapter's configuration, the shapes of its tensors and its digest.
+
+    Raises:
+        UnusableAdapterError: a file is missing or damaged, or it is not a LoRA that a worker can run.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise UnusableAdapterError(
+            f"{directory} is no directory; an adapter is one with {CONFIG_FILE} as PEFT saves it"
+        )
+    raw = _read_config(directory / CONFIG_FILE)
+    config = _Config.of(directory / CONFIG_FILE, raw)
+    weights = directory / WEIGHTS_FILE
+    shapes = _shapes(weights)
+    modules = {name: config.module(name, *of_module) for name, of_module in sorted(shapes.items())}
+    return Adapter(
+        digest=_digest([raw], weights),
+        directory=directory,
+        rank=max(each.rank for each in modules.values()),
+        alpha=config.alpha,
+        uses_rslora=config.uses_rslora,
+        target_modules=tuple(sorted({name.rpartition(".")[2] for name in modules})),
+        base_model=config.base_model,
+        modules=modules,
+    )
+
+
+def check_digest(adapter: Adapter, digest: bytes) -> None:
+    """Raises UnusableAdapterError where the files are not those that the digest was computed of."""
+    if adapter.digest != digest:
+        raise UnusableAdapterError(
+            f"the files of adapter {adapter.directory} have changed since it was loaded: their digest is "
+            f"{adapter.digest.hex()[:16]}, that of the request {digest.hex()[:16]}; load it again under its name"
+        )
+
+
+def check_fits(adapter: Adapter, config: Mapping[str, Any]) -> None:
+    """Raises UnusableAdapterError where the adapter is of another shape than the model with this config.json, as far as
+    that says. The worker knows all of its layers."""
+    num_layers = config.get("num_hidden_layers", config.get("n_layer"))
+    hidden_size = config.get("hidden_size", config.get("n_embd"))
+    for name, module in adapter.modules.items():
+        layer = re.search(r"\.(\d+)\.", name)
+        if layer is not None and isinstance(num_layers, int) and int(layer[1]) >= num_layers:
+            raise UnusableAdapterError(
+                f"adapter {adapter.directory} adapts {name}; the model has {num_layers} layers: it is of another model"
+            )
+        takes_hidden = name.rpartition(".")[2] in _OF_HIDDEN
+        if takes_hidden and isinstance(hidden_size, int) and module.num_inputs != hidden_size:
+            raise UnusableAdapterError(
+                f"adapter {adapter.directory}: {name} has {module.num_inputs} inputs; the hidden size of the model is "
+                f"{hidden_size}: the adapter is of another model"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    file: Path
+    alpha: float
+    uses_rslora: bool
+    base_model: str
+    alpha_pattern: Mapping[str, float]
+
+    @classmethod
+    def of(cls, file: Path, raw: bytes) -> Self:
+        try:
+            config = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise UnusableAdapterError(f"{file} is not valid JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise UnusableAdapterError(f"{file} is not a JSON object")
+        if config.get("peft_type") != "LORA":
+            raise _not_supported(file, "peft_type", config.get("peft_type"), "is no LoRA")
+        for name, what in _UNSUPPORTED.items():
+            if config.get(name):
+                raise _not_supported(file, name, config[name], what)
+        if config.get("bias", "none") != "none":
+            raise _not_supported(file, "bias", config["bias"], "changes biases")
+        if config.get("init_lora_weights") not in _NEUTRAL_INITS:
+            raise _not_supported(
+                file, "init_lora_weights", config["init_lora_weights"], "changes the weights of the model"
+            )
+        rank = config.get("r")
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
+            raise UnusableAdapterError(f"{file}: r is {rank!r:.80}; it must be a number from 1 to {MAX_RANK}")
+        patterns = config.get("alpha_pattern") or {}
+        if not isinstance(patterns, dict):
+            raise UnusableAdapterError(f"{file}: alpha_pattern is {patterns!r:.80}; it must be an object of numbers")
+        for pattern in patterns:
+            if not _PATTERN.fullmatch(pattern):
+                raise UnusableAdapterError(
+                    f"{file}: alpha_pattern has {pattern!r:.80}; supported are names of modules and ends of names"
+                )
+        base_model = config.get("base_model_name_or_path")
+        return cls(
+            file,
+            alpha=_number(file, "lora_alpha", config.get("lora_alpha")),
+            uses_rslora=bool(config.get("use_rslora")),
+            base_model=base_model if isinstance(base_model, str) else "",
+            alpha_pattern={str(name): _number(file, "alpha_pattern", value) for name, value in patterns.items()},
+        )
+
+    def module(self, name: str, a: tuple[int, int], b: tuple[int, int]) -> AdaptedModule:
+        """The module whose A and B have these shapes."""
+        rank, num_inputs = a
+        if b[1] != rank or not 1 <= rank <= MAX_RANK or not num_inputs or not b[0]:
+            raise UnusableAdapterError(
+                f"{self.file.parent / WEIGHTS_FILE}: lora_A of {name} is {list(a)}, lora_B {list(b)}; they must be "
+                f"[rank, inputs] and [outputs, rank], with a rank of at most {MAX_RANK}"
+            )
+        alpha = self._alpha_of(name)
+        return AdaptedModule(rank, num_inputs, b[0], alpha / (math.sqrt(rank) if self.uses_rslora else rank))
+
+    def _alpha_of(self, name: str) -> float:
+        """That of the first pattern that is the end of the name, or after ^ the whole name, as in PEFT."""
+        for pattern, alpha in self.alpha_pattern.items():
+            if name == pattern.removeprefix("^") or name.endswith(f".{pattern}"):
+                return alpha
+        return self.alpha
+
+
+def _number(file: Path, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UnusableAdapterError(f"{file}: {name} is {value!r:.80}; it must be a number")
+    return float(value)
+
+
+def _not_supported(file: Path, name: str, value: Any, what: str) -> UnusableAdapterError:
+    return UnusableAdapterError(f"{file}: {name} is {value!r:.80}: the adapter {what}; {_SUPPORTED}")
+
+
+def _read_config(file: Path) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            raw = opened.read(_MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise UnusableAdapterError(f"cannot read {file}: {error.strerror}") from error
+    if len(raw) > _MAX_CONFIG_BYTES:
+        raise UnusableAdapterError(f"{file} has more than {_MAX_CONFIG_BYTES:,} bytes")
+    return raw
+
+
+def _shapes(file: Path) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+    """The shapes of A and B by the name of the module."""
+    sides: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, dtype, shape in _tensors(file):
+        module, side = _module_of(file, name, dtype)
+        sides.setdefault(module, {})[side] = shape
+    if not sides:
+        raise UnusableAdapterError(f"{file} has no tensors")
+    shapes: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
+    for module, found in sides.items():
+        match found:
+            case {"A": (rank, inputs), "B": (outputs, columns)}:
+                shapes[module] = (rank, inputs), (outputs, columns)
+            case _:
+                have = ", ".join(f"lora_{side} {list(shape)}" for side, shape in sorted(found.items()))
+                raise UnusableAdapterError(f"{file} has {have} of {module}; lora_A and lora_B must be matrices")
+    return shapes
+
+
+def _tensors(file: Path) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, type and shape of each tensor, from the header of a safetensors file: its length in 8 bytes, then JSON.
+    The tensors must fill the rest of the file."""
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length)) if length <= _MAX_HEADER_BYTES else None
+            num_bytes = file.stat().st_size - 8 - length
+    except OSError as error:
+        raise UnusableAdapterError(f"cannot read {file}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, f"its header is not valid JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise _damaged(file, "it has no header")
+    tensors: list[tuple[str, str, tuple[int, ...]]] = []
+    places: list[tuple[int, int]] = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        match entry:
+            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]} if all(
+                type(size) is int and size >= 0 for size in shape
+            ):
+                tensors.append((name, dtype, tuple(shape)))
+                places.append((start, end))
+                if dtype in _DTYPES and end - start != _DTYPES[dtype] * math.prod(shape):
+                    raise _damaged(file, f"{name:.200} is {dtype} {shape} in {end - start} bytes")
+            case _:
+                raise _damaged(file, f"{name:.200} is {entry!r:.80}")
+    ends = [0, *(end for _, end in sorted(places))]
+    if [start for start, _ in sorted(places)] != ends[:-1] or ends[-1] != num_bytes:
+        raise _damaged(file, f"its tensors end at byte {ends[-1]:,} of {num_bytes:,}, or leave gaps")
+    return tensors
+
+
+def _damaged(file: Path, why: str) -> UnusableAdapterError:
+    return UnusableAdapterError(f"{file}: damaged or truncated safetensors file: {why}")
+
+
+def _module_of(file: Path, name: str, dtype: str) -> tuple[str, str]:
+    if any(part in name for part in _EMBEDDINGS):
+        raise UnusableAdapterError(f"{file}: {name:.200} adapts an embedding or the output head; {_SUPPORTED}")
+    found = _TENSOR.fullmatch(name)
+    if found is None:
+        raise UnusableAdapterError(
+            f"{file}: {name:.200} is no lora_A or lora_B of a linear layer as PEFT names them; {_SUPPORTED}"
+        )
+    if dtype not in _DTYPES:
+        raise UnusableAdapterError(
+            f"{file}: {name:.200} has the type {dtype}; supported are {', '.join(sorted(_DTYPES))}"
+        )
+    return found["module"], found["side"]
+
+
+def _digest(parts: Iterable[bytes], file: Path) -> bytes:
+    """Each part, and the file, with its length first."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    try:
+        with file.open("rb") as opened:
+            digest.update(file.stat().st_size.to_bytes(8, "little"))
+            while chunk := opened.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError as error:
+        raise UnusableAdapterError(f"cannot read {file}: {error.strerror}") from error
+    return digest.digest()

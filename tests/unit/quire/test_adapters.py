@@ -1,0 +1,149 @@
+"""Adapters as PEFT writes them are read, and what cannot be used is refused in one line that names file and value."""
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.adapters import CONFIG_FILE, WEIGHTS_FILE, UnusableAdapterError, check_digest, check_fits, read_adapter
+from tests.support.adapter_files import CONFIG, write_adapter, write_tensors
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def line_of(directory: Path) -> str:
+    with pytest.raises(UnusableAdapterError) as raised:
+        read_adapter(directory)
+    line = str(raised.value)
+    assert "\n" not in line
+    return line
+
+
+def test_modules_have_their_shapes_and_scales(tmp_path: Path) -> None:
+    write_adapter(tmp_path, {Q: (4, 16, 32), "model.layers.1.mlp.down_proj": (8, 64, 16)}, lora_alpha=16)
+    adapter = read_adapter(tmp_path)
+    assert (adapter.rank, adapter.alpha, adapter.target_modules) == (8, 16.0, ("down_proj", "q_proj"))
+    module = adapter.modules[Q]
+    assert (module.rank, module.num_inputs, module.num_outputs, module.scale) == (4, 16, 32, 4.0)
+    assert adapter.modules["model.layers.1.mlp.down_proj"].scale == 2.0
+
+
+def test_scales_follow_patterns_and_rslora(tmp_path: Path) -> None:
+    modules = {Q: (4, 16, 16), "model.layers.1.self_attn.q_proj": (4, 16, 16)}
+    pattern = {"^model.layers.1.self_attn.q_proj": 2, "q_proj": 6}
+    write_adapter(tmp_path, modules, use_rslora=True, alpha_pattern=pattern)
+    scales = [module.scale for module in read_adapter(tmp_path).modules.values()]
+    assert scales == [6 / math.sqrt(4), 2 / math.sqrt(4)]
+
+
+def test_the_digest_is_of_both_files_and_of_nothing_else(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "a")
+    write_adapter(tmp_path / "b")
+    write_adapter(tmp_path / "c", lora_alpha=3)
+    (tmp_path / "b" / "README.md").write_text("trained on a Tuesday")
+    first, same, other = (read_adapter(tmp_path / name) for name in "abc")
+    assert first.digest == same.digest != other.digest
+    check_digest(first, same.digest)
+    with pytest.raises(UnusableAdapterError, match="have changed since it was loaded"):
+        check_digest(first, other.digest)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "part"),
+    [
+        ("use_dora", True, "is DoRA"),
+        ("peft_type", "IA3", "peft_type is 'IA3'"),
+        ("peft_type", None, "peft_type is None"),
+        ("bias", "all", "bias is 'all'"),
+        ("modules_to_save", ["lm_head"], "modules_to_save is ['lm_head']"),
+        ("init_lora_weights", "pissa", "init_lora_weights is 'pissa'"),
+        ("r", 257, "r is 257; it must be a number from 1 to 256"),
+        ("r", True, "r is True"),
+        ("lora_alpha", "x", "lora_alpha is 'x'"),
+        ("alpha_pattern", {"(a+)+$": 1}, "alpha_pattern has '(a+)+$'"),
+        ("alpha_pattern", [1], "alpha_pattern is [1]"),
+    ],
+)
+def test_configurations_that_are_no_lora_are_refused_by_field(
+    tmp_path: Path, field: str, value: Any, part: str
+) -> None:
+    write_adapter(tmp_path, **{field: value})
+    line = line_of(tmp_path)
+    assert part in line
+    assert CONFIG_FILE in line
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "part"),
+    [
+        ("base_model.model.lm_head.lora_A.weight", [4, 16], "an embedding or the output head"),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", [4, 16], "an embedding or the output head"),
+        (f"base_model.model.{Q}.lora_magnitude_vector", [16], "is no lora_A or lora_B"),
+        (f"base_model.model.{Q}.lora_A.weight", [4, 16, 1], "lora_A and lora_B must be matrices"),
+        (f"base_model.model.{Q}.lora_A.weight", [300, 16], "a rank of at most 256"),
+        ("base_model.model.other.lora_A.weight", [4, 16], "of other; lora_A and lora_B must be matrices"),
+    ],
+)
+def test_tensors_that_are_no_lora_are_refused_by_name(tmp_path: Path, name: str, shape: list[int], part: str) -> None:
+    write_adapter(tmp_path)
+    tensors = {f"base_model.model.{Q}.lora_A.weight": [4, 16], f"base_model.model.{Q}.lora_B.weight": [16, 4]}
+    write_tensors(tmp_path / WEIGHTS_FILE, tensors | {name: shape})
+    assert part in line_of(tmp_path)
+
+
+def test_other_types_of_numbers_are_refused(tmp_path: Path) -> None:
+    write_adapter(tmp_path)
+    write_tensors(tmp_path / WEIGHTS_FILE, {f"base_model.model.{Q}.lora_A.weight": [4, 16]}, dtype="F64")
+    assert "has the type F64; supported are BF16, F16, F32" in line_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"\0" * 7, b"\0" * 8, struct.pack("<Q", 1 << 60), struct.pack("<Q", 4) + b"[]{}",
+        struct.pack("<Q", 20000) + b"[" * 20000, struct.pack("<Q", 12) + b'{"a": [1,2]}',
+        struct.pack("<Q", 2) + b"{}" + b"rest",
+    ],
+)  # fmt: skip
+def test_damaged_files_are_refused(tmp_path: Path, content: bytes) -> None:
+    write_adapter(tmp_path)
+    (tmp_path / WEIGHTS_FILE).write_bytes(content)
+    line = line_of(tmp_path)
+    assert WEIGHTS_FILE in line
+    assert "damaged or truncated" in line or "has no tensors" in line
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    write_adapter(tmp_path)
+    file = tmp_path / WEIGHTS_FILE
+    whole = file.read_bytes()
+    for length in range(0, len(whole), 7):
+        file.write_bytes(whole[:length])
+        assert "damaged or truncated" in line_of(tmp_path)
+    file.write_bytes(whole + b"\0")
+    assert "damaged or truncated" in line_of(tmp_path)
+
+
+def test_missing_files_are_refused(tmp_path: Path) -> None:
+    assert "is no directory" in line_of(tmp_path / "nothing")
+    assert f"cannot read {tmp_path / CONFIG_FILE}" in line_of(tmp_path)
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(CONFIG))
+    assert f"cannot read {tmp_path / WEIGHTS_FILE}" in line_of(tmp_path)
+    (tmp_path / CONFIG_FILE).write_text("[" * 100_000)
+    assert "is not valid JSON" in line_of(tmp_path)
+    (tmp_path / CONFIG_FILE).write_text("[]")
+    assert "is not a JSON object" in line_of(tmp_path)
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    write_adapter(tmp_path, {"model.layers.3.self_attn.q_proj": (4, 16, 16)})
+    adapter = read_adapter(tmp_path)
+    check_fits(adapter, {"num_hidden_layers": 4, "hidden_size": 16})
+    check_fits(adapter, {})
+    with pytest.raises(UnusableAdapterError, match="has 3 layers: it is of another model"):
+        check_fits(adapter, {"num_hidden_layers": 3, "hidden_size": 16})
+    with pytest.raises(UnusableAdapterError, match="16 inputs; the hidden size of the model is 32"):
+        check_fits(adapter, {"num_hidden_layers": 4, "hidden_size": 32})

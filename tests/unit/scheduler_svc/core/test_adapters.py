@@ -1,0 +1,234 @@
+"""Slots of adapters: a request waits until its adapter is loaded, no slot that rows use is loaded over, no adapter
+waits for ever, and what adapters compute is not mixed."""
+
+from dataclasses import replace
+
+import pytest
+
+from quire.prefix_hashes import root_hash
+from scheduler_svc.core.admission import Obstacle
+from scheduler_svc.core.config import PreemptionMode
+from scheduler_svc.core.request import Adapter, NoAdaptersError, Request
+from scheduler_svc.core.view import waiting
+from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
+
+A, B, C = b"\x01", b"\x02", b"\x03"
+
+
+def make_driver(max_adapters: int = 1, **changes) -> Driver:
+    return Driver(make_config(max_adapters=max_adapters, **changes))
+
+
+def loaded(driver: Driver) -> set[bytes]:
+    return {adapter.digest for adapter in driver.scheduler.batch.adapters.num_rows()}
+
+
+def told(driver: Driver) -> list[tuple[bytes, int | None]]:
+    """What the workers are told to load now, and into which slots."""
+    before = len(driver.told)
+    driver.tell()
+    return [(each.need.digest, each.slot) for each in list(driver.told)[before:] if isinstance(each.need, Adapter)]
+
+
+def run(driver: Driver) -> None:
+    """Runs what can run without another adapter."""
+    while driver.plan() is not None or driver.results:
+        driver.deliver()
+
+
+def with_adapter(handle: int, adapter: bytes, **fields) -> Request:
+    return make_request(handle, adapter=adapter, **fields)
+
+
+def test_a_request_waits_for_its_adapter_and_others_pass() -> None:
+    driver = make_driver()
+    first, other = with_adapter(1, A), make_request(2)
+    driver.submit(first, other)
+    run(driver)
+    assert driver.finished == {2}
+    (why,) = waiting(driver.scheduler, 8)
+    assert why.obstacle is Obstacle.ADAPTER
+    driver.finish(first, other)
+    assert driver.outputs[1] != expected_output(replace(first, adapter=None))
+
+
+def test_rows_of_several_adapters_and_of_none_run_together() -> None:
+    driver = make_driver(2)
+    requests = [make_request(1), with_adapter(2, A), with_adapter(3, B), with_adapter(4, A, num_sequences=3)]
+    driver.submit(*requests)
+    assert told(driver) == [(A, 0), (B, 1)]
+    while driver.compile_next():
+        pass
+    assert len(driver.next_plan().assign) == 4
+    driver.finish(*requests)
+
+
+def test_without_slots_adapters_are_refused() -> None:
+    driver = make_driver(0)
+    with pytest.raises(NoAdaptersError, match="--max-adapters"):
+        driver.submit(with_adapter(1, A))
+    with pytest.raises(NoAdaptersError, match="--max-adapters"):
+        driver.scheduler.pin("", [1] * 8, 0.0, 9.0, Adapter(A))
+    assert not driver.scheduler.num_live
+    assert not len(driver.scheduler.pins)
+
+
+def test_the_one_whose_last_row_ended_first_makes_room_and_arrivals_alone_evict_none() -> None:
+    driver = make_driver(2)
+    for handle, adapter in ((1, A), (2, B), (3, A)):
+        driver.submit(with_adapter(handle, adapter))
+        driver.run_until_idle()
+    assert loaded(driver) == {A, B}
+    driver.submit(with_adapter(4, C))
+    # It has arrived, and is not next yet.
+    assert not told(driver)
+    assert driver.plan() is None
+    assert told(driver) == [(C, 1)]
+    assert loaded(driver) == {A}
+    driver.run_until_idle()
+    assert loaded(driver) == {A, C}
+
+
+def test_a_slot_with_rows_is_drained_and_who_waits_is_next() -> None:
+    driver = make_driver()
+    driver.submit(with_adapter(1, A, max_tokens=10))
+    told(driver)
+    driver.compile_next()
+    driver.run_steps(2)
+    driver.submit(with_adapter(2, B))
+    driver.run_steps(1)
+    assert not told(driver)
+    # A takes no further request, though it is loaded.
+    driver.submit(with_adapter(3, A))
+    driver.run_steps(2)
+    assert [group.request.key.handle for group in driver.scheduler.running] == [1]
+    run(driver)
+    assert driver.finished == {1}
+    assert told(driver) == [(B, 0)]
+    driver.compile_next()
+    run(driver)
+    assert driver.finished == {1, 2}
+    driver.run_until_idle()
+    assert driver.finished == {1, 2, 3}
+
+
+def test_an_adapter_in_constant_use_keeps_no_other_out() -> None:
+    driver = make_driver()
+    driver.submit(with_adapter(1, A), with_adapter(2, A), with_adapter(1000, B))
+    for handle in range(3, 40):
+        driver.submit(with_adapter(handle, A))
+        driver.run_steps(2)
+        driver.tell()
+        driver.compile_next()
+        if 1000 in driver.finished:
+            break
+    assert 1000 in driver.finished
+    driver.run_until_idle()
+    assert len(driver.finished) == handle + 1
+
+
+def test_what_was_loaded_for_a_request_is_there_when_it_enters() -> None:
+    driver = make_driver()
+    driver.submit(with_adapter(1, A), with_adapter(2, B))
+    driver.plan()
+    assert told(driver) == [(A, 0)]
+    driver.compile_next()
+    # No step was planned since: B must not take the slot before request 1 had it.
+    assert not told(driver)
+    run(driver)
+    assert driver.finished == {1}
+    # A request that is gone keeps the slot no longer.
+    driver.submit(with_adapter(3, C))
+    driver.plan()
+    assert told(driver) == [(B, 0)]
+    driver.scheduler.abort(with_adapter(2, B).key)
+    driver.compile_next()
+    driver.plan()
+    assert told(driver) == [(C, 0)]
+
+
+def test_a_failed_load_fails_those_that_wait_and_no_other() -> None:
+    driver = make_driver()
+    driver.unloadable.add(A)
+    driver.submit(with_adapter(1, A), with_adapter(2, B), with_adapter(3, A))
+    driver.plan()
+    driver.tell()
+    (load,) = driver.told
+    driver.told.clear()
+    events = driver.scheduler.prepared(load.number, "its files are gone")
+    failures = events[CLIENT].failed
+    assert [failure.key.handle for failure in failures] == [1, 3]
+    assert {failure.reason for failure in failures} == {"ADAPTER_NOT_LOADED"}
+    assert failures[0].message == "the adapter of this request cannot be loaded: its files are gone"
+    driver.unloadable.clear()
+    driver.run_until_idle()
+    assert driver.finished == {2}
+    again = with_adapter(4, A)
+    driver.submit(again)
+    driver.finish(again)
+
+
+def test_a_load_that_takes_too_long_blocks_its_slot_until_it_is_answered() -> None:
+    driver = make_driver(2)
+    driver.submit(with_adapter(1, A))
+    driver.plan()
+    driver.tell()
+    late = driver.told.popleft()
+    failures = driver.scheduler.give_up_preparation(late.number, 61.0)[CLIENT].failed
+    assert [(each.key.handle, each.reason) for each in failures] == [(1, "ADAPTER_NOT_LOADED")]
+    driver.submit(with_adapter(2, A), with_adapter(3, B))
+    driver.plan()
+    assert told(driver) == [(A, 1)]
+    driver.scheduler.prepared(late.number)
+    driver.run_until_idle()
+    assert driver.finished == {2, 3}
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
+def test_a_preempted_request_has_its_adapter_loaded_again(mode: PreemptionMode) -> None:
+    driver = make_driver(preemption_mode=mode, num_host_blocks=16)
+    first, second = with_adapter(1, A, max_tokens=12), with_adapter(2, B)
+    driver.submit(first, second)
+    driver.plan()
+    driver.tell()
+    driver.compile_next()
+    driver.run_steps(3)
+    driver.preempt(first)
+    driver.finish(first, second)
+
+
+def test_after_a_loss_of_the_worker_slots_are_empty() -> None:
+    driver = make_driver(2)
+    requests = [with_adapter(1, A), with_adapter(2, B), make_request(3)]
+    driver.submit(*requests)
+    driver.tell()
+    while driver.compile_next():
+        pass
+    driver.run_steps(2)
+    driver.crash()
+    assert not loaded(driver)
+    driver.finish(*requests)
+
+
+def test_what_adapters_computed_is_shared_within_a_tenant_and_an_adapter() -> None:
+    driver = make_driver(2)
+    prompt = [7] * 17
+    usages = []
+    for handle, adapter in enumerate([b"", A, B, A, b""], 1):
+        driver.submit(make_request(handle, prompt=prompt, adapter=adapter))
+        driver.run_until_idle()
+        usages.append(driver.usage[handle].cached_tokens)
+    assert usages == [0, 0, 0, 16, 16]
+    assert len({root_hash("a"), root_hash("a", A), root_hash("a", B), root_hash("b", A)}) == 4
+
+
+def test_pins_are_of_an_adapter() -> None:
+    driver = make_driver(2)
+    plain, own = (driver.scheduler.pin("", [1] * 8, 0.0, 99.0, adapter) for adapter in (None, Adapter(A)))
+    assert plain.pin_id != own.pin_id
+    driver.run_until_idle()
+    assert plain.is_held
+    assert own.is_held
+    driver.submit(with_adapter(1, A, prompt=[1] * 9))
+    driver.run_until_idle()
+    assert driver.usage[1].cached_tokens == 8

@@ -1,0 +1,246 @@
+"""LoRA adapters of a model: as if they were merged into its weights, each row with its own."""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from quire.adapters import UnusableAdapterError, read_adapter
+from tests.support.adapters import ATTENTION, make_adapter, merge_adapter
+from tests.support.cpu_kernels import torch_threads, without_packed_products
+from tests.support.models import VOCAB_SIZE, make_model
+from tests.support.paged import PagedRunner, Span
+from worker_svc.adapters import AdapterSlots
+from worker_svc.models.base import CausalLM
+from worker_svc.models.registry import load_model
+from worker_svc.weights import Quantization
+
+CPU = torch.device("cpu")
+FAMILIES = (
+    "llama-gqa-untied-32",
+    "llama-mqa-80",
+    "mistral-sliding",
+    "qwen2-tied",
+    "qwen3",
+    "gpt2-tied-32",
+    "opt-pre-norm-32",
+    "opt-post-norm-projected-64",
+)
+NUM_ADAPTERS = 3
+STEPS = (
+    (Span(0, 0, 20), Span(1, 0, 1), Span(2, 0, 7)),
+    (Span(2, 7, 9), Span(0, 20, 21), Span(3, 0, 30)),
+    (Span(0, 21, 22), Span(1, 1, 2), Span(2, 9, 10), Span(3, 30, 31)),
+)
+
+
+class Made:
+    """A model, and adapters of it, in directories."""
+
+    def __init__(self, directory: Path, family: str) -> None:
+        self.directory = directory / "model"
+        self._family = family
+        model = make_model(self.directory, family)
+        ranks = (8, 3, 64)
+        self.adapters = [
+            make_adapter(directory / f"adapter-{number}", model, rank=rank, alpha=2.0 * rank, seed=number)
+            for number, rank in enumerate(ranks)
+        ]
+
+    def merged(self, slot: int) -> PreTrainedModel:
+        model = make_model(self.directory, self._family)
+        return merge_adapter(model, self.adapters[slot - 1]) if slot else model
+
+    def load(
+        self, dtype: torch.dtype = torch.float32, quantization: Quantization = Quantization.NONE, max_rank: int = 64
+    ) -> tuple[CausalLM, AdapterSlots]:
+        model = load_model(self.directory, device=CPU, dtype=dtype, quantization=quantization)
+        slots = AdapterSlots(model, NUM_ADAPTERS, max_rank)
+        for slot, directory in enumerate(self.adapters):
+            slots.put(slot, slots.load(directory, read_adapter(directory).digest))
+        return model, slots
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    return functools.cache(lambda family: Made(tmp_path_factory.mktemp(family), family))
+
+
+def make_runner(model: CausalLM, adapter_slots: Sequence[int] = (1, 0, 2, 3)) -> PagedRunner:
+    generator = torch.Generator().manual_seed(5)
+    sequences = [torch.randint(3, VOCAB_SIZE, (40,), generator=generator).tolist() for _ in adapter_slots]
+    runner = PagedRunner(model, sequences, block_size=5)
+    runner.adapter_slots = list(adapter_slots)
+    return runner
+
+
+def assert_alone_as_together(model: CausalLM, adapter_slots: Sequence[int] = (1, 0, 2, 3)) -> None:
+    """Rows of one batch have the bits that each of them has alone, and rows without an adapter those of the model."""
+    together = make_runner(model, adapter_slots)
+    alone = [make_runner(model, adapter_slots) for _ in adapter_slots]
+    for spans in STEPS:
+        logits = together.step(*spans)
+        start = 0
+        for span in spans:
+            end = start + span.end - span.start
+            assert torch.equal(alone[span.row].step(span), logits[start:end])
+            start = end
+
+
+@pytest.mark.parametrize("torchs", [False, True], ids=["own kernels", "torch"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_one_batch_are_as_if_each_adapter_were_merged(
+    family: str, torchs: bool, make: Callable[[str], Made]
+) -> None:
+    made = make(family)
+    if torchs:
+        with without_packed_products():
+            model, _ = made.load()
+    else:
+        model, _ = made.load()
+    runner = make_runner(model)
+    logits: list[list[torch.Tensor]] = [[] for _ in runner.sequences]
+    for spans in STEPS:
+        found = runner.step(*spans).split([span.end - span.start for span in spans])
+        for span, each in zip(spans, found, strict=True):
+            logits[span.row].append(each)
+    for row, slot in enumerate(runner.adapter_slots):
+        actual = torch.cat(logits[row])
+        with torch.inference_mode():
+            expected = made.merged(slot)(torch.tensor([runner.sequences[row][: len(actual)]])).logits[0]
+        torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
+        if slot:
+            with torch.inference_mode():
+                plain = made.merged(0)(torch.tensor([runner.sequences[row][: len(actual)]])).logits[0]
+            assert (expected - plain).abs().max() > 0.1, "it adapts"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits_of_a_row_do_not_depend_on_its_neighbours(
+    family: str, dtype: torch.dtype, make: Callable[[str], Made]
+) -> None:
+    model, _ = make(family).load(dtype)
+    assert_alone_as_together(model)
+    for threads in (1, 2):
+        with torch_threads(threads):
+            assert_alone_as_together(model, (3, 3, 0, 3))
+
+
+@pytest.mark.parametrize("quantization", [Quantization.INT8_WEIGHT_ONLY, Quantization.INT8_DYNAMIC])
+def test_adapters_add_to_int8_weights(quantization: Quantization, make: Callable[[str], Made]) -> None:
+    made = make("qwen3")
+    model, _ = made.load(torch.bfloat16, quantization)
+    assert_alone_as_together(model)
+    adapted, plain = make_runner(model), make_runner(model, (0, 0, 0, 0))
+    exact, _ = made.load()
+    exact_adapted, exact_plain = make_runner(exact), make_runner(exact, (0, 0, 0, 0))
+    for spans in STEPS:
+        actual = adapted.step(*spans) - plain.step(*spans)
+        expected = exact_adapted.step(*spans) - exact_plain.step(*spans)
+        assert torch.nn.functional.cosine_similarity(actual.flatten(), expected.flatten(), dim=0) > 0.98
+
+
+def greedy(model: CausalLM, prompts: list[list[int]], adapter_slots: list[int], count: int) -> list[list[int]]:
+    runner = PagedRunner(model, prompts, block_size=16)
+    runner.adapter_slots = adapter_slots
+    spans = [Span(row, 0, len(prompt)) for row, prompt in enumerate(prompts)]
+    for _ in range(count):
+        logits = runner.step(*spans)
+        last = torch.tensor([span.end - span.start for span in spans]).cumsum(0) - 1
+        for sequence, token in zip(runner.sequences, logits[last].argmax(-1).tolist(), strict=True):
+            sequence.append(token)
+        spans = [Span(row, len(sequence) - 1, len(sequence)) for row, sequence in enumerate(runner.sequences)]
+    return [sequence[len(prompt) :] for sequence, prompt in zip(runner.sequences, prompts, strict=True)]
+
+
+def test_64_prompts_of_mixed_adapters_continue_as_merged_models_do(make: Callable[[str], Made]) -> None:
+    made, count = make("llama-gqa-untied-32"), 8
+    model, _ = made.load()
+    generator = torch.Generator().manual_seed(9)
+    prompts = [torch.randint(3, VOCAB_SIZE, (3 + i % 17,), generator=generator).tolist() for i in range(64)]
+    slots = [i % (NUM_ADAPTERS + 1) for i in range(64)]
+    together = greedy(model, prompts, slots, count)
+    for number, (prompt, slot) in enumerate(zip(prompts, slots, strict=True)):
+        assert greedy(model, [prompt], [slot], count) == [together[number]]
+    for slot in range(NUM_ADAPTERS + 1):
+        merged = made.merged(slot)
+        for number in range(slot, 64, NUM_ADAPTERS + 1):
+            expected = merged.generate(
+                torch.tensor([prompts[number]]), do_sample=False, max_new_tokens=count, min_new_tokens=count,
+                eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+            assert together[number] == expected[0, len(prompts[number]) :].tolist()
+
+
+def test_a_slot_is_emptied_and_filled_anew(make: Callable[[str], Made]) -> None:
+    made = make("qwen3")
+    model, slots = made.load()
+    before = slots.num_bytes
+    plain, first = (make_runner(model, [slot]).step(Span(0, 0, 9)) for slot in (0, 1))
+    assert not torch.allclose(plain, first)
+    slots.put(0, None)
+    assert torch.equal(make_runner(model, [1]).step(Span(0, 0, 9)), plain)
+    assert 0 < slots.num_bytes < before
+    slots.put(0, slots.load(made.adapters[0], read_adapter(made.adapters[0]).digest))
+    assert torch.equal(make_runner(model, [1]).step(Span(0, 0, 9)), first)
+    assert slots.num_bytes == before
+    slots.clear()
+    assert torch.equal(make_runner(model, [3]).step(Span(0, 0, 9)), plain)
+    assert slots.num_bytes == 0
+
+
+def test_adapters_of_some_layers_take_the_memory_of_those(make: Callable[[str], Made], tmp_path: Path) -> None:
+    made = make("llama-gqa-untied-32")
+    _, slots = made.load(torch.bfloat16)
+    some = make_adapter(tmp_path, made.merged(0), rank=8, targets=("q_proj",))
+    slots.clear()
+    slots.put(1, slots.load(some, read_adapter(some).digest))
+    assert slots.num_bytes == read_adapter(some).num_parameters * 2
+
+
+def failure_of(slots: AdapterSlots, directory: Path) -> str:
+    with pytest.raises(UnusableAdapterError) as caught:
+        slots.load(directory, read_adapter(directory).digest)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_an_adapter_of_another_model_is_refused(make: Callable[[str], Made], tmp_path: Path) -> None:
+    _, slots = make("llama-gqa-untied-32").load()
+    assert "has 192 inputs and 160 outputs; this model has 192 and 128" in failure_of(
+        slots, make("llama-mqa-80").adapters[0]
+    )
+    assert "which is no linear layer of this model (LlamaForCausalLM) that takes adapters" in failure_of(
+        slots, make("opt-pre-norm-32").adapters[0]
+    )
+
+
+def test_a_rank_above_the_maximum_is_refused(make: Callable[[str], Made]) -> None:
+    made = make("llama-gqa-untied-32")
+    model = load_model(made.directory, device=CPU, dtype=torch.float32)
+    assert "has rank 8; this worker takes at most 4, see --max-adapter-rank" in failure_of(
+        AdapterSlots(model, 1, 4), made.adapters[0]
+    )
+
+
+def test_numbers_that_are_not_finite_are_refused(make: Callable[[str], Made], tmp_path: Path) -> None:
+    made = make("llama-gqa-untied-32")
+    _, slots = made.load()
+    directory = make_adapter(tmp_path, made.merged(0), targets=ATTENTION)
+    file = directory / "adapter_model.safetensors"
+    tensors = load_file(file)
+    next(iter(tensors.values()))[0, 0] = torch.inf
+    save_file(tensors, file)
+    assert "has numbers not finite" in failure_of(slots, directory)
+
+
+def test_files_of_another_digest_are_refused(make: Callable[[str], Made]) -> None:
+    made = make("llama-gqa-untied-32")
+    _, slots = made.load()
+    with pytest.raises(UnusableAdapterError, match="have changed"):
+        slots.load(made.adapters[0], read_adapter(made.adapters[1]).digest)

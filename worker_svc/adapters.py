@@ -1,0 +1,168 @@
+"""The LoRA adapters that a worker holds in its memory, by slot (ADR 0054).
+
+The scheduler decides which adapter is in which slot. A load reads the files and packs the tensors beside the steps;
+then they are put into the slot between two steps.
+"""
+
+import ctypes
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kernels.cpu.library import LibraryUnavailableError, find_open_mp
+from kernels.low_rank import LowRank
+from quire import clock
+from quire.adapters import WEIGHTS_FILE, AdaptedModule, Adapter, UnusableAdapterError, check_digest, read_adapter
+from worker_svc.layers.experts import Experts
+from worker_svc.layers.linear import Linear
+from worker_svc.models.base import CausalLM, NativeCausalLM
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """An adapter in memory, ready to be put into a slot: what each linear layer of the model has of it."""
+
+    adapter: Adapter
+    packed: tuple[tuple[Linear, Any], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(linear.adapters.num_bytes(packed) for linear, packed in self.packed)
+
+
+class AdapterSlots:
+    """The slots of one model, and the adapters in them. `start_load` may be called in any thread; the rest belongs to
+    the thread that runs the steps.
+
+    Args:
+        max_adapters: the number of slots.
+        max_rank: of any adapter.
+    """
+
+    def __init__(self, model: CausalLM, max_adapters: int, max_rank: int) -> None:
+        self._max_rank = max_rank
+        self._architecture = model.architecture
+        self._base_prefix = model.base_prefix if isinstance(model, NativeCausalLM) else ""
+        self._linears = adapted_linears(model)
+        for linear in self._linears:
+            linear.accept_adapters(model.token_slots, max_adapters, max_rank)
+        self._parts = {name: shape for linear in self._linears for name, shape in linear.adapted_modules.items()}
+        self._loaded: list[LoadedAdapter | None] = [None] * max_adapters
+        self._reader = ThreadPoolExecutor(1, "adapters", initializer=_use_one_thread)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the adapters in all slots take."""
+        return sum(each.num_bytes for each in self._loaded if each is not None)
+
+    def start_load(self, directory: Path, digest: bytes) -> "Future[LoadedAdapter]":
+        """`load` in a thread of its own, one after the other."""
+        return self._reader.submit(self.load, directory, digest)
+
+    def load(self, directory: Path, digest: bytes) -> LoadedAdapter:
+        """Reads an adapter for this model.
+
+        Raises:
+            UnusableAdapterError: its files are damaged, of another digest, or of another model.
+        """
+        started = clock.monotonic()
+        adapter = read_adapter(directory)
+        check_digest(adapter, digest)
+        if adapter.rank > self._max_rank:
+            raise UnusableAdapterError(
+                f"adapter {directory} has rank {adapter.rank}; this worker takes at most {self._max_rank}, "
+                "see --max-adapter-rank"
+            )
+        modules = {self._name_of(name, module, adapter): name for name, module in adapter.modules.items()}
+        file = directory / WEIGHTS_FILE
+        try:
+            with safe_open(file, framework="pt") as opened, torch.inference_mode():
+                packed = tuple(self._pack(linear, modules, adapter, opened) for linear in self._linears)
+        except (SafetensorError, OSError) as error:
+            raise UnusableAdapterError(f"{file}: damaged or truncated safetensors file: {error}") from error
+        loaded = LoadedAdapter(adapter, tuple(each for each in packed if each is not None))
+        _logger.info(
+            "adapter %s of rank %d is loaded: %.1f MiB in %.2f s",
+            directory,
+            adapter.rank,
+            loaded.num_bytes / 2**20,
+            clock.monotonic() - started,
+        )
+        return loaded
+
+    @torch.inference_mode()
+    def put(self, slot: int, loaded: LoadedAdapter | None) -> None:
+        """Replaces the adapter of a slot, which no row of a later step uses; None empties it."""
+        before = self._loaded[slot]
+        for linear, _ in () if before is None else before.packed:
+            linear.adapters.put(slot + 1, None)
+        for linear, packed in () if loaded is None else loaded.packed:
+            linear.adapters.put(slot + 1, packed)
+        self._loaded[slot] = loaded
+
+    def clear(self) -> None:
+        """Empties all slots."""
+        for slot in range(len(self._loaded)):
+            self.put(slot, None)
+
+    def _name_of(self, name: str, module: AdaptedModule, adapter: Adapter) -> str:
+        """The name of a module in the model; an adapter of the base model alone lacks the prefix."""
+        name = name if name in self._parts else f"{self._base_prefix}{name}"
+        shape = self._parts.get(name)
+        if shape is None:
+            raise UnusableAdapterError(
+                f"adapter {adapter.directory} adapts {name}, which is no linear layer of this model "
+                f"({self._architecture}) that takes adapters: experts do not, or it is of another model"
+            )
+        if shape != (module.num_inputs, module.num_outputs):
+            raise UnusableAdapterError(
+                f"adapter {adapter.directory}: {name} has {module.num_inputs} inputs and {module.num_outputs} outputs; "
+                f"this model has {shape[0]} and {shape[1]}: the adapter is of another one"
+            )
+        return name
+
+    def _pack(
+        self, linear: Linear, modules: Mapping[str, str], adapter: Adapter, opened: Any
+    ) -> tuple[Linear, Any] | None:
+        def tensor(name: str, side: str) -> torch.Tensor:
+            found = opened.get_tensor(f"base_model.model.{name}.lora_{side}.weight").float()
+            if not found.isfinite().all():
+                raise UnusableAdapterError(f"adapter {adapter.directory}: lora_{side} of {name} has numbers not finite")
+            return found
+
+        def part(name: str) -> LowRank:
+            return LowRank(tensor(name, "A"), tensor(name, "B"), adapter.modules[name].scale)
+
+        parts = [part(modules[name]) if name in modules else None for name in linear.adapted_modules]
+        if all(each is None for each in parts):
+            return None
+        return linear, linear.adapters.pack(linear.of_rank(parts))
+
+
+def takes_adapters(model: CausalLM) -> bool:
+    """Whether its linear layers are Quire's own."""
+    return isinstance(model, NativeCausalLM)
+
+
+def adapted_linears(model: CausalLM) -> tuple[Linear, ...]:
+    """The linear layers between the embedding and the head, except those of experts, which only compute some tokens."""
+    assert isinstance(model, NativeCausalLM)
+    modules = list(model.layers.modules())
+    of_experts = {id(each) for experts in modules if isinstance(experts, Experts) for each in experts.modules()}
+    return tuple(module for module in modules if isinstance(module, Linear) and id(module) not in of_experts)
+
+
+def _use_one_thread() -> None:
+    """Operations of the calling thread use no other threads: those of the steps would lose their processors to them."""
+    torch.get_num_threads()  # Otherwise torch would set it anew at the first operation.
+    with suppress(LibraryUnavailableError, OSError, AttributeError):
+        ctypes.CDLL(str(find_open_mp())).omp_set_num_threads(1)
