@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from quire.client import ChatMessage, Client, QuireError, Stream
 from quire.settings import load_settings, setting
@@ -20,6 +20,7 @@ PROGRAM = "quire chat"
 _HELP = "/exit leaves, /reset forgets the conversation, Ctrl-C stops an answer"
 # One word and nothing else: a message may begin with a path.
 _COMMAND = re.compile(r"/\w*")
+_WAIT_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,14 @@ def _pieces(stream: Stream) -> Iterator[str]:
             pieces.put(error)
 
     threading.Thread(target=read, name="answer", daemon=True).start()
-    while (piece := pieces.get()) is not None:
+    while (piece := _next_of(pieces)) is not None:
         if isinstance(piece, Exception):
             raise piece
         yield piece
+
+
+def _next_of(pieces: SimpleQueue[str | Exception | None]) -> str | Exception | None:
+    """Waits in short parts: a signal that comes just before one is only looked at after it."""
+    while True:
+        with suppress(Empty):
+            return pieces.get(timeout=_WAIT_S)
