@@ -67,7 +67,7 @@ def with_quantized_weights(checkpoint: Checkpoint, described: ModelDirectory) ->
         return checkpoint
     config = _Configuration(described.path / "config.json", fields)
     read = _READERS[config.one_of("quant_method", _READERS)]
-    left_out = config.get("modules_to_not_convert", "ignore") or ()
+    left_out = config.names("modules_to_not_convert") + config.names("ignore")
     tensors = dict(checkpoint.tensors)
     for name, stored in checkpoint.tensors.items():
         owner, _, kind = name.rpartition(".")
@@ -114,6 +114,18 @@ class _Configuration:
             raise self.error(field, value, f"supported: {', '.join(map(str, supported))}")
         return value
 
+    def names(self, field: str) -> list[str]:
+        """Of modules, expressions among them."""
+        names = self.get(field) or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise self.error(field, names, "expected a list of names")
+        for expression in (name.removeprefix("re:") for name in names if name.startswith("re:")):
+            try:
+                re.compile(expression)
+            except re.error as error:
+                raise self.error(field, expression, f"this is no regular expression ({error})") from error
+        return names
+
     def part(self, field: str) -> "_Configuration":
         return _Configuration(self.file, self.get(field) or {}, f"{self.name}.{field}")
 
@@ -146,7 +158,11 @@ class _Module:
         return f"{self.name}.{kind}" in self._tensors
 
     def tensor(self, kind: str, dtypes: Collection[str], *shapes: tuple[int | None, ...]) -> StoredTensor:
-        """One of its tensors, of one of these dtypes and shapes, where None is any size. Raises ConfigurationError."""
+        """One of its tensors, of one of these dtypes and shapes, where None is any size but 0.
+
+        Raises:
+            ConfigurationError: it is missing, or of another dtype or shape.
+        """
         name = f"{self.name}.{kind}"
         if name not in self._tensors:
             raise ConfigurationError(f"{self.config.file.parent}: tensor {name} is missing from the safetensors files")
@@ -158,7 +174,7 @@ class _Module:
             )
         for shape in shapes:
             sizes = zip(stored.shape, shape, strict=False)
-            if len(shape) == len(stored.shape) and all(wanted in (None, size) for size, wanted in sizes):
+            if len(shape) == len(stored.shape) and all(size == (wanted or max(size, 1)) for size, wanted in sizes):
                 return stored
         expected = " or ".join(str(["any" if size is None else size for size in shape]) for shape in shapes)
         raise ConfigurationError(f"{stored.file}: tensor {name} has shape {list(stored.shape)}; expected {expected}")
@@ -300,7 +316,7 @@ def _block_of(config: _Configuration, field: str) -> _Block | None:
 def _of_octets(module: _Module, weight: StoredTensor, kind: str, block: _Block | None) -> QuantizedWeight:
     """A weight of a byte a number, with a scale for each block, or one for all."""
     shape, has_one = weight.shape, block is None
-    block = block or _Block(*shape)
+    block = _Block(*shape) if block is None else _Block(min(block.outputs, shape[0]), min(block.inputs, shape[1]))
     grid = block.grid(shape)
     scales = module.tensor(kind, _FLOATS, grid, *([(1,), ()] if has_one else []))
     rows, of_blocks = _octets(weight), lambda: scales.read().view(grid)
@@ -380,7 +396,7 @@ def _scheme_of(module: _Module) -> _Configuration:
     schemes = [groups.part(name) for name in groups.fields]
     for is_of_all in (False, True):
         for scheme in schemes:
-            for target in scheme.get("targets") or ():
+            for target in scheme.names("targets"):
                 if target == "Linear" if is_of_all else _is_meant(target, module.name):
                     return scheme
     raise module.error(f"is quantized, but is in no group of {groups.name}")

@@ -233,6 +233,12 @@ SCALES = torch.ones(8, 256, dtype=torch.float16)
         ("pack-4-group", "weight_shape", torch.tensor([256, 4]), "has weight_shape [256, 4], and weight_packed has"),
         ("pack-4-group", "weight_scale", None, f"tensor {PROJECTION}.weight_scale is missing"),
         ("pack-4-zeros", "weight_zero_point", None, f"tensor {PROJECTION}.weight_zero_point is missing"),
+        (
+            "int-tensor",
+            "weight",
+            torch.zeros(0, 0, dtype=torch.int8),
+            "weight has shape [0, 0]; expected ['any', 'any']",
+        ),
         ("float-channel", "weight_scale", torch.ones(3, 1), "weight_scale has shape [3, 1]; expected [256, 1]"),
         ("float-tensor", "weight_scale", torch.ones(3), "has shape [3]; expected [1, 1] or [1] or []"),
         ("fp8-block", "weight", torch.full((256, 512), 255, dtype=torch.uint8).view(torch.float8_e4m3fn), "has NaN"),
@@ -276,6 +282,8 @@ def test_files_that_contradict_the_configuration_are_refused(
         ("pack-4-group", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights are not read"),
         ("pack-4-group", {"transform_config": {"config_groups": {"R1": {}}}}, "rotated weights are not read"),
         ("pack-4-group", {"ignore": ["re:.*self_attn.*"]}, "is quantized, but quantization_config says that"),
+        ("pack-4-group", {"ignore": "lm_head"}, "ignore is 'lm_head'; expected a list of names"),
+        ("pack-4-group", {"ignore": ["re:("]}, "ignore is '('; this is no regular expression"),
         ("fp8-block", {"weight_block_size": [128]}, "weight_block_size is [128]; expected the outputs and the inputs"),
     ],
 )
