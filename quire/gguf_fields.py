@@ -2,7 +2,8 @@
 llama.cpp's converter names them. What a file cannot say is found by reading back and comparing with the model."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -22,6 +23,7 @@ _ARCHITECTURES = {
     "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Phi3ForCausalLM": "phi3",
     "GPT2LMHeadModel": "gpt2",
 }
 _NUMBERS = {
@@ -51,6 +53,8 @@ _NOT_COMPARED = {
     "rope_scaling",
     "rope_theta",
     "rope_parameters",
+    "partial_rotary_factor",
+    "pad_token_id",
 }
 _NULL = {"head_dim", "num_key_value_heads", "n_inner", "bos_token_id"}
 _OF_YARN = {
@@ -59,6 +63,7 @@ _OF_YARN = {
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
 }
+_LONG_ROPE = ("longrope", "su")
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 # How a text is split is known by the tokens of these; those of the second kind decide between equals.
 _TEXTS = (
@@ -109,13 +114,17 @@ def check_read_back(model: ModelDirectory, header: GgufHeader) -> None:
         raise _error(model, f"a GGUF file cannot say that each of the tokens {missing} ends a text")
 
 
-def rotation_factors(model: ModelDirectory) -> list[float] | None:
-    """What frequencies are divided by, which is a tensor of the file; None where fields say all."""
+def rotation_factors(model: ModelDirectory) -> Mapping[str, Sequence[float]]:
+    """What frequencies are divided by, by the names of tensors of the file; empty where fields say all."""
     rope = _rope_section(model.config)
-    if rope.get("rope_type", rope.get("type")) != "llama3":
-        return None
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind in _LONG_ROPE:
+        return {f"rope_factors_{each}.weight": rope[f"{each}_factor"] for each in ("long", "short")}
+    if kind != "llama3":
+        return {}
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return list(llama_3_factors(_theta(model.config), _head_dim(model.config), *(rope[name] for name in names)))
+    factors = llama_3_factors(_theta(model.config), _head_dim(model.config), *(rope[name] for name in names))
+    return {"rope_freqs.weight": list(factors)}
 
 
 def _error(model: ModelDirectory, problem: str) -> ConfigurationError:
@@ -138,11 +147,18 @@ def _theta(config: Mapping[str, Any]) -> float:
 def _rotation(model: ModelDirectory) -> dict[str, Any]:
     config, rope, size = model.config, _rope_section(model.config), _head_dim(model.config)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    fields = {"rope.freq_base": _theta(config), "rope.dimension_count": size}
+    rotated = int(size * rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
+    fields: dict[str, Any] = {"rope.freq_base": _theta(config), "rope.dimension_count": rotated}
     fields |= {"attention.key_length": size, "attention.value_length": size}
     if of_windows := (config.get("rope_parameters") or {}).get("sliding_attention"):
         fields["rope.freq_base_swa"] = float(of_windows["rope_theta"])
         fields["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
+    if model.architecture == "Phi3ForCausalLM":
+        original, length = config.get("original_max_position_embeddings", 4096), config["max_position_embeddings"]
+        fields["rope.scaling.original_context_length"] = original
+        if kind in _LONG_ROPE:
+            growth = math.log(max(rope.get("factor") or length / original, 1)) / math.log(original)
+            return fields | {"rope.scaling.attn_factor": float(rope.get("attention_factor") or math.sqrt(1 + growth))}
     if kind in ("default", "llama3"):
         return fields
     names = {"factor": "factor"} | (_OF_YARN if kind == "yarn" else {})

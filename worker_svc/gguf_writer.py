@@ -63,8 +63,8 @@ def write_gguf(directory: Path, file: Path, format: str, progress: Progress) -> 
     tensors = _tensors(model, metadata["general.architecture"], format)
     described = {each.name: GgufTensor(each.name, each.kind, each.shape, file, 0, 0) for each in tensors}
     check_read_back(model, GgufHeader(file, metadata, described))
-    if (factors := rotation_factors(model)) is not None:
-        tensors.insert(0, _Tensor("rope_freqs.weight", (len(factors),), lambda: np.array(factors, np.float32)))
+    for name, factors in rotation_factors(model).items():
+        tensors.insert(0, _Tensor(name, (len(factors),), lambda factors=factors: np.array(factors, np.float32)))
     writer = gguf.GGUFWriter(None, metadata.pop("general.architecture"))
     writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if format == 'F32' else 'MOSTLY'}_{format}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)

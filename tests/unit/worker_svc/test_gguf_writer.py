@@ -43,11 +43,7 @@ def tokenizer_of(path: Path) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_buffer(ModelDirectory.open(path).tokenizer_json())
 
 
-# Phi-3 is read from files and not written.
-WRITTEN = ["llama", "qwen2", "qwen3", "gpt2", *(family for family in FURTHER if not family.startswith("phi3"))]
-
-
-@pytest.mark.parametrize("family", WRITTEN)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2", *FURTHER])
 def test_a_file_has_the_weights_and_tokens_of_its_directory(tmp_path: Path, family: str) -> None:
     make(tmp_path / "model", family)
     file = write(tmp_path / "model", tmp_path / "m.gguf", "F32")
