@@ -249,6 +249,27 @@ def test_windows_that_make_no_sense_are_refused(fields: dict[str, Any], message:
         Qwen2ForCausalLM.from_config(config, Placement(CPU, torch.float32))
 
 
+def test_gemma_3_as_transformers_4_wrote_it() -> None:
+    written: dict[str, Any] = {
+        "num_hidden_layers": 7,
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window_pattern": 3,
+    }
+    expected, config = Gemma3TextConfig(**written), Gemma3ForCausalLM.read_config(written)
+    assert config.sliding_rope is not None
+    for rope, kind in ((config.rope, "full_attention"), (config.sliding_rope, "sliding_attention")):
+        section = expected.rope_parameters[kind]
+        assert (rope.rope_type, rope.theta) == (section["rope_type"], section["rope_theta"])
+    assert config.rope.fields.number("factor") == 8
+    # Its positions are those of the scaled rotation.
+    assert config.max_model_len == expected.max_position_embeddings
+    assert [window is not None for window in config.sliding_windows] == [
+        kind == "sliding_attention" for kind in expected.layer_types or ()
+    ]
+
+
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
 
 
