@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.cpu_kernels import ISAS
 from worker_svc.layers.experts import Experts, ExpertsConfig, GatedMlp
 from worker_svc.layers.linear import Linear
 from worker_svc.parallel.ranks import Ranks
@@ -14,6 +15,8 @@ from worker_svc.weights import Loadable, MadeTensors, Placement, Quantization, T
 HIDDEN, INNER, COUNT = 64, 96, 6
 CONFIG = ExpertsConfig(count=COUNT, num_chosen=3, inner_size=INNER, normalized=True, shared_inner_size=32)
 CPU = torch.device("cpu")
+
+needs_library = pytest.mark.skipif(not ISAS, reason="there is no library of kernels for the CPU, which promises it")
 
 
 def make_tensor(spec: TensorSpec) -> torch.Tensor:
@@ -72,6 +75,7 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(num_chosen: int, normalize
     torch.testing.assert_close(make_experts(config)(x).double(), plain(config, x), rtol=1e-5, atol=1e-5)
 
 
+@needs_library
 @pytest.mark.parametrize("quantization", Quantization)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_is_the_same_whatever_is_beside_it(dtype: torch.dtype, quantization: Quantization) -> None:
@@ -103,6 +107,7 @@ def test_the_parts_of_all_ranks_make_up_the_whole(size: int) -> None:
     torch.testing.assert_close(torch.stack(parts).sum(0), make_experts()(x), rtol=1e-5, atol=1e-5)
 
 
+@needs_library
 def test_a_token_that_is_not_finite_stays_alone() -> None:
     experts, x = make_experts(), make_tokens(5)
     expected = experts(x)
