@@ -159,7 +159,9 @@ class GgufWeight:
         step = max(_CHUNK_ELEMENTS // shape[-1], 1)
 
         def bring(start: int) -> None:
-            result[start : start + step] = gguf.dequantize(rows[start : start + step], kind)
+            # A scale may be NaN, in a damaged file.
+            with np.errstate(all="ignore"):
+                result[start : start + step] = gguf.dequantize(rows[start : start + step], kind)
 
         with ThreadPoolExecutor(num_processors()) as threads:
             list(threads.map(bring, range(0, rows.shape[0], step)))

@@ -220,7 +220,9 @@ def _read_header(file: Path) -> dict[str, _SafeTensor]:
                 entry = opened.get_slice(name)
                 tensors[name] = _SafeTensor(file, name, entry.get_dtype(), tuple(entry.get_shape()), entry)
     except (SafetensorError, OSError) as error:
-        raise ConfigurationError(f"{file}: damaged or truncated safetensors file: {error}") from error
+        # It quotes the file.
+        said = repr(str(error))[1:-1]
+        raise ConfigurationError(f"{file}: damaged or truncated safetensors file: {said:.300}") from error
     return tensors
 
 
