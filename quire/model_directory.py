@@ -34,7 +34,8 @@ _EXPECTED = (
     f"{EMBEDDED_MODEL}, the embedded model and the default"
 )
 _HUB_NAME = re.compile(
-    r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(?:(?P<file>/[\w./-]+\.gguf)|:(?P<quantization>[\w.-]+))?(?:@(?P<revision>\w[\w./-]*))?",
+    r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)"
+    r"(?:(?P<file>/[\w./-]+\.gguf)|:(?P<quantization>[\w.-]+))?(?:@(?P<revision>\w[\w./-]*))?",
     re.ASCII,
 )
 
