@@ -46,14 +46,21 @@ struct LowRank<BF16> {
   static Vec add(Vec sum, Vec a, Vec b) { return Lanes<Pairs<BF16>>::add(sum, a, b); }
 };
 
-// kCount lines of A by a token.
-template <class T, int kCount>
-inline void shrink_lines(const T* a, const T* x, int64_t n, float scale, typename LowRank<T>::Shrunk* to) {
+// kCount lines of A by a token. As many lines from `ahead` on are prefetched meanwhile, where it is not null.
+template <class T, int kCount, bool kAhead>
+inline void shrink_lines(const T* a, const T* ahead, const T* x, int64_t n, float scale,
+                         typename LowRank<T>::Shrunk* to) {
   using Words = LowRank<T>;
   constexpr int64_t kInLine = kCacheLine / sizeof(T), kInVector = kWidth * Words::kNumbers;
   Vec sums[kCount];
   for (int i = 0; i < kCount; ++i) sums[i] = zero();
   for (int64_t k = 0; k < n; k += kInLine) {
+    if constexpr (kAhead) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kCount; ++i)
+        prefetch<kSecondCache>(ahead + i / kLinesOfGroup * kLinesOfGroup * n + k * kLinesOfGroup +
+                               i % kLinesOfGroup * kInLine);
+    }
 #pragma GCC unroll 2
     for (int64_t v = 0; v < kInLine; v += kInVector) {
       const Vec words = Words::load_words(x + k + v);
@@ -69,34 +76,51 @@ inline void shrink_lines(const T* a, const T* x, int64_t n, float scale, typenam
   store(to, load(lines) * set1(scale), kCount);
 }
 
+template <class T, int kCount>
+inline void shrink_some(const T* a, const T* ahead, const T* x, int64_t n, float scale,
+                        typename LowRank<T>::Shrunk* to) {
+  if (ahead == nullptr)
+    shrink_lines<T, kCount, false>(a, ahead, x, n, scale, to);
+  else
+    shrink_lines<T, kCount, true>(a, ahead, x, n, scale, to);
+}
+
+// The lines of A are read from memory once, by the first token that has the adapter. Those of the next token's adapter
+// are prefetched meanwhile, unless a token before has it.
 template <class T>
 void shrink_as(const ShrinkArgs& args, int64_t begin, int64_t end) {
   using Shrunk = typename LowRank<T>::Shrunk;
+  const int64_t units = units_of_token(args), chunks = units / args.num_parts, n = args.in_features;
+  uint64_t seen = 1;
+  auto bit = [](int64_t slot) { return slot < 64 ? uint64_t{1} << slot : 0; };
   for (int64_t unit = begin; unit < end;) {
-    const int64_t token = unit / units_of_token(args), within = unit % units_of_token(args);
-    const int64_t slot = args.slots[token];
-    if (slot == 0) {
-      unit += units_of_token(args) - within;
-      continue;
-    }
-    ++unit;
-    const int64_t chunks = units_of_token(args) / args.num_parts;
-    const LowRankPart& part = args.parts[slot * args.num_parts + within / chunks];
-    const int64_t first = within % chunks * kLinesOfUnit;
-    const int64_t last = first + kLinesOfUnit < part.rank ? first + kLinesOfUnit : part.rank;
+    const int64_t token = unit / units, slot = args.slots[token],
+                  last = (token + 1) * units < end ? (token + 1) * units : end;
+    const int64_t next = last < end ? args.slots[token + 1] : 0;
+    seen |= bit(slot);
     const T* x = static_cast<const T*>(args.x) + token * args.x_stride;
-    Shrunk* to = static_cast<Shrunk*>(args.shrunk) + token * args.shrunk_stride + part.column;
-    const float scale = static_cast<float>(part.scale);
-    for (int64_t line = first; line < last;) {
-      const T* a = static_cast<const T*>(part.a) + line * args.in_features;
-      if (last - line >= kShrunkAtOnce) {
-        shrink_lines<T, kShrunkAtOnce>(a, x, args.in_features, scale, to + line);
-        line += kShrunkAtOnce;
-      } else {
-        shrink_lines<T, kLinesOfGroup>(a, x, args.in_features, scale, to + line);
-        line += kLinesOfGroup;
+    for (; unit < last && slot != 0; ++unit) {
+      const int64_t within = unit - token * units, number = within / chunks;
+      const LowRankPart &part = args.parts[slot * args.num_parts + number],
+                        &after = args.parts[next * args.num_parts + number];
+      const int64_t after_rank = (seen & bit(next)) != 0 ? 0 : after.rank;
+      const int64_t first = within % chunks * kLinesOfUnit;
+      const int64_t count = part.rank - first < kLinesOfUnit ? part.rank - first : kLinesOfUnit;
+      Shrunk* to = static_cast<Shrunk*>(args.shrunk) + token * args.shrunk_stride + part.column;
+      const float scale = static_cast<float>(part.scale);
+      for (int64_t line = first; line < first + count;) {
+        const bool many = first + count - line >= kShrunkAtOnce;
+        const int64_t step = many ? kShrunkAtOnce : kLinesOfGroup;
+        const T* a = static_cast<const T*>(part.a) + line * n;
+        const T* ahead = line + step <= after_rank ? static_cast<const T*>(after.a) + line * n : nullptr;
+        if (many)
+          shrink_some<T, kShrunkAtOnce>(a, ahead, x, n, scale, to + line);
+        else
+          shrink_some<T, kLinesOfGroup>(a, ahead, x, n, scale, to + line);
+        line += step;
       }
     }
+    unit = last;
   }
 }
 
@@ -115,19 +139,23 @@ bool low_rank_sums_as(const ProductArgs& args, int64_t panel, int64_t token, flo
   bool found = false;
   for (int64_t half = 0; half < kPanel / kTile; ++half) {
     const int64_t tile = tile_of(args, panel, half);
-    Vec lanes[kVectorsOfTile];
-    for (int i = 0; i < kVectorsOfTile; ++i) lanes[i] = zero();
+    // Of every other word: a sum does not wait for the one before it.
+    Vec lanes[2][kVectorsOfTile];
+    for (int i = 0; i < kVectorsOfTile; ++i) lanes[0][i] = lanes[1][i] = zero();
     for (const LowRankPart* part = parts; part < parts + args.num_parts; ++part) {
       if (!has_tile(*part, tile)) continue;
       found = true;
       const T* b = static_cast<const T*>(part->b) + (tile - part->first_tile) * part->rank * kTile;
-      for (int64_t k = 0; k < part->rank; k += Words::kNumbers, b += kTile * Words::kNumbers) {
-        const Vec word = Words::word(shrunk + part->column + k);
-        for (int i = 0; i < kVectorsOfTile; ++i)
-          lanes[i] = Words::add(lanes[i], Words::load_words(b + i * kWidth * Words::kNumbers), word);
+      for (int64_t k = 0; k < part->rank; k += 2 * Words::kNumbers) {
+#pragma GCC unroll 2
+        for (int turn = 0; turn < 2; ++turn, b += kTile * Words::kNumbers) {
+          const Vec word = Words::word(shrunk + part->column + k + turn * Words::kNumbers);
+          for (int i = 0; i < kVectorsOfTile; ++i)
+            lanes[turn][i] = Words::add(lanes[turn][i], Words::load_words(b + i * kWidth * Words::kNumbers), word);
+        }
       }
     }
-    for (int i = 0; i < kVectorsOfTile; ++i) store(sums + half * kTile + i * kWidth, lanes[i]);
+    for (int i = 0; i < kVectorsOfTile; ++i) store(sums + half * kTile + i * kWidth, lanes[0][i] + lanes[1][i]);
   }
   return found;
 }
