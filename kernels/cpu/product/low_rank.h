@@ -99,17 +99,18 @@ void shrink_as(const ShrinkArgs& args, int64_t begin, int64_t end) {
     const int64_t next = last < end ? args.slots[token + 1] : 0;
     seen |= bit(slot);
     const T* x = static_cast<const T*>(args.x) + token * args.x_stride;
-    for (; unit < last && slot != 0; ++unit) {
-      const int64_t within = unit - token * units, number = within / chunks;
+    while (unit < last && slot != 0) {
+      const int64_t number = (unit - token * units) / chunks, first_unit = token * units + number * chunks;
       const LowRankPart &part = args.parts[slot * args.num_parts + number],
                         &after = args.parts[next * args.num_parts + number];
       const int64_t after_rank = (seen & bit(next)) != 0 ? 0 : after.rank;
-      const int64_t first = within % chunks * kLinesOfUnit;
-      const int64_t count = part.rank - first < kLinesOfUnit ? part.rank - first : kLinesOfUnit;
       Shrunk* to = static_cast<Shrunk*>(args.shrunk) + token * args.shrunk_stride + part.column;
       const float scale = static_cast<float>(part.scale);
-      for (int64_t line = first; line < first + count;) {
-        const bool many = first + count - line >= kShrunkAtOnce;
+      const int64_t end_of_part = last < first_unit + chunks ? last : first_unit + chunks;
+      int64_t line = (unit - first_unit) * kLinesOfUnit;
+      const int64_t limit = (end_of_part - first_unit) * kLinesOfUnit, end_line = part.rank < limit ? part.rank : limit;
+      while (line < end_line) {
+        const bool many = end_line - line >= kShrunkAtOnce;
         const int64_t step = many ? kShrunkAtOnce : kLinesOfGroup;
         const T* a = static_cast<const T*>(part.a) + line * n;
         const T* ahead = line + step <= after_rank ? static_cast<const T*>(after.a) + line * n : nullptr;
@@ -119,6 +120,7 @@ void shrink_as(const ShrinkArgs& args, int64_t begin, int64_t end) {
           shrink_some<T, kLinesOfGroup>(a, ahead, x, n, scale, to + line);
         line += step;
       }
+      unit = end_of_part;
     }
     unit = last;
   }
