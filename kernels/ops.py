@@ -43,8 +43,8 @@ from kernels.checks import (
     check_write,
 )
 from kernels.cpu.bindings import CpuKernels
+from kernels.cpu.low_rank import TokenAddends
 from kernels.draw_rules import DrawRules
-from kernels.low_rank import TokenAddends
 from kernels.packed_weight import ACTIVATIONS, GATES, CodedWeight, Coding, PackedWeight, Rounding
 
 

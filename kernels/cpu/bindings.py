@@ -44,8 +44,8 @@ from kernels.cpu.library import (
     coded_panel_bytes,
 )
 from kernels.cpu.library import Grouping as GroupingArgs
+from kernels.cpu.low_rank import TokenAddends
 from kernels.draw_rules import DrawRules
-from kernels.low_rank import TokenAddends
 from kernels.packed_weight import ACTIVATIONS, GATES, CodedWeight, Grouping, PackedWeight, Rounding
 from kernels.reference import ScoreRule
 

@@ -28,8 +28,9 @@ import torch
 from torch.nn import functional
 
 from kernels import ops
+from kernels.cpu.low_rank import PackedTable, TokenAddends
 from kernels.int8 import quantize
-from kernels.low_rank import LowRank, LowRankTable, MaskedTable, PackedTable, TokenAddends
+from kernels.low_rank import LowRank, LowRankTable, MaskedTable
 from kernels.packed_weight import GATES, CodedWeight, PackedWeight, Rounding
 from quire.settings import ConfigurationError
 from worker_svc.parallel.ranks import Shard

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import ops
-from kernels.low_rank import LowRank, MaskedTable, PackedTable, TokenAddends
+from kernels.cpu.low_rank import PackedTable, TokenAddends
+from kernels.low_rank import LowRank, MaskedTable
 from kernels.packed_weight import Coding, Rounding
 from tests.support.coded_weights import make_coded
 from tests.support.cpu_kernels import torch_threads
