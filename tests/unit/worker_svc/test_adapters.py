@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -168,7 +169,7 @@ def test_64_prompts_of_mixed_adapters_continue_as_merged_models_do(make: Callabl
     for number, (prompt, slot) in enumerate(zip(prompts, slots, strict=True)):
         assert greedy(model, [prompt], [slot], count) == [together[number]]
     for slot in range(NUM_ADAPTERS + 1):
-        merged = made.merged(slot)
+        merged: Any = made.merged(slot)
         for number in range(slot, 64, NUM_ADAPTERS + 1):
             expected = merged.generate(
                 torch.tensor([prompts[number]]), do_sample=False, max_new_tokens=count, min_new_tokens=count,

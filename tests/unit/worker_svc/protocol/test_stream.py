@@ -156,4 +156,4 @@ async def test_a_slot_that_is_being_loaded_is_refused_at_once(device_loop: Devic
     worker, _ = make_adapted(device_loop)
     worker.load_adapter(load(1)).close()
     with pytest.raises(InvalidArgument, match="into which another adapter is being loaded"):
-        worker.load_adapter(load(1))
+        worker.load_adapter(load(1)).close()
