@@ -86,13 +86,14 @@ def test_any_shape_equals_the_sums_of_float64(
     x, weight = torch.randn(num_tokens, in_features).to(dtype), make_weight(sum(widths), in_features, dtype)
     adapters = [make_parts(in_features, widths, [data.draw(RANKS) for _ in widths], dtype) for _ in range(NUM_SLOTS)]
     slots = torch.tensor(data.draw(st.lists(st.integers(0, NUM_SLOTS), min_size=num_tokens, max_size=num_tokens)))
+    activation = "silu" if gated else "identity"
     with torch_threads(threads):
         packed = kernels.pack_weight(weight, gated, rounding)
         table = PackedTable([packed], widths, NUM_SLOTS, MAX_RANK)
         for slot, parts in enumerate(adapters, 1):
             table.put(slot, table.pack(parts))
-        actual = kernels.product(x, packed, None, "identity", torch.float32, TokenAddends(table, slots))
-        plain = kernels.product(x, packed, None, "identity", torch.float32)
+        actual = kernels.product(x, packed, None, activation, torch.float32, TokenAddends(table, slots))
+        plain = kernels.product(x, packed, None, activation, torch.float32)
     assert torch.equal(actual[slots == 0], plain[slots == 0])
     if rounding is not Rounding.NONE:
         return  # Their products are tested by themselves; the addends are those of others.
@@ -141,7 +142,7 @@ def test_a_tokens_bits_do_not_depend_on_other_tokens(isa: str) -> None:
     kernels, widths = make_kernels(isa), [96, 40, 40]
     for dtype in (torch.float32, torch.bfloat16):
         x, weight = torch.randn(67, 768).to(dtype), make_weight(176, 768, dtype)
-        for gated in (False, True):
+        for gated, activation in ((False, "identity"), (True, "silu")):
             packed = kernels.pack_weight(weight, gated, Rounding.NONE)
             table = PackedTable([packed], widths, NUM_SLOTS, MAX_RANK)
             for slot in (1, 2, 3):
@@ -149,10 +150,10 @@ def test_a_tokens_bits_do_not_depend_on_other_tokens(isa: str) -> None:
                 table.put(slot, table.pack(make_parts(768, widths, ranks, dtype)))
             slots = torch.arange(67) % 4
             with torch_threads(2):
-                together = kernels.product(x, packed, None, "identity", dtype, TokenAddends(table, slots))
+                together = kernels.product(x, packed, None, activation, dtype, TokenAddends(table, slots))
             for token in range(67):
                 one = slice(token, token + 1)
-                alone = kernels.product(x[one], packed, None, "identity", dtype, TokenAddends(table, slots[one]))
+                alone = kernels.product(x[one], packed, None, activation, dtype, TokenAddends(table, slots[one]))
                 assert torch.equal(alone, together[one])
 
 
