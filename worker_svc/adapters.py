@@ -55,7 +55,7 @@ class AdapterSlots:
         self._linears = adapted_linears(model)
         for linear in self._linears:
             linear.accept_adapters(model.token_slots, max_adapters, max_rank)
-        self._parts = {name: shape for linear in self._linears for name, shape in linear.adapted_modules.items()}
+        self._parts = {name: shape for linear in self._linears for name, shape in linear.adapted_modules}
         self._loaded: list[LoadedAdapter | None] = [None] * max_adapters
         self._reader = ThreadPoolExecutor(1, "adapters", initializer=_use_one_thread)
 
@@ -142,7 +142,7 @@ class AdapterSlots:
         def part(name: str) -> LowRank:
             return LowRank(tensor(name, "A"), tensor(name, "B"), adapter.modules[name].scale)
 
-        parts = [part(modules[name]) if name in modules else None for name in linear.adapted_modules]
+        parts = [part(modules[name]) if name in modules else None for name, _ in linear.adapted_modules]
         if all(each is None for each in parts):
             return None
         return linear, linear.adapters.pack(linear.of_rank(parts))

@@ -311,9 +311,9 @@ class Linear(Loadable):
             self._product = self._adapted = MaskedAdapted(_without_activation(self._product), table, function)
 
     @property
-    def adapted_modules(self) -> dict[str, tuple[int, int]]:
-        """The inputs and outputs of each part, by its name, in the order of `pack_adapter`."""
-        return {part.name: (self._in_features, part.out_features) for part in self._parts}
+    def adapted_modules(self) -> tuple[tuple[str, tuple[int, int]], ...]:
+        """For each part, the checkpoint's layer that it is (a part) of: the name, and the inputs and outputs."""
+        return tuple((part.name, (self._in_features, part.of or part.out_features)) for part in self._parts)
 
     @property
     def adapters(self) -> LowRankTable[Any]:

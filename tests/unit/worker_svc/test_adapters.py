@@ -30,6 +30,7 @@ FAMILIES = (
     "gpt2-tied-32",
     "opt-pre-norm-32",
     "opt-post-norm-projected-64",
+    "phi3",
 )
 NUM_ADAPTERS = 3
 STEPS = (
