@@ -160,7 +160,7 @@ class Preparations:
 
     def done(self, number: int, failure: str | None = None) -> list[RequestKey]:
         """All workers have prepared it, or found that they cannot: a constraint fails its row then, and an adapter has
-        a `failure`. Returns the requests that waited for it.
+        a `failure`. Returns the requests that waited for it, which have to end after a failure.
 
         Raises ValueError if nothing of this number is underway.
         """
@@ -172,7 +172,7 @@ class Preparations:
         if number not in self._underway:
             raise ValueError(f"preparation {number} was answered; underway are {sorted(self._underway)}")
         need, slot = self._underway[number].need, self._underway.pop(number).slot
-        keys = self._take_held(need)
+        keys = list(self._held.get(need, ()) if failure else self._take_held(need))
         if isinstance(need, Constraint):
             self._compiled[need] = None
             if len(self._compiled) > NUM_KEPT:
@@ -185,9 +185,9 @@ class Preparations:
 
     def give_up(self, number: int) -> tuple[Need, list[RequestKey]]:
         """The workers take too long for it: others take its turn. Returns what it is, and the requests that waited for
-        it. KeyError if nothing of this number is underway."""
+        it, which have to end. KeyError if nothing of this number is underway."""
         late = self._given_up[number] = self._underway.pop(number)
-        return late.need, self._take_held(late.need)
+        return late.need, list(self._held.get(late.need, ()))
 
     def refused(self, rows: Collection[int]) -> None:
         """The workers refused how these rows sample. If a constraint failed, they drop what they compiled, so all is
