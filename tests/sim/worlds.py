@@ -101,6 +101,8 @@ def draw_plan(seed: int) -> Plan:
     rare = Random(f"more {seed}")
     if kind is Kind.TIGHT and rare.random() < _OFTEN:
         requests = grown(rare, requests)
+        if rare.random() < 0.5:
+            layout = _with_long_recomputations(layout)
     if rare.random() < 0.5 * _OFTEN:
         requests = tuple(map(partial(_with_stops, rare), requests))
     takes_over = rare.random() < _RARE
@@ -135,6 +137,12 @@ def draw_plan(seed: int) -> Plan:
 def _with_ranks(draw: Random, layout: Layout) -> Layout:
     """Some workers have two ranks."""
     return replace(layout, worker=replace(layout.worker, world_size=1 + (draw.random() < _RANKED)))
+
+
+def _with_long_recomputations(layout: Layout) -> Layout:
+    """What was preempted is computed again, a little in each step, so that much happens meanwhile."""
+    settings = replace(layout.settings, preemption_mode="recompute", max_prefill_share=0.1)
+    return replace(layout, worker=replace(layout.worker, max_num_batched_tokens=16), settings=settings)
 
 
 def _with_stops(draw: Random, request: Request) -> Request:
