@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -33,7 +34,7 @@ from scheduler_svc.service.app import serve
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.settings import SchedulerSettings
 from tests.sim.world.clients import Client, Story
-from tests.sim.world.device import Devices, HashRunner, RankWorker, SimAdapters, SimDeviceLoop, prepare
+from tests.sim.world.device import Devices, HashRunner, SimAdapters, SimDeviceLoop, prepare
 from tests.sim.world.disk import Disk, Recording, simulated_disks
 from tests.sim.world.fairness import Shares
 from tests.sim.world.gateways import PORT, fingerprint_of, run_gateway, settings_of
@@ -256,8 +257,9 @@ class Cluster:
         runner.model, runner.deadly = int(config.fingerprint.weights), self.circumstances.deadly
         self.runners[node.name] = runner
         loop = SimDeviceLoop(node, runner, self.devices)
-        adapters = SimAdapters(node, runner, self.devices)
-        worker = RankWorker(config.info(), runner, loop, lambda sent: prepare(node, sent), adapters)
+        agree = (lambda *_: None) if group is None else partial(group.agree, rank)
+        adapters = SimAdapters(node, runner, self.devices) if config.info().limits.max_adapters else None
+        worker = Worker(config.info(), runner, loop, agree, lambda sent: prepare(node, sent), adapters)
         worker._sessions = CheckedSessions(node, worker.info.worker_generation, worker.info.limits.max_steps_in_flight)
         return worker
 

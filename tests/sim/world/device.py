@@ -9,33 +9,29 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from quire import clock
 from quire.adapters import UnusableAdapterError
 from quire.common.v1 import common_pb2
 from tests.sim.world.model import Draw, candidates, line_of, mixed, mixed_prefixes, next_token
-from tests.sim.world.ranks import Group, Place, worker_of
+from tests.sim.world.ranks import Group, Place, Undecided, worker_of
 from tests.sim.world.traffic import NUM_SPECIAL_TOKENS
 from tests.sim.world.watch import CheckedSeals, Names
 from tests.sim.world.world import KilledError, Node, World
 from tests.support.fake_pool import BlockError, FakePool, Prefixes
 from tests.support.fake_runner import FakeRunner, FakeStep
 from tests.support.logprobs import Line, columns_of
-from worker_svc.device.device_loop import DeviceLoop, JobThread, RunningStep, _CallJob, _StepJob
-from worker_svc.protocol.stream import Worker
+from worker_svc.device.device_loop import DeviceLoop, JobThread, RunningStep
 from worker_svc.step import (
     AdmittedStep,
     Batch,
     PromptLogprobs,
     RowCandidates,
-    SealedBlocks,
     StepOutput,
     StepTimings,
     TokenLogprobs,
-    WorkerInfo,
 )
 
 T = TypeVar("T")
@@ -109,7 +105,7 @@ class HashRunner(FakeRunner):
     def launch(self, admitted: AdmittedStep, queue_us: int = 0) -> FakeStep:
         self._place = admitted.step.scheduler_epoch, admitted.step.step_id
         if self.group is not None:
-            self.group.agree(self.rank, self._place)
+            self.group.agree(self.rank, *self._place)
         done = super().launch(admitted, queue_us)
         try:
             self._checked_seals.check(self._readable.slots)
@@ -339,47 +335,32 @@ class SimDeviceLoop(DeviceLoop):
         runner.on_block_error, runner.on_deadly = node.fail, node.kill
         runner.takes_glitch = lambda place: devices.take_glitch(node.host, place)
         runner.takes_deviation = lambda: devices.take_deviation(node.host)
-        self.attaching: int | None = None
-        """The epoch whose scheduler asks for an inventory by the next call; other calls put adapters into slots."""
-        self._hash_runner = runner
-        self._epochs: dict[Future[Any], int] = {}
         self.use(runner)
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
-        future = super().call(function)
-        if self.attaching is not None:
-            self._epochs[future], self.attaching = self.attaching, None
-        return future
+        call: Any = _Call(function)
+        self._launcher.put(call)
+        return call.future
 
-    def _take(self, job: _StepJob | _CallJob[Any]) -> "Future[None] | None":
-        """A thread of a rank waits for the others, before each step and each inventory."""
-        group, place = self._hash_runner.group, None
-        if isinstance(job, _StepJob):
-            if group is not None and not job.lane.has_failed:
-                self._started_at.setdefault(id(job), clock.monotonic())
-                place = job.admitted.step.scheduler_epoch, job.admitted.step.step_id
-        elif job.future in self._epochs and not self._started_at and not job.future.cancelled():
-            place = self._epochs[job.future], 0
-        waits = None if group is None or place is None else group.arrive(self._hash_runner.rank, place)
-        return super()._take(job) if waits is None else waits
+    def _take(self, job: Any) -> "Future[None] | None":
+        try:
+            return super()._take(job)
+        except Undecided as undecided:
+            return undecided.wait
 
 
-class RankWorker(Worker):
-    """A worker whose ranks agree on an epoch in the world's way."""
+class _Call(Generic[T]):
+    """A call that is made again from its beginning when the other ranks are there."""
 
-    def __init__(
-        self,
-        info: WorkerInfo,
-        runner: HashRunner,
-        loop: SimDeviceLoop,
-        prepare: Callable[[bytes], "Future[None] | None"],
-        adapters: SimAdapters,
-    ) -> None:
-        group = runner.group
-        agree = (lambda *_: None) if group is None else lambda *place: group.agree(info.rank, place)
-        super().__init__(info, runner, loop, agree, prepare, adapters if info.limits.max_adapters else None)
-        self._sim_loop = loop
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.future: Future[T] = Future()
+        self._function = function
 
-    async def sealed_blocks(self, epoch: int, ranks_timeout_s: float = 3.0) -> SealedBlocks:
-        self._sim_loop.attaching = epoch
-        return await super().sealed_blocks(epoch, ranks_timeout_s)
+    def run(self) -> None:
+        if self.future.running() or self.future.set_running_or_notify_cancel():
+            try:
+                result = self._function()
+            except Exception as error:
+                self.future.set_exception(error)
+            else:
+                self.future.set_result(result)

@@ -18,6 +18,13 @@ _HEARTBEAT_S, _SILENCE_S = 0.25, 10.0
 _EXCHANGE_S = 0.000_1
 
 
+class Undecided(BaseException):
+    """Leaves what a thread of a rank does, which has to wait for other ranks."""
+
+    def __init__(self, wait: "Future[None]") -> None:
+        self.wait = wait
+
+
 def rank_hosts(worker: str, num_ranks: int) -> list[str]:
     """The hosts of a worker's ranks, in order; the first one has the worker's own name."""
     return [worker, *(f"{worker}-{rank}" for rank in range(1, num_ranks))]
@@ -74,15 +81,6 @@ class Group:
         if not node.is_dead and self._network.is_open(other.host, node.host):
             node.loop.put(asyncio.Handle(ended.set, (), node.loop, node.context))
 
-    def arrive(self, rank: int, place: Place) -> "Future[None] | None":
-        """A rank is about to do something. What it waits for; None once it knows whether all ranks do the same."""
-        if self._verdicts.get(rank, (None,))[0] == place:
-            return None
-        self._waiting[rank] = place, Future()
-        wait = self._waiting[rank][1]
-        self._compare()
-        return wait
-
     def _compare(self) -> None:
         if len(self._waiting) < len(self._nodes):
             return
@@ -102,12 +100,21 @@ class Group:
                 self._verdicts[rank] = place, is_same
                 self._nodes[rank].run_job(lambda wait=wait: wait.set_result(None), _EXCHANGE_S)
 
-    def agree(self, rank: int, place: Place) -> None:
-        """What `arrive` waited for. Raises SupersededError where another rank is at a higher epoch."""
+    def agree(self, rank: int, epoch: int, step_id: int) -> None:
+        """`Ranks.agree`: a rank is about to do something.
+
+        Raises:
+            Undecided: it has to wait for other ranks, and to ask again then.
+            SupersededError: another rank is at a higher epoch.
+        """
         decided, are_all = self._verdicts.get(rank, (None, False))
-        assert decided == place, "a rank goes on without the others"
+        if decided != (epoch, step_id):
+            self._waiting[rank] = (epoch, step_id), Future()
+            wait = self._waiting[rank][1]
+            self._compare()
+            raise Undecided(wait)
         if not are_all:
-            raise SupersededError(f"epoch {place[0]} ended before step {place[1]}: another rank is at a higher epoch")
+            raise SupersededError(f"epoch {epoch} ended before step {step_id}: another rank is at a higher epoch")
 
     def compare(self, place: Place, told: object) -> None:
         """What a rank has read and drawn in a step, and where. AssertionError where another rank did not do the same,
