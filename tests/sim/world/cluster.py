@@ -176,7 +176,7 @@ class Cluster:
         if self.layout.recording is not None:
             for host in self.layout.replicas:
                 if host.startswith("scheduler"):
-                    self.disks[host] = Disk(self.world, host)
+                    self.disks[host] = Disk(self.world, host, self.layout.recording.max_bytes)
         self._clients: dict[str, Client] = {}
         for host in self.layout.replicas:
             self._start(host, self._run_worker if host.startswith("worker") else self._run_scheduler)

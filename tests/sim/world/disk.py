@@ -28,7 +28,7 @@ _SHORT = 0.05
 """The share of writes that take a part of what they are given."""
 _WRITE_S = 0.002
 """What a process dies in the middle of was written so shortly before."""
-_COMPACTS_S = 2.0
+_COMPACTS_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +47,29 @@ def draw_recording(draw: Random) -> Recording | None:
     """None where a world has none."""
     if draw.random() >= 0.2:
         return None
-    return Recording(draw.choice((20_000, 100_000, 1 << 30)), draw.random() < 0.3)
+    return Recording(draw.choice((6_000, 30_000, 1 << 30)), draw.random() < 0.3)
 
 
 class Disk:
     """The disk of a host. What is not synced is lost with the power of its machine.
 
     Attributes:
+        max_bytes: Of a recording.
         recorder: That of the process that lives.
         num_outages: How often the machine lost its power.
         may_be_cut: Whether a recording may lack its end: a process was killed, or the disk failed.
     """
 
-    def __init__(self, world: World, host: str) -> None:
-        self.world, self.host = world, host
+    def __init__(self, world: World, host: str, max_bytes: int) -> None:
+        self.world, self.host, self.max_bytes = world, host, max_bytes
         self.folder = Path(tempfile.mkdtemp(prefix="disk-"))
         self.recording = self.folder / "recording"
         self.recorder: SimRecorder | None = None
         self.num_outages, self.may_be_cut = 0, False
         self.chance = world.generator(f"disk of {host}")
         self._trouble: tuple[float, int] = (0.0, 0)
+        self._is_out_of_inodes = False
+        """Whether it is only new files that it has no place for."""
         self._synced: dict[int, int] = {}
         self._last: tuple[_File, int, float] | None = None
         self.files: list[_File] = []
@@ -76,6 +79,7 @@ class Disk:
         """For some seconds what is written is refused with this error."""
         self.world.note("disk", self.host, errno.errorcode[error])
         self._trouble = self.world.now + seconds, error
+        self._is_out_of_inodes = error == errno.ENOSPC and self.chance.random() < 0.4
 
     def check_works(self) -> None:
         """Raises OSError where it does not."""
@@ -91,7 +95,8 @@ class Disk:
         self._last = file, file.tell(), self.world.now
         if fits or self.chance.random() < _SHORT:
             return data[: self.chance.randint(1, len(data))]
-        self.check_works()
+        if not self._is_out_of_inodes:
+            self.check_works()
         return data
 
     def sync(self, file: "_File") -> None:
@@ -231,8 +236,9 @@ def simulated_disks(
     """Inside the block, recordings are on these disks, by host, and `make` makes the cores that are recorded."""
 
     def open_recorder(path: str, *, with_token_ids: bool, max_bytes: int) -> Recorder | None:
+        # Settings allow no file as small as those of a world.
         disk = _DISKS[Path(path).parent]
-        found = disk.recorder = SimRecorder.open(path, with_token_ids=with_token_ids, max_bytes=max_bytes)
+        found = disk.recorder = SimRecorder.open(path, with_token_ids=with_token_ids, max_bytes=disk.max_bytes)
         return found
 
     def make_scheduler(self: SimRecorder, config: SchedulerConfig) -> Any:

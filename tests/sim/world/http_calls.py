@@ -29,14 +29,11 @@ _FRONTS = {each.path: each(cast(Any, None)) for each in (Completions, OpenAiChat
 _OPENAI = (Front.COMPLETIONS, Front.CHAT)
 # What an error in a stream may be, which has no status, and one of Anthropic's, which have no reasons.
 _CODES = ("UNAVAILABLE", "INTERNAL", "CANCELLED", "RESOURCE_EXHAUSTED", "ABORTED", "DEADLINE_EXCEEDED", "NOT_FOUND")
-_REASONS = (
-    "NON_FINITE_LOGITS",
-    "WORKER_LOST",
-    "MODEL_CHANGED",
-    "RATE_LIMIT_EXCEEDED",
-    "QUEUE_FULL",
-    "CONCURRENCY_LIMIT",
-)
+_REASONS: Mapping[str, Sequence[str]] = {
+    "UNAVAILABLE": ("MODEL_CHANGED",),
+    "INTERNAL": ("NON_FINITE_LOGITS", "WORKER_LOST"),
+    "RESOURCE_EXHAUSTED": ("RATE_LIMIT_EXCEEDED", "QUEUE_FULL", "CONCURRENCY_LIMIT"),
+}
 _ERROR_FIELDS = {"message", "type", "param", "code"}
 
 
@@ -376,7 +373,7 @@ class HttpClient:
     def _meant(self, request: Generate, refusal: Refusal, testimony: Testimony) -> QuireError:
         """Of what the error may stand for, something that there is a reason for."""
         for code in (refusal.status,) if refusal.status else _CODES:
-            for reason in (None, *_REASONS) if refusal.reason is None else (refusal.reason,):
+            for reason in (None, *_REASONS.get(code, ())) if refusal.reason is None else (refusal.reason,):
                 found = error_for_code(grpc.StatusCode[code], refusal.message, reason=reason)
                 with suppress(FalseAnswerError):
                     self.circumstances.check_refusal(request, found, testimony.last)

@@ -92,7 +92,8 @@ class Supervised:
     def _exit(self, node: Node, task: asyncio.Task[Any]) -> None:
         """The service has ended by itself."""
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            if not isinstance(error, ConfigurationError):
+            # A disk that fails is no reason.
+            if not isinstance(error, ConfigurationError) or "--record" in str(error):
                 node.fail(error)
             self._world.note("refused", node.name, str(error).partition(";")[0])
         else:
