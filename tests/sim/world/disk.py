@@ -128,6 +128,8 @@ class Disk:
                 raise FalseAnswerError(f"the recording of {self.host} ends: {living.reason}")
         for path in (self.recording, self.folder / "recording.old"):
             if not path.exists():
+                if path == self.recording and living is not None:
+                    raise FalseAnswerError(f"the recording of {self.host} is gone")
                 continue
             is_whole = path == self.recording and living is not None and living.reason is None
             try:
