@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as fields_of
 from random import Random
 from typing import Any, cast
 
@@ -119,9 +120,9 @@ def _body_of(request: Generate) -> dict[str, Any]:
     names = ["temperature", "max_tokens", "logprobs", "stop"]
     fields: dict[str, Any] = {}
     if request.front in _OPENAI:
-        names += ["n", "best_of", "top_k", "seed", "ignore_eos", "stop_token_ids"]
+        names = [each.name for each in fields_of(options)]
         fields = {"priority": request.priority, "request_id": request.request_id}
-    fields |= {name: getattr(options, name) for name in names if getattr(options, name) not in (None, ())}
+    fields |= {name: getattr(options, name) for name in names if getattr(options, name) not in (None, (), {})}
     is_list = request.front is Front.COMPLETIONS and request.number % 2
     body = _FRONTS[request.front.value]._body([*request.prompt] if is_list else text, fields)
     return body | ({"stream": True} if request.verb is Verb.STREAM else {})
