@@ -259,7 +259,8 @@ def _tokenizer(*, in_pieces: bool) -> bytes:
     letters = pre_tokenizers.ByteLevel.alphabet()
     alphabet = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), space] if in_pieces else sorted(letters)
     merges = [(space, "a"), ("t", "h"), ("th", "e")]
-    vocabulary = {token: index for index, token in enumerate([*alphabet, *(["a", "t", "h", "e"] if in_pieces else [])])}
+    tokens: list[str] = [*alphabet, *(("a", "t", "h", "e") if in_pieces else ())]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     for pair in merges:
         vocabulary["".join(pair)] = len(vocabulary)
     if not in_pieces:

@@ -59,6 +59,7 @@ def _time_core(num_sequences: int, num_steps: int) -> float:
 
 def _time_recorded(path: Path, with_token_ids: bool, num_sequences: int, num_steps: int) -> float:
     recorder = Recorder.open(str(path), with_token_ids=with_token_ids, max_bytes=1 << 30)
+    assert recorder is not None, "the disk is full"
     core_load.Scheduler = recorder.make_scheduler
     try:
         return _time_core(num_sequences, num_steps)

@@ -194,7 +194,7 @@ def test_weights_are_multiplied_as_the_file_has_them(
 def codings_of(layer: Linear | TiedHead) -> list[Coding | None]:
     product = layer._product
     if isinstance(product, CodedProduct):
-        return [weight.coding for weight in product.weights]
+        return [weight.coding for weight in product.packed]
     assert isinstance(product, OwnProduct)
     return [product.weight.coding]
 
