@@ -438,8 +438,8 @@ FAULTS = (
         "prepared-by-one-rank",
         "a constraint counts as compiled when the first rank has compiled it",
         _WORKER_LINK,
-        "                if self._num_prepared[answer.number] < len(self._links):\n",
-        "                if self._num_prepared[answer.number] < 1:\n",
+        "                if len(answers) < len(self._links):\n",
+        "                if not answers:\n",
     ),
     _made(
         "epoch-not-agreed",
@@ -543,8 +543,8 @@ FAULTS = (
         "ledger-without-forks",
         "a worker's ledger gives a forked row no blocks",
         _LEDGER,
-        "self._num_tokens, self._num_blocks, self._tables[:, :num_blocks]):\n",
-        "self._num_tokens, self._num_blocks):\n",
+        "        for each in (*lengths, self._tables[:, :num_blocks]):\n",
+        "        for each in lengths:\n",
     ),
     _made(
         "durable-counted-as-before",

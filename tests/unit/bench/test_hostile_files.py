@@ -15,7 +15,7 @@ def test_mutations_of_model_files_are_loaded_or_refused_by_one_line() -> None:
     outcomes = run(range(200), 1, 1 << 30, 120.0)
     assert [outcome for outcome in outcomes if outcome.is_failure] == []
     kinds = Counter(outcome.kind for outcome in outcomes)
-    assert min(kinds["loaded"], kinds["refused"]) > 50
+    assert min(kinds["loaded"], kinds["refused"]) > 20
     assert {outcome.source.split("-")[0] for outcome in outcomes} == {"gpt2", "llama", "mixtral", "pieces", "qwen3"}
 
 
