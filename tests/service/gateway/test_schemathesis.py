@@ -51,6 +51,8 @@ RUNNING = {
     "/v2/models/{model}/versions/{version}/infer": INPUTS,
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [5, 6]},
+    "/v1/load_lora_adapter": {"lora_name": "mine", "lora_path": "/adapters/mine"},
+    "/v1/unload_lora_adapter": {"lora_name": "mine"},
 }
 STREAMING = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
 # As many as other properties draw in the third tier.
