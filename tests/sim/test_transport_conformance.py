@@ -434,7 +434,10 @@ async def stop_ends_calls(setting: Setting) -> Any:
         made = call(channel, "unary_stream")(text("go"))
         await made.read()
         await setting.stop(0)
-        return await outcome(made.read()), setting.seen
+        seen_here = await outcome(made.read())
+        # The client may hear of it first.
+        await until(lambda: len(setting.seen) > 1)
+        return seen_here, setting.seen
 
 
 @behaves(("b", "EOF", "UNAVAILABLE"))
