@@ -92,7 +92,7 @@ class HashRunner(FakeRunner):
         self.on_block_error: Callable[[BlockError], object] = lambda _: None
         self.takes_glitch: Callable[[Place], bool] = lambda _: False
         """Whether what this step computes for one row is not finite."""
-        self.takes_deviation: Callable[[], bool] = lambda: False
+        self.takes_deviation: Callable[[], int] = lambda: 0
         """Whether this rank draws another token than the others."""
         self.num_spoiled = 0
         self.model = 0
@@ -170,9 +170,9 @@ class HashRunner(FakeRunner):
             pattern = "" if sampling.constraint is None else sampling.constraint.message.regex
             draw = Draw(sampling.parameters.temperature, sampling.parameters.top_k, sampling.seed, pattern)
             token_id = next_token(mix, draw, end)
-            if self.group is not None and self.takes_deviation():
+            if self.group is not None and (number := self.takes_deviation()):
                 self.group.deviated.add(self._place[0])
-                token_id = NUM_SPECIAL_TOKENS + (token_id + 1) % (self._vocab_size - NUM_SPECIAL_TOKENS)
+                token_id = NUM_SPECIAL_TOKENS + (token_id + number) % (self._vocab_size - NUM_SPECIAL_TOKENS)
             token_ids[place] = token_id
             state.prefixes.append(token_id)
             if sampling.logprobs is not None:
@@ -253,6 +253,7 @@ class Devices:
         self._glitches: Counter[str] = Counter()
         self._spoiled: dict[str, Place] = {}
         self._deviations: Counter[str] = Counter()
+        self._num_deviations = 0
 
     def hang(self, host: str, seconds: float) -> None:
         """Steps that begin within these seconds end after them; restarts of the process do not help."""
@@ -282,11 +283,14 @@ class Devices:
         self._world.note("deviate", host)
         self._deviations[host] += 1
 
-    def take_deviation(self, host: str) -> bool:
-        """Whether the rank of this host draws such a token now."""
-        has_one = self._deviations[host] > 0
-        self._deviations[host] -= has_one
-        return has_one
+    def take_deviation(self, host: str) -> int:
+        """By how much the rank of this host draws another token now; each time by another number, since two ranks that
+        draw the same one deviate from nobody."""
+        if not self._deviations[host]:
+            return 0
+        self._deviations[host] -= 1
+        self._num_deviations += 1
+        return self._num_deviations
 
     def wait_s(self, host: str) -> float:
         """How much longer than usual a step takes that begins now."""
