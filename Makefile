@@ -63,7 +63,7 @@ SEED ?= $(shell date +%s)00000
 test-long: setup triton-client test-sanitizers ## more examples, worlds, fuzz, upgrades, the soak, sanitizers
 	$(PYTEST) $(IN_PARALLEL) --timeout 3600 tests/sim/test_worlds.py --seed $(SEED) --worlds $(WORLDS)
 	QUIRE_TEST_PROFILE=long $(PYTEST) $(IN_PARALLEL) -m "" --timeout 3600 tests/unit \
-		tests/service/gateway/test_schemathesis.py
+		tests/service/gateway/test_schemathesis.py tests/service/gateway/test_sweep.py
 	QUIRE_FUZZ_SECONDS=60 $(PYTEST) --timeout 600 tests/chaos/test_fuzz.py
 	$(PYTEST) --timeout 1800 tests/compat/rolling_upgrade.py
 	$(BIN)/python -m bench soak

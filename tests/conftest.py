@@ -49,11 +49,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+_IN_PARTS = ("test_worlds.py::", "gateway/test_sweep.py::", "test_compilation.py::")
+
+
 class _InParts(LoadFileScheduling):
-    """File by file, but worlds, of which each test has some: one process would take longer than all others."""
+    """File by file, but for files of few long tests, one of which would keep a process longer than all others."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid if "test_worlds.py::" in nodeid else super()._split_scope(nodeid)
+        return nodeid if any(name in nodeid for name in _IN_PARTS) else super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
