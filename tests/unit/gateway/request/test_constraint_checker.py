@@ -4,8 +4,11 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from gateway.request import constraint_checker as checking
 from gateway.request.constraint_checker import ConstraintChecker, FairTurns, TrialProcess
@@ -42,29 +45,40 @@ HOSTILE = {
 SMALL_AFTER_ALL = ("nested quantifiers", "a counted class", "an ambiguous regex", "an ambiguous grammar")
 
 
-@pytest.fixture
-async def checker(tmp_path):
-    directory = write_model_directory(tmp_path / "m", byte_level())
-    checker = ConstraintChecker(TrialProcess(directory))
+async def checkers(directory: Path) -> AsyncIterator[ConstraintChecker]:
+    checker = ConstraintChecker(TrialProcess(write_model_directory(directory / "m", byte_level())))
     yield checker
     checker.close()
 
 
-async def test_what_can_be_enforced_passes_and_the_rest_is_refused_by_field(checker) -> None:
-    await checker.check(Constraint(regex="[0-9]+"), "a")
-    await checker.check(Constraint(choice=Choice(texts=["yes", "no"])), "a")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def shared_checker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ConstraintChecker]:
+    async for checker in checkers(tmp_path_factory.mktemp("shared")):
+        yield checker
+
+
+@pytest.fixture
+async def checker(tmp_path: Path) -> AsyncIterator[ConstraintChecker]:
+    """For tests that look at what it keeps, or end its process."""
+    async for checker in checkers(tmp_path):
+        yield checker
+
+
+async def test_what_can_be_enforced_passes_and_the_rest_is_refused_by_field(shared_checker) -> None:
+    await shared_checker.check(Constraint(regex="[0-9]+"), "a")
+    await shared_checker.check(Constraint(choice=Choice(texts=["yes", "no"])), "a")
     with pytest.raises(InvalidArgument, match="unclosed group") as refused:
-        await checker.check(Constraint(regex="(a"), "a")
+        await shared_checker.check(Constraint(regex="(a"), "a")
     assert [each.field for each in refused.value.violations] == ["sampling.constraint.regex"]
     with pytest.raises(InvalidArgument, match="has no kind") as refused:
-        await checker.check(Constraint(), "a")
+        await shared_checker.check(Constraint(), "a")
     assert [each.field for each in refused.value.violations] == ["sampling.constraint"]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-async def test_a_hostile_constraint_is_refused_and_harms_no_other(checker, name) -> None:
-    hostile = asyncio.create_task(checker.check(HOSTILE[name], "attacker"))
-    await checker.check(Constraint(regex="[a-z]{1,3}"), "other")
+async def test_a_hostile_constraint_is_refused_and_harms_no_other(shared_checker, name) -> None:
+    hostile = asyncio.create_task(shared_checker.check(HOSTILE[name], "attacker"))
+    await shared_checker.check(Constraint(regex="[a-z]{1,3}"), "other")
     try:
         await hostile
     except InvalidArgument as error:
@@ -75,13 +89,13 @@ async def test_a_hostile_constraint_is_refused_and_harms_no_other(checker, name)
         return
     assert len(refusal.message) < 1000
     assert refusal.violations[0].field.startswith("sampling.constraint")
-    await checker.check(Constraint(regex="[a-z]{2,3}"), "other")
+    await shared_checker.check(Constraint(regex="[a-z]{2,3}"), "other")
 
 
-async def test_what_takes_too_long_is_ended(checker) -> None:
+async def test_what_takes_too_long_is_ended(shared_checker) -> None:
     slow = {"type": "object", "properties": {f"name_{index}": {"type": "string"} for index in range(8000)}}
     with pytest.raises(InvalidArgument, match="processor time to compile"):
-        await checker.check(Constraint(json_schema=json.dumps(slow)), "a")
+        await shared_checker.check(Constraint(json_schema=json.dumps(slow)), "a")
 
 
 async def test_kept_verdicts_are_bounded_and_the_tenant_with_most_loses_first(checker, monkeypatch) -> None:
