@@ -2,11 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import pytest
 import torch
 
+from kernels import ops
+from kernels.packed_weight import Coding
 from worker_svc.layers.attention import AttentionMetadata
+from worker_svc.layers.embedding_norm import TiedHead
+from worker_svc.layers.linear import CodedProduct, Linear, OwnProduct
 from worker_svc.models.base import CausalLM, ModelInput
+from worker_svc.models.registry import load_model
+from worker_svc.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +70,31 @@ class PagedRunner:
         of_tokens = [self.adapter_slots[span.row] for span in spans for _ in range(span.start, span.end)]
         adapter_slots = torch.tensor(of_tokens) if any(of_tokens) else None
         return ModelInput(torch.tensor(tokens), torch.cat(positions), metadata, self.pools, adapter_slots)
+
+
+def codings_of(layer: Linear | TiedHead) -> list[Coding | None]:
+    """Of the weights of a layer; None for one that is not in codes."""
+    product = layer._product
+    if isinstance(product, CodedProduct):
+        return [weight.coding for weight in product.packed]
+    assert isinstance(product, OwnProduct)
+    return [product.weight.coding]
+
+
+def codings_in_use(model: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> dict[bool, set[Coding | None]]:
+    """Codings of all layers, with products of codes (True) and without. The logits are the same, bit for bit."""
+    tokens = [3 + 7 * index % 300 for index in range(40)]
+    logits: dict[bool, list[torch.Tensor]] = {}
+    codings: dict[bool, set[Coding | None]] = {}
+    for is_coded in (True, False):
+        if not is_coded:
+            monkeypatch.setattr(ops, "has_coded_products", lambda *_: False)
+        ranks = [Ranks(rank, num_ranks) for rank in range(num_ranks)]
+        models = [load_model(model, device=torch.device("cpu"), dtype=torch.bfloat16, ranks=each) for each in ranks]
+        layers = [layer for each in models for layer in each.modules() if isinstance(layer, Linear | TiedHead)]
+        codings[is_coded] = {coding for layer in layers for coding in codings_of(layer)}
+        runners = [PagedRunner(each, [tokens], block_size=4) for each in models]
+        logits[is_coded] = [runner.step(span) for runner in runners for span in (Span(0, 0, 39), Span(0, 39, 40))]
+    assert all(torch.equal(*each) for each in zip(*logits.values(), strict=True))
+    assert all(each.isfinite().all() for each in logits[True])
+    return codings

@@ -13,19 +13,15 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from kernels import ops
 from kernels.packed_weight import Coding
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 from tests.support.coded_weights import make_coded
 from tests.support.gguf_files import write_gguf
 from tests.support.models import Family, make_model, make_tokenizer, randomize
-from tests.support.paged import PagedRunner, Span
+from tests.support.paged import PagedRunner, Span, codings_in_use
 from worker_svc.gguf_weights import gguf_weights
-from worker_svc.layers.embedding_norm import TiedHead
-from worker_svc.layers.linear import CodedProduct, Linear, OwnProduct
 from worker_svc.models.registry import load_model
-from worker_svc.parallel.ranks import Ranks
 
 Kind = gguf.GGMLQuantizationType
 SIZES = {
@@ -171,32 +167,10 @@ def test_weights_are_multiplied_as_the_file_has_them(
     sizes |= {"phi3": {"hidden_size": 512}, "gemma3": {"head_dim": 64}}.get(family, {})
     make_model(tmp_path / "model", CODED[family], tie_word_embeddings=tied, **sizes)
     file = write_gguf(tmp_path / "m.gguf", tmp_path / "model", quantization=code_as_a_mix)
-    tokens = [3 + 7 * index % 300 for index in range(40)]
-    found: dict[bool, list[torch.Tensor]] = {}
-    for is_coded in (True, False):
-        if not is_coded:
-            monkeypatch.setattr(ops, "has_coded_products", lambda *_: False)
-        models = [
-            load_model(file, device=torch.device("cpu"), dtype=torch.bfloat16, ranks=Ranks(rank, num_ranks))
-            for rank in range(num_ranks)
-        ]
-        layers = [module for model in models for module in model.modules() if isinstance(module, Linear | TiedHead)]
-        codings = {coding for layer in layers for coding in codings_of(layer)}
-        # No file has the router in codes.
-        of_router = {None} if "moe" in family or family == "mixtral" else set()
-        assert codings == ({Coding.Q4_K, Coding.Q6_K, *of_router} if is_coded else {None})
-        runners = [PagedRunner(model, [tokens], block_size=4) for model in models]
-        found[is_coded] = [runner.step(span) for runner in runners for span in (Span(0, 0, 39), Span(0, 39, 40))]
-    assert all(torch.equal(*each) for each in zip(*found.values(), strict=True))
-    assert all(each.isfinite().all() for each in found[True])
-
-
-def codings_of(layer: Linear | TiedHead) -> list[Coding | None]:
-    product = layer._product
-    if isinstance(product, CodedProduct):
-        return [weight.coding for weight in product.packed]
-    assert isinstance(product, OwnProduct)
-    return [product.weight.coding]
+    codings = codings_in_use(file, num_ranks, monkeypatch)
+    # No file has the router in codes.
+    of_router = {None} if "moe" in family or family == "mixtral" else set()
+    assert codings == {True: {Coding.Q4_K, Coding.Q6_K, *of_router}, False: {None}}
 
 
 def test_a_quantized_tensor_of_experts_is_read_expert_by_expert(tmp_path: Path) -> None:

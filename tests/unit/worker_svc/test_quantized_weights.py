@@ -10,14 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kernels import ops
 from kernels.packed_weight import Coding
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 from tests.support.models import Family, edit_config, edit_tensors, make_model
-from tests.support.paged import PagedRunner, Span
+from tests.support.paged import PagedRunner, Span, codings_in_use, codings_of
 from tests.support.quantized_files import Quantize, Tensors, awq, compressed, fp8, gptq, quantize_model
-from worker_svc.layers.linear import CodedProduct, Linear, OwnProduct
+from worker_svc.layers.linear import Linear
 from worker_svc.models.registry import load_model
 from worker_svc.parallel.ranks import Ranks
 from worker_svc.quantized_weights import with_quantized_weights
@@ -110,39 +109,18 @@ def test_weights_are_multiplied_as_the_file_has_them(
 ) -> None:
     """And the logits are those of the dequantized weights, bit for bit."""
     make(tmp_path, name)
-    tokens = [3 + 7 * index % 300 for index in range(40)]
-    found: dict[bool, list[torch.Tensor]] = {}
-    for is_coded in (True, False):
-        if not is_coded:
-            monkeypatch.setattr(ops, "has_coded_products", lambda *_: False)
-        models = [
-            load_model(tmp_path, device=CPU, dtype=torch.bfloat16, ranks=Ranks(rank, num_ranks))
-            for rank in range(num_ranks)
-        ]
-        layers = [module for model in models for module in model.modules() if isinstance(module, Linear)]
-        codings = {coding for layer in layers for coding in codings_of_layer(layer)}
-        # The output layer has no codes, and blocks of FP8 may end within the inputs of a rank.
-        assert None in codings
-        assert (len(codings) > 1) == is_coded
-        runners = [PagedRunner(model, [tokens], block_size=4) for model in models]
-        found[is_coded] = [runner.step(span) for runner in runners for span in (Span(0, 0, 39), Span(0, 39, 40))]
-    assert all(torch.equal(*each) for each in zip(*found.values(), strict=True))
-    assert all(each.isfinite().all() for each in found[True])
-
-
-def codings_of_layer(layer: Linear) -> list[Coding | None]:
-    product = layer._product
-    if isinstance(product, CodedProduct):
-        return [weight.coding for weight in product.packed]
-    assert isinstance(product, OwnProduct)
-    return [product.weight.coding]
+    codings = codings_in_use(tmp_path, num_ranks, monkeypatch)
+    # The output layer has no codes, and blocks of FP8 may end within the inputs of a rank.
+    assert None in codings[True]
+    assert len(codings[True]) > 1
+    assert codings[False] == {None}
 
 
 def test_groups_in_mixed_order_are_served_from_bfloat16(tmp_path: Path) -> None:
     make(tmp_path, "gptq-in-mixed-order")
     model = load_model(tmp_path, device=CPU, dtype=torch.bfloat16, ranks=Ranks(1, 2))
     layers = [module for module in model.modules() if isinstance(module, Linear)]
-    assert {coding for layer in layers for coding in codings_of_layer(layer)} == {None}
+    assert {coding for layer in layers for coding in codings_of(layer)} == {None}
 
 
 def test_in_float16_weights_are_those_of_awq_and_gptq_themselves(tmp_path: Path) -> None:
@@ -156,7 +134,7 @@ def test_in_float16_weights_are_those_of_awq_and_gptq_themselves(tmp_path: Path)
 def test_int8_dynamic_rounds_only_what_codes_are_multiplied_with(tmp_path: Path) -> None:
     make(tmp_path, "awq")
     model = load_model(tmp_path, device=CPU, dtype=torch.bfloat16, quantization=Quantization.INT8_DYNAMIC)
-    codings = {coding for layer in model.modules() if isinstance(layer, Linear) for coding in codings_of_layer(layer)}
+    codings = {coding for layer in model.modules() if isinstance(layer, Linear) for coding in codings_of(layer)}
     assert Coding.INT4 in codings
 
 

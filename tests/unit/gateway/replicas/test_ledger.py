@@ -5,7 +5,6 @@ import pytest
 
 from gateway.replicas.events import (
     Chunk,
-    Completed,
     EventBatch,
     Finished,
     FinishReason,
@@ -71,21 +70,6 @@ def clock():
 @pytest.fixture
 def ledger(clock):
     return Ledger(max_chunk_tokens=100, clock=clock)
-
-
-@pytest.mark.parametrize("max_tokens", [1, 3, 100])
-async def test_a_batch_in_parts_is_the_batch(ledger, max_tokens):
-    def batches(first, second):
-        runs = [TokenRun(first.handle, 0, 0, ids_of("hello")), TokenRun(second.handle, 0, 0, ids_of("good day"))]
-        ends = [finishing_batch(live, run.token_ids) for live, run in zip((first, second), runs, strict=True)]
-        whole = make_batch(runs, [end for each in ends for end in each.ended], [e for x in ends for e in x.completed])
-        return list(whole.parts(max_tokens))
-
-    lives = open_live(ledger, "a"), open_live(ledger, "b")
-    for part in batches(*lives):
-        assert sum(len(run.token_ids) for run in part.runs) <= max_tokens or len(batches(*lives)) == 1
-        ledger.apply(REPLICA, part)
-    assert [(await live.result())[0][0].text for live in lives] == ["hello", "good day"]
 
 
 async def test_tokens_join_the_next_chunk_while_the_reader_is_busy(ledger):
@@ -180,18 +164,6 @@ def prompt_run(live, first_position, count):
     token_ids = np.arange(first_position, first_position + count, dtype=np.int32)
     columns = columns_of([Line(-0.5)] * count)
     return EventBatch([], [], [], [], [PromptRun(live.handle, first_position, token_ids, columns)])
-
-
-async def test_each_prompt_position_is_taken_once_whatever_is_computed_again():
-    ledger = Ledger(max_chunk_tokens=100)
-    live = open_live(ledger)
-    for first_position, count in ((1, 3), (1, 2), (2, 5), (1, 9), (10, 1)):
-        ledger.apply(REPLICA, prompt_run(live, first_position, count))
-    assert [entry.chosen.token_id for entry in live.prompt_logprobs] == list(range(1, 11))
-    ledger.apply(REPLICA, finishing_batch(live, ids_of("hi")))
-    (*_, completed) = [event async for event in live.events()]
-    assert isinstance(completed, Completed)
-    assert completed.prompt_logprobs == live.prompt_logprobs
 
 
 def test_what_another_model_said_of_the_prompt_is_dropped():

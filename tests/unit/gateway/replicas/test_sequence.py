@@ -1,8 +1,6 @@
 """A sequence takes each token once, in order."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gateway.replicas.events import FinishReason
 from gateway.replicas.sequence import SequenceStream
@@ -27,18 +25,6 @@ def take_all(stream, max_tokens=1000):
     while (chunk := stream.take_chunk(max_tokens)) is not None:
         chunks.append(chunk)
     return chunks
-
-
-@settings(deadline=None)
-@given(cuts=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6)), max_size=30))
-def test_repeated_events_change_nothing(cuts):
-    token_ids = ids_of("hello world, hello there again")
-    stream = make_stream()
-    for start, length in [*cuts, (0, len(token_ids))]:
-        offset = min(start, len(stream.token_ids))
-        stream.accept(offset, token_ids[offset : offset + length])
-    assert stream.token_ids == token_ids
-    assert "".join(chunk.text for chunk in take_all(stream, 3)) == "hello world, hello there again"
 
 
 def test_an_ending_token_that_did_not_end_the_sequence_is_text():

@@ -10,7 +10,7 @@ from scheduler_svc.core.request import Handle
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step import ClientEvents, SequenceEnd
 from scheduler_svc.service.gateway_messages import events_message
-from scheduler_svc.service.outbox import MAX_SIZE, Outbox, Outgoing, PromptLogprobs, Readiness
+from scheduler_svc.service.outbox import MAX_SIZE, Outbox, Outgoing, PromptLogprobs
 
 
 def make_events(*tokens: tuple[int, int, int]) -> ClientEvents:
@@ -108,19 +108,6 @@ async def test_what_ends_a_request_never_overtakes_its_tokens_nor_these_what_is_
     assert [len(each.batches) for each in outgoing] == [0, 0, 1, 1]
     assert [(len(each.refusals), len(each.aborted)) for each in outgoing] == [(0, 0), (0, 0), (0, 0), (1, 1)]
     assert await is_empty(outbox)
-
-
-async def test_each_of_several_messages_needs_credit_and_readiness_goes_with_the_first():
-    outbox = Outbox()
-    outbox.add_credit(1)
-    outbox.put(1, make_output(1, MAX_SIZE - 1))
-    outbox.put(2, make_output(2, 1))
-    outbox.put_readiness(False)
-    assert (await taken(outbox)).readiness == Readiness(is_ready=False, loading=None)
-    assert await is_empty(outbox)
-    outbox.add_credit(1)
-    last = await taken(outbox)
-    assert (last.step_id, last.readiness) == (2, None)
 
 
 async def test_the_largest_message_is_far_from_what_a_gateway_refuses():
