@@ -10,7 +10,7 @@ import pytest
 from bench.hostile_files import make_sources, mutated, run
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.extended
 def test_mutations_of_model_files_are_loaded_or_refused_by_one_line() -> None:
     outcomes = run(range(200), 1, 1 << 30, 120.0)
     assert [outcome for outcome in outcomes if outcome.is_failure] == []
