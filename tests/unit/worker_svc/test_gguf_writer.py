@@ -22,6 +22,7 @@ from quire_cli.main import main
 from tests.support.gguf_files import write_gguf as write_by_package
 from tests.support.models import edit_config, make_model, make_tokenizer
 from tests.support.paged import PagedRunner, Span
+from tests.support.tiers import parametrize_once
 from tests.support.tokenizers import byte_fallback
 from tests.unit.worker_svc.test_gguf_weights import FURTHER, make
 from worker_svc.gguf_codes import encode
@@ -132,7 +133,7 @@ def test_types_are_mixed_as_llama_cpp_mixes_them(tmp_path: Path) -> None:
     assert GgufHeader.read(tmp_path / "Q4_K_M.gguf").metadata["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q4_K_M
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@parametrize_once("format", list(FORMATS))
 def test_every_format_is_served_and_computes_what_its_dequantized_weights_do(tmp_path: Path, format: str) -> None:
     """Of the embedded model, whose down projections have 704 inputs: no multiple of 256."""
     source = resolve_model(None)

@@ -16,6 +16,7 @@ from quire.settings import ConfigurationError
 from tests.support.models import Family, edit_config, edit_tensors, make_model
 from tests.support.paged import PagedRunner, Span, codings_in_use, codings_of
 from tests.support.quantized_files import Quantize, Tensors, awq, compressed, fp8, gptq, quantize_model
+from tests.support.tiers import parametrize_once
 from worker_svc.layers.linear import Linear
 from worker_svc.models.registry import load_model
 from worker_svc.parallel.ranks import Ranks
@@ -102,7 +103,7 @@ def test_weights_are_those_of_the_reference(tmp_path: Path, name: str) -> None:
     assert not any(name.endswith(("qzeros", "scale", "weight_packed")) for name in checkpoint.tensors)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@parametrize_once("num_ranks", [2, 1])
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_are_multiplied_as_the_file_has_them(
     tmp_path: Path, name: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
