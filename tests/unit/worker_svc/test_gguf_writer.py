@@ -126,6 +126,9 @@ def test_types_are_mixed_as_llama_cpp_mixes_them(tmp_path: Path) -> None:
             chosen = [layer for layer in range(8) if found[f"blk.{layer}.{name}"] == long]
             assert chosen == [0, 3, 6, 7], name
         assert (found["token_embd"], found["output_norm"], found["blk.3.attn_norm"]) == (usual, "F32", "F32")
+    found = kinds("Q4_K_S")
+    for name, chosen in (("attn_v", [0, 1, 2, 3]), ("ffn_down", [0])):
+        assert [layer for layer in range(8) if found[f"blk.{layer}.{name}"] == "Q5_K"] == chosen, name
     found = kinds("IQ4_XS")
     assert [found[f"blk.{layer}.ffn_down"] for layer in (0, 1)] == ["Q5_K", "IQ4_XS"]
     assert {found[f"blk.{layer}.attn_v"] for layer in range(8)} == {"Q5_K"}
