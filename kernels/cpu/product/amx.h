@@ -196,8 +196,8 @@ class MatrixMultiplier {
 
   // Multiplies tokens begin to end with some panels.
   template <class Kind>
-  void multiply(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
-                std::byte*, const std::byte*) {
+  void multiply(const Pass& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end, std::byte*,
+                const std::byte*) {
     const int64_t passes = padded(end - begin, kPanel) / kPanel;
     if (passes == 1)
       multiply_once<Kind>(args, first_panel, last_panel, begin, end);
@@ -208,13 +208,16 @@ class MatrixMultiplier {
  private:
   // Up to 32 tokens, as fast as memory delivers the weights.
   template <class Kind>
-  void multiply_once(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end) {
+  void multiply_once(const Pass& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end) {
     constexpr int64_t kStep = block_bytes<Kind>(), kShare = kStep / kCacheLine;
     alignas(64) typename Kind::Sum sums[kPanel * kPanel];
     const int64_t blocks = args.in_features / kLines<Kind>;
     Blocks<Kind> all(args, first_panel, (last_panel - first_panel) * blocks);
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-      if (args.parts != nullptr) prefetch_low_rank(args, panel, begin, end);
+      if (args.addends != nullptr) {
+        args.addends->start(panel, panel == first_panel, 1);
+        args.addends->step();
+      }
       const char* ahead = bytes_of<Kind>(args, panel) + kPrefetchDistance<Kind>;
       multiply_lines<Kind>(args, all, begin, end - begin,
                            Stretch<kWeightCache<Kind>, Constant<kShare>>{0, blocks, ahead, {}, kStep}, sums);
@@ -225,8 +228,8 @@ class MatrixMultiplier {
   // More tokens, in several passes over each stretch of a panel, which stays in the first cache and is expanded once.
   // The next panel is prefetched meanwhile.
   template <class Kind>
-  void multiply_by_stretches(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin,
-                             int64_t end, int64_t passes) {
+  void multiply_by_stretches(const Pass& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
+                             int64_t passes) {
     alignas(64) typename Kind::Sum sums[kMaxTokens * kPanel];
     const int64_t blocks = args.in_features / kLines<Kind>, max_blocks = blocks_at_once(passes);
     constexpr int64_t kStep = block_bytes<Kind>();
@@ -234,7 +237,10 @@ class MatrixMultiplier {
     auto count_at = [&](int64_t first) { return blocks - first < max_blocks ? blocks - first : max_blocks; };
     Stretches<Kind> stretches(args, first_panel, count_at(0), passes);
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-      if (args.parts != nullptr) prefetch_low_rank(args, panel, begin, end);
+      if (args.addends != nullptr) {
+        args.addends->start(panel, panel == first_panel, 1);
+        args.addends->step();
+      }
       for (int64_t first = 0; first < blocks; first += max_blocks) {
         const bool last = first + max_blocks >= blocks;
         stretches.start(count_at(first), !last                    ? count_at(first + max_blocks)

@@ -55,12 +55,12 @@ class CodeMultiplier {
   }
 
   template <class Kind>
-  void multiply(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
-                std::byte*, const std::byte* packed) {
+  void multiply(const Pass& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end, std::byte*,
+                const std::byte* packed) {
     using Format = typename Kind::Format;
     const auto* tokens = reinterpret_cast<const TokenPiece*>(packed);
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-      if (args.parts != nullptr) prefetch_low_rank(args, panel, begin, end);
+      if (args.addends != nullptr) args.addends->start(panel, panel == first_panel, pieces(args));
       for (int64_t token = begin; token < end; token += kTokensAtOnce)
         with_count<kTokensAtOnce>(end - token, [&]<int kTokens>() {
           multiply_panel<Format, kTokens>(args, panel, token, tokens + token * pieces(args), token == begin);
@@ -77,8 +77,7 @@ class CodeMultiplier {
   static int64_t pieces(const ProductArgs& args) { return args.in_features / kPanel; }
 
   template <class Format, int kTokens>
-  static void multiply_panel(const ProductArgs& args, int64_t panel, int64_t token, const TokenPiece* tokens,
-                             bool is_first) {
+  static void multiply_panel(const Pass& args, int64_t panel, int64_t token, const TokenPiece* tokens, bool is_first) {
     using Blocks = CodedBlocks<Format, true>;
     constexpr int kChunks = 4 / Blocks::kParts;
     const int64_t pieces = args.in_features / kPanel;
@@ -86,6 +85,7 @@ class CodeMultiplier {
     Vec sums[kTokens][2][2][kVectorsOfHalf] = {};
     for (int64_t piece = 0; piece < pieces; ++piece, ++tokens) {
       const std::byte* chunk = blocks.next();
+      if (is_first && args.addends != nullptr) args.addends->step();
       if (is_first)
         for (int64_t line = 0; line < Format::kBlockBytes; line += kCacheLine)
           prefetch<kPrefetchCache>(chunk + kAhead + line);

@@ -2,6 +2,7 @@
 //
 // `shrink` computes scale A x of all tokens, and a product adds B times that to its sums, before its activation. The
 // order of sums depends on the token's own adapter alone, so neither other tokens nor their number change its bits.
+// Tokens are multiplied slot by slot: those with the same adapter share what is loaded of it.
 //
 // A lies in groups of 4 lines, of which each cache line is followed by that of the next line: whole groups are read
 // from one end to the other. B lies in tiles of 16 columns, each word by word of `shrunk`: of float numbers one, of
@@ -17,9 +18,9 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Lines of A that are read together, so that a line of x is read once for all of them.
-constexpr int kShrunkAtOnce = 8;
 constexpr int kLinesOfGroup = 4;
+// Tokens of a slot that are multiplied together: as many as have their sums in registers.
+constexpr int64_t kTokensAtOnce = kWidth == 16 ? 4 : 2;
 
 // Numbers of T in words: vectors of them, as they are multiplied.
 template <class T>
@@ -46,158 +47,201 @@ struct LowRank<BF16> {
   static Vec add(Vec sum, Vec a, Vec b) { return Lanes<Pairs<BF16>>::add(sum, a, b); }
 };
 
-// kCount lines of A by a token. As many lines from `ahead` on are prefetched meanwhile, where it is not null.
-template <class T, int kCount, bool kAhead>
-inline void shrink_lines(const T* a, const T* ahead, const T* x, int64_t n, float scale,
-                         typename LowRank<T>::Shrunk* to) {
+// kCount lines of A by kTokens tokens. As many lines from `ahead` on are prefetched meanwhile.
+template <class T, int kCount, int kTokens>
+inline void shrink_lines(const ShrinkArgs& args, const LowRankPart& part, const T* a, const T* ahead, int64_t line,
+                         const int64_t* tokens) {
   using Words = LowRank<T>;
   constexpr int64_t kInLine = kCacheLine / sizeof(T), kInVector = kWidth * Words::kNumbers;
-  Vec sums[kCount];
-  for (int i = 0; i < kCount; ++i) sums[i] = zero();
+  const int64_t n = args.in_features;
+  auto in_group = [n](int64_t i) { return i / kLinesOfGroup * kLinesOfGroup * n + i % kLinesOfGroup * kInLine; };
+  const T* x[kTokens];
+  for (int t = 0; t < kTokens; ++t) x[t] = static_cast<const T*>(args.x) + tokens[t] * args.x_stride;
+  Vec sums[kTokens][kCount] = {};
   for (int64_t k = 0; k < n; k += kInLine) {
-    if constexpr (kAhead) {
 #pragma GCC unroll 8
-      for (int i = 0; i < kCount; ++i)
-        prefetch<kSecondCache>(ahead + i / kLinesOfGroup * kLinesOfGroup * n + k * kLinesOfGroup +
-                               i % kLinesOfGroup * kInLine);
-    }
+    for (int i = 0; i < kCount; ++i) prefetch<kSecondCache>(ahead + in_group(i) + k * kLinesOfGroup);
 #pragma GCC unroll 2
     for (int64_t v = 0; v < kInLine; v += kInVector) {
-      const Vec words = Words::load_words(x + k + v);
+      Vec words[kTokens];
+#pragma GCC unroll 4
+      for (int t = 0; t < kTokens; ++t) words[t] = Words::load_words(x[t] + k + v);
 #pragma GCC unroll 8
       for (int i = 0; i < kCount; ++i) {
-        const T* group = a + i / kLinesOfGroup * kLinesOfGroup * n + k * kLinesOfGroup;
-        sums[i] = Words::add(sums[i], Words::load_words(group + i % kLinesOfGroup * kInLine + v), words);
+        const Vec of_line = Words::load_words(a + in_group(i) + k * kLinesOfGroup + v);
+#pragma GCC unroll 4
+        for (int t = 0; t < kTokens; ++t) sums[t][i] = Words::add(sums[t][i], of_line, words[t]);
       }
     }
   }
-  alignas(64) float lines[kWidth] = {};
-  for (int i = 0; i < kCount; i += 4) reduce_add4(sums + i, lines + i);
-  store(to, load(lines) * set1(scale), kCount);
+  const float scale = static_cast<float>(part.scale);
+  for (int t = 0; t < kTokens; ++t) {
+    alignas(64) float lines[kWidth] = {};
+    for (int i = 0; i < kCount; i += 4) reduce_add4(sums[t] + i, lines + i);
+    auto* to = static_cast<typename Words::Shrunk*>(args.shrunk) + tokens[t] * args.shrunk_stride;
+    store(to + part.column + line, load(lines) * set1(scale), kCount);
+  }
 }
 
-template <class T, int kCount>
-inline void shrink_some(const T* a, const T* ahead, const T* x, int64_t n, float scale,
-                        typename LowRank<T>::Shrunk* to) {
-  if (ahead == nullptr)
-    shrink_lines<T, kCount, false>(a, ahead, x, n, scale, to);
-  else
-    shrink_lines<T, kCount, true>(a, ahead, x, n, scale, to);
-}
-
-// The lines of A are read from memory once, by the first token that has the adapter. Those of the next token's adapter
-// are prefetched meanwhile, unless a token before has it.
+// The lines of the next unit are prefetched, unless they are those of this one.
 template <class T>
-void shrink_as(const ShrinkArgs& args, int64_t begin, int64_t end) {
-  using Shrunk = typename LowRank<T>::Shrunk;
-  const int64_t units = units_of_token(args), chunks = units / args.num_parts, n = args.in_features;
-  uint64_t seen = 1;
-  auto bit = [](int64_t slot) { return slot < 64 ? uint64_t{1} << slot : 0; };
-  for (int64_t unit = begin; unit < end;) {
-    const int64_t token = unit / units, slot = args.slots[token],
-                  last = (token + 1) * units < end ? (token + 1) * units : end;
-    const int64_t next = last < end ? args.slots[token + 1] : 0;
-    seen |= bit(slot);
-    const T* x = static_cast<const T*>(args.x) + token * args.x_stride;
-    while (unit < last && slot != 0) {
-      const int64_t number = (unit - token * units) / chunks, first_unit = token * units + number * chunks;
-      const LowRankPart &part = args.parts[slot * args.num_parts + number],
-                        &after = args.parts[next * args.num_parts + number];
-      const int64_t after_rank = (seen & bit(next)) != 0 ? 0 : after.rank;
-      Shrunk* to = static_cast<Shrunk*>(args.shrunk) + token * args.shrunk_stride + part.column;
-      const float scale = static_cast<float>(part.scale);
-      const int64_t end_of_part = last < first_unit + chunks ? last : first_unit + chunks;
-      int64_t line = (unit - first_unit) * kLinesOfUnit;
-      const int64_t limit = (end_of_part - first_unit) * kLinesOfUnit, end_line = part.rank < limit ? part.rank : limit;
-      while (line < end_line) {
-        const bool many = end_line - line >= kShrunkAtOnce;
-        const int64_t step = many ? kShrunkAtOnce : kLinesOfGroup;
-        const T* a = static_cast<const T*>(part.a) + line * n;
-        const T* ahead = line + step <= after_rank ? static_cast<const T*>(after.a) + line * n : nullptr;
-        if (many)
-          shrink_some<T, kShrunkAtOnce>(a, ahead, x, n, scale, to + line);
-        else
-          shrink_some<T, kLinesOfGroup>(a, ahead, x, n, scale, to + line);
-        line += step;
+void shrink_as(const ShrinkArgs& args, const int64_t* tokens, const ShrinkUnit* begin, const ShrinkUnit* end) {
+  auto lines_of = [&](const ShrinkUnit& unit) {
+    return static_cast<const T*>(unit.part->a) + unit.line * args.in_features;
+  };
+  for (const ShrinkUnit* unit = begin; unit < end; ++unit) {
+    const LowRankPart& part = *unit->part;
+    const T *a = lines_of(*unit), *ahead = unit + 1 < end ? lines_of(unit[1]) : a;
+    const int64_t lines = part.rank - unit->line < kLinesOfUnit ? part.rank - unit->line : kLinesOfUnit;
+    for (int64_t token = unit->begin; token < unit->end; token += kTokensAtOnce, ahead = a) {
+      const int64_t left = unit->end - token;
+      for (int64_t line = 0; line < lines;) {
+        const int64_t first = line * args.in_features;
+        // Few tokens read more lines at once, so that a sum does not wait for the one before it.
+        const bool many = left < kTokensAtOnce && left <= 2 && lines - line >= 2 * kLinesOfGroup;
+        with_count<kTokensAtOnce>(left, [&]<int kTokens>() {
+          if constexpr (kTokens <= 2)
+            if (many)
+              return shrink_lines<T, 2 * kLinesOfGroup, kTokens>(args, part, a + first, ahead + first,
+                                                                 unit->line + line, tokens + token);
+          shrink_lines<T, kLinesOfGroup, kTokens>(args, part, a + first, ahead + first, unit->line + line,
+                                                  tokens + token);
+        });
+        line += many ? 2 * kLinesOfGroup : kLinesOfGroup;
       }
-      unit = end_of_part;
     }
-    unit = last;
   }
-}
-
-inline int64_t tile_of(const ProductArgs& args, int64_t panel, int64_t half) {
-  return is_gated(args) ? panel + half * num_panels(args) : panel * (kPanel / kTile) + half;
 }
 
 inline bool has_tile(const LowRankPart& part, int64_t tile) { return tile >= part.first_tile && tile < part.last_tile; }
 
-template <class T>
-bool low_rank_sums_as(const ProductArgs& args, int64_t panel, int64_t token, float* sums) {
+// function(slot, first, last) for tokens `first` to `last` - 1 of each slot that are among tokens begin to end - 1.
+template <class Function>
+inline void for_slots(const TokensBySlot& by_slot, int64_t begin, int64_t end, Function function) {
+  for (const TokensOfSlot* of_slot = by_slot.slots; of_slot < by_slot.slots + by_slot.num_slots; ++of_slot) {
+    auto first_from = [&](int64_t token) {
+      int64_t low = of_slot->begin, high = of_slot->end;
+      while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (by_slot.tokens[middle] < token)
+          low = middle + 1;
+        else
+          high = middle;
+      }
+      return by_slot.tokens + low;
+    };
+    const int64_t *first = first_from(begin), *last = first_from(end);
+    if (first < last) function(of_slot->slot, first, last);
+  }
+}
+
+void Addends::want(const void* begin, int64_t lines) {
+  if (lines <= 0 || last_span_ == std::end(spans_)) return;
+  *last_span_++ = {static_cast<const char*>(begin), lines};
+  lines_ += lines;
+}
+
+// The B of a panel, each once.
+void Addends::want_panel(int64_t panel) {
+  const int64_t size = args_.dtype == kFloat32 ? sizeof(float) : sizeof(BF16);
+  for_slots(by_slot_, begin_, end_, [&](int64_t slot, const int64_t*, const int64_t*) {
+    const LowRankPart* parts = args_.parts + slot * args_.num_parts;
+    for (int64_t half = 0; half < kPanel / kTile; ++half) {
+      for (const LowRankPart* part = parts; part < parts + args_.num_parts; ++part) {
+        if (!has_tile(*part, tile(panel, half))) continue;
+        const int64_t bytes = part->rank * kTile * size;
+        want(static_cast<const char*>(part->b) + (tile(panel, half) - part->first_tile) * bytes, bytes / kCacheLine);
+      }
+    }
+  });
+}
+
+// Of all lines of A that the next `shrink` reads, those whose turn it is.
+void Addends::want_share_of_next(int64_t panel) {
+  const ShrinkArgs* next = by_slot_.next;
+  if (next == nullptr || begin_ != 0) return;
+  const int64_t line_of_a = next->in_features * (next->dtype == kFloat32 ? sizeof(float) : sizeof(BF16)) / kCacheLine;
+  auto for_parts = [&](auto function) {
+    for (const TokensOfSlot* of_slot = by_slot_.slots; of_slot < by_slot_.slots + by_slot_.num_slots; ++of_slot)
+      for (int64_t number = 0; of_slot->slot < next->num_slots && number < next->num_parts; ++number)
+        function(next->parts[of_slot->slot * next->num_parts + number]);
+  };
+  int64_t all = 0, at = 0;
+  for_parts([&](const LowRankPart& part) { all += part.rank * line_of_a; });
+  const int64_t begin = all * panel / num_panels(args_), end = all * (panel + 1) / num_panels(args_);
+  for_parts([&](const LowRankPart& part) {
+    const int64_t lines = part.rank * line_of_a, from = begin < at ? at : begin,
+                  to = end < at + lines ? end : at + lines;
+    want(static_cast<const char*>(part.a) + (from - at) * kCacheLine, to - from);
+    at += lines;
+  });
+}
+
+void Addends::start(int64_t panel, bool is_first, int64_t steps) {
+  if (is_first) want_panel(panel);
+  while (span_ != last_span_) prefetch_line();
+  span_ = last_span_ = spans_;
+  lines_ = 0;
+  if (panel + 1 < num_panels(args_)) want_panel(panel + 1);
+  want_share_of_next(panel);
+  lines_of_step_ = (lines_ + steps - 1) / steps;
+}
+
+template <class T, int kTokens>
+void Addends::compute_some(const LowRankPart* parts, const int64_t* tokens) const {
   using Words = LowRank<T>;
+  using Shrunk = typename Words::Shrunk;
   constexpr int kVectorsOfTile = kTile / kWidth;
-  const LowRankPart* parts = args.parts + args.slots[token] * args.num_parts;
-  const auto* shrunk = static_cast<const typename Words::Shrunk*>(args.shrunk) + token * args.shrunk_stride;
-  bool found = false;
+  const Shrunk* shrunk[kTokens];
+  for (int t = 0; t < kTokens; ++t)
+    shrunk[t] = static_cast<const Shrunk*>(args_.shrunk) + tokens[t] * args_.shrunk_stride;
   for (int64_t half = 0; half < kPanel / kTile; ++half) {
-    const int64_t tile = tile_of(args, panel, half);
     // Of every other word: a sum does not wait for the one before it.
-    Vec lanes[2][kVectorsOfTile];
-    for (int i = 0; i < kVectorsOfTile; ++i) lanes[0][i] = lanes[1][i] = zero();
-    for (const LowRankPart* part = parts; part < parts + args.num_parts; ++part) {
-      if (!has_tile(*part, tile)) continue;
-      found = true;
-      const T* b = static_cast<const T*>(part->b) + (tile - part->first_tile) * part->rank * kTile;
+    Vec sums[2][kTokens][kVectorsOfTile] = {};
+    for (const LowRankPart* part = parts; part < parts + args_.num_parts; ++part) {
+      if (!has_tile(*part, tile(panel_, half))) continue;
+      const T* b = static_cast<const T*>(part->b) + (tile(panel_, half) - part->first_tile) * part->rank * kTile;
       for (int64_t k = 0; k < part->rank; k += 2 * Words::kNumbers) {
 #pragma GCC unroll 2
         for (int turn = 0; turn < 2; ++turn, b += kTile * Words::kNumbers) {
-          const Vec word = Words::word(shrunk + part->column + k + turn * Words::kNumbers);
-          for (int i = 0; i < kVectorsOfTile; ++i)
-            lanes[turn][i] = Words::add(lanes[turn][i], Words::load_words(b + i * kWidth * Words::kNumbers), word);
+          for (int i = 0; i < kVectorsOfTile; ++i) {
+            const Vec columns = Words::load_words(b + i * kWidth * Words::kNumbers);
+#pragma GCC unroll 4
+            for (int t = 0; t < kTokens; ++t)
+              sums[turn][t][i] = Words::add(sums[turn][t][i], columns,
+                                            Words::word(shrunk[t] + part->column + k + turn * Words::kNumbers));
+          }
         }
       }
     }
-    for (int i = 0; i < kVectorsOfTile; ++i) store(sums + half * kTile + i * kWidth, lanes[0][i] + lanes[1][i]);
+    for (int t = 0; t < kTokens; ++t)
+      for (int i = 0; i < kVectorsOfTile; ++i)
+        store(sums_ + (tokens[t] - begin_) * kPanel + half * kTile + i * kWidth, sums[0][t][i] + sums[1][t][i]);
   }
-  return found;
+}
+
+template <class T>
+void Addends::compute_as() const {
+  for_slots(by_slot_, begin_, end_, [&](int64_t slot, const int64_t* first, const int64_t* last) {
+    for (; first < last; first += kTokensAtOnce)
+      with_count<kTokensAtOnce>(
+          last - first, [&]<int kTokens>() { compute_some<T, kTokens>(args_.parts + slot * args_.num_parts, first); });
+  });
+}
+
+void Addends::compute(int64_t panel) {
+  panel_ = panel;
+  switch (args_.dtype) {
+    case kFloat32:
+      return compute_as<float>();
+    case kBFloat16:
+      return compute_as<BF16>();
+    default:
+      return compute_as<F16>();
+  }
 }
 
 }  // namespace
-
-// Whether a token has an adapter for a panel; its addends of the panel's columns, kPanel of them.
-bool low_rank_sums(const ProductArgs& args, int64_t panel, int64_t token, float* sums) {
-  if (args.slots[token] == 0) return false;
-  switch (args.dtype) {
-    case kFloat32:
-      return low_rank_sums_as<float>(args, panel, token, sums);
-    case kBFloat16:
-      return low_rank_sums_as<BF16>(args, panel, token, sums);
-    default:
-      return low_rank_sums_as<F16>(args, panel, token, sums);
-  }
-}
-
-// Starts to load what the adapters of these tokens have for a panel, each once: they are read when the panel is
-// multiplied, a few cache lines of each, which takes longer than to multiply them.
-void prefetch_low_rank(const ProductArgs& args, int64_t panel, int64_t begin, int64_t end) {
-  const int64_t size = args.dtype == kFloat32 ? sizeof(float) : sizeof(BF16);
-  uint64_t seen = 1;
-  for (int64_t token = begin; token < end; ++token) {
-    const uint64_t slot = static_cast<uint64_t>(args.slots[token]), bit = slot < 64 ? uint64_t{1} << slot : 0;
-    if ((seen & bit) != 0) continue;
-    seen |= bit;
-    const LowRankPart* parts = args.parts + slot * args.num_parts;
-    for (int64_t half = 0; half < kPanel / kTile; ++half) {
-      const int64_t tile = tile_of(args, panel, half);
-      for (const LowRankPart* part = parts; part < parts + args.num_parts; ++part) {
-        if (!has_tile(*part, tile)) continue;
-        const int64_t bytes = part->rank * kTile * size;
-        const char* b = static_cast<const char*>(part->b) + (tile - part->first_tile) * bytes;
-        for (int64_t at = 0; at < bytes; at += kCacheLine) prefetch<kSecondCache>(b + at);
-      }
-    }
-  }
-}
 
 extern const decltype(IsaKernels::shrink) shrink_kernels = {shrink_as<float>, shrink_as<BF16>, shrink_as<F16>};
 

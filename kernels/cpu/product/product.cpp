@@ -14,12 +14,67 @@
 
 namespace quire::QUIRE_ISA {
 
-bool low_rank_sums(const ProductArgs& args, int64_t panel, int64_t token, float* sums);
-void prefetch_low_rank(const ProductArgs& args, int64_t panel, int64_t begin, int64_t end);
-
 namespace {
 
 constexpr int64_t kTile = kPanel / 2;
+
+// What the adapters of tokens `begin` to `end` - 1 add to a panel (low_rank.h), computed when the first of them needs
+// it. While a panel is multiplied, what the adapters have for the next one is prefetched, and a share of what the next
+// `shrink` reads: a few lines at a time, because a processor stalls when its queue of requests is full.
+class Addends {
+ public:
+  // `sums` has room for kPanel of each token.
+  Addends(const ProductArgs& args, const TokensBySlot& by_slot, int64_t begin, int64_t end, float* sums)
+      : args_(args), by_slot_(by_slot), begin_(begin), end_(end), sums_(sums) {}
+
+  // Begins to multiply a panel, in so many steps; is_first: of those that follow each other.
+  void start(int64_t panel, bool is_first, int64_t steps);
+  void step() {
+    for (int64_t i = 0; i < lines_of_step_ && span_ != last_span_; ++i) prefetch_line();
+  }
+
+  // kPanel of them; null for a token without an adapter.
+  const float* of(int64_t panel, int64_t token) {
+    if (panel != panel_) compute(panel);
+    return args_.slots[token] == 0 ? nullptr : sums_ + (token - begin_) * kPanel;
+  }
+
+ private:
+  void compute(int64_t panel);
+  template <class T>
+  void compute_as() const;
+  template <class T, int kTokens>
+  void compute_some(const LowRankPart* parts, const int64_t* tokens) const;
+  void want(const void* begin, int64_t lines);
+  void want_panel(int64_t panel);
+  void want_share_of_next(int64_t panel);
+  void prefetch_line() {
+    prefetch<kSecondCache>(span_->at);
+    span_->at += 64;
+    if (--span_->lines == 0) ++span_;
+  }
+  int64_t tile(int64_t panel, int64_t half) const {
+    return is_gated(args_) ? panel + half * num_panels(args_) : panel * (kPanel / kTile) + half;
+  }
+
+  const ProductArgs& args_;
+  const TokensBySlot& by_slot_;
+  const int64_t begin_, end_;
+  float* const sums_;
+  int64_t panel_ = -1;  // of the sums
+  // What is still to be prefetched; what there is no room for is not.
+  struct Span {
+    const char* at;
+    int64_t lines;
+  };
+  Span spans_[96], *span_ = spans_, *last_span_ = spans_;
+  int64_t lines_ = 0, lines_of_step_ = 0;
+};
+
+// The product of some tokens; `addends` is null where they have no adapters.
+struct Pass : ProductArgs {
+  Addends* addends;
+};
 
 inline Vec activate(int64_t activation, Vec x) {
   switch (activation) {
@@ -66,7 +121,7 @@ class Finish {
  public:
   static constexpr int64_t kColumns = kGated ? kPanel / 2 : kPanel;
 
-  Finish(const ProductArgs& args, int64_t panel)
+  Finish(const Pass& args, int64_t panel)
       : args_(args),
         columns_(kGated ? args.out_features / 2 : args.out_features),
         panel_(panel),
@@ -77,10 +132,8 @@ class Finish {
   void write(int64_t token, int64_t count, const Sum* sums) const {
     Out* to = static_cast<Out*>(args_.output) + token * args_.output_stride + first_;
     const bool whole = first_ + kColumns <= columns_;
-    alignas(64) float low_rank[kPanel];
     for (const int64_t end = token + count; token < end; ++token, sums += kPanel, to += args_.output_stride) {
-      const float* addends =
-          args_.parts != nullptr && low_rank_sums(args_, panel_, token, low_rank) ? low_rank : nullptr;
+      const float* addends = args_.addends == nullptr ? nullptr : args_.addends->of(panel_, token);
       whole ? write_whole(to, token, sums, addends) : write_some(to, token, sums, addends);
     }
   }
@@ -118,12 +171,12 @@ class Finish {
       return args_.activation == kIdentity ? x : activate(args_.activation, x);
   }
 
-  const ProductArgs& args_;
+  const Pass& args_;
   const int64_t columns_, panel_, first_;
 };
 
 template <class Sum, bool kGated>
-inline void finish_as(const ProductArgs& args, int64_t panel, int64_t token, int64_t count, const Sum* sums) {
+inline void finish_as(const Pass& args, int64_t panel, int64_t token, int64_t count, const Sum* sums) {
   const Finish<Sum, kGated> finish(args, panel);
   switch (args.output_dtype) {
     case kFloat32:
@@ -137,7 +190,7 @@ inline void finish_as(const ProductArgs& args, int64_t panel, int64_t token, int
 
 // Writes one panel of some tokens, from kPanel sums of each.
 template <class Sum>
-inline void finish(const ProductArgs& args, int64_t panel, int64_t token, int64_t count, const Sum* sums) {
+inline void finish(const Pass& args, int64_t panel, int64_t token, int64_t count, const Sum* sums) {
   return is_gated(args) ? finish_as<Sum, true>(args, panel, token, count, sums)
                         : finish_as<Sum, false>(args, panel, token, count, sums);
 }
@@ -186,15 +239,25 @@ struct MultiplierOf<Int8ByCoded<Format>> {
 template <class Kind>
 using Multiplier = typename MultiplierOf<Kind>::Type;
 
+template <class Kind>
+int64_t scratch_bytes(const ProductArgs& args) {
+  const int64_t tokens = args.parts == nullptr ? 0 : args.num_tokens < kMaxTokens ? args.num_tokens : kMaxTokens;
+  return padded(Multiplier<Kind>::template scratch_bytes<Kind>(args), kCacheLine) + tokens * kPanel * sizeof(float);
+}
+
 // Multiplies as many tokens at once as fit the second cache.
 template <class Kind>
-void multiply(const ProductArgs& args, int64_t first_panel, int64_t last_panel, std::byte* scratch,
-              const std::byte* packed) {
+void multiply(const ProductArgs& args, const TokensBySlot& by_slot, int64_t first_panel, int64_t last_panel,
+              std::byte* scratch, const std::byte* packed) {
   Multiplier<Kind> multiplier;
+  auto* sums =
+      reinterpret_cast<float*>(scratch + padded(Multiplier<Kind>::template scratch_bytes<Kind>(args), kCacheLine));
   const int64_t step = tokens_at_once<Kind>(args);
   for (int64_t begin = 0; begin < args.num_tokens; begin += step) {
     const int64_t end = begin + step < args.num_tokens ? begin + step : args.num_tokens;
-    multiplier.template multiply<Kind>(args, first_panel, last_panel, begin, end, scratch, packed);
+    Addends addends(args, by_slot, begin, end, sums);
+    const Pass pass{args, args.parts == nullptr ? nullptr : &addends};
+    multiplier.template multiply<Kind>(pass, first_panel, last_panel, begin, end, scratch, packed);
   }
 }
 
@@ -206,8 +269,8 @@ struct Product {
 };
 
 template <class Kind>
-constexpr Product kProduct = {multiply<Kind>, Multiplier<Kind>::template scratch_bytes<Kind>,
-                              Multiplier<Kind>::template pack<Kind>, Multiplier<Kind>::template packed_bytes<Kind>};
+constexpr Product kProduct = {multiply<Kind>, scratch_bytes<Kind>, Multiplier<Kind>::template pack<Kind>,
+                              Multiplier<Kind>::template packed_bytes<Kind>};
 
 const Product& product_for(const ProductArgs& args) {
   if (args.multiplied == kInt8) return kProduct<Int8ByInt8>;
@@ -225,8 +288,9 @@ const Product& product_for(const ProductArgs& args) {
 
 }  // namespace
 
-void product(const ProductArgs& args, int64_t begin, int64_t end, std::byte* scratch, const std::byte* packed) {
-  product_for(args).multiply(args, begin, end, scratch, packed);
+void product(const ProductArgs& args, const TokensBySlot& by_slot, int64_t begin, int64_t end, std::byte* scratch,
+             const std::byte* packed) {
+  product_for(args).multiply(args, by_slot, begin, end, scratch, packed);
 }
 
 int64_t product_scratch(const ProductArgs& args) { return product_for(args).scratch_bytes(args); }

@@ -120,7 +120,7 @@ class LinesOfWords {
 // One panel, the next of `blocks`, by kTokens tokens from `token` on; `ahead` is prefetched meanwhile. The first group
 // computes the correction of the offset, `excess`, for all groups.
 template <class Kind, int kTokens, bool kIsFirst, class AnyBlocks, class AnyWords, class AnyPrefetch>
-void multiply_panel(const ProductArgs& args, int64_t panel, AnyBlocks& blocks, AnyWords words, AnyPrefetch ahead,
+void multiply_panel(const Pass& args, int64_t panel, AnyBlocks& blocks, AnyWords words, AnyPrefetch ahead,
                     int64_t token, typename Lanes<Kind>::Words (&excess)[kVectors]) {
   using Sum = typename Kind::Sum;
   using Words = typename Lanes<Kind>::Words;
@@ -130,6 +130,7 @@ void multiply_panel(const ProductArgs& args, int64_t panel, AnyBlocks& blocks, A
   for (int64_t k = 0, end = num_words<Kind>(args); k < end; k += kWordsOfBlock) {
     const Word* block = static_cast<const Word*>(blocks.next(ahead));
     ahead.go_on();
+    if (args.addends != nullptr) args.addends->step();
     for (int64_t at = 0; at < kWordsOfBlock; ++at) {
       Words weights[kVectors];
       for (int i = 0; i < kVectors; ++i) {
@@ -171,7 +172,7 @@ inline void with_count(int64_t count, Function function) {
 template <class Kind>
 class Passes {
  public:
-  Passes(const ProductArgs& args, int64_t panel, const TokenGroups& groups, const std::byte* packed)
+  Passes(const Pass& args, int64_t panel, const TokenGroups& groups, const std::byte* packed)
       : args_(args), panel_(panel), groups_(groups), packed_(packed), blocks_(args.in_features / kLines<Kind>) {}
 
   // The first group reads the panel from memory. If the panel has to be expanded, its numbers are kept in `scratch` for
@@ -185,7 +186,7 @@ class Passes {
       const char* ahead = bytes_of<Kind>(args_, panel_) + (1 << 12);
       for (int64_t block = 0; block < blocks_; ++block, ahead += block_bytes<Kind>())
         expander.expand(numbers + block * kNumbersOfBlock, Prefetch<kPrefetchCache>{ahead, kLinesOfBlock});
-      multiply_others(StoredBlocks<Pairs<typename Kind::X>>(numbers), 0, false);
+      multiply_others(StoredBlocks<Pairs<typename Kind::X>>(numbers), 0, has_next);
     } else if (others == 0) {
       Blocks<Kind> blocks(args_, panel_, blocks_);
       multiply_first(blocks);
@@ -239,7 +240,7 @@ class Passes {
     });
   }
 
-  const ProductArgs& args_;
+  const Pass& args_;
   const int64_t panel_;
   const TokenGroups groups_;
   const std::byte* packed_;
@@ -274,11 +275,12 @@ class VectorMultiplier {
 
   // Multiplies tokens begin to end with some panels.
   template <class Kind>
-  void multiply(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
+  void multiply(const Pass& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
                 std::byte* scratch, const std::byte* packed) {
     const TokenGroups groups{begin, end};
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-      if (args.parts != nullptr) prefetch_low_rank(args, panel, begin, end);
+      if (args.addends != nullptr)
+        args.addends->start(panel, panel == first_panel, groups.count() * num_words<Kind>(args) / kWordsOfBlock);
       Passes<Kind>(args, panel, groups, packed).multiply(panel + 1 < last_panel, scratch);
     }
   }

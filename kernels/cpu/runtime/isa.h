@@ -36,6 +36,24 @@ struct Unit {
   float* states;
 };
 
+// Tokens that have adapters, slot by slot, in their order. A slot has those from `begin` to `end` - 1.
+struct TokensOfSlot {
+  int64_t slot, begin, end;
+};
+struct TokensBySlot {
+  const int64_t* tokens;
+  const TokensOfSlot* slots;
+  int64_t num_slots;
+  // The operation that reads what the product before it prefetches; null where it is not known.
+  const ShrinkArgs* next;
+};
+
+// A piece of `shrink` that one thread computes: some lines of an A, by tokens `begin` to `end` - 1 of TokensBySlot.
+struct ShrinkUnit {
+  const LowRankPart* part;
+  int64_t line, begin, end;
+};
+
 // Unnamed, so that each file has its own copy: see above.
 namespace {
 
@@ -50,11 +68,8 @@ inline int64_t num_panels(int64_t out_features, bool gated) {
 
 inline int64_t num_panels(const ProductArgs& args) { return num_panels(args.out_features, is_gated(args)); }
 
-// Lines of an adapter's A that a unit of `shrink` multiplies with a token, and the units of a token.
-inline constexpr int64_t kLinesOfUnit = 16;
-inline int64_t units_of_token(const ShrinkArgs& args) {
-  return args.num_parts * padded(args.max_rank, kLinesOfUnit) / kLinesOfUnit;
-}
+// The size of a unit of `shrink`: lines of an adapter's A, and tokens that have it.
+inline constexpr int64_t kLinesOfUnit = 16, kTokensOfUnit = 8;
 
 inline int64_t state_size(const AttentionArgs& args) { return args.head_dim + 2; }
 
@@ -105,11 +120,12 @@ struct IsaKernels {
   ByDtype<void (*)(const SiluArgs&, int64_t begin, int64_t end)> silu_and_mul;
   ByDtype<void (*)(const RotaryArgs&, int64_t begin, int64_t end)> rotary;
   ByDtype<void (*)(const QuantizeArgs&, int64_t begin, int64_t end)> quantize;
-  ByDtype<void (*)(const ShrinkArgs&, int64_t begin, int64_t end)> shrink;  // of its units
+  ByDtype<void (*)(const ShrinkArgs&, const int64_t* tokens, const ShrinkUnit* begin, const ShrinkUnit* end)> shrink;
   // n elements of `count` parts, at most kMaxRanks, summed to `to`, which may be one of the parts.
   ByDtype<void (*)(void* to, const void* const* parts, int64_t count, int64_t n)> sum;
   // Panels begin to end, for all tokens; `packed` holds the tokens where packed_bytes is not 0.
-  void (*product)(const ProductArgs&, int64_t begin, int64_t end, std::byte* scratch, const std::byte* packed);
+  void (*product)(const ProductArgs&, const TokensBySlot&, int64_t begin, int64_t end, std::byte* scratch,
+                  const std::byte* packed);
   int64_t (*product_scratch)(const ProductArgs&);  // bytes
   // Packs blocks begin to end of all tokens in the order in which they are multiplied.
   void (*pack_tokens)(const ProductArgs&, int64_t begin, int64_t end, std::byte* packed);

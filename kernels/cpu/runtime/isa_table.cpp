@@ -15,7 +15,8 @@ extern const decltype(IsaKernels::rotary) rotary_kernels;
 extern const decltype(IsaKernels::quantize) quantize_kernels;
 extern const decltype(IsaKernels::shrink) shrink_kernels;
 extern const decltype(IsaKernels::sum) sum_kernels;
-void product(const ProductArgs& args, int64_t begin, int64_t end, std::byte* scratch, const std::byte* packed);
+void product(const ProductArgs& args, const TokensBySlot& by_slot, int64_t begin, int64_t end, std::byte* scratch,
+             const std::byte* packed);
 int64_t product_scratch(const ProductArgs& args);
 void pack_tokens(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed);
 int64_t packed_bytes(const ProductArgs& args);

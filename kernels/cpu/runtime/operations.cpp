@@ -93,15 +93,49 @@ Status check_tokens(const RotaryArgs& args) {
   return kOk;
 }
 
-// Whether slots of all tokens exist, and whether any token has an adapter.
-template <class Args>
-Status check_slots(const Args& args, bool& any) {
-  for (int64_t token = 0; token < args.num_tokens; ++token) {
-    if (args.slots[token] < 0 || args.slots[token] >= args.num_slots) return kBadSlotOfAdapter;
-    any |= args.slots[token] != 0;
+// The tokens of an operation that have adapters, slot by slot: so they share what they read of an adapter.
+class SortedTokens {
+ public:
+  template <class Args>
+  Status sort(const Args& args) {
+    std::vector<int64_t> ends(args.num_slots + 1);
+    for (int64_t token = 0; token < args.num_tokens; ++token) {
+      if (args.slots[token] < 0 || args.slots[token] >= args.num_slots) return kBadSlotOfAdapter;
+      ++ends[args.slots[token] + 1];
+    }
+    ends[1] = 0;
+    for (int64_t slot = 1; slot < args.num_slots; ++slot) {
+      ends[slot + 1] += ends[slot];
+      if (ends[slot] < ends[slot + 1]) slots_.push_back({slot, ends[slot], ends[slot + 1]});
+    }
+    tokens_.resize(ends.back());
+    for (int64_t token = 0; token < args.num_tokens; ++token)
+      if (args.slots[token] != 0) tokens_[ends[args.slots[token]]++] = token;
+    return kOk;
   }
-  return kOk;
-}
+
+  bool is_empty() const { return tokens_.empty(); }
+  TokensBySlot get(const ShrinkArgs* next) const {
+    return {tokens_.data(), slots_.data(), static_cast<int64_t>(slots_.size()), next};
+  }
+
+  // The units of `shrink`: those that read the same lines one after the other.
+  std::vector<ShrinkUnit> units(const ShrinkArgs& args) const {
+    std::vector<ShrinkUnit> units;
+    for (const TokensOfSlot& of_slot : slots_)
+      for (int64_t number = 0; number < args.num_parts; ++number) {
+        const LowRankPart* part = args.parts + of_slot.slot * args.num_parts + number;
+        for (int64_t line = 0; line < part->rank; line += kLinesOfUnit)
+          for (int64_t begin = of_slot.begin; begin < of_slot.end; begin += kTokensOfUnit)
+            units.push_back({part, line, begin, std::min(begin + kTokensOfUnit, of_slot.end)});
+      }
+    return units;
+  }
+
+ private:
+  std::vector<int64_t> tokens_;
+  std::vector<TokensOfSlot> slots_;
+};
 
 // A sequence of operations.
 class Operations {
@@ -117,7 +151,7 @@ class Operations {
   Status add_quantize(const QuantizeArgs& args);
   Status add_draw(const DrawArgs& args);
   Status add_shrink(const ShrinkArgs& args);
-  Status add_product(ProductArgs args);
+  Status add_product(ProductArgs args, const ShrinkArgs* next = nullptr);
   Status add_all_reduce(const AllReduceArgs& args);
   Status add_all_gather(const AllGatherArgs& args);
 
@@ -202,18 +236,22 @@ Status Operations::add_draw(const DrawArgs& args) {
 }
 
 Status Operations::add_shrink(const ShrinkArgs& args) {
-  bool any = false;
-  if (const Status status = check_slots(args, any); status != kOk || !any) return status;
+  auto tokens = std::make_shared<SortedTokens>();
+  if (const Status status = tokens->sort(args); status != kOk || tokens->is_empty()) return status;
   const auto kernel = context_.kernels.shrink.of[args.dtype];
-  return add(args.num_tokens * units_of_token(args), grain(kWorthThreads, args.in_features * kLinesOfUnit),
-             [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
+  auto units = tokens->units(args);
+  const int64_t num_units = units.size();
+  return add(num_units, grain(kWorthThreads, args.in_features * kLinesOfUnit),
+             [=, units = std::move(units)](int64_t begin, int64_t end, const Scratch&) {
+               kernel(args, tokens->get(nullptr).tokens, units.data() + begin, units.data() + end);
+             });
 }
 
-Status Operations::add_product(ProductArgs args) {
+Status Operations::add_product(ProductArgs args, const ShrinkArgs* next) {
+  auto tokens = std::make_shared<SortedTokens>();
   if (args.parts != nullptr) {
-    bool any = false;
-    if (const Status status = check_slots(args, any); status != kOk) return status;
-    if (!any) args.parts = nullptr;
+    if (const Status status = tokens->sort(args); status != kOk) return status;
+    if (tokens->is_empty()) args.parts = nullptr;
   }
   const auto kernel = context_.kernels.product;
   const int64_t elements = args.in_features * kPanel * (1 + args.num_tokens / 16);
@@ -229,7 +267,7 @@ Status Operations::add_product(ProductArgs args) {
   return add(
       args.num_tokens > 0 ? num_panels(args) : 0, grain(kWorthReading, elements),
       [=](int64_t begin, int64_t end, const Scratch& scratch) {
-        kernel(args, begin, end, scratch.own, scratch.shared);
+        kernel(args, tokens->get(next), begin, end, scratch.own, scratch.shared);
       },
       context_.kernels.product_scratch(args), packed_bytes);
 }
@@ -305,7 +343,15 @@ Args args_of(const RecordedOperation& recorded, int64_t Args::* count, const Run
   return args;
 }
 
-Status add(Operations& operations, const RecordedOperation& recorded, const RunArgs& run) {
+// The first `shrink` after an operation; null if there is none.
+const ShrinkArgs* shrink_after(const RunArgs& run, int64_t i) {
+  while (++i < run.num_operations)
+    if (run.operations[i].operation == kShrink) return static_cast<const ShrinkArgs*>(run.operations[i].args);
+  return nullptr;
+}
+
+Status add(Operations& operations, const RunArgs& run, int64_t i) {
+  const RecordedOperation& recorded = run.operations[i];
   switch (recorded.operation) {
     case kPagedAttention: {
       AttentionArgs args = args_of(recorded, &AttentionArgs::num_tokens, run);
@@ -329,7 +375,7 @@ Status add(Operations& operations, const RecordedOperation& recorded, const RunA
     case kAllGather:
       return operations.add_all_gather(args_of(recorded, &AllGatherArgs::rows, run));
     default:
-      return operations.add_product(args_of(recorded, &ProductArgs::num_tokens, run));
+      return operations.add_product(args_of(recorded, &ProductArgs::num_tokens, run), shrink_after(run, i));
   }
 }
 
@@ -355,7 +401,7 @@ QUIRE_OPERATION(all_gather, AllGatherArgs)
 int32_t quire_run(const quire::Context* context, const quire::RunArgs* args) {
   return quire::run_added(*context, args->threads, [&](quire::Operations& all) {
     for (int64_t i = 0; i < args->num_operations; ++i)
-      if (const quire::Status status = quire::add(all, args->operations[i], *args); status != quire::kOk) return status;
+      if (const quire::Status status = quire::add(all, *args, i); status != quire::kOk) return status;
     return quire::kOk;
   });
 }
