@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from bench.models import write_model
 from bench.report import Series, median_ratio, write_results
+from kernels.packed_weight import Quantization
 from quire.adapters import read_adapter
 from quire.common.v1.common_pb2 import SamplingParameters
 from worker_svc.adapters import AdapterSlots, adapted_linears
@@ -34,7 +35,6 @@ from worker_svc.step import (
     Step,
     WorkerLimits,
 )
-from worker_svc.weights import Quantization
 
 _BLOCK_SIZE = 16
 _MAX_LEN = 1024

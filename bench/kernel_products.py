@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.cpu.bindings import CpuKernels
-from kernels.packed_weight import Rounding
+from kernels.packed_weight import Quantization
 
 _BYTES = 256 * 2**20
 
@@ -38,7 +38,7 @@ def make_products(kernels: CpuKernels, layer: Layer, tokens: int) -> tuple[int, 
     of_one = layer.out_features * layer.in_features * 2
     count = max(1, _BYTES // of_one * 64 // max(tokens, 64) // (1 if tokens <= 64 else 4))
     weights = [torch.randn(layer.out_features, layer.in_features).bfloat16() for _ in range(count)]
-    ours = [kernels.pack_weight(weight, False, Rounding.NONE) for weight in weights]
+    ours = [kernels.pack_weight(weight, False, Quantization.NONE) for weight in weights]
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
     x = torch.randn(tokens, layer.in_features).bfloat16()
     one_dnn = torch.ops.mkldnn._linear_pointwise.default

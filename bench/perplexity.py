@@ -16,10 +16,10 @@ from bench.models import write_model
 from bench.quality import perplexity, speeds
 from bench.quality_variants import PagedModel, Variant
 from bench.report import median_ratio, write_results
+from kernels.packed_weight import Quantization
 from quire.model_directory import weight_files
 from quire.model_source import resolve_model
 from worker_svc.gguf_writer import write_gguf
-from worker_svc.weights import Quantization
 
 _FORMATS = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q4_0")
 _BASE = "bfloat16"

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from bench.filled_pool import fill_pool
+from kernels.packed_weight import Quantization
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.replay import make_forward
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.models.registry import load_model
 from worker_svc.step import WorkerLimits
-from worker_svc.weights import Quantization
 
 _BLOCK_SIZE = 16
 

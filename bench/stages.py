@@ -19,13 +19,13 @@ from bench.models import write_model
 from bench.report import Series, write_results
 from kernels.cpu.bindings import ProductShape
 from kernels.cpu.library import Operation
+from kernels.packed_weight import Quantization
 from kernels.recording import RecordedCall, record
 from quire.settings import ConfigurationError
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.replay import room_for
 from worker_svc.models.base import NativeCausalLM
 from worker_svc.models.registry import load_model
-from worker_svc.weights import Quantization
 
 _BLOCK_SIZE = 16
 _SUMMED_BYTES = 256 << 20

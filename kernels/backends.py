@@ -15,7 +15,7 @@ import torch
 from kernels import reference
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import Library, LibraryUnavailableError
-from kernels.packed_weight import PackedWeight, Rounding
+from kernels.packed_weight import PackedWeight, Quantization
 from kernels.reference import ScoreRule
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Implementation(Protocol):
 class Products(Protocol):
     """Products with packed weights."""
 
-    def pack_weight(self, weight: torch.Tensor, gated: bool, rounding: Rounding) -> PackedWeight: ...
+    def pack_weight(self, weight: torch.Tensor, gated: bool, quantization: Quantization) -> PackedWeight: ...
 
     def product(
         self,
@@ -220,9 +220,9 @@ def draws_for(device: torch.device) -> CpuKernels | None:
     return implementation if isinstance(implementation, CpuKernels) else None
 
 
-def packed_products_for(device: torch.device, dtype: torch.dtype, rounding: Rounding) -> Products | None:
+def packed_products_for(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> Products | None:
     """Products with packed weights of this dtype, if such a device has a kernel for them."""
     implementation = implementation_for(device) if device.type == "cpu" else reference
-    if not isinstance(implementation, CpuKernels) or not implementation.has_products(dtype, rounding):
+    if not isinstance(implementation, CpuKernels) or not implementation.has_products(dtype, quantization):
         return None
     return implementation

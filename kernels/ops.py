@@ -45,7 +45,7 @@ from kernels.checks import (
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.low_rank import TokenAddends
 from kernels.draw_rules import DrawRules
-from kernels.packed_weight import ACTIVATIONS, GATES, CodedWeight, Coding, PackedWeight, Rounding
+from kernels.packed_weight import ACTIVATIONS, GATES, CodedWeight, Coding, PackedWeight, Quantization
 
 
 def reshape_and_cache(
@@ -261,25 +261,29 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return implementation_for(x.device).silu_and_mul(x)
 
 
-def has_packed_products(device: torch.device, dtype: torch.dtype, rounding: Rounding = Rounding.NONE) -> bool:
+def has_packed_products(
+    device: torch.device, dtype: torch.dtype, quantization: Quantization = Quantization.NONE
+) -> bool:
     """Whether weights of this dtype are better packed than not on such a device."""
-    return packed_products_for(device, dtype, rounding) is not None
+    return packed_products_for(device, dtype, quantization) is not None
 
 
-def pack_weight(weight: torch.Tensor, *, gated: bool = False, rounding: Rounding = Rounding.NONE) -> PackedWeight:
+def pack_weight(
+    weight: torch.Tensor, *, gated: bool = False, quantization: Quantization = Quantization.NONE
+) -> PackedWeight:
     """Puts a weight into the order in which `product` reads it; the weight itself is not kept if that pays.
 
     Args:
         weight: [out, in]; gated: the rows of the gates, then as many of what they are multiplied with.
         gated: the product is to be `activation(gate) * up`, an activation of `GATES`.
-        rounding: what of the product is to be rounded to int8.
+        quantization: what of the product is to be rounded to int8.
     """
     check_shape("weight", weight, (None, None))
     check_dtype("weight", weight, FLOATING)
     if gated and weight.shape[0] % 2:
         raise ValueError(f"weight has {weight.shape[0]} rows; expected an even number of a gated one")
-    products = packed_products_for(weight.device, weight.dtype, rounding) or reference
-    return products.pack_weight(weight, gated, rounding)
+    products = packed_products_for(weight.device, weight.dtype, quantization) or reference
+    return products.pack_weight(weight, gated, quantization)
 
 
 def has_coded_products(device: torch.device, dtype: torch.dtype) -> bool:
@@ -287,17 +291,19 @@ def has_coded_products(device: torch.device, dtype: torch.dtype) -> bool:
     return coded_products_for(device, dtype) is not None
 
 
-def pack_coded(weight: CodedWeight, *, gated: bool = False, rounding: Rounding = Rounding.NONE) -> PackedWeight:
+def pack_coded(
+    weight: CodedWeight, *, gated: bool = False, quantization: Quantization = Quantization.NONE
+) -> PackedWeight:
     """The same as `pack_weight` for a coded weight, to be multiplied with tokens of bfloat16. `has_coded_products` is
     true.
 
     Products are those of the weight that is brought to float32 and rounded to bfloat16, bit for bit. Where tokens are
-    rounded to int8 too, with one scale for each, they are those of the weight in float32, and `rounding` is
+    rounded to int8 too, with one scale for each, they are those of the weight in float32, and `quantization` is
     WEIGHT_AND_INPUT; numbers in FP8 have no such products. Groups have whole blocks of 32 inputs, or there is only one.
     """
-    if rounding is Rounding.WEIGHT:
-        raise ValueError("rounding is of the weight alone, which is coded")
-    if rounding is not Rounding.NONE and weight.coding is Coding.FP8:
+    if quantization is Quantization.INT8_WEIGHT_ONLY:
+        raise ValueError("quantization is int8-weight-only, and the weight is coded")
+    if quantization is not Quantization.NONE and weight.coding is Coding.FP8:
         raise ValueError("weight is in FP8, which is not multiplied with int8 tokens")
     if (scales := weight.scales) is not None and scales.inputs % 32 and scales.values.shape[1] > 1:
         raise ValueError(f"weight has groups of {scales.inputs} inputs; expected a multiple of 32")
@@ -306,7 +312,7 @@ def pack_coded(weight: CodedWeight, *, gated: bool = False, rounding: Rounding =
     products = coded_products_for(weight.rows.device, torch.bfloat16)
     if products is None:
         raise ValueError(f"weight is coded, for which there are no products on {weight.rows.device}")
-    return products.pack_coded(weight, gated, rounding)
+    return products.pack_coded(weight, gated, quantization)
 
 
 def look_up(weight: CodedWeight, ids: torch.Tensor) -> torch.Tensor:
@@ -395,7 +401,7 @@ def product(
         raise ValueError(f"activation is {activation!r}; expected one of {', '.join(known)}")
     if output_dtype not in (None, dtype, torch.float32):
         raise ValueError(f"output_dtype is {output_dtype}; expected {dtype} or torch.float32")
-    products = packed_products_for(device, dtype, weight.rounding) or reference
+    products = packed_products_for(device, dtype, weight.quantization) or reference
     if addends is None:
         return products.product(x, weight, bias, activation, output_dtype or dtype)
     _check_slots(x, addends)

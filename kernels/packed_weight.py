@@ -12,13 +12,14 @@ GATES = ("silu", "gelu_tanh")
 """Those that it can apply to the gates of a gated weight."""
 
 
-class Rounding(Enum):
-    """The parts of a product that are rounded to int8, as in `kernels.int8`."""
+class Quantization(Enum):
+    """The parts of a product that are rounded to int8, as in `kernels.int8`; the values are those of
+    `--quantization`."""
 
     NONE = "none"
-    WEIGHT = "weight"
-    """With one scale for each output."""
-    WEIGHT_AND_INPUT = "weight and input"
+    INT8_WEIGHT_ONLY = "int8-weight-only"
+    """The weight, with one scale for each output."""
+    INT8_DYNAMIC = "int8-dynamic"
     """The input too, with one scale for each token: sums are exact."""
 
 
@@ -189,7 +190,7 @@ class PackedWeight:
     """Inputs that the product multiplies: tokens are padded with zeros."""
     gated: bool
     """The first half of the outputs are gates: the product is `activation(gate) * up`."""
-    rounding: Rounding
+    quantization: Quantization
     coding: Coding | None = None
     """That of `data`, if its numbers are coded."""
     grouping: Grouping | None = None

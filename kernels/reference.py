@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from kernels.int8 import quantize
-from kernels.packed_weight import PackedWeight, Rounding
+from kernels.packed_weight import PackedWeight, Quantization
 
 __all__ = [
     "ScoreRule",
@@ -138,13 +138,20 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return functional.silu(gate).mul_(up)
 
 
-def pack_weight(weight: torch.Tensor, gated: bool, rounding: Rounding) -> PackedWeight:
+def pack_weight(weight: torch.Tensor, gated: bool, quantization: Quantization) -> PackedWeight:
     out_features, in_features = weight.shape
-    if rounding is Rounding.NONE:
-        return PackedWeight(weight, None, weight.dtype, out_features, in_features, in_features, gated, rounding)
+    if quantization is Quantization.NONE:
+        return PackedWeight(weight, None, weight.dtype, out_features, in_features, in_features, gated, quantization)
     lines = quantize(weight)
     return PackedWeight(
-        lines.values, lines.scales.squeeze(-1), weight.dtype, out_features, in_features, in_features, gated, rounding
+        lines.values,
+        lines.scales.squeeze(-1),
+        weight.dtype,
+        out_features,
+        in_features,
+        in_features,
+        gated,
+        quantization,
     )
 
 
@@ -155,7 +162,7 @@ def product(
         # float64 stays what it is.
         wide = torch.promote_types(weight.dtype, torch.float32)
         sums = functional.linear(x.to(wide), weight.data.to(wide), None if bias is None else bias.to(wide))
-    elif weight.rounding is Rounding.WEIGHT:
+    elif weight.quantization is Quantization.INT8_WEIGHT_ONLY:
         sums = functional.linear(x.float(), weight.data.float()) * weight.scales
         sums = sums if bias is None else sums + bias
     else:

@@ -13,6 +13,7 @@ import torch
 
 from kernels import ops
 from kernels.cpu.library import LibraryUnavailableError, find_open_mp
+from kernels.packed_weight import Quantization
 from quire import clock
 from quire.adapters import MAX_RANK
 from quire.common.v1.common_pb2 import SamplingParameters
@@ -52,7 +53,6 @@ from worker_svc.step import (
     WorkerLimits,
 )
 from worker_svc.thread_binding import OWN_BINDING, processors_for
-from worker_svc.weights import Quantization
 
 MAX_STEPS_IN_FLIGHT = 2
 MAX_LOGPROBS = 64

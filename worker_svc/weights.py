@@ -8,7 +8,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from kernels.packed_weight import CodedWeight
+from kernels.packed_weight import CodedWeight, Quantization
 from quire.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.model_directory import weight_files
 from quire.settings import ConfigurationError
@@ -224,16 +223,6 @@ def _read_header(file: Path) -> dict[str, _SafeTensor]:
         said = repr(str(error))[1:-1]
         raise ConfigurationError(f"{file}: damaged or truncated safetensors file: {said:.300}") from error
     return tensors
-
-
-class Quantization(Enum):
-    """How linear layers round their weights; the values are those of `--quantization`."""
-
-    NONE = "none"
-    INT8_WEIGHT_ONLY = "int8-weight-only"
-    """Int8 weights with one scale an output. Their inputs keep the model's dtype."""
-    INT8_DYNAMIC = "int8-dynamic"
-    """The same weights, and inputs rounded to int8 with one scale a token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,12 @@ from kernels.cpu.library import (
     BF12_GROUP_BYTES,
     BF12_HEAD_BYTES,
     DTYPES,
-    MULTIPLIED_BF12_WEIGHT,
-    MULTIPLIED_CODED,
-    MULTIPLIED_FLOATS,
-    MULTIPLIED_INT8,
-    MULTIPLIED_INT8_WEIGHT,
     PANEL,
     SLOT_BYTES,
+    STORED_BF12,
+    STORED_CODED,
+    STORED_INT8,
+    STORED_PLAIN,
     WORDS_OF_BLOCK,
     AllGatherArgs,
     AllReduceArgs,
@@ -46,18 +45,13 @@ from kernels.cpu.library import (
 from kernels.cpu.library import Grouping as GroupingArgs
 from kernels.cpu.low_rank import TokenAddends
 from kernels.draw_rules import DrawRules
-from kernels.packed_weight import ACTIVATIONS, GATES, CodedWeight, Grouping, PackedWeight, Rounding
+from kernels.packed_weight import ACTIVATIONS, GATES, CodedWeight, Grouping, PackedWeight, Quantization
 from kernels.reference import ScoreRule
 
 # The enum Activation of api.h.
 _ACTIVATIONS = {name: number for number, name in enumerate(ACTIVATIONS)}
 _GATES = {name: number for number, name in enumerate(GATES, start=len(ACTIVATIONS))}
-_MULTIPLIED = {
-    Rounding.NONE: MULTIPLIED_FLOATS,
-    Rounding.WEIGHT: MULTIPLIED_INT8_WEIGHT,
-    Rounding.WEIGHT_AND_INPUT: MULTIPLIED_INT8,
-}
-_CODINGS = {number: coding for coding, number in MULTIPLIED_CODED.items()}
+_CODINGS = {number: coding for coding, number in STORED_CODED.items()}
 # Instruction sets on which 12-bit weights are not faster with few tokens.
 _ISAS_WITHOUT_BF12 = ("avx2",)
 # A weight stays in 16 bits if more than one number in this many is an exception. Of normally distributed weights
@@ -88,14 +82,14 @@ class ProductShape:
 
     @classmethod
     def of(cls, arguments: Structure) -> "ProductShape":
-        multiplied = arguments.multiplied
-        if (coding := _CODINGS.get(multiplied)) is not None:
+        stored = arguments.stored
+        if (coding := _CODINGS.get(stored)) is not None:
             in_group, num_bytes = coding.group
             number_bits = num_bytes * 8 / in_group
-        elif multiplied == MULTIPLIED_FLOATS:
+        elif stored == STORED_PLAIN:
             number_bits = 32 if arguments.dtype == DTYPES[torch.float32] else 16
         else:
-            number_bits = 12 if multiplied == MULTIPLIED_BF12_WEIGHT else 8
+            number_bits = 12 if stored == STORED_BF12 else 8
         return cls(arguments.out_features, arguments.in_features, number_bits)
 
     @property
@@ -332,17 +326,17 @@ class CpuKernels:
         )
         self._library.call(Operation.ROTARY, arguments)
 
-    def has_products(self, dtype: torch.dtype, rounding: Rounding) -> bool:
+    def has_products(self, dtype: torch.dtype, quantization: Quantization) -> bool:
         """Whether there are products with packed weights of this dtype. Those of float16 are left to oneDNN, which is
         faster with more than a few tokens."""
-        return dtype in DTYPES and (dtype != torch.float16 or rounding is Rounding.WEIGHT_AND_INPUT)
+        return dtype in DTYPES and (dtype != torch.float16 or quantization is Quantization.INT8_DYNAMIC)
 
-    def pack_weight(self, weight: torch.Tensor, gated: bool, rounding: Rounding) -> PackedWeight:
+    def pack_weight(self, weight: torch.Tensor, gated: bool, quantization: Quantization) -> PackedWeight:
         (out_features, in_features), dtype = weight.shape, weight.dtype
         weight, scales = _dense(weight), None
-        if rounding is not Rounding.NONE:
+        if quantization is not Quantization.NONE:
             weight, scales = self._quantize(weight, in_features)
-        elements_of_word = _elements_of_word(dtype, rounding)
+        elements_of_word = _elements_of_word(dtype, quantization)
         block = elements_of_word * WORDS_OF_BLOCK
         panels = _num_panels(out_features, gated)
         padded_in = -(-in_features // block) * block
@@ -358,13 +352,13 @@ class CpuKernels:
             word_bytes=elements_of_word * weight.element_size(),
         )
         self._library.call(Operation.PACK_WEIGHT, arguments)
-        packed = PackedWeight(data, scales, dtype, out_features, in_features, padded_in, gated, rounding)
-        if rounding is not Rounding.NONE or dtype != torch.bfloat16 or self._library.isa in _ISAS_WITHOUT_BF12:
+        packed = PackedWeight(data, scales, dtype, out_features, in_features, padded_in, gated, quantization)
+        if quantization is not Quantization.NONE or dtype != torch.bfloat16 or self._library.isa in _ISAS_WITHOUT_BF12:
             return packed
         compressed = self._compress(data)
         return packed if compressed is None else replace(packed, data=compressed, is_bf12=True)
 
-    def pack_coded(self, weight: CodedWeight, gated: bool, rounding: Rounding) -> PackedWeight:
+    def pack_coded(self, weight: CodedWeight, gated: bool, quantization: Quantization) -> PackedWeight:
         (out_features, row_bytes), in_features = weight.rows.shape, weight.in_features
         rows, panels, padded_in = (
             _dense(weight.rows),
@@ -385,14 +379,16 @@ class CpuKernels:
             in_bytes=row_bytes,
             row_bytes=rows.stride(0),
             gated=gated,
-            multiplied=MULTIPLIED_CODED[weight.coding],
+            stored=STORED_CODED[weight.coding],
             scales=_address(scales),
             zeros=_address(zeros),
             grouping=_grouping_args(grouping),
         )
         self._library.call(Operation.PACK_WEIGHT, arguments)
         coding, dtype = weight.coding, torch.bfloat16
-        return PackedWeight(data, None, dtype, out_features, in_features, padded_in, gated, rounding, coding, grouping)
+        return PackedWeight(
+            data, None, dtype, out_features, in_features, padded_in, gated, quantization, coding, grouping
+        )
 
     def look_up(self, weight: CodedWeight, ids: torch.Tensor) -> torch.Tensor:
         rows, ids = _dense(weight.rows), ids.contiguous()
@@ -406,7 +402,7 @@ class CpuKernels:
             num_rows=rows.shape[0],
             row_bytes=rows.shape[1],
             row_stride=rows.stride(0),
-            multiplied=MULTIPLIED_CODED[weight.coding],
+            stored=STORED_CODED[weight.coding],
         )
         self._library.call(Operation.LOOK_UP, arguments)
         return output
@@ -470,7 +466,7 @@ class CpuKernels:
     def _tokens_for(self, weight: PackedWeight, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x as lines of padded_in, and their scales if they are int8."""
         tokens = _as_lines(x)
-        if weight.rounding is Rounding.WEIGHT_AND_INPUT:
+        if weight.quantization is Quantization.INT8_DYNAMIC:
             return self._quantize(tokens, weight.padded_in)
         if weight.padded_in != weight.in_features:
             tokens = torch.nn.functional.pad(tokens, (0, weight.padded_in - weight.in_features))
@@ -511,10 +507,6 @@ class CpuKernels:
         shrunk: "_Shrunk | None",
     ) -> None:
         """Tokens [T, padded_in] by a weight, into output [T, width], which may be some columns of more."""
-        if weight.coding is not None:
-            multiplied = MULTIPLIED_CODED[weight.coding]
-        else:
-            multiplied = MULTIPLIED_BF12_WEIGHT if weight.is_bf12 else _MULTIPLIED[weight.rounding]
         arguments = ProductArgs(
             output=output.data_ptr(),
             x=tokens.data_ptr(),
@@ -523,7 +515,7 @@ class CpuKernels:
             scales=_address(weight.scales),
             x_scales=_address(x_scales),
             dtype=DTYPES[weight.dtype],
-            multiplied=multiplied,
+            stored=_stored(weight),
             output_dtype=DTYPES[output.dtype],
             activation=(_GATES if weight.gated else _ACTIVATIONS)[activation],
             threads=torch.get_num_threads(),
@@ -625,6 +617,13 @@ def _as_lines(x: torch.Tensor) -> torch.Tensor:
     return _dense(x)
 
 
+def _stored(weight: PackedWeight) -> int:
+    """A number of the enum StoredAs."""
+    if weight.coding is not None:
+        return STORED_CODED[weight.coding]
+    return STORED_BF12 if weight.is_bf12 else STORED_PLAIN if weight.scales is None else STORED_INT8
+
+
 def _grouping_args(grouping: Grouping | None) -> GroupingArgs:
     if grouping is None:
         return GroupingArgs()
@@ -643,9 +642,9 @@ def _num_panels(out_features: int, gated: bool) -> int:
     return -(-(out_features // 2) // (PANEL // 2)) if gated else -(-out_features // PANEL)
 
 
-def _elements_of_word(dtype: torch.dtype, rounding: Rounding) -> int:
+def _elements_of_word(dtype: torch.dtype, quantization: Quantization) -> int:
     """How many elements of a token are a word of 32 bits, and are multiplied together."""
-    if rounding is Rounding.WEIGHT_AND_INPUT:
+    if quantization is Quantization.INT8_DYNAMIC:
         return 4
     return 1 if dtype == torch.float32 else 2
 

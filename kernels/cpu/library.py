@@ -21,23 +21,24 @@ LIBRARY = Path(__file__).with_name("libquire_cpu.so")
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The enum Dtype."""
-MULTIPLIED_FLOATS, MULTIPLIED_INT8_WEIGHT, MULTIPLIED_INT8, MULTIPLIED_BF12_WEIGHT = range(4)
-"""The enum Multiplied."""
-MULTIPLIED_CODED = {
-    Coding.Q4_K: 4,
-    Coding.Q5_K: 5,
-    Coding.Q6_K: 6,
-    Coding.Q8_0: 7,
-    Coding.Q4_0: 8,
-    Coding.IQ4_XS: 9,
-    Coding.Q4_1: 10,
-    Coding.Q5_0: 11,
-    Coding.Q5_1: 12,
-    Coding.IQ4_NL: 13,
-    Coding.INT4: 14,
-    Coding.INT8: 15,
-    Coding.FP8: 16,
+STORED_PLAIN, STORED_INT8, STORED_BF12 = range(3)
+"""The enum StoredAs."""
+_CODED = {
+    "kQ4K": Coding.Q4_K,
+    "kQ5K": Coding.Q5_K,
+    "kQ6K": Coding.Q6_K,
+    "kQ80": Coding.Q8_0,
+    "kQ40": Coding.Q4_0,
+    "kIq4Xs": Coding.IQ4_XS,
+    "kQ41": Coding.Q4_1,
+    "kQ50": Coding.Q5_0,
+    "kQ51": Coding.Q5_1,
+    "kIq4Nl": Coding.IQ4_NL,
+    "kScaledInt4": Coding.INT4,
+    "kScaledInt8": Coding.INT8,
+    "kScaledFp8": Coding.FP8,
 }
+STORED_CODED = {coding: number for number, coding in enumerate(_CODED.values(), start=3)}
 """The same enum."""
 PANEL, WORDS_OF_BLOCK = 32, 16
 """Columns of a panel of a packed weight, and words of a column in a block of it."""
@@ -51,23 +52,10 @@ _CONSTANTS = {
     "kFloat32": DTYPES[torch.float32],
     "kBFloat16": DTYPES[torch.bfloat16],
     "kFloat16": DTYPES[torch.float16],
-    "kFloats": MULTIPLIED_FLOATS,
-    "kInt8Weight": MULTIPLIED_INT8_WEIGHT,
-    "kInt8": MULTIPLIED_INT8,
-    "kBf12Weight": MULTIPLIED_BF12_WEIGHT,
-    "kQ4K": MULTIPLIED_CODED[Coding.Q4_K],
-    "kQ5K": MULTIPLIED_CODED[Coding.Q5_K],
-    "kQ6K": MULTIPLIED_CODED[Coding.Q6_K],
-    "kQ80": MULTIPLIED_CODED[Coding.Q8_0],
-    "kQ40": MULTIPLIED_CODED[Coding.Q4_0],
-    "kIq4Xs": MULTIPLIED_CODED[Coding.IQ4_XS],
-    "kQ41": MULTIPLIED_CODED[Coding.Q4_1],
-    "kQ50": MULTIPLIED_CODED[Coding.Q5_0],
-    "kQ51": MULTIPLIED_CODED[Coding.Q5_1],
-    "kIq4Nl": MULTIPLIED_CODED[Coding.IQ4_NL],
-    "kScaledInt4": MULTIPLIED_CODED[Coding.INT4],
-    "kScaledInt8": MULTIPLIED_CODED[Coding.INT8],
-    "kScaledFp8": MULTIPLIED_CODED[Coding.FP8],
+    "kPlain": STORED_PLAIN,
+    "kInt8": STORED_INT8,
+    "kBf12": STORED_BF12,
+    **{name: STORED_CODED[coding] for name, coding in _CODED.items()},
     "kPanel": PANEL,
     "kWordsOfBlock": WORDS_OF_BLOCK,
     "Bf12Group::kNumbers": BF12_GROUP,
@@ -119,7 +107,7 @@ class Grouping(Structure):
 class PackArgs(Structure):
     _fields_ = (
         *_pointers("packed weight"),
-        *_integers("threads out_features in_bytes row_bytes gated word_bytes multiplied"),
+        *_integers("threads out_features in_bytes row_bytes gated word_bytes stored"),
         *_pointers("scales zeros"),
         ("grouping", Grouping),
     )
@@ -128,7 +116,7 @@ class PackArgs(Structure):
 class LookUpArgs(Structure):
     _fields_ = (
         *_pointers("output rows ids"),
-        *_integers("threads num_ids num_rows row_bytes row_stride multiplied"),
+        *_integers("threads num_ids num_rows row_bytes row_stride stored"),
     )
 
 
@@ -157,7 +145,7 @@ class ShrinkArgs(Structure):
 class ProductArgs(Structure):
     _fields_ = (
         *_pointers("output x weight bias scales x_scales shrunk parts slots"),
-        *_integers("dtype multiplied output_dtype activation threads num_tokens out_features in_features"),
+        *_integers("dtype stored output_dtype activation threads num_tokens out_features in_features"),
         *_integers("x_stride output_stride"),
         ("grouping", Grouping),
         *_integers("shrunk_stride num_slots num_parts"),
@@ -354,7 +342,7 @@ def coded_panel_bytes(coding: Coding, in_features: int, grouping: Grouping, path
     Raises:
         LibraryUnavailableError: as for `Library`.
     """
-    return _load(path).quire_coded_panel_bytes(MULTIPLIED_CODED[coding], in_features, ctypes.byref(grouping))
+    return _load(path).quire_coded_panel_bytes(STORED_CODED[coding], in_features, ctypes.byref(grouping))
 
 
 def expected_layout(structs: Iterable[type[Structure]], constants: Mapping[str, int]) -> dict[str, tuple[int, str]]:

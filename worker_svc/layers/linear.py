@@ -31,10 +31,10 @@ from kernels import ops
 from kernels.cpu.low_rank import PackedTable, TokenAddends
 from kernels.int8 import quantize
 from kernels.low_rank import LowRank, LowRankTable, MaskedTable
-from kernels.packed_weight import GATES, CodedWeight, PackedWeight, Rounding
+from kernels.packed_weight import GATES, CodedWeight, PackedWeight, Quantization
 from quire.settings import ConfigurationError
 from worker_svc.parallel.ranks import Shard
-from worker_svc.weights import Loadable, Placement, Quantization, TensorReader, TensorSpec
+from worker_svc.weights import Loadable, Placement, TensorReader, TensorSpec
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -370,11 +370,6 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 # In float32 a call to oneDNN costs more than it saves below this many entries: it looks its kernel up at each call.
 _MIN_PACKED_FLOAT32 = 2**18
 _NOTHING_FUSED = FusedActivation("none")
-_ROUNDING = {
-    Quantization.NONE: Rounding.NONE,
-    Quantization.INT8_WEIGHT_ONLY: Rounding.WEIGHT,
-    Quantization.INT8_DYNAMIC: Rounding.WEIGHT_AND_INPUT,
-}
 
 
 def make_product(
@@ -391,11 +386,11 @@ def make_product(
         kind: of the activation; a gated one halves the outputs, None is the identity.
         quantization: how the weights are rounded first.
     """
-    rounding = _ROUNDING[quantization] if weight.numel() else Rounding.NONE
-    if weight.numel() and ops.has_packed_products(weight.device, weight.dtype, rounding):
-        return OwnProduct.of(weight, bias, kind, rounding=rounding)
+    quantization = quantization if weight.numel() else Quantization.NONE
+    if weight.numel() and ops.has_packed_products(weight.device, weight.dtype, quantization):
+        return OwnProduct.of(weight, bias, kind, quantization=quantization)
     function = None if kind is None else kind.function
-    if rounding is not Rounding.NONE:
+    if quantization is not Quantization.NONE:
         return WeightOnlyProduct.of(weight, bias, function)
     if pays_to_pack(weight):
         return PackedProduct.of(weight, bias, kind)
@@ -410,8 +405,7 @@ def make_coded_product(
 ) -> Product:
     """The same for weights as the file has them, whose outputs follow each other; with an activation there is only
     one."""
-    is_dynamic = quantization is Quantization.INT8_DYNAMIC
-    pack = partial(ops.pack_coded, rounding=Rounding.WEIGHT_AND_INPUT if is_dynamic else Rounding.NONE)
+    pack = partial(ops.pack_coded, quantization=quantization)
     if len(weights) == 1:
         return OwnProduct.packed_by(partial(pack, weights[0]), bias, kind)
     return CodedProduct(tuple(map(pack, weights)), bias)
@@ -443,7 +437,7 @@ def check_quantization(quantization: Quantization, device: torch.device, dtype: 
             f"--quantization is int8-dynamic, which is for cpu, and the device is {device.type}; "
             "use int8-weight-only or none"
         )
-    if not ops.has_packed_products(device, dtype, Rounding.WEIGHT_AND_INPUT):
+    if not ops.has_packed_products(device, dtype, Quantization.INT8_DYNAMIC):
         raise ConfigurationError(
             "--quantization is int8-dynamic, which needs the CPU library, and that was not built (it takes a C++ "
             "compiler at installation); use int8-weight-only or none"
@@ -511,10 +505,10 @@ class OwnProduct:
         bias: torch.Tensor | None,
         kind: ActivationKind | None,
         *,
-        rounding: Rounding = Rounding.NONE,
+        quantization: Quantization = Quantization.NONE,
     ) -> "OwnProduct":
         """Packs the weights."""
-        return cls.packed_by(partial(ops.pack_weight, weight, rounding=rounding), bias, kind)
+        return cls.packed_by(partial(ops.pack_weight, weight, quantization=quantization), bias, kind)
 
     @classmethod
     def packed_by(

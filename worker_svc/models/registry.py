@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kernels.packed_weight import CodedWeight, Coding
+from kernels.packed_weight import CodedWeight, Coding, Quantization
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 from worker_svc.layers.embedding_norm import TiedHead
@@ -24,7 +24,7 @@ from worker_svc.models.llama import (
 from worker_svc.models.with_experts import MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from worker_svc.parallel.ranks import ALONE, Ranks
 from worker_svc.quantized_weights import codings_of, with_quantized_weights
-from worker_svc.weights import Checkpoint, Loadable, Placement, Progress, Quantization, TensorSpec
+from worker_svc.weights import Checkpoint, Loadable, Placement, Progress, TensorSpec
 
 FAMILIES: dict[str, type[NativeCausalLM]] = {
     family.architecture: family

@@ -121,8 +121,8 @@ constexpr float value_of(int code) {
 
 // function.operator()<Format>() for the format of a coded weight.
 template <class Function>
-decltype(auto) with_format(int64_t multiplied, Function function) {
-  switch (multiplied) {
+decltype(auto) with_format(int64_t stored, Function function) {
+  switch (stored) {
     case kQ4K:
       return function.template operator()<Q4K>();
     case kQ5K:

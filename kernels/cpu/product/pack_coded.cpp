@@ -283,7 +283,7 @@ void look_up(const uint8_t* stored, int64_t groups, uint16_t* to) {
 }  // namespace
 
 void pack_coded(const OpenMp& openmp, const PackArgs& args) {
-  with_format(args.multiplied, [&]<class Format>() {
+  with_format(args.stored, [&]<class Format>() {
     const int64_t panels = num_panels(args.out_features, args.gated != 0);
     advise_huge_pages(args.packed, panels * Format::panel_bytes(in_features_of<Format>(args), args.grouping));
     for_each_panel(openmp, args.threads, panels, [&](int64_t panel) { pack<Format>(args, panel); });
@@ -296,7 +296,7 @@ int32_t quire_look_up(const quire::Context* context, const quire::LookUpArgs* ar
   using namespace quire;
   for (int64_t i = 0; i < args->num_ids; ++i)
     if (args->ids[i] < 0 || args->ids[i] >= args->num_rows) return kBadId;
-  with_format(args->multiplied, [=]<class Format>() {
+  with_format(args->stored, [=]<class Format>() {
     if constexpr (Format::kPiecesOfGroup > 0) {
       const int64_t groups = args->row_bytes / Stored<Format>::kBytes;
       const int64_t in_features = groups * Format::kPiecesOfGroup * kPanel;
@@ -309,6 +309,6 @@ int32_t quire_look_up(const quire::Context* context, const quire::LookUpArgs* ar
   return kOk;
 }
 
-int64_t quire_coded_panel_bytes(int64_t multiplied, int64_t in_features, const quire::Grouping* grouping) {
-  return quire::with_format(multiplied, [=]<class Format>() { return Format::panel_bytes(in_features, *grouping); });
+int64_t quire_coded_panel_bytes(int64_t stored, int64_t in_features, const quire::Grouping* grouping) {
+  return quire::with_format(stored, [=]<class Format>() { return Format::panel_bytes(in_features, *grouping); });
 }

@@ -105,7 +105,7 @@ class Panel {
 }  // namespace quire
 
 int32_t quire_pack_weight(const quire::Context* context, const quire::PackArgs* args) {
-  if (quire::is_coded(args->multiplied)) {
+  if (quire::is_coded(args->stored)) {
     quire::pack_coded(context->openmp, *args);
     return quire::kOk;
   }

@@ -273,15 +273,15 @@ constexpr Product kProduct = {multiply<Kind>, scratch_bytes<Kind>, Multiplier<Ki
                               Multiplier<Kind>::template packed_bytes<Kind>};
 
 const Product& product_for(const ProductArgs& args) {
-  if (args.multiplied == kInt8) return kProduct<Int8ByInt8>;
-  if (args.multiplied == kBf12Weight) return kProduct<PairsOfBf12>;
-  if (is_coded(args.multiplied))
-    return with_format(args.multiplied, [&]<class Format>() -> const Product& {
+  const bool int8 = args.stored == kInt8;
+  if (int8 && args.x_scales != nullptr) return kProduct<Int8ByInt8>;
+  if (args.stored == kBf12) return kProduct<PairsOfBf12>;
+  if (is_coded(args.stored))
+    return with_format(args.stored, [&]<class Format>() -> const Product& {
       if constexpr (!Format::kFloats)
         if (args.x_scales != nullptr) return kProduct<Int8ByCoded<Format>>;
       return kProduct<PairsOfCoded<Format>>;
     });
-  const bool int8 = args.multiplied == kInt8Weight;
   if (args.dtype == kFloat32) return int8 ? kProduct<Floats<int8_t>> : kProduct<Floats<float>>;
   return int8 ? kProduct<PairsByInt8<BF16>> : kProduct<Pairs<BF16>>;
 }

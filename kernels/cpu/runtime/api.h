@@ -116,7 +116,7 @@ struct PackArgs {
   int64_t row_bytes;  // from one row to the next
   int64_t gated;
   int64_t word_bytes;    // bytes of the weight that a word of a token is multiplied with: 4, 2 or 1
-  int64_t multiplied;    // where the weight is coded (coded.h); its rows are those of the file
+  int64_t stored;        // where the weight is coded (coded.h); its rows are those of the file
   const void* scales;    // [out_features, groups], where they come apart from the codes
   const uint8_t* zeros;  // [out_features, groups] codes, or null
   Grouping grouping;
@@ -132,7 +132,7 @@ struct LookUpArgs {
   int64_t num_rows;
   int64_t row_bytes;
   int64_t row_stride;  // bytes from one row to the next
-  int64_t multiplied;
+  int64_t stored;
 };
 
 // Compresses packed weights of bfloat16 to 12 bits a number (bf12.h).
@@ -146,30 +146,29 @@ struct CompressArgs {
   int64_t max_exceptions;
 };
 
-// The operands of a product. Together with the dtype they determine how the weight is packed.
-enum Multiplied : int64_t {
-  kFloats = 0,      // floating x, floating weight
-  kInt8Weight = 1,  // floating x, int8 weight
-  kInt8 = 2,        // int8 x, int8 weight: sums are whole numbers
-  kBf12Weight = 3,  // bfloat16 x, bfloat16 weight in 12 bits
-  // bfloat16 x, a weight as a GGUF file stores it (coded.h)
-  kQ4K = 4,
-  kQ5K = 5,
-  kQ6K = 6,
-  kQ80 = 7,
-  kQ40 = 8,
-  kIq4Xs = 9,
-  kQ41 = 10,
-  kQ50 = 11,
-  kQ51 = 12,
-  kIq4Nl = 13,
+// How a packed weight is stored. An int8 or coded weight is multiplied with int8 tokens where these have scales.
+enum StoredAs : int64_t {
+  kPlain = 0,  // numbers of the dtype
+  kInt8 = 1,   // int8 values, and a scale for each output
+  kBf12 = 2,   // bfloat16 numbers in 12 bits (bf12.h)
+  // As a GGUF file has them (coded.h)
+  kQ4K = 3,
+  kQ5K = 4,
+  kQ6K = 5,
+  kQ80 = 6,
+  kQ40 = 7,
+  kIq4Xs = 8,
+  kQ41 = 9,
+  kQ50 = 10,
+  kQ51 = 11,
+  kIq4Nl = 12,
   // Codes, and scales of groups of any size
-  kScaledInt4 = 14,
-  kScaledInt8 = 15,
-  kScaledFp8 = 16,
+  kScaledInt4 = 13,
+  kScaledInt8 = 14,
+  kScaledFp8 = 15,
 };
 
-inline constexpr bool is_coded(int64_t multiplied) { return multiplied >= kQ4K; }
+inline constexpr bool is_coded(int64_t stored) { return stored >= kQ4K; }
 
 // Rounds lines of numbers to int8 values, each line with its scale, as kernels/int8.py does.
 struct QuantizeArgs {
@@ -224,8 +223,8 @@ struct ProductArgs {
   const void* shrunk;
   const LowRankPart* parts;
   const int64_t* slots;
-  int64_t dtype;       // of the numbers
-  int64_t multiplied;  // a Multiplied
+  int64_t dtype;   // of the numbers
+  int64_t stored;  // a StoredAs
   int64_t output_dtype;
   int64_t activation;
   int64_t threads;
@@ -379,7 +378,7 @@ QUIRE_API int32_t quire_silu_and_mul(const quire::Context* context, const quire:
 // rotary, reshape_and_cache, or both at once.
 QUIRE_API int32_t quire_rotary(const quire::Context* context, const quire::RotaryArgs* args);
 // Bytes of a panel of a coded weight.
-QUIRE_API int64_t quire_coded_panel_bytes(int64_t multiplied, int64_t in_features, const quire::Grouping* grouping);
+QUIRE_API int64_t quire_coded_panel_bytes(int64_t stored, int64_t in_features, const quire::Grouping* grouping);
 QUIRE_API int32_t quire_pack_weight(const quire::Context* context, const quire::PackArgs* args);
 QUIRE_API int32_t quire_look_up(const quire::Context* context, const quire::LookUpArgs* args);
 QUIRE_API int32_t quire_compress_weight(const quire::Context* context, const quire::CompressArgs* args);

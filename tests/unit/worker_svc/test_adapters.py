@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from kernels.packed_weight import Quantization
 from quire.adapters import UnusableAdapterError, read_adapter
 from tests.support.adapters import ATTENTION, make_adapter, merge_adapter
 from tests.support.cpu_kernels import torch_threads, without_packed_products
@@ -18,7 +19,6 @@ from tests.support.paged import PagedRunner, Span
 from worker_svc.adapters import AdapterSlots
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
-from worker_svc.weights import Quantization
 
 CPU = torch.device("cpu")
 FAMILIES = (

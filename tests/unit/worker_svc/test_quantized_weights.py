@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kernels.packed_weight import Coding
+from kernels.packed_weight import Coding, Quantization
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 from tests.support.models import Family, edit_config, edit_tensors, make_model
@@ -21,7 +21,7 @@ from worker_svc.layers.linear import Linear
 from worker_svc.models.registry import load_model
 from worker_svc.parallel.ranks import Ranks
 from worker_svc.quantized_weights import with_quantized_weights
-from worker_svc.weights import Checkpoint, Quantization, TensorSpec
+from worker_svc.weights import Checkpoint, TensorSpec
 
 CPU = torch.device("cpu")
 LLAMA = Family("Llama", {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32})

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.cpu.bindings import CpuKernels
-from kernels.packed_weight import PackedWeight, Rounding
+from kernels.packed_weight import PackedWeight, Quantization
 from tests.support.cpu_kernels import ISA_PARAMS, ISAS, make_implementation, torch_threads
 
 WITH_BF12 = tuple(isa for isa in ISAS if isa != "avx2")
@@ -28,7 +28,7 @@ def make_weight(out_features: int, in_features: int) -> torch.Tensor:
 
 
 def pack(kernels: CpuKernels, weight: torch.Tensor, *, gated: bool = False) -> PackedWeight:
-    return kernels.pack_weight(weight, gated, Rounding.NONE)
+    return kernels.pack_weight(weight, gated, Quantization.NONE)
 
 
 def numbers_of(kernels: CpuKernels, packed: PackedWeight, num_tokens: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kernels.cpu.bindings import CpuKernels
 from kernels.int8 import quantize
-from kernels.packed_weight import CodedWeight, Coding, GroupScales, Rounding
+from kernels.packed_weight import CodedWeight, Coding, GroupScales, Quantization
 from kernels.reference import silu_and_mul
 from tests.support.coded_weights import SCALED, dequantized, make_coded, make_scaled
 from tests.support.cpu_kernels import ISAS, make_implementation, torch_threads
@@ -42,8 +42,8 @@ def test_products_are_those_of_the_dequantized_weight(
     weight = make_coded(coding, 2 * out_features if gated else out_features, num_groups, seed)
     x, activation = torch.randn(num_tokens, weight.in_features).bfloat16(), "gelu_tanh" if gated else "identity"
     with torch_threads(threads):
-        coded = kernels.pack_coded(weight, gated, Rounding.NONE)
-        plain = kernels.pack_weight(dequantized(weight).bfloat16(), gated, Rounding.NONE)
+        coded = kernels.pack_coded(weight, gated, Quantization.NONE)
+        plain = kernels.pack_weight(dequantized(weight).bfloat16(), gated, Quantization.NONE)
         actual, expected = (kernels.product(x, each, None, activation, torch.float32) for each in (coded, plain))
     assert torch.equal(actual, expected)
 
@@ -54,7 +54,7 @@ def test_a_number_keeps_its_sign_where_it_is_zero(isa: str, coding: Coding) -> N
     kernels, weight = make_kernels(isa), make_coded(coding, 40, 1)
     inputs = torch.eye(weight.in_features).bfloat16()
     actual = kernels.product(
-        inputs, kernels.pack_coded(weight, False, Rounding.NONE), None, "identity", torch.bfloat16
+        inputs, kernels.pack_coded(weight, False, Quantization.NONE), None, "identity", torch.bfloat16
     ).t()
     assert torch.equal(actual, dequantized(weight).bfloat16())
 
@@ -64,9 +64,9 @@ def test_weights_of_several_codings_side_by_side(isa: str) -> None:
     weights = [make_coded(Coding.Q4_K, 48, 2), make_coded(Coding.Q6_K, 24, 2)]
     x, bias = torch.randn(5, 512).bfloat16(), torch.randn(72).bfloat16()
     joined = kernels.products(
-        x, [kernels.pack_coded(weight, False, Rounding.NONE) for weight in weights], bias, torch.bfloat16
+        x, [kernels.pack_coded(weight, False, Quantization.NONE) for weight in weights], bias, torch.bfloat16
     )
-    plain = kernels.pack_weight(torch.cat([dequantized(each) for each in weights]).bfloat16(), False, Rounding.NONE)
+    plain = kernels.pack_weight(torch.cat([dequantized(each) for each in weights]).bfloat16(), False, Quantization.NONE)
     assert torch.equal(joined, kernels.product(x, plain, bias, "identity", torch.bfloat16))
 
 
@@ -85,7 +85,7 @@ def test_a_packed_weight_is_hardly_larger_than_in_the_file(coding: Coding) -> No
         if (scales := weight.scales) is not None:
             # Zeros have as many bits as codes.
             in_file += scales.values.nbytes + (0 if scales.zeros is None else scales.zeros.nbytes // coding.group[0])
-        assert make_kernels(ISAS[0]).pack_coded(weight, False, Rounding.NONE).data.nbytes <= 1.05 * in_file
+        assert make_kernels(ISAS[0]).pack_coded(weight, False, Quantization.NONE).data.nbytes <= 1.05 * in_file
 
 
 @given(
@@ -102,7 +102,7 @@ def test_tokens_of_int8_are_multiplied_with_the_numbers_of_the_file(
     kernels = make_kernels(isa)
     weight = make_coded(coding, 2 * out_features if gated else out_features, num_groups, seed)
     x, bias = torch.randn(num_tokens, weight.in_features).bfloat16(), torch.randn(weight.rows.shape[0]).bfloat16()
-    packed = kernels.pack_coded(weight, gated, Rounding.WEIGHT_AND_INPUT)
+    packed = kernels.pack_coded(weight, gated, Quantization.INT8_DYNAMIC)
     actual = kernels.product(x, packed, bias, "silu" if gated else "identity", torch.float32)
     tokens = quantize(x)
     sums = (tokens.values.double() * tokens.scales.double()) @ dequantized(weight).double().t() + bias.double()
@@ -115,7 +115,7 @@ def test_tokens_of_int8_are_multiplied_with_the_numbers_of_the_file(
 
 def test_a_token_that_is_not_finite_has_products_that_are_not(isa: str) -> None:
     kernels = make_kernels(isa)
-    packed = kernels.pack_coded(make_coded(Coding.Q4_K, 40, 1), False, Rounding.WEIGHT_AND_INPUT)
+    packed = kernels.pack_coded(make_coded(Coding.Q4_K, 40, 1), False, Quantization.INT8_DYNAMIC)
     x = torch.randn(2, 256).bfloat16()
     x[0, 7] = torch.nan
     assert kernels.product(x, packed, None, "identity", torch.float32).isfinite().all(1).tolist() == [False, True]
@@ -129,7 +129,7 @@ def test_groups_of_any_size_and_scales_of_any_dtype(isa: str, coding: Coding, in
     for has_zeros in (False, True):
         weight = make_scaled(coding, 40, 1024, inputs, dtype, has_zeros=has_zeros)
         assert torch.equal(weight.dequantized(), dequantized(weight))
-        packed = kernels.pack_coded(weight, False, Rounding.NONE)
+        packed = kernels.pack_coded(weight, False, Quantization.NONE)
         actual = kernels.product(torch.eye(1024).bfloat16(), packed, None, "identity", torch.bfloat16).t()
         assert torch.equal(actual, dequantized(weight).bfloat16())
 
@@ -140,7 +140,7 @@ def test_every_code_of_fp8(isa: str) -> None:
     codes[codes & 127 == 127] = 126
     weight = CodedWeight(Coding.FP8, codes, GroupScales(torch.ones(8, 1), None, 32))
     actual = kernels.product(
-        torch.eye(32).bfloat16(), kernels.pack_coded(weight, False, Rounding.NONE), None, "identity", torch.float32
+        torch.eye(32).bfloat16(), kernels.pack_coded(weight, False, Quantization.NONE), None, "identity", torch.float32
     ).t()
     assert torch.equal(actual, codes.view(torch.float8_e4m3fn).float())
 

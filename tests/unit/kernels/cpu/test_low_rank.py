@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernels import ops
 from kernels.cpu.low_rank import PackedTable, TokenAddends
 from kernels.low_rank import LowRank, MaskedTable
-from kernels.packed_weight import Coding, Rounding
+from kernels.packed_weight import Coding, Quantization
 from tests.support.coded_weights import make_coded
 from tests.support.cpu_kernels import torch_threads
 from tests.unit.kernels.cpu.test_product import exact, make_kernels, make_weight
@@ -62,7 +62,7 @@ RANKS = st.one_of(st.none(), st.integers(1, MAX_RANK), st.sampled_from([4, 8, 16
     widths=st.lists(st.integers(1, 70), min_size=1, max_size=3),
     in_features=st.one_of(st.integers(1, 130), st.sampled_from([256, 768])),
     gated=st.booleans(),
-    rounding=st.sampled_from(list(Rounding)),
+    quantization=st.sampled_from(list(Quantization)),
     dtype=st.sampled_from(DTYPES),
     threads=st.integers(1, 2),
     data=st.data(),
@@ -73,13 +73,13 @@ def test_any_shape_equals_the_sums_of_float64(
     widths: list[int],
     in_features: int,
     gated: bool,
-    rounding: Rounding,
+    quantization: Quantization,
     dtype: torch.dtype,
     threads: int,
     data: st.DataObject,
 ) -> None:
     kernels = make_kernels(isa)
-    if not kernels.has_products(dtype, rounding):
+    if not kernels.has_products(dtype, quantization):
         return
     if sum(widths) % 2 and gated:
         widths[0] += 1
@@ -88,14 +88,14 @@ def test_any_shape_equals_the_sums_of_float64(
     slots = torch.tensor(data.draw(st.lists(st.integers(0, NUM_SLOTS), min_size=num_tokens, max_size=num_tokens)))
     activation = "silu" if gated else "identity"
     with torch_threads(threads):
-        packed = kernels.pack_weight(weight, gated, rounding)
+        packed = kernels.pack_weight(weight, gated, quantization)
         table = PackedTable([packed], widths, NUM_SLOTS, MAX_RANK)
         for slot, parts in enumerate(adapters, 1):
             table.put(slot, table.pack(parts))
         actual = kernels.product(x, packed, None, activation, torch.float32, TokenAddends(table, slots))
         plain = kernels.product(x, packed, None, activation, torch.float32)
     assert torch.equal(actual[slots == 0], plain[slots == 0])
-    if rounding is not Rounding.NONE:
+    if quantization is not Quantization.NONE:
         return  # Their products are tested by themselves; the addends are those of others.
     expected = expected_of(x, weight, adapters, widths, slots)
     if gated:
@@ -108,8 +108,8 @@ def test_any_shape_equals_the_sums_of_float64(
 def test_addends_come_on_top_of_rounded_products(isa: str) -> None:
     kernels, x, weight = make_kernels(isa), torch.randn(9, 200), make_weight(75, 200, torch.float32)
     parts = make_parts(200, [75], [12], torch.float32)
-    for rounding in (Rounding.WEIGHT, Rounding.WEIGHT_AND_INPUT):
-        packed = kernels.pack_weight(weight, False, rounding)
+    for quantization in (Quantization.INT8_WEIGHT_ONLY, Quantization.INT8_DYNAMIC):
+        packed = kernels.pack_weight(weight, False, quantization)
         table = PackedTable([packed], [75], 1, 12)
         table.put(1, table.pack(parts))
         with_addends = kernels.product(
@@ -124,7 +124,7 @@ def test_weights_of_several_codings_are_one_layer(isa: str) -> None:
     """Parts begin and end within weights, and within their tiles."""
     kernels, widths, x = make_kernels(isa), [70, 10, 61], torch.randn(7, 512).bfloat16()
     packed = [
-        kernels.pack_coded(make_coded(coding, out, 512 // coding.group[0]), False, Rounding.NONE)
+        kernels.pack_coded(make_coded(coding, out, 512 // coding.group[0]), False, Quantization.NONE)
         for coding, out in ((Coding.Q4_K, 75), (Coding.Q6_K, 40), (Coding.Q8_0, 26))
     ]
     parts, slots = make_parts(512, widths, [8, 12, 5], torch.bfloat16), torch.tensor([1, 0, 2, 1, 0, 1, 1])
@@ -143,7 +143,7 @@ def test_a_tokens_bits_do_not_depend_on_other_tokens(isa: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         x, weight = torch.randn(67, 768).to(dtype), make_weight(176, 768, dtype)
         for gated, activation in ((False, "identity"), (True, "silu")):
-            packed = kernels.pack_weight(weight, gated, Rounding.NONE)
+            packed = kernels.pack_weight(weight, gated, Quantization.NONE)
             table = PackedTable([packed], widths, NUM_SLOTS, MAX_RANK)
             for slot in (1, 2, 3):
                 ranks = [16, None if slot == 2 else 7, 4 * slot]
@@ -159,7 +159,7 @@ def test_a_tokens_bits_do_not_depend_on_other_tokens(isa: str) -> None:
 
 def test_a_slot_is_replaced_and_emptied(isa: str) -> None:
     kernels, x, weight = make_kernels(isa), torch.randn(4, 64), make_weight(32, 64, torch.float32)
-    packed = kernels.pack_weight(weight, False, Rounding.NONE)
+    packed = kernels.pack_weight(weight, False, Quantization.NONE)
     table, slots = PackedTable([packed], [32], 2, 8), torch.tensor([2, 0, 2, 1])
 
     def product() -> torch.Tensor:
@@ -179,7 +179,7 @@ def test_a_slot_is_replaced_and_emptied(isa: str) -> None:
 
 def test_a_slot_that_is_not_there_is_refused(isa: str) -> None:
     kernels, x = make_kernels(isa), torch.randn(2, 64)
-    packed = kernels.pack_weight(make_weight(32, 64, torch.float32), False, Rounding.NONE)
+    packed = kernels.pack_weight(make_weight(32, 64, torch.float32), False, Quantization.NONE)
     table = PackedTable([packed], [32], 2, 8)
     for slot in (-1, 3):
         with pytest.raises(IndexError, match="slots"):

@@ -10,7 +10,7 @@ from kernels import ops, reference
 from kernels.backends import Products
 from kernels.cpu.bindings import CpuKernels
 from kernels.int8 import quantize
-from kernels.packed_weight import ACTIVATIONS, GATES, Rounding
+from kernels.packed_weight import ACTIVATIONS, GATES, Quantization
 from tests.support.cpu_kernels import ISAS, make_implementation, parametrize_pairwise, torch_threads
 
 
@@ -20,10 +20,10 @@ def make_kernels(isa: str) -> CpuKernels:
     return kernels
 
 
-def products_of(isa: str, dtype: torch.dtype, rounding: Rounding) -> Products:
+def products_of(isa: str, dtype: torch.dtype, quantization: Quantization) -> Products:
     """What `ops` takes: where there is no kernel of ours, the reference."""
     kernels = make_kernels(isa)
-    return kernels if kernels.has_products(dtype, rounding) else reference
+    return kernels if kernels.has_products(dtype, quantization) else reference
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,7 +49,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
     gap=st.integers(0, 5),
     gate=st.sampled_from([None, *GATES]),
     has_bias=st.booleans(),
-    rounding=st.sampled_from(list(Rounding)),
+    quantization=st.sampled_from(list(Quantization)),
     dtype=st.sampled_from(DTYPES),
     threads=st.integers(1, 2),
 )
@@ -61,23 +61,23 @@ def test_any_shape_equals_the_sums_of_float64(
     gap: int,
     gate: str | None,
     has_bias: bool,
-    rounding: Rounding,
+    quantization: Quantization,
     dtype: torch.dtype,
     threads: int,
 ) -> None:
-    kernels = products_of(isa, dtype, rounding)
+    kernels = products_of(isa, dtype, quantization)
     out_features *= 2 if gate else 1
     wide = torch.full((num_tokens, in_features + gap), torch.nan, dtype=dtype)
     x = wide[:, gap:].copy_(torch.randn(num_tokens, in_features))
     weight = make_weight(out_features, in_features, dtype)
     bias = torch.randn(out_features).to(dtype) if has_bias else None
     with torch_threads(threads):
-        packed = kernels.pack_weight(weight, gate is not None, rounding)
+        packed = kernels.pack_weight(weight, gate is not None, quantization)
         actual = kernels.product(x, packed, bias, gate or "identity", torch.float32)
         rounded = kernels.product(x, packed, bias, gate or "identity", dtype)
-    if rounding is not Rounding.NONE:
+    if quantization is not Quantization.NONE:
         weight = as_rounded(weight)
-    if rounding is Rounding.WEIGHT_AND_INPUT:
+    if quantization is Quantization.INT8_DYNAMIC:
         x = as_rounded(x)
     expected = exact(x, weight, bias)
     if gate is not None:
@@ -89,22 +89,22 @@ def test_any_shape_equals_the_sums_of_float64(
 
 def test_threads_that_share_the_panels_give_the_same_bits(isa: str) -> None:
     kernels, x = make_kernels(isa), torch.randn(67, 768).bfloat16()
-    packed = kernels.pack_weight(make_weight(1100, 768), False, Rounding.NONE)
+    packed = kernels.pack_weight(make_weight(1100, 768), False, Quantization.NONE)
     with torch_threads(1):
         alone = kernels.product(x, packed, None, "silu", torch.bfloat16)
     with torch_threads(2):
         assert torch.equal(kernels.product(x, packed, None, "silu", torch.bfloat16), alone)
 
 
-@parametrize_pairwise("isa,rounding,dtype", ISAS, [Rounding.NONE, Rounding.WEIGHT], DTYPES)
-def test_tokens_beyond_what_the_second_cache_holds(rounding: Rounding, dtype: torch.dtype, isa: str) -> None:
+@parametrize_pairwise("isa,quantization,dtype", ISAS, [Quantization.NONE, Quantization.INT8_WEIGHT_ONLY], DTYPES)
+def test_tokens_beyond_what_the_second_cache_holds(quantization: Quantization, dtype: torch.dtype, isa: str) -> None:
     kernels, x, weight = (
-        products_of(isa, dtype, rounding),
+        products_of(isa, dtype, quantization),
         torch.randn(300, 3072).to(dtype),
         make_weight(70, 3072, dtype),
     )
-    actual = kernels.product(x, kernels.pack_weight(weight, False, rounding), None, "identity", torch.float32)
-    weight = weight if rounding is Rounding.NONE else as_rounded(weight)
+    actual = kernels.product(x, kernels.pack_weight(weight, False, quantization), None, "identity", torch.float32)
+    weight = weight if quantization is Quantization.NONE else as_rounded(weight)
     torch.testing.assert_close(actual.double(), exact(x, weight, None), rtol=1e-4, atol=1e-4)
 
 
@@ -112,7 +112,7 @@ def test_whole_sums_do_not_overflow_and_are_exact(isa: str) -> None:
     kernels, x, weight = make_kernels(isa), torch.ones(19, 8192).bfloat16(), torch.ones(33, 8192).bfloat16()
     x[:, ::3] = -1
     weight[5:] = -1
-    packed = kernels.pack_weight(weight, False, Rounding.WEIGHT_AND_INPUT)
+    packed = kernels.pack_weight(weight, False, Quantization.INT8_DYNAMIC)
     actual = kernels.product(x, packed, None, "identity", torch.float32)
     torch.testing.assert_close(actual.double(), exact(x, weight, None), rtol=1e-6, atol=0.0)
 
@@ -121,7 +121,7 @@ def test_tokens_that_are_rounded_get_the_same_bits_on_every_instruction_set(isa:
     x, weight = torch.randn(37, 500).bfloat16(), make_weight(70, 500)
     results = []
     for kernels in (make_kernels(isa), reference):
-        packed = kernels.pack_weight(weight, False, Rounding.WEIGHT_AND_INPUT)
+        packed = kernels.pack_weight(weight, False, Quantization.INT8_DYNAMIC)
         results.append(kernels.product(x, packed, None, "identity", torch.float32))
     assert torch.equal(*results)
 
@@ -130,19 +130,21 @@ def test_tokens_that_are_rounded_get_the_same_bits_on_every_instruction_set(isa:
 def test_every_activation_equals_torchs(activation: str, isa: str) -> None:
     kernels, weight, bias = make_kernels(isa), make_weight(45, 64), torch.randn(45).bfloat16()
     x = (8 * torch.randn(9, 64)).bfloat16()
-    actual = kernels.product(x, kernels.pack_weight(weight, False, Rounding.NONE), bias, activation, torch.float32)
-    plain = reference.pack_weight(weight.double(), False, Rounding.NONE)
+    actual = kernels.product(x, kernels.pack_weight(weight, False, Quantization.NONE), bias, activation, torch.float32)
+    plain = reference.pack_weight(weight.double(), False, Quantization.NONE)
     expected = reference.product(x.double(), plain, bias.double(), activation, torch.float64)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@parametrize_pairwise("isa,activation,gated,rounding,dtype", ISAS, ACTIVATIONS, [False, True], list(Rounding), DTYPES)
+@parametrize_pairwise(
+    "isa,activation,gated,quantization,dtype", ISAS, ACTIVATIONS, [False, True], list(Quantization), DTYPES
+)
 def test_nan_is_not_hidden_and_stays_with_its_token(
-    activation: str, gated: bool, rounding: Rounding, dtype: torch.dtype, isa: str
+    activation: str, gated: bool, quantization: Quantization, dtype: torch.dtype, isa: str
 ) -> None:
-    kernels, x = products_of(isa, dtype, rounding), torch.randn(20, 40).to(dtype)
+    kernels, x = products_of(isa, dtype, quantization), torch.randn(20, 40).to(dtype)
     x[3, 7], x[11, 39] = torch.nan, torch.inf
-    packed = kernels.pack_weight(make_weight(48, 40, dtype), gated, rounding)
+    packed = kernels.pack_weight(make_weight(48, 40, dtype), gated, quantization)
     actual = kernels.product(x, packed, None, "gelu_tanh" if gated else activation, dtype)
     assert actual[3].isnan().all()
     others = [token for token in range(20) if token not in (3, 11)]
@@ -152,22 +154,22 @@ def test_nan_is_not_hidden_and_stays_with_its_token(
 @pytest.mark.parametrize("shape", [(0, 24), (2, 0, 24), (24,), (2, 3, 24)])
 def test_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
     kernels, weight, x = make_kernels(ISAS[0]), make_weight(10, 24), torch.randn(shape).bfloat16()
-    actual = kernels.product(x, kernels.pack_weight(weight, False, Rounding.NONE), None, "identity", torch.float32)
+    actual = kernels.product(x, kernels.pack_weight(weight, False, Quantization.NONE), None, "identity", torch.float32)
     assert actual.shape == (*shape[:-1], 10)
     torch.testing.assert_close(actual.double(), exact(x, weight, None), rtol=1e-4, atol=1e-4)
 
 
 def test_a_weight_that_is_transposed_is_packed_as_it_reads() -> None:
     kernels, weight, x = make_kernels(ISAS[0]), make_weight(40, 50).t(), torch.randn(3, 40).bfloat16()
-    actual = kernels.product(x, kernels.pack_weight(weight, False, Rounding.NONE), None, "identity", torch.float32)
+    actual = kernels.product(x, kernels.pack_weight(weight, False, Quantization.NONE), None, "identity", torch.float32)
     torch.testing.assert_close(actual.double(), exact(x, weight, None), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("rounding", Rounding)
-def test_a_bias_may_be_a_view(rounding: Rounding) -> None:
+@pytest.mark.parametrize("quantization", Quantization)
+def test_a_bias_may_be_a_view(quantization: Quantization) -> None:
     dtype = torch.bfloat16
-    kernels, x = products_of(ISAS[0], dtype, rounding), torch.randn(3, 24).to(dtype)
-    packed, bias = kernels.pack_weight(make_weight(40, 24, dtype), False, rounding), torch.randn(80).to(dtype)[::2]
+    kernels, x = products_of(ISAS[0], dtype, quantization), torch.randn(3, 24).to(dtype)
+    packed, bias = kernels.pack_weight(make_weight(40, 24, dtype), False, quantization), torch.randn(80).to(dtype)[::2]
     actual = kernels.product(x, packed, bias, "identity", dtype)
     assert torch.equal(actual, kernels.product(x, packed, bias.contiguous(), "identity", dtype))
 
@@ -194,14 +196,14 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 def test_other_dtypes_are_multiplied_by_torch() -> None:
     weight, x = torch.randn(6, 8).double(), torch.randn(2, 8).double()
     assert not ops.has_packed_products(x.device, x.dtype)
-    plain = reference.pack_weight(weight, False, Rounding.NONE)
+    plain = reference.pack_weight(weight, False, Quantization.NONE)
     product = reference.product(x, plain, None, "identity", x.dtype)
     assert torch.equal(product, torch.nn.functional.linear(x, weight))
 
 
 def test_float16_is_left_to_torch_unless_tokens_are_rounded() -> None:
     kernels = make_kernels(ISAS[0])
-    for rounding in (Rounding.NONE, Rounding.WEIGHT):
-        assert kernels.has_products(torch.float16, rounding) is False
-    assert kernels.has_products(torch.float16, Rounding.WEIGHT_AND_INPUT)
-    assert not kernels.has_products(torch.float64, Rounding.WEIGHT_AND_INPUT)
+    for quantization in (Quantization.NONE, Quantization.INT8_WEIGHT_ONLY):
+        assert kernels.has_products(torch.float16, quantization) is False
+    assert kernels.has_products(torch.float16, Quantization.INT8_DYNAMIC)
+    assert not kernels.has_products(torch.float64, Quantization.INT8_DYNAMIC)

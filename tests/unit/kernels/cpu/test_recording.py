@@ -11,7 +11,7 @@ from kernels import ops
 from kernels.backends import recording_with
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import Library
-from kernels.packed_weight import Rounding
+from kernels.packed_weight import Quantization
 from kernels.recording import NotRecordableError, Recorder, Recording
 from kernels.recording import record as make_recording
 from tests.support.cpu_kernels import ISA_PARAMS, ISAS, parametrize_pairwise, torch_threads
@@ -25,13 +25,13 @@ QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 class Layer:
     """All operations of the library at work, over inputs that have room for more than a run takes."""
 
-    def __init__(self, rounding: Rounding = Rounding.NONE) -> None:
+    def __init__(self, quantization: Quantization = Quantization.NONE) -> None:
         torch.manual_seed(3)
-        self.qkv = ops.pack_weight((torch.randn(QKV, HIDDEN) / 8).bfloat16(), rounding=rounding)
-        self.out = ops.pack_weight((torch.randn(HIDDEN, HEADS * HEAD_DIM) / 8).bfloat16(), rounding=rounding)
+        self.qkv = ops.pack_weight((torch.randn(QKV, HIDDEN) / 8).bfloat16(), quantization=quantization)
+        self.out = ops.pack_weight((torch.randn(HIDDEN, HEADS * HEAD_DIM) / 8).bfloat16(), quantization=quantization)
         gate_up = (torch.randn(2 * INNER, HIDDEN) / 8).bfloat16()
-        self.gate_up = ops.pack_weight(gate_up, gated=True, rounding=rounding)
-        self.down = ops.pack_weight((torch.randn(2 * HIDDEN, INNER) / 8).bfloat16(), rounding=rounding)
+        self.gate_up = ops.pack_weight(gate_up, gated=True, quantization=quantization)
+        self.down = ops.pack_weight((torch.randn(2 * HIDDEN, INNER) / 8).bfloat16(), quantization=quantization)
         self.norm, self.bias = torch.randn(2, HIDDEN).bfloat16()
         self.head_norm = torch.randn(HEAD_DIM).bfloat16()
         self.sinks = torch.randn(HEADS)
@@ -86,11 +86,11 @@ def record(library: Library, layer: Layer) -> tuple[Recording, torch.Tensor]:
     return recorder.recording(layer), output
 
 
-@parametrize_pairwise("library,threads,rounding", ISAS, [1, 2, 3], list(Rounding))
+@parametrize_pairwise("library,threads,quantization", ISAS, [1, 2, 3], list(Quantization))
 def test_every_run_gives_what_the_operations_give_one_by_one(
-    library: Library, threads: int, rounding: Rounding
+    library: Library, threads: int, quantization: Quantization
 ) -> None:
-    one_by_one, recorded = Layer(rounding), Layer(rounding)
+    one_by_one, recorded = Layer(quantization), Layer(quantization)
     before = recorded.x.clone(), recorded.kv_cache.clone()
     recording, output = record(library, recorded)
     for tensor, unchanged in zip((recorded.x, recorded.kv_cache), before, strict=True):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels.int8 import line_bytes
+from kernels.packed_weight import Quantization
 from kernels.recording import NotRecordableError
 from quire.adapters import read_adapter
 from tests.support.adapters import make_adapter
@@ -21,7 +22,6 @@ from worker_svc.device.replay import RecordedForward, make_decodes, make_forward
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.registry import load_model
 from worker_svc.step import PoolGeometry, WorkerLimits
-from worker_svc.weights import Quantization
 
 BLOCK_SIZE, MAX_MODEL_LEN = 5, 64
 LIMITS = WorkerLimits(max_num_rows=4, max_num_batched_tokens=90, max_steps_in_flight=2, max_logprobs=0)

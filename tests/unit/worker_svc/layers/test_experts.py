@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from kernels.packed_weight import Quantization
 from tests.support.cpu_kernels import ISAS
 from worker_svc.layers.experts import Experts, ExpertsConfig, GatedMlp
 from worker_svc.layers.linear import Linear
 from worker_svc.parallel.ranks import Ranks
-from worker_svc.weights import Loadable, MadeTensors, Placement, Quantization, TensorSpec
+from worker_svc.weights import Loadable, MadeTensors, Placement, TensorSpec
 
 HIDDEN, INNER, COUNT = 64, 96, 6
 CONFIG = ExpertsConfig(count=COUNT, num_chosen=3, inner_size=INNER, normalized=True, shared_inner_size=32)

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from kernels import ops
 from kernels.low_rank import LowRank
-from kernels.packed_weight import Rounding
+from kernels.packed_weight import Quantization
 from quire.settings import ConfigurationError
 from tests.support.models import make_model
 from worker_svc.layers import linear
@@ -28,7 +28,7 @@ from worker_svc.layers.linear import (
 )
 from worker_svc.models.registry import load_model
 from worker_svc.parallel.ranks import Ranks
-from worker_svc.weights import Checkpoint, Loadable, Placement, Quantization
+from worker_svc.weights import Checkpoint, Loadable, Placement
 
 PLAIN = [ActivationKind(name) for name in ACTIVATIONS]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -181,8 +181,8 @@ def test_all_linear_layers_but_the_head_hold_int8(
         else:
             assert isinstance(product, OwnProduct), name
             is_dynamic = quantization is Quantization.INT8_DYNAMIC
-            rounding = Rounding.WEIGHT_AND_INPUT if is_dynamic else Rounding.WEIGHT
-            assert product.weight.rounding is (Rounding.NONE if name == "head" else rounding), name
+            quantization = Quantization.INT8_DYNAMIC if is_dynamic else Quantization.INT8_WEIGHT_ONLY
+            assert product.weight.quantization is (Quantization.NONE if name == "head" else quantization), name
 
 
 def test_a_model_of_transformers_code_is_refused(tmp_path: Path) -> None:
