@@ -152,21 +152,32 @@ struct Stored<Iq4Xs> {
   }
 };
 
-// Puts the codes of a piece of a column into its block, which was zero.
+// The bytes with even places, one after the other.
+inline uint64_t even_bytes(uint64_t x) {
+  x &= 0x00ff00ff00ff00ff;
+  x = (x | x >> 8) & 0x0000ffff0000ffff;
+  return (x | x >> 16) & 0xffffffff;
+}
+
+// Puts the codes of a piece of a column into its block, which was zero: of 8 inputs, 8 bytes of a chunk.
 template <class Format>
 void put_codes(const std::array<uint8_t, 32>& all, int64_t column, uint8_t* block) {
   block += Format::kScaleBytes + column / kColumnsOfTile * (kPanel / 8) * Format::kCodeBytes;
-  column %= kColumnsOfTile;
-  for (int64_t i = 0; i < 32; ++i) {
-    const int64_t line = i / 2, v = line % 4 * 2 + column / 8, lane = column % 8 * 2 + i % 2;
-    uint8_t *codes = block + line / 4 * Format::kCodeBytes, code = all[i];
-    const int64_t half = v % 2, byte = 4 * lane + v / 2;
+  const int64_t half = column % kColumnsOfTile / 8, lane = column % 8;
+  for (int64_t i = 0; i < kPanel; i += 8, block += Format::kCodeBytes) {
+    uint64_t codes, word;
+    std::memcpy(&codes, all.data() + i, 8);
+    codes = even_bytes(codes) | even_bytes(codes >> 8) << 32;
     if constexpr (Format::kBits == 8) {
-      codes[64 * half + byte] = code;
+      std::memcpy(block + 64 * half + 8 * lane, &codes, 8);
     } else {
-      codes[byte] |= (code & 15) << 4 * half;
+      std::memcpy(&word, block + 8 * lane, 8);
+      word |= (codes & 0x0f0f0f0f0f0f0f0f) << 4 * half;
+      std::memcpy(block + 8 * lane, &word, 8);
+      // The product has bit 8 i of the first factor as bit 56 + i.
       for (int bit = 4; bit < Format::kBits; ++bit)
-        codes[64 + 16 * (bit - 4) + 8 * half + byte / 8] |= (code >> bit & 1) << byte % 8;
+        block[64 + 16 * (bit - 4) + 8 * half + lane] =
+            static_cast<uint8_t>((codes >> bit & 0x0101010101010101) * 0x0102040810204080 >> 56);
     }
   }
 }
@@ -213,8 +224,10 @@ void pack_scaled(const PackArgs& args, int64_t panel) {
     uint8_t* block = head + groups * head_bytes;
     for (int64_t begin = 0; begin < args.in_bytes; begin += kPanel / kPerByte, block += Format::kBlockBytes) {
       std::array<uint8_t, 32> codes = {};
-      for (int64_t i = 0; i < kPanel && begin + i / kPerByte < args.in_bytes; ++i)
-        codes[i] = stored[begin + i / kPerByte] >> i % kPerByte * Format::kBits & ((1 << Format::kBits) - 1);
+      const int64_t left = args.in_bytes - begin, end = left < kPanel / kPerByte ? left : kPanel / kPerByte;
+      for (int64_t i = 0; i < end; ++i)
+        for (int64_t j = 0; j < kPerByte; ++j)
+          codes[i * kPerByte + j] = stored[begin + i] >> j * Format::kBits & ((1 << Format::kBits) - 1);
       put_codes<Format>(codes, column, block);
     }
   }
