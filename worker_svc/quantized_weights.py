@@ -275,7 +275,9 @@ def _awq(module: _Module) -> QuantizedWeight:
 
 def _gptq(module: _Module) -> QuantizedWeight:
     """Words of several inputs: qweight [in / 8, out], scales [groups, out], g_idx [in]; zeros in words of several
-    outputs, qzeros [groups, out / 8], less one in the older of two formats, where 0 becomes the largest code."""
+    outputs, qzeros [groups, out / 8], less one in the older of two formats, where 0 becomes the largest code.
+
+    AutoGPTQ reads that code so, too; vLLM's kernel for GPTQ takes it for 16."""
     config = module.config
     bits = config.one_of("bits", _CODINGS)
     is_older = config.one_of("checkpoint_format format", ("gptq", "gptq_v2"), "gptq") == "gptq"
