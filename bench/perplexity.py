@@ -1,7 +1,8 @@
-"""What the formats of GGUF files cost and bring: sizes, perplexity of quire-tiny's held-out text, and tokens a second.
+"""What the formats of files cost and bring: sizes, perplexity of quire-tiny's held-out text, and tokens a second.
 
-Files are written by `quire quantize`. Perplexity is that of `bench quality`; so is speed: decode steps of one stream of
-a larger model without sampling, of all variants in turn.
+GGUF files are written by `quire quantize`; those in AWQ, GPTQ and FP8 are rounded to the nearest number. Perplexity is
+that of `bench quality`; so is speed: decode steps of one stream of a larger model without sampling, of all variants in
+turn.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from bench import rounded_models
 from bench.models import write_model
 from bench.quality import perplexity, speeds
 from bench.quality_variants import PagedModel, Variant
@@ -23,6 +25,8 @@ from worker_svc.gguf_writer import write_gguf
 
 _FORMATS = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q4_0")
 _BASE = "bfloat16"
+_WITHOUT_INT8 = ("FP8",)
+"""Formats that are not multiplied with int8 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +43,10 @@ def _choices() -> Iterator[_Choice]:
     for quantization in Quantization:
         name = _BASE if quantization is Quantization.NONE else quantization.value
         yield _Choice(None, Variant(name, torch.bfloat16, quantization))
-    for format in _FORMATS:
+    for format in (*_FORMATS, *rounded_models.FORMATS):
         yield _Choice(format, Variant(format, torch.bfloat16))
-        yield _Choice(format, Variant(f"{format}, int8-dynamic", torch.bfloat16, Quantization.INT8_DYNAMIC))
+        if format not in _WITHOUT_INT8:
+            yield _Choice(format, Variant(f"{format}, int8-dynamic", torch.bfloat16, Quantization.INT8_DYNAMIC))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +91,11 @@ def main(arguments: argparse.Namespace) -> None:
 def _file(model: Path, format: str | None, directory: Path) -> Path:
     if format is None:
         return model
+    if format in rounded_models.FORMATS:
+        rounded = directory / f"{model.name}-{format}"
+        if not rounded.exists():
+            rounded_models.write_rounded(model, rounded, format)
+        return rounded
     file = directory / f"{model.name}-{format}.gguf"
     if not file.exists():
         write_gguf(model, file, format, lambda *_: None)
