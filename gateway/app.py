@@ -12,6 +12,7 @@ from typing import Self
 
 import grpc.aio
 
+from gateway.api.field_rule import FieldRule
 from gateway.api.grpc.servicers import GenerationServicer, ModelServicer, PrefixServicer
 from gateway.api.kserve.servicer import KServeServicer, UnservedMethods
 from gateway.auth.keys import Authenticator, KeyRing, NoAuthenticator
@@ -129,10 +130,11 @@ class Gateway:
         generator = _make_generator(settings, path, gateway_id, ledger, metrics, tls, tracer, resolver)
         await generator.adapters.open(settings.adapters)
         authenticator = _make_authenticator(settings, metrics)
-        kserve = KServeServicer(generator)
+        rule = FieldRule(settings.strict_fields, metrics.count_ignored_fields)
+        kserve = KServeServicer(generator, rule)
         turns = TenantTurns()
         started_at_s = int(clock.unix_s())
-        app = make_http_app(generator, kserve, metrics, authenticator, settings, turns, started_at_s=started_at_s)
+        app = make_http_app(generator, kserve, metrics, authenticator, settings, turns, rule, started_at_s=started_at_s)
         bodies = BodyMemory(settings.max_total_body_bytes)
         http = HttpServer(app, settings, bodies, metrics.count_refused_connection, tls.public)
         idle_calls = IdleCalls()

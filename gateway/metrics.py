@@ -296,6 +296,9 @@ class GatewayMetrics:
             "Calls that were refused for their API key: there is none, or it does not allow them, or not now.",
             labels=["reason"],
         )
+        self._ignored_fields = self._counter(
+            "ignored_fields", "Fields of bodies over HTTP and KServe that were ignored, by the API.", labels=["api"]
+        )
         self._keys_reload_failures = self._counter(
             "keys_reload_failures", "Times that a changed file of API keys could not be used."
         )
@@ -313,6 +316,10 @@ class GatewayMetrics:
     def count_refused_caller(self, reason: str) -> None:
         """Counts a call that was refused for the API key that it showed, or for showing none."""
         self._refusals.labels(reason).inc()
+
+    def count_ignored_fields(self, api: str, count: int) -> None:
+        """Counts fields of one body that nothing reads. Their names are their callers' text, and no label."""
+        self._ignored_fields.labels(api).inc(count)
 
     def count_keys_reload_failure(self) -> None:
         """Counts a change of the files of keys that was not taken over."""

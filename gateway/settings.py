@@ -8,6 +8,8 @@ from quire.rpc.address import parse_target
 from quire.service_flags import DrainFlags, ModelFlags, ProcessFlags, ServiceFlags, TenantFlags
 from quire.settings import parse_bytes, setting
 
+SQLITE = "sqlite:"
+"""The beginning of a --response-store that is a file."""
 MAX_CHAT_MESSAGES = 1 << 16
 """The maximum number of messages of a conversation; a gateway's own limit may be lower."""
 
@@ -75,6 +77,9 @@ class FormatFlags(ServiceFlags):
         "format of the model's reasoning, by vLLM's name; by default detected in the chat template",
         choices=sorted(REASONING_FORMATS),
     )
+    strict_fields: bool = setting(
+        False, "refuse fields of requests that are not known; by default they are ignored, and named in the answer"
+    )
     request_id_prefix: str = setting("req-", "prefix of the request ids that the gateway makes")
     adapters: tuple[str, ...] = setting(
         (),
@@ -119,12 +124,24 @@ class RequestLimits(ServiceFlags):
     max_total_answer_bytes: int = setting(
         256 << 20, "maximum memory of the answers to all calls", parse=parse_bytes, minimum=1024, metavar="BYTES"
     )
+    response_store: str = setting(
+        "memory",
+        "where responses are kept that later ones name as previous_response_id: in the memory of the gateway that made "
+        "them, or in a file of SQLite, which outlives it and which all gateways of a machine share",
+        metavar="memory|sqlite:PATH",
+    )
     max_stored_response_bytes: int = setting(
-        0,
-        "memory of each gateway for responses that later ones name as previous_response_id; 0 keeps none",
+        64 << 20,
+        "maximum bytes of the responses that are kept, of each gateway or of the file; 0 keeps none",
         parse=parse_bytes,
         minimum=0,
         metavar="BYTES",
+    )
+    clamp_max_tokens: str = setting(
+        "defaults",
+        "when to cut max_tokens of chats and responses down to what the context has left: where it is a number that "
+        "clients send by default, such as 4096 or 32000; always; or never, which refuses it",
+        choices=("defaults", "always", "never"),
     )
     max_prompt_tokens: int | None = setting(
         None, "maximum tokens of a prompt; without it, the model's maximum", minimum=1
@@ -141,6 +158,10 @@ class RequestLimits(ServiceFlags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.response_store != "memory" and not self.response_store.removeprefix(SQLITE).strip("/"):
+            raise ValueError("--response-store is sqlite: without a path; give sqlite:PATH")
+        if self.response_store != "memory" and not self.response_store.startswith(SQLITE):
+            raise ValueError(f"--response-store is {self.response_store!r}; it must be memory or sqlite:PATH")
         if self.max_total_body_bytes < self.max_message_bytes:
             raise ValueError(
                 f"--max-total-body-bytes is {self.max_total_body_bytes}, less than one message may have "

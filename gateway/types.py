@@ -7,6 +7,7 @@ same request validated, tokenized and completed with defaults.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import cache
 from operator import attrgetter
 from typing import Any, Literal, cast
@@ -50,7 +51,8 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation to answer. `response_format` is what the content of the answer must match."""
+    """A conversation to answer. `response_format` is what the content of the answer must match. With `drops_turns` its
+    oldest turns are left out where it does not fit."""
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Tool] = ()
@@ -58,6 +60,16 @@ class ChatPrompt:
     parallel_tool_calls: bool = True
     response_format: Constraint | None = None
     template_options: TemplateOptions | None = None
+    drops_turns: bool = False
+
+
+class Clamp(Enum):
+    """Whether a max_tokens beyond the context is cut down to what is left of it, or refused."""
+
+    NEVER = auto()
+    AS_SET = auto()
+    """By the gateway's setting."""
+    ALWAYS = auto()
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -90,12 +102,21 @@ class RequestOptions:
     checks these instead, and refuses each value that is outside the range of its field."""
     truncate_prompt_tokens: int | None = None
     """Keeps only this many last tokens of the prompt; -1 keeps as many as a prompt may have."""
+    truncation_side: Literal["left", "right"] = "left"
+    """The side on which tokens are cut off."""
+    clamp: Clamp = Clamp.NEVER
     request_id: str | None = None
     priority: int | None = None
     priority_sign: Literal[1, -1] = 1
     durable: bool = False
     continue_from: Sequence[HeldSequence] = ()
     """The output of an earlier request: one entry per sequence, or empty."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a prompt that is too long becomes shorter."""
+        drops_turns = isinstance(self.prompt, ChatPrompt) and self.prompt.drops_turns
+        return drops_turns or self.truncate_prompt_tokens is not None
 
     def asked(self, path: str) -> Any:
         """The value that the caller wrote for a field, for example "sampling.top_p"; None if it is absent."""

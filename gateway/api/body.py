@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import Request
 
 from gateway.api.answers import ErrorAnswer, HttpError
+from gateway.api.field_rule import FieldRule
 from gateway.auth.caller import current_tenant
 from gateway.request.counting import EntryLimits, check_json, check_values
 from gateway.request.violations import shortened
@@ -51,11 +52,12 @@ def max_entries(limit: int) -> BeforeValidator:
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
     """Limits of the size of a body, in bytes and in entries. `IncomingBody` limits the time. Long bodies are parsed in
-    `turns`."""
+    `turns`, and `rule` says what becomes of fields that their types do not declare."""
 
     max_bytes: int
     entries: EntryLimits
     turns: TenantTurns = field(default_factory=TenantTurns)
+    rule: FieldRule = field(default_factory=FieldRule)
 
 
 async def read_body(request: Request, limits: BodyLimits) -> bytes:

@@ -21,6 +21,7 @@ from gateway.api.shapes import (
     MessageUsage,
     OutputItem,
     OutputText,
+    PromptLogprobs,
     ReasoningText,
     ResponseObject,
     Shape,
@@ -53,11 +54,16 @@ class _ChunkChoice(Shape):
     index: int
     finish_reason: str | None
     stop_reason: str | int | None
+    token_ids: list[int] = Field(default_factory=list[int])
 
 
 class CompletionChunkChoice(_ChunkChoice):
+    """The log probabilities and the tokens of the prompt come with the first chunk of a choice."""
+
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: PromptLogprobs = Field(default_factory=list)
+    prompt_token_ids: list[int] = Field(default_factory=list[int])
 
 
 class CompletionChunk(_Chunk):
@@ -70,13 +76,20 @@ class FunctionDelta(Shape):
     arguments: str
 
 
+class CustomDelta(Shape):
+    name: str = ""
+    input: str
+
+
 class ToolCallDeltaShape(Shape):
-    """The first delta of a call has `id`, `type` and the name; those after it have arguments."""
+    """The first delta of a call has `id`, `type` and the name; those after it have arguments. A call has `function`, or
+    `custom`."""
 
     index: int
     id: str = ""
-    type: Literal["function"] = "function"
-    function: FunctionDelta
+    type: Literal["function", "custom"] = "function"
+    function: FunctionDelta = FunctionDelta(arguments="")
+    custom: CustomDelta = CustomDelta(input="")
 
 
 class ChatDelta(Shape):
@@ -97,6 +110,8 @@ class ChatChunkChoice(_ChunkChoice):
 class ChatCompletionChunk(_Chunk):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
+    prompt_logprobs: PromptLogprobs = Field(default_factory=list)
+    prompt_token_ids: list[int] = Field(default_factory=list[int])
 
 
 CompletionEvent = CompletionChunk | ErrorBody
@@ -172,6 +187,16 @@ class FunctionCallArgumentsDone(_OfItem):
     arguments: str
 
 
+class CustomToolCallInputDelta(_OfItem):
+    type: Literal["response.custom_tool_call_input.delta"]
+    delta: str
+
+
+class CustomToolCallInputDone(_OfItem):
+    type: Literal["response.custom_tool_call_input.done"]
+    input: str
+
+
 class ResponseErrorEvent(_ResponseEvent):
     """The last event of a stream that failed."""
 
@@ -192,6 +217,8 @@ ResponseEvent = Annotated[
     | ReasoningTextDone
     | FunctionCallArgumentsDelta
     | FunctionCallArgumentsDone
+    | CustomToolCallInputDelta
+    | CustomToolCallInputDone
     | ResponseErrorEvent,
     Field(discriminator="type"),
 ]

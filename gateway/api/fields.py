@@ -1,24 +1,22 @@
-"""Common parts of the bodies of several APIs: parsing, objects with declared fields, and conversations that know the
-place of each message in the body.
-
-A part declares the fields that are read. Fields in `hints` have no effect, fields in `harmless` may have the listed
-values, and a null field is absent. All other fields are refused, and the error names them.
-"""
+"""Common parts of the bodies of several APIs: parsing, tools, and conversations that know the place of each message in
+the body."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 from pydantic_core import PydanticCustomError, to_json
 
-from gateway.api.body import BodyLimits, Model, load_json, validated, validated_by_turns
+from gateway.api.body import BodyLimits, load_json, validated, validated_by_turns
+from gateway.api.field_rule import Part
 from gateway.request.violations import Violations
 from gateway.turns import Turns
 from gateway.types import ChatMessage
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoiceMode
 
+PartType = TypeVar("PartType", bound=Part)
 _MESSAGE = re.compile(r"messages\[(\d+)\].*")
 _GROUP = re.compile(r"^(sampling|stopping|output)\.")
 _ASSISTANT, _SYSTEM = "assistant", "system"
@@ -28,22 +26,6 @@ TOOL_CHOICES = {
     "required": ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED,
 }
 """OpenAI's names of the modes of `tool_choice`."""
-
-
-class Strict(BaseModel):
-    """An object in a body, strict about types: no text is taken for a number, and no number is NaN or infinite. Fields
-    that it does not declare are in `model_extra`."""
-
-    model_config = ConfigDict(
-        strict=True, frozen=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True, protected_namespaces=()
-    )
-
-
-class Part(Strict):
-    """An object whose fields `check_fields` checks."""
-
-    hints: ClassVar[frozenset[str]] = frozenset()
-    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +42,17 @@ class LongList:
 
 
 async def parse(
-    kind: type[Model],
+    kind: type[PartType],
     data: bytes,
     limits: BodyLimits,
     long_list: LongList,
-    check: Callable[[Violations, Model], None],
+    check: Callable[[Violations, PartType], None],
     union_types: Mapping[str, str] | None = None,
-) -> Model:
-    """The body in `data`: first the JSON, then its types, a few entries at a time, so that other calls run between.
+    *,
+    api: str,
+) -> PartType:
+    """The body in `data`: first the JSON, then its types, a few entries at a time, so that other calls run between. Of
+    the fields that no type declares, the rule of `limits` says what becomes; `api` names the API in metrics.
 
     Raises:
         InvalidArgument: it is not JSON, a field has the wrong type, `check` found something, or there are too many
@@ -82,39 +67,10 @@ async def parse(
     body = validated(kind, fields, types)
     await turns.pause()
     violations = Violations()
+    limits.rule.check(violations, body, api)
     check(violations, body)
     violations.raise_if_any()
     return body
-
-
-def check_fields(violations: Violations, part: Part, path: str = "") -> None:
-    """Adds a violation for each field that is not supported, of the part and of the parts in it."""
-    for name, value in (part.model_extra or {}).items():
-        if value is None or name in part.hints:
-            continue
-        place = f"{path}.{name[:80]}" if path else name[:80]
-        harmless = part.harmless.get(name)
-        if harmless is None:
-            violations.add(place, "is not a field of this request" if not path else "is not a field that is known here")
-        # `in` alone would take 1 for true.
-        elif not any(type(value) is type(each) and value == each for each in harmless):
-            violations.add(place, "is not supported by this version")
-    for name, declared in type(part).model_fields.items():
-        value = getattr(part, name)
-        name = declared.alias or name
-        place = f"{path}.{name}" if path else name
-        if isinstance(value, Part):
-            check_fields(violations, value, place)
-        elif isinstance(value, list):
-            _check_entries(violations, value, place)
-
-
-def _check_entries(violations: Violations, entries: list[Any], path: str) -> None:
-    for position, entry in enumerate(entries):
-        if violations.are_enough:
-            return
-        if isinstance(entry, Part):
-            check_fields(violations, entry, f"{path}[{position}]")
 
 
 def without_group(field: str) -> str:

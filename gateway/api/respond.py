@@ -86,6 +86,10 @@ class Call(Protocol):
         """The writer of the answer. Called when the requests run."""
         ...
 
+    async def keep(self) -> None:
+        """Keeps the answer where it is to be stored. Called when it is written, and before its end is sent."""
+        ...
+
 
 def respond(generator: Generator, call: Call, keep_alive_s: float) -> Response:
     """The answer to a call. `keep_alive_s` is the longest silence of a stream; 0 sets no limit."""
@@ -118,7 +122,9 @@ async def _whole(generator: Generator, call: Call) -> AsyncGenerator[bytes, None
         assert writer is not None
         memory.when_ended(lambda error: writer.cancel(error.message))
         try:
-            for piece in json_pieces(shaper.whole(results)):
+            whole = shaper.whole(results)
+            await call.keep()
+            for piece in json_pieces(whole):
                 yield piece
                 # Other calls run between the pieces.
                 await asyncio.sleep(0)
@@ -148,6 +154,7 @@ async def _stream(generator: Generator, call: Call, running_now: list[LiveReques
                 else:
                     yield await answer_event(live[position], event, partial(_written, call, shaper, position, event))
             if last := b"".join(map(call.dialect.event, shaper.end(usages))):
+                await call.keep()
                 yield last
 
 

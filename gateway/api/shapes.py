@@ -59,11 +59,13 @@ class _Choice(Shape):
     index: int
     finish_reason: str
     stop_reason: str | int | None
+    token_ids: list[int] = []
 
 
 class CompletionChoice(_Choice):
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[int] = []
     prompt_logprobs: PromptLogprobs = []
 
 
@@ -91,13 +93,24 @@ class ChatToolCall(Shape):
     function: CallOfFunction
 
 
+class CallOfCustom(Shape):
+    name: str
+    input: str
+
+
+class ChatCustomToolCall(Shape):
+    id: str
+    type: Literal["custom"]
+    custom: CallOfCustom
+
+
 class ChatAnswer(Shape):
     """`reasoning_content` and `reasoning` are equal, where the model reasons."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[ChatToolCall] = []
+    tool_calls: list[ChatToolCall | ChatCustomToolCall] = []
     reasoning_content: str = ""
     reasoning: str = ""
 
@@ -126,6 +139,7 @@ class ChatCompletion(_Completion):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     prompt_logprobs: PromptLogprobs = []
+    prompt_token_ids: list[int] = []
 
 
 class ServedModelShape(Shape):
@@ -200,13 +214,20 @@ class FunctionCallAnswerItem(_AnswerItem):
     arguments: str
 
 
+class CustomCallAnswerItem(_AnswerItem):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+
+
 class FunctionCallOutputAnswerItem(_AnswerItem):
     type: Literal["function_call_output"]
     call_id: str
     output: str
 
 
-OutputItem = MessageAnswerItem | ReasoningAnswerItem | FunctionCallAnswerItem
+OutputItem = MessageAnswerItem | ReasoningAnswerItem | FunctionCallAnswerItem | CustomCallAnswerItem
 
 
 class InputTokensDetails(Shape):
@@ -264,7 +285,7 @@ class ResponseObject(_ResponseHead):
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
 
 
 class DeletedResponse(Shape):

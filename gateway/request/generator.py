@@ -208,7 +208,8 @@ class Generator:
                 )
                 use.refund = lambda error: Refund.PROMPT
                 set_request_id(request.request_id)
-                memory.expect(request, options.asked("stopping.max_tokens"))
+                asked_max_tokens = None if limits.clamps(options) else options.asked("stopping.max_tokens")
+                memory.expect(request, asked_max_tokens)
                 caller.account.charge_prompt(use, len(request.prompt_token_ids))
                 live = self._ledger.open(request, self.model.tokenizer)
                 live.is_prepared = False

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from gateway.replicas.events import Welcome
 from gateway.settings import GatewaySettings
+from gateway.types import Clamp, RequestOptions
 
 MAX_N = 128
 MIN_SEED = -(2**63)
@@ -30,6 +31,11 @@ MAX_CALL_STOP_BYTES = 4 * 1024 * 1024
 # The limit for all requests of a call together, since each of them carries all parameters to its scheduler.
 MAX_CALL_PARAMETER_ENTRIES = 4 * 1024 * 1024
 MAX_TIME_TO_LIVE_MS = 24 * 60 * 60 * 1000
+DEFAULT_MAX_TOKENS = frozenset(
+    {*(1 << power for power in range(12, 18)), 4000, 8000, 16000, 20000, 24000, 32000, 64000, 100_000, 128_000, 32_767}
+)
+"""Values of max_tokens that client libraries and agents send where their user said nothing: powers of two from 4,096
+on, and round numbers."""
 # Tokenize also accepts texts that do not fit as prompts.
 MIN_TOKENIZE_BYTES = 256 * 1024
 
@@ -111,6 +117,17 @@ class Limits:
     max_chat_messages: int
     max_n: int
     max_call_sequences: int
+    clamp_max_tokens: str = "never"
+
+    def clamps(self, options: RequestOptions) -> bool:
+        """Whether the max_tokens of a request becomes what is left of the context, if it is more."""
+        max_tokens = options.asked("stopping.max_tokens")
+        if max_tokens is None or options.clamp is Clamp.NEVER:
+            return False
+        by_setting = self.clamp_max_tokens == "always" or (
+            self.clamp_max_tokens == "defaults" and max_tokens in DEFAULT_MAX_TOKENS
+        )
+        return options.clamp is Clamp.ALWAYS or by_setting
 
     def fewest_tokens(self, num_bytes: int) -> int:
         """The minimum number of tokens of a text with this many bytes in UTF-8."""
@@ -146,4 +163,5 @@ def limits_of(settings: GatewaySettings, welcomes: Sequence[Welcome], longest_to
         max_chat_messages=settings.max_chat_messages,
         max_n=min(MAX_N, settings.max_call_sequences, *(welcome.max_num_seqs for welcome in welcomes)),
         max_call_sequences=settings.max_call_sequences,
+        clamp_max_tokens=settings.clamp_max_tokens,
     )

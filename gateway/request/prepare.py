@@ -3,7 +3,7 @@ the caller already has."""
 
 import copy
 import math
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Awaitable, Callable, MutableSequence, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +12,7 @@ import numpy as np
 from gateway.replicas.generation_request import GenerationRequest, NamedAdapter, Parameters
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import check_answer_size, num_prompt_logprobs
-from gateway.request.chats import prepare_chat
+from gateway.request.chats import PreparedChat, prepare_chat
 from gateway.request.limits import DRAWING, NUMBERS, Limits
 from gateway.request.served_model import ServedModel
 from gateway.request.validation import check_another, check_request, resolve_max_tokens
@@ -117,7 +117,16 @@ async def prepare(
     if isinstance(options.prompt, ChatPrompt):
         has_constraint = options.sampling.HasField("constraint")
         prompt = options.prompt
-        chat = await prepare_chat(prompt, model.chat, model.tokenizer, model.executor, is_constrained=has_constraint)
+        make = partial(
+            prepare_chat,
+            chat=model.chat,
+            tokenizer=model.tokenizer,
+            executor=model.executor,
+            is_constrained=has_constraint,
+        )
+        chat = await make(prompt)
+        if prompt.drops_turns:
+            chat = await _without_oldest(prompt, chat, make, _longest_prompt(options, limits))
         field, token_ids, answer_format = "messages", chat.token_ids, chat.answer_format
         if chat.constraint is not None:
             options = _with_constraint(options, chat.constraint)
@@ -125,7 +134,8 @@ async def prepare(
     else:
         field, token_ids = await encode_prompt(options.prompt, model)
     if (kept := options.truncate_prompt_tokens) is not None:
-        token_ids = token_ids[-(limits.max_prompt_tokens if kept == -1 else kept) :]
+        num_kept = limits.max_prompt_tokens if kept == -1 else kept
+        token_ids = token_ids[:num_kept] if options.truncation_side == "right" else token_ids[-num_kept:]
     if options.output.prompt_logprobs_start >= max(len(token_ids), 2):
         start = options.output.prompt_logprobs_start
         raise invalid_field(
@@ -133,6 +143,9 @@ async def prepare(
             f"is {start:,}; it must be the position of a prompt token, below {len(token_ids):,}",
         )
     asked_max_tokens = options.asked("stopping.max_tokens")
+    if limits.clamps(options) and len(token_ids) + asked_max_tokens > limits.max_model_len:
+        # As if it were absent: all that is left.
+        asked_max_tokens = None
     max_tokens = resolve_max_tokens(field, token_ids, asked_max_tokens, _num_candidates(options.sampling), limits)
     try:
         parameters = await call.complete(options, model, limits, tenant)
@@ -143,8 +156,9 @@ async def prepare(
     await turns.pause()
     stopping = parameters.stopping
     if stopping.max_tokens != max_tokens:
-        stopping = StoppingParameters(max_tokens=max_tokens)
-        stopping.MergeFrom(parameters.stopping)
+        stopping = StoppingParameters()
+        stopping.CopyFrom(parameters.stopping)
+        stopping.max_tokens = max_tokens
     request = GenerationRequest(
         request_id=request_id,
         tenant=tenant,
@@ -165,6 +179,36 @@ async def prepare(
     check_answer_size(request)
     await _check_continuation(options, request, limits)
     return request
+
+
+def _longest_prompt(options: RequestOptions, limits: Limits) -> int:
+    """The tokens that a prompt may have beside the output that is asked for, if that is not cut down."""
+    asked = options.asked("stopping.max_tokens")
+    if asked is None or limits.clamps(options):
+        return limits.max_prompt_tokens
+    return min(limits.max_prompt_tokens, limits.max_model_len - asked)
+
+
+async def _without_oldest(
+    prompt: ChatPrompt, whole: PreparedChat, make: Callable[[ChatPrompt], Awaitable[PreparedChat]], longest: int
+) -> PreparedChat:
+    """The chat without its oldest turns, as few as possible, so that the prompt has at most `longest` tokens. A turn
+    begins with a message of the user; instructions before the first one, and the last turn, stay. If those are too long
+    by themselves, the last chat that was tried is returned."""
+    messages = prompt.messages
+    turns = [place for place, message in enumerate(messages) if message.role == "user"]
+    low, high, found = 1, len(turns) - 1, whole
+    if len(whole.token_ids) <= longest:
+        return whole
+    while low <= high:
+        middle = (low + high) // 2
+        chat = await make(replace(prompt, messages=[*messages[: turns[0]], *messages[turns[middle] :]]))
+        if len(chat.token_ids) <= longest:
+            high, found = middle - 1, chat
+        else:
+            low = middle + 1
+            found = chat if len(found.token_ids) > longest else found
+    return found
 
 
 def _with_constraint(options: RequestOptions, constraint: Constraint) -> RequestOptions:

@@ -68,7 +68,7 @@ def check_request(request: RequestOptions, limits: Limits, served_model: str | N
     """
     check_model(request.model, served_model)
     violations = Violations()
-    check_prompt(violations, request.prompt, limits, is_truncated=request.truncate_prompt_tokens is not None)
+    check_prompt(violations, request.prompt, limits, is_truncated=request.is_truncated)
     if isinstance(request.prompt, ChatPrompt):
         check_constraints(violations, request.prompt, has_constraint=request.sampling.HasField("constraint"))
     if request.sampling.HasField("beam_search"):
@@ -98,7 +98,7 @@ def check_another(request: RequestOptions, limits: Limits) -> None:
         InvalidArgument: its prompt or its id is missing or out of range.
     """
     violations = Violations()
-    check_prompt(violations, request.prompt, limits, is_truncated=request.truncate_prompt_tokens is not None)
+    check_prompt(violations, request.prompt, limits, is_truncated=request.is_truncated)
     _check_request_id(violations, request.request_id)
     violations.raise_if_any()
 
@@ -366,8 +366,18 @@ def _check_logit_bias(violations: Violations, logit_bias: Mapping[int, float], l
 
 def _check_stopping(violations: Violations, request: RequestOptions, limits: Limits) -> None:
     max_tokens = request.asked("stopping.max_tokens")
-    violations.check_range("stopping.max_tokens", max_tokens, 1, limits.max_model_len - 1)
-    highest = limits.max_model_len - 1 if max_tokens is None else max_tokens
+    longest = limits.max_model_len - 1
+    if limits.clamps(request):
+        max_tokens = min(max_tokens, longest)
+    if max_tokens is not None and max_tokens > longest:
+        violations.add(
+            "stopping.max_tokens",
+            f"is {shown(max_tokens)}; it must be in [1, {longest:,}], since {_context_length(limits)}",
+            reason="CONTEXT_LENGTH_EXCEEDED",
+        )
+    else:
+        violations.check_range("stopping.max_tokens", max_tokens, 1, longest)
+    highest = longest if max_tokens is None else max_tokens
     violations.check_range("stopping.min_tokens", request.asked("stopping.min_tokens"), 0, highest)
     stop, stop_token_ids = request.asked("stopping.stop"), request.asked("stopping.stop_token_ids")
     if stop and violations.check_count("stopping.stop", stop, limits.max_stop_strings):

@@ -17,11 +17,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.api.answers import ErrorAnswer, error_answer, error_handlers, send_answer, set_client_request_id
 from gateway.api.anthropic.routes import dialect_of, message_routes
 from gateway.api.body import BodyLimits
+from gateway.api.field_rule import IGNORED_HEADER, FieldRule, begin_call
 from gateway.api.kserve.rest import kserve_routes
 from gateway.api.kserve.servicer import KServeServicer
 from gateway.api.openai.routes import openai_routes
 from gateway.api.openapi import METRICS_PATH, OPEN_PATHS, ApiRoute, description_routes
 from gateway.api.responses.routes import response_routes
+from gateway.api.responses.store import open_store
 from gateway.api.shapes import GatewayReadiness, GatewayVersion, Health
 from gateway.api.ui import access
 from gateway.api.ui.routes import ui_routes
@@ -52,21 +54,22 @@ def make_http_app(
     authenticator: Authenticator,
     settings: GatewaySettings,
     turns: TenantTurns,
+    rule: FieldRule,
     *,
     started_at_s: int,
 ) -> Starlette:
-    """The application. Long bodies are parsed in `turns`.
+    """The application. Long bodies are parsed in `turns`, and by `rule`.
 
     `started_at_s` is the time that models report as theirs, in seconds since the Unix epoch.
     """
     entries = EntryLimits(settings.max_chat_messages)
-    body_limits = BodyLimits(settings.max_message_bytes, entries, turns)
+    body_limits = BodyLimits(settings.max_message_bytes, entries, turns, rule)
     routes = [
         *openai_routes(generator, body_limits, keep_alive_s=settings.sse_keepalive, started_at_s=started_at_s),
         *response_routes(
             generator,
             body_limits,
-            max_stored_bytes=settings.max_stored_response_bytes,
+            store=open_store(settings.response_store, settings.max_stored_response_bytes),
             keep_alive_s=settings.sse_keepalive,
         ),
         *message_routes(generator, body_limits, keep_alive_s=settings.sse_keepalive),
@@ -118,7 +121,7 @@ def _cross_origin(allowed_origins: Sequence[str]) -> list[Middleware]:
             allow_origins=allowed_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=("x-request-id", "retry-after"),
+            expose_headers=("x-request-id", "retry-after", IGNORED_HEADER.decode()),
         )
     ]
 
@@ -128,6 +131,7 @@ class EnvelopeMiddleware:
 
     - The trace context in its headers is read.
     - The X-Request-Id of the client comes back with the answer, in place of the gateway's own.
+    - The answer names the fields of the body that were ignored.
     - While the gateway drains, the connection closes behind the answer, whose headers say so. A client that keeps
       connections then opens a new one before the old one closes under a request.
     - Answers are counted, but those that load balancers and Prometheus ask for all the time.
@@ -151,6 +155,7 @@ class EnvelopeMiddleware:
         request_id = next((value for name, value in scope["headers"] if name == _REQUEST_ID), None)
         if request_id is not None:
             set_client_request_id(request_id.decode("latin-1"))
+        ignored = begin_call()
         has_started = False
         kind: HttpAnswer | None = None
         came_at = clock.monotonic()
@@ -163,6 +168,8 @@ class EnvelopeMiddleware:
                 if kind is not None:
                     self._answers.begin(kind)
                 own = {} if request_id is None else {_REQUEST_ID: request_id}
+                if ignored.count:
+                    own[IGNORED_HEADER] = ignored.names.encode()
                 if self._is_draining():
                     own[b"connection"] = b"close"
                 others = [header for header in message.get("headers", ()) if header[0] not in own]

@@ -39,7 +39,7 @@ _DEVELOPER = "developer"
 # Marks the end of the message that an answer continues; the prompt is cut there. Templates may trim the space.
 _END_OF_FINAL_MESSAGE = "\N{END OF TEXT}end of the final message\N{END OF TEXT} "
 # Variables that the server sets for a template, besides the caller's arguments.
-_OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+_OWN_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 # Many clients send these to every model. A template that does not read them renders the same prompt without them.
 _HINTS = frozenset({"reasoning_effort"})
 # What a template raises for a conversation; RecursionError, where its macros follow the schemas of tools.
@@ -129,12 +129,13 @@ class ChatTemplate:
         if continues:
             messages[-1] = replace(messages[-1], content=messages[-1].content + _END_OF_FINAL_MESSAGE)
         begins = options.add_generation_prompt if options.HasField("add_generation_prompt") else not continues
+        # Templates may test `documents` without asking whether it is defined.
+        arguments = {"documents": None} | _arguments(options)
         text = self._template.render(
             **self._special_tokens,
-            **_arguments(options),
+            **arguments,
             messages=[_fields(message, takes_texts) for message in messages],
             tools=[_tool_fields(tool) for tool in prompt.tools] or None,
-            documents=None,
             add_generation_prompt=begins,
         )
         return _until_final_message(text, prompt.messages[-1].content) if continues else text

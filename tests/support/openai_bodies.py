@@ -7,12 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from gateway.api.body import BodyLimits
+from gateway.api.field_rule import FieldRule
 from gateway.api.openai.read import parse_body
 from gateway.api.openai.schemas import Body
 from gateway.request.counting import EntryLimits
 
 BodyType = TypeVar("BodyType", bound=Body)
 BODY_LIMITS = BodyLimits(1 << 22, EntryLimits(max_messages=10_000))
+STRICT_LIMITS = BodyLimits(1 << 22, EntryLimits(max_messages=10_000), rule=FieldRule(is_strict=True))
 
 
 def parse(kind: type[BodyType], body: bytes | Mapping[str, Any], limits: BodyLimits = BODY_LIMITS) -> BodyType:

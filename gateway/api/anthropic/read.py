@@ -10,14 +10,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import to_json
 
+from gateway.api import field_rule
 from gateway.api.body import BodyLimits
+from gateway.api.field_rule import Part, Unread
 from gateway.api.fields import (
     TOOL_CHOICES,
     Conversation,
     LongList,
-    Part,
     as_parts,
-    check_fields,
     make_tool,
     parse,
     schema_text,
@@ -25,7 +25,7 @@ from gateway.api.fields import (
     without_group,
 )
 from gateway.request.violations import Violations, shortened
-from gateway.types import ChatPrompt, RequestOptions, write
+from gateway.types import ChatPrompt, Clamp, RequestOptions, write
 from quire.common.v1.common_pb2 import Constraint, SamplingParameters, StoppingParameters
 from quire.gateway.v1.generation_pb2 import TemplateOptions, ToolCall, ToolChoice
 
@@ -39,14 +39,8 @@ _TEMPLATE_ARGUMENTS = {
 }
 
 
-class _Block(Part):
-    """`cache_control` has no effect, because Quire finds common prefixes by itself."""
-
-    hints: ClassVar[frozenset[str]] = frozenset({"cache_control"})
-
-
-class TextBlock(_Block):
-    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {"citations": ([],)}
+class TextBlock(Part):
+    unread: ClassVar[Unread] = field_rule.TEXT_BLOCK
 
     type: Literal["text"]
     text: str
@@ -62,19 +56,28 @@ Texts = Annotated[
 ]
 
 
-class ThinkingBlock(_Block):
+class ThinkingBlock(Part):
     """Reasoning of an earlier answer. Quire does not sign it."""
 
-    hints: ClassVar[frozenset[str]] = _Block.hints | {"signature"}
+    unread: ClassVar[Unread] = field_rule.THINKING_BLOCK
 
     type: Literal["thinking"]
     thinking: str
 
 
-class ToolUseBlock(_Block):
+class RedactedThinkingBlock(Part):
+    """Reasoning that only Anthropic could read. It is left out."""
+
+    unread: ClassVar[Unread] = field_rule.CALL_BLOCK
+
+    type: Literal["redacted_thinking"]
+    data: str | None = None
+
+
+class ToolUseBlock(Part):
     """A call of an earlier answer."""
 
-    hints: ClassVar[frozenset[str]] = _Block.hints | {"caller"}
+    unread: ClassVar[Unread] = field_rule.CALL_BLOCK
 
     type: Literal["tool_use"]
     id: str
@@ -82,10 +85,10 @@ class ToolUseBlock(_Block):
     input: dict[str, Any]
 
 
-class ToolResultBlock(_Block):
+class ToolResultBlock(Part):
     """The result of a call. `is_error` has no effect, because chat templates have no such field."""
 
-    hints: ClassVar[frozenset[str]] = _Block.hints | {"is_error"}
+    unread: ClassVar[Unread] = field_rule.RESULT_BLOCK
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -95,6 +98,7 @@ class ToolResultBlock(_Block):
 Block = Annotated[
     Annotated[TextBlock, Tag("<text>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")],
     Discriminator(tag_of),
@@ -106,21 +110,32 @@ class Message(Part):
     content: Annotated[list[Block], BeforeValidator(_blocks, json_schema_input_type=str | list[Block])]
 
 
-class ToolDefinition(_Block):
+class ToolDefinition(Part):
     """`input_schema` is a JSON schema that calls match; with `strict: false` only required calls do."""
 
-    hints: ClassVar[frozenset[str]] = _Block.hints | {"eager_input_streaming"}
-    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "allowed_callers": (["direct"],),
-        "defer_loading": (False,),
-        "input_examples": ([],),
-    }
+    unread: ClassVar[Unread] = field_rule.MESSAGES_TOOL
 
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
+
+
+class ServerTool(Part):
+    """A tool that Anthropic's server would run. It is left out: its type says all."""
+
+    type: str
+
+    @property
+    def undeclared(self) -> Mapping[str, Any]:
+        return {}
+
+
+Tool = Annotated[
+    Annotated[ToolDefinition, Tag("<custom>")] | Annotated[ServerTool, Tag("<server>")],
+    Discriminator(lambda value: "<custom>" if tag_of(value, "custom") in (None, "<custom>") else "<server>"),
+]
 
 
 class ToolChoiceFields(Part):
@@ -132,7 +147,7 @@ class ToolChoiceFields(Part):
 class ThinkingConfig(Part):
     """The chat template decides whether the model reasons. There is no separate budget for reasoning."""
 
-    hints: ClassVar[frozenset[str]] = frozenset({"budget_tokens"})
+    unread: ClassVar[Unread] = field_rule.THINKING
 
     type: Literal["enabled", "disabled", "adaptive"]
     display: Literal["summarized", "omitted"] | None = None
@@ -153,17 +168,12 @@ class OutputConfig(Part):
 class TokensBody(Part):
     """The fields from which a prompt is made."""
 
-    hints: ClassVar[frozenset[str]] = frozenset({"cache_control", "metadata", "service_tier", "speed"})
-    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "context_management": ({},),
-        "mcp_servers": ([],),
-        **dict.fromkeys(("container", "diagnostics", "inference_geo", "thread"), ()),
-    }
+    unread: ClassVar[Unread] = field_rule.MESSAGES
 
     messages: Annotated[list[Message], Field(fail_fast=True)]
     model: str | None = None
     system: Texts | None = None
-    tools: Annotated[list[ToolDefinition] | None, Field(fail_fast=True)] = None
+    tools: Annotated[list[Tool] | None, Field(fail_fast=True)] = None
     tool_choice: ToolChoiceFields | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -186,21 +196,27 @@ _MESSAGES = LongList("messages", TypeAdapter(list[Message]))
 
 async def parse_body(kind: type[BodyType], data: bytes, limits: BodyLimits) -> BodyType:
     """The body in `data`. Raises InvalidArgument as `parse` does, also for values that contradict each other."""
-    return await parse(kind, data, limits, _MESSAGES, _check)
+
+    def check(violations: Violations, body: TokensBody) -> None:
+        _check(violations, body)
+        tools = enumerate(body.tools or ())
+        left_out = {f"tools[{place}].type": tool.type for place, tool in tools if isinstance(tool, ServerTool)}
+        limits.rule.leave_out(violations, "messages", left_out)
+
+    return await parse(kind, data, limits, _MESSAGES, check, api="messages")
 
 
 def _check(violations: Violations, body: TokensBody) -> None:
-    check_fields(violations, body)
     for position, message in enumerate(body.messages):
         for number, block in enumerate(message.content):
             if violations.are_enough:
                 return
-            is_of_answer = isinstance(block, ThinkingBlock | ToolUseBlock)
+            is_of_answer = isinstance(block, ThinkingBlock | RedactedThinkingBlock | ToolUseBlock)
             if message.role != "user" and isinstance(block, ToolResultBlock):
                 _add_misplaced(violations, position, number, block, "user")
             elif message.role != "assistant" and is_of_answer:
                 _add_misplaced(violations, position, number, block, "assistant")
-    choice, names = body.tool_choice, [tool.name for tool in body.tools or ()]
+    choice, names = body.tool_choice, [tool.name for tool in _kept_tools(body)]
     if choice is None:
         return
     if choice.type in ("any", "tool") and not names:
@@ -208,6 +224,10 @@ def _check(violations: Violations, body: TokensBody) -> None:
     elif choice.type == "tool" and choice.name not in names:
         shown = "is missing" if choice.name is None else f'is "{shortened(choice.name)}", which is none of the tools'
         violations.add("tool_choice.name", shown)
+
+
+def _kept_tools(body: TokensBody) -> list[ToolDefinition]:
+    return [tool for tool in body.tools or () if isinstance(tool, ToolDefinition)]
 
 
 def _add_misplaced(violations: Violations, position: int, number: int, block: Part, role: str) -> None:
@@ -232,6 +252,8 @@ def conversation_of(body: TokensBody) -> Conversation:
                     conversation.add(path, message.role, [block.text], joins=True)
                 case ThinkingBlock():
                     conversation.add_reasoning(path, [block.thinking], joins=True)
+                case RedactedThinkingBlock():
+                    pass
                 case ToolUseBlock():
                     arguments = to_json(block.input).decode()
                     conversation.add_call(path, ToolCall(id=block.id, name=block.name, arguments=arguments))
@@ -244,18 +266,18 @@ def _texts(blocks: Sequence[Part]) -> list[str]:
     return [block.text for block in blocks if isinstance(block, TextBlock)]
 
 
-def prompt_of(body: TokensBody, conversation: Conversation, *, always_reasons: bool) -> ChatPrompt:
-    """The prompt of a checked body. If the last message is the assistant's, the answer continues it. For a model that
-    `always_reasons`, `thinking` needs no argument of the template."""
+def prompt_of(body: TokensBody, conversation: Conversation, *, is_told_to_think: bool) -> ChatPrompt:
+    """The prompt of a checked body. If the last message is the assistant's, the answer continues it. With
+    `is_told_to_think`, enabled thinking is an argument of the template."""
     choice = body.tool_choice
     return ChatPrompt(
         conversation.prompt,
-        tools=[make_tool(each.name, each.description, each.input_schema, each.strict) for each in body.tools or ()],
+        tools=[make_tool(each.name, each.description, each.input_schema, each.strict) for each in _kept_tools(body)],
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
         response_format=_constraint(body.output_config),
         template_options=_template_options(
-            body, continues=conversation.ends_with_answer, always_reasons=always_reasons
+            body, continues=conversation.ends_with_answer, is_told_to_think=is_told_to_think
         ),
     )
 
@@ -268,7 +290,16 @@ def options_of(body: MessageBody, prompt: ChatPrompt, request_id: str) -> Reques
         write(sampling, f"sampling.{name}", getattr(body, name), as_written)
     write(stopping, "stopping.max_tokens", body.max_tokens, as_written)
     write(stopping, "stopping.stop", body.stop_sequences, as_written)
-    return RequestOptions(prompt, body.model or None, sampling, stopping, as_written=as_written, request_id=request_id)
+    return RequestOptions(
+        prompt,
+        body.model or None,
+        sampling,
+        stopping,
+        as_written=as_written,
+        request_id=request_id,
+        # Agents ask for as much as Anthropic's models write.
+        clamp=Clamp.ALWAYS,
+    )
 
 
 def param_name(conversation: Conversation, field: str) -> str:
@@ -300,14 +331,14 @@ def _constraint(config: OutputConfig | None) -> Constraint | None:
     return Constraint(json_schema=schema_text(config.format.schema_))
 
 
-def _template_options(body: TokensBody, *, continues: bool, always_reasons: bool) -> TemplateOptions:
+def _template_options(body: TokensBody, *, continues: bool, is_told_to_think: bool) -> TemplateOptions:
     options = TemplateOptions()
     if continues:
         options.continue_final_message, options.add_generation_prompt = True, False
     match body.thinking:
         case ThinkingConfig(type="disabled"):
             options.arguments.update({"enable_thinking": False})
-        case ThinkingConfig(type="enabled") if not always_reasons:
+        case ThinkingConfig(type="enabled") if is_told_to_think:
             options.arguments.update({"enable_thinking": True})
     if body.output_config is not None and body.output_config.effort is not None:
         options.arguments.update({"reasoning_effort": body.output_config.effort})

@@ -1,5 +1,5 @@
-"""The paths of Anthropic's Messages API. The headers anthropic-version and anthropic-beta have no effect: unknown
-fields are refused whatever the headers say."""
+"""The paths of Anthropic's Messages API. The headers anthropic-version and anthropic-beta have no effect: what becomes
+of a field does not depend on them."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,6 +20,7 @@ from gateway.api.anthropic.read import (
 from gateway.api.anthropic.write import ANTHROPIC, MessageShaper
 from gateway.api.body import BodyLimits, read_body
 from gateway.api.event_shapes import MessageEvent
+from gateway.api.field_rule import FieldRule
 from gateway.api.openapi import ApiRoute
 from gateway.api.respond import respond
 from gateway.api.shapes import AnsweredMessage, AnthropicError, MessageTokens
@@ -38,11 +39,17 @@ def dialect_of(path: str) -> Dialect:
     return ANTHROPIC if path == _PATH or path.startswith(f"{_PATH}/") else OPENAI
 
 
-def _always_reasons(generator: Generator) -> bool:
-    """Whether the model always reasons, because its chat template cannot switch it off."""
+def _is_told_to_think(generator: Generator, rule: FieldRule, body: TokensBody) -> bool:
+    """Whether the chat template switches thinking on. A model that always reasons needs no switch; one that never does
+    answers without, which is noted; strictly, its template refuses."""
     chat = generator.model.chat
-    switches = chat.template is not None and "enable_thinking" in chat.template.variables
-    return chat.reasoning_format is not None and not switches
+    if chat.template is not None and "enable_thinking" in chat.template.variables:
+        return True
+    if chat.reasoning_format is None and body.thinking is not None and body.thinking.type == "enabled":
+        if rule.is_strict:
+            return True
+        rule.note("messages", "thinking")
+    return False
 
 
 class MessageCall:
@@ -52,19 +59,24 @@ class MessageCall:
     shows_prompt_by_choice = False
     stream_form = STREAMED
 
-    def __init__(self, body: MessageBody, model: str) -> None:
+    def __init__(self, body: MessageBody, model: str, rule: FieldRule) -> None:
         self.id = f"msg_{entropy.random_hex(16)}"
         self.streams = bool(body.stream)
         self._body = body
         self._model = model
+        self._rule = rule
         self._conversation = conversation_of(body)
 
     async def requests(self, generator: Generator) -> list[RequestOptions]:
-        prompt = prompt_of(self._body, self._conversation, always_reasons=_always_reasons(generator))
+        is_told = _is_told_to_think(generator, self._rule, self._body)
+        prompt = prompt_of(self._body, self._conversation, is_told_to_think=is_told)
         return [options_of(self._body, prompt, self.id)]
 
     def param_name(self, position: int, field: str) -> str:
         return param_name(self._conversation, field)
+
+    async def keep(self) -> None:
+        """No answer of this API is stored."""
 
     async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> MessageShaper:
         thinking = self._body.thinking
@@ -79,13 +91,14 @@ def message_routes(generator: Generator, body_limits: BodyLimits, *, keep_alive_
     async def create(request: Request) -> Response:
         """Answers a conversation."""
         body = await parse_body(MessageBody, await read_body(request, body_limits), body_limits)
-        return respond(generator, MessageCall(body, body.model or model), keep_alive_s)
+        return respond(generator, MessageCall(body, body.model or model, body_limits.rule), keep_alive_s)
 
     async def count_tokens(request: Request) -> Response:
         """The number of tokens of a conversation's prompt."""
         body = await parse_body(TokensBody, await read_body(request, body_limits), body_limits)
         conversation = conversation_of(body)
-        prompt = prompt_of(body, conversation, always_reasons=_always_reasons(generator))
+        is_told = _is_told_to_think(generator, body_limits.rule, body)
+        prompt = prompt_of(body, conversation, is_told_to_think=is_told)
         count = await texts.count_tokens(body.model or None, prompt, partial(param_name, conversation))
         return JSONResponse({"input_tokens": count})
 

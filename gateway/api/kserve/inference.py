@@ -15,6 +15,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from gateway.api.answers import as_json
+from gateway.api.field_rule import FieldRule
 from gateway.api.openai.read import body_of, completion_options, param_name
 from gateway.api.openai.schemas import CompletionBody
 from gateway.api.openai.write import logprobs_by_token_id
@@ -92,6 +93,7 @@ _NO_STATE = "is set; requests have no state that they could share"
 _REFUSED = {
     **{name: f"is no sampling parameter; set {place}" for name, place in _ELSEWHERE.items()},
     **dict.fromkeys(("stream_options", "add_special_tokens"), "is not supported by this version"),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), "is set; outputs have no token ids"),
     "prompt_logprobs": "is set; no output has log probabilities of the prompt",
     **dict.fromkeys(("sequence_id", "sequence_start", "sequence_end"), _NO_STATE),
     "timeout": "is set; set the deadline of the call instead",
@@ -254,11 +256,11 @@ class SamplingFields:
         name = re.split(r"[.\[]", field, maxsplit=1)[0]
         return self.paths.get(name, _parameter_path(name)) + field.removeprefix(name)
 
-    def body(self) -> CompletionBody:
-        """Raises InvalidArgument: a parameter is unknown, not supported or of the wrong type."""
+    def body(self, rule: FieldRule) -> CompletionBody:
+        """Raises InvalidArgument: a parameter is refused by `rule`, or of the wrong type."""
         try:
             check_json(self.values, NO_MESSAGES)
-            return body_of(CompletionBody, self.values)
+            return body_of(CompletionBody, self.values, rule, "kserve")
         except QuireError as error:
             raise renamed(error, self.path) from error
 
@@ -372,7 +374,7 @@ class Inference:
         return self.text_input.element(position) if name == "prompt" else self.sampling.path(name)
 
 
-def read_inference(request: pb.ModelInferRequest, *, in_stream: bool) -> Inference:
+def read_inference(request: pb.ModelInferRequest, rule: FieldRule, *, in_stream: bool) -> Inference:
     """Reads a request; its options are not validated yet. `in_stream` is whether it came by ModelStreamInfer.
 
     Raises:
@@ -388,7 +390,7 @@ def read_inference(request: pb.ModelInferRequest, *, in_stream: bool) -> Inferen
     outputs = _outputs(violations, request, flags)
     violations.raise_if_any()
     sampling = read_sampling_fields(request, inputs.get(INPUT_NAME))
-    body = sampling.body()
+    body = sampling.body(rule)
     if streams and (body.n or 1) > 1:
         violations.add(sampling.path("n"), f"is {body.n}; a streamed request has one text")
     logprobs = _logprobs(violations, body, sampling, outputs)

@@ -6,7 +6,7 @@ import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -20,6 +20,7 @@ from gateway.api.answers import (
     error_response,
 )
 from gateway.api.body import BodyLimits, max_entries, read_model
+from gateway.api.field_rule import FieldRule, Part
 from gateway.api.kserve.inference import MAX_ELEMENTS, MAX_PARAMETERS
 from gateway.api.kserve.servicer import KServeServicer
 from gateway.api.openai.write import LOWEST
@@ -52,11 +53,7 @@ Element = str | bool
 Parameters = Annotated[dict[str, bool | int | float | str] | None, max_entries(MAX_PARAMETERS)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
-
-
-class InputTensor(_Part):
+class InputTensor(Part):
     """`data` are the elements in row-major order, flat or nested."""
 
     name: str
@@ -69,12 +66,12 @@ class InputTensor(_Part):
     ]
 
 
-class RequestedOutput(_Part):
+class RequestedOutput(Part):
     name: str
     parameters: Parameters = None
 
 
-class InferBody(_Part):
+class InferBody(Part):
     """`parameters` are those of sampling, by their names in the input `sampling_parameters`. The path names the model;
     clients of KServe name it here, too."""
 
@@ -131,7 +128,7 @@ def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits) -> list[Api
         try:
             _check_not_binary(request)
             body = await read_model(InferBody, request, body_limits, _UNION_TYPES)
-            asked = _request_message(body, request)
+            asked = _request_message(body, request, body_limits.rule)
         except (HttpError, QuireError) as error:
             return error_response(error_answer(error, str), _DIALECT)
 
@@ -175,13 +172,14 @@ def _check_not_binary(request: Request) -> None:
         )
 
 
-def _request_message(body: InferBody, request: Request) -> pb.ModelInferRequest:
+def _request_message(body: InferBody, request: Request, rule: FieldRule) -> pb.ModelInferRequest:
     """The same request as a message.
 
     Raises:
         InvalidArgument: an element is not of the tensor's datatype, or a number is too large.
     """
     violations = Violations()
+    rule.check(violations, body, "kserve")
     target = _model(request)
     for field, named in (("name", body.model_name), ("version", body.model_version)):
         if named and named != (target[field] or named):

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 
+from gateway.api.field_rule import FieldRule
 from gateway.api.kserve.inference import (
     INPUTS,
     MODEL_VERSION,
@@ -65,7 +66,9 @@ class KServeServicer:
     """See protos/inference/open_inference.proto for what each method promises. The methods that HTTP has, too, need no
     context."""
 
-    def __init__(self, generator: Generator) -> None:
+    def __init__(self, generator: Generator, rule: FieldRule | None = None) -> None:
+        """`rule` says what becomes of parameters that are not known."""
+        self.rule = FieldRule() if rule is None else rule
         self._generator = generator
         self._model_name = generator.model.name
 
@@ -120,7 +123,7 @@ class KServeServicer:
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context | None) -> pb.ModelInferResponse:
         self._check_target(request)
-        return await self._whole(read_inference(request, in_stream=False))
+        return await self._whole(read_inference(request, self.rule, in_stream=False))
 
     async def ModelStreamInfer(
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
@@ -135,7 +138,7 @@ class KServeServicer:
     async def _answer(self, request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         """All responses to one request of a stream. Raises QuireError."""
         self._check_target(request)
-        inference = read_inference(request, in_stream=True)
+        inference = read_inference(request, self.rule, in_stream=True)
         if not inference.streams:
             yield in_stream(await self._whole(inference), is_final=True)
             return

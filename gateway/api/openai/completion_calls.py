@@ -31,6 +31,9 @@ class _Call:
         # The id of the request, by which it can be cancelled.
         self._request_id = self.id if body.request_id is None else body.request_id
 
+    async def keep(self) -> None:
+        """No answer of this API is stored."""
+
 
 class ChatCall(_Call):
     """A chat completion: one request."""

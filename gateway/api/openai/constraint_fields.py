@@ -4,14 +4,16 @@ Each of them becomes a quire.common.v1.Constraint. It is enforced with and witho
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError, from_json
 
-from gateway.api.fields import Strict, schema_text
+from gateway.api import field_rule
+from gateway.api.field_rule import Part, Unread
+from gateway.api.fields import schema_text
 from gateway.request.counting import MAX_VALUES_OF_TEXTS, num_values_in
 from gateway.request.violations import Violations, shortened
 from quire.common.v1.common_pb2 import AnyJsonObject, Choice, Constraint, StructuralTag, StructuralTags
@@ -19,14 +21,9 @@ from quire.constraints.program import schema_options
 
 Texts = Annotated[list[str], Field(fail_fast=True)]
 JsonSchema = dict[str, Any]
-# Fields of structured_outputs that are not supported, with the values that have no effect.
-_HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "disable_fallback": (True, False),
-    "disable_additional_properties": (False,),
-}
 
 
-class JsonSchemaFormat(Strict):
+class JsonSchemaFormat(Part):
     """The model does not see `name` and `description`. The schema is enforced with and without `strict`."""
 
     name: str | None = None
@@ -35,15 +32,17 @@ class JsonSchemaFormat(Strict):
     strict: bool | None = None
 
 
-class TagStructure(Strict):
+class TagStructure(Part):
     begin: str
     schema_: Annotated[JsonSchema, Field(alias="schema")]
     end: str
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(Part):
     """`type` is text, json_object, json_schema or, as in vLLM, structural_tag: after one of the `triggers` the text
     continues with one of the `structures` that begin with it."""
+
+    unread: ClassVar[Unread] = field_rule.RESPONSE_FORMAT
 
     type: str
     json_schema: JsonSchemaFormat | None = None
@@ -68,8 +67,10 @@ TagsInText = Annotated[
 ]
 
 
-class StructuredOutputs(Strict):
+class StructuredOutputs(Part):
     """Exactly one of the fields is set; with those of JSON, `disable_any_whitespace` may be set in addition."""
+
+    unread: ClassVar[Unread] = field_rule.STRUCTURED_OUTPUTS
 
     json_: Annotated[JsonSchema | str | None, Field(alias="json")] = None
     regex: str | None = None
@@ -98,9 +99,6 @@ class ConstraintFields(BaseModel):
 def check_constraints(violations: Violations, body: ConstraintFields) -> None:
     """Adds violations for unknown and missing fields, and for more than one constraint."""
     outputs = body.structured_outputs or StructuredOutputs()
-    for name, value in (outputs.model_extra or {}).items():
-        if value is not None and value not in _HARMLESS.get(name, ()):
-            violations.add(f"structured_outputs.{name[:80]}", "is not supported by this version")
     for path, format in (
         ("response_format", body.response_format),
         ("structured_outputs.structural_tag", outputs.structural_tag),
@@ -108,8 +106,10 @@ def check_constraints(violations: Violations, body: ConstraintFields) -> None:
     ):
         if format is not None:
             _check_format(violations, path, format, tags_only=path != "response_format")
-    paths = [path for path, _ in _found(body)]
-    if len(paths) > 1:
+    found = dict(_found(body))
+    paths = [*found]
+    # Some clients send one constraint by its older and its newer name.
+    if len(paths) > 1 and not violations.found and len({make().SerializeToString() for make in found.values()}) > 1:
         violations.add(paths[1], f"is set, and {paths[0]} too; an answer can match only one of them")
     if body.structured_outputs is not None and not any(path.startswith("structured") for path in paths):
         names = (field.alias or name for name, field in StructuredOutputs.model_fields.items())
@@ -214,9 +214,6 @@ def _check_format(violations: Violations, path: str, format: ResponseFormat, *, 
     known = ("structural_tag",) if tags_only else ("text", "json_object", "json_schema", "structural_tag")
     if format.type not in known:
         violations.add(f"{path}.type", f'is "{shortened(format.type)}"; it must be {" or ".join(known)}')
-    for part_path, part in ((path, format), (f"{path}.json_schema", format.json_schema)):
-        for name in (part and part.model_extra) or {}:
-            violations.add(f"{part_path}.{name[:80]}", "is not supported by this version")
     if format.type == "json_schema" and (format.json_schema is None or format.json_schema.schema_ is None):
         violations.add(f"{path}.json_schema.schema", "is missing")
     if format.type == "structural_tag":

@@ -1,46 +1,62 @@
 """The fields of a chat's conversation: messages, tools and arguments of the chat template, and their conversion."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from gateway.api.fields import TOOL_CHOICES, Strict, effort_arguments, make_tool
+from gateway.api import field_rule
+from gateway.api.custom_tools import CustomDefinition, check_custom, custom_call, custom_tool
+from gateway.api.field_rule import Part, Unread
+from gateway.api.fields import TOOL_CHOICES, effort_arguments, make_tool
 from gateway.request.violations import Violations, shortened
 from gateway.types import ChatMessage
 from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, ToolChoice
 from quire.rpc.errors import invalid_field
 
-_UNSUPPORTED = "is not supported by this version"
-# `cache_control` is for prompt caches; Quire finds common prefixes by itself. The others are what OpenAI's client adds
-# to answers, which are sent back: the index that a call had in a stream, and parsed content and arguments.
-_HINTS = frozenset({"cache_control", "index", "parsed", "parsed_arguments"})
-# Values with which other fields have no effect.
-_SILENT = (None, [], "", {})
-_ANSWER = "assistant"
+TOOL_TYPES = ("function", "custom")
+_KNOWN_TYPES = " or ".join(TOOL_TYPES)
+# An answer may have nothing but calls, or nothing at all, and so may the result of a tool.
+_MAY_BE_EMPTY = frozenset({"assistant", "tool", "function"})
 
 
-class ContentPart(Strict):
+class ContentPart(Part):
+    unread: ClassVar[Unread] = field_rule.CHAT_PART
+
     type: str
     text: str | None = None
 
 
-class CalledFunction(Strict):
-    """`arguments` is the text of a JSON object."""
+class CalledFunction(Part):
+    """`arguments` is the text of a JSON object; null and an empty one are a call without arguments."""
+
+    unread: ClassVar[Unread] = field_rule.CHAT_CALLED
 
     name: str
-    arguments: str
+    arguments: str | None = None
 
 
-class MessageToolCall(Strict):
+class CalledCustom(Part):
+    name: str
+    input: str | None = None
+
+
+class MessageToolCall(Part):
+    """`type` is function or custom, each with the field of that name."""
+
+    unread: ClassVar[Unread] = field_rule.CHAT_CALL
+
     id: str
     type: str = "function"
-    function: CalledFunction
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
 
 
-class Message(Strict):
-    """`tool_calls` and `reasoning` belong to an earlier answer; `tool_call_id` names the call whose result a message of
-    the role tool is."""
+class Message(Part):
+    """`tool_calls`, `reasoning` and `refusal` belong to an earlier answer; `tool_call_id` names the call whose result a
+    message of the role tool is."""
+
+    unread: ClassVar[Unread] = field_rule.CHAT_MESSAGE
 
     role: str
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
@@ -49,9 +65,10 @@ class Message(Strict):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None
 
 
-class FunctionDefinition(Strict):
+class FunctionDefinition(Part):
     """`parameters` is a JSON schema. With `strict`, or without it, calls match the schema; false leaves calls that the
     model makes by itself unconstrained."""
 
@@ -61,27 +78,43 @@ class FunctionDefinition(Strict):
     strict: bool | None = None
 
 
-class ToolDefinition(Strict):
+class ToolDefinition(Part):
+    """`type` is function or custom, each with the field of that name. Tools of other types, which OpenAI's server would
+    run, are left out."""
+
+    unread: ClassVar[Unread] = field_rule.CHAT_TOOL
+
     type: str
     function: FunctionDefinition | None = None
+    custom: CustomDefinition | None = None
+
+    @property
+    def is_left_out(self) -> bool:
+        return self.type not in TOOL_TYPES
+
+    @property
+    def undeclared(self) -> Mapping[str, Any]:
+        # Of a tool that is left out its type says all.
+        return {} if self.is_left_out else super().undeclared
 
 
-class FunctionName(Strict):
+class FunctionName(Part):
     name: str
 
 
-class AllowedTools(Strict):
+class AllowedTools(Part):
     """Some of the tools, by their names; `mode` is auto or required."""
 
     mode: str
     tools: Annotated[list[ToolDefinition], Field(fail_fast=True)]
 
 
-class ToolChoiceObject(Strict):
-    """`type` is function or allowed_tools, each with the field of that name."""
+class ToolChoiceObject(Part):
+    """`type` is function, custom or allowed_tools, each with the field of that name."""
 
     type: str
     function: FunctionName | None = None
+    custom: FunctionName | None = None
     allowed_tools: AllowedTools | None = None
 
 
@@ -89,13 +122,18 @@ class ConversationFields(BaseModel):
     """The fields besides the messages from which the prompt of a chat is made."""
 
     tools: Annotated[list[ToolDefinition] | None, Field(fail_fast=True)] = None
+    documents: Annotated[list[dict[str, Any]] | None, Field(fail_fast=True)] = None
+    enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
 
 
-def check_conversation(violations: Violations, messages: Sequence[Message], body: ConversationFields) -> None:
+def check_conversation(
+    violations: Violations, messages: Sequence[Message], body: ConversationFields, *, is_forced: bool = False
+) -> None:
+    """`is_forced`: the body requires a call."""
     for position, message in enumerate(messages):
         if violations.are_enough:
             return
@@ -104,6 +142,23 @@ def check_conversation(violations: Violations, messages: Sequence[Message], body
         if violations.are_enough:
             return
         _check_tool(violations, f"tools[{position}]", tool)
+        if tool.type == "custom" and tool.custom is not None:
+            check_custom(violations, f"tools[{position}].custom", tool.custom, is_forced=is_forced)
+    kwargs = body.chat_template_kwargs or {}
+    for name in ("documents", "enable_thinking"):
+        asked = getattr(body, name)
+        if asked is not None and kwargs.get(name, asked) != asked:
+            violations.add(name, f"is not what chat_template_kwargs.{name} is; set one of them")
+
+
+def left_out_tools(body: ConversationFields) -> dict[str, str]:
+    """The types of tools that are left out, by their paths."""
+    tools = body.tools or ()
+    return {f"tools[{place}].type": tool.type for place, tool in enumerate(tools) if tool.is_left_out}
+
+
+def custom_tools(body: ConversationFields) -> list[CustomDefinition]:
+    return [tool.custom for tool in body.tools or () if tool.type == "custom" and tool.custom is not None]
 
 
 def check_tool_choice(violations: Violations, choice: str | ToolChoiceObject | None) -> None:
@@ -114,19 +169,19 @@ def check_tool_choice(violations: Violations, choice: str | ToolChoiceObject | N
             if choice not in TOOL_CHOICES:
                 known = ", ".join(TOOL_CHOICES)
                 violations.add("tool_choice", f'is "{shortened(choice)}"; it must be {known}, or an object')
-        case ToolChoiceObject(type="function" | "allowed_tools"):
-            _check_unknown(violations, "tool_choice", choice)
+        case ToolChoiceObject(type="function" | "custom" | "allowed_tools"):
             if getattr(choice, choice.type) is None:
                 violations.add(f"tool_choice.{choice.type}", "is missing")
             elif choice.type == "allowed_tools" and choice.allowed_tools is not None:
                 _check_allowed_tools(violations, choice.allowed_tools)
         case _:
-            violations.add("tool_choice.type", f'is "{shortened(choice.type)}"; it must be function or allowed_tools')
+            violations.add(
+                "tool_choice.type", f'is "{shortened(choice.type)}"; it must be function, custom or allowed_tools'
+            )
 
 
 def _check_allowed_tools(violations: Violations, allowed: AllowedTools) -> None:
     path = "tool_choice.allowed_tools"
-    _check_unknown(violations, path, allowed)
     if allowed.mode not in ("auto", "required"):
         violations.add(f"{path}.mode", f'is "{shortened(allowed.mode)}"; it must be auto or required')
     if not allowed.tools:
@@ -134,7 +189,10 @@ def _check_allowed_tools(violations: Violations, allowed: AllowedTools) -> None:
     for position, tool in enumerate(allowed.tools):
         if violations.are_enough:
             return
-        _check_tool(violations, f"{path}.tools[{position}]", tool)
+        if tool.is_left_out:
+            violations.add(f"{path}.tools[{position}].type", f'is "{shortened(tool.type)}"; it must be {_KNOWN_TYPES}')
+        elif getattr(tool, tool.type) is None:
+            violations.add(f"{path}.tools[{position}].{tool.type}", "is missing")
 
 
 def chat_message(message: Message) -> ChatMessage:
@@ -142,10 +200,7 @@ def chat_message(message: Message) -> ChatMessage:
         message.role,
         message_text(message),
         message.name or None,
-        tool_calls=tuple(
-            ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
-            for call in message.tool_calls or ()
-        ),
+        tool_calls=tuple(map(_call_of, message.tool_calls or ())),
         tool_call_id=message.tool_call_id,
         reasoning=_reasoning(message) or None,
     )
@@ -155,11 +210,25 @@ def message_text(message: Message) -> str:
     """A message's content as one text for the template; each part begins a new line."""
     if isinstance(message.content, list):
         return "\n".join(part.text or "" for part in message.content)
-    return message.content or ""
+    return message.content or message.refusal or ""
 
 
-def tool_of(definition: ToolDefinition) -> Tool:
-    """A tool of a checked body."""
+def _call_of(call: MessageToolCall) -> ToolCall:
+    if call.custom is not None:
+        return custom_call(call.id, call.custom.name, call.custom.input or "")
+    assert call.function is not None, "a checked call has one of the two"
+    return ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments or "")
+
+
+def tools_of(fields: ConversationFields) -> list[Tool]:
+    """The tools of a checked body, those excepted that are left out."""
+    return [_tool_of(each) for each in fields.tools or () if not each.is_left_out]
+
+
+def _tool_of(definition: ToolDefinition) -> Tool:
+    if definition.type == "custom":
+        assert definition.custom is not None
+        return custom_tool(definition.custom)
     function = definition.function
     assert function is not None
     return make_tool(function.name, function.description, function.parameters, function.strict)
@@ -172,8 +241,10 @@ def tool_choice_of(choice: str | ToolChoiceObject | None) -> ToolChoice | None:
             return ToolChoice(mode=TOOL_CHOICES[choice])
         case ToolChoiceObject(type="function", function=FunctionName(name=name)):
             return ToolChoice(name=name)
+        case ToolChoiceObject(type="custom", custom=FunctionName(name=name)):
+            return ToolChoice(name=name)
         case ToolChoiceObject(allowed_tools=AllowedTools(mode=mode, tools=tools)):
-            return ToolChoice(mode=TOOL_CHOICES[mode], allowed=[tool_of(each).name for each in tools])
+            return ToolChoice(mode=TOOL_CHOICES[mode], allowed=[_tool_of(each).name for each in tools])
     return None
 
 
@@ -184,7 +255,9 @@ def template_options(body: ConversationFields) -> TemplateOptions:
         options.add_generation_prompt = body.add_generation_prompt
     if body.continue_final_message is not None:
         options.continue_final_message = body.continue_final_message
-    if arguments := effort_arguments(body.reasoning_effort) | (body.chat_template_kwargs or {}):
+    own = {"enable_thinking": body.enable_thinking, "documents": body.documents}
+    named = {name: value for name, value in own.items() if value is not None}
+    if arguments := effort_arguments(body.reasoning_effort) | named | (body.chat_template_kwargs or {}):
         try:
             options.arguments.update(arguments)
         except OverflowError:
@@ -193,47 +266,35 @@ def template_options(body: ConversationFields) -> TemplateOptions:
 
 
 def _check_message(violations: Violations, path: str, message: Message) -> None:
-    _check_unknown(violations, path, message)
     if isinstance(message.content, list):
         for number, part in enumerate(message.content):
             if violations.are_enough:
                 return
             _check_part(violations, f"{path}.content[{number}]", part)
-    elif message.content is None and not (message.role == _ANSWER and (message.tool_calls or _reasoning(message))):
+    elif message.content is None and message.role not in _MAY_BE_EMPTY:
         violations.add(f"{path}.content", "is missing; it must be a string or a list of text parts")
     for number, call in enumerate(message.tool_calls or ()):
         if violations.are_enough:
             return
-        if call.type != "function":
-            violations.add(f"{path}.tool_calls[{number}].type", f'is "{shortened(call.type)}"; it must be function')
-        _check_unknown(violations, f"{path}.tool_calls[{number}]", call)
-        _check_unknown(violations, f"{path}.tool_calls[{number}].function", call.function)
+        place = f"{path}.tool_calls[{number}]"
+        if call.type not in TOOL_TYPES:
+            violations.add(f"{place}.type", f'is "{shortened(call.type)}"; it must be {_KNOWN_TYPES}')
+        elif getattr(call, call.type) is None:
+            violations.add(f"{place}.{call.type}", "is missing")
 
 
 def _check_part(violations: Violations, path: str, part: ContentPart) -> None:
     if part.type != "text":
         violations.add(f"{path}.type", f'is "{shortened(part.type)}"; only "text" is supported')
-        return
-    _check_unknown(violations, path, part)
-    if part.text is None:
+    elif part.text is None:
         violations.add(f"{path}.text", "is missing")
 
 
 def _check_tool(violations: Violations, path: str, tool: ToolDefinition) -> None:
-    if tool.type != "function":
-        violations.add(f"{path}.type", f'is "{shortened(tool.type)}"; only "function" is supported')
+    if tool.is_left_out:
         return
-    _check_unknown(violations, path, tool)
-    if tool.function is None:
-        violations.add(f"{path}.function", "is missing")
-    else:
-        _check_unknown(violations, f"{path}.function", tool.function)
-
-
-def _check_unknown(violations: Violations, path: str, part: BaseModel) -> None:
-    for name, value in (part.model_extra or {}).items():
-        if value not in _SILENT and name not in _HINTS:
-            violations.add(f"{path}.{name[:80]}", _UNSUPPORTED)
+    if getattr(tool, tool.type) is None:
+        violations.add(f"{path}.{tool.type}", "is missing")
 
 
 def _reasoning(message: Message) -> str | None:

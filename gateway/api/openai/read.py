@@ -3,21 +3,24 @@
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter
 from starlette.requests import Request
 
 from gateway.api.body import BodyLimits, read_body, validated
+from gateway.api.field_rule import FieldRule
 from gateway.api.fields import LongList, parse, without_group
 from gateway.api.openai.constraint_fields import constraint_of, constraint_path
 from gateway.api.openai.conversation import (
     ConversationFields,
     Message,
     chat_message,
+    left_out_tools,
     template_options,
     tool_choice_of,
-    tool_of,
+    tools_of,
 )
 from gateway.api.openai.schemas import (
     UNION_TYPES,
@@ -25,10 +28,11 @@ from gateway.api.openai.schemas import (
     ChatBody,
     CompletionBody,
     GenerationBody,
-    check_supported,
+    TokenizeBody,
+    check_body,
 )
 from gateway.request.violations import Violations
-from gateway.types import ChatPrompt, Prompt, RequestOptions, TextPrompt, TokenPrompt, write
+from gateway.types import ChatPrompt, Clamp, Prompt, RequestOptions, TextPrompt, TokenPrompt, write
 from quire.common.v1 import common_pb2
 from quire.common.v1.common_pb2 import OutputOptions, SamplingParameters, StoppingParameters
 
@@ -72,13 +76,21 @@ async def read_request(kind: type[BodyType], request: Request, limits: BodyLimit
 
 async def parse_body(kind: type[BodyType], data: bytes, limits: BodyLimits) -> BodyType:
     """The body in `data`. Raises InvalidArgument as `parse` does, also for a field that is not supported."""
-    return await parse(kind, data, limits, _MESSAGES, check_supported, UNION_TYPES)
+    check = partial(_check, limits.rule)
+    return await parse(kind, data, limits, _MESSAGES, check, UNION_TYPES, api=kind.api)
 
 
-def body_of(kind: type[BodyType], fields: Mapping[str, Any]) -> BodyType:
-    """As `parse_body`, for fields that are already parsed."""
+def _check(rule: FieldRule, violations: Violations, body: Body) -> None:
+    check_body(violations, body)
+    if isinstance(body, ChatBody | TokenizeBody):
+        rule.leave_out(violations, body.api, left_out_tools(body))
+
+
+def body_of(kind: type[BodyType], fields: Mapping[str, Any], rule: FieldRule, api: str) -> BodyType:
+    """As `parse_body`, for fields that are already parsed. `api` names the API that has them."""
     body, violations = validated(kind, fields, UNION_TYPES), Violations()
-    check_supported(violations, body)
+    rule.check(violations, body, api)
+    check_body(violations, body)
     violations.raise_if_any()
     return body
 
@@ -120,7 +132,7 @@ def chat_options(body: ChatBody, request_id: str) -> RequestOptions:
 def chat_prompt(messages: Sequence[Message], fields: ConversationFields) -> ChatPrompt:
     return ChatPrompt(
         [chat_message(each) for each in messages],
-        tools=[tool_of(each) for each in fields.tools or ()],
+        tools=tools_of(fields),
         template_options=template_options(fields),
     )
 
@@ -193,6 +205,8 @@ def _options(
         output=output,
         as_written=as_written,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side or "left",
+        clamp=Clamp.AS_SET if isinstance(body, ChatBody) else Clamp.NEVER,
         request_id=request_id,
         # In vLLM's API lower values run earlier, in Quire's higher ones.
         priority=None if body.priority is None else -body.priority,
@@ -200,7 +214,7 @@ def _options(
     )
 
 
-def _meant(name: str, value: Any) -> Any:
+def meant(name: str, value: Any) -> Any:
     """Converts vLLM's values for "all tokens", which many of its clients send by default, and for "no seed"."""
     match name, value:
         case "top_k", -1:
@@ -213,7 +227,7 @@ def _meant(name: str, value: Any) -> Any:
 def _sampling(body: GenerationBody, as_written: dict[str, Any]) -> SamplingParameters:
     sampling = SamplingParameters()
     for name in _SAMPLING & body.model_fields_set:
-        write(sampling, f"sampling.{name}", _meant(name, getattr(body, name)), as_written)
+        write(sampling, f"sampling.{name}", meant(name, getattr(body, name)), as_written)
     if isinstance(body, CompletionBody) and (constraint := constraint_of(body)) is not None:
         sampling.constraint.CopyFrom(constraint)
     if body.seed not in (None, -1):

@@ -1,17 +1,15 @@
-"""The bodies of requests: their fields and types, and the unsupported fields. The validator checks ranges.
-
-A null field is absent. Fields that a body does not declare are in `model_extra`. A field that would change the answer
-is refused, unless its value has no effect; a field that labels the request or hints at how to serve it is ignored.
-docs/openai.md lists all fields.
+"""The bodies of requests: their fields and types. The validator checks ranges, and `field_rule` has the fields that are
+not read. docs/openai.md lists all fields.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
+from gateway.api import field_rule
 from gateway.api.body import max_entries
-from gateway.api.fields import Strict
+from gateway.api.field_rule import Part, Unread
 from gateway.api.openai.constraint_fields import ConstraintFields, check_constraints
 from gateway.api.openai.conversation import (
     ConversationFields,
@@ -27,66 +25,17 @@ from gateway.request.violations import Violations
 Element = TypeVar("Element")
 # Validation stops at the first invalid element, since a body may have millions.
 ListOf = Annotated[list[Element], Field(fail_fast=True)]
-# Fields that label a request or hint at how to serve it. A chat's reasoning_effort goes to its template.
-HINTS = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "reasoning_effort",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-        "verbosity",
-    }
-)
-_STREAM_HINTS = frozenset({"include_obfuscation"})
-# Unsupported fields, with the values that have no effect.
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "modalities": (["text"],),
-    "suffix": ("",),
-    "spaces_between_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
-    "guided_decoding_disable_fallback": (True, False),
-    "guided_decoding_disable_additional_properties": (False,),
-    **dict.fromkeys(
-        (
-            "audio",
-            "cache_salt",
-            "chat_template",
-            "chat_template_kwargs",
-            "documents",
-            "guided_whitespace_pattern",
-            "kv_transfer_params",
-            "logits_processors",
-            "mm_processor_kwargs",
-            "moderation",
-            "prediction",
-            "prompt_embeds",
-            "vllm_xargs",
-            "web_search_options",
-        ),
-        (),
-    ),
-}
-_WAYS_OUT = {"functions": "; use tools", "function_call": "; use tool_choice"}
 
 
-class Body(Strict):
+class Body(Part):
+    api: ClassVar[str] = "tokens"
+
     model: str | None = None
 
 
-class StreamOptions(Strict):
+class StreamOptions(Part):
+    unread: ClassVar[Unread] = field_rule.STREAM_OPTIONS
+
     include_usage: bool | None = None
     # vLLM's: with include_usage, every chunk has the usage so far.
     continuous_usage_stats: bool | None = None
@@ -128,17 +77,26 @@ class GenerationBody(Body, ConstraintFields):
     priority: int | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     request_id: str | None = None
 
 
 class CompletionBody(GenerationBody):
+    api: ClassVar[str] = "completions"
+    unread: ClassVar[Unread] = field_rule.COMPLETION
+
     prompt: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]] | None = None
     echo: bool | None = None
     logprobs: int | None = None
 
 
 class ChatBody(GenerationBody, ConversationFields):
+    api: ClassVar[str] = "chat"
+    unread: ClassVar[Unread] = field_rule.CHAT
+
     messages: ListOf[Message]
     tool_choice: str | ToolChoiceObject | None = None
     parallel_tool_calls: bool | None = None
@@ -147,6 +105,21 @@ class ChatBody(GenerationBody, ConversationFields):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
+
+    @property
+    def undeclared(self) -> Mapping[str, Any]:
+        fields = super().undeclared
+        # Functions that may not be called.
+        is_silent = fields.get("function_call") == "none"
+        return {name: value for name, value in fields.items() if name != "functions"} if is_silent else fields
+
+    @property
+    def requires_call(self) -> bool:
+        """Whether the answer must be a call."""
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoiceObject):
+            return choice.allowed_tools is None or choice.allowed_tools.mode == "required"
+        return choice == "required"
 
 
 class TokenizeBody(Body, ConversationFields):
@@ -158,14 +131,14 @@ class TokenizeBody(Body, ConversationFields):
     return_token_strs: bool | None = None
 
 
-class LoadAdapterBody(Strict):
+class LoadAdapterBody(Part):
     """As in vLLM's API, whose further fields have no effect."""
 
     lora_name: str
     lora_path: str
 
 
-class UnloadAdapterBody(Strict):
+class UnloadAdapterBody(Part):
     """Likewise."""
 
     lora_name: str
@@ -187,40 +160,19 @@ UNION_TYPES: dict[str, str] = {
 }
 
 
-def check_supported(violations: Violations, body: Body) -> None:
-    """Adds violations for unsupported and unknown fields, and for those that contradict each other."""
-    extra = body.model_extra or {}
-    for name, value in extra.items():
-        if violations.are_enough:
-            break
-        if name != "functions" or extra.get("function_call") != "none":
-            _check_field(violations, name, value)
+def check_body(violations: Violations, body: Body) -> None:
+    """Adds violations for fields that contradict each other, or have no value that is known."""
     if isinstance(body, GenerationBody):
         _check_combinations(violations, body)
         check_constraints(violations, body)
     if isinstance(body, ChatBody | TokenizeBody):
-        check_conversation(violations, body.messages or [], body)
+        is_forced = isinstance(body, ChatBody) and body.requires_call
+        check_conversation(violations, body.messages or [], body, is_forced=is_forced)
         if body.messages is not None and body.add_special_tokens:
             violations.add("add_special_tokens", "is true; in a chat only the chat template writes special tokens")
 
 
-def _check_field(violations: Violations, name: str, value: Any) -> None:
-    if value is None or name in HINTS:
-        return
-    if (harmless := UNSUPPORTED.get(name)) is None:
-        violations.add(name[:80], "is not a field of this request")
-    # `in` alone would accept 1 as true.
-    elif not any(type(value) is type(each) and value == each for each in harmless):
-        violations.add(name, f"is not supported by this version{_WAYS_OUT.get(name, '')}")
-
-
 def _check_combinations(violations: Violations, body: GenerationBody) -> None:
-    if body.stream and body.stream_options is not None:
-        for name, value in (body.stream_options.model_extra or {}).items():
-            if value not in (None, False) and name not in _STREAM_HINTS:
-                violations.add(f"stream_options.{name[:80]}", "is not supported by this version")
-    if body.stream and body.prompt_logprobs is not None:
-        violations.add("prompt_logprobs", "cannot be used with stream")
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1.0):
             violations.add("length_penalty", "has a meaning only where use_beam_search is true")

@@ -11,7 +11,8 @@ from itertools import chain
 from typing import Any
 
 from gateway.api.answers import LazyList
-from gateway.api.openai.conversation import Message, ToolChoiceObject, message_text
+from gateway.api.custom_tools import InputPieces, custom_input
+from gateway.api.openai.conversation import Message, ToolChoiceObject, custom_tools, message_text
 from gateway.api.openai.read import is_echo_alone
 from gateway.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.replicas.events import (
@@ -30,6 +31,7 @@ from gateway.text.detokenizer import TextPieces
 from gateway.text.tokenizer import Tokenizer, TokenTexts
 from gateway.types import Prompt, TextPrompt
 from quire.common.v1.common_pb2 import StoppingParameters
+from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.version import VERSION
 
 SYSTEM_FINGERPRINT = f"quire-{VERSION}"
@@ -114,10 +116,27 @@ def _token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     }
 
 
+class NamedByIds:
+    """The texts of tokens where a call wants their ids in place of them."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+
+    def text_of(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+    key_of = text_of
+
+    def bytes_of(self, token_id: int) -> bytes:
+        return self._texts.bytes_of(token_id)
+
+
 class CompletionLogprobs:
     """Log probabilities of one choice of a completion. It tracks where in the choice's text each token begins."""
 
-    def __init__(self, texts: TokenTexts, detokenizer: TextPieces, num_top: int, *, text_offset: int = 0) -> None:
+    def __init__(
+        self, texts: TokenTexts | NamedByIds, detokenizer: TextPieces, num_top: int, *, text_offset: int = 0
+    ) -> None:
         """`text_offset` is the number of characters of the choice's text before its first token."""
         self._texts = texts
         self._detokenizer = detokenizer
@@ -150,12 +169,22 @@ class CompletionLogprobs:
         return top | {self._texts.key_of(entry.chosen.token_id): _finite(entry.chosen.logprob)}
 
 
-def chat_logprobs(texts: TokenTexts, logprobs: Iterable[PositionLogprobs]) -> dict[str, Any]:
+def chat_logprobs(texts: TokenTexts | NamedByIds, logprobs: Iterable[PositionLogprobs]) -> dict[str, Any]:
     def entries() -> Iterator[dict[str, Any]]:
         for entry in logprobs:
             yield _chat_entry(texts, entry.chosen) | {"top_logprobs": [_chat_entry(texts, each) for each in entry.top]}
 
     return {"content": LazyList(entries), "refusal": None}
+
+
+def token_ids(body: GenerationBody, ids: Sequence[int] | TokenIds) -> dict[str, Any]:
+    """`token_ids` of a choice, for a call that asks for it."""
+    return {"token_ids": [int(each) for each in ids]} if body.return_token_ids else {}
+
+
+def prompt_token_ids(body: GenerationBody, live: LiveRequest) -> dict[str, Any]:
+    """`prompt_token_ids`, for a call that asks for it."""
+    return {"prompt_token_ids": live.request.prompt_token_ids.tolist()} if body.return_token_ids else {}
 
 
 def prompt_logprobs(
@@ -184,9 +213,13 @@ def _entry_by_token_id(texts: TokenTexts, entry: PositionLogprobs, num_top: int)
     }
 
 
-def _chat_entry(texts: TokenTexts, entry: Logprob) -> dict[str, Any]:
+def _token_text(texts: TokenTexts | NamedByIds, token_id: int, data: bytes) -> str:
+    return texts.text_of(token_id) if isinstance(texts, NamedByIds) else data.decode(errors="replace")
+
+
+def _chat_entry(texts: TokenTexts | NamedByIds, entry: Logprob) -> dict[str, Any]:
     data = texts.bytes_of(entry.token_id)
-    return {"token": data.decode(errors="replace"), "logprob": _finite(entry.logprob), "bytes": list(data)}
+    return {"token": _token_text(texts, entry.token_id, data), "logprob": _finite(entry.logprob), "bytes": list(data)}
 
 
 def _finite(logprob: float) -> float:
@@ -201,6 +234,10 @@ class ChatShaper:
         self._body = body
         self._live = live
         self._texts = texts
+        self._shown_texts = NamedByIds(texts) if body.return_tokens_as_token_ids else texts
+        self._custom = frozenset(tool.name for tool in custom_tools(body))
+        # The inputs of calls of custom tools that are underway, by sequence and position.
+        self._inputs: dict[tuple[int, int], InputPieces] = {}
         self._started: set[int] = set()
         self._usage_so_far = ChunkUsage(body, [live])
         self._echo = _echoed(body.messages[-1]) if body.echo else ""
@@ -217,10 +254,16 @@ class ChatShaper:
                 "logprobs": self._logprobs(sequence.logprobs),
             }
             | self._finish(sequence.finished)
+            | token_ids(self._body, sequence.token_ids)
             for sequence in sequences
         ]
         answer = self._head.fields("chat.completion") | {"choices": choices, "usage": usage_fields([usage])}
-        return answer | prompt_logprobs(self._texts, self._live.prompt_logprobs, self._body.prompt_logprobs)
+        return answer | self._of_prompt()
+
+    def _of_prompt(self) -> dict[str, Any]:
+        """What is told of the prompt, once."""
+        shown = prompt_logprobs(self._texts, self._live.prompt_logprobs, self._body.prompt_logprobs)
+        return shown | prompt_token_ids(self._body, self._live)
 
     def begin(self) -> Iterable[dict[str, Any]]:
         return ()
@@ -231,13 +274,15 @@ class ChatShaper:
                 deltas = list(self._deltas(event))
                 logprobs, finish = self._logprobs(event.logprobs), NOT_FINISHED
             case Finished(sequence_index=index):
-                deltas, logprobs, finish = [{}], None, self._finish(event)
+                deltas, logprobs, finish = [*self._rests(index), {}], None, self._finish(event)
         usage = self._usage_so_far.after(event)
+        ids = token_ids(self._body, event.token_ids) if isinstance(event, Chunk) else {}
+        of_prompt = {} if self._started else self._of_prompt()
         for delta in deltas:
             choice = {"index": index, "delta": self._role(index) | delta, "logprobs": logprobs}
-            yield self._chunk([choice | finish]) | usage
-            # Log probabilities belong to the first delta, which has the tokens.
-            logprobs = None
+            yield self._chunk([choice | finish | ids]) | of_prompt | usage
+            # Log probabilities and tokens belong to the first delta, which has them.
+            logprobs, ids, of_prompt = None, {}, {}
 
     def end(self, usages: Sequence[Usage]) -> Iterable[dict[str, Any]]:
         if self._usage_so_far.is_included:
@@ -247,10 +292,7 @@ class ChatShaper:
         content = self._echo + sequence.text
         message = _ROLE | {"content": content or (None if sequence.tool_calls else ""), "refusal": None}
         if sequence.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in sequence.tool_calls
-            ]
+            message["tool_calls"] = [self._call(call) for call in sequence.tool_calls]
         return message | self._reasoning(sequence.reasoning)
 
     def _deltas(self, chunk: Chunk) -> Iterator[dict[str, Any]]:
@@ -265,11 +307,34 @@ class ChatShaper:
             # The chunk has tokens but no text yet.
             yield {} if self._body.tools else {"content": ""}
         for call in chunk.tool_calls:
-            if call.name:
+            place = chunk.sequence_index, call.index
+            if call.name in self._custom:
+                self._inputs[place] = InputPieces()
+                custom = {"name": call.name, "input": ""}
+                yield _call_delta({"index": call.index, "id": call.id, "type": "custom", "custom": custom})
+            elif call.name:
                 function = {"name": call.name, "arguments": ""}
                 yield _call_delta({"index": call.index, "id": call.id, "type": "function", "function": function})
-            if call.arguments:
+            if place in self._inputs:
+                if text := self._inputs[place].push(call.arguments):
+                    yield _call_delta({"index": call.index, "custom": {"input": text}})
+            elif call.arguments:
                 yield _call_delta({"index": call.index, "function": {"arguments": call.arguments}})
+
+    def _rests(self, index: int) -> Iterator[dict[str, Any]]:
+        """What a sequence that ends leaves of the inputs of its calls."""
+        for (sequence_index, position), pieces in self._inputs.items():
+            if sequence_index == index and (rest := pieces.rest):
+                yield _call_delta({"index": position, "custom": {"input": rest}})
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        if call.name in self._custom:
+            return {
+                "id": call.id,
+                "type": "custom",
+                "custom": {"name": call.name, "input": custom_input(call.arguments)},
+            }
+        return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
     def _reasoning(self, text: str) -> dict[str, str]:
         """The reasoning under vLLM's older and newer name."""
@@ -289,7 +354,7 @@ class ChatShaper:
         return _ROLE
 
     def _logprobs(self, logprobs: Iterable[PositionLogprobs]) -> dict[str, Any] | None:
-        return chat_logprobs(self._texts, logprobs) if self._body.logprobs else None
+        return chat_logprobs(self._shown_texts, logprobs) if self._body.logprobs else None
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._head.fields("chat.completion.chunk") | {"choices": choices}
@@ -328,6 +393,8 @@ class CompletionShaper:
             for prompt, echo, each in zip(prompts, echoes, live, strict=True)
         ]
         self._usage_so_far = ChunkUsage(body, live)
+        # Choices of which a chunk was written.
+        self._begun: set[tuple[int, int]] = set()
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         usage = self._usage([usage for _, usage in results])
@@ -336,10 +403,16 @@ class CompletionShaper:
 
     def _whole_choices(self, results: Sequence[Result]) -> Iterator[dict[str, Any]]:
         for position, (sequences, _) in enumerate(results):
-            of_prompt = prompt_logprobs(self._texts, self._live[position].prompt_logprobs, self._body.prompt_logprobs)
             for sequence in sequences:
                 choice = self._choice(position, self._shown(as_chunk(sequence)))
-                yield choice | self._finish(position, sequence.finished) | of_prompt
+                ids = token_ids(self._body, sequence.token_ids)
+                yield choice | self._finish(position, sequence.finished) | ids | self._of_prompt(position)
+
+    def _of_prompt(self, position: int) -> dict[str, Any]:
+        """What each choice of a prompt tells of it, once."""
+        live = self._live[position]
+        shown = prompt_logprobs(self._texts, live.prompt_logprobs, self._body.prompt_logprobs)
+        return shown | prompt_token_ids(self._body, live)
 
     def begin(self) -> Iterable[dict[str, Any]]:
         return ()
@@ -348,9 +421,12 @@ class CompletionShaper:
         match event:
             case Chunk():
                 event = self._shown(event)
-                choice = self._choice(position, event) | NOT_FINISHED
+                choice = self._choice(position, event) | NOT_FINISHED | token_ids(self._body, event.token_ids)
             case Finished(sequence_index=index):
                 choice = self._choice(position, Chunk(index, 0, [], "")) | self._finish(position, event)
+        if (position, event.sequence_index) not in self._begun:
+            self._begun.add((position, event.sequence_index))
+            choice |= self._of_prompt(position)
         yield self._head.fields("text_completion") | {"choices": [choice]} | self._usage_so_far.after(event)
 
     def end(self, usages: Sequence[Usage]) -> Iterable[dict[str, Any]]:
@@ -379,7 +455,7 @@ class CompletionShaper:
             return _Choice(live, echo, None, None)
         shapers = [
             CompletionLogprobs(
-                self._texts,
+                NamedByIds(self._texts) if self._body.return_tokens_as_token_ids else self._texts,
                 self._tokenizer.detokenizer(include_special_tokens=with_special_tokens),
                 self._body.logprobs,
                 text_offset=text_offset,

@@ -10,14 +10,15 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import PydanticCustomError
 
+from gateway.api import field_rule
 from gateway.api.body import BodyLimits, max_entries
+from gateway.api.custom_tools import CustomDefinition, check_custom, custom_call, custom_tool
+from gateway.api.field_rule import Part, Unread
 from gateway.api.fields import (
     TOOL_CHOICES,
     Conversation,
     LongList,
-    Part,
     as_parts,
-    check_fields,
     effort_arguments,
     make_tool,
     parse,
@@ -25,10 +26,19 @@ from gateway.api.fields import (
     tag_of,
     without_group,
 )
+from gateway.api.openai.constraint_fields import (
+    ConstraintFields,
+    StructuredOutputs,
+    check_constraints,
+    constraint_of,
+)
+from gateway.api.openai.read import meant
+from gateway.auth.caller import HIGHEST_PRIORITY
+from gateway.request.limits import MAX_LOGIT_BIAS
 from gateway.request.violations import Violations, shortened
-from gateway.types import ChatMessage, ChatPrompt, RequestOptions, write
+from gateway.types import ChatMessage, ChatPrompt, Clamp, RequestOptions, write
 from quire.common.v1.common_pb2 import AnyJsonObject, Constraint, OutputOptions, SamplingParameters, StoppingParameters
-from quire.gateway.v1.generation_pb2 import TemplateOptions, ToolCall, ToolChoice
+from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, ToolChoice
 
 LOGPROBS = "message.output_text.logprobs"
 # Reasoning is never encrypted: its items have the text, and can be sent back as they are.
@@ -44,6 +54,10 @@ _RENAMED = {
     "messages": "input",
     "tool_choice.mode": "tool_choice",
 }
+# Those but the seed; the fields have the same names in the contract.
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+)
 _ALLOWED = "tool_choice.allowed"
 _UNION_TYPES = {"tool_choice": 'a string, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}'}
 
@@ -51,7 +65,7 @@ _UNION_TYPES = {"tool_choice": 'a string, {"type": "function", "name": ...} or {
 class TextItemPart(Part):
     """The model does not see annotations and log probabilities of an earlier answer."""
 
-    hints: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
+    unread: ClassVar[Unread] = field_rule.RESPONSE_PART
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "text"]
     text: str
@@ -88,13 +102,13 @@ Texts = Annotated[list[ItemPart], BeforeValidator(_texts, json_schema_input_type
 class _Item(Part):
     """Items of earlier answers have ids and states."""
 
-    hints: ClassVar[frozenset[str]] = frozenset({"id", "status", "phase", "encrypted_content"})
+    unread: ClassVar[Unread] = field_rule.RESPONSE_ITEM
 
 
 class MessageItem(_Item):
     type: Literal["message"] = "message"
     role: str
-    content: Texts
+    content: Texts | None = None
 
 
 class FunctionCallItem(_Item):
@@ -103,13 +117,22 @@ class FunctionCallItem(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: str | None = None
+
+
+class CustomCallItem(_Item):
+    """A call of a custom tool of an earlier answer."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
 
 
 class FunctionCallOutputItem(_Item):
-    hints: ClassVar[frozenset[str]] = _Item.hints | {"name"}
+    unread: ClassVar[Unread] = field_rule.RESPONSE_RESULT
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Texts
 
@@ -122,13 +145,33 @@ class ReasoningItem(_Item):
     content: Annotated[list[ItemPart] | None, Field(fail_fast=True)] = None
 
 
+class ItemReference(_Item):
+    """An item of a stored response of the same tenant, by its id."""
+
+    unread: ClassVar[Unread] = field_rule.NOTHING
+
+    type: Literal["item_reference"]
+    id: str
+
+
 Item = Annotated[
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[FunctionCallItem, Tag("<function_call>")]
     | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")],
-    Discriminator(lambda value: tag_of(value, "message")),
+    | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[ItemReference, Tag("<item_reference>")],
+    Discriminator(lambda value: _item_tag(value)),
 ]
+ITEM: TypeAdapter[Item] = TypeAdapter(Item)
+
+
+def _item_tag(value: Any) -> str | None:
+    """AI SDKs leave the type of references out."""
+    if isinstance(value, dict) and value.keys() == {"id"}:
+        return "<item_reference>"
+    tag = tag_of(value, "message")
+    return "<function_call_output>" if tag == "<custom_tool_call_output>" else tag
 
 
 def _items(value: Any) -> Any:
@@ -142,7 +185,7 @@ def _items(value: Any) -> Any:
 class FunctionTool(Part):
     """`parameters` is a JSON schema that calls match; with `strict: false` only required calls do."""
 
-    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {"defer_loading": (False,), "async": (False,)}
+    unread: ClassVar[Unread] = field_rule.RESPONSE_TOOL
 
     type: Literal["function"]
     name: str
@@ -151,20 +194,60 @@ class FunctionTool(Part):
     strict: bool | None = None
 
 
+class CustomTool(CustomDefinition):
+    """A tool whose input is a text; see `custom_tools`."""
+
+    unread: ClassVar[Unread] = field_rule.RESPONSE_TOOL
+
+    type: Literal["custom"]
+
+
+class OtherTool(Part):
+    """A tool that OpenAI's server or one client alone would run. It is left out: its type says all."""
+
+    type: str
+
+    @property
+    def undeclared(self) -> Mapping[str, Any]:
+        return {}
+
+
+ToolDefinition = Annotated[
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[CustomTool, Tag("<custom>")]
+    | Annotated[OtherTool, Tag("<other>")],
+    Discriminator(lambda value: _tool_tag(value)),
+]
+
+
+def _tool_tag(value: Any) -> str | None:
+    tag = tag_of(value)
+    return tag if tag in (None, "<function>", "<custom>") else "<other>"
+
+
+class AllowedTool(Part):
+    """One of the tools by its name."""
+
+    unread: ClassVar[Unread] = Unread(frozenset({"description", "parameters", "strict", "format"}))
+
+    type: Literal["function", "custom"]
+    name: str
+
+
 class ToolChoiceObject(Part):
-    """`type` is function, with a name, or allowed_tools: of `tools` alone, with the `mode` auto or required."""
+    """`type` is function or custom, with a name, or allowed_tools: of `tools` alone, with the `mode` auto or
+    required."""
 
     type: str
     name: str | None = None
     mode: str | None = None
-    tools: Annotated[list[FunctionTool] | None, Field(fail_fast=True)] = None
+    tools: Annotated[list[AllowedTool] | None, Field(fail_fast=True)] = None
 
 
 class Reasoning(Part):
     """`effort` goes to the chat template. The reasoning itself is shown, so there is no summary of it."""
 
-    hints: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary", "context"})
-    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {"mode": ("standard",)}
+    unread: ClassVar[Unread] = field_rule.RESPONSE_REASONING
 
     effort: str | None = None
 
@@ -180,50 +263,38 @@ class TextFormat(Part):
 
 
 class TextConfig(Part):
-    hints: ClassVar[frozenset[str]] = frozenset({"verbosity"})
+    unread: ClassVar[Unread] = field_rule.RESPONSE_TEXT
 
     format: TextFormat | None = None
 
 
 class StreamOptions(Part):
-    hints: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+    unread: ClassVar[Unread] = field_rule.STREAM_OPTIONS
 
 
 class InputBody(Part):
     """What the prompt of a response is made of."""
 
-    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {"conversation": (), "personality": ()}
+    unread: ClassVar[Unread] = field_rule.RESPONSE_INPUT
 
     input: Annotated[list[Item], BeforeValidator(_items, json_schema_input_type=str | list[Item])]
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Annotated[list[FunctionTool] | None, Field(fail_fast=True)] = None
+    tools: Annotated[list[ToolDefinition] | None, Field(fail_fast=True)] = None
     tool_choice: str | ToolChoiceObject | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     truncation: str | None = None
 
+    @property
+    def custom_tools(self) -> list[CustomDefinition]:
+        return [tool for tool in self.tools or () if isinstance(tool, CustomTool)]
+
 
 class ResponseBody(InputBody):
-    hints: ClassVar[frozenset[str]] = frozenset(
-        {
-            # A limit of tools that run at the server, of which there are none.
-            "max_tool_calls",
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "safety_identifier",
-            "service_tier",
-            "user",
-        }
-    )
-    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "background": (False,),
-        "context_management": ([],),
-        **dict.fromkeys(("access_programs", "conversation", "image", "moderation", "prompt"), ()),
-    }
+    unread: ClassVar[Unread] = field_rule.RESPONSE
 
     store: bool | None = None
     stream: bool | None = None
@@ -233,6 +304,16 @@ class ResponseBody(InputBody):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[Annotated[int, Field(strict=False)], float] | None, max_entries(MAX_LOGIT_BIAS)] = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    top_k: int | None = None
+    ignore_eos: bool | None = None
+    priority: int | None = None
+    structured_outputs: StructuredOutputs | None = None
     metadata: Annotated[dict[str, str] | None, max_entries(_MAX_METADATA)] = None
 
     @property
@@ -246,23 +327,39 @@ _ITEMS = LongList("input", TypeAdapter(list[Item]))
 
 async def parse_body(kind: type[InputBodyType], data: bytes, limits: BodyLimits) -> InputBodyType:
     """The body in `data`. Raises InvalidArgument as `parse` does, also for values that contradict each other."""
-    return await parse(kind, data, limits, _ITEMS, _check, _UNION_TYPES)
+
+    def check(violations: Violations, body: InputBody) -> None:
+        _check(violations, body)
+        tools = enumerate(body.tools or ())
+        left_out = {f"tools[{place}].type": tool.type for place, tool in tools if isinstance(tool, OtherTool)}
+        limits.rule.leave_out(violations, "responses", left_out)
+
+    return await parse(kind, data, limits, _ITEMS, check, _UNION_TYPES, api="responses")
 
 
 def _check(violations: Violations, body: InputBody) -> None:
-    check_fields(violations, body)
     if not body.input:
         violations.add("input", "is empty; at least one item is needed")
-    if body.truncation not in (None, "disabled"):
-        violations.add(
-            "truncation",
-            f'is "{shortened(body.truncation)}"; only "disabled" is supported: nothing of the input is left out',
-        )
+    if body.truncation not in (None, "auto", "disabled"):
+        violations.add("truncation", f'is "{shortened(body.truncation)}"; it must be auto or disabled')
     if body.text is not None and body.text.format is not None:
         _check_format(violations, body.text.format)
-    _check_tool_choice(violations, body.tool_choice, [tool.name for tool in body.tools or ()])
+    _check_tool_choice(violations, body.tool_choice, [tool.name for tool in _kept_tools(body)])
+    for position, tool in enumerate(body.tools or ()):
+        if isinstance(tool, CustomTool):
+            check_custom(violations, f"tools[{position}]", tool, is_forced=_requires_call(body.tool_choice))
     if isinstance(body, ResponseBody):
         _check_output(violations, body)
+
+
+def _kept_tools(body: InputBody) -> list[FunctionTool | CustomTool]:
+    return [tool for tool in body.tools or () if not isinstance(tool, OtherTool)]
+
+
+def _requires_call(choice: str | ToolChoiceObject | None) -> bool:
+    if isinstance(choice, ToolChoiceObject):
+        return choice.mode in (None, "required")
+    return choice == "required"
 
 
 def _check_output(violations: Violations, body: ResponseBody) -> None:
@@ -274,6 +371,11 @@ def _check_output(violations: Violations, body: ResponseBody) -> None:
             )
     if body.top_logprobs and not body.shows_logprobs:
         violations.add("top_logprobs", f"is set; it has a meaning only where include has {LOGPROBS}")
+    violations.check_range("priority", body.priority, -HIGHEST_PRIORITY, HIGHEST_PRIORITY)
+    if body.structured_outputs is not None:
+        check_constraints(violations, ConstraintFields(structured_outputs=body.structured_outputs))
+        if _constraint(body.text) is not None:
+            violations.add("structured_outputs", "is set, and text.format too; an answer can match only one of them")
     metadata = body.metadata or {}
     for name, value in metadata.items():
         if len(name) > 64 or len(value) > 512:
@@ -302,7 +404,7 @@ def _check_tool_choice(violations: Violations, choice: str | ToolChoiceObject | 
                 violations.add("tool_choice", f'is "{shortened(choice)}"; it must be {known}, or an object')
             elif choice == "required" and not names:
                 violations.add("tool_choice", "is required, and there are no tools to choose from; set tools")
-        case ToolChoiceObject(type="function"):
+        case ToolChoiceObject(type="function" | "custom"):
             if choice.name is None:
                 violations.add("tool_choice.name", "is missing")
             elif choice.name not in names:
@@ -314,27 +416,44 @@ def _check_tool_choice(violations: Violations, choice: str | ToolChoiceObject | 
             if not choice.tools:
                 violations.add("tool_choice.tools", "is empty; at least one tool is needed")
         case _:
-            violations.add("tool_choice.type", f'is "{shortened(choice.type)}"; it must be function or allowed_tools')
+            violations.add(
+                "tool_choice.type", f'is "{shortened(choice.type)}"; it must be function, custom or allowed_tools'
+            )
 
 
-def conversation_of(body: InputBody, earlier: Sequence[ChatMessage]) -> Conversation:
-    """The messages of a response, after those of the earlier response that the body names."""
+def references(body: InputBody) -> dict[str, str]:
+    """The ids of the items of stored responses, by the paths of their references."""
+    items = enumerate(body.input)
+    return {f"input[{position}].id": item.id for position, item in items if isinstance(item, ItemReference)}
+
+
+def conversation_of(
+    body: InputBody, earlier: Sequence[ChatMessage], referred: Mapping[str, Item] | None = None
+) -> Conversation:
+    """The messages of a response, after those of the earlier response that the body names. `referred` has the items
+    of `references` by their ids."""
     conversation = Conversation(earlier, "previous_response_id", body.instructions)
     for position, item in enumerate(body.input):
         path = f"input[{position}]"
+        if isinstance(item, ItemReference):
+            item = (referred or {})[item.id]
         match item:
             case MessageItem(role="assistant"):
-                conversation.add_answer(path, _texts_of(item.content))
+                conversation.add_answer(path, _texts_of(item.content or ()))
             case MessageItem(role=role) if role in _SYSTEM_ROLES:
-                conversation.add_system(path, _texts_of(item.content))
+                conversation.add_system(path, _texts_of(item.content or ()))
             case MessageItem():
-                conversation.add(path, item.role, _texts_of(item.content))
+                conversation.add(path, item.role, _texts_of(item.content or ()))
             case ReasoningItem():
                 conversation.add_reasoning(path, _texts_of(item.content or item.summary))
             case FunctionCallItem():
-                conversation.add_call(path, ToolCall(id=item.call_id, name=item.name, arguments=item.arguments))
+                conversation.add_call(path, ToolCall(id=item.call_id, name=item.name, arguments=item.arguments or ""))
+            case CustomCallItem():
+                conversation.add_call(path, custom_call(item.call_id, item.name, item.input))
             case FunctionCallOutputItem():
                 conversation.add_result(path, item.call_id, _texts_of(item.output))
+            case ItemReference():
+                raise AssertionError("stored items are no references")
     return conversation
 
 
@@ -346,9 +465,17 @@ def options_of(body: ResponseBody, messages: Sequence[ChatMessage], request_id: 
     """The request of a checked body with these messages."""
     as_written: dict[str, Any] = {}
     sampling, stopping, output = SamplingParameters(), StoppingParameters(), OutputOptions()
-    write(sampling, "sampling.temperature", body.temperature, as_written)
-    write(sampling, "sampling.top_p", body.top_p, as_written)
+    for name in _SAMPLING:
+        write(sampling, f"sampling.{name}", meant(name, getattr(body, name)), as_written)
+    if body.seed not in (None, -1):
+        sampling.seed = body.seed % 2**64
+    if body.structured_outputs is not None:
+        constraint = constraint_of(ConstraintFields(structured_outputs=body.structured_outputs))
+        assert constraint is not None, "a checked body has one"
+        sampling.constraint.CopyFrom(constraint)
     write(stopping, "stopping.max_tokens", body.max_output_tokens, as_written)
+    write(stopping, "stopping.stop", [body.stop] if isinstance(body.stop, str) else body.stop, as_written)
+    stopping.ignore_eos = bool(body.ignore_eos)
     if body.shows_logprobs:
         write(output, "output.logprobs", body.top_logprobs or 0, as_written)
     return RequestOptions(
@@ -359,6 +486,9 @@ def options_of(body: ResponseBody, messages: Sequence[ChatMessage], request_id: 
         output,
         as_written=as_written,
         request_id=request_id,
+        priority=None if body.priority is None else -body.priority,
+        priority_sign=-1,
+        clamp=Clamp.AS_SET,
     )
 
 
@@ -366,20 +496,29 @@ def prompt_of(body: InputBody, messages: Sequence[ChatMessage]) -> ChatPrompt:
     """The chat of a checked body with these messages."""
     return ChatPrompt(
         messages,
-        tools=[make_tool(each.name, each.description, each.parameters, each.strict) for each in body.tools or ()],
+        tools=[_tool_of(each) for each in _kept_tools(body)],
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         response_format=_constraint(body.text),
         template_options=_template_options(body.reasoning),
+        drops_turns=body.truncation == "auto",
     )
+
+
+def _tool_of(tool: FunctionTool | CustomTool) -> Tool:
+    if isinstance(tool, CustomTool):
+        return custom_tool(tool)
+    return make_tool(tool.name, tool.description, tool.parameters, tool.strict)
 
 
 def param_name(conversation: Conversation, field: str) -> str:
     """The name in the body of a field of the validator."""
     if (path := conversation.path_of(field)) is not None:
         return path
-    if field.startswith(("response_format", "sampling.constraint")):
+    if field.startswith("response_format"):
         return "text.format"
+    if field.startswith("sampling.constraint"):
+        return "structured_outputs"
     if field.startswith("template_options"):
         return "reasoning.effort"
     if field.startswith(_ALLOWED):
@@ -391,7 +530,7 @@ def _tool_choice(choice: str | ToolChoiceObject | None) -> ToolChoice | None:
     match choice:
         case str():
             return ToolChoice(mode=TOOL_CHOICES[choice])
-        case ToolChoiceObject(type="function", name=str(name)):
+        case ToolChoiceObject(type="function" | "custom", name=str(name)):
             return ToolChoice(name=name)
         case ToolChoiceObject(mode=str(mode), tools=list(tools)):
             return ToolChoice(mode=TOOL_CHOICES[mode], allowed=[each.name for each in tools])

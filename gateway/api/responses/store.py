@@ -1,21 +1,53 @@
-"""Responses that this gateway keeps in memory for `previous_response_id`."""
+"""Responses that are kept for `previous_response_id` and for references to their items: in memory, or in a file of
+SQLite, which outlives its gateways and which all gateways of a machine share."""
 
+import asyncio
+import json
+import logging
+import re
+import sqlite3
 import sys
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import cast
+from functools import partial
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
 
 from google.protobuf.message import Message
+from pydantic_core import from_json
 
+from gateway.api.responses.items import input_items
+from gateway.settings import SQLITE
 from gateway.types import ChatMessage
-from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
+from quire import clock
+from quire.gateway.v1.generation_pb2 import ToolCall
+from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, Unavailable
+from quire.settings import ConfigurationError
 
 # The memory of the Python objects of a message without its values, of a tool call without its texts, and of a response
 # without its messages.
 _MESSAGE_BYTES = 400
 _CALL_BYTES = 300
 _RESPONSE_BYTES = 1000
+# The id of an item has that of its response, and its position, with "in" before it among the items that were answered.
+_ITEM_ID = re.compile(r"[a-z]{2,3}_([0-9a-f]{32})(?:in)?\d{1,6}")
+_LOCK_TIMEOUT_S = 5.0
+_VERSION = 1
+_TABLES = f"""
+CREATE TABLE IF NOT EXISTS responses (
+    tenant TEXT NOT NULL, id TEXT NOT NULL, used_at REAL NOT NULL, bytes INTEGER NOT NULL, body BLOB NOT NULL,
+    messages TEXT NOT NULL, PRIMARY KEY (tenant, id)
+);
+CREATE INDEX IF NOT EXISTS by_use ON responses (tenant, used_at, bytes);
+PRAGMA user_version = {_VERSION};
+"""
+Arguments = ParamSpec("Arguments")
+Found = TypeVar("Found")
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +81,7 @@ def _memory_of_value(value: object) -> int:
             raise TypeError(f"the memory of a {type(value).__name__} in a message is not known")
 
 
-@dataclass(slots=True)
-class _TenantResponses:
-    """The responses of one tenant, least recently used first."""
-
-    by_id: OrderedDict[str, tuple[StoredResponse, int]] = field(
-        default_factory=OrderedDict[str, tuple[StoredResponse, int]]
-    )
-    num_bytes: int = 0
-
-
-class ResponseStore:
+class ResponseStore(ABC):
     """The responses of all tenants, at most `max_bytes` together; 0 keeps none.
 
     If the sum exceeds `max_bytes`, the tenant that holds most loses its least recently used response. Each response
@@ -68,33 +90,28 @@ class ResponseStore:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._tenants: dict[str, _TenantResponses] = {}
 
     @property
     def keeps_any(self) -> bool:
         return self._max_bytes > 0
 
+    async def run(
+        self, work: Callable[Arguments, Found], *arguments: Arguments.args, **named: Arguments.kwargs
+    ) -> Found:
+        """Does some work with the store; it may take as long as the store's medium takes."""
+        return work(*arguments, **named)
+
+    @abstractmethod
     def add(self, tenant: str, response_id: str, response: StoredResponse) -> None:
         """Keeps a response, unless it alone is too large."""
-        num_bytes = response.num_bytes
-        if num_bytes > self._max_bytes:
-            return
-        responses = self._tenants.setdefault(tenant, _TenantResponses())
-        responses.by_id[response_id] = response, num_bytes
-        responses.num_bytes += num_bytes
-        self._num_bytes += num_bytes
-        while self._num_bytes > self._max_bytes:
-            largest = max(self._tenants, key=lambda name: self._tenants[name].num_bytes)
-            self._drop(largest, next(iter(self._tenants[largest].by_id)))
 
+    @abstractmethod
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """A response of the tenant, which becomes the most recently used one."""
-        responses = self._tenants.get(tenant)
-        if responses is None or response_id not in responses.by_id:
-            return None
-        responses.by_id.move_to_end(response_id)
-        return responses.by_id[response_id][0]
+
+    @abstractmethod
+    def remove(self, tenant: str, response_id: str) -> None:
+        """Deletes a response. Raises NotFound if there is none."""
 
     def find(self, tenant: str, response_id: str) -> StoredResponse:
         """As `get`. Raises NotFound if there is none."""
@@ -110,26 +127,95 @@ class ResponseStore:
             return ()
         found = self.get(tenant, response_id)
         if found is None:
-            description = f'is "{response_id:.80}", which {self._absence}; send the items of the earlier turns in input'
-            violation = FieldViolation("previous_response_id", description)
-            raise InvalidArgument(
-                f"previous_response_id {description}", reason="RESPONSE_NOT_FOUND", violations=[violation]
-            )
+            raise self._missing("previous_response_id", response_id)
         return found.messages
 
-    def remove(self, tenant: str, response_id: str) -> None:
-        """Deletes a response. Raises NotFound if there is none."""
-        self.find(tenant, response_id)
-        self._drop(tenant, response_id)
+    def items(self, tenant: str, references: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        """The items of stored responses by their ids; `references` has these by the paths of their fields. Raises
+        InvalidArgument if one is not kept."""
+        found: dict[str, dict[str, Any]] = {}
+        kept: dict[str, dict[str, dict[str, Any]]] = {}
+        for path, item_id in references.items():
+            match = _ITEM_ID.fullmatch(item_id)
+            response_id = "" if match is None else f"resp_{match[1]}"
+            if response_id not in kept:
+                response = self.get(tenant, response_id) if match is not None else None
+                kept[response_id] = {} if response is None else _items_of(response_id, response)
+            if item_id not in kept[response_id]:
+                raise self._missing(path, item_id)
+            found[item_id] = kept[response_id][item_id]
+        return found
+
+    def _missing(self, path: str, id: str) -> InvalidArgument:
+        description = f'is "{id:.80}", which {self._absence}; send the items of the earlier turns in input'
+        violation = FieldViolation(path, description)
+        return InvalidArgument(f"{path} {description}", reason="RESPONSE_NOT_FOUND", violations=[violation])
 
     @property
     def _absence(self) -> str:
         if not self.keeps_any:
             return "is not known: this gateway keeps no responses (--max-stored-response-bytes is 0)"
         return (
-            f"is not known to this gateway: it keeps its own responses alone, as long as all together take at most "
+            f"is not known to this gateway: it keeps {self._whose}, as long as all together take at most "
             f"{self._max_bytes:,} bytes (--max-stored-response-bytes)"
         )
+
+    @property
+    @abstractmethod
+    def _whose(self) -> str:
+        """Which responses are here, for errors."""
+
+
+def _items_of(response_id: str, response: StoredResponse) -> dict[str, dict[str, Any]]:
+    """The items of a response and those that it answered."""
+    items = [*input_items(response_id, response.messages[:-1]), *from_json(response.body)["output"]]
+    return {item["id"]: item for item in items}
+
+
+@dataclass(slots=True)
+class _TenantResponses:
+    """The responses of one tenant, least recently used first."""
+
+    by_id: OrderedDict[str, tuple[StoredResponse, int]] = field(
+        default_factory=OrderedDict[str, tuple[StoredResponse, int]]
+    )
+    num_bytes: int = 0
+
+
+class MemoryStore(ResponseStore):
+    """Responses in this gateway's memory."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self._num_bytes = 0
+        self._tenants: dict[str, _TenantResponses] = {}
+
+    def add(self, tenant: str, response_id: str, response: StoredResponse) -> None:
+        num_bytes = response.num_bytes
+        if num_bytes > self._max_bytes:
+            return
+        responses = self._tenants.setdefault(tenant, _TenantResponses())
+        responses.by_id[response_id] = response, num_bytes
+        responses.num_bytes += num_bytes
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._max_bytes:
+            largest = max(self._tenants, key=lambda name: self._tenants[name].num_bytes)
+            self._drop(largest, next(iter(self._tenants[largest].by_id)))
+
+    def get(self, tenant: str, response_id: str) -> StoredResponse | None:
+        responses = self._tenants.get(tenant)
+        if responses is None or response_id not in responses.by_id:
+            return None
+        responses.by_id.move_to_end(response_id)
+        return responses.by_id[response_id][0]
+
+    def remove(self, tenant: str, response_id: str) -> None:
+        self.find(tenant, response_id)
+        self._drop(tenant, response_id)
+
+    @property
+    def _whose(self) -> str:
+        return "its own responses alone (--response-store shares them)"
 
     def _drop(self, tenant: str, response_id: str) -> None:
         responses = self._tenants[tenant]
@@ -138,3 +224,113 @@ class ResponseStore:
         self._num_bytes -= num_bytes
         if not responses.by_id:
             del self._tenants[tenant]
+
+
+class SqliteStore(ResponseStore):
+    """Responses in a file of SQLite. A thread of its own reads and writes it, in the order of the calls of `run`.
+
+    Several gateways of one machine may have the file open. Where it cannot be written, a response is not kept, which
+    the log says; where it cannot be read, calls that need it are refused.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """Raises ConfigurationError if the file cannot be used."""
+        super().__init__(max_bytes)
+        self._path = path
+        self._thread = ThreadPoolExecutor(1, "responses")
+        try:
+            self._database = self._thread.submit(self._open).result()
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigurationError(f"--response-store {path} cannot be used: {error}") from error
+
+    def _open(self) -> sqlite3.Connection:
+        database = sqlite3.connect(self._path, timeout=_LOCK_TIMEOUT_S, isolation_level=None)
+        # The file holds conversations.
+        self._path.chmod(0o600)
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        if database.execute("PRAGMA user_version").fetchone()[0] not in (0, _VERSION):
+            raise sqlite3.DatabaseError("it is of another version of Quire")
+        database.executescript(_TABLES)
+        return database
+
+    async def run(
+        self, work: Callable[Arguments, Found], *arguments: Arguments.args, **named: Arguments.kwargs
+    ) -> Found:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **named))
+
+    def add(self, tenant: str, response_id: str, response: StoredResponse) -> None:
+        messages = json.dumps([_plain(each) for each in response.messages])
+        num_bytes = _RESPONSE_BYTES + len(response.body) + len(messages)
+        if num_bytes > self._max_bytes:
+            return
+        try:
+            with self._changing() as database:
+                database.execute(
+                    "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)",
+                    (tenant, response_id, clock.unix_s(), num_bytes, response.body, messages),
+                )
+                self._make_room(database)
+        except sqlite3.Error as error:
+            _logger.warning("a response could not be kept in %s: %s", self._path, error)
+
+    def _make_room(self, database: sqlite3.Connection) -> None:
+        sizes: dict[str, int] = dict(database.execute("SELECT tenant, sum(bytes) FROM responses GROUP BY tenant"))
+        while sum(sizes.values()) > self._max_bytes:
+            largest = max(sizes, key=lambda tenant: sizes[tenant])
+            row = database.execute(
+                "DELETE FROM responses WHERE rowid = (SELECT rowid FROM responses WHERE tenant = ? ORDER BY used_at "
+                "LIMIT 1) RETURNING bytes",
+                (largest,),
+            ).fetchone()
+            sizes[largest] -= row[0]
+
+    def get(self, tenant: str, response_id: str) -> StoredResponse | None:
+        if not self.keeps_any:
+            return None
+        try:
+            row = self._database.execute(
+                "UPDATE responses SET used_at = ? WHERE tenant = ? AND id = ? RETURNING body, messages",
+                (clock.unix_s(), tenant, response_id),
+            ).fetchone()
+        except sqlite3.Error as error:
+            _logger.warning("%s cannot be read: %s", self._path, error)
+            raise Unavailable("the store of responses cannot be read; its log says why") from error
+        return None if row is None else StoredResponse(row[0], [_message(each) for each in json.loads(row[1])])
+
+    def remove(self, tenant: str, response_id: str) -> None:
+        self.find(tenant, response_id)
+        with self._changing() as database:
+            database.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, response_id))
+
+    @contextmanager
+    def _changing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction, which no other gateway's interrupts."""
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._database
+        except BaseException:
+            self._database.execute("ROLLBACK")
+            raise
+        self._database.execute("COMMIT")
+
+    @property
+    def _whose(self) -> str:
+        return f"those in {self._path.name} (--response-store)"
+
+
+def _plain(message: ChatMessage) -> dict[str, Any]:
+    calls = [[call.id, call.name, call.arguments] for call in message.tool_calls]
+    return {each.name: getattr(message, each.name) for each in fields(message)} | {"tool_calls": calls}
+
+
+def _message(plain: dict[str, Any]) -> ChatMessage:
+    calls = tuple(ToolCall(id=id, name=name, arguments=text) for id, name, text in plain.pop("tool_calls"))
+    return ChatMessage(**plain, tool_calls=calls)
+
+
+def open_store(place: str, max_bytes: int) -> ResponseStore:
+    """The store at a place: "memory" or "sqlite:PATH". Raises ConfigurationError if it cannot be used."""
+    return (
+        SqliteStore(Path(place.removeprefix(SQLITE)), max_bytes) if place.startswith(SQLITE) else MemoryStore(max_bytes)
+    )

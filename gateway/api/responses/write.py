@@ -11,6 +11,7 @@ from typing import Any
 
 from gateway.api.answer_blocks import Block, BlockEvent, BlockKind, Blocks, Step, blocks_of, output_of
 from gateway.api.answers import OPENAI, ErrorAnswer, LazyList
+from gateway.api.custom_tools import InputPieces, custom_input
 from gateway.api.openai.write import chat_logprobs
 from gateway.api.responses.read import ResponseBody
 from gateway.replicas.events import Chunk, Finished, FinishReason, PositionLogprobs, Usage
@@ -77,6 +78,9 @@ class ResponseShaper:
         self._reason = FinishReason.STOP
         self._num_events = 0
         # Of tokens that have no text: they go out with the next one that has, or at the end.
+        # Custom tools, and the inputs of their calls that are underway, by the positions of their blocks.
+        self._custom = frozenset(tool.name for tool in body.custom_tools)
+        self._inputs: dict[int, InputPieces] = {}
         self._untold: list[Iterable[PositionLogprobs]] = []
 
     def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
@@ -139,6 +143,14 @@ class ResponseShaper:
                 yield self._event("response.output_text.delta", **in_part, delta=text, logprobs=shown)
             case Step.ADD, BlockKind.REASONING:
                 yield self._event("response.reasoning_text.delta", **in_part, delta=text)
+            case Step.ADD, BlockKind.TOOL_CALL if self._is_custom(block):
+                if delta := self._inputs.setdefault(block.position, InputPieces()).push(text):
+                    yield self._event("response.custom_tool_call_input.delta", **in_item, delta=delta)
+            case Step.END, BlockKind.TOOL_CALL if self._is_custom(block):
+                whole, pieces = custom_input(block.content), self._inputs.pop(block.position, None)
+                if rest := "" if pieces is None else pieces.rest:
+                    yield self._event("response.custom_tool_call_input.delta", **in_item, delta=rest)
+                yield self._event("response.custom_tool_call_input.done", **in_item, input=whole)
             case Step.ADD, BlockKind.TOOL_CALL:
                 yield self._event("response.function_call_arguments.delta", **in_item, delta=text)
             case Step.END, BlockKind.TOOL_CALL:
@@ -159,6 +171,10 @@ class ResponseShaper:
         fields = {"id": self._item_id(block), "status": status}
         is_empty = status == _IN_PROGRESS
         match block.kind:
+            case BlockKind.TOOL_CALL if self._is_custom(block):
+                call = {"call_id": block.call_id, "name": block.name}
+                call["input"] = "" if is_empty else custom_input(block.content)
+                return {"type": "custom_tool_call"} | fields | call
             case BlockKind.TOOL_CALL:
                 call = {"call_id": block.call_id, "name": block.name, "arguments": block.content}
                 return {"type": "function_call"} | fields | call
@@ -169,13 +185,17 @@ class ResponseShaper:
                 content = [] if is_empty else [self._part(block) | {"logprobs": logprobs or []}]
                 return {"type": "message"} | fields | {"role": "assistant", "content": content}
 
+    def _is_custom(self, block: Block) -> bool:
+        return block.kind is BlockKind.TOOL_CALL and block.name in self._custom
+
     def _part(self, block: Block) -> dict[str, Any]:
         if block.kind is BlockKind.REASONING:
             return {"type": "reasoning_text", "text": block.content}
         return {"type": "output_text", "text": block.content, "annotations": [], "logprobs": []}
 
     def _item_id(self, block: Block) -> str:
-        return f"{_PREFIXES[block.kind]}_{self._head.id.removeprefix('resp_')}{block.position}"
+        prefix = "ctc" if self._is_custom(block) else _PREFIXES[block.kind]
+        return f"{prefix}_{self._head.id.removeprefix('resp_')}{block.position}"
 
     def _logprobs(self, logprobs: Iterable[PositionLogprobs]) -> LazyList:
         return chat_logprobs(self._texts, logprobs)["content"]
@@ -223,7 +243,7 @@ class ResponseShaper:
             ],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": sampling.top_p if body.top_p is None else body.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
         }
 
 

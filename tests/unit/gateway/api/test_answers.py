@@ -115,6 +115,7 @@ async def test_an_answer_that_is_ended_for_its_memory_while_it_is_written_says_s
         shows_prompt_by_choice=False,
         requests=nothing,
         shaper=shaper,
+        keep=lambda: asyncio.sleep(0),
         param_name=lambda _, field: field,
     )
     response = respond(cast(Generator, generator), cast(Call, call), 15.0)

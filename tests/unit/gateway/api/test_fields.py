@@ -1,10 +1,11 @@
-"""Conversations of items and blocks, and fields that are not supported."""
+"""Conversations of items and blocks, and the rule of fields that no type declares."""
 
 from typing import ClassVar
 
 import pytest
 
-from gateway.api.fields import Conversation, Part, check_fields
+from gateway.api.field_rule import FieldRule, Part, Unread, begin_call
+from gateway.api.fields import Conversation
 from gateway.request.violations import Violations
 from gateway.types import ChatMessage
 
@@ -14,28 +15,49 @@ class Inner(Part):
 
 
 class Outer(Part):
-    hints: ClassVar[frozenset[str]] = frozenset({"label"})
-    harmless: ClassVar = {"n": (1,), "never": ()}
+    unread: ClassVar[Unread] = Unread(frozenset({"label"}), {"n": (1,), "never": ()}, {"never": "; use known"})
 
     inner: Inner | None = None
     entries: list[Inner] | None = None
 
 
-def violations_of(fields) -> dict[str, str]:
-    violations = Violations()
-    check_fields(violations, Outer.model_validate(fields))
-    return {each.field: each.description for each in violations.found}
+FIELDS = {"n": True, "never": 0, "x" * 200: 1, "label": 2, "inner": {"label": 1}, "entries": [{}, {"other": []}]}
+REFUSED = {"n": "is not supported by this version", "never": "is not supported by this version; use known"}
 
 
-def test_every_other_field_is_refused_by_its_path():
-    fields = {"n": True, "never": 0, "x" * 200: 1, "inner": {"label": 1}, "entries": [{}, {"other": []}]}
-    assert violations_of(fields) == {
-        "n": "is not supported by this version",
-        "never": "is not supported by this version",
+def checked(fields, *, is_strict: bool = False) -> tuple[dict[str, str], str, list[tuple[str, int]]]:
+    """What is refused, what the answer names as ignored, and what is counted."""
+    violations, ignored, counted = Violations(), begin_call(), list[tuple[str, int]]()
+    FieldRule(is_strict, lambda *each: counted.append(each)).check(violations, Outer.model_validate(fields), "chat")
+    return {each.field: each.description for each in violations.found}, ignored.names, counted
+
+
+def test_fields_are_refused_by_the_table_and_others_are_ignored_and_named():
+    assert checked(FIELDS) == (REFUSED, f"{'x' * 64}, inner.label, entries[].other", [("chat", 3)])
+
+
+def test_strictly_every_other_field_is_refused_by_its_path():
+    unknown = {
         "x" * 80: "is not a field of this request",
         "inner.label": "is not a field that is known here",
         "entries[1].other": "is not a field that is known here",
     }
+    assert checked(FIELDS, is_strict=True) == (REFUSED | unknown, "", [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"a\r\nset-cookie: b": 1}, "a%0D%0Aset-cookie%3A%20b"),
+        ({"a, b": 1, "\u00e9\x00": 2}, "a%2C%20b, %C3%A9%00"),
+        ({"entries": [{"a": 1}] * 1000}, "entries[].a"),
+        ({f"f{number}": 1 for number in range(1000)}, ", ".join([*(f"f{number}" for number in range(16)), "..."])),
+        ({"a": {"deep": [{"n": 1}]}, "b": None}, "a"),
+    ],
+)
+def test_the_names_of_ignored_fields_are_few_short_and_fit_into_a_header(fields, named):
+    refused, names, _ = checked(fields)
+    assert (refused, names) == ({}, named)
 
 
 @pytest.mark.parametrize("joins", [False, True])

@@ -9,7 +9,7 @@ from gateway.types import ChatMessage, ChatPrompt, RequestOptions
 from quire.common.v1.common_pb2 import Constraint
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoice, ToolChoiceMode
 from quire.rpc.errors import InvalidArgument
-from tests.support.openai_bodies import BODY_LIMITS
+from tests.support.openai_bodies import BODY_LIMITS, STRICT_LIMITS
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
@@ -20,14 +20,14 @@ def chat_of(options: RequestOptions) -> ChatPrompt:
     return options.prompt
 
 
-async def read(**fields):
+async def read(limits=BODY_LIMITS, **fields):
     data = json.dumps({"messages": HELLO, "max_tokens": 8} | fields).encode()
-    return await parse_body(MessageBody, data, BODY_LIMITS)
+    return await parse_body(MessageBody, data, limits)
 
 
 async def options(**fields):
     body = await read(**fields)
-    return options_of(body, prompt_of(body, conversation_of(body), always_reasons=False), "msg_1")
+    return options_of(body, prompt_of(body, conversation_of(body), is_told_to_think=True), "msg_1")
 
 
 async def test_blocks_are_a_conversation():
@@ -97,17 +97,17 @@ async def test_a_last_message_of_the_assistant_is_continued():
 
 
 @pytest.mark.parametrize(
-    ("thinking", "always_reasons", "arguments"),
+    ("thinking", "is_told", "arguments"),
     [
-        ("enabled", False, {"enable_thinking": True}),
-        ("enabled", True, {}),
-        ("disabled", True, {"enable_thinking": False}),
-        ("adaptive", False, {}),
+        ("enabled", True, {"enable_thinking": True}),
+        ("enabled", False, {}),
+        ("disabled", False, {"enable_thinking": False}),
+        ("adaptive", True, {}),
     ],
 )
-async def test_a_model_that_always_reasons_is_not_told_to(thinking, always_reasons, arguments):
+async def test_a_model_is_told_to_think_where_its_template_hears_it(thinking, is_told, arguments):
     body = await read(thinking={"type": thinking})
-    prompt = prompt_of(body, conversation_of(body), always_reasons=always_reasons)
+    prompt = prompt_of(body, conversation_of(body), is_told_to_think=is_told)
     assert dict(prompt.template_options.arguments) == arguments
 
 
@@ -142,7 +142,7 @@ async def test_a_model_that_always_reasons_is_not_told_to(thinking, always_reaso
 )  # fmt: skip
 async def test_what_is_wrong_is_refused_by_its_name(fields, param):
     with pytest.raises(InvalidArgument) as raised:
-        await read(**fields)
+        await read(STRICT_LIMITS, **fields)
     assert raised.value.violations[0].field == param
 
 
@@ -166,6 +166,7 @@ async def test_names_of_the_validator_are_those_of_the_body():
 
 
 async def test_hints_are_accepted():
+    await options(context_management={"edits": []}, invented=1, tools=[{"type": "web_search_20250305", "name": "w"}])
     await options(
         metadata={"user_id": "me"}, service_tier="auto", thinking={"type": "adaptive"}, mcp_servers=[],
         cache_control={"type": "ephemeral"}, tools=[TOOL | {"eager_input_streaming": True, "type": "custom"}],

@@ -91,7 +91,6 @@ def test_text_is_no_constraint():
     [
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
-        ({"response_format": {"type": "json_object", "more": 1}}, "response_format.more"),
         ({"response_format": {"type": "structural_tag", "triggers": ["<"]}}, "response_format.structures"),
         ({"response_format": TAGS | {"triggers": ["{"]}}, "response_format.structures[0].begin"),
         ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.format"),

@@ -9,7 +9,7 @@ from gateway.types import ChatMessage, ChatPrompt, RequestOptions
 from quire.common.v1.common_pb2 import Constraint
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoice, ToolChoiceMode
 from quire.rpc.errors import InvalidArgument
-from tests.support.openai_bodies import BODY_LIMITS
+from tests.support.openai_bodies import BODY_LIMITS, STRICT_LIMITS
 
 TOOL = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}, "strict": True}
 
@@ -19,8 +19,8 @@ def chat_of(options: RequestOptions) -> ChatPrompt:
     return options.prompt
 
 
-async def read(**fields):
-    return await parse_body(ResponseBody, json.dumps({"input": "hello"} | fields).encode(), BODY_LIMITS)
+async def read(limits=BODY_LIMITS, **fields):
+    return await parse_body(ResponseBody, json.dumps({"input": "hello"} | fields).encode(), limits)
 
 
 async def options(**fields):
@@ -30,7 +30,7 @@ async def options(**fields):
 
 async def refusal(**fields) -> InvalidArgument:
     with pytest.raises(InvalidArgument) as raised:
-        await read(**fields)
+        await read(STRICT_LIMITS, **fields)
     return raised.value
 
 
@@ -106,7 +106,7 @@ async def test_hints_and_values_that_change_nothing_are_accepted():
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"include": ["file_search_call.results"]}, "include[0]"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "some"}, "truncation"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading"),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.responses.store import ResponseStore, StoredResponse
+from gateway.api.responses.store import MemoryStore, StoredResponse
 from gateway.types import ChatMessage
 from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.rpc.errors import InvalidArgument, NotFound
@@ -15,7 +15,7 @@ SIZE = RESPONSE.num_bytes
 
 
 def test_what_is_kept_is_found_by_its_tenant_alone():
-    store = ResponseStore(10 * SIZE)
+    store = MemoryStore(10 * SIZE)
     store.add("one", "a", RESPONSE)
     assert store.get("one", "a") is RESPONSE
     assert store.get("two", "a") is None
@@ -31,7 +31,7 @@ def test_what_is_kept_is_found_by_its_tenant_alone():
 
 
 def test_the_tenant_that_holds_most_loses_the_one_used_longest_ago():
-    store = ResponseStore(4 * SIZE)
+    store = MemoryStore(4 * SIZE)
     store.add("small", "s", RESPONSE)
     for name in "abc":
         store.add("large", name, RESPONSE)
@@ -51,7 +51,7 @@ def test_a_text_counts_with_the_memory_that_it_takes():
 
 
 def test_one_that_is_too_large_displaces_nothing():
-    store = ResponseStore(2 * SIZE)
+    store = MemoryStore(2 * SIZE)
     store.add("one", "a", RESPONSE)
     store.add("one", "b", StoredResponse(b"x" * 2 * SIZE, ()))
     assert store.get("one", "a")

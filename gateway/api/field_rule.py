@@ -1,0 +1,309 @@
+"""What becomes of the fields that no type of a body declares: one rule for every HTTP API, and its table.
+
+A field of an object is one of these:
+
+- read: the object's type declares it. A null is the same as an absent field.
+- silent: the table knows it as a label or a hint, which has no effect.
+- refused: the table says that its absence would change the text, its format or its safety. The values that the table
+  lists beside it have no effect, and pass.
+- ignored: everything else. It is counted, named once in a header of the answer and once in the log at debug.
+  `--strict-fields` refuses it.
+
+Names of ignored fields are a caller's text: they are escaped and cut off before they reach a header or the log, and
+no metric has them.
+"""
+
+import functools
+import logging
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+from pydantic import BaseModel, ConfigDict
+
+from gateway.request.violations import Violations
+
+_MAX_NAMED = 16
+_MAX_NAME = 64
+_POSITION = re.compile(r"\[\d+\]")
+_UNSUPPORTED = "is not supported by this version"
+_logger = logging.getLogger(__name__)
+
+IGNORED_HEADER = b"x-quire-ignored-fields"
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """The fields of one kind of object that Quire knows and does not read.
+
+    Attributes:
+        silent: They have no effect.
+        refused: They are refused, except with the values listed here.
+        ways_out: What the refusal of a field adds.
+        harmless: Values with which every refused field has no effect.
+    """
+
+    silent: frozenset[str] = frozenset()
+    refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
+    ways_out: Mapping[str, str] = field(default_factory=dict[str, str])
+    harmless: tuple[Any, ...] = ()
+
+    def plus(self, *silent: str, **refused: tuple[Any, ...]) -> "Unread":
+        """The same fields and these."""
+        return replace(self, silent=self.silent | set(silent), refused={**self.refused, **refused})
+
+
+def _never(*names: str) -> dict[str, tuple[Any, ...]]:
+    """Fields that are refused with every value."""
+    return dict.fromkeys(names, ())
+
+
+# The table. First what all kinds of objects have that Quire has no use for.
+_LABELS = ("metadata", "user", "safety_identifier")
+_SERVING = ("service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
+NOTHING = Unread()
+
+# OpenAI's completions and chats, with vLLM's fields. `store` is heard by responses alone: nothing reads a stored chat.
+# Options of vLLM's slow tokenizers and of its own engine, which say nothing about the text here.
+_ENGINE = ("guided_decoding_backend", "guided_decoding_disable_fallback", "spaces_between_special_tokens", "vllm_xargs")
+_GENERATION = Unread(
+    frozenset({*_LABELS, *_SERVING, *_ENGINE, "store", "verbosity"}),
+    {
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "guided_decoding_disable_additional_properties": (False,),
+        **_never(
+            *("audio", "cache_salt", "chat_template", "guided_whitespace_pattern", "logits_processors"),
+            *("logprob_token_ids", "mm_processor_kwargs", "moderation", "prediction", "prompt_embeds"),
+            *("thinking_token_budget", "web_search_options"),
+        ),
+    },
+    {"functions": "; use tools", "function_call": "; use tool_choice"},
+)
+CHAT = _GENERATION.plus(suffix=("",))
+COMPLETION = _GENERATION.plus(
+    # There is no chat template to read it.
+    "reasoning_effort",
+    tools=([],),
+    tool_choice=("none", "auto"),
+    parallel_tool_calls=(True, False),
+    add_generation_prompt=(True,),
+    continue_final_message=(False,),
+    **_never("chat_template_kwargs", "documents", "enable_thinking"),
+)
+# `index`, `parsed` and `parsed_arguments` are what OpenAI's client adds to answers, which are sent back.
+_OF_HISTORY = ("cache_control", "id", "index", "timestamp", "metadata")
+CHAT_MESSAGE = Unread(
+    frozenset({*_OF_HISTORY, "annotations", "parsed", "phase", "reasoning_details", "reasoning_opaque"}),
+    _never("audio", "function_call"),
+    {"function_call": "; use tool_calls"},
+    harmless=([], "", {}),
+)
+CHAT_PART = Unread(frozenset({"cache_control", "annotations"}))
+CHAT_CALL = Unread(frozenset({"index", "extra_content"}))
+CHAT_CALLED = Unread(frozenset({"parsed_arguments"}))
+CHAT_TOOL = Unread(frozenset({"cache_control"}))
+STREAM_OPTIONS = Unread(frozenset({"include_obfuscation"}))
+STRUCTURED_OUTPUTS = Unread(
+    frozenset({"disable_fallback", "backend"}), {"disable_additional_properties": (False,), "whitespace_pattern": ()}
+)
+# `format` is a newer form of structural tags, `grammar` one of other servers.
+RESPONSE_FORMAT = Unread(refused=_never("format", "grammar"))
+
+# OpenAI's responses.
+RESPONSE_INPUT = Unread(refused=_never("conversation", "personality"))
+RESPONSE = Unread(
+    # `max_tool_calls` limits tools that run at the server, of which there are none.
+    frozenset({*_LABELS, *_SERVING, "client_metadata", "end_turn", "max_tool_calls"}) - {"metadata"},
+    {"background": (False,), **_never("access_programs", "conversation", "image", "moderation", "prompt")},
+)
+RESPONSE_ITEM = Unread(frozenset({*_OF_HISTORY, "status", "phase", "encrypted_content", "end_turn"}))
+RESPONSE_RESULT = RESPONSE_ITEM.plus("name")
+RESPONSE_PART = Unread(frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"}))
+RESPONSE_TOOL = Unread(refused={"defer_loading": (False,), "async": (False,)})
+RESPONSE_REASONING = Unread(frozenset({"summary", "generate_summary", "context"}), {"mode": ("standard",)})
+RESPONSE_TEXT = Unread(frozenset({"verbosity"}))
+
+# Anthropic's messages.
+MESSAGES = Unread(
+    # Edits of a long context by the server: without them all of it is read, or refused for its length.
+    frozenset({"cache_control", "context_management", "metadata", "service_tier", "speed"}),
+    # The code of the error for `thread` makes Anthropic's tool runner send all messages itself.
+    {"mcp_servers": ([],), **_never("container", "diagnostics", "inference_geo", "thread")},
+)
+BLOCK = Unread(frozenset({"cache_control"}))
+TEXT_BLOCK = BLOCK.plus(citations=([],))
+THINKING_BLOCK = BLOCK.plus("signature")
+CALL_BLOCK = BLOCK.plus("caller")
+RESULT_BLOCK = BLOCK.plus("is_error")
+MESSAGES_TOOL = BLOCK.plus(
+    "eager_input_streaming", allowed_callers=(["direct"],), defer_loading=(False,), input_examples=([],)
+)
+THINKING = Unread(frozenset({"budget_tokens"}))
+
+
+class Strict(BaseModel):
+    """An object in a body, strict about types: no text is taken for a number, and no number is NaN or infinite. Fields
+    that it does not declare are in `model_extra`."""
+
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True, protected_namespaces=()
+    )
+
+
+class Part(Strict):
+    """An object to which the rule applies: `unread` is its row of the table."""
+
+    unread: ClassVar[Unread] = NOTHING
+
+    @property
+    def undeclared(self) -> Mapping[str, Any]:
+        """The fields that its type does not declare."""
+        return self.model_extra or {}
+
+
+class IgnoredFields:
+    """What was ignored of one call."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._names: dict[str, None] = {}
+
+    def add(self, path: str) -> None:
+        """Notes one field by its path. Paths that differ in positions alone are named once."""
+        self.count += 1
+        if len(self._names) <= _MAX_NAMED:
+            self._names[_POSITION.sub("[]", path)] = None
+
+    def merge(self, others: "IgnoredFields") -> None:
+        """Notes what was ignored elsewhere in the same call."""
+        self.count += others.count
+        self._names |= others._names
+
+    @property
+    def names(self) -> str:
+        """The first names, in characters that every header allows; "..." stands for the others."""
+        names = [quote(path, safe="[].-_", errors="replace")[:_MAX_NAME] for path in self._names]
+        return ", ".join(names if len(names) <= _MAX_NAMED else [*names[:_MAX_NAMED], "..."])
+
+
+_of_call: ContextVar[IgnoredFields | None] = ContextVar("ignored fields of the current call", default=None)
+
+
+def begin_call() -> IgnoredFields:
+    """What will be ignored of the call that begins in this task; its answer names it."""
+    ignored = IgnoredFields()
+    _of_call.set(ignored)
+    return ignored
+
+
+def _uncounted(api: str, count: int) -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRule:
+    """The rule, as one gateway applies it.
+
+    Attributes:
+        is_strict: Refuse what would be ignored.
+        on_ignored: Called with the name of the API and the number of fields that were ignored in a body.
+    """
+
+    is_strict: bool = False
+    on_ignored: Callable[[str, int], None] = _uncounted
+
+    def check(self, violations: Violations, body: Part, api: str) -> None:
+        """Adds a violation for each field that is refused, of the body and of the objects in it; notes the ignored."""
+        with_ignored = _Check(violations, self.is_strict)
+        with_ignored.check(body, "")
+        self._note(api, with_ignored.ignored)
+
+    def leave_out(self, violations: Violations, api: str, paths: Mapping[str, str]) -> None:
+        """Notes entries of lists that are left out, such as tools that nobody could run here: their names by the paths
+        of their types. Strictly, they are refused."""
+        if self.is_strict:
+            for path, name in paths.items():
+                violations.add(path, f'is "{name:.80}", which cannot be done here')
+            return
+        ignored = IgnoredFields()
+        for path, name in paths.items():
+            ignored.add(f"{path.rpartition('.')[0]}.{name[:_MAX_NAME]}")
+        self._note(api, ignored)
+
+    def note(self, api: str, *paths: str) -> None:
+        """Notes fields that are read, and cannot be heeded by this model."""
+        ignored = IgnoredFields()
+        for path in paths:
+            ignored.add(path)
+        self._note(api, ignored)
+
+    def _note(self, api: str, ignored: IgnoredFields) -> None:
+        if not ignored.count:
+            return
+        self.on_ignored(api, ignored.count)
+        _logger.debug("%s: %d fields were ignored: %s", api, ignored.count, ignored.names)
+        if (of_call := _of_call.get()) is not None:
+            of_call.merge(ignored)
+
+
+class _Check:
+    """Walks through the objects of one body."""
+
+    def __init__(self, violations: Violations, is_strict: bool) -> None:
+        self.ignored = IgnoredFields()
+        self._violations = violations
+        self._is_strict = is_strict
+
+    def check(self, part: Part, path: str) -> None:
+        unread = part.unread
+        for name, value in part.undeclared.items():
+            if value is None or name in unread.silent:
+                continue
+            values = unread.refused.get(name)
+            if values is None and not self._is_strict:
+                self.ignored.add(_place(path, name))
+            elif values is None:
+                known = "is not a field that is known here" if path else "is not a field of this request"
+                self._violations.add(_place(path, name), known)
+            # `in` alone would take 1 for true.
+            elif not any(type(value) is type(each) and value == each for each in (*values, *unread.harmless)):
+                self._violations.add(_place(path, name), _UNSUPPORTED + unread.ways_out.get(name, ""))
+            if self._violations.are_enough:
+                return
+        for name, alias in _fields_with_parts(type(part)):
+            value = getattr(part, name)
+            if isinstance(value, Part):
+                self.check(value, _place(path, alias))
+            elif isinstance(value, list):
+                for position, entry in enumerate(typing.cast(list[Any], value)):
+                    if self._violations.are_enough:
+                        return
+                    if isinstance(entry, Part):
+                        self.check(entry, f"{_place(path, alias)}[{position}]")
+
+
+def _place(path: str, name: str) -> str:
+    return f"{path}.{name[:80]}" if path else name[:80]
+
+
+@functools.cache
+def _fields_with_parts(kind: type[Part]) -> tuple[tuple[str, str], ...]:
+    """The fields that may have objects to check, each with its name in bodies. A prompt may have a million tokens, and
+    is not one of them."""
+    return tuple(
+        (name, declared.alias or name)
+        for name, declared in kind.model_fields.items()
+        if any(isinstance(each, type) and issubclass(each, Part) for each in _types_in(declared.annotation))
+    )
+
+
+def _types_in(annotation: Any) -> Iterator[Any]:
+    yield annotation
+    for each in typing.get_args(annotation):
+        yield from _types_in(each)
