@@ -111,12 +111,14 @@ class Dialect:
             and Anthropic's messages. Otherwise events have no names, and [DONE] is the last one.
         error_event: Makes the object of an error in a stream; None if it is the same.
         id_headers: The response headers with the id of the call.
+        says_done: Whether [DONE] ends a stream without names.
     """
 
     error: Callable[[ErrorAnswer], Mapping[str, Any]]
     names_events: bool = False
     error_event: Callable[[ErrorAnswer], Mapping[str, Any]] | None = None
     id_headers: tuple[str, ...] = ("x-request-id",)
+    says_done: bool = True
 
     def error_body(self, answer: ErrorAnswer) -> bytes:
         return as_json(self.error(answer))
@@ -128,7 +130,7 @@ class Dialect:
 
     @property
     def end_of_stream(self) -> bytes:
-        return b"" if self.names_events else b"data: [DONE]\n\n"
+        return b"data: [DONE]\n\n" if self.says_done and not self.names_events else b""
 
 
 def _openai_error(answer: ErrorAnswer) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 import codecs
 import re
-from collections.abc import Mapping
+import zlib
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -22,6 +23,11 @@ Model = TypeVar("Model", bound=BaseModel)
 
 _JSON = re.compile(r"application/json|[\w.-]+/[\w.-]+\+json", re.ASCII)
 _ENTRIES_AT_ONCE = 512
+COUNT_BODY = "quire.count_body"
+"""In the scope of a request: counts bytes that its body has more than were sent."""
+# zlib's window for each encoding of a body; deflate has zlib's header.
+_WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+_PIECE_BYTES = 1 << 16
 # Tags of the alternatives of a union, by the `type` of an object.
 _TAG = re.compile(r"<.*>", re.DOTALL)
 
@@ -60,22 +66,59 @@ class BodyLimits:
     rule: FieldRule = field(default_factory=FieldRule)
 
 
-async def read_body(request: Request, limits: BodyLimits) -> bytes:
-    """The whole body.
+async def read_body(request: Request, limits: BodyLimits, *, media_types: Collection[str] = ()) -> bytes:
+    """The whole body, unpacked. Besides JSON it may be of `media_types`, which browsers send after a preflight alone.
 
     Raises:
         HttpError: its media type is not JSON, it is encoded, too large or too slow.
         QuireError: the gateway holds too many bodies.
         starlette.requests.ClientDisconnect: the client left before all of it arrived.
     """
-    _check_media_type(request)
+    _check_media_type(request, media_types)
     _check_announced_size(request, limits.max_bytes)
     body = bytearray()
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    inflate = None if encoding == "identity" else _Inflating(_WINDOWS[encoding], request.scope.get(COUNT_BODY))
     async for chunk in request.stream():
-        body += chunk
+        if inflate is None:
+            body += chunk
+        else:
+            async for piece in inflate.pieces(chunk):
+                body += piece
+                if len(body) > limits.max_bytes:
+                    break
         if len(body) > limits.max_bytes:
             raise _too_large(limits.max_bytes)
+    if inflate is not None and not inflate.is_whole:
+        raise _malformed(f"its {encoding} ends too early")
     return bytes(body)
+
+
+class _Inflating:
+    """Unpacks a compressed body in small pieces: a kilobyte may hold a megabyte."""
+
+    def __init__(self, window: int, count: Callable[[int], None] | None) -> None:
+        """`count` counts the bytes that the pieces have, besides those that came."""
+        self._stream = zlib.decompressobj(window)
+        self._count = count
+        self._turns = Turns()
+
+    @property
+    def is_whole(self) -> bool:
+        return self._stream.eof
+
+    async def pieces(self, data: bytes) -> AsyncGenerator[bytes]:
+        """Raises InvalidArgument if it is not in the format, and ResourceExhausted if there is no memory for it."""
+        while data and not self._stream.eof:
+            try:
+                piece = self._stream.decompress(data, _PIECE_BYTES)
+            except zlib.error as error:
+                raise _malformed(f"it cannot be unpacked: {error}") from error
+            data = self._stream.unconsumed_tail
+            if self._count is not None:
+                self._count(len(piece))
+            yield piece
+            await self._turns.pause()
 
 
 async def read_model(kind: type[Model], request: Request, limits: BodyLimits, union_types: Mapping[str, str]) -> Model:
@@ -149,18 +192,18 @@ def _check_entries(value: Any, limits: EntryLimits) -> None:
         check_json(cast(dict[str, Any], value), limits)
 
 
-def _check_media_type(request: Request) -> None:
+def _check_media_type(request: Request, others: Collection[str]) -> None:
     """Requires JSON as the media type. Browsers let pages of other sites send other media types, or none, without a
     preflight request. Programs may omit the media type; requests of pages have the header `origin`."""
     stated = request.headers.get("content-type")
     if stated is None and "origin" in request.headers:
         raise _unsupported("content-type is missing; from a page it must be application/json")
     media_type = "application/json" if stated is None else stated.partition(";")[0].strip().lower()
-    if _JSON.fullmatch(media_type) is None:
+    if _JSON.fullmatch(media_type) is None and media_type not in others:
         raise _unsupported(f'content-type is "{shortened(media_type)}"; it must be application/json')
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding != "identity":
-        raise _unsupported(f'content-encoding is "{shortened(encoding)}"; send the body as it is')
+    if encoding != "identity" and encoding not in _WINDOWS:
+        raise _unsupported(f'content-encoding is "{shortened(encoding)}"; send gzip or deflate, or the body as it is')
 
 
 def _check_announced_size(request: Request, max_bytes: int) -> None:

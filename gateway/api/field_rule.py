@@ -225,15 +225,15 @@ class FieldRule:
         self._note(api, with_ignored.ignored)
 
     def leave_out(self, violations: Violations, api: str, paths: Mapping[str, str]) -> None:
-        """Notes entries of lists that are left out, such as tools that nobody could run here: their names by the paths
-        of their types. Strictly, they are refused."""
+        """Notes entries of lists that are left out, such as tools that nobody could run here: their names, or types, by
+        their paths. Strictly, they are refused."""
         if self.is_strict:
             for path, name in paths.items():
                 violations.add(path, f'is "{name:.80}", which cannot be done here')
             return
         ignored = IgnoredFields()
         for path, name in paths.items():
-            ignored.add(f"{path.rpartition('.')[0]}.{name[:_MAX_NAME]}")
+            ignored.add(f"{path.removesuffix('.type')}.{name[:_MAX_NAME]}")
         self._note(api, ignored)
 
     def note(self, api: str, *paths: str) -> None:

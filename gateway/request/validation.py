@@ -237,7 +237,7 @@ def _check_prompt_length(
 
 def _context_length(limits: Limits) -> str:
     """Client libraries search for these words to recognise a prompt that is too long."""
-    return f"this model's maximum context length is {limits.max_model_len} tokens"
+    return f"this model's maximum context length is {limits.max_model_len} tokens (context_length_exceeded)"
 
 
 def check_prompt_tokens(field: str, token_ids: Sequence[int], limits: Limits) -> None:

@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gateway.api.answers import ErrorAnswer, HttpError, send_answer
+from gateway.api.body import COUNT_BODY
 from gateway.settings import GatewaySettings
 from quire.rpc.address import TcpAddress, check_bindable
 from quire.rpc.errors import QuireError, ResourceExhausted
@@ -170,6 +171,10 @@ class IncomingBody:
             await self._drain()
             message = {"type": "http.response.body", "body": b""}
         await self._send(message)
+
+    def count(self, num_bytes: int) -> None:
+        """Counts bytes that came compressed. Raises ResourceExhausted where there is no room for them."""
+        self._held.add(num_bytes)
 
     def release(self) -> None:
         """The request is over."""
@@ -515,7 +520,7 @@ class HttpConnection(H11Protocol):
         timeout_s = self._settings.slow_sender_timeout
         body = IncomingBody(receive, send_and_note, self._bodies, timeout_s, self._has_whole_body)
         try:
-            await self._application(scope, body.receive, body.send)
+            await self._application({**scope, COUNT_BODY: body.count}, body.receive, body.send)
         except asyncio.CancelledError:
             # Only a server that stops cancels requests.
             if has_started:

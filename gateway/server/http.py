@@ -73,7 +73,7 @@ def make_http_app(
             keep_alive_s=settings.sse_keepalive,
         ),
         *message_routes(generator, body_limits, keep_alive_s=settings.sse_keepalive),
-        *kserve_routes(kserve, body_limits),
+        *kserve_routes(kserve, body_limits, keep_alive_s=settings.sse_keepalive),
         *probe_routes(generator, metrics),
     ]
     return Starlette(

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 MAX_DEPTH = 64
 MAX_SUBSCHEMAS = 50_000
@@ -49,10 +50,11 @@ ANNOTATIONS = frozenset(
     (
         "$anchor", "$comment", "$id", "$schema", "contentEncoding", "contentMediaType", "default", "deprecated",
         "description", "discriminator", "example", "examples", "externalDocs", "id", "readOnly", "strict", "title",
-        "writeOnly", "xml",
+        "uniqueItems", "writeOnly", "xml",
     )
 )  # fmt: skip
-"""Keywords without influence on validity: they are allowed and have no effect, as are names that begin with "x-"."""
+"""Keywords that are allowed and have no effect, as are names that begin with "x-". All but `uniqueItems` are without
+influence on validity; what is generated from many schemas has that one, and models rarely repeat an item."""
 
 FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
 """Values of `format` that are enforced, as far as a regular expression can express them."""
@@ -62,21 +64,22 @@ REFUSED = frozenset(
         "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "$vocabulary", "contains",
         "contentSchema", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "maxContains",
         "minContains", "not", "nullable", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
-        "uniqueItems",
     )
 )  # fmt: skip
 """Keywords of JSON schema or OpenAPI that are not enforced, and therefore refused by name."""
 
 _HINTS = {
     "nullable": 'use "type": [..., "null"]',
-    "uniqueItems": "leave it out and check the answer",
     "dependentRequired": "use anyOf of objects with other lists of required properties",
     "if": "use anyOf",
     "not": "say what is allowed instead",
     "propertyNames": "use patternProperties and additionalProperties: false",
 }
 # Values with which a refused keyword has no effect.
-_NEUTRAL = (("uniqueItems", False), ("nullable", False), ("unevaluatedProperties", True), ("unevaluatedItems", True))
+_NEUTRAL = (("nullable", False), ("unevaluatedProperties", True), ("unevaluatedItems", True), ("propertyNames", True))
+_TYPES = frozenset(("null", "boolean", "object", "array", "number", "integer", "string"))
+# What some libraries write for a value of any type.
+_ANY_TYPE = "any"
 
 
 # An escaped character, the begin and the end of a class, and look-around.
@@ -128,7 +131,7 @@ def _clean(field: str, root: dict[str, Any]) -> dict[str, Any]:
         for name, value in schema.items():
             if name.startswith("x-") or (name in ANNOTATIONS and not _says_what_others_mean(name, value)):
                 continue
-            if any(name == other and value is neutral for other, neutral in _NEUTRAL):
+            if any(name == other and value is neutral for other, neutral in _NEUTRAL) or _says_nothing(name, value):
                 continue
             if name not in ENFORCED and name not in ANNOTATIONS:
                 raise _not_enforced(field, name, path)
@@ -136,8 +139,35 @@ def _clean(field: str, root: dict[str, Any]) -> dict[str, Any]:
             for where, inner_key, container, inner in _subschemas(field, path, name, value, result):
                 pending.append((where, depth + 1, inner, container, inner_key))
         _check_values(field, path, result)
+    _check_references(field, cleaned["root"], results)
     _close_objects(results)
     return cleaned["root"]
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    """Whether a keyword admits everything: what generators of schemas write where they have nothing to say."""
+    if name == "type":
+        return value == _ANY_TYPE or (isinstance(value, list) and _ANY_TYPE in value)
+    if name == "propertyNames" and isinstance(value, dict):
+        # Every name is a string.
+        return all(key in ANNOTATIONS or (key == "type" and kind == "string") for key, kind in value.items())
+    return name == "required" and value is None
+
+
+def _check_references(field: str, root: dict[str, Any] | bool, schemas: Sequence[dict[str, Any]]) -> None:
+    """Raises ConstraintError for a reference to a schema that is not there."""
+    for reference in {each["$ref"] for each in schemas if isinstance(each.get("$ref"), str)}:
+        if not reference.startswith("#/"):
+            continue
+        place: Any = root
+        for step in reference.removeprefix("#/").split("/"):
+            key = unquote(step).replace("~1", "/").replace("~0", "~")
+            if isinstance(place, dict) and key in place:
+                place = place[key]
+            elif isinstance(place, list) and key.isdecimal() and len(key) < 6 and int(key) < len(place):
+                place = place[int(key)]
+            else:
+                raise ConstraintError(field, f"has $ref {_shown(reference)}, which is nowhere in the schema")
 
 
 def _close_objects(schemas: Sequence[dict[str, Any]]) -> None:
@@ -191,6 +221,10 @@ def _check_values(field: str, path: str, schema: dict[str, Any]) -> None:
             f"has $ref {_shown(reference)} at {path:.120}; only references within the schema (#/...) are followed",
         )
     types = schema.get("type", "string")
+    for each in types if isinstance(types, list) else (types,):
+        if not isinstance(each, str) or each not in _TYPES:
+            known = ", ".join(sorted(_TYPES))
+            raise ConstraintError(field, f"has type {_shown(each)} at {path:.120}; it must be one of {known}")
     if "string" not in (types if isinstance(types, list) else (types,)):
         # `format` applies to strings only.
         schema.pop("format", None)

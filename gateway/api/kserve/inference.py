@@ -94,6 +94,7 @@ _REFUSED = {
     **{name: f"is no sampling parameter; set {place}" for name, place in _ELSEWHERE.items()},
     **dict.fromkeys(("stream_options", "add_special_tokens"), "is not supported by this version"),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), "is set; outputs have no token ids"),
+    "suffix": "is not supported by this version",
     "prompt_logprobs": "is set; no output has log probabilities of the prompt",
     **dict.fromkeys(("sequence_id", "sequence_start", "sequence_end"), _NO_STATE),
     "timeout": "is set; set the deadline of the call instead",
@@ -101,7 +102,15 @@ _REFUSED = {
 _TRUTH = {"true": True, "false": False}
 _FLAGS = frozenset(name for name, field in CompletionBody.model_fields.items() if field.annotation == bool | None)
 _TEXTS = frozenset(
-    {"stop", "early_stopping", "guided_regex", "guided_grammar", "guided_decoding_backend", "structural_tag"}
+    {
+        "stop",
+        "early_stopping",
+        "truncation_side",
+        "guided_regex",
+        "guided_grammar",
+        "guided_decoding_backend",
+        "structural_tag",
+    }
 )
 _OF_LOGPROBS = ("cumulative_logprob", "logprobs")
 MODEL_VERSION = "1"
@@ -166,7 +175,7 @@ def add_output(
     """Adds a tensor of shape [number of values] and datatype BYTES, UINT32 or FP32."""
     tensor = response.outputs.add(name=name, datatype=datatype, shape=[len(values)])
     if raw:
-        response.raw_output_contents.append(b"".join(map(_RAW_ELEMENTS[datatype], values)))
+        response.raw_output_contents.append(bytes_of(datatype, values))
     else:
         getattr(tensor.contents, _CONTENTS[datatype]).extend(values)
 
@@ -224,6 +233,16 @@ def _raw_values(tensor: InputTensor, data: bytes) -> list[Value] | None:
             return None
         values.append(data[start:position])
     return values
+
+
+def values_of_bytes(datatype: str, data: bytes) -> list[Value] | None:
+    """The elements in the bytes of a tensor that comes beside its JSON; None if they are none of its datatype."""
+    return _raw_values(InputTensor(datatype=datatype), data)
+
+
+def bytes_of(datatype: str, values: Sequence[Element]) -> bytes:
+    """The elements of an output as bytes."""
+    return b"".join(map(_RAW_ELEMENTS[datatype], values))
 
 
 def _raw_bytes(value: bytes) -> bytes:

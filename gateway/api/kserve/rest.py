@@ -4,8 +4,11 @@ import asyncio
 import math
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Annotated, Any
 
+from google.protobuf import json_format
+from google.protobuf.message import Message
 from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -14,18 +17,20 @@ from gateway.api.answers import (
     Dialect,
     ErrorAnswer,
     HttpError,
+    StreamedResponse,
     WholeResponse,
     as_json,
     error_answer,
     error_response,
 )
-from gateway.api.body import BodyLimits, max_entries, read_model
+from gateway.api.body import BodyLimits, load_json, max_entries, read_body, read_model, validated
 from gateway.api.field_rule import FieldRule, Part
-from gateway.api.kserve.inference import MAX_ELEMENTS, MAX_PARAMETERS
+from gateway.api.kserve.inference import INPUTS, MAX_ELEMENTS, MAX_PARAMETERS, bytes_of, values_of_bytes
 from gateway.api.kserve.servicer import KServeServicer
 from gateway.api.openai.write import LOWEST
 from gateway.api.openapi import ApiRoute
 from gateway.api.shapes import (
+    AnyObject,
     InferenceAnswer,
     InferenceModel,
     InferenceServer,
@@ -41,12 +46,17 @@ _MAX_TENSORS = 64
 _CONTENTS = re.compile(r"\.contents\.\w+_contents")
 # A parameter of requests: outputs as bytes. They are JSON here, which such clients read as well.
 _BINARY_OUTPUT = "binary_data_output"
+_BINARY_DATA, _BINARY_SIZE = "binary_data", "binary_data_size"
+_BINARY = "application/octet-stream"
+_MAX_DIGITS = 12
 _BINARY_HEADER = "inference-header-content-length"
 _UNION_TYPES = {
     "data": "a list of strings or a list of booleans, in lists of their own if the shape has two dimensions",
     "parameters": "an object whose values are strings, numbers or booleans",
 }
 
+# What a stream of the generate extension is, for the description of its route.
+_EVENTS: Mapping[str, Any] = {"answer": None, "media_type": "text/event-stream"}
 Element = str | bool
 
 
@@ -54,7 +64,8 @@ Parameters = Annotated[dict[str, bool | int | float | str] | None, max_entries(M
 
 
 class InputTensor(Part):
-    """`data` are the elements in row-major order, flat or nested."""
+    """`data` are the elements in row-major order, flat or nested. They are bytes behind the JSON instead, where the
+    parameter `binary_data_size` says how many."""
 
     name: str
     shape: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=8)]
@@ -62,7 +73,7 @@ class InputTensor(Part):
     parameters: Parameters = None
     data: Annotated[
         list[Element | Annotated[list[Element], Field(fail_fast=True, max_length=MAX_ELEMENTS)]],
-        Field(fail_fast=True, max_length=MAX_ELEMENTS),
+        Field(fail_fast=True, max_length=MAX_ELEMENTS, default_factory=list),
     ]
 
 
@@ -83,14 +94,27 @@ class InferBody(Part):
     outputs: Annotated[list[RequestedOutput] | None, Field(max_length=_MAX_TENSORS)] = None
 
 
+class GenerateBody(Part):
+    """Triton's generate extension: all other fields are inputs or parameters of sampling, by their names."""
+
+    id: str | None = None
+    text_input: str
+    parameters: Parameters = None
+
+
+class IndexBody(Part):
+    ready: bool | None = None
+
+
 class InferenceError(BaseModel):
     """An error in the protocol's shape."""
 
     error: str
 
 
-def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits) -> list[ApiRoute]:
-    """All paths need a key if the gateway has keys, as the methods over gRPC do."""
+def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits, *, keep_alive_s: float) -> list[ApiRoute]:
+    """All paths need a key if the gateway has keys, as the methods over gRPC do. `keep_alive_s` is the longest silence
+    of a stream; 0 sets no limit."""
 
     async def server(request: Request) -> Response:
         """The name and the version of the server."""
@@ -126,30 +150,90 @@ def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits) -> list[Api
     async def infer(request: Request) -> Response:
         """The text that follows one or several prompts."""
         try:
-            _check_not_binary(request)
-            body = await read_model(InferBody, request, body_limits, _UNION_TYPES)
-            asked = _request_message(body, request, body_limits.rule)
+            data = await read_body(request, body_limits, media_types=(_BINARY,))
+            data, binary = _parts(data, request)
+            body = validated(InferBody, await load_json(data, body_limits), _UNION_TYPES)
+            asked = _request_message(body, request, body_limits.rule, binary)
+        except (HttpError, QuireError) as error:
+            return error_response(error_answer(error, str), _DIALECT)
+        headers: dict[str, str] = {}
+
+        async def make() -> AsyncGenerator[bytes, None]:
+            response = await servicer.ModelInfer(asked, None)
+            # It may have a thousand long texts.
+            answer, size = await asyncio.to_thread(_answer, response, _binary_outputs(body))
+            if size is not None:
+                headers.update({_BINARY_HEADER: str(size), "content-type": _BINARY})
+            yield answer
+
+        return WholeResponse(make, str, headers, _DIALECT)
+
+    async def generate(request: Request) -> Response:
+        """The text that follows one prompt, as Triton's generate extension has it."""
+        try:
+            asked = await _generate_message(request, body_limits, streams=False)
         except (HttpError, QuireError) as error:
             return error_response(error_answer(error, str), _DIALECT)
 
         async def make() -> AsyncGenerator[bytes, None]:
             response = await servicer.ModelInfer(asked, None)
-            # It may have a thousand long texts.
-            yield await asyncio.to_thread(lambda: as_json(_response_json(response)))
+            yield await asyncio.to_thread(lambda: as_json(_generated_json(response)))
 
         return WholeResponse(make, str, {}, _DIALECT)
+
+    async def generate_stream(request: Request) -> Response:
+        """The same as a stream of server-sent events, one for each piece of the text."""
+        try:
+            asked = await _generate_message(request, body_limits, streams=True)
+        except (HttpError, QuireError) as error:
+            return error_response(error_answer(error, str), _DIALECT)
+
+        async def make() -> AsyncGenerator[bytes, None]:
+            async with aclosing(servicer.answer(asked)) as pieces:
+                async for piece in pieces:
+                    yield _DIALECT.event(_generated_json(piece.infer_response))
+
+        return StreamedResponse(make, lambda: True, keep_alive_s, str, {}, _DIALECT)
+
+    async def config(request: Request) -> Response:
+        """The configuration of such a model in Triton."""
+        asked = pb.ModelConfigRequest(**_model(request))
+        return await _answered(lambda: servicer.ModelConfig(asked, None), lambda answer: _plain(answer.config))
+
+    async def statistics(request: Request) -> Response:
+        """How many inferences there were and how long they took, for operators."""
+        named = _model(request) if "model" in request.path_params else {}
+        asked = pb.ModelStatisticsRequest(**named)
+        return await _answered(lambda: servicer.ModelStatistics(asked, None), _plain)
+
+    async def index(request: Request) -> Response:
+        """The models that are served."""
+        data = await read_body(request, body_limits)
+        body = validated(IndexBody, {} if not data else await load_json(data, body_limits), {})
+        asked = pb.RepositoryIndexRequest(ready=bool(body.ready))
+        try:
+            answer = await servicer.RepositoryIndex(asked, None)
+        except QuireError as error:
+            return error_response(error_answer(error, str), _DIALECT)
+        return JSONResponse([_plain(each) for each in answer.models])
 
     return [
         _route("/v2", server, answer=InferenceServer),
         _route("/v2/health/live", live, answer=Liveness),
         _route("/v2/health/ready", ready, answer=Readiness, statuses=[503]),
+        _route("/v2/models/stats", statistics, answer=AnyObject),
+        _route("/v2/repository/index", index, method="POST", body=IndexBody, answer=list[AnyObject]),
         *(
             route
             # The name of a model may have slashes, so the longer paths come first.
             for path in ("/v2/models/{model:path}/versions/{version}", "/v2/models/{model:path}")
             for route in (
                 _route(f"{path}/infer", infer, method="POST", body=InferBody, answer=InferenceAnswer),
+                _route(f"{path}/generate", generate, method="POST", body=GenerateBody, answer=AnyObject),
+                _route(f"{path}/generate_stream", generate_stream, method="POST", body=GenerateBody, **_EVENTS),
                 _route(f"{path}/ready", model_ready, answer=ModelReadiness, statuses=[503]),
+                _route(f"{path}/config", config, answer=AnyObject),
+                _route(f"{path}/stats", statistics, answer=AnyObject),
                 _route(path, model, answer=InferenceModel),
             )
         ),
@@ -164,16 +248,66 @@ def _model(request: Request) -> dict[str, str]:
     return {"name": request.path_params["model"], "version": request.path_params.get("version", "")}
 
 
-def _check_not_binary(request: Request) -> None:
-    if _BINARY_HEADER in request.headers:
-        raise InvalidArgument(
-            f"the header {_BINARY_HEADER} is set; elements of tensors are JSON here (binary_data=False in "
-            "tritonclient), or as raw bytes over gRPC"
-        )
+def _parts(data: bytes, request: Request) -> tuple[bytes, bytes]:
+    """The JSON of a body, and the bytes behind it."""
+    stated = request.headers.get(_BINARY_HEADER)
+    if stated is None:
+        return data, b""
+    if not stated.isdecimal() or not stated.isascii() or len(stated) > _MAX_DIGITS or int(stated) > len(data):
+        shown = shortened(stated)
+        raise InvalidArgument(f'{_BINARY_HEADER} is "{shown}"; it must be the bytes of JSON, of {len(data):,} in all')
+    return data[: int(stated)], data[int(stated) :]
 
 
-def _request_message(body: InferBody, request: Request, rule: FieldRule) -> pb.ModelInferRequest:
-    """The same request as a message.
+def _binary_outputs(body: InferBody) -> Callable[[str], bool]:
+    """Which outputs are to be bytes."""
+    by_default = (body.parameters or {}).get(_BINARY_OUTPUT) is True
+    asked = {each.name: (each.parameters or {}).get(_BINARY_DATA, by_default) is True for each in body.outputs or ()}
+    return lambda name: asked.get(name, by_default)
+
+
+def _answer(response: pb.ModelInferResponse, is_binary: Callable[[str], bool]) -> tuple[bytes, int | None]:
+    """The body of an answer, and the number of its bytes that are JSON where others follow."""
+    answer = _response_json(response)
+    behind: list[bytes] = []
+    for output, tensor in zip(answer["outputs"], response.outputs, strict=True):
+        if is_binary(tensor.name):
+            values = bytes_of(tensor.datatype, _elements(tensor.contents))
+            del output["data"]
+            output["parameters"] = {_BINARY_SIZE: len(values)}
+            behind.append(values)
+    head = as_json(answer)
+    return head + b"".join(behind), len(head) if behind else None
+
+
+async def _generate_message(request: Request, limits: BodyLimits, *, streams: bool) -> pb.ModelInferRequest:
+    """The request of the generate extension: fields that are no inputs are parameters."""
+    body = await read_model(GenerateBody, request, limits, _UNION_TYPES)
+    flags: dict[str, Any] = {"exclude_input_in_output": True}
+    own = {name: value for name, value in body.undeclared.items() if value is not None and name != "stream"}
+    flags |= {name: own.pop(name) for name, datatype in INPUTS.items() if datatype == "BOOL" and name in own}
+    if streams:
+        flags["stream"] = True
+    inputs = [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": [body.text_input]}]
+    inputs += [{"name": name, "datatype": "BOOL", "shape": [1], "data": [value]} for name, value in flags.items()]
+    fields = {"id": body.id, "parameters": {**(body.parameters or {}), **own}, "inputs": inputs}
+    return _request_message(validated(InferBody, fields, _UNION_TYPES), request, limits.rule, b"")
+
+
+def _generated_json(response: pb.ModelInferResponse) -> dict[str, Any]:
+    """An answer of the generate extension: outputs of one element are that element."""
+    head = {"model_name": response.model_name, "model_version": response.model_version}
+    outputs = {each.name: _data(each.contents) for each in response.outputs}
+    own = {name: data[0] if len(data) == 1 else data for name, data in outputs.items()}
+    return head | ({"id": response.id} if response.id else {}) | own
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    return json_format.MessageToDict(message, preserving_proto_field_name=True)
+
+
+def _request_message(body: InferBody, request: Request, rule: FieldRule, binary: bytes) -> pb.ModelInferRequest:
+    """The same request as a message; `binary` has the elements that are not in the JSON.
 
     Raises:
         InvalidArgument: an element is not of the tensor's datatype, or a number is too large.
@@ -184,12 +318,24 @@ def _request_message(body: InferBody, request: Request, rule: FieldRule) -> pb.M
     for field, named in (("name", body.model_name), ("version", body.model_version)):
         if named and named != (target[field] or named):
             violations.add(f"model_{field}", f'is "{shortened(named)}"; the path has "{shortened(target[field])}"')
+    tensors: list[pb.ModelInferRequest.InferInputTensor] = []
+    for place, tensor in enumerate(body.inputs):
+        size = (tensor.parameters or {}).get(_BINARY_SIZE)
+        if tensor.data or not isinstance(size, int) or isinstance(size, bool):
+            tensors.append(_tensor(violations, f"inputs[{place}]", tensor))
+        elif 0 <= size <= len(binary):
+            tensors.append(_binary_tensor(violations, f"inputs[{place}]", tensor, binary[:size]))
+            binary = binary[size:]
+        else:
+            violations.add(f"inputs[{place}].parameters", f"has {_BINARY_SIZE} {size}; {len(binary):,} bytes are left")
+    if binary and not violations.found:
+        violations.add("inputs", f"leave {len(binary):,} bytes behind the JSON over")
     own = {name: value for name, value in (body.parameters or {}).items() if name != _BINARY_OUTPUT}
     message = pb.ModelInferRequest(
         model_name=target["name"],
         model_version=target["version"] or body.model_version or "",
         id=body.id or "",
-        inputs=[_tensor(violations, f"inputs[{place}]", tensor) for place, tensor in enumerate(body.inputs)],
+        inputs=tensors,
         outputs=[
             pb.ModelInferRequest.InferRequestedOutputTensor(
                 name=output.name, parameters=_parameters(violations, f"outputs[{place}].", output.parameters)
@@ -216,6 +362,27 @@ def _tensor(violations: Violations, field: str, tensor: InputTensor) -> pb.Model
             contents.bool_contents.extend(bool(value) for value in values)
         else:
             contents.bytes_contents.extend(str(value).encode() for value in values)
+    return pb.ModelInferRequest.InferInputTensor(
+        name=tensor.name,
+        datatype=tensor.datatype,
+        shape=tensor.shape,
+        parameters=_parameters(violations, f"{field}.", tensor.parameters),
+        contents=contents,
+    )
+
+
+def _binary_tensor(
+    violations: Violations, field: str, tensor: InputTensor, data: bytes
+) -> pb.ModelInferRequest.InferInputTensor:
+    values = values_of_bytes(tensor.datatype, data)
+    if values is None:
+        violations.add(field, f"has bytes that are not a sequence of elements of {shortened(tensor.datatype)}")
+    contents = pb.InferTensorContents()
+    for value in values or ():
+        if isinstance(value, bool):
+            contents.bool_contents.append(value)
+        else:
+            contents.bytes_contents.append(value)
     return pb.ModelInferRequest.InferInputTensor(
         name=tensor.name,
         datatype=tensor.datatype,
@@ -274,12 +441,16 @@ def _data(contents: pb.InferTensorContents) -> list[Any]:
     return texts or numbers or list(contents.uint_contents)
 
 
+def _elements(contents: pb.InferTensorContents) -> Sequence[bytes | float | int]:
+    return list(contents.bytes_contents) or list(contents.fp32_contents) or list(contents.uint_contents)
+
+
 def _protocol_error(answer: ErrorAnswer) -> dict[str, Any]:
     """An error in the protocol's shape: its message alone, with the paths of fields in the body."""
     return InferenceError(error=_CONTENTS.sub(".data", answer.message)).model_dump()
 
 
-_DIALECT = Dialect(_protocol_error)
+_DIALECT = Dialect(_protocol_error, says_done=False)
 
 
 async def _answered(

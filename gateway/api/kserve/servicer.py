@@ -94,12 +94,14 @@ class KServeServicer:
         _check_version("version", request.version)
         return _model_metadata(request.name)
 
-    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context | None) -> pb.ModelConfigResponse:
         self._check_model("name", request.name)
         _check_version("version", request.version)
         return pb.ModelConfigResponse(config=_model_config(request.name))
 
-    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
+    async def ModelStatistics(
+        self, request: pb.ModelStatisticsRequest, context: Context | None
+    ) -> pb.ModelStatisticsResponse:
         if not current_caller().access.is_operator:
             raise PermissionDenied("statistics are for the API keys of operators", reason="OPERATORS_ONLY")
         if request.name:
@@ -110,7 +112,9 @@ class KServeServicer:
             response.model_stats.append(_model_statistics(self._model_name, self._generator.metrics.statistics))
         return response
 
-    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
+    async def RepositoryIndex(
+        self, request: pb.RepositoryIndexRequest, context: Context | None
+    ) -> pb.RepositoryIndexResponse:
         if request.repository_name:
             shown = shortened(request.repository_name)
             raise NotFound(f'repository_name is "{shown}"; the one repository has no name')
@@ -130,12 +134,12 @@ class KServeServicer:
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
         # Proxies wait for the headers, however long the client takes to say what it wants.
         await context.send_initial_metadata(())
-        answer = self._answer if _wants_status(context) else self._answer_with_errors
+        answer = self.answer if _wants_status(context) else self._answer_with_errors
         async with aclosing(answer_all(requests, answer)) as responses:
             async for response in responses:
                 yield response
 
-    async def _answer(self, request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
+    async def answer(self, request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         """All responses to one request of a stream. Raises QuireError."""
         self._check_target(request)
         inference = read_inference(request, self.rule, in_stream=True)
@@ -151,7 +155,7 @@ class KServeServicer:
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         """All responses to one request of a stream, the last of which may be an error."""
         try:
-            async with aclosing(self._answer(request)) as responses:
+            async with aclosing(self.answer(request)) as responses:
                 async for response in responses:
                     yield response
         except QuireError as error:

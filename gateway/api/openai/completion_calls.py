@@ -11,6 +11,7 @@ from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED
 from gateway.request.generator import Generator
 from gateway.request.limits import MAX_REQUEST_ID_LENGTH
+from gateway.text.fill_in import fill_in_prompt
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import Turns
 from gateway.types import Prompt, RequestOptions, TextPrompt
@@ -78,7 +79,8 @@ class CompletionCall(_Call):
         turns = Turns()
         requests: list[RequestOptions] = []
         for prompt, request_id in zip(self._prompts, ids, strict=True):
-            requests.append(dataclasses.replace(options, prompt=prompt, request_id=request_id))
+            filled = _with_suffix(prompt, self._body.suffix, generator)
+            requests.append(dataclasses.replace(options, prompt=filled, request_id=request_id))
             await turns.pause()
         return requests
 
@@ -96,6 +98,18 @@ class CompletionCall(_Call):
             echo = await _echo_text(prompt, each, tokenizer, is_truncated=is_truncated) if self._body.echo else ""
             echoes.append(echo)
         return CompletionShaper(self._head, self._body, self._prompts, echoes, live, tokenizer)
+
+
+def _with_suffix(prompt: Prompt, suffix: str | None, generator: Generator) -> Prompt:
+    """The prompt that asks for what is before a suffix. Raises InvalidArgument if the model has no tokens for that."""
+    if not suffix:
+        return prompt
+    if not isinstance(prompt, TextPrompt):
+        raise invalid_field("suffix", "is set, and the prompt is token ids; send it as text")
+    text = fill_in_prompt(generator.model.tokenizer, prompt.text, suffix)
+    if text is None:
+        raise invalid_field("suffix", "is set, and the model has no tokens to fill in the middle of a text")
+    return dataclasses.replace(prompt, text=text)
 
 
 async def _echo_text(prompt: Prompt | None, live: LiveRequest, tokenizer: Tokenizer, *, is_truncated: bool) -> str:

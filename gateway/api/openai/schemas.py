@@ -89,6 +89,7 @@ class CompletionBody(GenerationBody):
     unread: ClassVar[Unread] = field_rule.COMPLETION
 
     prompt: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]] | None = None
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = None
 

@@ -332,6 +332,10 @@ async def parse_body(kind: type[InputBodyType], data: bytes, limits: BodyLimits)
         _check(violations, body)
         tools = enumerate(body.tools or ())
         left_out = {f"tools[{place}].type": tool.type for place, tool in tools if isinstance(tool, OtherTool)}
+        if isinstance(body, ResponseBody):
+            # Parts of answers that no response here has.
+            include = enumerate((body.include or ())[:_MAX_INCLUDE])
+            left_out |= {f"include[{place}]": name for place, name in include if name not in _INCLUDED}
         limits.rule.leave_out(violations, "responses", left_out)
 
     return await parse(kind, data, limits, _ITEMS, check, _UNION_TYPES, api="responses")
@@ -364,11 +368,7 @@ def _requires_call(choice: str | ToolChoiceObject | None) -> bool:
 
 def _check_output(violations: Violations, body: ResponseBody) -> None:
     include = body.include or []
-    for position, name in enumerate(include if violations.check_count("include", include, _MAX_INCLUDE) else ()):
-        if name not in _INCLUDED:
-            violations.add(
-                f"include[{position}]", f'is "{shortened(name)}"; only {" and ".join(sorted(_INCLUDED))} are supported'
-            )
+    violations.check_count("include", include, _MAX_INCLUDE)
     if body.top_logprobs and not body.shows_logprobs:
         violations.add("top_logprobs", f"is set; it has a meaning only where include has {LOGPROBS}")
     violations.check_range("priority", body.priority, -HIGHEST_PRIORITY, HIGHEST_PRIORITY)

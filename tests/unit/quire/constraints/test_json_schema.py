@@ -154,6 +154,10 @@ def test_an_annotation_changes_nothing(keyword) -> None:
         ("[1]", "must be a JSON object"),
         ('"string"', "must be a JSON object"),
         ('{"type": "integr"}', "integr"),
+        ('{"type": ["string", 3]}', "has type 3 at #"),
+        ('{"$ref": "#/$defs/none"}', '$ref "#/$defs/none", which is nowhere in the schema'),
+        ('{"anyOf": [{"$ref": "#/anyOf/1"}]}', "nowhere"),
+        ('{"type": "object", "propertyNames": {"pattern": "^a"}}', "propertyNames"),
         ('{"requried": []}', '"requried" at #, which is not a known keyword'),
         ('{"properties": []}', "properties at #; it must be an object"),
         ('{"anyOf": []}', "anyOf at #; it must be a list of schemas"),
@@ -192,6 +196,10 @@ def test_what_only_looks_like_a_keyword_or_changes_nothing_is_allowed() -> None:
     assert accepts(Constraint(json_schema=json.dumps(schema)), '{"not": {"if": 1}}')
     schema = {"type": "array", "uniqueItems": False, "items": {"type": "integer", "format": "int64", "nullable": False}}
     assert accepts(Constraint(json_schema=json.dumps(schema)), "[1, 1]")
+    names = {"type": "string", "title": "Name"}
+    schema = {"type": "object", "properties": {"a": {"type": "any"}, "b": {"type": ["any", "null"]}}, "required": None}
+    for instance in ('{"a": 1}', '{"b": [true]}', "{}"):
+        assert accepts(Constraint(json_schema=json.dumps(schema | {"propertyNames": names})), instance)
 
 
 @pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 10_000, 200_000])
