@@ -15,7 +15,7 @@ import grpc.aio
 from gateway.api.field_rule import FieldRule
 from gateway.api.grpc.servicers import GenerationServicer, ModelServicer, PrefixServicer
 from gateway.api.kserve.servicer import KServeServicer, UnservedMethods
-from gateway.auth.keys import Authenticator, KeyRing, NoAuthenticator
+from gateway.auth.keys import Authenticator, KeyRing, NoAuthenticator, entries_of
 from gateway.metrics import GatewayMetrics
 from gateway.offload import FairExecutor
 from gateway.replicas.ledger import Ledger
@@ -333,15 +333,21 @@ def _make_generator(
         vllm = VllmMetrics(model.name, metrics, replicas, gateway_id)
         metrics.show(vllm, vllm.refresh)
     refusal = _ADAPTERS_FIXED if settings.hand_over else None
-    adapters = Adapters(model.name, path, lambda: [each.max_adapters for each in replicas.welcomes], refusal)
+    slots = partial(_adapter_slots, replicas)
+    adapters = Adapters(model.name, path, slots, refusal, aliases=settings.served_model_aliases)
     return Generator(model, replicas, ledger, settings, metrics, tracer, adapters)
 
 
+def _adapter_slots(replicas: Replicas) -> list[int]:
+    return [each.max_adapters for each in replicas.welcomes]
+
+
 def _make_authenticator(settings: GatewaySettings, metrics: GatewayMetrics) -> Authenticator:
-    if not settings.keys_files:
+    if not settings.requires_keys:
         return NoAuthenticator()
     keys = KeyRing(
         settings.keys_files,
+        entries_of(settings.api_keys),
         on_reload_failure=metrics.count_keys_reload_failure,
         on_refusal=metrics.count_refused_caller,
     )
@@ -352,7 +358,7 @@ def _make_authenticator(settings: GatewaySettings, metrics: GatewayMetrics) -> A
 def _warn_if_open(settings: GatewaySettings, *addresses: str, is_encrypted: bool) -> None:
     if all(map(is_local, addresses)):
         return
-    if not settings.keys_files:
+    if not settings.requires_keys:
         _logger.warning("this gateway accepts calls from other machines without a key; --keys-file requires keys")
     if not is_encrypted:
         _logger.warning(

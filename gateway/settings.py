@@ -8,10 +8,16 @@ from quire.rpc.address import parse_target
 from quire.service_flags import DrainFlags, ModelFlags, ProcessFlags, ServiceFlags, TenantFlags
 from quire.settings import parse_bytes, setting
 
+MAX_KEY_LENGTH = 512
 SQLITE = "sqlite:"
 """The beginning of a --response-store that is a file."""
 MAX_CHAT_MESSAGES = 1 << 16
 """The maximum number of messages of a conversation; a gateway's own limit may be lower."""
+
+
+def is_key(text: str) -> bool:
+    """Whether a text can be sent as an API key in a header."""
+    return 0 < len(text) <= MAX_KEY_LENGTH and all("!" <= character <= "~" for character in text)
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,13 @@ class ListenFlags(ServiceFlags):
         metavar="FILE",
         common=True,
     )
+    api_keys: tuple[str, ...] = setting(
+        (),
+        "API keys that allow everything, besides those of --keys-file; processes of this machine see what a command "
+        "line has, and not what QUIRE_API_KEY or a configuration file has",
+        flag="--api-key",
+        metavar="KEY",
+    )
     ui: bool = setting(True, "serve /ui, a page that shows chats, memory and load; with API keys, to operators alone")
     open_metrics: bool = setting(False, "show /metrics of the HTTP port without an API key")
     vllm_metric_names: bool = setting(
@@ -52,10 +65,18 @@ class ListenFlags(ServiceFlags):
         "show metrics under vLLM's names, too, for dashboards and autoscalers that know them; see docs/metrics.md",
     )
 
+    @property
+    def requires_keys(self) -> bool:
+        """Whether calls need a key."""
+        return bool(self.keys_files or self.api_keys)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tls_client_auth and self.tls_dir is None:
             raise ValueError("--tls-client-auth needs TLS; give --tls-dir")
+        # Without the key: this line comes into logs.
+        if not all(map(is_key, self.api_keys)):
+            raise ValueError("--api-key has a key that is empty, longer than 512 characters, or not printable ASCII")
         if (self.public_cert is None) != (self.public_key is None):
             raise ValueError("--public-cert and --public-key go together; give both, or none")
 
@@ -66,6 +87,9 @@ class FormatFlags(ServiceFlags):
 
     served_model_name: str | None = setting(
         None, "the name of the model for clients; by default the directory's name", metavar="NAME", common=True
+    )
+    served_model_aliases: tuple[str, ...] = setting(
+        (), "further names of the model for clients, such as one that a client asks for by default", metavar="NAME"
     )
     tool_call_parser: str | None = setting(
         None,

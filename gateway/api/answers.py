@@ -229,6 +229,11 @@ def set_client_request_id(request_id: str) -> None:
     _client_request_id.set(request_id)
 
 
+def client_request_id() -> str | None:
+    """The id that the client sent with the current request."""
+    return _client_request_id.get()
+
+
 class LazyList(Iterable[Any]):
     """A list whose entries are made when they are written."""
 

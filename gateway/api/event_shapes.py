@@ -23,6 +23,7 @@ from gateway.api.shapes import (
     OutputText,
     PromptLogprobs,
     ReasoningText,
+    RequestMetrics,
     ResponseObject,
     Shape,
 )
@@ -46,6 +47,7 @@ class _Chunk(Shape):
     model: str
     system_fingerprint: str
     usage: CompletionUsage | UsageSoFar | None = None
+    metrics: RequestMetrics | None = None
 
 
 class _ChunkChoice(Shape):

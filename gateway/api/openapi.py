@@ -19,7 +19,7 @@ from gateway.api.answers import HTTP_STATUSES, ErrorBody
 from gateway.api.shapes import AnyObject
 from quire.version import VERSION
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/ready", "/version"})
 """Load balancers and supervisors request these, and they have no keys."""
 METRICS_PATH = "/metrics"
 _SCHEMAS = "#/components/schemas/"

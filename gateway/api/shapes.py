@@ -69,12 +69,23 @@ class CompletionChoice(_Choice):
     prompt_logprobs: PromptLogprobs = []
 
 
+class RequestMetrics(Shape):
+    """With `include_metrics`, of a request with one sequence. The first token is timed from the request's arrival."""
+
+    time_to_first_token_ms: float | None
+    generation_time_ms: float
+    queue_time_ms: float
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
+
+
 class _Completion(Shape):
     id: str
     created: int
     model: str
     system_fingerprint: str
     usage: CompletionUsage
+    metrics: RequestMetrics | None = None
 
 
 class Completion(_Completion):
@@ -140,6 +151,12 @@ class ChatCompletion(_Completion):
     choices: list[ChatChoice]
     prompt_logprobs: PromptLogprobs = []
     prompt_token_ids: list[int] = []
+
+
+class CancelledRequest(Shape):
+    id: str
+    object: Literal["request"]
+    cancelled: Literal[True]
 
 
 class ServedModelShape(Shape):
@@ -407,7 +424,30 @@ class InferenceAnswer(Shape):
 
 
 class Health(Shape):
-    status: Literal["ok"]
+    """`reason` is why no replica can serve."""
+
+    status: Literal["ok", "failing"]
+    reason: str = ""
+
+
+class ServerLoad(Shape):
+    server_load: int
+
+
+class ReplicaInfo(Shape):
+    max_model_len: int
+    block_size: int
+    num_gpu_blocks: int
+    num_host_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class ServerInfo(Shape):
+    version: str
+    model: str
+    architecture: str
+    replicas: list[ReplicaInfo]
 
 
 class ReplicaLoading(Shape):

@@ -79,6 +79,12 @@ class Caller:
                 raise PermissionDenied("this API key does not allow pinned prefixes", reason="PINNING_NOT_ALLOWED")
 
 
+def check_is_operator(caller: Caller, what: str) -> None:
+    """Raises PermissionDenied unless `what`, which is of the whole deployment, is for this caller."""
+    if not caller.access.is_operator:
+        raise PermissionDenied(f"{what} are for the API keys of operators", reason="OPERATORS_ONLY")
+
+
 def anyone() -> Caller:
     """The caller if authentication is off: everything is allowed, nothing is limited."""
     access = Access(max_priority=HIGHEST_PRIORITY, may_pin=True, is_operator=True)

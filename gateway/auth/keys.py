@@ -27,7 +27,7 @@ from typing import Annotated, Any, NewType, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from gateway.auth.caller import HIGHEST_PRIORITY, Access, Caller, anyone
+from gateway.auth.caller import DEFAULT_TENANT, HIGHEST_PRIORITY, Access, Caller, anyone
 from gateway.auth.quota import Account, Limits
 from quire import clock, entropy
 from quire.rpc.errors import Unauthenticated
@@ -163,6 +163,21 @@ class _File(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     keys: list[KeyEntry]
+
+
+def entries_of(keys: Sequence[str]) -> list[KeyEntry]:
+    """Keys that allow everything, and are of the default tenant."""
+    return [
+        KeyEntry(
+            id=f"api-key-{number}",
+            sha256=hash_of(key).hex(),
+            tenant=DEFAULT_TENANT,
+            max_priority=HIGHEST_PRIORITY,
+            may_pin=True,
+            is_operator=True,
+        )
+        for number, key in enumerate(dict.fromkeys(keys), 1)
+    ]
 
 
 def read_keys(path: Path) -> list[KeyEntry]:
@@ -308,19 +323,21 @@ class KeyRing:
     def __init__(
         self,
         paths: Sequence[Path],
+        entries: Sequence[KeyEntry] = (),
         *,
         clock: Callable[[], float] = clock.monotonic,
         now: Callable[[], datetime] = lambda: datetime.fromtimestamp(clock.unix_s(), UTC),
         on_reload_failure: Callable[[], None] = lambda: None,
         on_refusal: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`clock` returns seconds of a monotonic clock, `now` the time of day. `on_refusal` is called with the reason
-        when a valid key does not allow a request, or not at this time.
+        """`entries` are keys besides those of the files. `clock` returns seconds of a monotonic clock, `now` the time
+        of day. `on_refusal` is called with the reason when a valid key does not allow a request, or not at this time.
 
         Raises:
             ConfigurationError: a file cannot be read or is invalid, in one line.
         """
         self._paths = tuple(paths)
+        self._own = tuple(entries)
         self._clock = clock
         self._now = now
         self._on_reload_failure = on_reload_failure
@@ -372,7 +389,7 @@ class KeyRing:
         _logger.info("read %d keys again", len(entries))
 
     def _read(self) -> list[KeyEntry]:
-        entries = [entry for path in self._paths for entry in read_keys(path)]
+        entries = [*self._own, *(entry for path in self._paths for entry in read_keys(path))]
         try:
             check_distinct(entries)
         except ValueError as error:

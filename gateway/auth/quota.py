@@ -58,6 +58,11 @@ class TokenBucket:
         self._fill(now)
         self._level = min(self._level + amount, self.per_minute)
 
+    def level(self, now: float) -> float:
+        """What is left; negative if more was used than there was."""
+        self._fill(now)
+        return self._level
+
     def resize(self, per_minute: int, now: float) -> None:
         """Changes the rate. What was used stays used."""
         self._fill(now)
@@ -168,6 +173,21 @@ class Account:
                 advice = f"the call makes {num_requests} requests at once, so it can never be admitted"
                 _refuse_rate(advice, self._requests.per_minute, "requests_per_minute", None)
         self.check(num_requests=num_requests)
+
+    def rates(self) -> Iterator[tuple[str, int, int, float]]:
+        """For each rate of the key, `requests` and `tokens`: the limit, what is left of it now, and the seconds until
+        all of it is there again."""
+        now = self._clock()
+        for use in self._running:
+            self._charge(use)
+        for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket is not None:
+                yield (
+                    name,
+                    bucket.per_minute,
+                    max(0, int(bucket.level(now))),
+                    bucket.seconds_until(bucket.per_minute, now),
+                )
 
     def check_resumption(self) -> None:
         """Checks whether an admitted request may be read again now. Raises as `check` does."""

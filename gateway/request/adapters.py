@@ -48,15 +48,23 @@ class Adapters:
         directory: Where the model is; its shape is that of its adapters.
         slots: How many adapters each replica that is known takes at once.
         refusal: Why names cannot change while the gateway runs; None if they can.
+        aliases: Further names of the model.
     """
 
     def __init__(
-        self, model: str, directory: Path, slots: Callable[[], Sequence[int]], refusal: str | None = None
+        self,
+        model: str,
+        directory: Path,
+        slots: Callable[[], Sequence[int]],
+        refusal: str | None = None,
+        *,
+        aliases: Sequence[str] = (),
     ) -> None:
         self.model = model
         self._directory = directory
         self._slots = slots
         self._refusal = refusal
+        self.aliases = tuple(dict.fromkeys(aliases))
         self._served: dict[str, ServedAdapter] = {}
         self._reading = asyncio.Lock()
 
@@ -72,12 +80,15 @@ class Adapters:
     def visible(self, caller: Caller, model: str | None) -> str | None:
         """The name that a call which names `model` may use: an adapter's, or else the model's; None if the caller may
         use neither."""
+        if model is not None and model in self.aliases:
+            # Whoever may use the model may use it by every name.
+            return None if caller.visible(self.model) is None and caller.visible(model) is None else model
         own = None if model is None or model not in self._served else caller.visible(model)
         return own or caller.visible(self.model)
 
     def of(self, model: str | None) -> NamedAdapter | None:
         """The adapter with this name; None for the model as it is. Raises InvalidArgument if it is gone."""
-        if model is None or model == self.model:
+        if model is None or model == self.model or model in self.aliases:
             return None
         if (served := self._served.get(model)) is None:
             violation = FieldViolation("model", f'is "{shortened(model)}"; this adapter was unloaded')
@@ -142,8 +153,10 @@ class Adapters:
                 field,
                 f'is "{shortened(name)}"; it must have 1 to 128 letters, digits and ._/:@+-, a letter or digit first',
             )
-        if name == self.model or name in self._served:
-            what = "the name of the model" if name == self.model else "the name of an adapter that is served already"
+        if name == self.model or name in self.aliases or name in self._served:
+            what = (
+                "the name of the model" if name not in self._served else "the name of an adapter that is served already"
+            )
             description = f'is "{name}", {what}; choose another name, or unload that one first'
             raise AlreadyExists(
                 f"{field} {description}", reason="ADAPTER_EXISTS", violations=[FieldViolation(field, description)]

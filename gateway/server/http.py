@@ -24,11 +24,12 @@ from gateway.api.openai.routes import openai_routes
 from gateway.api.openapi import METRICS_PATH, OPEN_PATHS, ApiRoute, description_routes
 from gateway.api.responses.routes import response_routes
 from gateway.api.responses.store import open_store
-from gateway.api.shapes import GatewayReadiness, GatewayVersion, Health
+from gateway.api.shapes import GatewayReadiness, GatewayVersion, Health, ServerInfo, ServerLoad
 from gateway.api.ui import access
 from gateway.api.ui.routes import ui_routes
-from gateway.auth.caller import Caller, set_caller
+from gateway.auth.caller import Caller, check_is_operator, current_caller, set_caller
 from gateway.auth.keys import Authenticator
+from gateway.auth.quota import Account
 from gateway.metrics import GatewayMetrics, HttpAnswer, HttpAnswers
 from gateway.request.counting import EntryLimits
 from gateway.request.generator import Generator
@@ -38,7 +39,7 @@ from gateway.settings import GatewaySettings
 from gateway.turns import TenantTurns
 from quire import clock
 from quire.rpc.address import TcpAddress, is_local
-from quire.rpc.errors import PermissionDenied, QuireError, Unauthenticated
+from quire.rpc.errors import QuireError, Unauthenticated
 from quire.version import VERSION
 
 _ANY_HOST = "*"
@@ -105,7 +106,7 @@ def make_http_app(
 
 def _host_check(settings: GatewaySettings) -> list[Middleware]:
     """Always where hosts are named, else where only loopback keeps others out."""
-    is_open_on_loopback = is_local(str(TcpAddress(settings.http_host, 0))) and not settings.keys_files
+    is_open_on_loopback = is_local(str(TcpAddress(settings.http_host, 0))) and not settings.requires_keys
     if _ANY_HOST in settings.allowed_hosts or not (settings.allowed_hosts or is_open_on_loopback):
         return []
     return [Middleware(HostMiddleware, allowed_hosts=settings.allowed_hosts)]
@@ -259,7 +260,9 @@ class AuthMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and scope["path"] not in self._open_paths:
             try:
-                set_caller(self._caller_of(scope))
+                caller = self._caller_of(scope)
+                set_caller(caller)
+                send = _with_rates(send, caller.account)
             except QuireError as error:
                 self._on_refusal(error.reason)
                 if access.shows_page(scope):
@@ -279,17 +282,66 @@ class AuthMiddleware:
         caller = self._authenticator.authenticate(shown)
         if is_page:
             access.check_operator(is_operator=caller.access.is_operator)
-        if scope["path"] == METRICS_PATH and not caller.access.is_operator:
-            raise PermissionDenied("metrics are for the API keys of operators", reason="OPERATORS_ONLY")
+        if scope["path"] == METRICS_PATH:
+            check_is_operator(caller, "metrics")
         return caller
+
+
+def _with_rates(send: Send, account: Account) -> Send:
+    """Sends answers with OpenAI's headers of the key's rates, as they are when the answer begins."""
+
+    async def send_with_rates(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            own: list[tuple[bytes, bytes]] = []
+            for name, limit, left, seconds in account.rates():
+                values = {"limit": str(limit), "remaining": str(left), "reset": f"{seconds:.3f}s"}
+                own += [(f"x-ratelimit-{kind}-{name}".encode(), value.encode()) for kind, value in values.items()]
+            message = {**message, "headers": [*message.get("headers", ()), *own]} if own else message
+        await send(message)
+
+    return send_with_rates
 
 
 def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute]:
     """GET and HEAD, which some load balancers send; uvicorn then sends the headers of the answer alone."""
 
     async def health(request: Request) -> Response:
-        """The process is up."""
+        """Some replica can serve."""
+        if generator.replicas.is_ready:
+            return JSONResponse({"status": "ok"})
+        answer = {"status": "failing", "reason": _reason_not_ready(generator)}
+        return JSONResponse(answer, HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def live(request: Request) -> Response:
+        """The process is up, whether replicas are or not."""
         return JSONResponse({"status": "ok"})
+
+    async def load(request: Request) -> Response:
+        """How many requests run at this gateway, those that wait included."""
+        return JSONResponse({"server_load": generator.num_live})
+
+    async def server_info(request: Request) -> Response:
+        """What this server is, for operators."""
+        check_is_operator(current_caller(), "facts about the server")
+        welcomes = generator.replicas.welcomes
+        return JSONResponse(
+            {
+                "version": VERSION,
+                "model": generator.model.name,
+                "architecture": generator.model.architecture,
+                "replicas": [
+                    {
+                        "max_model_len": each.max_model_len,
+                        "block_size": each.block_size,
+                        "num_gpu_blocks": each.num_gpu_blocks,
+                        "num_host_blocks": each.num_host_blocks,
+                        "max_num_seqs": each.max_num_seqs,
+                        "max_num_batched_tokens": each.max_num_batched_tokens,
+                    }
+                    for each in welcomes
+                ],
+            }
+        )
 
     async def ready(request: Request) -> Response:
         """A request would run at once."""
@@ -313,7 +365,13 @@ def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return [
-        ApiRoute("/health", health, answer=Health),
+        *(
+            ApiRoute(path, health, answer=Health, statuses=[HTTPStatus.SERVICE_UNAVAILABLE])
+            for path in ("/health", "/ping")
+        ),
+        ApiRoute("/live", live, answer=Health),
+        ApiRoute("/load", load, answer=ServerLoad),
+        ApiRoute("/server_info", server_info, answer=ServerInfo),
         ApiRoute("/ready", ready, answer=GatewayReadiness, statuses=[HTTPStatus.SERVICE_UNAVAILABLE]),
         ApiRoute("/version", version, answer=GatewayVersion),
         ApiRoute(METRICS_PATH, prometheus_metrics, media_type="text/plain"),

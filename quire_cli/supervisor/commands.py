@@ -37,7 +37,7 @@ class Commands:
 
     Attributes:
         rendezvous_port: Of the ranks of a model, if there are several.
-        probe_keys: The file of the supervisor's own key, where the gateway requires keys.
+        probe_keys: The file of the supervisor's own key and of those of --api-key, where the gateway requires keys.
     """
 
     settings: ServeSettings
@@ -80,6 +80,7 @@ class Commands:
             metrics_port=_own_port(self.settings.gateway_metrics_port, number),
             admin_port=_own_port(self.settings.admin_port, number),
             keys_files=(*self.settings.keys_files, *own_keys),
+            api_keys=(),
         )
         return [*self.programs.gateway, *to_argv(GatewaySettings, values)]
 

@@ -15,7 +15,7 @@ from signal import Signals
 from types import TracebackType
 from typing import Self
 
-from gateway.auth.keys import KeyEntry, hash_of, make_key, read_keys, write_keys
+from gateway.auth.keys import KeyEntry, entries_of, hash_of, make_key, read_keys, write_keys
 from quire.client import AsyncClient, GenerationOptions
 from quire.model_directory import ModelDirectory, weight_files
 from quire.model_source import resolve_model
@@ -220,10 +220,12 @@ class LocalServer:
         self._ports.append(ReservedPort.reserve(settings.http_host, settings.http_port))
         self._directory = RunDirectory.make()
         probe_keys = None
-        if settings.keys_files:
-            # A key by which this process finds out whether requests succeed, of a tenant of its own.
+        if settings.requires_keys:
+            # A key by which this process finds out whether requests succeed, of a tenant of its own. Those of --api-key
+            # stand beside it as hashes, so that no command line of a gateway has them.
             self._probe_key, probe_keys = make_key(), self._directory.path / "probe-keys.json"
-            write_keys(probe_keys, [KeyEntry(id=_PROBE, sha256=hash_of(self._probe_key).hex(), tenant=_PROBE)])
+            probe = KeyEntry(id=_PROBE, sha256=hash_of(self._probe_key).hex(), tenant=_PROBE)
+            write_keys(probe_keys, [probe, *entries_of(settings.api_keys)])
         rendezvous_port = 0
         if settings.tensor_parallel_size > 1:
             # Kept, since rank 0 listens only some seconds later, and again after each restart.

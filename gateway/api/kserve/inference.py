@@ -94,6 +94,7 @@ _REFUSED = {
     **{name: f"is no sampling parameter; set {place}" for name, place in _ELSEWHERE.items()},
     **dict.fromkeys(("stream_options", "add_special_tokens"), "is not supported by this version"),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), "is set; outputs have no token ids"),
+    "include_metrics": "is set; no output has metrics of a request",
     "suffix": "is not supported by this version",
     "prompt_logprobs": "is set; no output has log probabilities of the prompt",
     **dict.fromkeys(("sequence_id", "sequence_start", "sequence_end"), _NO_STATE),

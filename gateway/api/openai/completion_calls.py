@@ -1,9 +1,10 @@
 """Completions and chat completions as calls: their requests, and the writers of their answers."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 
-from gateway.api.answers import OPENAI
+from gateway.api.answers import OPENAI, client_request_id
 from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
 from gateway.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.api.openai.write import ChatShaper, CompletionShaper, Head
@@ -18,6 +19,9 @@ from gateway.types import Prompt, RequestOptions, TextPrompt
 from quire import clock, entropy
 from quire.rpc.errors import invalid_field
 
+# With the prefix, the suffix and the number of a prompt it is a valid id.
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,96}")
+
 
 class _Call:
     """The common part of both. See gateway.api.respond.Call."""
@@ -26,7 +30,7 @@ class _Call:
     stream_form = STREAMED
 
     def __init__(self, body: GenerationBody, prefix: str, model: str) -> None:
-        self.id = f"{prefix}-{body.request_id or entropy.random_hex(16)}"
+        self.id = f"{prefix}-{body.request_id or _new_id()}"
         self.streams = bool(body.stream)
         self._head = Head(self.id, int(clock.unix_s()), model)
         # The id of the request, by which it can be cancelled.
@@ -34,6 +38,15 @@ class _Call:
 
     async def keep(self) -> None:
         """No answer of this API is stored."""
+
+
+def _new_id() -> str:
+    """An id that no other request has, and that begins with the client's X-Request-Id, by which logs are searched.
+    Proxies and agents send one such id with several calls, so it is none by itself."""
+    given = client_request_id()
+    if given is None or not _CLIENT_ID.fullmatch(given):
+        return entropy.random_hex(16)
+    return f"{given}-{entropy.random_hex(4)}"
 
 
 class ChatCall(_Call):

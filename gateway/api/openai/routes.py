@@ -25,6 +25,7 @@ from gateway.api.openapi import ApiRoute
 from gateway.api.respond import respond
 from gateway.api.shapes import (
     AnyObject,
+    CancelledRequest,
     ChatCompletion,
     Completion,
     DetokenizedText,
@@ -38,7 +39,7 @@ from gateway.request.served_model import ServedModel
 from gateway.request.text_service import TextService
 from gateway.request.validation import find_model
 from gateway.types import ChatPrompt, TextPrompt
-from quire.rpc.errors import QuireError, Unimplemented, invalid_field
+from quire.rpc.errors import NotFound, QuireError, Unimplemented, invalid_field
 
 # This many tokens are written in less than a millisecond.
 _FEW = 4096
@@ -77,7 +78,22 @@ def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive
         body = await read_request(ChatBody, request, body_limits)
         return respond(generator, ChatCall(body, body.model or model), keep_alive_s)
 
+    async def cancel(request: Request) -> Response:
+        """Ends a running request of any gateway, by its id or its answer's. Its own call ends with an error."""
+        asked = request.path_params["request_id"]
+        prefix, _, rest = asked.partition("-")
+        ids = [asked, rest] if prefix in ("chatcmpl", "cmpl") and rest else [asked]
+        for position, request_id in enumerate(ids):
+            try:
+                await generator.cancel(request_id)
+                break
+            except NotFound:
+                if position == len(ids) - 1:
+                    raise
+        return JSONResponse({"id": asked, "object": "request", "cancelled": True})
+
     return [
+        ApiRoute("/v1/requests/{request_id}/cancel", cancel, method="POST", answer=CancelledRequest),
         ApiRoute(
             "/v1/completions",
             completions,
@@ -125,7 +141,7 @@ def _model_routes(generator: Generator, body_limits: BodyLimits, started_at_s: i
             "created": started_at_s,
             "owned_by": "quire",
             "root": base,
-            "parent": None if name == base else base,
+            "parent": None if name in (base, *adapters.aliases) else base,
             # None before the first connection to a scheduler.
             "max_model_len": min(lengths, default=None),
         }
@@ -133,7 +149,7 @@ def _model_routes(generator: Generator, body_limits: BodyLimits, started_at_s: i
     async def models(request: Request) -> Response:
         """The served model and its adapters, as far as the caller may use them."""
         caller = current_caller()
-        names = [] if caller.visible(base) is None else [base]
+        names = [name for name in (base, *adapters.aliases) if adapters.visible(caller, name) == name]
         names += [each.named.name for each in adapters.listed(caller)]
         return JSONResponse({"object": "list", "data": [described(name) for name in names]})
 

@@ -86,6 +86,25 @@ def usage_fields(usages: Sequence[Usage]) -> dict[str, Any]:
     }
 
 
+def request_metrics(body: GenerationBody, live: Sequence[LiveRequest], usages: Sequence[Usage]) -> dict[str, Any]:
+    """`metrics` as vLLM has them, for a call that asks for them; null where several sequences share the times."""
+    if not body.include_metrics:
+        return {}
+    if len(live) != 1 or len(live[0].sequences) != 1:
+        return {"metrics": None}
+    (usage,), first_s = usages, live[0].seconds_to_first_token
+    num_later, later_ms = usage.generated_tokens - 1, usage.decode_ms
+    generation_ms = usage.prefill_ms + usage.decode_ms
+    metrics = {
+        "time_to_first_token_ms": None if first_s is None else first_s * 1000,
+        "generation_time_ms": generation_ms,
+        "queue_time_ms": usage.queue_ms,
+        "mean_itl_ms": later_ms / num_later if num_later > 0 else None,
+        "tokens_per_second": usage.generated_tokens * 1000 / generation_ms if generation_ms else None,
+    }
+    return {"metrics": {name: None if value is None else round(value, 3) for name, value in metrics.items()}}
+
+
 class ChunkUsage:
     """The `usage` of each chunk of a stream: absent, null until the last chunk, or the usage so far."""
 
@@ -258,7 +277,7 @@ class ChatShaper:
             for sequence in sequences
         ]
         answer = self._head.fields("chat.completion") | {"choices": choices, "usage": usage_fields([usage])}
-        return answer | self._of_prompt()
+        return answer | self._of_prompt() | request_metrics(self._body, [self._live], [usage])
 
     def _of_prompt(self) -> dict[str, Any]:
         """What is told of the prompt, once."""
@@ -285,8 +304,11 @@ class ChatShaper:
             logprobs, ids, of_prompt = None, {}, {}
 
     def end(self, usages: Sequence[Usage]) -> Iterable[dict[str, Any]]:
+        metrics = request_metrics(self._body, [self._live], usages)
         if self._usage_so_far.is_included:
-            yield self._chunk([]) | {"usage": usage_fields(usages)}
+            yield self._chunk([]) | {"usage": usage_fields(usages)} | metrics
+        elif metrics:
+            yield self._chunk([]) | metrics
 
     def _message(self, sequence: GeneratedSequence) -> dict[str, Any]:
         content = self._echo + sequence.text
@@ -399,7 +421,8 @@ class CompletionShaper:
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         usage = self._usage([usage for _, usage in results])
         choices = LazyList(lambda: self._whole_choices(results))
-        return self._head.fields("text_completion") | {"choices": choices, "usage": usage}
+        metrics = request_metrics(self._body, self._live, [usage for _, usage in results])
+        return self._head.fields("text_completion") | {"choices": choices, "usage": usage} | metrics
 
     def _whole_choices(self, results: Sequence[Result]) -> Iterator[dict[str, Any]]:
         for position, (sequences, _) in enumerate(results):
@@ -430,8 +453,10 @@ class CompletionShaper:
         yield self._head.fields("text_completion") | {"choices": [choice]} | self._usage_so_far.after(event)
 
     def end(self, usages: Sequence[Usage]) -> Iterable[dict[str, Any]]:
-        if self._usage_so_far.is_included:
-            yield self._head.fields("text_completion") | {"choices": [], "usage": self._usage(usages)}
+        metrics = request_metrics(self._body, self._live, usages)
+        last = {"usage": self._usage(usages)} if self._usage_so_far.is_included else {}
+        if last or metrics:
+            yield self._head.fields("text_completion") | {"choices": []} | last | metrics
 
     def _choice(self, position: int, chunk: Chunk) -> dict[str, Any]:
         choices = self._choices[position]

@@ -40,7 +40,7 @@ from tests.support.keys import KeysFile
 from tests.support.scheduler_process import until
 
 HEALTH = "grpc.health.v1.Health"
-OPEN_PATHS = {"/health", "/ready", "/version"}
+OPEN_PATHS = {"/health", "/live", "/ping", "/ready", "/version"}
 LONG_TEXT = "Once upon a time there was a fox who lived in a wood with many friends and slept in a hollow tree"
 
 

@@ -1,5 +1,8 @@
 """The Open Inference Protocol over HTTP: the same as over gRPC, with tensors as JSON."""
 
+import gzip
+import json
+import struct
 from typing import Any
 
 import pytest
@@ -105,7 +108,7 @@ async def test_what_clients_add_to_a_request_is_fine(client):
         (f"{MODEL}/versions/2/infer", {"inputs": [text_input("a")]}, 404, 'model_version is "2"'),
         (f"{MODEL}/infer", {}, 400, "inputs is missing"),
         (f"{MODEL}/infer", {"inputs": [text_input("a")], "model_name": "b"}, 400, 'model_name is "b"; the path has'),
-        (f"{MODEL}/infer", {"inputs": [text_input("a")], "other": 1}, 400, "other is not a field"),
+        (f"{MODEL}/infer", {"inputs": [text_input("a")], "parameters": {"suffix": "b"}}, 400, 'parameters["suffix"]'),
         (f"{MODEL}/infer", {"inputs": [text_input(True)]}, 400, "inputs[0].data[0] must be a string"),
         (f"{MODEL}/infer", {"inputs": [text_input("a"), flag("stream", "x")]}, 400, "inputs[1].data[0] must be true"),
         (f"{MODEL}/infer", {"inputs": [text_input("a"), flag("stream")]}, 400, "use ModelStreamInfer"),
@@ -127,11 +130,66 @@ async def test_an_error_is_the_protocol_s_and_names_the_field(client, path, body
     assert says in response.json()["error"]
 
 
-async def test_binary_tensors_are_refused_with_the_way_out(client):
-    headers = {"inference-header-content-length": "2", "content-type": "application/json"}
-    response = await client.post(f"{MODEL}/infer", content=b"{}abc", headers=headers)
+def binary_body(size: int | None = None, **fields) -> tuple[bytes, dict[str, str]]:
+    """A body whose one prompt is bytes behind its JSON, and its headers. Its size is as it is, or another one."""
+    data = struct.pack("<I", 5) + b"hello"
+    prompt = {"name": "text_input", "datatype": "BYTES", "shape": [1]}
+    prompt["parameters"] = {"binary_data_size": len(data) if size is None else size}
+    head = json.dumps({"inputs": [prompt], "parameters": {"max_tokens": 2}} | fields).encode()
+    headers = {"inference-header-content-length": str(len(head)), "content-type": "application/octet-stream"}
+    return head + data, headers
+
+
+@pytest.mark.parametrize("packed", [False, True])
+async def test_tensors_are_bytes_in_both_directions_where_the_client_says_so(client, packed):
+    plain = await infer(client, text_input("hello"), parameters={"max_tokens": 2})
+    body, headers = binary_body(outputs=[{"name": "text_output", "parameters": {"binary_data": True}}])
+    if packed:
+        body, headers = gzip.compress(body), headers | {"content-encoding": "gzip"}
+    response = await client.post(f"{MODEL}/infer", content=body, headers=headers)
+    assert response.status_code == 200, response.text
+    size = int(response.headers["inference-header-content-length"])
+    text = plain.json()["outputs"][0]["data"][0].encode()
+    assert response.content[size:] == struct.pack("<I", len(text)) + text
+    (output,) = json.loads(response.content[:size])["outputs"]
+    assert output["parameters"] == {"binary_data_size": len(text) + 4}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "says"),
+    [
+        (*binary_body(size=99), "binary_data_size 99"),
+        (*binary_body(size=4), "bytes that are not a sequence"),
+        (binary_body()[0] + b"x", binary_body()[1], "leave 1 bytes"),
+        (b"{}", {"inference-header-content-length": "3"}, "must be the bytes of JSON"),
+        (b"{}", {"inference-header-content-length": "-1"}, "must be the bytes of JSON"),
+    ],
+)
+async def test_bytes_that_do_not_fit_their_json_are_refused(client, body, headers, says):
+    headers = {"content-type": "application/octet-stream"} | headers
+    response = await client.post(f"{MODEL}/infer", content=body, headers=headers)
     assert response.status_code == 400
-    assert "binary_data=False" in response.json()["error"]
+    assert says in response.json()["error"]
+
+
+async def test_the_generate_extension_answers_whole_and_in_pieces(client):
+    asked = {"text_input": "hello", "max_tokens": 3, "return_num_output_tokens": True, "unknown": 1}
+    whole = await client.post(f"{MODEL}/generate", json=asked)
+    assert whole.headers["x-quire-ignored-fields"] == "unknown"
+    assert whole.json()["num_output_tokens"] == 3
+    stream = await client.post(f"{MODEL}/generate_stream", json=asked)
+    pieces = [json.loads(line.removeprefix("data: ")) for line in stream.text.splitlines() if line]
+    assert "".join(piece["text_output"] for piece in pieces) == whole.json()["text_output"]
+    refused = await client.post(f"{MODEL}/generate", json={"text_input": "hello", "max_tokens": [3]})
+    assert (refused.status_code, set(refused.json())) == (400, {"error"})
+
+
+async def test_what_tritonclient_asks_before_it_infers_is_answered_over_http(client):
+    assert (await client.get(f"{MODEL}/config")).json()["backend"] == "quire"
+    for path in ("/v2/models/stats", f"{MODEL}/stats"):
+        assert (await client.get(path)).json()["model_stats"][0]["name"] == "quire-tiny"
+    index = await client.post("/v2/repository/index", headers={"content-type": "application/json"})
+    assert index.json() == [{"name": "quire-tiny", "version": "1", "state": "READY"}]
 
 
 async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_fault_in_the_log(gateway, client, caplog):
