@@ -104,6 +104,34 @@ async def test_only_a_valid_key_opens_a_front_and_as_often_as_it_may(rig, kind):
     assert [submit.tenant for submit in rig.scheduler.submits] == ["acme"] * 2
 
 
+async def test_an_answer_tells_what_is_left_of_the_rates_of_its_key(rig):
+    key = rig.keys.add("acme", limits=Limits(requests_per_minute=60, tokens_per_minute=1000))
+    rig.gateway.gateway.authenticator.refresh()
+    headers, body = {"authorization": f"Bearer {key}"}, {"prompt": "hello", "max_tokens": 1}
+    answers = [await rig.gateway.http.post("/v1/completions", json=body, headers=headers) for _ in range(2)]
+    left = [{name: int(each.headers[f"x-ratelimit-remaining-{name}"]) for name in ("requests", "tokens")}
+            for each in answers]  # fmt: skip
+    assert [each["requests"] for each in left] == [59, 58]
+    assert 900 < left[1]["tokens"] < left[0]["tokens"] < 1000
+    assert answers[0].headers["x-ratelimit-limit-requests"] == "60"
+    assert 0 < float(answers[0].headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 1
+
+
+async def test_a_key_that_is_a_flag_allows_everything_and_is_the_only_one(scheduler):
+    async with running_gateway(
+        scheduler, api_keys=("secret-1", "secret-2"), served_model_aliases=("gpt-4o",)
+    ) as gateway:
+        for key, status in (("secret-2", 200), ("secret-3", 401)):
+            headers = {"authorization": f"Bearer {key}"}
+            assert (await gateway.http.get("/metrics", headers=headers)).status_code == status
+        headers = {"authorization": "Bearer secret-1"}
+        models = (await gateway.http.get("/v1/models", headers=headers)).json()["data"]
+        assert [each["id"] for each in models][1:] == ["gpt-4o"]
+        asked = {"model": "gpt-4o", "prompt": "hello", "max_tokens": 1}
+        answer = await gateway.http.post("/v1/completions", json=asked, headers=headers)
+        assert (answer.status_code, answer.json()["model"]) == (200, "gpt-4o")
+
+
 # Limits; then calls in their order: what the scheduler answers, what is asked, and why it is refused.
 ONE, TOO_HOT = ((), "hello", {}), ((), "hello", {"temperature": -1.0})
 COSTS = {

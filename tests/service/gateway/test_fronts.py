@@ -189,7 +189,6 @@ async def test_log_probabilities_come_one_a_token(rig, front, streams, step):
         ({"temperature": -1}, "", "is -1; it must be in [0, 100]"),
         ({"top_p": 1.5}, "", "is 1.5; it must be in (0, 1]"),
         ({"max_tokens": 0}, "", "is 0"),
-        ({"max_tokens": 5000}, "", "is 5,000"),
         ({"stop": ["ok", ""]}, "[1]", "is empty"),
         ({"stop_token_ids": [3, 9999]}, "[1]", "is 9999"),
         ({"logprobs": 21}, "", "is 21; it must be in [0, 20]"),
@@ -214,6 +213,20 @@ async def test_a_parameter_that_is_wrong_is_named_as_its_front_has_it(rig, front
     assert refusal.retry_after_s is None
     assert not rig.scheduler.submits
     assert (await front.ask(streams=streams)).text == TEXT
+
+
+@over(FRONTS)
+@STREAMS
+async def test_more_output_than_the_context_has_is_refused_in_the_words_of_a_prompt_that_is_too_long(
+    rig, front, streams
+):
+    if isinstance(front, Messages):
+        # Agents ask Anthropic's API for as much as its models write, and get what is left.
+        assert (await front.ask(streams=streams, max_tokens=5000)).text == TEXT
+        return
+    refusal = await front.refused(streams=streams, max_tokens=5000)
+    assert (refusal.reason, refusal.field) == ("CONTEXT_LENGTH_EXCEEDED", front.field_name("max_tokens"))
+    assert "is 5,000; it must be in [1, 1,023], since this model's maximum context length is 1024" in refusal.message
 
 
 # A few tokens too many, and far more bytes than any prompt that fits.

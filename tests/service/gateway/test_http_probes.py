@@ -8,7 +8,7 @@ import pytest
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import running_gateway
 
-PATHS = ("/health", "/ready", "/version", "/metrics")
+PATHS = ("/health", "/live", "/load", "/ping", "/ready", "/server_info", "/version", "/metrics")
 CHANGING = {"date", "x-request-id"}
 
 
@@ -33,10 +33,13 @@ async def test_head_is_answered_as_get_without_a_body(ready_gateway, path):
     assert not asked.content
 
 
-async def test_head_says_not_ready_by_its_status():
+@pytest.mark.parametrize(
+    ("path", "status"), [("/ready", 503), ("/health", 503), ("/ping", 503), ("/live", 200), ("/version", 200)]
+)
+async def test_without_a_replica_that_can_serve_a_gateway_is_live_and_not_healthy(path, status):
     async with FakeScheduler(refuses_connections=True) as scheduler, running_gateway(scheduler) as gateway:
-        answer = await gateway.http.head("/ready")
-    assert (answer.status_code, answer.content) == (503, b"")
+        answer = await gateway.http.head(path)
+    assert (answer.status_code, answer.content) == (status, b"")
 
 
 async def test_other_methods_are_told_which_there_are(gateway):

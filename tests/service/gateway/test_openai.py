@@ -1,6 +1,7 @@
 """OpenAI's API in front of a fake scheduler: what reaches the scheduler, what comes back, whole and as a stream."""
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -146,7 +147,11 @@ async def test_log_probabilities_of_the_prompt(client):
         ("POST", CHAT, {"content-type": "application/json"}, b"", 400, "malformed_message"),
         ("POST", CHAT, {}, b"[]", 400, "malformed_message"),
         ("POST", CHAT, {"content-type": "text/plain"}, b"{}", 415, "unsupported_media_type"),
-        ("POST", CHAT, {"content-encoding": "gzip"}, b"{}", 415, "unsupported_media_type"),
+        ("POST", CHAT, {"content-encoding": "br"}, b"{}", 415, "unsupported_media_type"),
+        ("POST", CHAT, {"content-encoding": "gzip"}, b"{}", 400, "malformed_message"),
+        ("POST", CHAT, {"content-encoding": "gzip"}, gzip.compress(b"{}")[:-4], 400, "malformed_message"),
+        ("POST", CHAT, {"content-encoding": "gzip"}, gzip.compress(b" " * 5_000_000), 413, "body_too_large"),
+        ("POST", "/v1/requests/none/cancel", {}, b"", 404, "request_not_found"),
         ("POST", CHAT, {}, b" " * 5_000_000, 413, "body_too_large"),
         ("POST", "/tokenize", {}, b"{}", 400, "invalid_argument"),
         ("POST", "/tokenize", {}, b'{"prompt": "a", "messages": []}', 400, "invalid_argument"),
@@ -162,6 +167,75 @@ async def test_every_error_has_openai_s_shape(client, method, path, headers, con
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"] == "trace-1"
     assert (await client.get("/health")).status_code == 200
+
+
+async def test_what_is_not_known_is_ignored_named_and_counted(client):
+    asked = {"messages": [HELLO[0] | {"a\r\nb": 1}], "max_tokens": 1, "temprature": 0, "vllm_xargs": {}}
+    response = await client.post(CHAT, json=asked)
+    assert (response.status_code, response.headers["x-quire-ignored-fields"]) == (
+        200,
+        "temprature, messages[].a%0D%0Ab",
+    )
+    assert 'quire_gateway_ignored_fields_total{api="chat"}' in (await client.get("/metrics")).text
+    assert "x-quire-ignored-fields" not in (await client.get("/v1/models")).headers
+
+
+async def test_strictly_what_is_not_known_is_refused_by_every_api(scheduler):
+    bodies = {
+        CHAT: {"messages": HELLO},
+        COMPLETIONS: {"prompt": "a"},
+        "/v1/responses": {"input": "a"},
+        "/v1/messages": {"messages": HELLO, "max_tokens": 1},
+        "/v2/models/quire-tiny/infer": {
+            "inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["a"]}]
+        },
+    }
+    async with running_gateway(scheduler, strict_fields=True) as gateway:
+        for path, body in bodies.items():
+            assert (await gateway.http.post(path, json=body)).status_code == 200
+            response = await gateway.http.post(path, json=body | {"temprature": 0})
+            assert (response.status_code, "temprature is not a field" in response.text) == (400, True)
+
+
+@pytest.mark.parametrize(("clamp", "asked", "status"), [
+    ("defaults", 32_000, 200), ("defaults", 5001, 400), ("always", 5001, 200), ("never", 32_000, 400),
+])  # fmt: skip
+async def test_more_tokens_than_are_left_are_cut_down_as_the_operator_says(scheduler, clamp, asked, status):
+    async with running_gateway(scheduler, clamp_max_tokens=clamp) as gateway:
+        response = await gateway.http.post(CHAT, json={"messages": HELLO, "max_tokens": asked})
+        assert response.status_code == status
+        assert "context_length_exceeded" in response.text or status == 200
+        # Agents of Anthropic's API ask for what its models write.
+        body = {"messages": HELLO, "max_tokens": asked}
+        assert (await gateway.http.post("/v1/messages", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "hello"})])
+async def test_tokens_and_times_are_shown_where_they_are_asked_for(client, path, body, stream):
+    asked = {"max_tokens": 3, "return_token_ids": True, "include_metrics": True, "prompt_logprobs": 0, "stream": stream}
+    text = (await client.post(path, json=body | asked)).text
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line and "[DONE]" not in line]
+    answers = list(map(json.loads, lines))
+    choices = [choice for answer in answers for choice in answer["choices"]]
+    assert sum(len(choice.get("token_ids", [])) for choice in choices) == 3
+    (prompt,) = [part["prompt_token_ids"] for part in (*answers, *choices) if "prompt_token_ids" in part]
+    (logprobs,) = [part["prompt_logprobs"] for part in (*answers, *choices) if "prompt_logprobs" in part]
+    assert len(prompt) == len(logprobs)
+    (metrics,) = [answer["metrics"] for answer in answers if "metrics" in answer]
+    assert metrics["time_to_first_token_ms"] > 0
+
+
+@pytest.mark.parametrize("headers", [{}, {"x-request-id": "mine"}])
+async def test_a_request_is_cancelled_by_its_id_or_its_answer_s(client, rig, headers):
+    rig.scheduler.step_delay_s = 0.01
+    body = {"messages": HELLO, "max_tokens": 900, "ignore_eos": True}
+    making = asyncio.create_task(client.post(CHAT, json=body, headers=headers))
+    await rig.scheduler.until(lambda: rig.scheduler.live)
+    request_id = rig.scheduler.submits[-1].request_id
+    assert request_id.startswith("chatcmpl-mine-" if headers else "chatcmpl-")
+    assert (await client.post(f"/v1/requests/{request_id}/cancel")).json()["cancelled"]
+    assert (await making).json()["error"]["code"] == "cancelled_by_id"
 
 
 async def test_a_body_that_comes_in_pieces_has_the_same_limit(client):

@@ -119,16 +119,59 @@ async def test_a_kept_response_is_deleted(client):
     assert (raised.value.param, raised.value.code) == ("previous_response_id", "response_not_found")
 
 
-async def test_a_gateway_keeps_nothing_unless_it_is_told_to(scheduler):
+async def test_a_gateway_that_keeps_nothing_says_so_in_the_response(scheduler):
     async with (
-        running_gateway(scheduler) as gateway,
+        running_gateway(scheduler, max_stored_response_bytes=0) as gateway,
         AsyncOpenAI(base_url=f"{gateway.http_url}/v1", api_key="unused", max_retries=0) as client,
     ):
         response = await client.responses.create(model="quire-tiny", input="hello", max_output_tokens=2)
         with pytest.raises(NotFoundError, match="--max-stored-response-bytes is 0"):
             await client.responses.retrieve(response.id)
-        with pytest.raises(BadRequestError, match="store is true"):
-            await client.responses.create(model="quire-tiny", input="hello", store=True)
+        stored = await client.responses.create(model="quire-tiny", input="hello", store=True, max_output_tokens=2)
+        assert stored.model_dump()["store"] is False
+
+
+async def test_an_item_of_a_kept_response_stands_for_itself_in_the_next_turn(client):
+    first = await client.responses.create(model="quire-tiny", input="hello", max_output_tokens=4)
+    question = {"role": "user", "content": "and then?"}
+    counts = [
+        (await client.responses.input_tokens.count(input=[{"role": "user", "content": "hello"}, item, question]))
+        for item in (first.output[0].model_dump(), {"type": "item_reference", "id": first.output[0].id})
+    ]
+    assert counts[0] == counts[1]
+    with pytest.raises(BadRequestError, match="--response-store") as raised:
+        await client.responses.create(input=[{"type": "item_reference", "id": first.output[0].id + "9"}, question])
+    assert (raised.value.param, raised.value.code) == ("input[0].id", "response_not_found")
+
+
+async def test_a_file_keeps_responses_for_the_gateways_after_it_and_for_their_tenants_alone(scheduler, tmp_path):
+    keys = KeysFile(tmp_path / "keys.json")
+    one, other = keys.add("one"), keys.add("other")
+    settings = {"keys_files": (keys.path,), "response_store": f"sqlite:{tmp_path / 'kept.db'}"}
+    responses = []
+    for _ in range(2):
+        async with (
+            running_gateway(scheduler, **settings) as gateway,
+            AsyncOpenAI(base_url=f"{gateway.http_url}/v1", api_key=one, max_retries=0) as client,
+        ):
+            for response in responses:
+                assert await client.responses.retrieve(response.id) == response
+                with pytest.raises(NotFoundError):
+                    await client.with_options(api_key=other).responses.retrieve(response.id)
+            earlier = responses[-1].id if responses else None
+            asked = {"input": "hello", "previous_response_id": earlier, "max_output_tokens": 4}
+            responses.append(await client.responses.create(**asked))
+    assert (tmp_path / "kept.db").stat().st_mode & 0o077 == 0
+
+
+async def test_the_oldest_turns_are_left_out_where_the_client_allows_it(client):
+    turns = [{"role": role, "content": "a b c d e f g h"} for _ in range(100) for role in ("user", "assistant")]
+    asked = [{"role": "system", "content": "Be kind."}, *turns, {"role": "user", "content": "And now?"}]
+    with pytest.raises(BadRequestError) as raised:
+        await client.responses.create(input=asked, max_output_tokens=100)
+    assert raised.value.code == "context_length_exceeded"
+    response = await client.responses.create(input=asked, max_output_tokens=100, truncation="auto")
+    assert 700 < response.usage.input_tokens <= 924
 
 
 async def test_responses_of_other_tenants_are_not_known(scheduler, tmp_path):
