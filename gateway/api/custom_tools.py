@@ -21,7 +21,8 @@ _INPUT = "input"
 _BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 # Whole characters of a text in JSON: a surrogate is one with the other half.
 _CHARACTERS = re.compile(
-    r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*'
+    r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*"
 )
 
 

@@ -207,6 +207,12 @@ STREAMS = [
         {"input": "a", "tools": [{"type": "function"} | WEATHER], "include": ["message.output_text.logprobs"]},
     ),
     ("/v1/responses", {"input": "a", "max_output_tokens": 2}),
+    ("/v1/responses", {"input": "a", "tools": [{"type": "custom", "name": "get_weather"}]}),
+    (
+        "/v1/chat/completions",
+        {"messages": USER, "tools": [{"type": "custom", "custom": {"name": "get_weather"}}], "include_metrics": True},
+    ),
+    ("/v1/completions", {"prompt": "a", "prompt_logprobs": 1, "return_token_ids": True, "include_metrics": True}),
     (
         "/v1/messages",
         {

@@ -9,13 +9,14 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import input_token_count_params, response_create_params
 
 from gateway.api.anthropic import read as anthropic
+from gateway.api.field_rule import CHAT, CHAT_MESSAGE, COMPLETION, RESPONSE
 from gateway.api.openai.conversation import FunctionDefinition, Message, ToolDefinition
-from gateway.api.openai.schemas import HINTS, UNSUPPORTED, ChatBody, CompletionBody, GenerationBody
+from gateway.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.api.responses.read import InputBody, ResponseBody
 from tests.support.documents import explained_names
 
 DOCS = Path(__file__).parents[3] / "docs"
-COMMON, COMPLETIONS, CHAT = "Fields of both", "Fields of completions", "Fields of chat completions"
+COMMON, COMPLETIONS, CHATS = "Fields of both", "Fields of completions", "Fields of chat completions"
 OF_RESPONSES = ("Fields of responses", "Refused in responses", "Accepted without effect in responses")
 
 
@@ -29,17 +30,17 @@ def fields_of(document: str, *sections: str) -> set[str]:
     [
         ("openai.md", COMMON, GenerationBody.model_fields),
         ("openai.md", COMPLETIONS, CompletionBody.model_fields.keys() - GenerationBody.model_fields),
-        ("openai.md", CHAT, ChatBody.model_fields.keys() - GenerationBody.model_fields),
+        ("openai.md", CHATS, ChatBody.model_fields.keys() - GenerationBody.model_fields),
         ("openai.md", "Tools", ["type", *(f"function.{name}" for name in FunctionDefinition.model_fields)]),
-        ("openai.md", "Refused", UNSUPPORTED),
-        ("openai.md", "Accepted without effect", HINTS),
+        ("openai.md", "Refused", {**CHAT.refused, **COMPLETION.refused}),
+        ("openai.md", "Accepted without effect", CHAT.silent | COMPLETION.silent),
         ("openai.md", OF_RESPONSES[0], ResponseBody.model_fields),
-        ("openai.md", OF_RESPONSES[1], ResponseBody.harmless),
-        ("openai.md", OF_RESPONSES[2], ResponseBody.hints),
+        ("openai.md", OF_RESPONSES[1], RESPONSE.refused),
+        ("openai.md", OF_RESPONSES[2], RESPONSE.silent),
         ("anthropic.md", "Fields", anthropic.MessageBody.model_fields),
         ("anthropic.md", "Tools", anthropic.ToolDefinition.model_fields),
-        ("anthropic.md", "Refused", anthropic.MessageBody.harmless),
-        ("anthropic.md", "Accepted without effect", anthropic.MessageBody.hints),
+        ("anthropic.md", "Refused", anthropic.MessageBody.unread.refused),
+        ("anthropic.md", "Accepted without effect", anthropic.MessageBody.unread.silent),
     ],
 )
 def test_every_field_is_in_its_list_and_no_other(document: str, section: str, fields: Collection[str]) -> None:
@@ -47,8 +48,8 @@ def test_every_field_is_in_its_list_and_no_other(document: str, section: str, fi
 
 
 def test_fields_of_messages_are_listed_and_tools_have_no_others() -> None:
-    assert fields_of("openai.md", "Messages") >= set(Message.model_fields)
-    assert set(ToolDefinition.model_fields) == {"type", "function"}
+    assert fields_of("openai.md", "Messages") >= {*Message.model_fields, *CHAT_MESSAGE.refused, *CHAT_MESSAGE.silent}
+    assert set(ToolDefinition.model_fields) == {"type", "function", "custom"}
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_fields_of_messages_are_listed_and_tools_have_no_others() -> None:
             completion_create_params.CompletionCreateParamsBase,
             (COMMON, COMPLETIONS, "Refused", "Accepted without effect"),
         ),
-        (chat_create_params.CompletionCreateParamsBase, (COMMON, CHAT, "Refused", "Accepted without effect")),
+        (chat_create_params.CompletionCreateParamsBase, (COMMON, CHATS, "Refused", "Accepted without effect")),
         (response_create_params.ResponseCreateParamsBase, OF_RESPONSES),
     ],
 )
@@ -67,8 +68,8 @@ def test_no_parameter_of_openai_s_client_is_missing(parameters: type, sections: 
 
 
 def test_the_count_of_input_tokens_takes_what_openai_s_client_sends() -> None:
-    known = set(InputBody.model_fields) | set(InputBody.harmless)
+    known = set(InputBody.model_fields) | set(InputBody.unread.refused)
     assert set(input_token_count_params.InputTokenCountParams.__annotations__) == known
     text = (DOCS / "openai.md").read_text(encoding="utf-8")
     (_, _, described) = text.partition("`POST /v1/responses/input_tokens`")
-    assert all(f"`{name}`" in described.partition("###")[0] for name in InputBody.harmless)
+    assert all(f"`{name}`" in described.partition("###")[0] for name in InputBody.unread.refused)

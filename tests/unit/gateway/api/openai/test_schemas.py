@@ -104,7 +104,7 @@ def test_a_message_that_is_no_text_is_refused(messages, path):
 
 def test_null_is_as_good_as_absent():
     fields = {name: None for name in CompletionBody.model_fields if name != "prompt"}
-    assert completion(**fields, suffix=None, tools=None, anything=None).n is None
+    assert completion(**fields, tools=None, anything=None).n is None
 
 
 @pytest.mark.parametrize("field", ["temprature", "max_new_tokens", "best-of", "x" * 5000])
