@@ -26,6 +26,7 @@ from urllib.parse import quote
 from pydantic import BaseModel, ConfigDict
 
 from gateway.request.violations import Violations
+from gateway.turns import Turns
 
 _MAX_NAMED = 16
 _MAX_NAME = 64
@@ -175,10 +176,15 @@ class IgnoredFields:
         self.count = 0
         self._names: dict[str, None] = {}
 
+    @property
+    def is_full(self) -> bool:
+        """Whether no further name would be shown."""
+        return len(self._names) > _MAX_NAMED
+
     def add(self, path: str) -> None:
         """Notes one field by its path. Paths that differ in positions alone are named once."""
         self.count += 1
-        if len(self._names) <= _MAX_NAMED:
+        if not self.is_full:
             self._names[_POSITION.sub("[]", path)] = None
 
     def merge(self, others: "IgnoredFields") -> None:
@@ -221,9 +227,17 @@ class FieldRule:
 
     def check(self, violations: Violations, body: Part, api: str) -> None:
         """Adds a violation for each field that is refused, of the body and of the objects in it; notes the ignored."""
-        with_ignored = _Check(violations, self.is_strict)
-        with_ignored.check(body, "")
-        self._note(api, with_ignored.ignored)
+        check = _Check(violations, self.is_strict)
+        for _ in check.steps(body):
+            pass
+        self._note(api, check.ignored)
+
+    async def check_by_turns(self, violations: Violations, body: Part, api: str, turns: Turns) -> None:
+        """As `check`, so that other calls run between: a body may have a hundred thousand fields."""
+        check = _Check(violations, self.is_strict)
+        for _ in check.steps(body):
+            await turns.pause()
+        self._note(api, check.ignored)
 
     def leave_out(self, violations: Violations, api: str, paths: Mapping[str, str]) -> None:
         """Notes entries of lists that are left out, such as tools that nobody could run here: their names, or types, by
@@ -261,14 +275,37 @@ class _Check:
         self._violations = violations
         self._is_strict = is_strict
 
-    def check(self, part: Part, path: str) -> None:
+    def steps(self, part: Part, path: str = "") -> Iterator[None]:
+        """Checks an object and those in it. Between two steps, which take a fraction of a millisecond each where the
+        body has few fields for its objects, other calls may run."""
+        self._check_own(part, path)
+        for name, alias in _fields_with_parts(type(part)):
+            value = getattr(part, name)
+            if isinstance(value, Part):
+                yield from self.steps(value, _place(path, alias))
+            elif isinstance(value, list):
+                place = _place(path, alias)
+                for position, entry in enumerate(typing.cast(list[Any], value)):
+                    if self._violations.are_enough:
+                        return
+                    if isinstance(entry, Part):
+                        yield from self.steps(entry, f"{place}[{position}]")
+        yield
+
+    def _check_own(self, part: Part, path: str) -> None:
+        undeclared = part.undeclared
+        if not undeclared:
+            return
         unread = part.unread
-        for name, value in part.undeclared.items():
+        for name, value in undeclared.items():
             if value is None or name in unread.silent:
                 continue
             values = unread.refused.get(name)
             if values is None and not self._is_strict:
-                self.ignored.add(_place(path, name))
+                if self.ignored.is_full:
+                    self.ignored.count += 1
+                else:
+                    self.ignored.add(_place(path, name))
             elif values is None:
                 known = "is not a field that is known here" if path else "is not a field of this request"
                 self._violations.add(_place(path, name), known)
@@ -277,16 +314,6 @@ class _Check:
                 self._violations.add(_place(path, name), _UNSUPPORTED + unread.ways_out.get(name, ""))
             if self._violations.are_enough:
                 return
-        for name, alias in _fields_with_parts(type(part)):
-            value = getattr(part, name)
-            if isinstance(value, Part):
-                self.check(value, _place(path, alias))
-            elif isinstance(value, list):
-                for position, entry in enumerate(typing.cast(list[Any], value)):
-                    if self._violations.are_enough:
-                        return
-                    if isinstance(entry, Part):
-                        self.check(entry, f"{_place(path, alias)}[{position}]")
 
 
 def _place(path: str, name: str) -> str:

@@ -67,7 +67,7 @@ async def parse(
     body = validated(kind, fields, types)
     await turns.pause()
     violations = Violations()
-    limits.rule.check(violations, body, api)
+    await limits.rule.check_by_turns(violations, body, api, turns)
     check(violations, body)
     violations.raise_if_any()
     return body

@@ -244,9 +244,10 @@ class SqliteStore(ResponseStore):
             raise ConfigurationError(f"--response-store {path} cannot be used: {error}") from error
 
     def _open(self) -> sqlite3.Connection:
-        database = sqlite3.connect(self._path, timeout=_LOCK_TIMEOUT_S, isolation_level=None)
         # The file holds conversations.
+        self._path.touch(mode=0o600)
         self._path.chmod(0o600)
+        database = sqlite3.connect(self._path, timeout=_LOCK_TIMEOUT_S, isolation_level=None)
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
         if database.execute("PRAGMA user_version").fetchone()[0] not in (0, _VERSION):
