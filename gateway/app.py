@@ -312,6 +312,7 @@ def _make_generator(
         executor,
         tool_format=settings.tool_call_parser,
         reasoning_format=settings.reasoning_parser,
+        takes_templates=settings.request_chat_templates,
     )
     replicas = Replicas(
         settings.schedulers,

@@ -101,6 +101,11 @@ class FormatFlags(ServiceFlags):
         "format of the model's reasoning, by vLLM's name; by default detected in the chat template",
         choices=sorted(REASONING_FORMATS),
     )
+    request_chat_templates: bool = setting(
+        False,
+        "render a chat by the chat_template of its request, where it has one; a template may take a processor for as "
+        "long as its author likes, so only for callers that are trusted",
+    )
     strict_fields: bool = setting(
         False, "refuse fields of requests that are not known; by default they are ignored, and named in the answer"
     )

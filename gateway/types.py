@@ -60,6 +60,8 @@ class ChatPrompt:
     parallel_tool_calls: bool = True
     response_format: Constraint | None = None
     template_options: TemplateOptions | None = None
+    template: str | None = None
+    """The caller's own chat template."""
     drops_turns: bool = False
 
 

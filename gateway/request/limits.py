@@ -20,6 +20,8 @@ MAX_BEAM_CANDIDATES = 2048
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_BYTES = 128
+MAX_TEMPLATE_LENGTH = 1 << 16
+"""The maximum length of the chat template of a request, in characters; the longest of known models have 20,000."""
 MAX_TOOLS = 128
 """The maximum number of tools of a chat."""
 MAX_TOOL_SCHEMA_BYTES = 256 * 1024

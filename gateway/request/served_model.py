@@ -45,8 +45,10 @@ class ServedModel:
         *,
         tool_format: str | None = None,
         reasoning_format: str | None = None,
+        takes_templates: bool = False,
     ) -> Self:
-        """Reads a model directory; `executor` runs long work. Formats that are not given are those of the template.
+        """Reads a model directory; `executor` runs long work. With `takes_templates` a chat may have a template of its
+        own. Formats that are not given are those of the template.
 
         Raises:
             ConfigurationError: something is missing or malformed, in one line.
@@ -74,6 +76,7 @@ class ServedModel:
                 tool_template=tool_template,
                 tool_format=tool_format,
                 reasoning_format=reasoning_format,
+                special_tokens=texts if takes_templates else None,
             ),
             tokenizer_config=directory.tokenizer_config,
             constraints=ConstraintChecker(TrialProcess(directory.path)),

@@ -39,6 +39,8 @@ _DEVELOPER = "developer"
 # Marks the end of the message that an answer continues; the prompt is cut there. Templates may trim the space.
 _END_OF_FINAL_MESSAGE = "\N{END OF TEXT}end of the final message\N{END OF TEXT} "
 # Variables that the server sets for a template, besides the caller's arguments.
+# Templates of requests that stay compiled.
+_KEPT_TEMPLATES = 16
 _OWN_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 # Many clients send these to every model. A template that does not read them renders the same prompt without them.
 _HINTS = frozenset({"reasoning_effort"})
@@ -161,8 +163,10 @@ class Chat:
         tool_template: ChatTemplate | None = None,
         tool_format: str | None = None,
         reasoning_format: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
     ) -> None:
-        """`executor` renders long conversations. Formats that are not given are detected in the templates."""
+        """`executor` renders long conversations. `special_tokens` are for templates that requests have; without them
+        such requests are refused. Formats that are not given are detected in the templates."""
         self.template = template
         self.tool_template = tool_template or template
         source = "" if self.tool_template is None else self.tool_template.source
@@ -171,6 +175,18 @@ class Chat:
         self._model_name = model_name
         self._tokenizer = tokenizer
         self._executor = executor
+        self._special_tokens = special_tokens
+        self._templates = functools.lru_cache(_KEPT_TEMPLATES)(self._template_of)
+
+    def _template_of(self, source: str) -> ChatTemplate:
+        try:
+            return ChatTemplate(source, self._special_tokens or {})
+        except ConfigurationError as error:
+            problem = str(error).removeprefix("the model's chat template ")
+            raise invalid_field("chat_template", problem) from error
+
+    def _render_own(self, source: str, prompt: ChatPrompt) -> str:
+        return self._templates(source).render(prompt)
 
     async def render(self, prompt: ChatPrompt) -> str:
         """The text of the rendered prompt.
@@ -182,6 +198,12 @@ class Chat:
         if choice is not None and choice.mode == TOOL_CHOICE_MODE_NONE:
             # Without tools in its prompt a model makes no calls.
             prompt = replace(prompt, tools=())
+        if prompt.template is not None:
+            if self._special_tokens is None:
+                description = "is set; this gateway takes no templates of requests (--request-chat-templates)"
+                raise invalid_field("chat_template", description)
+            size = _size(prompt) + len(prompt.template)
+            return await self._executor.run(current_tenant(), size, self._render_own, prompt.template, prompt)
         template = self.template
         if prompt.tools or any(message.tool_calls for message in prompt.messages):
             template = self.tool_template

@@ -9,6 +9,7 @@ from gateway.api import field_rule
 from gateway.api.custom_tools import CustomDefinition, check_custom, custom_call, custom_tool
 from gateway.api.field_rule import Part, Unread
 from gateway.api.fields import TOOL_CHOICES, effort_arguments, make_tool
+from gateway.request.limits import MAX_TEMPLATE_LENGTH
 from gateway.request.violations import Violations, shortened
 from gateway.types import ChatMessage
 from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, ToolChoice
@@ -122,6 +123,7 @@ class ConversationFields(BaseModel):
     """The fields besides the messages from which the prompt of a chat is made."""
 
     tools: Annotated[list[ToolDefinition] | None, Field(fail_fast=True)] = None
+    chat_template: Annotated[str | None, Field(max_length=MAX_TEMPLATE_LENGTH)] = None
     documents: Annotated[list[dict[str, Any]] | None, Field(fail_fast=True)] = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

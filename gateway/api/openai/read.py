@@ -134,6 +134,7 @@ def chat_prompt(messages: Sequence[Message], fields: ConversationFields) -> Chat
         [chat_message(each) for each in messages],
         tools=tools_of(fields),
         template_options=template_options(fields),
+        template=fields.chat_template,
     )
 
 
@@ -151,6 +152,9 @@ def param_name(body: GenerationBody, field: str) -> str:
             return "top_logprobs"
         if head == "max_tokens" and body.max_completion_tokens is not None:
             return "max_completion_tokens"
+    own = head.removeprefix(_ARGUMENTS)
+    if own in ("documents", "enable_thinking") and getattr(body, own, None) is not None:
+        return own
     if head.startswith(_ARGUMENTS):
         return "chat_template_kwargs." + name.removeprefix(_ARGUMENTS)
     if head.startswith(("constraint", "response_format")):

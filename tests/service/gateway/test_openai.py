@@ -210,6 +210,31 @@ async def test_more_tokens_than_are_left_are_cut_down_as_the_operator_says(sched
         assert (await gateway.http.post("/v1/messages", json=body)).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("template", "is_allowed", "says"),
+    [
+        ("{{ messages[0].content }}{{ documents[0].text }}", True, ""),
+        ("{{ messages", True, "is invalid"),
+        ("{{ raise_exception('no') }}", True, "refuses the conversation: no"),
+        ("{{ ''.__class__.__mro__ }}", True, "refuses the conversation"),
+        ("a" * 70_000, True, "at most 65536 characters"),
+        ("a", False, "--request-chat-templates"),
+    ],
+)
+async def test_a_chat_has_a_template_of_its_own_where_the_operator_allows_it(scheduler, template, is_allowed, says):
+    async with running_gateway(scheduler, request_chat_templates=is_allowed) as gateway:
+        documents = [{"text": " there"}] if "documents" in template else None
+        body = {"messages": HELLO, "chat_template": template, "documents": documents, "max_tokens": 1}
+        response = await gateway.http.post(CHAT, json=body)
+    assert says in response.text
+    assert response.status_code == (400 if says else 200)
+    if not says:
+        assert (
+            decode_int32(scheduler.submits[-1].prompt_token_ids, "prompt").tolist()
+            == TOKENIZER.encode("hello there").ids
+        )
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "hello"})])
 async def test_tokens_and_times_are_shown_where_they_are_asked_for(client, path, body, stream):
