@@ -144,3 +144,19 @@ def test_a_public_certificate_that_cannot_be_used_is_refused_before_anything_sta
     with pytest.raises(ConfigurationError, match=r"worker\.key"):
         check_servable(settings)
     check_servable(ServeSettings(public_cert=tmp_path / "gateway.pem", public_key=tmp_path / "gateway.key"))
+
+
+def test_keys_that_are_flags_are_in_no_command_line_of_a_gateway() -> None:
+    served = ServeSettings(api_keys=("secret-key",), keys_files=(Path("/keys.json"),))
+    commands = Commands(served, PROGRAMS, Path("/run/q"), probe_keys=Path("/run/q/probe-keys.json"))
+    gateway = load_settings(GatewaySettings, commands.gateway(0, 11, 12)[1:], {}, program="g")
+    assert gateway.keys_files == (Path("/keys.json"), Path("/run/q/probe-keys.json"))
+    assert not gateway.api_keys
+    assert not any("secret-key" in each for each in commands.gateway(0, 11, 12))
+
+
+@pytest.mark.parametrize("key", ["", "a b", "a\n", "x" * 513, "clé"])
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(ValueError, match="--api-key has a key") as raised:
+        ServeSettings(api_keys=(key,))
+    assert not key or key not in str(raised.value)
