@@ -49,6 +49,12 @@ RUNNING = {
     "/v1/messages/count_tokens": {"messages": MESSAGES, "model": "quire-tiny"},
     "/v2/models/{model}/infer": INPUTS,
     "/v2/models/{model}/versions/{version}/infer": INPUTS,
+    **{
+        f"/v2/models/{{model}}{version}/generate{end}": {"text_input": "hello", "max_tokens": 3}
+        for version in ("", "/versions/{version}")
+        for end in ("", "_stream")
+    },
+    "/v2/repository/index": {},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [5, 6]},
     "/v1/load_lora_adapter": {"lora_name": "mine", "lora_path": "/adapters/mine"},
@@ -109,7 +115,7 @@ def statuses_of(operation: Any, url: str, parameters: dict[str, str]) -> Counter
 async def test_answers_to_drawn_requests_are_those_that_the_document_describes(gateway):
     document = (await gateway.http.get("/openapi.json")).json()
     stored = (await gateway.http.post("/v1/responses", json={"input": "hello"})).json()
-    parameters = {"model": "quire-tiny", "version": "1", "response_id": stored["id"]}
+    parameters = {"model": "quire-tiny", "version": "1", "response_id": stored["id"], "request_id": stored["id"]}
     found = list(schemathesis.openapi.from_dict(document).get_all_operations())
     operations = [each.ok() for each in found if isinstance(each, Ok)]
     assert len(operations) == len(found)

@@ -72,7 +72,8 @@ async def test_readiness_follows_the_scheduler(gateway, scheduler):
     answer = await gateway.http.get("/ready")
     assert answer.status_code == 503
     assert answer.json()["reason"].startswith("no scheduler is connected")
-    assert (await gateway.http.get("/health")).status_code == 200
+    statuses = [(await gateway.http.get(path)).status_code for path in ("/health", "/ping", "/live")]
+    assert statuses == [503, 503, 200]
     scheduler.epoch += 1
     await scheduler.start()
     await until_health_is(gateway.channel, "SERVING")
