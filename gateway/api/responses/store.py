@@ -37,6 +37,8 @@ _RESPONSE_BYTES = 1000
 _ITEM_ID = re.compile(r"[a-z]{2,3}_([0-9a-f]{32})(?:in)?\d{1,6}")
 _LOCK_TIMEOUT_S = 5.0
 _VERSION = 1
+# The first with RETURNING.
+_NEEDED = (3, 35, 0)
 _TABLES = f"""
 CREATE TABLE IF NOT EXISTS responses (
     tenant TEXT NOT NULL, id TEXT NOT NULL, used_at REAL NOT NULL, bytes INTEGER NOT NULL, body BLOB NOT NULL,
@@ -244,10 +246,12 @@ class SqliteStore(ResponseStore):
             raise ConfigurationError(f"--response-store {path} cannot be used: {error}") from error
 
     def _open(self) -> sqlite3.Connection:
+        if sqlite3.sqlite_version_info < _NEEDED:
+            raise sqlite3.NotSupportedError(f"SQLite is {sqlite3.sqlite_version}; 3.35 or newer is needed")
         # The file holds conversations.
         self._path.touch(mode=0o600)
         self._path.chmod(0o600)
-        database = sqlite3.connect(self._path, timeout=_LOCK_TIMEOUT_S, isolation_level=None)
+        database = sqlite3.connect(self._path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
         if database.execute("PRAGMA user_version").fetchone()[0] not in (0, _VERSION):
@@ -279,30 +283,37 @@ class SqliteStore(ResponseStore):
         sizes: dict[str, int] = dict(database.execute("SELECT tenant, sum(bytes) FROM responses GROUP BY tenant"))
         while sum(sizes.values()) > self._max_bytes:
             largest = max(sizes, key=lambda tenant: sizes[tenant])
-            row = database.execute(
+            rows = database.execute(
                 "DELETE FROM responses WHERE rowid = (SELECT rowid FROM responses WHERE tenant = ? ORDER BY used_at "
                 "LIMIT 1) RETURNING bytes",
                 (largest,),
-            ).fetchone()
-            sizes[largest] -= row[0]
+            ).fetchall()
+            sizes[largest] -= rows[0][0]
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         if not self.keeps_any:
             return None
         try:
-            row = self._database.execute(
+            # All rows are fetched, which ends the statement and its lock.
+            rows = self._database.execute(
                 "UPDATE responses SET used_at = ? WHERE tenant = ? AND id = ? RETURNING body, messages",
                 (clock.unix_s(), tenant, response_id),
-            ).fetchone()
+            ).fetchall()
         except sqlite3.Error as error:
-            _logger.warning("%s cannot be read: %s", self._path, error)
-            raise Unavailable("the store of responses cannot be read; its log says why") from error
-        return None if row is None else StoredResponse(row[0], [_message(each) for each in json.loads(row[1])])
+            raise self._unusable(error) from error
+        return StoredResponse(rows[0][0], tuple(map(_message, json.loads(rows[0][1])))) if rows else None
 
     def remove(self, tenant: str, response_id: str) -> None:
         self.find(tenant, response_id)
-        with self._changing() as database:
-            database.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, response_id))
+        try:
+            with self._changing() as database:
+                database.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, response_id))
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: sqlite3.Error) -> Unavailable:
+        _logger.warning("%s cannot be used: %s", self._path, error)
+        return Unavailable("the store of responses cannot be used; the gateway's log says why")
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:

@@ -1,23 +1,36 @@
 """Responses that a gateway keeps."""
 
+import json
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from gateway.api.responses.store import MemoryStore, StoredResponse
+from gateway.api.responses.store import MemoryStore, ResponseStore, SqliteStore, StoredResponse
 from gateway.types import ChatMessage
 from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.rpc.errors import InvalidArgument, NotFound
+from quire.settings import ConfigurationError
 
 RESPONSE = StoredResponse(b"{}", (ChatMessage("user", "hello"),))
 SIZE = RESPONSE.num_bytes
+MESSAGE = {"role": "user", "content": "hello", "name": None, "tool_calls": [], "tool_call_id": None, "reasoning": None}
+SIZE_IN_FILE = 1000 + len(RESPONSE.body) + len(json.dumps([MESSAGE]))
 
 
-def test_what_is_kept_is_found_by_its_tenant_alone():
-    store = MemoryStore(10 * SIZE)
+@pytest.fixture(params=["memory", "file"])
+def store_of(request, tmp_path) -> Callable[[int], ResponseStore]:
+    """Makes a store of so many responses."""
+    if request.param == "memory":
+        return lambda number: MemoryStore(number * SIZE)
+    return lambda number: SqliteStore(tmp_path / "kept.db", number * SIZE_IN_FILE)
+
+
+def test_what_is_kept_is_found_by_its_tenant_alone(store_of):
+    store = store_of(10)
     store.add("one", "a", RESPONSE)
-    assert store.get("one", "a") is RESPONSE
+    assert store.get("one", "a") == RESPONSE
     assert store.get("two", "a") is None
     with pytest.raises(NotFound, match="not known to this gateway"):
         store.find("two", "a")
@@ -30,8 +43,8 @@ def test_what_is_kept_is_found_by_its_tenant_alone():
         store.remove("one", "a")
 
 
-def test_the_tenant_that_holds_most_loses_the_one_used_longest_ago():
-    store = MemoryStore(4 * SIZE)
+def test_the_tenant_that_holds_most_loses_the_one_used_longest_ago(store_of):
+    store = store_of(4)
     store.add("small", "s", RESPONSE)
     for name in "abc":
         store.add("large", name, RESPONSE)
@@ -50,8 +63,8 @@ def test_a_text_counts_with_the_memory_that_it_takes():
     assert StoredResponse(b"", [ChatMessage("user", LONG + "\U0001f98a")]).num_bytes >= 4_000_000
 
 
-def test_one_that_is_too_large_displaces_nothing():
-    store = MemoryStore(2 * SIZE)
+def test_one_that_is_too_large_displaces_nothing(store_of):
+    store = store_of(2)
     store.add("one", "a", RESPONSE)
     store.add("one", "b", StoredResponse(b"x" * 2 * SIZE, ()))
     assert store.get("one", "a")
@@ -69,3 +82,15 @@ def test_every_field_of_a_message_counts(name):
 def test_every_field_of_a_tool_call_counts(name):
     message = ChatMessage("assistant", "", tool_calls=[ToolCall(**{name: LONG})])
     assert StoredResponse(b"", [message]).num_bytes >= len(LONG)
+
+
+def test_a_file_keeps_every_field_of_a_message_and_says_what_is_wrong_with_it(tmp_path):
+    call = ToolCall(id="c", name="f", arguments='{"a": "\u00e9"}')
+    messages = (ChatMessage("user", "hello", "me"), ChatMessage("assistant", "", tool_calls=(call,), reasoning="hm"))
+    kept = StoredResponse(b"{}", (*messages, ChatMessage("tool", "done", tool_call_id="c")))
+    SqliteStore(tmp_path / "kept.db", 1 << 20).add("one", "a", kept)
+    assert SqliteStore(tmp_path / "kept.db", 1 << 20).get("one", "a") == kept
+    (tmp_path / "other").write_bytes(b"no database" * 1000)
+    for path in (tmp_path / "other", tmp_path / "none" / "kept.db", tmp_path):
+        with pytest.raises(ConfigurationError, match=f"--response-store {path}"):
+            SqliteStore(path, 1)
