@@ -82,6 +82,10 @@ class _CannotGoOnError(Exception):
 class Replayer:
     """A core that is told one recorded operation after the other.
 
+    Attributes:
+        scheduler: The core; None before its start.
+        before: The core whose requests it takes over next; None where there is none.
+
     Args:
         checks: Whether the core's invariants are checked after each operation.
         show: Gets a line for each step.
@@ -89,8 +93,8 @@ class Replayer:
 
     def __init__(self, *, checks: bool = True, show: Callable[[str], None] | None = None) -> None:
         self.scheduler: Scheduler | None = None
+        self.before: Scheduler | None = None
         self.report = Report()
-        self._before: Scheduler | None = None
         self._checks = checks
         self._show = show
         self._start: float | None = None
@@ -134,7 +138,7 @@ class Replayer:
     def _tell(self, name: str, operation: Operation) -> None:
         now = operation.now
         if name == "start":
-            self._before, self.scheduler = self.scheduler, Scheduler(config_of(operation.start))
+            self.before, self.scheduler = self.scheduler, Scheduler(config_of(operation.start))
             return
         scheduler = self.scheduler
         if scheduler is None:
@@ -185,10 +189,10 @@ class Replayer:
             case "take_preparations":
                 scheduler.take_preparations()
             case "take_over":
-                if self._before is None:
+                if self.before is None:
                     raise _CannotGoOnError("there is no core to take requests over from")
-                scheduler.take_over(self._before, now)
-                self._before = None
+                scheduler.take_over(self.before, now)
+                self.before = None
             case _:
                 raise AssertionError(name)
 
@@ -308,7 +312,7 @@ def compact(path: Path, newest: Header, end: int) -> None:
         raise RecordingError(f"{path}: its first files cannot be replaced by a snapshot: {reason}")
     # Another scheduler may have begun meanwhile, whose files have these names.
     _check_same(path, read_header(path), newest)
-    _write_snapshot(path, newest, end, replayer.scheduler)
+    _write_snapshot(path, newest, end, replayer)
     for segment in range(first, end):
         segment_path(path, segment).unlink()
 
@@ -319,14 +323,16 @@ def _has_snapshot(path: Path, newest: Header) -> bool:
     return snapshot.exists() and read_header(snapshot).recording_id == newest.recording_id
 
 
-def _write_snapshot(path: Path, newest: Header, segment: int, scheduler: Scheduler) -> None:
-    """Writes the core as it is before the file `segment`, in place of an earlier snapshot."""
+def _write_snapshot(path: Path, newest: Header, segment: int, replayer: Replayer) -> None:
+    """Writes the core as it is before the file `segment`, in place of an earlier snapshot; and the one before it, where
+    the file begins between the start of a core and its takeover."""
     header = Header()
     header.CopyFrom(newest)
     header.segment = segment
     made = snapshot_path(path).with_suffix(".partial")
     with create(made, header) as file:
-        append(file, frame(pickle.dumps(scheduler, protocol=5)))
+        for scheduler in filter(None, (replayer.scheduler, replayer.before)):
+            append(file, frame(pickle.dumps(scheduler, protocol=5)))
         # The files before it are removed next.
         sync(file)
     made.replace(snapshot_path(path))
@@ -339,16 +345,16 @@ def _load_snapshot(path: Path, newest: Header, replayer: Replayer) -> int:
     try:
         with closing(frames):
             _check_same(snapshot, header, newest)
-            content = next(frames)
-        replayer.scheduler = _CoreUnpickler(io.BytesIO(content)).load()
-    except (DamagedError, StopIteration) as error:
+            cores = [_CoreUnpickler(io.BytesIO(content)).load() for content in frames]
+    except DamagedError as error:
         raise RecordingError(f"{snapshot} is damaged; what comes after it cannot be replayed") from error
     except (pickle.UnpicklingError, AttributeError, ImportError, TypeError, ValueError, EOFError) as error:
         raise RecordingError(
             f"{snapshot} was written by Quire {header.version} and does not fit the core of this version: {error}"
         ) from error
-    if not isinstance(replayer.scheduler, Scheduler):
+    if not cores or not all(isinstance(core, Scheduler) for core in cores):
         raise RecordingError(f"{snapshot} holds no core")
+    replayer.scheduler, replayer.before = cores[0], next(iter(cores[1:]), None)
     return header.segment
 
 

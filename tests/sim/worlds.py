@@ -58,6 +58,8 @@ _ADAPTED = 0.25
 """The share of worlds with adapters."""
 _RANKED = 0.2
 """The share of worlds whose workers have two ranks."""
+_REPORTED = 100
+"""After so many worlds it is told how many there were so far."""
 _KEPT_S = 130.0
 """Durable requests are kept for a minute without a reader, and once more after their end; pins are no longer."""
 
@@ -235,20 +237,28 @@ def _limit_s(plan: Plan) -> float:
     return last_s + _circumstances(plan).trouble_s + deadly_s + reading_s + _PATIENCE_S + is_limited * _QUOTA_S
 
 
-def main(first: int, count: int) -> None:
-    """Prints a line for each world; how fast they were goes to stderr."""
-    started, num_events, seconds = time.process_time(), 0, 0.0
-    for seed in range(first, first + count):
-        outcome = run_world(draw_plan(seed))
-        num_events, seconds = num_events + outcome.num_events, seconds + outcome.seconds
-        print(seed, outcome.digest, outcome.num_events, f"{outcome.seconds:.3f}", *outcome.errors, flush=True)
-    used = time.process_time() - started
-    print(
-        f"{count} worlds, {num_events} events, {seconds:.0f} virtual s: "
-        f"{used:.1f} s of CPU, {num_events / used:.0f} events a second",
-        file=sys.stderr,
-    )
+def main(first: int, count: int) -> int:
+    """Prints a line for each world, and how fast they were to stderr. Returns 1 where one has failed."""
+    started, num_events, seconds, failed = time.process_time(), 0, 0.0, list[int]()
+    for number, seed in enumerate(range(first, first + count), start=1):
+        try:
+            outcome = run_world(draw_plan(seed))
+        except Exception as error:
+            failed.append(seed)
+            print(seed, "fails:", type(error.__cause__ or error).__name__, str(error).replace("\n", " "), flush=True)
+        else:
+            num_events, seconds = num_events + outcome.num_events, seconds + outcome.seconds
+            print(seed, outcome.digest, outcome.num_events, f"{outcome.seconds:.3f}", *outcome.errors, flush=True)
+        if number % _REPORTED == 0 or number == count:
+            used = time.process_time() - started
+            print(
+                f"{number} worlds, {num_events} events, {seconds:.0f} virtual s: {used:.1f} s of CPU, "
+                f"{num_events / used:.0f} events a second; {len(failed)} failed: {failed}",
+                file=sys.stderr,
+                flush=True,
+            )
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

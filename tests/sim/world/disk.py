@@ -114,7 +114,7 @@ class Disk:
                 os.truncate(path, self.chance.randint(kept, status.st_size))
         elif self._last is not None:
             file, start, at = self._last
-            if self.world.now - at < _WRITE_S and self.chance.random() < 0.5:
+            if not file.closed and self.world.now - at < _WRITE_S and self.chance.random() < 0.5:
                 file.truncate(self.chance.randint(start, file.tell()))
 
     def check(self) -> None:

@@ -252,7 +252,7 @@ class Circumstances:
         may_fail_loads: Whether some adapters cannot be loaded.
         may_glitch: Whether a device may compute what is not finite.
         models: The numbers of the models that workers have.
-        may_lose_model: Whether at some time no replica may have the model that a request began with.
+        may_lose_model: Whether at some time no replica may have the model that all workers begin with.
         may_mix_models: Whether a client may have to go on from the tokens that it holds where another model is by then.
         deadly: The position of a token whose computation kills a worker, by the seed of its request.
         may_cut: Whether a connection between a client and a gateway may end before its time.
@@ -314,7 +314,8 @@ class Circumstances:
                 # Its time was over before its blocks were computed, or it gave way to a request that needs them.
                 yield True
             case Unavailable(reason="MODEL_CHANGED"):
-                yield self.may_lose_model
+                # What began with the model that a worker had for a while is said by no other one.
+                yield self.may_lose_model or "weights 0 and" not in str(error)
             case Unavailable():
                 # A durable stream outlives what its client's patience does.
                 yield self.has_faults and (not is_durable or is_limited or self.trouble_s > _PATIENCE_S)

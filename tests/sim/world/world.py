@@ -108,7 +108,12 @@ class Node:
         self.is_dead = True
         self._world.end(self)
         for close in self.on_end:
-            close()
+            try:
+                close()
+            except Exception as error:
+                # Its loop is cut, and catches errors no more.
+                self.fail(error)
+                raise
 
     def stop(self) -> None:
         """SIGSTOP: nothing runs until `go_on`, and nobody is told."""

@@ -25,7 +25,7 @@ from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.recording import files
 from scheduler_svc.recording.messages import TokenHider
-from scheduler_svc.recording.recorder import Recorder, _Writer
+from scheduler_svc.recording.recorder import Recorder, _RecordedScheduler, _Writer
 from scheduler_svc.recording.replay import compact, replay
 from tests.support import core_driver
 from tests.support.core_driver import Driver, make_config, make_request
@@ -271,6 +271,24 @@ def test_a_large_recording_goes_on_in_other_files_and_its_start_becomes_a_snapsh
     newest = files.read_header(path).segment
     path.with_name(f"recording.{newest - 1}").unlink()
     assert main(["replay", str(path)]) == 2
+
+
+def test_a_snapshot_between_the_start_of_a_core_and_its_takeover_has_both_cores(tmp_path: Path) -> None:
+    told: list[Callable[[], Any]] = []
+    old = _RecordedScheduler(make_config(), told.append, None)
+    old.submit(make_request(1), 0.0)
+    core = _RecordedScheduler(make_config(num_blocks=32), told.append, None)
+    core.take_over(old, 1.0)
+    assert core.schedule(1.0) is not None
+    path, header = tmp_path / "recording", files.new_header(has_token_ids=True)
+    for segment, part in enumerate((told[:3], told[3:])):
+        file = path if segment else files.segment_path(path, 0)
+        with files.create(file, files.header_of(header, segment)) as opened:
+            files.append(opened, b"".join(files.frame(make().SerializeToString()) for make in part))
+    compact(path, files.header_of(header, 1), 1)
+    report = replay(path)
+    assert report.is_equal, report.differences or report.ended_early
+    assert (report.num_operations, report.num_steps) == (2, 1)
 
 
 def test_a_snapshot_that_names_other_code_is_refused(
