@@ -1,16 +1,18 @@
-"""Finds the request whose steps the worker refuses, or dies or hangs in, so that only that request fails.
+"""Finds the request whose steps the worker refuses, or dies or hangs in, and the constraint or adapter that it dies of
+while it prepares it, so that only that request fails, or those that need it.
 
-`Trials` decides only: the scheduler runs, requeues and fails groups as it says.
+`Trials` decides only: the scheduler runs, requeues and fails groups as it says, and `preparation` prepares suspects
+alone.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from scheduler_svc.core.batch import RowTable
 from scheduler_svc.core.policy import GroupQueue
-from scheduler_svc.core.request import RequestKey
+from scheduler_svc.core.request import Need, RequestKey
 from scheduler_svc.core.sequence import SequenceGroup
 
 LOSSES_BEFORE_TRIALS = 3
@@ -19,6 +21,9 @@ tried. A single loss says little: somebody may have killed the worker, or anothe
 
 LOSSES_ON_TRIAL = 3
 """After so many further losses, all at the same step of the request and while it runs alone, it is at fault."""
+
+_MAX_NEEDS = 64
+"""Losses are counted for so many constraints and adapters."""
 
 _STEPS_TO_PASS = 3
 """The refused step, planned again as the last chunk of a prefill, and decodes after it."""
@@ -71,20 +76,22 @@ class Losses:
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """One loss of the worker with steps in flight: how far each request that ran was, and whether a step was answered
-    since the worker was attached. `detail` says what was wrong with the worker, if that is known."""
+    """One loss of the worker with steps in flight or something to prepare: how far each request was that had a step in
+    flight, what was prepared, and whether a step was answered since the worker was attached. `detail` says what was
+    wrong with the worker, if that is known."""
 
     progress: dict[RequestKey, Progress]
+    needs: Sequence[Need]
     has_answered: bool
     detail: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A request that is at fault and still live, the losses of the worker that prove it, and what is known of the last
-    one."""
+    """A request that is at fault and still live, or a constraint or an adapter; the losses of the worker that prove it,
+    and what is known of the last one."""
 
-    key: RequestKey
+    suspect: RequestKey | Need
     losses: Losses
     detail: str | None
 
@@ -104,6 +111,10 @@ class Trials:
     count as a refusal: all that ran are suspects. One further loss takes a cohort apart, and enough of them while a
     suspect runs alone count as the refusal that proves its fault. Kills by others fail no group that gets tokens
     between them: all that they do to a cohort is that its groups are tried alone.
+
+    In the same way losses are counted for each constraint and each adapter that was prepared then, anew when it is
+    prepared. After enough of them it is prepared alone, and enough of these prove its fault. They are not forgotten
+    then: each request that needs it later costs at most one more loss.
     """
 
     def __init__(self) -> None:
@@ -112,6 +123,7 @@ class Trials:
         # Answered steps in which a suspect sampled, since the last refusal or loss.
         self._num_answered: Counter[RequestKey] = Counter()
         self._losses: dict[RequestKey, Losses] = {}
+        self._need_losses: dict[Need, Losses] = {}
         self._has_answered = False
         self._loss: _Loss | None = None
 
@@ -133,23 +145,37 @@ class Trials:
         # The one on trial, if it was not aborted meanwhile.
         return groups[0] if groups else None
 
-    def lost(self, running: GroupQueue, table: RowTable, detail: str | None) -> None:
-        """The worker was lost with steps in flight, and did not say why. `attached` judges it."""
+    def is_suspect(self, need: Need) -> bool:
+        """Whether the worker may be lost for preparing this, so that it is prepared alone."""
+        losses = self._need_losses.get(need)
+        return losses is not None and losses.suffice_for_trials
+
+    def prepared(self, need: Need) -> None:
+        """The worker has prepared it, or said that it cannot."""
+        self._need_losses.pop(need, None)
+
+    def lost(
+        self, running: Iterable[SequenceGroup], needs: Sequence[Need], table: RowTable, detail: str | None
+    ) -> None:
+        """The worker was lost with steps of these in flight, or while it prepared something, and did not say why.
+        `attached` judges it."""
         progress = {group.request.key: Progress.of(group, table) for group in running}
-        self._loss = _Loss(progress, self._has_answered, detail)
+        self._loss = _Loss(progress, needs, self._has_answered, detail)
 
     def attached(self, is_live: Callable[[RequestKey], bool], *, was_alive: bool) -> Fault | None:
         """A worker is attached again. `was_alive` if it is the one that was lost and nothing was wrong with it, so
         that only the link to it broke: that counts against a step only if none was answered over that link.
 
-        Returns the request at fault, if that is known.
+        Returns what is at fault, if that is known.
         """
         loss, self._loss, self._has_answered = self._loss, None, False
         # Suspects are computed again from the start.
         self._num_answered.clear()
         if loss is None or (was_alive and loss.has_answered):
             return None
-        alone = self.are_on and len(loss.progress) == 1
+        if (fault := self._judge_needs(loss)) is not None:
+            return fault
+        alone = self.are_on and len(loss.progress) == 1 and not loss.needs
         counted: dict[RequestKey, Losses] = {}
         for key, progress in loss.progress.items():
             if is_live(key):
@@ -160,6 +186,20 @@ class Trials:
             return next((Fault(key, each, loss.detail) for key, each in counted.items() if each.prove_fault), None)
         elif any(losses.suffice_for_trials for losses in counted.values()):
             self._suspect(list(counted))
+        return None
+
+    def _judge_needs(self, loss: _Loss) -> Fault | None:
+        """Counts a loss for what was prepared. Returns it where it is at fault."""
+        alone = len(loss.needs) == 1 and not loss.progress
+        for need in loss.needs:
+            # All is lost at the same place.
+            counted = Losses.after(self._need_losses.pop(need, None), Progress(0, 0), alone=alone)
+            # The newest are last.
+            self._need_losses[need] = counted
+            if counted.prove_fault:
+                return Fault(need, counted, loss.detail)
+        while len(self._need_losses) > _MAX_NEEDS:
+            del self._need_losses[next(iter(self._need_losses))]
         return None
 
     def ended(self, key: RequestKey) -> None:

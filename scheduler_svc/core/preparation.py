@@ -7,6 +7,9 @@ those behind it pass.
 
 Workers keep at least the `NUM_KEPT` constraints that were prepared last. What is older is prepared again, should a
 group with it come, or come back after a preemption. `adapter_slots` says which adapters workers have.
+
+What the worker was lost for several times while it was prepared is a suspect (see `fault_isolation`): it is prepared
+alone, while no step is in flight and nothing else is prepared.
 """
 
 from collections import OrderedDict
@@ -14,7 +17,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from scheduler_svc.core.adapter_slots import AdapterSlots
-from scheduler_svc.core.request import Adapter, Request, RequestKey
+from scheduler_svc.core.fault_isolation import Trials
+from scheduler_svc.core.request import Adapter, Constraint, Need, Request, RequestKey
 
 NUM_KEPT = 64
 """What workers must keep; see PrepareConstraint."""
@@ -24,16 +28,6 @@ have no turns."""
 
 _MAX_WAITING = 16
 """While no more groups wait, what a group needs is prepared on arrival; otherwise when the group is next."""
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """A constraint that workers compile, by the sampling parameters that hold it."""
-
-    parameters: bytes
-
-
-Need = Constraint | Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +42,9 @@ class Preparation:
 class Preparations:
     """What the workers have prepared, and what comes next: one need of each tenant in turn."""
 
-    def __init__(self, adapters: AdapterSlots, *, compiles: bool) -> None:
+    def __init__(self, adapters: AdapterSlots, trials: Trials, *, compiles: bool) -> None:
         """Without `compiles` every constraint counts as compiled: workers compile when rows need it."""
+        self.trials = trials
         self._adapters = adapters
         self._compiles = compiles
         # Compiled ones, the oldest first.
@@ -64,6 +59,10 @@ class Preparations:
         # The adapter of the group that was next last in the step that is or was planned, likewise.
         self._next: Adapter | None = None
         self._num_begun = 0
+        # Whether a suspect is wanted, so that nothing else begins before it has begun.
+        self._suspect_waits = False
+        # A suspect that has begun since `take` was called last.
+        self._begun_alone: list[Preparation] = []
         # Those that no request waits for any more; their answers may still come.
         self._given_up: dict[int, Preparation] = {}
 
@@ -107,12 +106,39 @@ class Preparations:
                 del self._held[need]
 
     @property
+    def underway(self) -> list[Need]:
+        """What the workers prepare now, be it late."""
+        return [each.need for each in (*self._underway.values(), *self._given_up.values())]
+
+    @property
+    def has_suspect_underway(self) -> bool:
+        """Whether workers prepare a suspect now: no step may be planned meanwhile."""
+        return any(self.trials.is_suspect(each.need) for each in self._underway.values())
+
+    @property
+    def suspect_is_next(self) -> bool:
+        """Whether a suspect waits for nothing but the end of the steps in flight: `begin_suspect` is to be called
+        then."""
+        return self._suspect_waits and not self._underway
+
+    def begin_suspect(self) -> bool:
+        """No step is in flight: begins a suspect that waits for that. Returns whether there is one that could."""
+        self._suspect_waits = False
+        for need in [need for wanted in self._wanted.values() for need in wanted]:
+            if need in self._held and self.trials.is_suspect(need) and (begun := self._start(need, set())):
+                self._begun_alone.append(begun)
+                return True
+        return False
+
+    @property
     def has_wanted(self) -> bool:
         """Whether there may be something for `take`."""
-        return bool(self._wanted)
+        return bool(self._wanted or self._begun_alone)
 
-    def take(self) -> Iterator[Preparation]:
-        """What the workers are to be told now. All of it must be told."""
+    def take(self, *, is_idle: bool = False) -> Iterator[Preparation]:
+        """What the workers are to be told now. All of it must be told. `is_idle` if no step is in flight."""
+        begun_alone, self._begun_alone = self._begun_alone, []
+        yield from begun_alone
         num_passed = 0
         # Kinds of which no more can begin now.
         stuck: set[type[Need]] = set()
@@ -121,8 +147,9 @@ class Preparations:
             begun: Preparation | None = None
             for need in list(wanted):
                 if begun is None and type(need) not in stuck:
-                    begun = self._begin(need, stuck)
-                    if begun or self._is_known(need) or (isinstance(need, Adapter) and need not in self._held):
+                    begun = self._begin(need, stuck, is_idle=is_idle)
+                    waits_for_request = isinstance(need, Adapter) or self.trials.is_suspect(need)
+                    if begun or self._is_known(need) or (waits_for_request and need not in self._held):
                         del wanted[need]
             if wanted:
                 self._wanted[tenant] = wanted
@@ -130,11 +157,22 @@ class Preparations:
             if begun:
                 yield begun
 
-    def _begin(self, need: Need, stuck: set[type[Need]]) -> Preparation | None:
+    def _begin(self, need: Need, stuck: set[type[Need]], *, is_idle: bool) -> Preparation | None:
         """Begins to prepare something. None where it is prepared or underway, which another tenant may have wanted, or
         where it has to wait."""
         if self._is_known(need):
             return None
+        if self.trials.is_suspect(need):
+            if need not in self._held:
+                return None
+            if self._underway or not is_idle:
+                self._suspect_waits = True
+                return None
+        elif self._suspect_waits or self.has_suspect_underway:
+            return None
+        return self._start(need, stuck)
+
+    def _start(self, need: Need, stuck: set[type[Need]]) -> Preparation | None:
         if sum(type(each.need) is type(need) for each in self._underway.values()) >= _MAX_UNDERWAY:
             stuck.add(type(need))
             return None
@@ -165,6 +203,7 @@ class Preparations:
         Raises ValueError if nothing of this number is underway.
         """
         if (late := self._given_up.pop(number, None)) is not None:
+            self.trials.prepared(late.need)
             if late.slot is not None:
                 # Who needs the adapter now has another slot for it.
                 self._adapters.loaded(late.slot, None)
@@ -172,6 +211,7 @@ class Preparations:
         if number not in self._underway:
             raise ValueError(f"preparation {number} was answered; underway are {sorted(self._underway)}")
         need, slot = self._underway[number].need, self._underway.pop(number).slot
+        self.trials.prepared(need)
         keys = list(self._held.get(need, ()) if failure else self._take_held(need))
         if isinstance(need, Constraint):
             self._compiled[need] = None
@@ -202,14 +242,12 @@ class Preparations:
         return keys
 
     def _missing(self, request: Request) -> list[Need]:
-        missing: list[Need] = []
-        if self._compiles and request.has_constraint:
-            constraint = Constraint(request.sampling.parameters)
-            if constraint not in self._compiled:
-                missing.append(constraint)
-        if request.adapter is not None and not self._adapters.is_ready(request.adapter):
-            missing.append(request.adapter)
-        return missing
+        return [need for need in request.needs if not self._is_ready(need)]
+
+    def _is_ready(self, need: Need) -> bool:
+        if isinstance(need, Constraint):
+            return not self._compiles or need in self._compiled
+        return self._adapters.is_ready(need)
 
     def _want(self, request: Request, need: Need) -> None:
         if not self._is_known(need):
@@ -217,5 +255,4 @@ class Preparations:
 
     def _is_known(self, need: Need) -> bool:
         """Whether it is prepared, or will be."""
-        is_ready = need in self._compiled if isinstance(need, Constraint) else self._adapters.is_ready(need)
-        return is_ready or any(each.need == need for each in self._underway.values())
+        return self._is_ready(need) or any(each.need == need for each in self._underway.values())

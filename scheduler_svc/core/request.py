@@ -69,6 +69,17 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """A constraint that workers compile, by the sampling parameters that hold it."""
+
+    parameters: bytes
+
+
+Need = Constraint | Adapter
+"""What workers prepare before rows use it."""
+
+
+@dataclass(frozen=True, slots=True)
 class RowSampling:
     """How the worker draws a sequence's tokens: `parameters`, which the core carries and never reads, and what the core
     decides on or sets itself for each sequence."""
@@ -128,6 +139,12 @@ class Request:
     def cache_root(self) -> BlockHash:
         """What the hashes of its blocks begin with: tenants share no blocks, and neither do adapters."""
         return cache_root(self.tenant, self.adapter)
+
+    @property
+    def needs(self) -> list[Need]:
+        """What workers prepare for it."""
+        needs: list[Need] = [Constraint(self.sampling.parameters)] if self.has_constraint else []
+        return needs if self.adapter is None else [*needs, self.adapter]
 
     @property
     def selects(self) -> bool:

@@ -27,10 +27,11 @@ from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.pins import PIN_CLIENT, Pin, Pins
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import GroupQueue, check_queue, make_policy
-from scheduler_svc.core.preparation import Constraint, Preparation, Preparations
+from scheduler_svc.core.preparation import Preparation, Preparations
 from scheduler_svc.core.request import (
     Adapter,
     ClientId,
+    Constraint,
     DuplicateKeyError,
     RefusedError,
     Request,
@@ -98,7 +99,7 @@ class Scheduler:
         """Makes the pools of a worker that has computed nothing."""
         config = self.config
         self.batch = Batch(config, self._make_blocks(config))
-        self.preparations = Preparations(self.batch.adapters, compiles=config.prepares_constraints)
+        self.preparations = Preparations(self.batch.adapters, self.trials, compiles=config.prepares_constraints)
         if self._cache_log is not None:
             self._cache_log.cleared()
             self.batch.blocks.pool.log = self._cache_log
@@ -164,7 +165,8 @@ class Scheduler:
         check_queue(request, self.waiting, self.config)
         group = self._arrive(request, now)
         self.batch.blocks.num_cached(group.computing[0])
-        self.preparations.arrived(request, len(self.waiting))
+        if not self.trials.are_on:
+            self.preparations.arrived(request, len(self.waiting))
 
     def abort(self, key: RequestKey) -> bool:
         """Ends a request at once and frees its blocks. Returns whether there was one."""
@@ -297,6 +299,10 @@ class Scheduler:
                 # One step at a time, so that a suspect whose step is lost is lost at the same one again.
                 return None
             self._requeue_passed(now)
+        if self.preparations.has_suspect_underway:
+            return None
+        if self.preparations.suspect_is_next and (self.in_flight or self.preparations.begin_suspect()):
+            return None
         self._num_blocks_looked_up = 0
         self.preparations.planning()
         self._pace.planning(now)
@@ -422,7 +428,7 @@ class Scheduler:
     def take_preparations(self) -> list[Preparation]:
         """The constraints that the workers are to compile now, and the adapters that they are to load. All of them must
         be told."""
-        return list(self.preparations.take())
+        return list(self.preparations.take(is_idle=not self.in_flight))
 
     def prepared(self, number: int, failure: str | None = None) -> dict[ClientId, ClientEvents]:
         """The workers have prepared what `preparations` had for them. If they could not load an adapter, `failure` says
@@ -545,26 +551,39 @@ class Scheduler:
     def lose_in_flight(self, detail: str | None = None) -> None:
         """The worker was lost and did not say why, or was dropped for the reason `detail`. `void_in_flight` must
         follow, and `judge_loss` once a worker is attached again."""
-        if self.in_flight:
-            self.trials.lost(self.running, self.batch.rows, detail)
+        needs = self.preparations.underway
+        if self.in_flight or needs:
+            self.trials.lost(self.running if self.in_flight else (), needs, self.batch.rows, detail)
 
     def judge_loss(self, *, was_alive: bool) -> dict[ClientId, ClientEvents]:
         """A worker was attached. To be called before anything runs; `was_alive` if it is the one that was lost, and
         neither hung nor answered nonsense.
 
-        Returns the failure of the request that the worker is lost for, once that request is known.
+        Returns the failures of the request that the worker is lost for, or of those that need what it is lost for while
+        it prepares it, once that is known.
         """
         fault = self.trials.attached(self._is_live, was_alive=was_alive)
-        group = None if fault is None else self.group(fault.key)
-        if fault is None or group is None:
+        if fault is None:
             return {}
+        at_fault, losses = fault.suspect, fault.losses
+        match at_fault:
+            case Constraint():
+                what, alone = "the constraint of this request was compiled", "while nothing else was done"
+            case Adapter():
+                what = f"the adapter of this request, {at_fault.name} from {at_fault.directory}, was loaded"
+                alone = "while nothing else was done"
+            case _:
+                what, alone = "this request ran", "at one step of it alone"
         message = (
-            f"the worker was lost {fault.losses.num} times in a row while this request ran, "
-            f"the last {fault.losses.num_alone} times at one step of it alone"
+            f"the worker was lost {losses.num} times in a row while {what}, the last {losses.num_alone} times {alone}"
         )
         if fault.detail is not None:
             message += f": {fault.detail}"
-        return self._fail(group, message, reason="WORKER_LOST")
+        if isinstance(at_fault, Constraint | Adapter):
+            keys = [group.request.key for group in self.groups() if at_fault in group.request.needs]
+        else:
+            keys = [at_fault]
+        return self._fail_all(keys, message, reason="WORKER_LOST")
 
     def _fail(self, group: SequenceGroup, message: str, *, reason: str) -> dict[ClientId, ClientEvents]:
         """Ends a live request that is at fault."""
@@ -605,7 +624,7 @@ class Scheduler:
         self.num_steps, self._num_arrivals = old.num_steps, old._num_arrivals
         self.num_preemptions, self.num_swap_outs = old.num_preemptions, old.num_swap_outs
         self.num_prompt_tokens, self.num_cached_tokens = old.num_prompt_tokens, old.num_cached_tokens
-        self.trials = old.trials
+        self.trials = self.preparations.trials = old.trials
         for group in old.waiting:
             if group.request.key.client == PIN_CLIENT:
                 continue

@@ -17,8 +17,7 @@ import numpy as np
 from scheduler_svc.core.admission import Obstacle
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.block_pool import BlockHash, BlockId
-from scheduler_svc.core.preparation import Constraint
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Constraint, Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
 

@@ -25,8 +25,8 @@ from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.batch import RowTable
 from scheduler_svc.core.beam_search import Candidates
 from scheduler_svc.core.block_pool import BlockHash, BlockId
-from scheduler_svc.core.preparation import Constraint, Preparation
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.preparation import Preparation
+from scheduler_svc.core.request import Constraint, Request
 from scheduler_svc.core.step import RowAssignment, SampleLogprobs, StepInFlight, StepPlan, StepResult
 from scheduler_svc.service.outbox import PromptLogprobs
 

@@ -469,12 +469,21 @@ FAULTS = (
         "skip(offset.num_tokens, offset.num_characters)",
         "skip(offset.num_tokens, None)",
     ),
-    _made(
+    KnownFault(
         "logprobs-of-seen-tokens",
-        "a gateway gives new tokens the log probabilities of those that came again with them",
-        _GATEWAY_SEQUENCE,
-        "            self._pending_logprobs.append(logprobs.part(seen, seen + count))\n",
-        "            self._pending_logprobs.append(logprobs.part(0, count))\n",
+        "a gateway that gets what it has once more gives new tokens the log probabilities of those",
+        (
+            Patch(
+                _OUTBOX,
+                "                self.add_tokens(events, handle, index, held.num_tokens.get(index, 0))\n",
+                "                self.add_tokens(events, handle, index, 0)\n",
+            ),
+            Patch(
+                _GATEWAY_SEQUENCE,
+                "            self._pending_logprobs.append(logprobs.part(seen, seen + count))\n",
+                "            self._pending_logprobs.append(logprobs.part(0, count))\n",
+            ),
+        ),
     ),
     _made(
         "priority-ignored",
@@ -559,6 +568,13 @@ FAULTS = (
         _REQUESTS,
         "owned.is_over and owned.durable is None:\n                    self.forget(owned)\n",
         "owned.is_over and owned.durable is None:\n                    pass\n",
+    ),
+    _mended(
+        "preparation-not-counted",
+        "what the worker dies of while it prepares it is prepared again and again",
+        _SCHEDULER,
+        "        if self.in_flight or needs:\n",
+        "        if self.in_flight:\n",
     ),
     _made(
         "early-deadline",

@@ -2,12 +2,13 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import Any, cast
 
+from quire.client import BeamSearch, GenerationOptions
 from tests.sim.world.cluster import MANY, Cluster, Layout, draw_layout, watched_schedulers
 from tests.sim.world.disk import draw_recording
 from tests.sim.world.faults import (
@@ -16,9 +17,12 @@ from tests.sim.world.faults import (
     Fault,
     Glitch,
     HalfOpen,
+    Kill,
+    KillAt,
     OtherModel,
     OtherPool,
     Reset,
+    SetClock,
     draw_bad_disks,
     draw_faults,
     draw_other_model,
@@ -34,10 +38,12 @@ from tests.sim.world.traffic import (
     Generate,
     Kind,
     Request,
+    Verb,
     draw_requests,
     grown,
     with_adapters,
     with_deadly,
+    with_deadly_need,
     with_takeovers,
 )
 from tests.sim.world.world import StuckError, World
@@ -50,8 +56,11 @@ _QUOTA_S = 300.0
 """What a client of a limited key waits, with all its attempts."""
 _DEADLY_S = 200.0
 """Until each of two replicas has found out which request kills its worker, between which it moves."""
+_LATER_S = 30.0
+"""Until what is known to kill workers has failed a request that needs it, at each of two replicas."""
 _RARE = 0.1
-"""The share of worlds with a deadly request, of those with another model, and of those whose streams are taken over."""
+"""The share of worlds with a deadly request, of those with another model, of those whose streams are taken over, and of
+those in which what seldom comes together does."""
 _OFTEN = 0.6
 """The share of worlds with tight pools whose requests come almost at once and grow."""
 _ADAPTED = 0.25
@@ -93,6 +102,15 @@ class Outcome:
 
 def draw_plan(seed: int) -> Plan:
     """The plan of a seed. Its generator is not the one that the world itself draws from."""
+    draw = Random(f"rarity {seed}")
+    plan = draw.choice(_RARITIES)(seed, draw) if draw.random() < _RARE else _draw_plan(seed)
+    if draw.random() < 0.5 * _RARE:
+        requests, deadly = with_deadly_need(draw, plan.requests)
+        plan = replace(plan, requests=requests, layout=replace(plan.layout, deadly=deadly))
+    return plan
+
+
+def _draw_plan(seed: int) -> Plan:
     draw = Random(f"plan {seed}")
     kind = draw.choice((*Kind, Kind.MIXED, Kind.TIGHT, Kind.RESTARTS))
     layout = _with_ranks(Random(f"ranks {seed}"), draw_layout(draw, kind))
@@ -127,13 +145,82 @@ def draw_plan(seed: int) -> Plan:
     if (recording := draw_recording(disk)) is not None:
         layout = replace(layout, recording=recording)
         faults = (*faults, *draw_bad_disks(disk, layout.hosts, over_s))
+    low = tuple(dict.fromkeys((*draw_low_limits(draw), *(REPLAYS if takes_over else ()))))
+    return _plan(seed, layout, requests, faults, low)
+
+
+def _plan(
+    seed: int, layout: Layout, requests: Iterable[Request], faults: Iterable[Fault] = (), low: tuple[str, ...] = ()
+) -> Plan:
+    """Times of requests and faults are counted from when all processes serve."""
     return Plan(
         seed,
         layout,
         tuple(replace(each, at=_START_S + each.at) for each in requests),
         tuple(replace(cast(Any, each), at=_START_S + each.at) for each in faults),
-        tuple(dict.fromkeys((*draw_low_limits(draw), *(REPLAYS if takes_over else ())))),
+        low,
     )
+
+
+# What seldom comes together by itself.
+
+
+def _searches_that_swap(seed: int, draw: Random) -> Plan:
+    """Beam searches leave and come back when their sequences have just forked and share the blocks that they write."""
+    layout, requests = _preempting(draw)
+    worker = replace(layout.worker, num_host_blocks=640 // layout.worker.block_size)
+    layout = replace(layout, worker=worker, settings=replace(layout.settings, preemption_mode="swap"))
+    options = GenerationOptions(beam_search=BeamSearch(2), n=1, max_tokens=MAX_OUTPUT, ignore_eos=True)
+    return _plan(seed, layout, [replace(each, options=options) for each in requests])
+
+
+def _stops_in_recomputations(seed: int, draw: Random) -> Plan:
+    """Gateways, which are far away, find stop strings of sequences that are computed again by then."""
+    layout, requests = _preempting(draw)
+    layout = replace(_with_long_recomputations(layout), weather=replace(layout.weather, max_delay_s=0.1))
+    several = [
+        replace(
+            each,
+            options=GenerationOptions(
+                n=2, temperature=1.0, seed=draw.randrange(1 << 64), max_tokens=MAX_OUTPUT, ignore_eos=True
+            ),
+        )
+        for each in requests
+    ]
+    return _plan(seed, layout, map(partial(_with_stops, draw), several))
+
+
+def _preempting(draw: Random) -> tuple[Layout, list[Generate]]:
+    """Streams that run at once, in a pool that is too small for all."""
+    layout = draw_layout(draw, Kind.TIGHT)
+    settings = replace(layout.settings, max_waiting_requests=MANY, policy="fcfs")
+    layout = replace(layout, settings=settings, worker=replace(layout.worker, max_num_rows=64))
+    drawn = draw_requests(draw, Kind.TIGHT, layout.clients, layout.worker.num_blocks * layout.worker.block_size, 0.05)
+    streams = [replace(each, verb=Verb.STREAM) for each in drawn if isinstance(each, Generate)]
+    return layout, [each for each in grown(draw, streams) if isinstance(each, Generate)]
+
+
+def _clocks_set_back(seed: int, draw: Random) -> Plan:
+    """A scheduler starts again, and by its clock before it started first."""
+    return _restarting(seed, draw, lambda at: SetClock(at, "scheduler-0", 600.0, restarts=True))
+
+
+def _deaths_between_ranks(seed: int, draw: Random) -> Plan:
+    """A scheduler dies between its writes to two ranks."""
+    point, number = "scheduler.step.between_ranks", draw.randint(1, 20)
+    plan = _restarting(seed, draw, lambda at: KillAt(at, "scheduler-0", point, number))
+    return replace(plan, layout=replace(plan.layout, worker=replace(plan.layout.worker, world_size=2)))
+
+
+def _restarting(seed: int, draw: Random, fault: Callable[[float], Fault]) -> Plan:
+    """One fault, when requests run."""
+    layout = replace(draw_layout(draw, Kind.RESTARTS), num_replicas=1)
+    pool_tokens = layout.worker.num_blocks * layout.worker.block_size
+    requests = draw_requests(draw, Kind.RESTARTS, layout.clients, pool_tokens, 0.3)
+    return _plan(seed, layout, requests, [fault(draw.uniform(0, 0.5))])
+
+
+_RARITIES = (_searches_that_swap, _stops_in_recomputations, _clocks_set_back, _deaths_between_ranks)
 
 
 def _with_ranks(draw: Random, layout: Layout) -> Layout:
@@ -205,6 +292,8 @@ def _circumstances(plan: Plan) -> Circumstances:
     settings = plan.layout.settings
     changes = [fault for fault in plan.faults if isinstance(fault, OtherModel)]
     deadly = [each for each in plan.requests if isinstance(each, Generate) and each.deadly_at is not None]
+    is_deadly = bool(deadly) or plan.layout.deadly is not None
+    kills = [fault for fault in plan.faults if isinstance(fault, Kill | KillAt)]
     return Circumstances(
         (plan.layout.worker.block_size, *(each.block_size for each in plan.faults if isinstance(each, OtherPool))),
         bool(plan.faults),
@@ -214,9 +303,12 @@ def _circumstances(plan: Plan) -> Circumstances:
         any(isinstance(fault, Glitch) for fault in plan.faults),
         models=tuple(sorted({0} | {int(fault.model.weights) for fault in changes})),
         # Where another replica has it, and nothing else is wrong, requests go on there.
-        may_lose_model=bool(changes) and (plan.layout.num_replicas == 1 or len(plan.faults) > 1 or bool(deadly)),
+        may_lose_model=bool(changes) and (plan.layout.num_replicas == 1 or len(plan.faults) > 1 or is_deadly),
         may_mix_models=bool(changes) and len(plan.faults) > 1,
         deadly={each.options.seed or 0: each.deadly_at or 0 for each in deadly},
+        deadly_need=plan.layout.deadly,
+        # The next scheduler is there soon, and ends what the one before began.
+        may_hang=is_deadly or len(kills) < len(plan.faults) or len(kills) > 1,
         may_cut=any(map(_may_cut, plan.faults)),
         may_fail_loads=plan.layout.loads_fail,
     )
@@ -233,7 +325,8 @@ def _limit_s(plan: Plan) -> float:
     generates = [each for each in plan.requests if isinstance(each, Generate)]
     reading_s = max((each.pause_s * (MAX_OUTPUT + 2) * each.num_returned for each in generates), default=0.0)
     is_limited = any(set(TENANT[each.tenant].limits.values()) != {None} for each in plan.requests)
-    deadly_s = len(_circumstances(plan).deadly) * _DEADLY_S
+    needy = [each for each in generates if plan.layout.deadly in each.needs] if plan.layout.deadly else []
+    deadly_s = len(_circumstances(plan).deadly) * _DEADLY_S + bool(needy) * _DEADLY_S + len(needy) * _LATER_S
     return last_s + _circumstances(plan).trouble_s + deadly_s + reading_s + _PATIENCE_S + is_limited * _QUOTA_S
 
 

@@ -14,12 +14,14 @@ from scheduler_svc.core.beam_search import BeamParameters, BeamSearch, Candidate
 from scheduler_svc.core.block_pool import BlockHash, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
-from scheduler_svc.core.preparation import Constraint, Preparation
+from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import (
     Adapter,
     ClientId,
+    Constraint,
     EmittedSequence,
     Handle,
+    Need,
     Request,
     RequestKey,
     RowSampling,
@@ -404,6 +406,8 @@ class Driver:
         """What the worker was told to compile or to load, and has not answered."""
         self.unloadable: set[bytes] = set()
         """Digests of adapters whose files are gone."""
+        self.deadly_needs: set[Need] = set()
+        """What the worker cannot prepare without dying."""
         self.compiled: dict[bytes, None] = {}
         """The constraints that the worker keeps; the oldest comes first."""
         self.outputs: dict[int, list[int]] = {}
@@ -414,6 +418,8 @@ class Driver:
         self.failed: set[int] = set()
         self.num_refusals = 0
         self.num_deaths = 0
+        self.deaths: list[tuple[int, list[Need]]] = []
+        """Of each death how many steps were in flight, and what was prepared."""
         self.usage: dict[int, Usage] = {}
         self.clock = 0.0
         self._is_dead = False
@@ -486,6 +492,9 @@ class Driver:
         """The worker compiles a constraint or loads an adapter, and answers. Returns whether there was one."""
         if not self.told:
             return False
+        if self.told[0].need in self.deadly_needs:
+            self._die()
+            return True
         self._answer(self.told.popleft())
         return True
 
@@ -610,6 +619,7 @@ class Driver:
 
     def _die(self) -> dict[ClientId, ClientEvents]:
         self.num_deaths += 1
+        self.deaths.append((len(self.results), [told.need for told in self.told]))
         return self.crash()
 
     def _is_refused(self, plan: StepPlan) -> bool:

@@ -13,7 +13,8 @@ import pytest
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.rpc.server import DEFAULT_MAX_MESSAGE_BYTES
 from quire.worker.v1 import worker_pb2
-from scheduler_svc.core.preparation import Constraint, Preparation
+from scheduler_svc.core.preparation import Preparation
+from scheduler_svc.core.request import Constraint
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service import step_loop

@@ -5,6 +5,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -81,6 +82,7 @@ class Layout:
         slowness: How many times longer than usual steps take, so that more happens while requests run.
         recording: How schedulers record, where they do.
         loads_fail: Whether some loads of adapters fail.
+        deadly: The adapter, or the pattern of a constraint, that no worker prepares without dying.
     """
 
     num_replicas: int
@@ -93,6 +95,7 @@ class Layout:
     slowness: float = 1.0
     recording: Recording | None = None
     loads_fail: bool = False
+    deadly: str | None = None
 
     @property
     def replicas(self) -> list[str]:
@@ -152,7 +155,7 @@ class Cluster:
         self.running: dict[str, Node] = {}
         self._num_over = 0
         self.devices = Devices(self.world, self.layout.slowness)
-        self.devices.loads_fail = self.layout.loads_fail
+        self.devices.loads_fail, self.devices.deadly = self.layout.loads_fail, self.layout.deadly
         self._started_ns: dict[str, int] = {}
         self._rivals: list[Node] = []
         self.hosts: dict[str, Supervised] = {}
@@ -233,7 +236,7 @@ class Cluster:
             worker = self._make_worker(node, rank, group)
             servicer.open(worker)
             server.set_serving(True)
-            guard = end_when_hung(worker.busy_ms, _STEP_TIMEOUT_S, leave=lambda _: node.kill())
+            guard = end_when_hung(worker.busy_ms, _STEP_TIMEOUT_S, leave=lambda _: self._hung(node))
             if group is None:
                 await guard
             else:
@@ -242,6 +245,12 @@ class Cluster:
                 self.hosts[node.host].leave()
         finally:
             await server.stop(grace_s=1.0)
+
+    def _hung(self, node: Node) -> None:
+        """A step of a worker does not end, which ends its process."""
+        if not self.circumstances.may_hang:
+            self.false_answers.append(FalseAnswerError(f"{node.name} hangs, though nothing holds it up"))
+        node.kill()
 
     def _make_worker(self, node: Node, rank: int, group: Group | None) -> Worker:
         config = replace(self._workers[worker_of(node.host)], rank=rank, generation=group and group.generation)
@@ -255,13 +264,17 @@ class Cluster:
             group=group,
         )
         runner.model, runner.deadly = int(config.fingerprint.weights), self.circumstances.deadly
+        runner.deadly_need = self.layout.deadly
         self.runners[node.name] = runner
         loop = SimDeviceLoop(node, runner, self.devices)
         agree = (lambda *_: None) if group is None else partial(group.agree, rank)
         adapters = SimAdapters(node, runner, self.devices) if config.info().limits.max_adapters else None
-        worker = Worker(config.info(), runner, loop, agree, lambda sent: prepare(node, sent), adapters)
+        worker = Worker(config.info(), runner, loop, agree, partial(self._prepare, node), adapters)
         worker._sessions = CheckedSessions(node, worker.info.worker_generation, worker.info.limits.max_steps_in_flight)
         return worker
+
+    def _prepare(self, node: Node, row_sampling: bytes) -> "Future[None] | None":
+        return prepare(node, row_sampling, self.layout.deadly)
 
     async def _run_scheduler(self, node: Node) -> None:
         listen, workers = f"{node.host}:{_SCHEDULER_PORT}", self.layout.workers_of(node.host)

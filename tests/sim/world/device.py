@@ -98,6 +98,8 @@ class HashRunner(FakeRunner):
         self.model = 0
         self.deadly: Mapping[int, int] = {}
         """Which token of a sequence cannot be computed without dying, by its seed."""
+        self.deadly_need: str | None = None
+        """The pattern of a constraint that cannot be compiled without dying."""
         self.on_deadly = lambda: None
         self.rank, self.group = rank, group
         self._place = (0, 0)
@@ -126,7 +128,9 @@ class HashRunner(FakeRunner):
     def _compute(self, batch: Batch) -> None:
         computed = (column.tolist() for column in (batch.rows, batch.num_computed_tokens, batch.ends))
         for row, start, end in zip(*computed, strict=True):
-            if start <= self.deadly.get(self._rows[row].sampling.seed, -1) < end:
+            sampling = self._rows[row].sampling
+            pattern = sampling.constraint and sampling.constraint.message.regex
+            if start <= self.deadly.get(sampling.seed, -1) < end or (pattern and pattern == self.deadly_need):
                 self.on_deadly()
                 raise KilledError
         try:
@@ -198,17 +202,20 @@ class HashRunner(FakeRunner):
         return tuple(reports)
 
 
-def prepare(node: Node, row_sampling: bytes) -> "Future[None] | None":
-    """Compiles the constraint of a row in a thread, where it has one."""
-    if not common_pb2.RowSampling.FromString(row_sampling).sampling.HasField("constraint"):
+def prepare(node: Node, row_sampling: bytes, deadly: str | None) -> "Future[None] | None":
+    """Compiles the constraint of a row in a thread, where it has one; dies of the deadly pattern."""
+    sampling = common_pb2.RowSampling.FromString(row_sampling).sampling
+    if not sampling.HasField("constraint"):
         return None
     future: Future[None] = Future()
-    node.run_job(lambda: future.set_result(None))
+    is_deadly = deadly is not None and sampling.constraint.regex == deadly
+    node.run_job(node.kill if is_deadly else lambda: future.set_result(None))
     return future
 
 
 class SimAdapters:
-    """A worker's slots of adapters, in which a digest stands for an adapter. Some loads fail, where they may."""
+    """A worker's slots of adapters, in which a digest stands for an adapter. Some loads fail, where they may, and one
+    may be deadly."""
 
     num_bytes = 0
 
@@ -222,6 +229,8 @@ class SimAdapters:
         fails = self._devices.loads_fail and self._num_loads % 3 == 2
 
         def answer() -> None:
+            if directory.name == self._devices.deadly:
+                self._node.kill()
             if not future.set_running_or_notify_cancel():
                 return
             if fails:
@@ -248,6 +257,8 @@ class Devices:
         self.slowness = slowness
         self.loads_fail = False
         """Whether some adapters cannot be loaded."""
+        self.deadly: str | None = None
+        """The adapter or the pattern that no worker prepares without dying."""
         self._world = world
         self._hang_until: dict[str, float] = {}
         self._glitches: Counter[str] = Counter()

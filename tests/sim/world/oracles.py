@@ -255,6 +255,8 @@ class Circumstances:
         may_lose_model: Whether at some time no replica may have the model that all workers begin with.
         may_mix_models: Whether a client may have to go on from the tokens that it holds where another model is by then.
         deadly: The position of a token whose computation kills a worker, by the seed of its request.
+        deadly_need: The adapter or the pattern of a constraint that kills each worker that prepares it.
+        may_hang: Whether a step of a worker may take longer than it may.
         may_cut: Whether a connection between a client and a gateway may end before its time.
     """
 
@@ -269,6 +271,8 @@ class Circumstances:
     may_lose_model: bool = False
     may_mix_models: bool = False
     deadly: Mapping[int, int] = field(default_factory=dict[int, int])
+    deadly_need: str | None = None
+    may_hang: bool = True
     may_cut: bool = False
 
     def check_refusal(self, request: Request, error: QuireError, witness: Witness | None = None) -> None:
@@ -325,6 +329,7 @@ class Circumstances:
                 yield self.may_glitch
             case _ if error.reason == "WORKER_LOST":
                 yield generate is not None and generate.deadly_at is not None
+                yield generate is not None and self.deadly_need is not None and self.deadly_need in generate.needs
             case NotFound():
                 # A part of what is chosen at the end cannot be continued where nobody has it any more.
                 ends = generate is not None and (generate.chooses or is_cancelled or is_limited)

@@ -14,6 +14,7 @@ MAX_MODEL_LEN = 256
 _MAX_PROMPT, MAX_OUTPUT = 104, 60
 ADAPTERS = ("adapter-1", "adapter-2", "adapter-3")
 _DEADLY_SEED = 666_000
+_DEADLY_PATTERN = "[q-t]+"
 LONGEST = _MAX_PROMPT + MAX_OUTPUT
 """The most tokens that a sequence of a drawn request has."""
 
@@ -124,6 +125,12 @@ class Generate:
     @property
     def num_returned(self) -> int:
         return self.options.n or 1
+
+    @property
+    def needs(self) -> set[str | None]:
+        """What a worker prepares for it: an adapter by its name, a constraint by its pattern."""
+        constraint = self.options.constraint
+        return {self.adapter, None if constraint is None else constraint.regex}
 
     @property
     def chooses(self) -> bool:
@@ -261,6 +268,22 @@ def with_deadly(draw: Random, requests: Sequence[Request]) -> tuple[Request, ...
         options = replace(request.options, seed=_DEADLY_SEED + request.number)
         changed[changed.index(request)] = replace(request, options=options, deadly_at=draw.randrange(last))
     return tuple(changed)
+
+
+def with_deadly_need(draw: Random, requests: Sequence[Request]) -> tuple[tuple[Request, ...], str | None]:
+    """Some requests need an adapter, or a constraint, that kills each worker that prepares it. Returns also what it is;
+    None where no request could need one."""
+    if adapters := sorted({each.adapter for each in requests if isinstance(each, Generate) and each.adapter}):
+        return tuple(requests), draw.choice(adapters)
+    changed = list(requests)
+    mortal = [
+        each for each in requests if isinstance(each, Generate) and not each.front and each.options.beam_search is None
+    ]
+    for request in draw.sample(mortal, min(len(mortal), draw.randint(1, 3))):
+        constraint = Constraint(regex=_DEADLY_PATTERN)
+        options = replace(request.options, constraint=constraint, ignore_eos=None, stop_token_ids=())
+        changed[changed.index(request)] = replace(request, options=options)
+    return tuple(changed), _DEADLY_PATTERN if mortal else None
 
 
 def _request(draw: Random, number: int, mood: Mood) -> Request:

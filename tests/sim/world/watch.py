@@ -150,6 +150,10 @@ class CheckedRequests(Requests):
             _demand(charges == self._durable._charge_running, "counts tokens of durable requests")
         for connection in self._connections.values():
             _demand((connection.outbox._credit or 0) >= 0, "sends a gateway more than it takes")
+            ended = {handle for outgoing in connection.outbox.untaken() for handle in outgoing.ended}
+            for handle, owned in connection.reads.items():
+                is_kept = owned.durable is None and owned.is_over and handle not in ended
+                _demand(not is_kept, "is kept, though its reader has taken in the end", owned)
             for handle, replay in connection.outbox._replays.items():
                 is_whole = replay._history._completed or replay._history._failed
                 _demand(bool(is_whole) or handle in connection.reads, "goes on to who reads it no longer")
@@ -272,6 +276,9 @@ class Watch:
     def _silent(self, tables: Mapping[str, Requests]) -> Iterator[str]:
         """Schedulers that count on a worker that is stopped."""
         for host, table in tables.items():
+            if host not in self.running:
+                # A rival, which ends soon.
+                continue
             worker = host.replace("scheduler", "worker")
             if isinstance(table, CheckedRequests) and table.is_ready and not self.running[host].is_stopped:
                 stopped = [each for each, node in self.running.items() if worker_of(each) == worker and node.is_stopped]

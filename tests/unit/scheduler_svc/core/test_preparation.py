@@ -3,8 +3,9 @@
 import pytest
 
 from scheduler_svc.core.config import PreemptionMode
-from scheduler_svc.core.preparation import NUM_KEPT, Constraint, Preparation
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
+from scheduler_svc.core.preparation import NUM_KEPT, Preparation
+from scheduler_svc.core.request import Adapter, Constraint, Need, Request
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 
 
@@ -142,3 +143,83 @@ def test_a_preempted_group_is_prepared_again_where_workers_may_have_forgotten(mo
     assert prepare(driver) == [b"a"]
     run(driver)
     assert driver.outputs[1] == expected_output(request)
+
+
+DEADLY_ADAPTER = Adapter(b"d")
+NUM_DEATHS = LOSSES_BEFORE_TRIALS + LOSSES_ON_TRIAL
+
+
+@pytest.mark.parametrize("need", [Constraint(b"deadly"), DEADLY_ADAPTER], ids=["constraint", "adapter"])
+@pytest.mark.parametrize("num_others", [0, 3])
+def test_a_preparation_that_the_worker_dies_of_fails_those_that_wait_for_it(need: Need, num_others: int) -> None:
+    driver = make_driver(max_adapters=1)
+    driver.deadly_needs.add(need)
+    waiting = [needing(handle, need) for handle in (1, 2)]
+    others = [make_request(10 + number, max_tokens=100) for number in range(num_others)]
+    driver.submit(*others, *waiting)
+    driver.finish(*others)
+    assert driver.failed == {1, 2}
+    assert driver.num_deaths == NUM_DEATHS
+    # The last ones while nothing else was done.
+    assert driver.deaths[-LOSSES_ON_TRIAL:] == [(0, [need])] * LOSSES_ON_TRIAL
+
+    driver.submit(needing(3, need))
+    driver.run_until_idle()
+    assert driver.failed == {1, 2, 3}
+    assert driver.num_deaths == NUM_DEATHS + 1
+
+
+def test_a_preparation_that_succeeds_clears_what_was_counted_against_it() -> None:
+    driver = make_driver()
+    for handle in range(4):
+        driver.deadly_needs.add(Constraint(b"a"))
+        driver.submit(constrained(handle))
+        for _ in range(NUM_DEATHS - 1):
+            driver.plan()
+            driver.tell()
+            assert driver.compile_next()
+        driver.deadly_needs.clear()
+        driver.run_until_idle()
+        # What was compiled is gone.
+        driver.crash()
+    assert driver.finished == {0, 1, 2, 3}
+    assert driver.num_deaths == 4 * (NUM_DEATHS - 1)
+
+
+def test_what_is_prepared_beside_a_suspect_is_not_at_fault() -> None:
+    driver = make_driver(max_adapters=2)
+    driver.deadly_needs.add(DEADLY_ADAPTER)
+    others = [constrained(handle, bytes([handle]), tenant=str(handle)) for handle in range(1, 5)]
+    others.append(needing(5, Adapter(b"g")))
+    driver.submit(needing(6, DEADLY_ADAPTER), *others)
+    driver.finish(*others)
+    assert driver.failed == {6}
+    assert driver.num_deaths <= NUM_DEATHS + 1
+
+
+def test_a_suspect_adapter_waits_for_a_slot_while_others_run() -> None:
+    """Steps go on where it is not the steps in flight that it waits for."""
+    driver = make_driver(max_adapters=1)
+    driver.deadly_needs.add(DEADLY_ADAPTER)
+    driver.submit(needing(1, DEADLY_ADAPTER))
+    while driver.num_deaths < LOSSES_BEFORE_TRIALS:
+        driver.plan()
+        driver.tell()
+        driver.compile_next()
+    other = make_request(2, adapter=b"g", max_tokens=30)
+    driver.scheduler.abort(driver.scheduler.waiting.first().request.key)
+    driver.submit(other)
+    driver.plan()
+    driver.tell()
+    driver.compile_next()
+    driver.run_steps(3)
+    driver.submit(needing(3, DEADLY_ADAPTER))
+    driver.finish(other)
+    assert driver.failed == {3}
+    assert driver.num_deaths == NUM_DEATHS
+
+
+def needing(handle: int, need: Need) -> Request:
+    if isinstance(need, Constraint):
+        return constrained(handle, need.parameters)
+    return make_request(handle, adapter=need.digest)
