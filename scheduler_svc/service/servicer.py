@@ -318,7 +318,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _abort(self, abort: scheduler_pb2.Abort, reader: Reader) -> None:
         owned = reader.request
         usage = None if owned is None else self._loop.usage_so_far(owned.key)
-        if owned is None:
+        if owned is None and not abort.HasField("sequence_index"):
             # Of what is forgotten, the rest may be on its way.
             reader.connection.outbox.drop_replay(reader.handle)
         if abort.HasField("sequence_index"):

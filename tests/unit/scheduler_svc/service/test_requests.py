@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from quire.rpc.errors import AlreadyExists, Cancelled, NotFound, ResourceExhausted
+from quire.scheduler.v1 import scheduler_pb2
 from scheduler_svc.core.request import EmittedSequence, Handle, Request, RequestKey
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step import ClientEvents, RequestEnd, SequenceEnd, Usage
 from scheduler_svc.service import outbox
@@ -18,8 +20,10 @@ from scheduler_svc.service import requests as table
 from scheduler_svc.service.durable import MAX_GROWTH, DurableLimits
 from scheduler_svc.service.outbox import Held, Outgoing, PromptLogprobs, SequenceProgress
 from scheduler_svc.service.requests import MAX_CANCELLED, Connection, OwnedRequest, Reader, Requests
-from tests.support.core_driver import make_request
+from scheduler_svc.service.servicer import SchedulerServicer
+from tests.support.core_driver import make_config, make_request
 from tests.support.logprobs import Line, columns_of
+from tests.support.step_loop import make_step_loop
 
 NONCE = 7
 GRACE_S = 10.0
@@ -167,7 +171,9 @@ def test_outputs_that_no_tokenizer_reads_any_more_are_dropped_and_what_runs_is_n
     assert bench.requests.find(running.tenant, running.request_id) is running
 
 
-@pytest.mark.parametrize("how", ["its time is over", "another has its room", "another tokenizer", "nobody reads it"])
+@pytest.mark.parametrize(
+    "how", ["its time is over", "another has its room", "another tokenizer", "nobody reads it", "a sequence ends"]
+)
 def test_what_is_forgotten_while_a_reader_is_sent_it_comes_to_its_end_or_to_an_error(bench, monkeypatch, how):
     monkeypatch.setattr("scheduler_svc.service.outbox._REPLAYED_AT_ONCE", 2)
     first, second = bench.connect(), bench.connect("gateway-b", credit=1)
@@ -184,8 +190,13 @@ def test_what_is_forgotten_while_a_reader_is_sent_it_comes_to_its_end_or_to_an_e
         bench.requests.forget_outputs()
     else:
         bench.requests.forget(owned)
-    if how == "nobody reads it":
-        second.outbox.drop_replay(Handle(9))
+    abort = scheduler_pb2.Abort(handle=9, wants_usage=True)
+    if how == "a sequence ends":
+        # The gateway found a stop string; what it lacks of the others is still to come.
+        abort.sequence_index = 1
+    if how in ("nobody reads it", "a sequence ends"):
+        loop, _ = make_step_loop(Scheduler(make_config()))
+        SchedulerServicer(loop, bench.requests)._abort(abort, Reader(second, Handle(9)))
     assert Reader(second, Handle(9)).request is None
     second.outbox.add_credit(100)
     rest = take_all(second)
