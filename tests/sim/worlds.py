@@ -168,16 +168,20 @@ def _plan(
 def _searches_that_swap(seed: int, draw: Random) -> Plan:
     """Beam searches leave and come back when their sequences have just forked and share the blocks that they write."""
     layout, requests = _preempting(draw)
-    worker = replace(layout.worker, num_host_blocks=640 // layout.worker.block_size)
+    worker = replace(layout.worker, block_size=16, num_blocks=12, num_host_blocks=64)
     layout = replace(layout, worker=worker, settings=replace(layout.settings, preemption_mode="swap"))
     options = GenerationOptions(beam_search=BeamSearch(2), n=1, max_tokens=MAX_OUTPUT, ignore_eos=True)
     return _plan(seed, layout, [replace(each, options=options) for each in requests])
 
 
 def _stops_in_recomputations(seed: int, draw: Random) -> Plan:
-    """Gateways, which are far away, find stop strings of sequences that are computed again by then."""
+    """Gateways, which are far away, find stop strings of sequences that are computed again by then, as the link to a
+    worker breaks again and again."""
     layout, requests = _preempting(draw)
-    layout = replace(_with_long_recomputations(layout), weather=replace(layout.weather, max_delay_s=0.1))
+    # What is computed in part of a block is lost with the link.
+    worker = replace(layout.worker, block_size=16, num_blocks=640 // 16)
+    layout = replace(layout, worker=worker, weather=replace(layout.weather, max_delay_s=0.1))
+    layout = _with_long_recomputations(layout)
     several = [
         replace(
             each,
@@ -187,7 +191,8 @@ def _stops_in_recomputations(seed: int, draw: Random) -> Plan:
         )
         for each in requests
     ]
-    return _plan(seed, layout, map(partial(_with_stops, draw), several))
+    faults = [Reset(draw.uniform(0.2, 10.0), "scheduler", draw.randrange(1 << 16)) for _ in range(12)]
+    return _plan(seed, layout, map(partial(_with_stops, draw), several), faults)
 
 
 def _preempting(draw: Random) -> tuple[Layout, list[Generate]]:

@@ -498,6 +498,11 @@ class CheckedScheduler(Scheduler):
         self._check()
         return events
 
+    def refuse_in_flight(self, detail: str) -> dict[ClientId, ClientEvents]:
+        # It would be planned again, and perhaps not refused then.
+        self._report(AssertionError(f"a worker refuses a step: {detail}"))
+        return super().refuse_in_flight(detail)
+
     def void_in_flight(self, now: float) -> None:
         if self._fairness is not None:
             for group in (*self.running, *self.swapped):

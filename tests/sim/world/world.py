@@ -65,7 +65,9 @@ class Node:
         self._chance = world.generator(f"{self.name}'s clock and jobs")
         self._rate = 1.0 + self._chance.uniform(-_MAX_CLOCK_DRIFT, _MAX_CLOCK_DRIFT)
         self._boot_s = self._chance.uniform(10, 1e6)
-        self._unix_offset_s = _START_UNIX_S + self._chance.uniform(-_MAX_CLOCK_OFFSET_S, _MAX_CLOCK_OFFSET_S)
+        offset_s = self._chance.uniform(-_MAX_CLOCK_OFFSET_S, _MAX_CLOCK_OFFSET_S)
+        # All processes of a host see the same one.
+        self._unix_offset_s = _START_UNIX_S + world.clock_offsets_s.setdefault(host, offset_s)
         self.context = copy_context()
         self.context.run(CLOCK.set, self)
         self.context.run(ENTROPY.set, self)
@@ -179,6 +181,8 @@ class World:
         """Whether a process has an error that nobody caught."""
         self.set_back_s: dict[str, float] = {}
         """By how much the clocks of hosts were set back since the beginning."""
+        self.clock_offsets_s: dict[str, float] = {}
+        """How far the clocks of hosts are off."""
         self.num_passed: Counter[str] = Counter()
         """How often each failpoint was passed, by any process."""
         self._deaths: dict[tuple[str, str], int] = {}
