@@ -21,6 +21,7 @@ from tests.sim.world.faults import (
     KillAt,
     OtherModel,
     OtherPool,
+    Pause,
     Reset,
     SetClock,
     draw_bad_disks,
@@ -175,8 +176,8 @@ def _searches_that_swap(seed: int, draw: Random) -> Plan:
 
 
 def _stops_in_recomputations(seed: int, draw: Random) -> Plan:
-    """Gateways, which are far away, find stop strings of sequences that are computed again by then, as the link to a
-    worker breaks again and again."""
+    """The link to a worker breaks again and again, while the gateway stands still: it finds stop strings of sequences
+    that are computed again by then."""
     layout, requests = _preempting(draw)
     # What is computed in part of a block is lost with the link.
     worker = replace(layout.worker, block_size=16, num_blocks=640 // 16)
@@ -191,8 +192,11 @@ def _stops_in_recomputations(seed: int, draw: Random) -> Plan:
         )
         for each in requests
     ]
-    faults = [Reset(draw.uniform(0.2, 10.0), "scheduler", draw.randrange(1 << 16)) for _ in range(12)]
-    return _plan(seed, layout, map(partial(_with_stops, draw), several), faults)
+    faults: list[Fault] = []
+    for at in [draw.uniform(0.2, 15.0) for _ in range(20)]:
+        pause = Pause(at - draw.uniform(0, 0.3), "gateway-0", draw.uniform(0.5, 1.0))
+        faults += (pause, Reset(at, "scheduler", draw.randrange(1 << 16)))
+    return _plan(seed, replace(layout, num_gateways=1), map(partial(_with_stops, draw), several), faults)
 
 
 def _preempting(draw: Random) -> tuple[Layout, list[Generate]]:
