@@ -576,6 +576,13 @@ FAULTS = (
         "        if self.in_flight or needs:\n",
         "        if self.in_flight:\n",
     ),
+    _mended(
+        "stop-ends-others",
+        "a stop string of one sequence drops what a reader has yet to be sent of the others",
+        _SERVICER,
+        '        if owned is None and not abort.HasField("sequence_index"):\n',
+        "        if owned is None:\n",
+    ),
     _made(
         "early-deadline",
         "a client gives a gateway half of the time that is left",

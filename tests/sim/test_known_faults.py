@@ -47,7 +47,7 @@ def test_the_table_has_each_fault() -> None:
         ("hold-behind", 0),
         ("freed-block-in-table", 1),
         ("swap-in-forgotten", 1),
-        ("gap-after-end", 9),
+        ("gap-after-end", 3),
         ("epoch-compared-with-ge", 14),
         ("credit-ignored", 2),
         ("ranks-not-compared", 152),
