@@ -23,9 +23,12 @@ from scheduler_svc.core.step import Array, RowAssignment, StepPlan
 class RowTable:
     """One entry per row of the worker. Entries of rows that are not `active` mean nothing.
 
-    num_tokens    int64: tokens of the sequence, those included that steps in flight will sample
+    num_tokens    int64: tokens of the sequence, those included that steps in flight may sample
+    num_unsure    int64: those of them that may not come, since they are drafts of steps in flight
+    num_known     int64: tokens of the sequence as far as results came
     num_entered   int64: tokens that the sequence had when it entered the batch
-    num_computed  int64: tokens whose keys and values are in the pool once all steps in flight are done
+    num_computed  int64: tokens whose keys and values are in the pool once all steps in flight are done, if all drafts
+                  are right: up to `num_unsure` fewer
     num_slots     int64: slots of the sequence's block table
     num_sealed    int64: blocks at the start of the block table that are sealed, or need not be
     seals_chunks  bool: blocks are sealed with each chunk of a prefill; not after one that was not finite
@@ -48,10 +51,10 @@ class RowTable:
     def __init__(self, max_num_rows: int, adapters: AdapterSlots) -> None:
         self._adapters = adapters
         self.sequences: list[Sequence | None] = [None] * max_num_rows
-        numbers, flags = np.zeros((13, max_num_rows), dtype=np.int64), np.zeros((7, max_num_rows), dtype=bool)
+        numbers, flags = np.zeros((15, max_num_rows), dtype=np.int64), np.zeros((7, max_num_rows), dtype=bool)
         self.num_tokens, self.num_computed, self.num_slots, self.num_sealed, self.max_len, self.order = numbers[:6]
         self.client, self.handle, self.index, self.num_prompt, self.num_emitted, self.num_logprobs = numbers[6:12]
-        self.num_entered = numbers[12]
+        self.num_entered, self.num_unsure, self.num_known = numbers[12:]
         self.active, self.seals_chunks, self.is_plain, self.wants_logprobs = flags[:4]
         self.prefills, self.shares_tail, self.dependent = flags[4:]
         self.incarnation = np.zeros(max_num_rows, dtype=np.int64)
@@ -87,7 +90,8 @@ class RowTable:
     def activate(self, row: int, sequence: Sequence, block_size: int, num_computed: int, num_sealed: int) -> None:
         """The row computes from now on. The first `num_computed` tokens of its sequence are computed."""
         self.active[row] = True
-        self.num_tokens[row] = self.num_entered[row] = sequence.num_tokens
+        self.num_tokens[row] = self.num_known[row] = self.num_entered[row] = sequence.num_tokens
+        self.num_unsure[row] = 0
         self.num_computed[row] = num_computed
         self.num_slots[row] = len(sequence.block_table) * block_size
         self.num_sealed[row] = num_sealed
@@ -99,11 +103,23 @@ class RowTable:
         parent, which is all its tokens."""
         self.active[child] = True
         self.num_tokens[child] = self.num_computed[child] = self.num_tokens[parent]
+        self.num_known[child], self.num_unsure[child] = self.num_known[parent], 0
         self.num_entered[child] = self.num_entered[parent]
         self.num_slots[child] = self.num_slots[parent]
         self.num_sealed[child] = self.num_sealed[parent]
         self.prefills[child] = False
         self.shares_tail[[parent, child]] = self.num_tokens[parent] % block_size != 0
+
+    def grow(self, rows: Array, max_drafts: Array) -> None:
+        """A planned step may extend these rows by so many tokens more than one."""
+        for column in (self.num_tokens, self.num_computed, self.num_unsure):
+            column[rows] += max_drafts
+
+    def settle(self, rows: Array, max_drafts: Array, num_missing: Array) -> None:
+        """The result of that step came: so many of these tokens did not."""
+        self.num_unsure[rows] -= max_drafts
+        for column in (self.num_tokens, self.num_computed):
+            column[rows] -= num_missing
 
     def release(self, rows: SequenceOf[int]) -> None:
         """Takes the sequences out of these rows, which are distinct."""
@@ -189,6 +205,7 @@ class StepDraft:
         # Rows that decode and how many of their tokens are computed, as arrays; after them chunks of single rows, as
         # (row, new tokens, computed tokens).
         self._rows = self._num_computed = np.zeros(0, dtype=np.int64)
+        self._max_drafts: Array | None = None
         self._chunks: list[tuple[int, int, int]] = []
         self._chunk_samples: list[tuple[int, int]] = []
 
@@ -223,11 +240,12 @@ class StepDraft:
         self.budget -= num_tokens
         self.aside.append((row, num_tokens))
 
-    def decode(self, rows: Array, num_computed: Array) -> None:
-        """Adds rows that compute one token each, and sample. int64[n] each. To be called once, before chunks."""
+    def decode(self, rows: Array, num_computed: Array, max_drafts: Array | None) -> None:
+        """Adds rows that compute one token each, and drafts if they may have any, and sample. int64[n] each. To be
+        called once, before chunks."""
         assert self.is_empty, "decodes come once, and first"
-        self._spend(len(rows))
-        self._rows, self._num_computed = rows, num_computed
+        self._spend(len(rows) if max_drafts is None else len(rows) + int(max_drafts.sum()))
+        self._rows, self._num_computed, self._max_drafts = rows, num_computed, max_drafts
 
     def add_chunk(self, row: int, num_new: int, num_computed: int, *, samples: bool) -> None:
         """Adds a chunk of one row, with which it samples or does not."""
@@ -247,13 +265,15 @@ class StepDraft:
     def finish(self, step_id: int) -> StepPlan:
         """The step as a value. The draft must not be empty."""
         rows, num_computed = self._rows, self._num_computed
-        num_new_tokens, samples = np.ones_like(rows), rows.repeat(2).reshape(-1, 2)
+        num_new_tokens, samples, max_drafts = np.ones_like(rows), rows.repeat(2).reshape(-1, 2), self._max_drafts
         if self._chunks:
             chunks = _array(self._chunks, 3)
             rows = np.concatenate((rows, chunks[:, 0]))
             num_new_tokens = np.concatenate((num_new_tokens, chunks[:, 1]))
             num_computed = np.concatenate((num_computed, chunks[:, 2]))
             samples = np.concatenate((samples, _array(self._chunk_samples, 2)))
+            if max_drafts is not None:
+                max_drafts = np.concatenate((max_drafts, np.zeros(len(self._chunk_samples), dtype=np.int64)))
         return StepPlan(
             step_id=step_id,
             swap_out=_array([(gpu, host) for host, gpu in self._swap_out.items()], 2),
@@ -270,6 +290,7 @@ class StepDraft:
             num_computed_tokens=num_computed,
             samples=samples,
             sealed=tuple(self.sealed),
+            max_drafts=max_drafts,
         )
 
 
@@ -349,6 +370,7 @@ class Batch:
         assert sequence.row is not None
         self.draft.tokens[sequence.row] = (sequence.num_tokens, token_id)
         self.rows.num_tokens[sequence.row] += 1
+        self.rows.num_known[sequence.row] += 1
         sequence.token_ids.append(token_id)
 
     def release_rows(self, sequences: SequenceOf[Sequence]) -> None:
@@ -452,20 +474,39 @@ class Batch:
 
     # The next step
 
-    def add_decodes(self) -> None:
-        """Gives every decoding row the slot of its next token and adds it to the step. The blocks must be free."""
+    def add_decodes(self, max_drafts: int) -> None:
+        """Gives every decoding row the slot of its next token, and of up to `max_drafts` after it, and adds it to the
+        step. The blocks must be free, but for those of drafts."""
         rows = self.rows.decoding()
         if not len(rows):
             return
-        full = self.rows.without_slot(rows)
-        for row in full.tolist():
-            sequence = self.sequence(row)
-            block = self.blocks.append(sequence)
-            self.draft.blocks[row, len(sequence.block_table) - 1] = block
-        self.rows.num_slots[full] += self._block_size
+        for row in self.rows.without_slot(rows).tolist():
+            self._append_block(row)
         for row in self.rows.sharing_tail().tolist():
             self._copy_on_write(row)
-        self.draft.decode(rows, self.rows.num_computed[rows])
+        drafts = self._drafts_of(rows, max_drafts) if max_drafts else None
+        self.draft.decode(rows, self.rows.num_computed[rows] - self.rows.num_unsure[rows], drafts)
+
+    def _append_block(self, row: int) -> None:
+        sequence = self.sequence(row)
+        block = self.blocks.append(sequence)
+        self.draft.blocks[row, len(sequence.block_table) - 1] = block
+        self.rows.num_slots[row] += self._block_size
+
+    def _drafts_of(self, rows: Array, max_drafts: int) -> Array | None:
+        """By how many tokens more than one each of these decoding rows may grow, with slots for them; None: by none.
+        Drafts take at most half of what is left of the step, and no block that admission leaves free."""
+        table = self.rows
+        share = (self.draft.budget - len(rows)) // (2 * len(rows))
+        drafts = np.minimum(table.max_len[rows] - table.num_tokens[rows] - 1, min(max_drafts, share))
+        drafts[table.dependent[rows]] = 0
+        slots = table.num_computed[rows] + 1 + drafts - table.num_slots[rows]
+        num_blocks = np.maximum(-(-slots // self._block_size), 0)
+        if not drafts.any() or not self.blocks.has_room(int(num_blocks.sum()), reserve=0, alone=False):
+            return None
+        for row in rows.repeat(num_blocks).tolist():
+            self._append_block(row)
+        return drafts
 
     def _copy_on_write(self, row: int) -> None:
         """Who is about to write to a shared block gets a copy; the last holder writes in place."""
@@ -502,4 +543,6 @@ class Batch:
         self.rows.num_computed[plan.rows] += plan.num_new_tokens
         self.rows.prefills[sampling] = False
         self.rows.num_tokens[sampling] += ~self.rows.dependent[sampling]
+        if plan.max_drafts is not None:
+            self.rows.grow(sampling, plan.max_drafts)
         return plan

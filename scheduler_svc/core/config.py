@@ -34,7 +34,8 @@ class SchedulerConfig:
     `tenant_overflow` is the share of the queue's bounds that tenants with less than an equal part of it may take beyond
     them. `max_prefill_share` is the share of what is left of a step's tokens that a prompt takes while shorter ones
     wait. With `prepares_constraints` the workers compile constraints when they are told to, before rows need them.
-    `max_adapters` are the slots of adapters that the workers have.
+    `max_adapters` are the slots of adapters that the workers have. A sample may extend its row by up to `max_drafts`
+    tokens more than one, which the worker drafts.
     """
 
     num_blocks: int
@@ -54,6 +55,7 @@ class SchedulerConfig:
     max_prefill_share: float = 0.5
     prepares_constraints: bool = False
     max_adapters: int = 0
+    max_drafts: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len"):
@@ -66,8 +68,9 @@ class SchedulerConfig:
             )
         if self.num_host_blocks < 0:
             raise ValueError(f"num_host_blocks is {self.num_host_blocks}, must not be negative")
-        if self.max_adapters < 0:
-            raise ValueError(f"max_adapters is {self.max_adapters}, must not be negative")
+        for name in ("max_adapters", "max_drafts"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, must not be negative")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}, must be in [0, 1)")
         for name in ("pin_quota", "max_pinned", "tenant_overflow"):

@@ -45,7 +45,7 @@ class Progress:
     def of(cls, group: SequenceGroup, table: RowTable) -> "Progress":
         """The progress of a running group."""
         rows = [sequence.row for sequence in group.computing if sequence.row is not None]
-        return cls(group.num_tokens, int(table.num_computed[rows].sum()))
+        return cls(group.num_tokens, int((table.num_computed - table.num_unsure)[rows].sum()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,9 @@ from scheduler_svc.core.request import max_blocks
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 
+_MAX_STEPS_IN_FLIGHT = 4
+"""More than any caller has."""
+
 
 class InvariantViolationError(AssertionError):
     """The scheduler's state contradicts itself."""
@@ -152,24 +155,35 @@ def _check_occupancy(scheduler: Scheduler, sequences: list[Sequence]) -> None:
 
 def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
     rows, size = scheduler.batch.rows, scheduler.config.block_size
-    in_flight = Counter(
-        row
-        for step in scheduler.in_flight
-        for row, incarnation in zip(step.rows.tolist(), step.incarnations.tolist(), strict=True)
-        if rows.incarnation[row] == incarnation
+    in_flight, drafts = Counter[int](), Counter[int]()
+    for step in scheduler.in_flight:
+        for index in (rows.incarnation[step.rows] == step.incarnations).nonzero()[0].tolist():
+            in_flight[int(step.rows[index])] += 1
+            drafts[int(step.rows[index])] += 0 if step.max_drafts is None else int(step.max_drafts[index])
+    columns = (
+        rows.num_tokens,
+        rows.num_computed,
+        rows.num_slots,
+        rows.active,
+        rows.dependent,
+        rows.num_known,
+        rows.num_unsure,
     )
-    columns = (rows.num_tokens, rows.num_computed, rows.num_slots, rows.active, rows.dependent)
     table = list(zip(*(column.tolist() for column in columns), strict=True))
     for sequence in running:
         row, name = sequence.row, sequence.request.request_id
         assert row is not None
-        planned, computed, num_slots, is_active, is_dependent = table[row]
+        planned, computed, num_slots, is_active, is_dependent, known, unsure = table[row]
         if rows.sequences[row] is not sequence:
             raise InvariantViolationError(f"{name}: row {row} holds another sequence")
         if not is_active:
             raise InvariantViolationError(f"{name}: row {row} is not active")
-        if planned != sequence.num_tokens + (0 if is_dependent else in_flight[row]):
-            raise InvariantViolationError(f"{name}: {planned} planned tokens do not add up")
+        if known != sequence.num_tokens:
+            raise InvariantViolationError(f"{name}: {known} tokens are known of {sequence.num_tokens}")
+        if planned != known + (0 if is_dependent else in_flight[row] + drafts[row]) or unsure != drafts[row]:
+            raise InvariantViolationError(f"{name}: {planned} planned tokens, {unsure} of them unsure, do not add up")
+        if planned > sequence.request.max_len:
+            raise InvariantViolationError(f"{name}: {planned} planned tokens, it ends at {sequence.request.max_len}")
         if computed > planned:
             raise InvariantViolationError(f"{name}: {computed} computed of {planned} tokens")
         slots = len(sequence.block_table) * size
@@ -178,7 +192,8 @@ def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
         if computed > slots:
             raise InvariantViolationError(f"{name}: {computed} computed tokens in {slots} slots")
         unused = slots - max(computed, sequence.num_tokens)
-        if unused >= size:
+        # Those of drafts that were wrong are left, of as many steps as were in flight.
+        if unused >= size + _MAX_STEPS_IN_FLIGHT * scheduler.config.max_drafts:
             raise InvariantViolationError(f"{name}: {unused} slots are reserved ahead of need")
 
 

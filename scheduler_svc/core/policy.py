@@ -280,6 +280,9 @@ class Policy:
         """A step was planned. `prefills`, bool[rows], says which rows had not sampled before it, `tenants`, str[rows],
         whose each is."""
 
+    def charge_drafts(self, tenants: Array, counts: Array) -> None:
+        """Samples brought so many tokens more than one. `tenants`, str[n], says whose each is."""
+
 
 class PriorityPolicy(Policy):
     """Higher priority first, first come first served among equals.
@@ -415,6 +418,10 @@ class FairPolicy(Policy):
         chunks = zip(tenants[plan.rows[computes_chunk]], plan.num_new_tokens[computes_chunk].tolist(), strict=True)
         for tenant, num_new in chunks:
             self.counters[tenant] = self._counter(tenant) + PREFILL_WEIGHT * num_new
+
+    def charge_drafts(self, tenants: Array, counts: Array) -> None:
+        for tenant, count in zip(tenants.tolist(), counts.tolist(), strict=True):
+            self.counters[tenant] = self._counter(tenant) + SAMPLE_WEIGHT * count
 
     def _counter(self, tenant: str) -> int:
         # A tenant that was forgotten was at the floor or below.

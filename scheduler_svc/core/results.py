@@ -35,7 +35,7 @@ def check_result(step: StepInFlight, result: StepResult, table: RowTable) -> Non
 
     Rows that were released since the step was planned are ignored: `apply` drops what the result reports of them.
     """
-    _check_tokens(step, result)
+    num_tokens = _check_tokens(step, result)
     reported = {*result.failures, *result.candidates}
     if reported and (unexpected := reported.difference(step.rows.tolist())):
         raise ValueError(f"the result of step {step.step_id} reports rows {sorted(unexpected)}, which do not sample")
@@ -52,31 +52,56 @@ def check_result(step: StepInFlight, result: StepResult, table: RowTable) -> Non
     wants_logprobs = table.wants_logprobs[step.rows]
     if result.logprobs is None and not wants_logprobs.any():
         return
-    has_logprobs = np.zeros(len(step.rows), dtype=bool)
+    rows = step.rows
+    if num_tokens is not None:
+        rows, current, wants_logprobs = (each.repeat(num_tokens) for each in (rows, current, wants_logprobs))
+    has_logprobs = np.zeros(len(rows), dtype=bool)
     if result.logprobs is not None:
-        _check_logprobs(step, current, result.logprobs, table)
+        _check_logprobs(step, rows, current, result.logprobs, table)
         has_logprobs[result.logprobs.samples] = True
     if (current & wants_logprobs & ~has_logprobs).any():
-        missing = step.rows[current & wants_logprobs & ~has_logprobs].tolist()
+        missing = rows[current & wants_logprobs & ~has_logprobs].tolist()
         raise ValueError(f"the result of step {step.step_id} has no log probabilities of rows {missing}")
     if (current & ~wants_logprobs & has_logprobs).any():
-        unrequested = step.rows[current & ~wants_logprobs & has_logprobs].tolist()
+        unrequested = rows[current & ~wants_logprobs & has_logprobs].tolist()
         raise ValueError(
             f"the result of step {step.step_id} has log probabilities of rows {unrequested}, which did not request them"
         )
 
 
-def _check_tokens(step: StepInFlight, result: StepResult) -> None:
-    token_ids = result.token_ids
-    if token_ids.shape != step.rows.shape:
+def _check_tokens(step: StepInFlight, result: StepResult) -> Array | None:
+    """Returns `result.num_tokens`."""
+    token_ids, num_tokens = result.token_ids, _check_counts(step, result)
+    expected = len(step.rows) if num_tokens is None else int(num_tokens.sum())
+    if token_ids.shape != (expected,):
         raise ValueError(f"step {step.step_id} sampled {len(step.rows)} rows, its result has {token_ids.size} tokens")
-    if not len(token_ids):
-        return
+    if not expected:
+        return num_tokens
     if token_ids.dtype.kind not in "iu":
         raise ValueError(f"the tokens of step {step.step_id} are {token_ids.dtype}, not integers")
     lowest, highest = int(token_ids.min()), int(token_ids.max())
     if lowest < 0 or highest > _MAX_TOKEN_ID:
         raise ValueError(f"step {step.step_id} sampled tokens from {lowest} to {highest}; they are in [0, 2**31)")
+    return num_tokens
+
+
+def _check_counts(step: StepInFlight, result: StepResult) -> Array | None:
+    num_tokens, num_drafts, max_drafts = result.num_tokens, result.num_drafts, step.max_drafts
+    if num_tokens is None and num_drafts is None:
+        return None
+    shapes = {None if each is None else each.shape for each in (num_tokens, num_drafts)}
+    if num_tokens is None or num_drafts is None or max_drafts is None or shapes != {step.rows.shape}:
+        raise ValueError(f"the result of step {step.step_id} counts tokens and drafts of other samples than it has")
+    invalid = (num_drafts < 0) | (num_drafts > max_drafts) | (num_tokens < 1) | (num_tokens > 1 + num_drafts)
+    if result.failures:
+        invalid |= np.isin(step.rows, list(result.failures)) & (num_tokens > 1)
+    if invalid.any():
+        raise ValueError(
+            f"rows {step.rows[invalid].tolist()} have {num_tokens[invalid].tolist()} tokens and "
+            f"{num_drafts[invalid].tolist()} drafts in step {step.step_id}; they may have "
+            f"{max_drafts[invalid].tolist()} drafts and a token more, and one where they fail"
+        )
+    return num_tokens
 
 
 def _check_candidates(row: int, step_id: int, candidates: Candidates | None) -> None:
@@ -97,9 +122,11 @@ def _check_candidates(row: int, step_id: int, candidates: Candidates | None) -> 
         raise ValueError(f"the candidates of row {row} in the result of step {step_id} are not in order of likelihood")
 
 
-def _check_logprobs(step: StepInFlight, current: Array, logprobs: SampleLogprobs, table: RowTable) -> None:
-    logprobs.check(len(step.rows))
-    columns, rows = logprobs.columns, step.rows[logprobs.samples]
+def _check_logprobs(
+    step: StepInFlight, token_rows: Array, current: Array, logprobs: SampleLogprobs, table: RowTable
+) -> None:
+    logprobs.check(len(token_rows))
+    columns, rows = logprobs.columns, token_rows[logprobs.samples]
     is_current = current[logprobs.samples]
     too_many = is_current & (columns.top_counts > table.num_logprobs[rows])
     if too_many.any():
@@ -129,44 +156,90 @@ class Results:
         since."""
         table = self._batch.rows
         current = table.incarnation[step.rows] == step.incarnations
+        if step.max_drafts is not None:
+            counts = 1 if result.num_tokens is None else result.num_tokens
+            num_missing = 1 + step.max_drafts - counts
+            table.settle(step.rows[current], step.max_drafts[current], num_missing[current])
+        draws = current & ~table.dependent[step.rows]
+        if result.failures:
+            draws &= ~np.isin(step.rows, [*result.failures])
+        due = self._append(step, draws.nonzero()[0], result) if draws.any() else []
         self._seal(step, current, result)
         self._seal_chunks(step, result)
-        plain = current & table.is_plain[step.rows]
-        if result.failures:
-            plain &= ~np.isin(step.rows, [*result.failures])
-        if plain.any():
-            self._append_plain(step, plain.nonzero()[0], result)
-        for sample in (current & ~plain).nonzero()[0].tolist():
-            self._apply_sample(sample, int(step.rows[sample]), result)
+        if due:
+            self._on_milestones(due)
+        for sample in (current & ~draws).nonzero()[0].tolist():
+            self._apply_other(int(step.rows[sample]), result)
 
-    def _append_plain(self, step: StepInFlight, samples: Array, result: StepResult) -> None:
-        """Samples that are a token each and nothing else: the events are made of whole arrays."""
+    def _append(self, step: StepInFlight, samples: Array, result: StepResult) -> list[Sequence]:
+        """Gives the rows that drew tokens these, up to the one that ends the sequence. The events are made of whole
+        arrays. Returns the sequences that reached a milestone."""
         table = self._batch.rows
-        rows, token_ids, num_computed = step.rows[samples], result.token_ids[samples], step.num_computed[samples]
-        offsets = num_computed - table.num_prompt[rows]
+        rows = step.rows[samples]
+        known = table.num_known[rows]
+        tokens, counts, places, offsets = samples, 1, slice(None), known - table.num_prompt[rows]
+        if result.num_tokens is not None:
+            firsts = (np.cumsum(result.num_tokens) - result.num_tokens)[samples]
+            counts = self._num_kept(rows, firsts, result.num_tokens[samples], result.token_ids)
+            places = np.arange(len(rows)).repeat(counts)
+            behind = np.arange(len(places)) - (np.cumsum(counts) - counts).repeat(counts)
+            tokens, offsets = firsts[places] + behind, offsets[places] + behind
+        token_ids = result.token_ids[tokens]
+        self._tell_tokens(rows[places], offsets, tokens, token_ids, result.logprobs)
+        table.num_known[rows] = known = known + counts
+        ends = token_ids
+        if not isinstance(counts, int):
+            lasts = np.cumsum(counts) - 1
+            ends = token_ids[lasts]
+            for place in (counts > 1).nonzero()[0].tolist():
+                before = token_ids[lasts[place] + 1 - counts[place] : lasts[place]]
+                self._batch.sequence(int(rows[place])).token_ids += before.tolist()
+        is_milestone = (known - counts == table.num_prompt[rows] + table.num_emitted[rows]) | (
+            known >= table.max_len[rows]
+        )
+        due: list[Sequence] = []
+        for sequence, token_id, is_due in zip(
+            table.sequences_in(rows), ends.tolist(), is_milestone.tolist(), strict=True
+        ):
+            assert sequence is not None
+            sequence.token_ids.append(token_id)
+            if is_due or token_id in sequence.request.stop_token_ids:
+                due.append(sequence)
+        return due
+
+    def _num_kept(self, rows: Array, firsts: Array, counts: Array, token_ids: Array) -> Array:
+        """How many of its new tokens each row keeps: those up to the one that ends its sequence."""
+        kept = counts.copy()
+        for place in (counts > 1).nonzero()[0].tolist():
+            stops = self._batch.sequence(int(rows[place])).request.stop_token_ids
+            first, count = int(firsts[place]), int(counts[place])
+            if not stops.isdisjoint(new := token_ids[first : first + count].tolist()):
+                kept[place] = next(index for index, token_id in enumerate(new, 1) if token_id in stops)
+        return kept
+
+    def _tell_tokens(
+        self, rows: Array, offsets: Array, tokens: Array, token_ids: Array, logprobs: SampleLogprobs | None
+    ) -> None:
+        """Tells the new tokens of sequences that nobody selects from, and keeps the log probabilities of others."""
+        table = self._batch.rows
+        plain = table.is_plain[rows]
+        if not plain.all():
+            for row, token in zip(rows[~plain].tolist(), tokens[~plain].tolist(), strict=True):
+                if logprobs is not None and (columns := logprobs.of_sample(token)) is not None:
+                    hold_back(self._batch.sequence(row), columns)
+            rows, offsets, tokens, token_ids = (each[plain] for each in (rows, offsets, tokens, token_ids))
         self.events.tokens(
             table.client[rows],
             table.handle[rows],
             table.index[rows],
             offsets,
             token_ids,
-            samples,
-            result.logprobs,
+            tokens,
+            logprobs,
         )
-        # The newest token is not computed yet.
-        is_milestone = (offsets == table.num_emitted[rows]) | (num_computed + 1 >= table.max_len[rows])
-        due: list[Sequence] = []
-        for sequence, token_id, is_due in zip(
-            table.sequences_in(rows), token_ids.tolist(), is_milestone.tolist(), strict=True
-        ):
-            assert sequence is not None
-            sequence.token_ids.append(token_id)
-            if is_due or token_id in sequence.request.stop_token_ids:
-                due.append(sequence)
-        if due:
-            self._on_milestones(due)
 
-    def _apply_sample(self, sample: int, row: int, result: StepResult) -> None:
+    def _apply_other(self, row: int, result: StepResult) -> None:
+        """A row that failed, or that searches."""
         sequence = self._batch.rows.sequences[row]
         # Rows that were released before are dropped already. Another row of the group may have failed in this step.
         if sequence is None:
@@ -174,14 +247,8 @@ class Results:
         failure = _failure_of(sequence.request.key, row, result)
         if failure is not None:
             self._fail(failure)
-        elif sequence.request.beam is not None:
-            self._collect(sequence, result.candidates[row])
         else:
-            sequence.token_ids.append(int(result.token_ids[sample]))
-            logprobs = None if result.logprobs is None else result.logprobs.of_sample(sample)
-            if logprobs is not None:
-                hold_back(sequence, logprobs)
-            self._on_milestones([sequence])
+            self._collect(sequence, result.candidates[row])
 
     def _seal(self, step: StepInFlight, current: Array, result: StepResult) -> None:
         """Blocks that are full now can be shared from now on. A row that samples a token has finite keys and values, so
@@ -191,7 +258,8 @@ class Results:
         its block is not final yet.
         """
         batch = self._batch
-        num_full = (step.num_computed - batch.rows.dependent[step.rows]) // batch.blocks.block_size
+        # All tokens but the newest are computed; that of a beam is, too.
+        num_full = (batch.rows.num_known[step.rows] - 1) // batch.blocks.block_size
         for index in (current & (num_full > batch.rows.num_sealed[step.rows])).nonzero()[0].tolist():
             row = int(step.rows[index])
             if row in result.failures:

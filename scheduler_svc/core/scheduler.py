@@ -133,11 +133,11 @@ class Scheduler:
         return len(self.running) + len(self.swapped) + len(self.waiting)
 
     def num_computed_tokens(self, sequence: Sequence) -> int:
-        """Tokens whose keys and values are in a pool once all steps in flight are done."""
+        """Tokens whose keys and values are in a pool once all steps in flight are done, whatever drafts are right."""
         match sequence.status:
             case SequenceStatus.RUNNING:
                 assert sequence.row is not None
-                return int(self.batch.rows.num_computed[sequence.row])
+                return int(self.batch.rows.num_computed[sequence.row] - self.batch.rows.num_unsure[sequence.row])
             case SequenceStatus.SWAPPED:
                 return sequence.num_swapped_tokens
             case _:
@@ -312,7 +312,7 @@ class Scheduler:
         has_preempted = self._preempt_for_decodes(now)
         if not has_preempted:
             self._swap_in(now)
-        batch.add_decodes()
+        batch.add_decodes(0 if self.trials.are_on else self.config.max_drafts)
         self._shares.add_prefills()
         self.stopped = Stop(Obstacle.PREEMPTION) if has_preempted else self._admit(now)
         self._shares.add_set_aside()
@@ -491,7 +491,7 @@ class Scheduler:
             plan.step_id,
             sampling,
             rows.incarnation[sampling],
-            rows.num_computed[sampling],
+            plan.max_drafts,
             chunks,
             rows.incarnation[chunks],
             rows.num_computed[chunks],
@@ -525,6 +525,10 @@ class Scheduler:
         check_result(step, result, self.batch.rows)
         self.in_flight.popleft()
         self._pace.answered(step, now)
+        if result.num_tokens is not None:
+            drafted = (result.num_tokens > 1) & (self.batch.rows.incarnation[step.rows] == step.incarnations)
+            tenants = self.batch.rows.tenant[step.rows[drafted]]
+            self.policy.charge_drafts(tenants, result.num_tokens[drafted] - 1)
         self.preparations.refused(result.refused)
         sequences = self.batch.rows.sequences_in(step.rows) if self.trials.are_on else []
         self.trials.answered(each.request.key for each in sequences if each is not None)

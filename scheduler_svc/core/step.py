@@ -45,6 +45,9 @@ class StepPlan:
     rows, num_new_tokens, num_computed_tokens  [b]  the batch
     samples                  [s, 2]  row that samples, row of the batch from whose last token's logits
     sealed                           blocks whose content is final, and their hashes
+    max_drafts               [s]     by how many tokens more than one each sample may extend its row; None: by none
+
+    While steps in flight have drafts of a row, `num_computed_tokens` is the least that they may leave computed.
     """
 
     step_id: int
@@ -62,6 +65,7 @@ class StepPlan:
     num_computed_tokens: Array
     samples: Array
     sealed: SequenceOf[tuple[BlockId, BlockHash]]
+    max_drafts: Array | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -111,14 +115,15 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A planned step whose result is still to come: its sampling rows, which sequences sat in them, and how many of
-    their tokens are computed then; the same for the rows that compute a chunk and sample nothing; when it was
-    planned, in seconds; and whether any row computes a chunk."""
+    """A planned step whose result is still to come: its sampling rows, which sequences sat in them, and by how many
+    tokens more than one each may grow, None where none may; the rows that compute a chunk and sample nothing, their
+    sequences, and how many of their tokens are computed then; when it was planned, in seconds; and whether any row
+    computes a chunk."""
 
     step_id: int
     rows: Array
     incarnations: Array
-    num_computed: Array
+    max_drafts: Array | None
     chunk_rows: Array
     chunk_incarnations: Array
     chunk_num_computed: Array
@@ -128,10 +133,10 @@ class StepInFlight:
 
 @dataclass(frozen=True, slots=True)
 class SampleLogprobs:
-    """The log probabilities of some of a step's samples."""
+    """The log probabilities of some of a step's tokens."""
 
     samples: Array
-    """int64[m], indices into the step's samples, rising."""
+    """int64[m], indices into the step's tokens, rising."""
     columns: LogprobColumns
 
     def check(self, num_samples: int) -> None:
@@ -163,7 +168,8 @@ class SampleLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The workers' answer to a step: one token id for each of `StepPlan.samples`, in that order.
+    """The workers' answer to a step: the tokens of each of `StepPlan.samples`, in that order. Each has one, unless
+    `num_tokens` says how many, and `num_drafts` how many drafts of each were verified; int64[s] both.
 
     `candidates` and `failures` are keyed by row; the token of a failed row, and of one that has candidates, means
     nothing. `refused` are those of `failures` whose row the worker could not sample by the parameters that it was sent.
@@ -178,6 +184,8 @@ class StepResult:
     candidates: Mapping[int, Candidates] = field(default_factory=dict[int, Candidates])
     non_finite_chunks: frozenset[int] = frozenset()
     refused: frozenset[int] = frozenset()
+    num_tokens: Array | None = None
+    num_drafts: Array | None = None
 
 
 class SequenceEnd(NamedTuple):

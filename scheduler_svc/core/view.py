@@ -183,7 +183,7 @@ class View:
         """Returns the changes; None if there were none before, or are too many now."""
         before, self._seen = self._seen, {}
         rows = scheduler.batch.rows
-        computed = np.where(rows.active, rows.num_computed, 0).tolist()
+        computed = np.where(rows.active, rows.num_computed - rows.num_unsure, 0).tolist()
         for sequence in _holders(scheduler):
             seen = before.pop(sequence, None)
             status, num_tokens = sequence.status, len(sequence.token_ids)

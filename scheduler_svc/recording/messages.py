@@ -244,12 +244,22 @@ def _digest(plan: StepPlan) -> bytes:
         digest.update(np.array([each.row, len(each.token_ids), each.num_prompt_tokens, *each.block_table]).tobytes())
         if each.adapter_slot is not None:
             digest.update(each.adapter_slot.to_bytes(4, "little"))
+    if plan.max_drafts is not None:
+        digest.update(np.ascontiguousarray(plan.max_drafts, "<i8").tobytes())
     digest.update(np.array([row for row, _ in plan.reseed] + [block for block, _ in plan.sealed], "<i8").tobytes())
     return digest.digest()
 
 
+def token_rows(step: StepInFlight, result: StepResult) -> Array | None:
+    """The row of each token of a result; None for the result of another step, which is refused."""
+    counts = np.ones_like(step.rows) if result.num_tokens is None else result.num_tokens
+    fits = counts.shape == step.rows.shape and (counts > 0).all() and result.token_ids.shape == (counts.sum(),)
+    return step.rows.repeat(counts) if fits else None
+
+
 def apply_message(
     step: StepInFlight | None,
+    known: Array,
     result: StepResult,
     now: float,
     hider: TokenHider | None,
@@ -259,15 +269,16 @@ def apply_message(
 
     Args:
         step: The oldest step in flight, if there was one.
+        known: How many tokens its rows had before.
         result: What the workers answered, whether it is the step's or not.
         now: Seconds.
         hider: None records the token ids as they are.
         stops: The tokens that end the sequence of a row, of all rows whose result may hold one.
     """
-    hide = _ResultHider(step, hider, stops)
+    hide = _ResultHider(step, known, result, hider, stops)
     apply = recording_pb2.RecordedApply(
         step_id=result.step_id,
-        token_ids=encode_int32(hide.samples(result.token_ids)),
+        token_ids=encode_int32(hide.samples()),
         failures=[
             recording_pb2.RecordedFailure(row=row, message=message, is_refused=row in result.refused)
             for row, message in result.failures.items()
@@ -285,6 +296,8 @@ def apply_message(
     if result.logprobs is not None:
         apply.logprob_samples = encode_int32(result.logprobs.samples)
         apply.logprobs = result.logprobs.columns.chosen_logprobs.astype("<f4").tobytes()
+    if result.num_tokens is not None and result.num_drafts is not None:
+        apply.num_tokens, apply.num_drafts = encode_int32(result.num_tokens), encode_int32(result.num_drafts)
     return Operation(now=now, apply=apply)
 
 
@@ -292,20 +305,31 @@ class _ResultHider:
     """Hides the tokens of a step's result, but for those that end their sequence."""
 
     def __init__(
-        self, step: StepInFlight | None, hider: TokenHider | None, stops: Mapping[int, frozenset[int]]
+        self,
+        step: StepInFlight | None,
+        known: Array,
+        result: StepResult,
+        hider: TokenHider | None,
+        stops: Mapping[int, frozenset[int]],
     ) -> None:
-        self._rows, self._positions = (np.zeros(0), np.zeros(0)) if step is None else (step.rows, step.num_computed)
+        self._rows, self._positions = np.zeros(0) if step is None else step.rows, known
+        self._token_rows = None if step is None else token_rows(step, result)
+        self._result = result
         self._hider = hider
         self._stops = stops
 
-    def samples(self, token_ids: Array) -> Array:
-        if self._hider is None or token_ids.shape != self._rows.shape:
-            # A result of another step is refused, whatever its tokens are.
+    def samples(self) -> Array:
+        token_ids, rows = self._result.token_ids, self._token_rows
+        if self._hider is None or rows is None:
             return token_ids if self._hider is None else np.zeros_like(token_ids)
-        tokens = self._hider.hide(token_ids, self._positions)
-        for sample in np.flatnonzero(np.isin(self._rows, list(self._stops))).tolist():
-            if int(token_ids[sample]) in self._stops[int(self._rows[sample])]:
-                tokens[sample] = token_ids[sample]
+        positions = self._positions
+        if (counts := self._result.num_tokens) is not None:
+            behind = np.arange(len(rows)) - (np.cumsum(counts) - counts).repeat(counts)
+            positions = positions.repeat(counts) + behind
+        tokens = self._hider.hide(token_ids, positions)
+        for token in np.flatnonzero(np.isin(rows, list(self._stops))).tolist():
+            if int(token_ids[token]) in self._stops[int(rows[token])]:
+                tokens[token] = token_ids[token]
         return tokens
 
     def candidates(self, row: int, token_ids: SequenceOf[int]) -> Array:
@@ -335,6 +359,8 @@ def result_of(apply: recording_pb2.RecordedApply) -> StepResult:
         },
         frozenset(apply.non_finite_chunks),
         frozenset(each.row for each in apply.failures if each.is_refused),
+        np.frombuffer(apply.num_tokens, "<i4").astype(np.int64) if apply.num_tokens else None,
+        np.frombuffer(apply.num_drafts, "<i4").astype(np.int64) if apply.num_tokens else None,
     )
 
 

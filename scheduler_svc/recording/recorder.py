@@ -263,10 +263,11 @@ class _RecordedScheduler(Scheduler):
     def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
         step = self.in_flight[0] if self.in_flight else None
         stops = {} if step is None or self._hider is None else self._stops_of(step, result)
+        known = np.zeros(0, np.int64) if step is None else self.batch.rows.num_known[step.rows]
         hider = self._hider
         return self._tell(
             lambda: super(_RecordedScheduler, self).apply(result, now),
-            lambda _: messages.apply_message(step, result, now, hider, stops),
+            lambda _: messages.apply_message(step, known, result, now, hider, stops),
         )
 
     def prepared(self, number: int, failure: str | None = None) -> dict[ClientId, ClientEvents]:
@@ -343,8 +344,9 @@ class _RecordedScheduler(Scheduler):
     def _stops_of(self, step: StepInFlight, result: StepResult) -> dict[int, frozenset[int]]:
         """What ends the sequences of the rows whose result may hold such a token."""
         rows = list(result.candidates)
-        if result.token_ids.shape == step.rows.shape:
-            rows += step.rows[self._stops.holds(result.token_ids)].tolist()
+        token_rows = messages.token_rows(step, result)
+        if token_rows is not None:
+            rows += token_rows[self._stops.holds(result.token_ids)].tolist()
         sequences = self.batch.rows.sequences_in(np.array(rows, np.int64))
         return {row: each.request.stop_token_ids for row, each in zip(rows, sequences, strict=True) if each is not None}
 

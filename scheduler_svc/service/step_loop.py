@@ -459,6 +459,7 @@ class StepLoop:
             max_prefill_share=settings.max_prefill_share,
             prepares_constraints=info.prepares_constraints,
             max_adapters=info.max_adapters,
+            max_drafts=info.max_drafts,
         )
 
     def _make_core(self, config: SchedulerConfig) -> Scheduler:

@@ -68,6 +68,7 @@ def step_message(plan: StepPlan, epoch: int, generation: int) -> bytes:
             num_new_tokens=encode_int32(plan.num_new_tokens),
             num_computed_tokens=encode_int32(plan.num_computed_tokens),
             samples=encode_int32(plan.samples),
+            max_drafts=b"" if plan.max_drafts is None else encode_int32(plan.max_drafts),
         ),
         sealed_block_ids=encode_int32([block for block, _ in plan.sealed]),
         sealed_hashes=b"".join(content for _, content in plan.sealed),
@@ -126,6 +127,7 @@ class ReplicaInfo:
     prepares_constraints: bool = False
     device_name: str = ""
     max_adapters: int = 0
+    max_drafts: int = 0
 
     def is_same_worker(self, other: "ReplicaInfo | None") -> bool:
         """Whether the other one is the same start of the same workers."""
@@ -166,6 +168,7 @@ _BOUNDS = {
     "limits.max_num_batched_tokens": (1, _MAX_INT32),
     "limits.max_steps_in_flight": (1, _MAX_INT32),
     "limits.max_adapters": (0, 1 << 16),
+    "limits.max_drafts": (0, 64),
 }
 """The minimum and maximum of what workers report. It sizes tables, and token ids and positions travel as int32."""
 
@@ -202,6 +205,7 @@ def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
         prepares_constraints=theirs.newest >= PREPARES_CONSTRAINTS,
         device_name=info.model.device_name,
         max_adapters=info.limits.max_adapters,
+        max_drafts=info.limits.max_drafts,
     )
 
 
@@ -248,8 +252,8 @@ class StepAnswer:
 
     `result` is what the core applies. `rows`, int64[n], are those that sampled, in the order of the result's tokens.
     `worker_us` are the microseconds of the step in the worker's queue, cache operations, model and sampler.
-    `token_ids_crc32` is the same for all ranks, the tokens themselves come from rank 0; None from a rank of a release
-    that does not send it.
+    `token_ids_crc32`, of tokens and counts, is the same for all ranks, the tokens themselves come from rank 0; None
+    from a rank of a release that does not send it.
     """
 
     result: StepResult
@@ -282,6 +286,8 @@ def step_answer(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
         ),
         candidates={entry.row: _candidates(entry, vocab_size) for entry in message.candidates},
         non_finite_chunks=frozenset(decode_int32(message.non_finite_chunks, "non_finite_chunks", minimum=0).tolist()),
+        num_tokens=_counts(message.num_tokens, "num_tokens"),
+        num_drafts=_counts(message.num_drafts, "num_drafts"),
     )
     timings = message.timings
     return StepAnswer(
@@ -293,10 +299,14 @@ def step_answer(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
     )
 
 
+def _counts(data: bytes, field: str) -> np.ndarray | None:
+    return decode_int32(data, field, minimum=0).astype(np.int64) if data else None
+
+
 def _token_ids_crc32(message: worker_pb2.StepResult) -> int | None:
     if message.HasField("token_ids_crc32"):
         return message.token_ids_crc32
-    return zlib.crc32(message.token_ids) if message.token_ids else None
+    return zlib.crc32(message.num_tokens, zlib.crc32(message.token_ids)) if message.token_ids else None
 
 
 def _logprobs(message: worker_pb2.TokenLogprobs, vocab_size: int) -> SampleLogprobs:

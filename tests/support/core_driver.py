@@ -222,6 +222,7 @@ class WorkerRow:
     num_candidates: int | None
     parameters: bytes
     adapter_slot: int | None = None
+    has_drafted: bool = False
     contexts: list[int] = field(default_factory=list[int])
     """The numbers of the first tokens, each with all before it."""
 
@@ -249,9 +250,10 @@ class FakeDevice:
         plan: StepPlan,
         failing: Mapping[int, tuple[int, int]] | None = None,
         refusing: Collection[int] = (),
+        deadly: Mapping[int, int] | None = None,
     ) -> StepResult:
         """`failing` rows compute nothing finite from a position on: row -> mark that nobody else has, position. The
-        constraint of `refusing` rows fails where they sample."""
+        constraint of `refusing` rows fails where they sample. Drafts of `deadly` rows end before a position."""
         failing = failing or {}
         self._move(plan.swap_out, self.blocks, self.host_blocks)
         self._move(plan.swap_in, self.host_blocks, self.blocks)
@@ -282,9 +284,9 @@ class FakeDevice:
         for row, index, block in plan.block_table_deltas.tolist():
             assert index <= len(self.rows[row].blocks), "a block table has a gap"
             self.rows[row].blocks[index : index + 1] = [block]
-        batch = zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), plan.num_computed_tokens.tolist(), strict=True)
-        for row, num_new, num_computed in batch:
-            self._compute(self.rows[row], num_new, num_computed, *failing.get(row, (0, sys.maxsize)))
+        starts = self.starts_of(plan)
+        for row, num_new in zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True):
+            self._compute(self.rows[row], num_new, starts[row], *failing.get(row, (0, sys.maxsize)))
         self._check_distinct_writes(plan)
         self.seals.update(plan.sealed)
         candidates = {
@@ -292,29 +294,73 @@ class FakeDevice:
             for row, _ in plan.samples.tolist()
             if (count := self.rows[row].num_candidates) is not None
         }
-        sampled = [0 if row in candidates else self._sample(row) for row, _ in plan.samples.tolist()]
+        max_drafts = np.zeros(len(plan.samples), np.int64) if plan.max_drafts is None else plan.max_drafts
+        limits = dict(deadly or {}) | {row: position for row, (_, position) in failing.items()}
+        sampled: list[list[int]] = []
+        num_drafts: list[int] = []
+        for (row, _), limit in zip(plan.samples.tolist(), max_drafts.tolist(), strict=True):
+            sampled.append([0 if row in candidates else self._sample(row)])
+            num_drafts.append(0 if row in refusing else self._verify(row, sampled[-1], limit, limits.get(row)))
+        counts = [len(tokens) for tokens in sampled]
+        of_token = [row for (row, _), count in zip(plan.samples.tolist(), counts, strict=True) for _ in range(count)]
+        token_ids = [token_id for tokens in sampled for token_id in tokens]
         logprobs = {
-            sample: Line(token_logprob(self.rows[row].seed, token_id))
-            for sample, ((row, _), token_id) in enumerate(zip(plan.samples.tolist(), sampled, strict=True))
+            token: Line(token_logprob(self.rows[row].seed, token_id))
+            for token, (row, token_id) in enumerate(zip(of_token, token_ids, strict=True))
             if self.rows[row].logprobs is not None
         }
-        ends = dict(zip(plan.rows.tolist(), (plan.num_computed_tokens + plan.num_new_tokens).tolist(), strict=True))
+        news = zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True)
+        ends = {row: starts[row] + num_new for row, num_new in news}
         not_finite = {row for row, (_, position) in failing.items() if ends.get(row, 0) > position}
         sources = plan.samples[:, 1].tolist()
         failures = {row: "not finite" for row, source in plan.samples.tolist() if source in not_finite}
         refused = frozenset(refusing).intersection(plan.samples[:, 0].tolist())
         failures |= dict.fromkeys(refused, "the constraint failed")
-        of_samples = [sample for sample in logprobs if plan.samples[sample, 0] not in failures]
-        lines = columns_of(logprobs[sample] for sample in of_samples)
+        of_tokens = [token for token in logprobs if of_token[token] not in failures]
+        lines = columns_of(logprobs[token] for token in of_tokens)
         return StepResult(
             plan.step_id,
-            np.array(sampled, dtype=np.int64),
-            SampleLogprobs(np.array(of_samples), lines) if of_samples else None,
+            np.array(token_ids, dtype=np.int64),
+            SampleLogprobs(np.array(of_tokens), lines) if of_tokens else None,
             failures,
             {row: each for row, each in candidates.items() if row not in failures},
             frozenset(not_finite.difference(sources)),
             refused,
+            np.array(counts) if any(num_drafts) else None,
+            np.array(num_drafts) if any(num_drafts) else None,
         )
+
+    def starts_of(self, plan: StepPlan) -> dict[int, int]:
+        """Where each row of the batch is: as the plan says, or further by drafts of earlier steps that were right."""
+        samplers = set(plan.samples[:, 1].tolist())
+        starts: dict[int, int] = {}
+        batch = zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), plan.num_computed_tokens.tolist(), strict=True)
+        for row, num_new, num_computed in batch:
+            state = self.rows[row]
+            starts[row] = len(state.tokens) - num_new if row in samplers and state.has_drafted else num_computed
+            assert starts[row] >= num_computed, "more tokens are taken for computed than are"
+        return starts
+
+    def _verify(self, row: int, tokens: list[int], max_drafts: int, end: int | None) -> int:
+        """Drafts tokens of a row that has just sampled, by a rule that is often right, and adds the right ones and the
+        one after them to `tokens`. Returns how many were drafted. None is computed from `end` on."""
+        if not max_drafts:
+            return 0
+        state = self.rows[row]
+        state.has_drafted = True
+        salt = state.seed * 7 + len(state.tokens) * 5
+        num_drafts = salt % (max_drafts + 1)
+        num_right = (salt // 3) % (num_drafts + 1)
+        for _ in range(num_right):
+            if len(state.tokens) > (sys.maxsize if end is None else end):
+                return num_drafts
+            self._compute(state, 1, len(state.tokens) - 1, 0, sys.maxsize)
+            tokens.append(self._sample(row))
+        for position in range(len(state.tokens) - 1, len(state.tokens) - 1 + num_drafts - num_right):
+            block = state.blocks[position // self.block_size]
+            self.seals.pop(block, None)
+            self.blocks.setdefault(block, self._empty)[position % self.block_size] = (-1, position)
+        return num_drafts
 
     def _move(self, pairs: np.ndarray, source: Blocks, target: Blocks) -> None:
         assert len(set(pairs[:, 1].tolist())) == len(pairs), "a block is written twice"
@@ -458,7 +504,7 @@ class Driver:
             self._tenants[group.request.tenant] = None
         self._check_prepared(plan)
         refusing = self._refusing_rows(plan)
-        result = self.device.run(plan, self._failing_rows(plan), refusing)
+        result = self.device.run(plan, self._failing_rows(plan), refusing, self._deadly_rows(plan))
         for row in result.refused:
             self.compiled.pop(self.device.rows[row].parameters, None)
         self.device.check_seals(plan, self._tenants)
@@ -608,14 +654,27 @@ class Driver:
         self.failed |= {failure.key.handle for failure in self.scheduler.take_over(old, self.clock)}
 
     def _is_deadly(self, plan: StepPlan) -> bool:
+        deadly = self._deadly_rows(plan)
+        if not deadly:
+            return False
         batch = zip(plan.rows.tolist(), plan.num_computed_tokens.tolist(), plan.num_new_tokens.tolist(), strict=True)
         for row, num_computed, num_new in batch:
-            sequence = self.scheduler.batch.rows.sequences[row]
-            if sequence is not None and sequence.request.key.client != PIN_CLIENT:
-                nth = self.deadly.get(sequence.request.key.handle)
-                if nth is not None and num_computed < nth <= num_computed + num_new:
-                    return True
+            state = self.device.rows.get(row)
+            start = len(state.tokens) - num_new if state is not None and state.has_drafted else num_computed
+            if row in deadly and start <= deadly[row] < start + num_new:
+                return True
         return False
+
+    def _deadly_rows(self, plan: StepPlan) -> dict[int, int]:
+        """Rows, and the position of the token that the worker cannot compute."""
+        sequences = {row: self.scheduler.batch.rows.sequences[row] for row in plan.rows.tolist()}
+        return {
+            row: self.deadly[sequence.request.key.handle] - 1
+            for row, sequence in sequences.items()
+            if sequence is not None
+            and sequence.request.key.client != PIN_CLIENT
+            and sequence.request.key.handle in self.deadly
+        }
 
     def _die(self) -> dict[ClientId, ClientEvents]:
         self.num_deaths += 1

@@ -50,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prepares_constraints=st.booleans(),
         num_kept=st.sampled_from([1, 2, 64]),
         max_adapters=st.sampled_from([0, 1, 2, 3]),
+        max_drafts=st.sampled_from([0, 1, 3, 7]),
     )
     def start(
         self, max_in_flight, max_num_seqs, budget, max_pinned, max_reclaimed, is_cache_watched, num_kept, **config
