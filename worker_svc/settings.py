@@ -83,6 +83,14 @@ class WorkerFlags(StepFlags):
         minimum=1,
         maximum=256,
     )
+    speculate: str = setting(
+        "off",
+        "which tokens a step guesses for each row and verifies, so that it may give several; the text stays the same "
+        "to the bit; ngram guesses what followed the row's last tokens where they occurred before; for cpu",
+        choices=("off", "ngram"),
+        common=True,
+    )
+    max_drafts: int = setting(7, "maximum number of tokens that a step guesses for a row", minimum=1, maximum=64)
     tensor_parallel_size: int = setting(1, "ranks that share the model; each is a separate worker", minimum=1)
 
 

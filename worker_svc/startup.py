@@ -36,6 +36,7 @@ from worker_svc.parallel.ranks import Ranks
 from worker_svc.parallel.rendezvous import rendezvous
 from worker_svc.protocol.stream import Worker
 from worker_svc.sampling.constraints import RowMatchers, TemplateCache
+from worker_svc.sampling.drafters import Drafter, NgramDrafter
 from worker_svc.settings import WorkerSettings
 from worker_svc.step import (
     AdmittedStep,
@@ -141,8 +142,14 @@ def make_worker(
         check_cuda_graphs(model)
     geometry = model_geometry(model, settings.max_model_len)
     adapters, max_adapters = make_adapter_slots(model, settings)
+    drafter = _make_drafter(model, settings)
     limits = WorkerLimits(
-        settings.max_num_seqs, settings.max_num_batched_tokens, MAX_STEPS_IN_FLIGHT, MAX_LOGPROBS, max_adapters
+        settings.max_num_seqs,
+        settings.max_num_batched_tokens,
+        MAX_STEPS_IN_FLIGHT,
+        MAX_LOGPROBS,
+        max_adapters,
+        0 if drafter is None else settings.max_drafts,
     )
     report(LoadProgress(PROFILING))
     pool = _make_pool(model, geometry, limits, settings)
@@ -152,7 +159,7 @@ def make_worker(
     matchers = None
     if templates is not None:
         matchers = RowMatchers(templates, num_threads=num_threads, host_width=host_width)
-    runner = ModelRunner(model, pool, geometry, limits, matchers=matchers)
+    runner = ModelRunner(model, pool, geometry, limits, matchers=matchers, drafter=drafter)
     if with_graphs:
         report(LoadProgress(RECORDING))
         record_cuda_graphs(runner, model.device)
@@ -230,6 +237,16 @@ def _check_head_dim(model: CausalLM) -> None:
             f"head_dim is {model.head_dim} in the widest layer of {model.architecture}; it must be at most {largest} "
             f"on {model.device.type}, use --device cpu"
         )
+
+
+def _make_drafter(model: CausalLM, settings: WorkerSettings) -> Drafter | None:
+    if settings.speculate == "off":
+        return None
+    if model.device.type != "cpu":
+        raise ConfigurationError(
+            f"--speculate is {settings.speculate}, which is for cpu, and the device is {model.device.type}; use off"
+        )
+    return NgramDrafter()
 
 
 def _make_pool(model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, settings: WorkerSettings) -> KvPool:

@@ -71,6 +71,8 @@ class WorkerLimits:
     max_logprobs: int
     max_adapters: int = 0
     """Slots of adapters; 0 has none."""
+    max_drafts: int = 0
+    """By how many tokens more than one a sample may extend its row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +262,8 @@ class Batch:
     num_computed_tokens: Int32Array
     samples: Int32Array
     """Pairs (row that samples, row of this batch from whose last token's logits)."""
+    max_drafts: Int32Array = field(default_factory=_no_tokens)
+    """For each sample, by how many drafted tokens more than one it may extend its row; empty: none."""
 
     @property
     def ends(self) -> NDArray[np.int64]:
@@ -308,7 +312,7 @@ class TokenLogprobs:
     """The log probabilities of some of a step's sampled tokens."""
 
     samples: Int32Array
-    """Indices into `StepOutput.rows`, rising."""
+    """Indices into `StepOutput.token_ids`, rising."""
     columns: LogprobColumns
 
 
@@ -361,6 +365,10 @@ class StepOutput:
     """Rows that do not sample, with a new token whose hidden state is not finite."""
     refusals: Mapping[int, str] = field(default_factory=dict)
     """The reasons of those of `failed_rows` whose sampling was refused."""
+    num_tokens: Int32Array = field(default_factory=_no_tokens)
+    """How many of `token_ids` each sample has; empty: each has one."""
+    num_drafts: Int32Array = field(default_factory=_no_tokens)
+    """How many drafts of each sample were verified; empty: none."""
 
 
 def check_distinct(values: Int32Array, field: str, noun: str, role: str = "") -> None:

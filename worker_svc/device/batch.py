@@ -126,20 +126,27 @@ class SamplePlan:
     """[s], index of the logits that each row samples from; None when there is one for each row, in order."""
 
 
-def plan_samples(batch: Batch) -> SamplePlan:
-    """The samples of a batch. Logits that several rows sample from (the n samples of one prompt) are computed once."""
-    samplers, sources = batch.samples.T
-    ends = batch.ends
-    last_tokens = np.cumsum(batch.num_new_tokens, dtype=np.int64) - 1
-    if np.array_equal(sources, batch.rows):
+def plan_samples(batch: Batch, places: NDArray[np.int64] | None = None) -> SamplePlan:
+    """The samples of a batch. Logits that several rows sample from (the n samples of one prompt) are computed once.
+    `places` are those of `sample_places`, to be given where a row is in the batch several times."""
+    samplers = batch.samples[:, 0]
+    ends, last_tokens = batch.ends, np.cumsum(batch.num_new_tokens, dtype=np.int64) - 1
+    if np.array_equal(batch.samples[:, 1], batch.rows):
         # The usual step: every row samples from its own logits.
         return SamplePlan(samplers, ends, last_tokens, None)
-    order = np.argsort(batch.rows)
-    places = order[np.searchsorted(batch.rows, sources, sorter=order)]
+    places = sample_places(batch) if places is None else places
     logit_tokens, logit_of_row = np.unique(last_tokens[places], return_inverse=True)
     if len(logit_tokens) == len(places):
         return SamplePlan(samplers, ends[places], last_tokens[places], None)
     return SamplePlan(samplers, ends[places], logit_tokens, logit_of_row)
+
+
+def sample_places(batch: Batch) -> NDArray[np.int64]:
+    """The place in `batch.rows` of the row that each sample draws from. The rows are distinct."""
+    if np.array_equal(batch.samples[:, 1], batch.rows):
+        return np.arange(len(batch.rows))
+    order = np.argsort(batch.rows)
+    return order[np.searchsorted(batch.rows, batch.samples[:, 1], sorter=order)]
 
 
 def finite_tokens(batch: Batch, hidden: Tensor) -> Tensor | None:

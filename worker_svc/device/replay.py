@@ -267,7 +267,8 @@ def make_forward(model: CausalLM, pool: KvPool, max_model_len: int, limits: Work
     if not _is_recordable(model):
         return model
     try:
-        room = room_for(pool, max_model_len, num_tokens=limits.max_num_batched_tokens, num_rows=limits.max_num_rows)
+        num_rows = _max_batch_rows(limits)
+        room = room_for(pool, max_model_len, num_tokens=limits.max_num_batched_tokens, num_rows=num_rows)
         return RecordedForward(model, room)
     except NotRecordableError as reason:
         _logger.debug("operations of the model run one by one: %s", reason)
@@ -282,11 +283,18 @@ def make_decodes(model: CausalLM, pool: KvPool, max_model_len: int, limits: Work
     if not _is_recordable(model):
         return None
     try:
-        room = room_for(pool, max_model_len, num_tokens=limits.max_num_rows, num_rows=limits.max_num_rows)
+        num_rows = _max_batch_rows(limits)
+        room = room_for(pool, max_model_len, num_tokens=num_rows, num_rows=num_rows)
         logits = RecordedForward(model, room, model.outputs)
     except NotRecordableError:
         return None
     return lambda inputs: model.finish(logits(inputs))
+
+
+def _max_batch_rows(limits: WorkerLimits) -> int:
+    """The rows of the largest batch: each draft is one more."""
+    with_drafts = min(limits.max_num_rows * (1 + limits.max_drafts), limits.max_num_batched_tokens)
+    return max(limits.max_num_rows, with_drafts)
 
 
 def _is_recordable(model: CausalLM) -> TypeGuard[NativeCausalLM]:

@@ -3,8 +3,10 @@
 It comes before torch does: a worker listens, and refuses an address in use, before it imports that.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,16 +22,29 @@ from worker_svc.step import (
     RowChanges,
     SetTokens,
     Step,
+    StepOutput,
     WorkerLimits,
     check_distinct,
     first_true,
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    """The samples of a step in flight that have drafts: which sequences they extend, and by how many tokens at most."""
+
+    step_id: int
+    rows: Int32Array
+    sequences: NDArray[np.int64]
+    max_drafts: Int32Array
+
+
 class RowLedger:
     """The rows as of the last accepted step: what a step must agree with, so that no later check is needed.
 
-    Lengths are enough for the checks; block tables tell which blocks a step writes.
+    Lengths are enough for the checks; block tables tell which blocks a step writes. While steps in flight have drafts
+    of a row, its length is an interval: `_num_tokens` is the most that it may have, up to `_num_unsure` fewer. The
+    scheduler may not know yet how many drafts of earlier steps were right, `_num_drafts` of them at most.
     """
 
     def __init__(self, pool: PoolGeometry, model: ModelGeometry, limits: WorkerLimits) -> None:
@@ -40,6 +55,12 @@ class RowLedger:
         self._draws = np.zeros(rows, dtype=bool)
         self._num_tokens = np.zeros(rows, dtype=np.int64)
         self._num_blocks = np.zeros(rows, dtype=np.int64)
+        self._num_unsure = np.zeros(rows, dtype=np.int64)
+        self._num_drafts = np.zeros(rows, dtype=np.int64)
+        # Another number for each sequence that a row holds.
+        self._sequences = np.zeros(rows, dtype=np.int64)
+        self._num_sequences = 0
+        self._drafted: deque[_Drafted] = deque()
         self._tables = np.zeros((rows, blocks), dtype=np.int32)
         # The load of each row's adapter, and the last one of each slot. Loads count from 1 on.
         self._adapter_loads = np.zeros(rows, dtype=np.int64)
@@ -50,6 +71,7 @@ class RowLedger:
     def reset(self) -> None:
         """Releases all rows, and empties all slots of adapters."""
         self._held[:] = False
+        self._drafted.clear()
         self._adapter_loads[:] = 0
         self._slot_loads[:] = 0
         self._is_loaded[:] = False
@@ -86,11 +108,33 @@ class RowLedger:
                 written = self._check_batch(step.batch)
         samplers = step.batch.samples[:, 0]
         self._num_tokens[samplers[self._draws[samplers]]] += 1
+        if len(step.batch.max_drafts):
+            self._begin_drafts(step)
         return AdmittedStep(step, written, max_forked)
+
+    def _begin_drafts(self, step: Step) -> None:
+        has_drafts = step.batch.max_drafts > 0
+        rows, max_drafts = step.batch.samples[has_drafts, 0], step.batch.max_drafts[has_drafts]
+        for column in (self._num_tokens, self._num_unsure, self._num_drafts):
+            column[rows] += max_drafts
+        self._drafted.append(_Drafted(step.step_id, rows, self._sequences[rows], max_drafts))
+
+    def finished(self, output: StepOutput) -> None:
+        """The lengths of rows are known better. To be called for each step, in order."""
+        if not self._drafted or self._drafted[0].step_id != output.step_id:
+            return
+        drafted = self._drafted.popleft()
+        counts = np.ones_like(self._num_tokens)
+        if len(output.num_tokens):
+            counts[output.rows] = output.num_tokens
+        is_same = self._held[drafted.rows] & (self._sequences[drafted.rows] == drafted.sequences)
+        rows, max_drafts = drafted.rows[is_same], drafted.max_drafts[is_same]
+        self._num_unsure[rows] -= max_drafts
+        self._num_tokens[rows] -= 1 + max_drafts - counts[rows]
 
     @contextmanager
     def _unchanged_on_error(self, changes: RowChanges) -> Iterator[None]:
-        lengths = (self._held, self._draws, self._num_tokens, self._num_blocks, self._adapter_loads)
+        lengths = (*self._columns, self._sequences)
         saved = [each.copy() for each in lengths]
         assigned = np.array([each.row for each in changes.assign], dtype=np.int32)
         touched = np.unique(np.concatenate((assigned, changes.fork[:, 1], changes.block_table_deltas[:, 0])))
@@ -130,20 +174,26 @@ class RowLedger:
         self._held[row] = True
         self._draws[row] = assign.sampling.num_candidates is None
         self._num_tokens[row] = len(assign.token_ids)
+        self._num_unsure[row] = self._num_drafts[row] = 0
+        self._num_sequences += 1
+        self._sequences[row] = self._num_sequences
         self._num_blocks[row] = len(assign.block_table)
         self._tables[row, : len(assign.block_table)] = assign.block_table
 
     def _fork(self, pairs: Int32Array) -> tuple[int, int]:
         parents, children = pairs[:, 0], pairs[:, 1]
         self._require_held(parents, "fork")
+        self._require_sure(parents, "fork")
         num_tokens, num_blocks = (int(each[parents].max(initial=0)) for each in (self._num_tokens, self._num_blocks))
-        lengths = (self._held, self._draws, self._num_tokens, self._num_blocks, self._adapter_loads)
-        for each in (*lengths, self._tables[:, :num_blocks]):
+        for each in (*self._columns, self._tables[:, :num_blocks]):
             each[children] = each[parents]
+        self._sequences[children] = self._num_sequences + 1 + np.arange(len(children))
+        self._num_sequences += len(children)
         return num_tokens, num_blocks
 
     def _set_tokens(self, change: SetTokens) -> None:
         self._require_held(np.array([change.row]), "set_tokens.row")
+        self._require_sure(np.array([change.row]), "set_tokens.row")
         if change.position > self._num_tokens[change.row]:
             raise invalid_field(
                 "set_tokens.position",
@@ -180,16 +230,35 @@ class RowLedger:
                 "batch.num_new_tokens",
                 f"takes row {rows[worst]} to {ends[worst]} tokens; it has {self._num_tokens[rows[worst]]}",
             )
-        if (worst := first_true(ends > self._num_blocks[rows] * self._block_size)) is not None:
+        self._check_samples(batch, ends)
+        reach = self._reach(batch, ends)
+        if (worst := first_true(reach > self._num_blocks[rows] * self._block_size)) is not None:
             raise invalid_field(
                 "batch.num_new_tokens",
-                f"takes row {rows[worst]} to {ends[worst]} tokens; its block table of "
+                f"takes row {rows[worst]} to {reach[worst]} tokens; its block table of "
                 f"{self._num_blocks[rows[worst]]} blocks holds {self._num_blocks[rows[worst]] * self._block_size}",
             )
-        written = self._written_blocks(rows, batch.num_computed_tokens, ends)
+        written = self._written_blocks(rows, batch.num_computed_tokens, reach)
         check_distinct(written, "batch", "block", "among those that its rows write")
-        self._check_samples(batch, ends)
         return written
+
+    def _reach(self, batch: Batch, ends: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many tokens of each row may be computed after the step, with its drafts and where the row may be."""
+        if not self._num_drafts[batch.rows].any() and not len(batch.max_drafts):
+            return ends
+        samplers, sources = batch.samples.T
+        reach_of_row = np.zeros_like(self._num_tokens)
+        reach_of_row[batch.rows] = ends
+        reach_of_row[sources] = self._num_tokens[samplers]
+        if len(batch.max_drafts):
+            reach_of_row[samplers] += batch.max_drafts
+        reach = reach_of_row[batch.rows]
+        if (worst := first_true(reach > self._max_model_len)) is not None:
+            raise invalid_field(
+                "batch.max_drafts",
+                f"takes row {batch.rows[worst]} to {reach[worst]} tokens; a sequence has at most {self._max_model_len}",
+            )
+        return reach
 
     def _written_blocks(self, rows: Int32Array, starts: Int32Array, ends: NDArray[np.int64]) -> Int32Array:
         first, last = starts // self._block_size, (ends - 1) // self._block_size
@@ -205,10 +274,11 @@ class RowLedger:
         self._require_held(samplers, "batch.samples")
         end_of_row = np.zeros_like(self._num_tokens)
         end_of_row[batch.rows] = ends
-        if (worst := first_true(end_of_row[sources] != self._num_tokens[samplers])) is not None:
+        after, lengths = end_of_row[sources], (self._num_tokens - self._num_unsure)[samplers]
+        if (worst := first_true((after > lengths) | (after < lengths - self._num_drafts[samplers]))) is not None:
             raise invalid_field(
                 "batch.samples",
-                f"lets row {samplers[worst]} of {self._num_tokens[samplers[worst]]} tokens sample after token "
+                f"lets row {samplers[worst]} of {lengths[worst]} tokens sample after token "
                 f"{end_of_row[sources[worst]]} of row {sources[worst]}",
             )
 
@@ -216,6 +286,23 @@ class RowLedger:
         loads = self._adapter_loads[rows]
         if loads.any() and (worst := first_true((loads > 0) & ~np.isin(loads, self._slot_loads))) is not None:
             raise invalid_field("batch.rows", f"names row {rows[worst]}, whose adapter is in its slot no more")
+
+    @property
+    def _columns(self) -> tuple[NDArray[np.generic], ...]:
+        """All of a row that its fork has, too, but its block table."""
+        return (
+            self._held,
+            self._draws,
+            self._num_tokens,
+            self._num_unsure,
+            self._num_drafts,
+            self._num_blocks,
+            self._adapter_loads,
+        )
+
+    def _require_sure(self, rows: NDArray[np.integer], field: str) -> None:
+        if (worst := first_true(self._num_unsure[rows] > 0)) is not None:
+            raise invalid_field(field, f"names row {rows[worst]}, of which steps in flight have drafts")
 
     def _require_held(self, rows: NDArray[np.integer], field: str) -> None:
         if (worst := first_true(~self._held[rows])) is not None:

@@ -27,6 +27,7 @@ from worker_svc.device.batch import (
     samples_every_token,
 )
 from worker_svc.device.block_moves import BlockMoves
+from worker_svc.device.drafts import DraftedBatch, Drafts, Kept
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.device.replay import (
     CudaGraphRecorder,
@@ -40,6 +41,7 @@ from worker_svc.device.rows import FailedPrompts, Rows
 from worker_svc.device.seals import SealInventory
 from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.sampling.constraints import Masks, RowMatchers
+from worker_svc.sampling.drafters import Drafter
 from worker_svc.sampling.logit_rules import History, apply_logit_rules
 from worker_svc.sampling.logprobs import (
     CandidateValues,
@@ -71,6 +73,7 @@ from worker_svc.streams import Stopwatch, Stream, Streams, to_device
 
 A = TypeVar("A")
 B = TypeVar("B")
+_NONE = np.zeros(0, np.int32)
 _logger = logging.getLogger(__name__)
 
 
@@ -133,17 +136,21 @@ class LaunchedStep:
     """A step whose work is queued on the device.
 
     Attributes:
+        batch: what was computed; of the step's batch, with drafts.
         number: rises over all steps of the worker.
-        rows: those that sample.
+        rows: for each token that was drawn, the row that drew it.
         columns: their parameters.
+        kept: how many tokens each sample of the step drew; None where each drew one, and none had drafts.
         prompts: the prompt tokens that are scored; None if there are none.
     """
 
     step: Step
+    batch: Batch
     number: int
     queue_us: int
     rows: Int32Array
     columns: SamplingColumns
+    kept: Kept | None
     prompts: PromptPlan | None
     copy: HostCopy
     stopwatch: Stopwatch
@@ -157,14 +164,17 @@ class LaunchedStep:
         failed_prompts = () if plan is None or scored is None else find_failed_prompts(plan, scored)
         self._refuse_left_without_tokens(values.is_finite)
         is_refused = self.columns.is_refused
-        is_usable = values.is_finite & ~is_refused & ~self.failed_prompts.failing_samples(step, failed_prompts)
+        failing = self.failed_prompts.failing_samples(step, failed_prompts)
+        if self.kept is not None:
+            failing = failing.repeat(self.kept.num_tokens)
+        is_usable = values.is_finite & ~is_refused & ~failing
         self.seals.add(step.sealed, self.number)
         failpoint("worker.step.sealed")
         draws = is_usable & (self.columns.num_candidates == 0)
         logprobs, candidates, chunks = values.logprobs, values.candidates, values.finite_tokens
         return StepOutput(
             step_id=step.step_id,
-            rows=self.rows,
+            rows=step.batch.samples[:, 0],
             token_ids=np.where(draws, values.token_ids, 0).astype(np.int32),
             logprobs=None if logprobs is None else report_logprobs(self.columns, logprobs, is_usable),
             candidates=(
@@ -173,9 +183,11 @@ class LaunchedStep:
             failed_rows=tuple(self.rows[~is_usable].tolist()),
             timings=StepTimings(self.queue_us, *self.stopwatch.stages_us()),
             prompt_logprobs=() if plan is None or scored is None else report_prompt_logprobs(plan, scored),
-            num_computed_tokens=int(step.batch.num_new_tokens.sum()),
-            non_finite_chunks=() if chunks is None else non_finite_chunks(step.batch, chunks),
+            num_computed_tokens=int(self.batch.num_new_tokens.sum()),
+            non_finite_chunks=() if chunks is None else non_finite_chunks(self.batch, chunks),
             refusals=dict(zip(self.rows[is_refused].tolist(), self.columns.refusal[is_refused], strict=True)),
+            num_tokens=_NONE if self.kept is None else self.kept.num_tokens,
+            num_drafts=_NONE if self.kept is None else self.kept.num_drafts,
         )
 
     def _refuse_left_without_tokens(self, is_finite: NDArray[np.bool_]) -> None:
@@ -201,8 +213,10 @@ class ModelRunner:
         limits: WorkerLimits,
         streams: Streams | None = None,
         matchers: RowMatchers | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        """Without `streams` it takes those of the model's device; without `matchers` no row has a constraint."""
+        """Without `streams` it takes those of the model's device; without `matchers` no row has a constraint; with a
+        `drafter`, which must be for a model on the CPU, samples may have up to `limits.max_drafts` drafts."""
         self._model = model
         self._pool = pool
         self._streams = streams or Streams.of(model.device)
@@ -216,6 +230,7 @@ class ModelRunner:
         self._run_model = make_forward(model, pool, geometry.max_model_len, limits)
         self._run_decodes = make_decodes(model, pool, geometry.max_model_len, limits)
         self._matchers = matchers
+        self._drafts = None if drafter is None else Drafts(self._rows, drafter)
         self._seals = SealInventory(pool.geometry.num_gpu_blocks)
         self._failed_prompts = FailedPrompts()
         self._num_launched = 0
@@ -266,8 +281,16 @@ class ModelRunner:
         self._rows.apply(step.row_changes, admitted.max_forked)
         stopwatch.mark()
 
-        samples = plan_samples(batch)
-        masks_made = None if self._matchers is None else self._matchers.begin(step.row_changes, samples.rows)
+        drafted: DraftedBatch | None = None
+        if self._drafts is not None:
+            self._drafts.apply(step.row_changes)
+            drafted = self._drafts.expand(batch)
+            batch = drafted.batch
+        samples = plan_samples(batch, None if drafted is None else drafted.places)
+        masks_made = None
+        if self._matchers is not None:
+            inputs = None if drafted is None else drafted.inputs
+            masks_made = self._matchers.begin(step.row_changes, samples.rows, inputs)
         logits = finite = prompts = prompt_logprobs = None
         if len(batch.rows) and self._run_decodes is not None and samples_every_token(batch):
             # No token is within its prompt, so none has prompt log probabilities.
@@ -282,7 +305,7 @@ class ModelRunner:
                 logits = self._model.logits(hidden[to_device(samples.logit_tokens, hidden.device)])
         stopwatch.mark()
 
-        columns = self._rows.sampling.take(samples.rows)
+        rows, columns = samples.rows, self._rows.sampling.take(samples.rows)
         drawn, logprobs, candidates = Drawn.none(self._model.device), None, None
         if logits is not None:
             masks = None if masks_made is None else masks_made.result()
@@ -292,6 +315,14 @@ class ModelRunner:
                 columns.refuse(columns.has_constraint, "sampling.constraint cannot be enforced by this worker")
             logits = self._change_logits(logits, samples, columns, masks)
             drawn = self._draw(logits, samples, columns)
+        kept = None
+        if self._drafts is not None and drafted is not None:
+            kept = self._drafts.keep(step.batch, drafted, drawn, columns)
+        if kept is not None and logits is not None:
+            rows, columns, drawn = rows[kept.draws], columns.take(kept.draws), drawn.take(kept.draws)
+            if (columns.wants_logprobs | (columns.num_candidates > 0)).any():
+                logits = logits[torch.from_numpy(kept.draws)]
+        if logits is not None:
             logprobs = gather_logprobs(logits, drawn.token_ids, columns)
             candidates = gather_candidates(logits, columns)
         stopwatch.mark()
@@ -299,13 +330,15 @@ class ModelRunner:
         values = StepValues(drawn.token_ids, drawn.is_finite, finite, logprobs, candidates, prompt_logprobs)
         copy = HostCopy(values, self._streams.compute, self._streams.results)
         if self._matchers is not None and masks_made is not None:
-            self._matchers.drew(samples.rows, copy.token_ids)
+            self._matchers.drew(rows, copy.token_ids)
         return LaunchedStep(
             step=step,
+            batch=batch,
             number=self._num_launched,
             queue_us=queue_us,
-            rows=samples.rows,
+            rows=rows,
             columns=columns,
+            kept=kept,
             prompts=prompts,
             copy=copy,
             stopwatch=stopwatch,

@@ -184,7 +184,11 @@ class StepDecoder:
         for field, array in (("batch.num_new_tokens", new), ("batch.num_computed_tokens", computed)):
             if len(array) != len(rows):
                 raise invalid_field(field, f"has {len(array)} entries; batch.rows has {len(rows)}")
-        return Batch(rows, new, computed, _tuples(message.samples, "batch.samples", (max_rows, max_rows)))
+        samples = _tuples(message.samples, "batch.samples", (max_rows, max_rows))
+        drafts = _ids(message.max_drafts, "batch.max_drafts", self._limits.max_drafts + 1)
+        if len(drafts) not in (0, len(samples)):
+            raise invalid_field("batch.max_drafts", f"has {len(drafts)} entries; batch.samples has {len(samples)}")
+        return Batch(rows, new, computed, samples, drafts)
 
     def _sealed(self, block_ids: bytes, hashes: bytes) -> SealedBlocks:
         blocks = _ids(block_ids, "sealed_block_ids", self._pool.num_gpu_blocks)
@@ -236,7 +240,7 @@ def _check_row_changes(changes: RowChanges) -> None:
 def _check_batch(batch: Batch, model: ModelGeometry, limits: WorkerLimits) -> None:
     """Each row is named once; token budget and positions of the model suffice; samples draw from rows of the batch."""
     check_distinct(batch.rows, "batch.rows", "row")
-    num_tokens = int(batch.num_new_tokens.sum(dtype=np.int64))
+    num_tokens = int(batch.num_new_tokens.sum(dtype=np.int64)) + int(batch.max_drafts.sum(dtype=np.int64))
     if num_tokens > limits.max_num_batched_tokens:
         raise invalid_field(
             "batch.num_new_tokens",
@@ -253,6 +257,13 @@ def _check_batch(batch: Batch, model: ModelGeometry, limits: WorkerLimits) -> No
     is_in_batch[batch.rows] = True
     if (worst := first_true(~is_in_batch[batch.samples[:, 1]])) is not None:
         raise invalid_field("batch.samples", f"draws from row {batch.samples[worst, 1]}, which is not in batch.rows")
+    if not len(batch.max_drafts):
+        return
+    num_new = np.zeros(limits.max_num_rows, np.int32)
+    num_new[batch.rows] = batch.num_new_tokens
+    samplers, sources = batch.samples.T
+    if (worst := first_true((batch.max_drafts > 0) & ((samplers != sources) | (num_new[sources] > 1)))) is not None:
+        raise invalid_field("batch.max_drafts", f"gives drafts to row {samplers[worst]}, which is no decode")
 
 
 def _ids(data: bytes, field: str, below: int) -> Int32Array:
@@ -281,6 +292,8 @@ def result_message(output: StepOutput) -> RunResponse:
         candidates=[_candidates_message(each) for each in output.candidates],
         failures=[_failure_message(row, output.refusals.get(row)) for row in output.failed_rows],
         non_finite_chunks=encode_int32(output.non_finite_chunks),
+        num_tokens=encode_int32(output.num_tokens),
+        num_drafts=encode_int32(output.num_drafts),
         timings=worker_pb2.StepTimings(
             queue_us=min(timings.queue_us, _MAX_UINT32),
             cache_operations_us=min(timings.cache_operations_us, _MAX_UINT32),
@@ -300,7 +313,7 @@ def _failure_message(row: int, refusal: str | None) -> worker_pb2.RowFailure:
 
 def acknowledgement(output: StepOutput) -> RunResponse:
     """The answer of a rank other than rank 0: its results are the same, so it sends only what shows that."""
-    crc32 = zlib.crc32(encode_int32(output.token_ids))
+    crc32 = zlib.crc32(encode_int32(output.num_tokens), zlib.crc32(encode_int32(output.token_ids)))
     return RunResponse(result=worker_pb2.StepResult(step_id=output.step_id, token_ids_crc32=crc32))
 
 

@@ -213,6 +213,10 @@ class Worker:
         """Checks a step against the rows and applies it to them. InvalidArgument when it contradicts them."""
         return self._ledger.admit(step)
 
+    def finished(self, output: StepOutput) -> None:
+        """A step of the present session is over."""
+        self._ledger.finished(output)
+
     def submit(self, lane: StepLane, admitted: AdmittedStep) -> None:
         """Queues an admitted step."""
         self._device_loop.submit(lane, admitted)
@@ -321,6 +325,8 @@ class StepStream:
 
     def _finish(self, output: StepOutput) -> None:
         self._session.finish(output.step_id)
+        if not self._session.ended:
+            self._worker.finished(output)
         self._spans.step_ends(output)
         self._metrics.step_finished(output)
         self._outgoing.put_nowait(self._answer(output))

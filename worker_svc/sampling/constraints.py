@@ -229,6 +229,11 @@ class TemplateCache:
         return Template(program_of(constraint, vocabulary.special_tokens), vocabulary)
 
 
+def _allows(mask: NDArray[np.int32], token_id: int) -> bool:
+    word, bit = divmod(token_id, 32)
+    return word < len(mask) and bool(mask[word] >> bit & 1)
+
+
 def _be_nice() -> None:
     """The calling thread alone, which only Linux can do."""
     with suppress(OSError):
@@ -261,8 +266,15 @@ class RowMatchers:
         self._error: Exception | None = None
         self._constrained: set[int] = set()
 
-    def begin(self, changes: RowChanges, samplers: Int32Array) -> "Future[Masks] | None":
+    def begin(
+        self, changes: RowChanges, samplers: Int32Array, inputs: Int32Array | None = None
+    ) -> "Future[Masks] | None":
         """Applies the changes of a step and starts to compute the masks of the rows that sample in it.
+
+        Args:
+            samplers: [s]. A row that has drafts is there several times, one after the other.
+            inputs: [s], the token after which each draws: a draft, where the row was there just before. Without it, all
+                rows are distinct.
 
         Returns:
             A future of the masks; None if no row that samples has a constraint.
@@ -275,7 +287,7 @@ class RowMatchers:
         places = [place for place, row in enumerate(samplers.tolist()) if row in self._constrained]
         if not places:
             return None
-        return self._thread.submit(self._make, places, samplers)
+        return self._thread.submit(self._make, places, samplers, inputs)
 
     def drew(self, samplers: Int32Array, token_ids: DrawnTokens) -> None:
         """Passes the sampled tokens of the step of the last `begin`. Call it only if that returned masks."""
@@ -330,27 +342,48 @@ class RowMatchers:
             if (held := rows.get(each.row)) is not None:
                 held.replace(each.position, each.token_ids.tolist())
 
-    def _make(self, places: list[int], samplers: Int32Array) -> Masks:
+    def _make(self, places: list[int], samplers: Int32Array, inputs: Int32Array | None) -> Masks:
         if (error := self._error) is not None:
             self._error = None
             raise error
-        rows = [self._rows[int(samplers[place])] for place in places]
+        made: dict[int, tuple[_Row, NDArray[np.int32]]] = {}
+        errors: dict[int, str] = {}
+        due = [place for place in places if not place or samplers[place - 1] != samplers[place]]
+        rows = [self._rows[int(samplers[place])] for place in due]
+        while due:
+            made.update(zip(due, zip(rows, self._masks_of(due, rows, errors), strict=True), strict=True))
+            # Of the drafts after these, those that may be drawn: what follows another is never kept.
+            due = [place + 1 for place in due if place + 1 < len(samplers) and samplers[place + 1] == samplers[place]]
+            due = [place for place in due if inputs is not None and _allows(made[place - 1][1], int(inputs[place]))]
+            rows = [made[place - 1][0].copy() for place in due]
+            for row, place in zip(rows, due, strict=True):
+                assert inputs is not None
+                row.append([int(inputs[place])])
+        width = max((len(mask) for _, mask in made.values()), default=0)
+        bits = np.zeros((len(places), width), np.int32)
+        for index, place in enumerate(places):
+            if place in made and len(mask := made[place][1]):
+                bits[index] = mask
+        return Masks(np.array(places), bits, errors, None if self._terms is None else self._terms.of(bits))
+
+    def _masks_of(self, places: list[int], rows: list[_Row], errors: dict[int, str]) -> NDArray[np.int32]:
+        """[n, words], or [n, 0] if no row has a matcher. Adds why no token is allowed to `errors`."""
         matchers = [row.ready() for row in rows]
         usable = [index for index, matcher in enumerate(matchers) if matcher is not None]
-        errors = {place: row.error for place, row in zip(places, rows, strict=True) if row.error is not None}
-        bits = np.zeros((len(places), 0), np.int32)
-        if usable:
-            vocabulary = self._templates.vocabulary.result()
-            if self._maker is None:
-                self._maker = MaskMaker(vocabulary, self._num_threads)
-            bits = np.zeros((len(places), vocabulary.num_words), np.int32)
-            made = [matcher for matcher in matchers if matcher is not None]
-            bits[usable] = self._maker.make(made, [rows[index].delays_end for index in usable])
-            for index, matcher in zip(usable, made, strict=True):
-                if matcher.error is not None:
-                    errors[places[index]] = matcher.error
-                    self._templates.drop(rows[index].constraint.message)
-        return Masks(np.array(places), bits, errors, None if self._terms is None else self._terms.of(bits))
+        errors |= {place: row.error for place, row in zip(places, rows, strict=True) if row.error is not None}
+        if not usable:
+            return np.zeros((len(places), 0), np.int32)
+        vocabulary = self._templates.vocabulary.result()
+        if self._maker is None:
+            self._maker = MaskMaker(vocabulary, self._num_threads)
+        bits = np.zeros((len(places), vocabulary.num_words), np.int32)
+        made = [matcher for matcher in matchers if matcher is not None]
+        bits[usable] = self._maker.make(made, [rows[index].delays_end for index in usable])
+        for index, matcher in zip(usable, made, strict=True):
+            if matcher.error is not None:
+                errors[places[index]] = matcher.error
+                self._templates.drop(rows[index].constraint.message)
+        return bits
 
     def _append(self, samplers: Int32Array, token_ids: DrawnTokens) -> None:
         drawn = token_ids().tolist()

@@ -40,6 +40,11 @@ class Drawn:
     """[n] bool; False if the logits hold NaN or +infinity, or nothing finite, and the token is undefined. True for a
     row that reports candidates, all of which are banned: it draws no token."""
 
+    def take(self, places: NDArray[np.int64]) -> "Drawn":
+        """Some of them, on the host."""
+        index = torch.from_numpy(places)
+        return Drawn(self.token_ids[index], self.is_finite[index])
+
     @classmethod
     def none(cls, device: torch.device) -> "Drawn":
         """The result for no rows."""

@@ -1,0 +1,86 @@
+"""Text, log probabilities and ends are the same to the bit with drafts and without, whatever is drafted."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.common.v1.common_pb2 import Constraint
+from scheduler_svc.core.config import PreemptionMode
+from scheduler_svc.core.request import Request
+from tests.support.tiers import parametrize_once
+from tests.support.whole_engine import RightDrafter, Text, WholeEngine, WrongDrafter, make_request
+
+FLAGS = ["--max-num-seqs", "24", "--num-gpu-blocks", "400", "--max-model-len", "512", "--num-threads", "1"]
+POOLS = {
+    "bfloat16": ["--dtype", "bfloat16"],
+    "float32": ["--dtype", "float32"],
+    "int8 pool": ["--dtype", "bfloat16", "--kv-cache-dtype", "int8"],
+    "int8 weights": ["--dtype", "bfloat16", "--quantization", "int8-weight-only"],
+}
+STOP = 1
+
+
+# At most two requests find room at once; others are preempted.
+SWAP = {"num_blocks": 40, "preemption_mode": PreemptionMode.SWAP}
+RECOMPUTE = {"num_blocks": 40, "preemption_mode": PreemptionMode.RECOMPUTE, "max_num_batched_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def engines(request: pytest.FixtureRequest) -> tuple[WholeEngine, WholeEngine]:
+    """Without drafts, and with up to five."""
+    flags = [*FLAGS, *POOLS[request.param]]
+    return WholeEngine(*flags), WholeEngine(*flags, "--speculate", "ngram", "--max-drafts", "5")
+
+
+def make_requests(vocab_size: int) -> list[Request]:
+    """Greedy and sampled ones with all that changes logits, each with text that repeats and text that does not."""
+    parameters: list[dict[str, Any]] = [
+        {"sampling": {"temperature": 0.0}},
+        {"sampling": {"temperature": 0.9}},
+        {"sampling": {"temperature": 0.0}, "logprobs": 3},
+        {"sampling": {"temperature": 0.8, "top_p": 0.9, "top_k": 50}, "logprobs": 0},
+        {"sampling": {"temperature": 0.7, "min_p": 0.05, "repetition_penalty": 1.2}},
+        {"sampling": {"temperature": 0.7, "frequency_penalty": 0.4, "presence_penalty": 0.3}, "logprobs": 1},
+        {"sampling": {"temperature": 0.0, "logit_bias": {30: 4.0, 31: -2.0}}, "stopping": {"min_tokens": 12}},
+        {"sampling": {"temperature": 0.9}, "bad": [[40], [41, 42]], "num_sequences": 4},
+        {"sampling": {"temperature": 1.0}, "num_sequences": 3, "num_returned": 1},
+        {"sampling": {"temperature": 0.0, "constraint": Constraint(regex="(ab|cd|the ){5,20}")}},
+    ]
+    requests: list[Request] = []
+    for number, each in enumerate(parameters):
+        rng = np.random.default_rng(number)
+        prompt = rng.integers(20, vocab_size, 12 + 5 * number).tolist()
+        prompt = prompt + prompt[: number * 3]
+        requests.append(make_request(number, prompt, seed=number, stop_token_ids=[STOP], **each))
+    return requests
+
+
+def texts_of(requests: Sequence[Request], outcome: dict[tuple[int, int], Text]) -> list[list[int]]:
+    prompts = {int(request.key.handle): list(request.prompt) for request in requests}
+    return [[*prompts[handle], *text.token_ids] for (handle, _), text in outcome.items()]
+
+
+# In other types than float32, what is computed again after a preemption is rounded otherwise, with drafts or without.
+@parametrize_once(
+    "engines, config",
+    [(pool, SWAP) for pool in POOLS] + [("bfloat16", {}), ("float32", RECOMPUTE)],
+    indirect=["engines"],
+)
+def test_text_is_that_without_drafts(engines: tuple[WholeEngine, WholeEngine], config: dict[str, Any]) -> None:
+    off, on = engines
+    vocab_size = off.worker.info.model.vocab_size
+    requests = make_requests(vocab_size)
+    expected = off.run(requests, **config)
+    right = RightDrafter(texts_of(requests, expected))
+    drafters = {
+        "right": right,
+        "wrong": WrongDrafter(1, vocab_size),
+        "partly right": WrongDrafter(2, vocab_size, right),
+    }
+    for name, drafter in drafters.items():
+        on.use(drafter)
+        assert on.run(requests, **config) == expected, name
+        assert on.num_drafts > 0
+        assert (on.num_accepted > 0) == (name != "wrong")

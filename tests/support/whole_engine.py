@@ -1,0 +1,197 @@
+"""The scheduler's core and a worker's ledger and runner in one process, with the messages of the step protocol between
+them and two steps in flight, without gRPC and threads."""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from quire.common.v1.common_pb2 import RowSampling as RowSamplingMessage
+from quire.logprob_columns import LogprobColumns
+from quire.settings import load_settings
+from quire.worker.v1 import worker_pb2
+from scheduler_svc.core import invariants
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.request import Adapter, ClientId, Handle, Request, RequestKey, RowSampling
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.step import ClientEvents, StepPlan
+from scheduler_svc.service.worker_messages import StepAnswer, replica_info, step_answer, step_message
+from worker_svc.device.device_loop import DeviceLoop
+from worker_svc.device.runner import ModelRunner
+from worker_svc.protocol.convert import StepDecoder, info_message, result_message
+from worker_svc.sampling.drafters import Drafter
+from worker_svc.settings import WorkerSettings
+from worker_svc.startup import build_worker
+
+_STEPS_IN_FLIGHT = 2
+
+
+@dataclass
+class Text:
+    """What a sequence got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[tuple[Any, ...]] = field(default_factory=list)
+    end: tuple[Any, ...] | None = None
+
+
+def make_request(
+    handle: int,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = 40,
+    seed: int = 0,
+    logprobs: int | None = None,
+    num_sequences: int = 1,
+    num_returned: int | None = None,
+    stop_token_ids: Sequence[int] = (),
+    sampling: dict[str, Any] | None = None,
+    stopping: dict[str, Any] | None = None,
+    bad: Sequence[Sequence[int]] = (),
+    adapter: Adapter | None = None,
+) -> Request:
+    parameters = RowSamplingMessage()
+    for name, value in (sampling or {}).items():
+        if name == "logit_bias":
+            parameters.sampling.logit_bias.update(value)
+        elif name == "constraint":
+            parameters.sampling.constraint.CopyFrom(value)
+        else:
+            setattr(parameters.sampling, name, value)
+    for name, value in (stopping or {}).items():
+        setattr(parameters.stopping, name, value)
+    parameters.stopping.stop_token_ids.extend(stop_token_ids)
+    for each in bad:
+        parameters.bad_token_sequences.add(ids=each)
+    return Request(
+        RequestKey(ClientId(0), Handle(handle)),
+        f"request-{handle}",
+        list(prompt),
+        RowSampling(seed, parameters.SerializeToString(), logprobs),
+        max_tokens,
+        frozenset(stop_token_ids),
+        num_sequences=num_sequences,
+        num_returned=num_returned or num_sequences,
+        has_constraint=parameters.sampling.HasField("constraint"),
+        adapter=adapter,
+    )
+
+
+class WholeEngine:
+    """A worker of these flags, and a core for each run."""
+
+    def __init__(self, *flags: str) -> None:
+        settings = load_settings(WorkerSettings, flags, {}, program="quire worker")
+        self.worker = build_worker(settings, DeviceLoop())
+        self.num_drafts = self.num_accepted = self.num_steps = 0
+
+    def use(self, drafter: Drafter) -> None:
+        """Drafts by this one from now on."""
+        runner = self.worker.runner
+        assert isinstance(runner, ModelRunner)
+        assert runner._drafts is not None
+        runner._drafts._drafter = drafter
+
+    def run(self, requests: Sequence[Request], **config: Any) -> dict[tuple[int, int], Text]:
+        """Runs all to their ends. What each sequence got, by handle and index."""
+        info = replica_info(info_message(self.worker.info))
+        values: dict[str, Any] = {
+            "num_blocks": info.num_gpu_blocks,
+            "block_size": info.block_size,
+            "max_num_seqs": info.max_num_rows,
+            "max_num_batched_tokens": info.max_num_batched_tokens,
+            "max_model_len": info.max_model_len,
+            "num_host_blocks": info.num_host_blocks,
+            "max_drafts": info.max_drafts,
+        }
+        scheduler = Scheduler(SchedulerConfig(**(values | config)))
+        self.worker._ledger.reset()
+        self.num_drafts = self.num_accepted = self.num_steps = 0
+        decoder, texts = StepDecoder(self.worker.info), defaultdict[tuple[int, int], Text](Text)
+        for request in requests:
+            scheduler.submit(request, 0.0)
+        answers: deque[StepAnswer] = deque()
+        while True:
+            while len(answers) < _STEPS_IN_FLIGHT and (plan := scheduler.schedule(0.0)) is not None:
+                invariants.check(scheduler)
+                answers.append(self._answer(plan, decoder, info.vocab_size))
+            if not answers:
+                self.preemptions, self.swap_outs = scheduler.num_preemptions, scheduler.num_swap_outs
+                assert scheduler.num_live == scheduler.batch.blocks.pool.num_used == 0
+                return dict(texts)
+            answer = answers.popleft()
+            answer.check_rows(scheduler.in_flight[0])
+            for events in scheduler.apply(answer.result, 0.0).values():
+                _take(events, texts)
+            invariants.check(scheduler)
+
+    def _answer(self, plan: StepPlan, decoder: StepDecoder, vocab_size: int) -> StepAnswer:
+        self.num_steps += 1
+        request = worker_pb2.RunRequest.FromString(step_message(plan, 0, self.worker.info.worker_generation))
+        admitted = self.worker.admit(decoder.decode(request.step))
+        output = self.worker.runner.launch(admitted).wait()
+        self.worker.finished(output)
+        self.num_drafts += int(output.num_drafts.sum())
+        self.num_accepted += int(output.num_tokens.sum()) - len(output.num_tokens)
+        return step_answer(result_message(output).result, vocab_size)
+
+
+def _take(events: ClientEvents, texts: dict[tuple[int, int], Text]) -> None:
+    assert not events.failed, events.failed
+    columns = zip(events.handles, events.sequence_indices, events.offsets, events.token_ids, strict=True)
+    keys: list[tuple[int, int]] = []
+    for handle, index, offset, token_id in columns:
+        text = texts[handle, index]
+        assert offset == len(text.token_ids), "a token was lost or repeated"
+        text.token_ids.append(token_id)
+        keys.append((handle, index))
+    logprobs: LogprobColumns = events.logprobs.columns()
+    for position, place in enumerate(events.with_logprobs):
+        part = logprobs.part(position, position + 1)
+        texts[keys[place]].logprobs.append(
+            (
+                part.chosen_logprobs.tolist(),
+                part.chosen_ranks.tolist(),
+                part.top_token_ids.tolist(),
+                part.top_logprobs.tolist(),
+            )
+        )
+    for end in events.finished:
+        texts[end.handle, end.sequence_index].end = (end.num_tokens, end.reason, end.stop_token_id)
+
+
+class RightDrafter:
+    """Drafts what the sequences of a run said."""
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        self._texts = [np.array(text, np.int32) for text in texts]
+
+    def draft(self, row: int, token_ids: np.ndarray, max_drafts: int) -> np.ndarray:
+        end = len(token_ids)
+        for text in self._texts:
+            if len(text) > end and np.array_equal(text[:end], token_ids):
+                return text[end : end + max_drafts]
+        return token_ids[:0]
+
+
+class WrongDrafter:
+    """Drafts what another one does, and a wrong token at a place that its seed and the tokens give; of nothing,
+    tokens by chance. Draws the lowest and the highest token id, too."""
+
+    def __init__(self, seed: int, vocab_size: int, right: Drafter | None = None) -> None:
+        self._seed = seed
+        self._vocab_size = vocab_size
+        self._right = right
+
+    def draft(self, row: int, token_ids: np.ndarray, max_drafts: int) -> np.ndarray:
+        rng = np.random.default_rng((self._seed, len(token_ids), int(token_ids[-1])))
+        drafts = rng.integers(0, self._vocab_size, int(rng.integers(0, max_drafts + 1))).astype(np.int32)
+        drafts[rng.random(len(drafts)) < 0.1] = 0
+        drafts[rng.random(len(drafts)) < 0.1] = self._vocab_size - 1
+        if self._right is not None:
+            right = self._right.draft(row, token_ids, len(drafts))
+            num_right = int(rng.integers(0, len(right) + 1))
+            drafts[:num_right] = right[:num_right]
+        return drafts

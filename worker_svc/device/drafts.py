@@ -1,0 +1,126 @@
+"""Several tokens a step: drafted tokens of decoding rows are verified as further rows of one token over the same block
+table, so that each is computed as a plain decode computes it, to the bit.
+
+At each drafted position the row draws as it would without drafts: by the logits, the prefix, and the number that belong
+to that position. It keeps its draws up to and including the first that differs from the draft after it. So drafts that
+are wrong cost time and change nothing. Keys and values that they left are overwritten before they are read.
+
+The host must know the tokens of the step before when it launches the next one, as on the CPU.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker_svc.device.batch import sample_places
+from worker_svc.device.rows import Rows
+from worker_svc.sampling.drafters import Drafter
+from worker_svc.sampling.sampler import Drawn
+from worker_svc.sampling.sampling_table import SamplingColumns
+from worker_svc.step import Batch, RowChanges
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedBatch:
+    """A batch whose drafted rows are there once for each of their tokens, in order. Its samples are all that may be
+    drawn, s of them."""
+
+    batch: Batch
+    places: NDArray[np.int64]
+    """[s], the place in `batch.rows` that each draws from."""
+    within: NDArray[np.int64]
+    """[s], 0 for the first token of a sample of the step, counting up with its drafts."""
+    inputs: NDArray[np.int32]
+    """[s], the token that is computed to draw from; the draft before, where `within` is above 0."""
+    num_drafts: NDArray[np.int32]
+    """For each sample of the step."""
+
+    def are_kept(self, token_ids: NDArray[np.integer], is_usable: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which draws count, [s]: of each sample the first, and those whose drafts were all drawn. One that is not
+        usable fails its row only where it is the first: a later one is drawn again in the next step.
+
+        Args:
+            token_ids: [s], what was drawn.
+            is_usable: [s], whether anything could be drawn.
+        """
+        is_wrong = self.within > 0
+        is_wrong[1:] &= (token_ids[:-1] != self.inputs[1:]) | ~is_usable[:-1] | ~is_usable[1:]
+        num_wrong = np.cumsum(is_wrong)
+        return num_wrong == num_wrong[np.arange(len(num_wrong)) - self.within]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The draws that count."""
+
+    draws: NDArray[np.int64]
+    """Their places among all that were drawn, rising."""
+    num_tokens: NDArray[np.int32]
+    """How many each sample of the step has, at least 1."""
+    num_drafts: NDArray[np.int32]
+    """How many drafts of each were verified."""
+
+
+class Drafts:
+    """Knows how many tokens each row has, which the scheduler may not know yet, and drafts those that follow."""
+
+    def __init__(self, rows: Rows, drafter: Drafter) -> None:
+        """`rows` are on the host."""
+        self._rows = rows
+        self._token_ids = rows.token_ids.numpy()
+        self._num_tokens = np.zeros(len(self._token_ids), np.int64)
+        self._drafter = drafter
+
+    def apply(self, changes: RowChanges) -> None:
+        """The changes of a step, which `Rows` has."""
+        for each in changes.assign:
+            self._num_tokens[each.row] = len(each.token_ids)
+        self._num_tokens[changes.fork[:, 1]] = self._num_tokens[changes.fork[:, 0]]
+        for each in changes.set_tokens:
+            self._num_tokens[each.row] = each.position + len(each.token_ids)
+
+    def expand(self, batch: Batch) -> DraftedBatch:
+        """Puts rows that sample where they are, and adds the drafts that they may have, which are written to them."""
+        samplers, sources = batch.samples.T
+        places = sample_places(batch)
+        computed = batch.num_computed_tokens.astype(np.int64)
+        computed[places] = self._num_tokens[sources] - batch.num_new_tokens[places]
+        num_drafts = np.zeros(len(samplers), np.int32)
+        for sample in np.flatnonzero(batch.max_drafts):
+            num_drafts[sample] = self._draft(int(samplers[sample]), int(batch.max_drafts[sample]))
+        num_entries, num_draws = np.ones(len(batch.rows), np.int64), 1 + num_drafts
+        num_entries[places[num_drafts > 0]] = num_draws[num_drafts > 0]
+        rows, within = batch.rows.repeat(num_entries), _count_up(num_draws)
+        places = (np.cumsum(num_entries) - num_entries)[places].repeat(num_draws) + within
+        expanded = Batch(
+            rows,
+            batch.num_new_tokens.repeat(num_entries),
+            (computed.repeat(num_entries) + _count_up(num_entries)).astype(np.int32),
+            batch.samples.repeat(num_draws, axis=0),
+        )
+        inputs = self._token_ids[rows, expanded.ends - 1][places]
+        return DraftedBatch(expanded, places, within, inputs, num_drafts)
+
+    def keep(self, batch: Batch, drafted: DraftedBatch, drawn: Drawn, columns: SamplingColumns) -> Kept | None:
+        """Moves the rows of a step on by what they drew. None if no sample had drafts."""
+        samplers = batch.samples[:, 0]
+        kept, num_tokens = None, np.ones(len(samplers), np.int32)
+        if drafted.num_drafts.any():
+            are_kept = drafted.are_kept(drawn.token_ids.numpy(), drawn.is_finite.numpy() & ~columns.is_refused)
+            num_tokens = np.add.reduceat(are_kept, np.flatnonzero(drafted.within == 0), dtype=np.int32)
+            kept = Kept(np.flatnonzero(are_kept), num_tokens, drafted.num_drafts)
+        draws = self._rows.sampling.num_candidates[samplers] == 0
+        self._num_tokens[samplers[draws]] += num_tokens[draws]
+        return kept
+
+    def _draft(self, row: int, max_drafts: int) -> int:
+        end = int(self._num_tokens[row])
+        tokens = self._drafter.draft(row, self._token_ids[row, :end], max_drafts)
+        self._token_ids[row, end : end + len(tokens)] = tokens
+        return len(tokens)
+
+
+def _count_up(counts: NDArray[np.integer]) -> NDArray[np.int64]:
+    """0, 1, ... for each of the counts, up to before it."""
+    return np.arange(int(counts.sum())) - (np.cumsum(counts) - counts).repeat(counts)
