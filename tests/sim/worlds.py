@@ -70,6 +70,8 @@ _RANKED = 0.2
 """The share of worlds whose workers have two ranks."""
 _REPORTED = 100
 """After so many worlds it is told how many there were so far."""
+_DRAFTING = 0.4
+"""The share of worlds whose workers draft tokens."""
 _KEPT_S = 130.0
 """Durable requests are kept for a minute without a reader, and once more after their end; pins are no longer."""
 
@@ -139,6 +141,9 @@ def _draw_plan(seed: int) -> Plan:
         requests = with_adapters(adapted, requests)
         worker = replace(layout.worker, max_adapters=adapted.choice((1, 2)))
         layout = replace(layout, worker=worker, loads_fail=adapted.random() < 0.5)
+    drafting = Random(f"drafts {seed}")
+    if drafting.random() < _DRAFTING:
+        layout = replace(layout, worker=replace(layout.worker, max_drafts=drafting.choice((1, 3, 7))))
     if rare.random() < _RARE:
         other = draw_other_model(rare, layout.servers, over_s, layout.worker.fingerprint)
         faults = (*(faults if rare.random() < 0.5 else ()), other)

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from tests.support.fake_pool import BlockError, FakePool, Prefixes
 from worker_svc.step import Batch, RowChanges, RowSampling
 
@@ -61,6 +63,28 @@ class FakeRows:
             self._rows[change.row].prefixes.replace(change.position, change.token_ids.tolist())
         for row, index, block in sorted(changes.block_table_deltas.tolist()):
             self._set_block(self._rows[row].blocks, index, block)
+
+    def placed(self, batch: Batch) -> Batch:
+        """The batch with rows that sample where they are: further than it says if drafts of them were right."""
+        sources = set(batch.samples[:, 1].tolist())
+        columns = zip(
+            batch.rows.tolist(), batch.num_new_tokens.tolist(), batch.num_computed_tokens.tolist(), strict=True
+        )
+        starts = [
+            len(self._rows[row].prefixes.token_ids) - new if row in sources else computed
+            for row, new, computed in columns
+        ]
+        return replace(batch, num_computed_tokens=np.array(starts, np.int32))
+
+    def write_wrong(self, row: int, count: int, pool: FakePool) -> None:
+        """Writes so many tokens after those of a row that it does not have: drafts that are wrong."""
+        state = self._rows[row]
+        wrong, start = state.prefixes.copy(), len(state.prefixes.token_ids) - 1
+        wrong.replace(start + 1, [0] * count)
+        for index in range(start // self._block_size, (start + count) // self._block_size + 1):
+            if self._holders[state.blocks[index]] > 1:
+                raise SharedBlockError(f"row {row} writes drafts to block {state.blocks[index]}, which another row has")
+        pool.write(state.blocks, wrong, start + 1, start + 1 + count)
 
     def compute(self, batch: Batch, pool: FakePool) -> None:
         """Writes the batch's new tokens, and checks what they attend to and whom they write over.

@@ -1,5 +1,6 @@
 """The model's place in a worker, taken by a rule: tokens are known before, and a step costs what the test says."""
 
+import sys
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ import numpy as np
 
 from quire import clock
 from quire.failpoint import failpoint
+from quire.logprob_columns import LogprobLog
 from tests.support.fake_pool import BlockError, FakePool
 from tests.support.fake_rows import FakeRows
 from tests.support.logprobs import Line, columns_of
@@ -56,6 +58,17 @@ class FakeStep:
 
     def wait(self) -> StepOutput:
         return self.output
+
+
+def _of_sample(output: StepOutput, place: int) -> StepOutput:
+    """What one of the samples of a step got."""
+    logprobs = output.logprobs
+    if logprobs is not None:
+        position = int(np.searchsorted(logprobs.samples, place))
+        has_some = position < len(logprobs.samples) and logprobs.samples[position] == place
+        columns = logprobs.columns.part(position, position + 1) if has_some else None
+        logprobs = None if columns is None else TokenLogprobs(np.zeros(1, np.int32), columns)
+    return replace(output, token_ids=output.token_ids[place : place + 1], logprobs=logprobs)
 
 
 class FakeRunner:
@@ -109,12 +122,13 @@ class FakeRunner:
         self._pool.move(step.cache_operations)
         failpoint("worker.step.moved")
         self._rows.apply(step.row_changes)
-        self._compute(step.batch)
+        batch = self._rows.placed(step.batch)
+        self._compute(batch)
         self._seals.begin_write(written, self.num_steps)
         output = replace(
-            self._sample(step.step_id, step.batch),
-            prompt_logprobs=self._judge_prompts(step.batch),
-            non_finite_chunks=self._failing_chunks(step.batch),
+            self._verify(batch, self._sample(step.step_id, batch)),
+            prompt_logprobs=self._judge_prompts(batch),
+            non_finite_chunks=self._failing_chunks(batch),
         )
         # What the stand-in itself takes is part of the cost, not added to it.
         clock.sleep(max(started + self._step_seconds - clock.monotonic(), 0))
@@ -153,6 +167,51 @@ class FakeRunner:
         return StepOutput(
             step_id, batch.samples[:, 0], token_ids, reported, (), tuple(failed), timings, refusals=refusals
         )
+
+    def _verify(self, batch: Batch, output: StepOutput) -> StepOutput:
+        """Drafts tokens of the rows that may have some, by a rule that is often right, and adds those that are right,
+        each with the token after it."""
+        if not batch.max_drafts.any():
+            return output
+        of_samples: list[list[StepOutput]] = []
+        num_drafts = np.zeros_like(batch.max_drafts)
+        for place, row in enumerate(batch.samples[:, 0].tolist()):
+            of_samples.append([_of_sample(output, place)])
+            if max_drafts := 0 if row in output.failed_rows else int(batch.max_drafts[place]):
+                salt = (output.step_id * 31 + row * 17 + len(self._rows[row].prefixes.token_ids)) * 40_503 >> 4
+                num_drafts[place] = salt % (max_drafts + 1)
+                num_right = salt // 11 % (num_drafts[place] + 1)
+                of_samples[-1] += self._draft(row, int(num_right), int(num_drafts[place]), output.step_id)
+        parts = [part for parts in of_samples for part in parts]
+        reported = LogprobLog()
+        for part in parts:
+            if part.logprobs is not None:
+                reported.append(part.logprobs.columns)
+        places = np.flatnonzero([part.logprobs is not None for part in parts]).astype(np.int32)
+        return replace(
+            output,
+            token_ids=np.concatenate([part.token_ids for part in parts]),
+            logprobs=TokenLogprobs(places, reported.columns()) if len(places) else None,
+            num_tokens=np.array(list(map(len, of_samples)), np.int32),
+            num_drafts=num_drafts,
+        )
+
+    def _draft(self, row: int, num_right: int, num_drafts: int, step_id: int) -> list[StepOutput]:
+        """What a row draws after its first token: as many drafts of it are right as it could have."""
+        outputs: list[StepOutput] = []
+        tokens = self._rows[row].prefixes.token_ids
+        one, pair = np.array([1], np.int32), np.array([(row, row)], np.int32)
+        while len(outputs) < num_right and len(tokens) - 1 < self._end_of_drafts(row):
+            batch = Batch(pair[:, 0], one, np.array([len(tokens) - 1], np.int32), pair)
+            self._rows.compute(batch, self._pool)
+            outputs.append(self._sample(step_id, batch))
+        if len(outputs) == num_right and num_right < num_drafts:
+            self._rows.write_wrong(row, num_drafts - num_right, self._pool)
+        return outputs
+
+    def _end_of_drafts(self, row: int) -> int:
+        """No draft is computed from this position on."""
+        return sys.maxsize
 
     def _token_of(self, row: int, position: int) -> int:
         """What a row draws for this position: by its seed, or the next of the script, whose last one repeats."""

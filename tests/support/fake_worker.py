@@ -41,6 +41,7 @@ class FakeWorkerConfig:
     """What every sequence says; empty: what its seed gives."""
     fingerprint: ModelFingerprint = UNKNOWN_MODEL
     max_adapters: int = 0
+    max_drafts: int = 0
     rank: int = 0
     world_size: int = 1
     generation: int | None = None
@@ -65,6 +66,7 @@ class FakeWorkerConfig:
             self.max_steps_in_flight,
             max_logprobs=20,
             max_adapters=self.max_adapters,
+            max_drafts=self.max_drafts,
         )
         generation = self.generation or clock.unix_ns()
         return WorkerInfo(generation, self.rank, self.world_size, pool, model, limits, self.fingerprint)

@@ -5,6 +5,7 @@ through its block table (`model`), so one block that is wrong, stale or early ma
 """
 
 import functools
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -144,6 +145,10 @@ class HashRunner(FakeRunner):
             self.num_spoiled += self.rank == 0
             row, start, end = (int(column[0]) for column in (batch.rows, batch.num_computed_tokens, batch.ends))
             self._readable.spoil(self._rows[row].blocks, start, end)
+
+    def _end_of_drafts(self, row: int) -> int:
+        # One that dies of drafts dies at another step when it is alone.
+        return self.deadly.get(self._rows[row].sampling.seed, sys.maxsize)
 
     def _failing_chunks(self, batch: Batch) -> tuple[int, ...]:
         sampling = set(batch.samples[:, 1].tolist())
