@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import math
 import os
 import threading
 from collections.abc import Sequence
@@ -69,6 +70,8 @@ _SAMPLING = RowSampling(
 )
 # On a GPU, attention always cuts a longer context into pieces (`kernels.cuda.attention`), by kernels of its own.
 _CUT_LENGTH = 2049
+_NUM_MEASURED = 5
+_MAX_FIXED_TOKENS, _USUAL_FIXED_TOKENS = 1024, 16
 _NO_PAIRS = np.zeros((0, 2), np.int32)
 _NO_MOVES = CacheOperations(_NO_PAIRS, _NO_PAIRS, _NO_PAIRS)
 _logger = logging.getLogger(__name__)
@@ -170,6 +173,9 @@ def make_worker(
     device_loop.use(runner, is_lost=partial(is_lost, model.device), on_failure=ranks.fail)
     # One generation for all ranks, so that the same bytes of a step are right for each of them.
     (negative_generation,) = ranks.smallest(-clock.unix_ns())
+    if drafter is not None:
+        (fixed_tokens,) = ranks.smallest(_measure_fixed_tokens(runner, limits, settings.block_size))
+        limits = replace(limits, fixed_tokens=fixed_tokens)
     info = WorkerInfo(-negative_generation, ranks.rank, ranks.size, pool.geometry, geometry, limits, fingerprint)
     if templates is None:
         return Worker(info, runner, device_loop, ranks.agree, adapters=adapters)
@@ -375,6 +381,29 @@ def warm_up(runner: ModelRunner, pool: PoolGeometry, max_model_len: int, limits:
         runner.launch(_prefill_step([length], [length], pool.block_size)).wait()
     length = min(_CUT_LENGTH, max_model_len)
     runner.launch(_prefill_step([length], [1], pool.block_size, _every_move(pool))).wait()
+
+
+def _measure_fixed_tokens(runner: ModelRunner, limits: WorkerLimits, block_size: int) -> int:
+    """`WorkerLimits.fixed_tokens`, of steps as short as they may be beside other processes."""
+    num_rows = min(1 + limits.max_drafts, limits.max_num_rows, limits.max_num_batched_tokens)
+    if num_rows == 1:
+        return _USUAL_FIXED_TOKENS
+    steps = [_prefill_step([1] * count, [1] * count, block_size) for count in (1, num_rows)]
+    seconds = [math.inf, math.inf]
+    for _ in range(_NUM_MEASURED):
+        for index, step in enumerate(steps):
+            started = clock.monotonic()
+            runner.launch(step).wait()
+            seconds[index] = min(seconds[index], clock.monotonic() - started)
+    of_token = (seconds[1] - seconds[0]) / (num_rows - 1)
+    fixed = int((seconds[0] - of_token) / of_token) if of_token > 0 else _MAX_FIXED_TOKENS
+    _logger.info(
+        "a step of %d decodes takes %.2f ms, of one %.2f ms: %d tokens take as long as what it takes beside its tokens",
+        num_rows,
+        *(1e3 * each for each in reversed(seconds)),
+        fixed,
+    )
+    return min(max(fixed, 0), _MAX_FIXED_TOKENS)
 
 
 def _every_move(pool: PoolGeometry) -> CacheOperations:

@@ -73,6 +73,8 @@ class WorkerLimits:
     """Slots of adapters; 0 has none."""
     max_drafts: int = 0
     """By how many tokens more than one a sample may extend its row."""
+    fixed_tokens: int = 0
+    """What a step of decodes takes beside its tokens, as the number of tokens that take as long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import numpy as np
 from scheduler_svc.core.adapter_slots import AdapterSlots
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.drafts import DraftBudget
 from scheduler_svc.core.kv_cache import BlockManager, BlocksUnderway
 from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.core.step import Array, RowAssignment, StepPlan
@@ -327,6 +328,7 @@ class Batch:
         self.rows = RowTable(config.max_num_seqs, self.adapters)
         self.draft = StepDraft(config.max_num_batched_tokens)
         self.underway = BlocksUnderway(config.block_size, config.max_num_batched_tokens)
+        self.drafts = DraftBudget(config.max_num_seqs, config.max_drafts, config.fixed_tokens)
         self._block_size = config.block_size
         self._token_budget = config.max_num_batched_tokens
 
@@ -342,6 +344,7 @@ class Batch:
         row = self.rows.occupy(sequence, order)
         self.rows.activate(row, sequence, self._block_size, num_computed, num_sealed)
         sequence.status = SequenceStatus.RUNNING
+        self.drafts.enter(row)
         if self.underway.is_worth_it(self._num_full(row) - num_sealed):
             self.underway.expect(row)
         self.draft.assign[row] = RowAssignment(
@@ -361,6 +364,7 @@ class Batch:
         assert child.row is not None
         self.blocks.fork(parent, child)
         self.underway.stop(child.row)
+        self.drafts.enter(child.row)
         self.rows.fork(parent.row, child.row, self._block_size)
         self.draft.parents[child.row] = parent.row
         child.status = SequenceStatus.RUNNING
@@ -474,9 +478,9 @@ class Batch:
 
     # The next step
 
-    def add_decodes(self, max_drafts: int) -> None:
-        """Gives every decoding row the slot of its next token, and of up to `max_drafts` after it, and adds it to the
-        step. The blocks must be free, but for those of drafts."""
+    def add_decodes(self, *, with_drafts: bool) -> None:
+        """Gives every decoding row the slot of its next token, and slots of drafts, and adds it to the step. The blocks
+        must be free, but for those of drafts."""
         rows = self.rows.decoding()
         if not len(rows):
             return
@@ -484,7 +488,7 @@ class Batch:
             self._append_block(row)
         for row in self.rows.sharing_tail().tolist():
             self._copy_on_write(row)
-        drafts = self._drafts_of(rows, max_drafts) if max_drafts else None
+        drafts = self._drafts_of(rows) if with_drafts else None
         self.draft.decode(rows, self.rows.num_computed[rows] - self.rows.num_unsure[rows], drafts)
 
     def _append_block(self, row: int) -> None:
@@ -493,12 +497,13 @@ class Batch:
         self.draft.blocks[row, len(sequence.block_table) - 1] = block
         self.rows.num_slots[row] += self._block_size
 
-    def _drafts_of(self, rows: Array, max_drafts: int) -> Array | None:
+    def _drafts_of(self, rows: Array) -> Array | None:
         """By how many tokens more than one each of these decoding rows may grow, with slots for them; None: by none.
         Drafts take at most half of what is left of the step, and no block that admission leaves free."""
         table = self.rows
         share = (self.draft.budget - len(rows)) // (2 * len(rows))
-        drafts = np.minimum(table.max_len[rows] - table.num_tokens[rows] - 1, min(max_drafts, share))
+        drafts = np.minimum(table.max_len[rows] - table.num_tokens[rows] - 1, self.drafts.of(rows))
+        drafts = np.minimum(drafts, share)
         drafts[table.dependent[rows]] = 0
         slots = table.num_computed[rows] + 1 + drafts - table.num_slots[rows]
         num_blocks = np.maximum(-(-slots // self._block_size), 0)

@@ -35,7 +35,8 @@ class SchedulerConfig:
     them. `max_prefill_share` is the share of what is left of a step's tokens that a prompt takes while shorter ones
     wait. With `prepares_constraints` the workers compile constraints when they are told to, before rows need them.
     `max_adapters` are the slots of adapters that the workers have. A sample may extend its row by up to `max_drafts`
-    tokens more than one, which the worker drafts.
+    tokens more than one, which the worker drafts, while that pays where a step costs as much as `fixed_tokens` more
+    tokens than it has (see `drafts`).
     """
 
     num_blocks: int
@@ -56,6 +57,7 @@ class SchedulerConfig:
     prepares_constraints: bool = False
     max_adapters: int = 0
     max_drafts: int = 0
+    fixed_tokens: int = 16
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len"):
@@ -68,7 +70,7 @@ class SchedulerConfig:
             )
         if self.num_host_blocks < 0:
             raise ValueError(f"num_host_blocks is {self.num_host_blocks}, must not be negative")
-        for name in ("max_adapters", "max_drafts"):
+        for name in ("max_adapters", "max_drafts", "fixed_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must not be negative")
         if not 0 <= self.watermark < 1:

@@ -159,7 +159,10 @@ class Results:
         if step.max_drafts is not None:
             counts = 1 if result.num_tokens is None else result.num_tokens
             num_missing = 1 + step.max_drafts - counts
-            table.settle(step.rows[current], step.max_drafts[current], num_missing[current])
+            rows = step.rows[current]
+            table.settle(rows, step.max_drafts[current], num_missing[current])
+            if result.num_tokens is not None and result.num_drafts is not None:
+                self._batch.drafts.answered(rows, result.num_tokens[current], result.num_drafts[current])
         draws = current & ~table.dependent[step.rows]
         if result.failures:
             draws &= ~np.isin(step.rows, [*result.failures])

@@ -312,7 +312,7 @@ class Scheduler:
         has_preempted = self._preempt_for_decodes(now)
         if not has_preempted:
             self._swap_in(now)
-        batch.add_decodes(0 if self.trials.are_on else self.config.max_drafts)
+        batch.add_decodes(with_drafts=self.config.max_drafts > 0 and not self.trials.are_on)
         self._shares.add_prefills()
         self.stopped = Stop(Obstacle.PREEMPTION) if has_preempted else self._admit(now)
         self._shares.add_set_aside()

@@ -460,6 +460,7 @@ class StepLoop:
             prepares_constraints=info.prepares_constraints,
             max_adapters=info.max_adapters,
             max_drafts=info.max_drafts,
+            fixed_tokens=info.fixed_tokens,
         )
 
     def _make_core(self, config: SchedulerConfig) -> Scheduler:

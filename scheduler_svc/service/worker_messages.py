@@ -128,6 +128,7 @@ class ReplicaInfo:
     device_name: str = ""
     max_adapters: int = 0
     max_drafts: int = 0
+    fixed_tokens: int = 0
 
     def is_same_worker(self, other: "ReplicaInfo | None") -> bool:
         """Whether the other one is the same start of the same workers."""
@@ -169,6 +170,7 @@ _BOUNDS = {
     "limits.max_steps_in_flight": (1, _MAX_INT32),
     "limits.max_adapters": (0, 1 << 16),
     "limits.max_drafts": (0, 64),
+    "limits.fixed_tokens": (0, 1 << 16),
 }
 """The minimum and maximum of what workers report. It sizes tables, and token ids and positions travel as int32."""
 
@@ -206,6 +208,7 @@ def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
         device_name=info.model.device_name,
         max_adapters=info.limits.max_adapters,
         max_drafts=info.limits.max_drafts,
+        fixed_tokens=info.limits.fixed_tokens,
     )
 
 

@@ -143,7 +143,9 @@ def _draw_plan(seed: int) -> Plan:
         layout = replace(layout, worker=worker, loads_fail=adapted.random() < 0.5)
     drafting = Random(f"drafts {seed}")
     if drafting.random() < _DRAFTING:
-        layout = replace(layout, worker=replace(layout.worker, max_drafts=drafting.choice((1, 3, 7))))
+        layout = replace(
+            layout, worker=replace(layout.worker, max_drafts=drafting.choice((1, 3, 7)), fixed_tokens=1000)
+        )
     if rare.random() < _RARE:
         other = draw_other_model(rare, layout.servers, over_s, layout.worker.fingerprint)
         faults = (*(faults if rare.random() < 0.5 else ()), other)

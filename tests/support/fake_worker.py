@@ -42,6 +42,7 @@ class FakeWorkerConfig:
     fingerprint: ModelFingerprint = UNKNOWN_MODEL
     max_adapters: int = 0
     max_drafts: int = 0
+    fixed_tokens: int = 0
     rank: int = 0
     world_size: int = 1
     generation: int | None = None
@@ -67,6 +68,7 @@ class FakeWorkerConfig:
             max_logprobs=20,
             max_adapters=self.max_adapters,
             max_drafts=self.max_drafts,
+            fixed_tokens=self.fixed_tokens,
         )
         generation = self.generation or clock.unix_ns()
         return WorkerInfo(generation, self.rank, self.world_size, pool, model, limits, self.fingerprint)

@@ -105,6 +105,7 @@ class WholeEngine:
             "max_model_len": info.max_model_len,
             "num_host_blocks": info.num_host_blocks,
             "max_drafts": info.max_drafts,
+            "fixed_tokens": 1 << 16,
         }
         scheduler = Scheduler(SchedulerConfig(**(values | config)))
         self.worker._ledger.reset()

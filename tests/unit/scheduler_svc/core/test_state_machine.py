@@ -51,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_kept=st.sampled_from([1, 2, 64]),
         max_adapters=st.sampled_from([0, 1, 2, 3]),
         max_drafts=st.sampled_from([0, 1, 3, 7]),
+        fixed_tokens=st.sampled_from([0, 16, 1000]),
     )
     def start(
         self, max_in_flight, max_num_seqs, budget, max_pinned, max_reclaimed, is_cache_watched, num_kept, **config

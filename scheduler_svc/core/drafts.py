@@ -1,0 +1,51 @@
+"""How many drafts rows may have: as many as pay.
+
+A step of n decodes takes as long as f + n tokens, where f is what reading the weights costs; the worker measures it. A
+further token then makes a step longer by 1 / (f + n), and the n tokens that it brings later with it. So a draft pays if
+it is right with a probability of at least n / (f + n): nearly any for one stream whose step reads all weights, and none
+where steps are full.
+
+The k-th draft of a row is right if all before it are, with the probability p ** k, where p is the share of its drafts
+that were right lately. What a row showed is forgotten step by step, so that drafts that did not pay are tried again.
+"""
+
+import numpy as np
+
+from scheduler_svc.core.step import Array
+
+_PRIOR_RIGHT, _PRIOR_WRONG = 1.5, 1.0
+"""What a row counts for before its first drafts. Drafters have none for most tokens that are hard to guess."""
+_KEPT = 0.97
+"""Of what a row showed, after a step."""
+
+
+class DraftBudget:
+    """The drafts that rows may have in the next step.
+
+    Args:
+        max_drafts: of one row.
+        fixed_tokens: what a step costs beside its tokens, in tokens.
+    """
+
+    def __init__(self, max_num_rows: int, max_drafts: int, fixed_tokens: int) -> None:
+        self._max_drafts = max_drafts
+        self._fixed_tokens = fixed_tokens
+        self._right, self._wrong = np.zeros((2, max_num_rows))
+
+    def enter(self, row: int) -> None:
+        """Another sequence has the row."""
+        self._right[row] = self._wrong[row] = 0.0
+
+    def of(self, rows: Array) -> Array:
+        """How many drafts pay for each of these rows, which decode in one step. int64[n]."""
+        self._right[rows] *= _KEPT
+        self._wrong[rows] *= _KEPT
+        right, wrong = self._right[rows] + _PRIOR_RIGHT, self._wrong[rows] + _PRIOR_WRONG
+        pays = len(rows) / (self._fixed_tokens + len(rows))
+        return np.minimum(np.log(pays) / np.log(right / (right + wrong)), self._max_drafts).astype(np.int64)
+
+    def answered(self, rows: Array, num_tokens: Array, num_drafts: Array) -> None:
+        """So many drafts of these rows were verified, which brought so many tokens."""
+        num_right = num_tokens - 1
+        self._right[rows] += num_right
+        self._wrong[rows] += num_right < num_drafts
