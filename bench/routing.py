@@ -203,7 +203,7 @@ def _median_ttft_ms(report: Report) -> float:
 
 async def _run(address: str, load: Dataset, seed: int, arguments: argparse.Namespace) -> Report:
     """One run. RuntimeError where a request fails."""
-    server = GrpcServer(address, model=None, api_key=None, tls=None, temperature=0.0, ignore_eos=True)
+    server = GrpcServer(address, model=None, api_key=None, tls=None, sampling={"temperature": 0.0}, ignore_eos=True)
     pacing = Pacing(max_concurrency=arguments.concurrency, is_closed=True, duration_s=None, timeout_s=_TIMEOUT_S)
     driver = Driver(server, pacing, lambda *_: None)
     try:

@@ -1,6 +1,8 @@
-"""Several servers under the same load: `quire bench` against each in turn, round by round, each round with new prompts.
+"""Several servers under the same loads: `quire bench` against each in turn, load by load and round by round, each round
+with new prompts.
 
-The servers run already, with the same model and limits. Ratios are to the first one, round by round.
+The servers run already, with the same model and limits. Ratios are to the first one, round by round; of several loads,
+the one with the lowest ratio comes first.
 """
 
 import argparse
@@ -8,15 +10,41 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.report import Series, median_ratio, write_results
 from quire.load import LoadResult, Report, Statistics
 
 
+@dataclass(frozen=True, slots=True)
+class NamedLoad:
+    """Flags of `quire bench` that describe a load."""
+
+    name: str
+    flags: str
+
+    @classmethod
+    def parse(cls, text: str) -> "NamedLoad":
+        """NAME=FLAGS, or FLAGS alone."""
+        name, separator, flags = text.partition("=")
+        return cls(name, flags) if separator and not name.startswith("-") else cls("", text)
+
+    def of(self, server: str) -> str:
+        """What its figures of a server are called."""
+        return f"{server}, {self.name}" if self.name else server
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("servers", nargs="+", type=_server, metavar="NAME=URL", help="servers with OpenAI's API")
-    parser.add_argument("--load", required=True, help="flags of `quire bench` that describe the load, as one string")
+    parser.add_argument(
+        "--load",
+        required=True,
+        action="append",
+        type=NamedLoad.parse,
+        metavar="[NAME=]FLAGS",
+        help="flags of `quire bench` that describe the load, as one string; may be given several times",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each server, in turn")
     parser.add_argument("--seed", type=int, default=0, help="of the first round; each next round adds 1")
     parser.add_argument(
@@ -30,50 +58,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     servers: dict[str, str] = dict(arguments.servers)
+    loads: list[NamedLoad] = arguments.load
     arguments.reports.mkdir(parents=True, exist_ok=True)
-    results: dict[str, list[LoadResult]] = {name: [] for name in servers}
+    results: dict[tuple[str, str], list[LoadResult]] = {(load.name, name): [] for load in loads for name in servers}
     for index in range(arguments.rounds):
-        for name, url in servers.items():
-            path = arguments.reports / f"{name}-{index + 1}.json"
-            if not path.exists():
-                _bench(name, url, arguments.seed + index, arguments.load, path)
-            result = LoadResult.read(path)
-            report = result.runs[0].report
-            if report.completed < report.requests:
-                raise SystemExit(f"{path}: {report.completed} of {report.requests} requests completed: {report.errors}")
-            results[name].append(result)
-    reports = {name: [each.runs[0].report for each in results[name]] for name in servers}
-    series = [
-        Series(f"{name}, {what}", unit, tuple(float(value(each)) for each in reports[name]))
-        for what, unit, value in _FIGURES
-        for name in servers
-    ]
-    print(*series, sep="\n")
-    throughput = series[: len(servers)]
-    ratios = {name: median_ratio(throughput[0], other) for name, other in zip(servers, throughput, strict=True)}
+        for load in loads:
+            for name, url in servers.items():
+                path = arguments.reports / f"{'-'.join(filter(None, (name, *load.name.split())))}-{index + 1}.json"
+                if not path.exists():
+                    _bench(name, url, arguments.seed + index, load.flags, path)
+                results[load.name, name].append(_completed(path))
     first, *others = servers
-    for name in others:
-        print(f"{first} to {name}, output tokens: {ratios[name]:.2f}, median over the rounds")
+    series: list[Series] = []
+    ratios: dict[str, dict[str, float]] = {}
+    for load in loads:
+        figures = {name: [each.runs[0].report for each in results[load.name, name]] for name in servers}
+        throughput = {name: _series(load.of(name), _FIGURES[0], figures[name]) for name in servers}
+        ratios[load.name] = {name: median_ratio(throughput[first], throughput[name]) for name in others}
+        series += throughput.values()
+        series += [_series(load.of(name), figure, figures[name]) for figure in _FIGURES[1:] for name in servers]
+    print(*series, sep="\n")
+    for load in sorted(loads, key=lambda load: min(ratios[load.name].values(), default=0.0)):
+        of_load = ", ".join(f"{ratio:.2f} to {name}" for name, ratio in ratios[load.name].items())
+        print(f"{load.of(first)}: output tokens {of_load}, medians over the rounds")
     if arguments.out is not None:
-        rounds = [
-            {
-                "date": result.facts["date"],
-                "quire_bench_commit": result.facts["commit"],
-                "prompt_tokens": report.prompt_tokens,
-                "output_tokens": report.output_tokens,
-            }
-            for result, report in zip(results[first], reports[first], strict=True)
-        ]
-        ratio_to = {name: ratios[name] for name in others}
-        write_results(arguments.out, "servers under the same load", series, ratio_to=ratio_to, rounds=rounds)
+        of_rounds = [_round(result) for load in loads for result in results[load.name, first]]
+        ratio_to = ratios if len(loads) > 1 else ratios[loads[0].name]
+        write_results(arguments.out, "servers under the same load", series, ratio_to=ratio_to, rounds=of_rounds)
 
 
-_FIGURES: tuple[tuple[str, str, Callable[[Report], float]], ...] = (
+_Figure = tuple[str, str, Callable[[Report], float]]
+
+_FIGURES: tuple[_Figure, ...] = (
     ("output tokens", "tok/s", lambda each: each.output_tokens_per_s),
     ("first token, mean", "s", lambda each: _known(each.ttft).mean),
     ("inter-token latency, p50", "ms", lambda each: 1e3 * _known(each.itl).p50),
     ("cached prompt tokens", "", lambda each: each.cached_tokens or 0),
 )
+
+
+def _series(name: str, figure: _Figure, reports: list[Report]) -> Series:
+    what, unit, value = figure
+    return Series(f"{name}, {what}", unit, tuple(float(value(each)) for each in reports))
+
+
+def _round(result: LoadResult) -> dict[str, object]:
+    report = result.runs[0].report
+    return {
+        "date": result.facts["date"],
+        "quire_bench_commit": result.facts["commit"],
+        "prompt_tokens": report.prompt_tokens,
+        "output_tokens": report.output_tokens,
+    }
 
 
 def _known(statistics: Statistics | None) -> Statistics:
@@ -87,6 +123,14 @@ def _server(text: str) -> tuple[str, str]:
     if not (name and separator and url):
         raise argparse.ArgumentTypeError(f"{text!r} is no NAME=URL")
     return name, url
+
+
+def _completed(path: Path) -> LoadResult:
+    result = LoadResult.read(path)
+    report = result.runs[0].report
+    if report.completed < report.requests:
+        raise SystemExit(f"{path}: {report.completed} of {report.requests} requests completed: {report.errors}")
+    return result
 
 
 def _bench(name: str, url: str, seed: int, load: str, path: Path) -> None:

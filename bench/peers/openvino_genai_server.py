@@ -33,10 +33,10 @@ class Engine:
         self._num_requests = 0
         threading.Thread(target=self._run, daemon=True).start()
 
-    def generate(self, token_ids, num_output_tokens):
+    def generate(self, token_ids, num_output_tokens, temperature, top_p):
         """Gives the number of new tokens as they come."""
         outbox = queue.Queue()
-        self._inbox.put((token_ids, num_output_tokens, outbox))
+        self._inbox.put((token_ids, num_output_tokens, temperature, top_p, outbox))
         left = num_output_tokens
         while left > 0:
             num_new = outbox.get()
@@ -55,10 +55,12 @@ class Engine:
                     outbox.put(sum(len(output.generated_ids) for output in handle.read().values()))
             live = [(handle, outbox) for handle, outbox in live if not self._is_over(handle)]
 
-    def _add(self, token_ids, num_output_tokens, outbox):
+    def _add(self, token_ids, num_output_tokens, temperature, top_p, outbox):
         config = genai.GenerationConfig()
         config.max_new_tokens = config.min_new_tokens = num_output_tokens
-        config.ignore_eos, config.do_sample = True, False
+        config.ignore_eos, config.do_sample = True, temperature > 0
+        if config.do_sample:
+            config.temperature, config.top_p = temperature, top_p
         prompt = openvino.Tensor(np.array([token_ids], dtype=np.int64))
         self._num_requests += 1
         return self._pipeline.add_request(self._num_requests, prompt, config), outbox
@@ -79,17 +81,18 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         prompt, num_output_tokens = body["prompt"], body.get("max_tokens", 16)
+        sampling = body.get("temperature", 0.0), body.get("top_p", 1.0)
         usage = {"prompt_tokens": len(prompt), "completion_tokens": num_output_tokens}
         if not body.get("stream"):
             if isinstance(prompt, list):
-                sum(self.engine.generate(prompt, num_output_tokens))
+                sum(self.engine.generate(prompt, num_output_tokens, *sampling))
             self._answer({"choices": [{"index": 0, "text": ""}], "usage": usage})
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for _ in self.engine.generate(prompt, num_output_tokens):
+        for _ in self.engine.generate(prompt, num_output_tokens, *sampling):
             self._event({"choices": [{"index": 0, "text": "", "finish_reason": None}]})
         self._event({"choices": [], "usage": usage})
         self._chunk(b"data: [DONE]\n\n")

@@ -174,7 +174,7 @@ def _make_server(flags: BenchFlags) -> Server:
     common = {
         "model": flags.model,
         "api_key": flags.api_key,
-        "temperature": flags.sampling_temperature,
+        "sampling": flags.sampling,
         "ignore_eos": flags.ignore_eos,
     }
     if flags.backend == "grpc":

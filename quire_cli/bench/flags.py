@@ -254,6 +254,8 @@ class BenchFlags(LoadFlags, CredentialFlags):
         None, "name of a served model; none is the only one", variable="QUIRE_SERVED_MODEL_NAME", metavar="NAME"
     )
     temperature: float | None = setting(None, "of sampling (0, and 1 with --n)", minimum=0, maximum=100)
+    top_p: float | None = setting(None, "of sampling: the share of probability that is kept", minimum=0.001, maximum=1)
+    top_k: int | None = setting(None, "of sampling: how many tokens are kept", minimum=1, maximum=1 << 30)
     ignore_eos: bool = setting(True, "outputs have the length that was drawn, whatever the model says")
     warm_up_requests: int = setting(4, "requests before the first run that are not counted", minimum=0, maximum=1000)
     request_timeout: float = setting(
@@ -266,12 +268,17 @@ class BenchFlags(LoadFlags, CredentialFlags):
             raise ValueError(f"--endpoint is for --backend openai; it is {self.backend}")
         if self.n > 1 and self.beam_width is None and self.temperature == 0:
             raise ValueError("--temperature is 0 and --n above 1: all samples would be the same")
+        for name in ("top_p", "top_k"):
+            if getattr(self, name) is not None and not self.sampling["temperature"]:
+                raise ValueError(f"--{name.replace('_', '-')} changes nothing where --temperature is 0")
 
     @property
-    def sampling_temperature(self) -> float:
-        if self.temperature is not None:
-            return self.temperature
-        return 1.0 if self.n > 1 and self.beam_width is None else 0.0
+    def sampling(self) -> dict[str, float]:
+        """The parameters of all requests but those of beam search, by their names in OpenAI's and Quire's API."""
+        is_drawn = self.n > 1 and self.beam_width is None
+        temperature = float(is_drawn) if self.temperature is None else self.temperature
+        chosen = {"temperature": temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return {name: value for name, value in chosen.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Quire over gRPC, by bare stubs: what the client of `quire.client` does besides would be measured with it."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +20,8 @@ from quire_cli.bench.driver import Answer, CannotMeasureError, Chunks, RequestFa
 
 
 class GrpcServer:
-    """The gateway at an address; `model` None is the only one that it serves. `temperature` of all requests."""
+    """The gateway at an address; `model` None is the only one that it serves. `sampling` is that of
+    all requests but beam searches."""
 
     def __init__(
         self,
@@ -29,12 +30,12 @@ class GrpcServer:
         model: str | None,
         api_key: str | None,
         tls: ClientTls | None,
-        temperature: float,
+        sampling: Mapping[str, Any],
         ignore_eos: bool,
     ) -> None:
         self._address, self._api_key, self._tls = address, api_key, tls
         self._model = model
-        self._temperature = temperature
+        self._sampling = sampling
         self._ignore_eos = ignore_eos
         self._channel = open_channel(grpc.aio, address, tls)
         self._generation = make_stubs(self._channel, api_key).generation
@@ -94,7 +95,7 @@ class GrpcServer:
     def _call(self, request: LoadRequest) -> Any:
         width = request.beam_width
         options = GenerationOptions(
-            temperature=None if width is not None else self._temperature,
+            **(self._sampling if width is None else {}),
             n=request.n,
             beam_search=None if width is None else BeamSearch(width),
             max_tokens=request.output_len,

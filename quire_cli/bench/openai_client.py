@@ -60,7 +60,7 @@ class OpenAiServer:
         model: str | None,
         api_key: str | None,
         endpoint: str | None,
-        temperature: float,
+        sampling: Mapping[str, float],
         ignore_eos: bool,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
@@ -71,7 +71,7 @@ class OpenAiServer:
         self._base = url.rstrip("/").removesuffix("/v1")
         self._model = model
         self._endpoint = endpoint
-        self._temperature = temperature
+        self._sampling = sampling
         self._ignore_eos = ignore_eos
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         # A slot for each request at once: waiting for a connection would count as the server's time.
@@ -195,7 +195,7 @@ class OpenAiServer:
             if self._ignore_eos:
                 body |= {"ignore_eos": True, "min_tokens": request.output_len}
         if request.beam_width is None:
-            body |= {"temperature": self._temperature, "stream_options": {"include_usage": True}}
+            body |= {**self._sampling, "stream_options": {"include_usage": True}}
         else:
             # The width is n with vLLM, whose beams are all returned.
             body |= {"use_beam_search": True, "n": request.beam_width, "temperature": 0.0}

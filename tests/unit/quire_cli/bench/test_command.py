@@ -115,6 +115,7 @@ def test_a_file_with_times_is_a_trace_unless_a_rate_is_given(tmp_path: Path) -> 
         (["--n=4", "--beam-width=2"], "--n is 4; it must be at most --beam-width, 2"),
         (["--n=2", "--dataset=chat"], "--n is 2; it must be 1 for chat"),
         (["--n=2", "--temperature=0"], "all samples would be the same"),
+        (["--top-p=0.9"], "--top-p changes nothing where --temperature is 0"),
         (["--endpoint=chat"], "--endpoint is for --backend openai; it is grpc"),
         (["--slo=ttft=5"], '"ttft=5" is no limit; expected NAME=NUMBERms or NAME=NUMBERs'),
         (["--out=/proc/nothing/a.json"], "cannot write /proc/nothing/a.json"),

@@ -43,7 +43,13 @@ class Peer:
 
 
 def make_server(peer: Callable[[httpx.Request], httpx.Response], **options: Any) -> OpenAiServer:
-    given = {"model": "m", "api_key": None, "endpoint": None, "temperature": 0.0, "ignore_eos": True} | options
+    given = {
+        "model": "m",
+        "api_key": None,
+        "endpoint": None,
+        "sampling": {"temperature": 0.0},
+        "ignore_eos": True,
+    } | options
     return OpenAiServer("http://peer/v1", transport=httpx.MockTransport(peer), **given)
 
 
