@@ -215,8 +215,8 @@ class Values<ScaledFp8, false> {
 };
 
 // Walks through the blocks of coded panels, one after the other. With kFolded, minima are there for all formats, and
-// account for the offsets of codes.
-template <class Format, bool kFolded>
+// account for the offsets of codes. Scales and minima are there kTimes for each column, once or twice.
+template <class Format, bool kFolded, int kTimes = 2>
 class CodedBlocks {
  public:
   static constexpr int kParts = Format::kParts > 1 ? Format::kParts : 1;
@@ -247,30 +247,39 @@ class CodedBlocks {
       for (int part = 0; part < kParts; ++part) {
         const Vec scale =
             Format::kParts > 0 ? load(of_group_[0] + i) * of_piece(part * kPanel + i) : load(of_group_[0] + i);
-        store_twice(scales_[part] + 2 * i, scale);
+        put(scales_[part], i, scale);
         if constexpr (kFolded) {
           Vec minimum = scale * (Format::kZeros ? load(of_group_[1] + i) : set1(-Format::kOffset));
           if constexpr (Format::kMinima) minimum = minimum - minimum_of_piece(i);
-          store_twice(minima_[part] + 2 * i, minimum);
+          put(minima_[part], i, minimum);
         }
       }
-      if constexpr (Format::kMinima && !kFolded)
-        store_twice(minima_[0] + 2 * i, exclusive_or(minimum_of_piece(i), INT32_MIN));
-      if constexpr (Format::kZeros && !kFolded) store_twice(minima_[0] + 2 * i, load(of_group_[1] + i));
+      if constexpr (Format::kMinima && !kFolded) put(minima_[0], i, exclusive_or(minimum_of_piece(i), INT32_MIN));
+      if constexpr (Format::kZeros && !kFolded) put(minima_[0], i, load(of_group_[1] + i));
     }
     const std::byte* codes = at_ + Format::kScaleBytes;
     at_ += Format::kBlockBytes;
     return codes;
   }
 
-  // Scales and negative minima, or negative codes that stand for 0, of the columns of a tile, each of them twice, for a
-  // chunk of its codes.
-  const float* scales(int64_t tile, int64_t chunk) const { return scales_[chunk * kParts / 4] + tile * kPanel; }
+  // Scales and negative minima, or negative codes that stand for 0, of the columns of a tile, for a chunk of its codes.
+  const float* scales(int64_t tile, int64_t chunk) const {
+    return scales_[chunk * kParts / 4] + tile * kTimes * kTileColumns;
+  }
   const float* minima(int64_t tile, int64_t chunk) const {
-    return minima_[kFolded ? chunk * kParts / 4 : 0] + tile * kPanel;
+    return minima_[kFolded ? chunk * kParts / 4 : 0] + tile * kTimes * kTileColumns;
   }
 
  private:
+  static constexpr int64_t kTileColumns = kPanel / 2;
+
+  static void put(float* to, int64_t i, Vec x) {
+    if constexpr (kTimes == 2)
+      store_twice(to + 2 * i, x);
+    else
+      store(to + i, x);
+  }
+
   void start_group() {
     if constexpr (Format::kPiecesOfGroup == 0) return start_scaled_group();
     for (int what = 0; what < (Format::kMinima ? 2 : 1); ++what, group_ += kPanel * sizeof(F16))
@@ -306,7 +315,7 @@ class CodedBlocks {
   const std::byte *at_, *group_ = nullptr;
   int64_t left_ = 0, left_of_group_ = 0;
   alignas(64) float of_group_[2][kPanel];  // scales and minima of the columns
-  alignas(64) float scales_[kParts][2 * kPanel], minima_[kFolded ? kParts : 1][2 * kPanel];
+  alignas(64) float scales_[kParts][kTimes * kPanel], minima_[kFolded ? kParts : 1][kTimes * kPanel];
 };
 
 // Expands coded panels to bfloat16, one after the other.

@@ -1,9 +1,12 @@
 // Products of int8 tokens with coded weights (coded.h), by vectors. Sums over the inputs of a scale are whole numbers,
-// so that they do not depend on how they are made. Included by product.cpp alone.
+// so that they do not depend on how they are made: a few tokens take the codes as they are stored, many take them from
+// scratch memory, where each panel is put once in the order in which it is multiplied. Included by product.cpp alone.
 #pragma once
 
 namespace quire::QUIRE_ISA {
 namespace {
+
+constexpr int kWordsOfPiece = kPanel / 4;
 
 template <class Format_>
 struct Int8ByCoded {
@@ -14,20 +17,28 @@ struct Int8ByCoded {
   using Expander = CodedExpander<Format>;
 };
 
-// A piece of a token: its 32 values, of each 8 those with even places first, then for each part the sums of the values
-// with even and with odd places.
+// A piece of a token: its 32 values, of each 8 those with even places first, then the sum of each part.
 struct TokenPiece {
   int8_t values[kPanel];
-  float sums[2][2];
-  std::byte unused[16];
+  float sums[2];
+  std::byte unused[24];
 };
 static_assert(sizeof(TokenPiece) == 64);
+
+// A piece of a panel: the codes of all columns by word after word of a token's values, and for each part their scales,
+// and minima that account for what codes stand for.
+template <int kParts>
+struct PanelPiece {
+  uint8_t codes[kWordsOfPiece][kPanel][4];
+  float scales[kParts][kPanel], minima[kParts][kPanel];
+};
 
 class CodeMultiplier {
  public:
   template <class Kind>
-  static int64_t scratch_bytes(const ProductArgs&) {
-    return 0;
+  static int64_t scratch_bytes(const ProductArgs& args) {
+    using Piece = PanelPiece<CodedBlocks<typename Kind::Format, true>::kParts>;
+    return args.num_tokens > kFewTokens ? pieces(args) * static_cast<int64_t>(sizeof(Piece)) : 0;
   }
 
   template <class Kind>
@@ -43,24 +54,27 @@ class CodeMultiplier {
       for (int64_t i = begin; i < end; ++i) {
         TokenPiece& piece = reinterpret_cast<TokenPiece*>(packed)[token * pieces(args) + i];
         const int8_t* x = x_of<Kind>(args, token) + i * kPanel;
-        int sums[2][2] = {};
+        int sums[2] = {};
         for (int64_t at = 0; at < kPanel; ++at) {
           piece.values[at / 8 * 8 + at % 2 * 4 + at % 8 / 2] = x[at];
-          sums[at * kParts / kPanel][at % 2] += x[at];
+          sums[at * kParts / kPanel] += x[at];
         }
-        for (int part = 0; part < 2; ++part)
-          for (int odd = 0; odd < 2; ++odd) piece.sums[part][odd] = static_cast<float>(sums[part][odd]);
+        for (int part = 0; part < 2; ++part) piece.sums[part] = static_cast<float>(sums[part]);
       }
     }
   }
 
   template <class Kind>
-  void multiply(const Pass& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end, std::byte*,
-                const std::byte* packed) {
+  void multiply(const Pass& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
+                std::byte* scratch, const std::byte* packed) {
     using Format = typename Kind::Format;
     const auto* tokens = reinterpret_cast<const TokenPiece*>(packed);
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
       if (args.addends != nullptr) args.addends->start(panel, panel == first_panel, pieces(args));
+      if (args.num_tokens > kFewTokens) {
+        multiply_expanded<Format>(args, panel, panel + 1 < last_panel, begin, end, scratch, tokens);
+        continue;
+      }
       for (int64_t token = begin; token < end; token += kTokensAtOnce)
         with_count<kTokensAtOnce>(end - token, [&]<int kTokens>() {
           multiply_panel<Format, kTokens>(args, panel, token, tokens + token * pieces(args), token == begin);
@@ -69,8 +83,9 @@ class CodeMultiplier {
   }
 
  private:
-  // As many as have all their sums in registers.
-  static constexpr int64_t kTokensAtOnce = kWidth == 16 ? 4 : 1;
+  // As many as have all their sums in registers, where codes are taken as stored, and where they are expanded.
+  static constexpr int64_t kTokensAtOnce = kWidth == 16 ? 4 : 1, kExpandedTokens = kWidth == 16 ? 6 : 2;
+  static constexpr int64_t kFewTokens = 4;
   static constexpr int kVectorsOfHalf = 16 / kWidth;
   static constexpr int64_t kAhead = 1 << 12;
 
@@ -98,9 +113,7 @@ class CodeMultiplier {
           for (int i = part * kChunks; i < (part + 1) * kChunks; ++i, chunk += Format::kCodeBytes) {
             for (int at = 0; at < kVectorsOfHalf; ++at) {
               IntVec codes[2];
-              load_codes<Format>(chunk, at * kWidth, codes);
-              if constexpr (kHasTable<Format>)
-                for (IntVec& half : codes) half = table_of<Format>(half);
+              load_bytes_of<Format>(chunk, at * kWidth, codes);
 #pragma GCC unroll 4
               for (int t = 0; t < kTokens; ++t) {
                 const IntVec x = repeat8(tokens[t * pieces].values + 8 * i);
@@ -117,9 +130,9 @@ class CodeMultiplier {
 #pragma GCC unroll 4
               for (int t = 0; t < kTokens; ++t) {
                 Vec& sum = sums[t][tile][half][at];
-                sum = fma(to_floats(whole[t][half][at]), scale, sum);
-                if constexpr (Format::kMinima || Format::kZeros || Format::kOffset != 0)
-                  sum = fma(minimum, as_floats(repeat8(tokens[t * pieces].sums[part])), sum);
+                // Both lanes of a column have its sum.
+                sum = fma(to_floats(sums_of_pairs(whole[t][half][at])), scale, sum);
+                if constexpr (kAddsMinima<Format>) sum = fma(minimum, set1(tokens[t * pieces].sums[part]), sum);
               }
             }
         }
@@ -132,15 +145,123 @@ class CodeMultiplier {
         alignas(64) float pairs[kPanel];
         for (int half = 0; half < 2; ++half)
           for (int at = 0; at < kVectorsOfHalf; ++at) store(pairs + 16 * half + at * kWidth, sums[t][tile][half][at]);
-        for (int column = 0; column < kTile; ++column)
-          lines[t][tile * kTile + column] = pairs[2 * column] + pairs[2 * column + 1];
+        for (int column = 0; column < kTile; ++column) lines[t][tile * kTile + column] = pairs[2 * column];
       }
     finish(args, panel, token, kTokens, lines[0]);
   }
 
+  template <class Format>
+  static void multiply_expanded(const Pass& args, int64_t panel, bool has_next, int64_t begin, int64_t end,
+                                std::byte* scratch, const TokenPiece* tokens) {
+    constexpr int kParts = CodedBlocks<Format, true>::kParts;
+    auto* expanded = reinterpret_cast<PanelPiece<kParts>*>(scratch);
+    expand<Format>(args, panel, expanded);
+    const int64_t count = (end - begin + kExpandedTokens - 1) / kExpandedTokens;
+    // The next panel is prefetched meanwhile, by each group a share of it.
+    const int64_t bytes = Format::panel_bytes(args.in_features, args.grouping), steps = count * pieces(args);
+    const int64_t share = has_next ? (bytes / kCacheLine + steps) / steps : 0;
+    const char* next = static_cast<const char*>(args.weight) + (panel + 1) * bytes;
+    for (int64_t group = 0; group < count; ++group, next += share * pieces(args) * kCacheLine) {
+      const int64_t first = begin + (end - begin) * group / count, last = begin + (end - begin) * (group + 1) / count;
+      with_count<kExpandedTokens>(last - first, [&]<int kTokens>() {
+        multiply_pieces<kParts, kAddsMinima<Format>, kTokens>(args, panel, first, tokens + first * pieces(args),
+                                                              expanded, {{next, share}});
+      });
+    }
+  }
+
+  template <class Format, int kParts>
+  static void expand(const Pass& args, int64_t panel, PanelPiece<kParts>* to) {
+    CodedBlocks<Format, true, 1> blocks(args, panel);
+    for (PanelPiece<kParts>* const end = to + pieces(args); to < end; ++to) {
+      const std::byte* chunk = blocks.next();
+      if (args.addends != nullptr) args.addends->step();
+      for (int tile = 0; tile < 2; ++tile) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i, chunk += Format::kCodeBytes) {
+          IntVec codes[2][kVectorsOfHalf];
+          for (int at = 0; at < kVectorsOfHalf; ++at) {
+            IntVec halves[2];
+            load_bytes_of<Format>(chunk, at * kWidth, halves);
+            for (int half = 0; half < 2; ++half) codes[half][at] = halves[half];
+          }
+          // Columns one after the other, each with two words.
+          const IntVec* pairs = codes[0];
+          for (int column = tile * kTile; column < (tile + 1) * kTile; column += kWidth, pairs += 2) {
+            store(reinterpret_cast<int32_t*>(to->codes[2 * i][column]), even_lanes(pairs[0], pairs[1]));
+            store(reinterpret_cast<int32_t*>(to->codes[2 * i + 1][column]), odd_lanes(pairs[0], pairs[1]));
+          }
+        }
+        for (int part = 0; part < kParts; ++part)
+          for (int column = 0; column < kTile; column += kWidth) {
+            const int chunk_of_part = part * 4 / kParts;
+            store(to->scales[part] + tile * kTile + column, load(blocks.scales(tile, chunk_of_part) + column));
+            store(to->minima[part] + tile * kTile + column, load(blocks.minima(tile, chunk_of_part) + column));
+          }
+      }
+    }
+  }
+
+  template <int kParts, bool kWithMinima, int kTokens>
+  static void multiply_pieces(const Pass& args, int64_t panel, int64_t token, const TokenPiece* tokens,
+                              const PanelPiece<kParts>* of_panel, MovingPrefetch<kPrefetchCache, int64_t> ahead) {
+    constexpr int kVectorsAtOnce = 2, kWords = kWordsOfPiece / kParts;
+    const int64_t pieces = args.in_features / kPanel;
+    alignas(64) float lines[kTokens][kPanel];
+    for (int64_t column = 0; column < kPanel; column += kVectorsAtOnce * kWidth) {
+      Vec sums[kTokens][kVectorsAtOnce] = {};
+      const TokenPiece* of_tokens = tokens;
+      for (const auto *piece = of_panel, *end = of_panel + pieces; piece < end; ++piece, ++of_tokens) {
+        if (column == 0) {
+          ahead.fetch_all();
+          ahead.go_on();
+        }
+#pragma GCC unroll 2
+        for (int part = 0; part < kParts; ++part) {
+          IntVec whole[kTokens][kVectorsAtOnce] = {};
+#pragma GCC unroll 8
+          for (int i = part * kWords; i < (part + 1) * kWords; ++i) {
+            IntVec codes[kVectorsAtOnce];
+            for (int at = 0; at < kVectorsAtOnce; ++at) codes[at] = load_int(piece->codes[i][column + at * kWidth]);
+#pragma GCC unroll 8
+            for (int t = 0; t < kTokens; ++t) {
+              const IntVec x = set1_int(word(of_tokens[t * pieces].values, i));
+              for (int at = 0; at < kVectorsAtOnce; ++at) whole[t][at] = add_code_products(whole[t][at], codes[at], x);
+            }
+          }
+          for (int at = 0; at < kVectorsAtOnce; ++at) {
+            const int64_t first = column + at * kWidth;
+            const Vec scale = load(piece->scales[part] + first), minimum = load(piece->minima[part] + first);
+#pragma GCC unroll 8
+            for (int t = 0; t < kTokens; ++t) {
+              Vec& sum = sums[t][at];
+              sum = fma(to_floats(whole[t][at]), scale, sum);
+              if constexpr (kWithMinima) sum = fma(minimum, set1(of_tokens[t * pieces].sums[part]), sum);
+            }
+          }
+        }
+      }
+#pragma GCC unroll 8
+      for (int t = 0; t < kTokens; ++t)
+        for (int at = 0; at < kVectorsAtOnce; ++at) store(lines[t] + column + at * kWidth, sums[t][at]);
+    }
+    finish(args, panel, token, kTokens, lines[0]);
+  }
+
+  template <class Format>
+  static constexpr bool kAddsMinima = Format::kMinima || Format::kZeros || Format::kOffset != 0;
+
   // Codes of 4 bits that stand for other values than their own.
   template <class Format>
   static constexpr bool kHasTable = Format::kBits == 4 && Format::kOffset == Iq4Xs::kOffset;
+
+  // What is multiplied: codes as `load_codes` has them, or what they stand for.
+  template <class Format>
+  static void load_bytes_of(const std::byte* chunk, int64_t lane, IntVec (&codes)[2]) {
+    load_codes<Format>(chunk, lane, codes);
+    if constexpr (kHasTable<Format>)
+      for (IntVec& half : codes) half = table_of<Format>(half);
+  }
 
   template <class Format>
   static IntVec table_of(IntVec codes) {

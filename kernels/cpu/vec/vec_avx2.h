@@ -78,6 +78,19 @@ inline IntVec repeat8(const void* p) {
 }
 inline Vec as_floats(IntVec bits) { return {_mm256_castsi256_ps(bits_of(bits))}; }
 
+// The lanes of `a`, then of `b`, with even and with odd numbers.
+template <int kOdd>
+inline IntVec every_other_lane(IntVec a, IntVec b) {
+  const __m256 of_halves = _mm256_shuffle_ps(as_floats(a).v, as_floats(b).v, kOdd ? 0xdd : 0x88);
+  return whole(_mm256_permute4x64_epi64(_mm256_castps_si256(of_halves), 0xd8));
+}
+inline IntVec even_lanes(IntVec a, IntVec b) { return every_other_lane<0>(a, b); }
+inline IntVec odd_lanes(IntVec a, IntVec b) { return every_other_lane<1>(a, b); }
+// Lanes 2 i and 2 i + 1 have the sum of both.
+inline IntVec sums_of_pairs(IntVec x) {
+  return whole(_mm256_add_epi32(bits_of(x), _mm256_shuffle_epi32(bits_of(x), 0xb1)));
+}
+
 // 16 floats, by the lower 4 bits of each place.
 struct FloatTable {
   explicit FloatTable(const float (&floats)[16])

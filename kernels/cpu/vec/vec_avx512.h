@@ -76,6 +76,22 @@ inline IntVec repeat8(const void* p) {
 }
 inline Vec as_floats(IntVec bits) { return {_mm512_castsi512_ps(bits_of(bits))}; }
 
+// The lanes of `a`, then of `b`, with even and with odd numbers.
+inline __m512i even_lane_numbers() {
+  return _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+}
+inline IntVec even_lanes(IntVec a, IntVec b) {
+  return whole(_mm512_permutex2var_epi32(bits_of(a), even_lane_numbers(), bits_of(b)));
+}
+inline IntVec odd_lanes(IntVec a, IntVec b) {
+  const __m512i odd = _mm512_add_epi32(even_lane_numbers(), _mm512_set1_epi32(1));
+  return whole(_mm512_permutex2var_epi32(bits_of(a), odd, bits_of(b)));
+}
+// Lanes 2 i and 2 i + 1 have the sum of both.
+inline IntVec sums_of_pairs(IntVec x) {
+  return whole(_mm512_add_epi32(bits_of(x), _mm512_shuffle_epi32(bits_of(x), _MM_PERM_CDAB)));
+}
+
 // Adds the products of the four unsigned bytes of each word of `codes` with signed ones.
 inline IntVec add_code_products(IntVec sum, IntVec codes, IntVec x) {
 #if defined(__AVX512VNNI__)
