@@ -21,7 +21,10 @@ class DrawRules:
 
     def check(self, num_rows: int) -> None:
         """Raises ValueError unless all arrays have one element a row."""
-        for field in fields(self):
-            array = getattr(self, field.name)
+        for name in _NAMES:
+            array = getattr(self, name)
             if array.shape != (num_rows,) or not array.flags.c_contiguous:
-                raise ValueError(f"{field.name} has shape {array.shape}; expected ({num_rows},), contiguous")
+                raise ValueError(f"{name} has shape {array.shape}; expected ({num_rows},), contiguous")
+
+
+_NAMES = tuple(field.name for field in fields(DrawRules))

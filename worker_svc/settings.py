@@ -91,6 +91,15 @@ class WorkerFlags(StepFlags):
         common=True,
     )
     max_drafts: int = setting(7, "maximum number of tokens that a step guesses for a row", minimum=1, maximum=64)
+    multi_step_ms: float = setting(
+        24.0,
+        "decodes go on for so many milliseconds without a message to the scheduler: tokens of small models come "
+        "faster, several at once; 0 is one token a step; for cpu and one rank",
+        minimum=0,
+        maximum=1000,
+        metavar="MS",
+        common=True,
+    )
     tensor_parallel_size: int = setting(1, "ranks that share the model; each is a separate worker", minimum=1)
 
 

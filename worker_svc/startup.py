@@ -71,6 +71,7 @@ _SAMPLING = RowSampling(
 # On a GPU, attention always cuts a longer context into pieces (`kernels.cuda.attention`), by kernels of its own.
 _CUT_LENGTH = 2049
 _NUM_MEASURED = 5
+_MAX_PASSES = 8
 _MAX_FIXED_TOKENS, _USUAL_FIXED_TOKENS = 1024, 16
 _NO_PAIRS = np.zeros((0, 2), np.int32)
 _NO_MOVES = CacheOperations(_NO_PAIRS, _NO_PAIRS, _NO_PAIRS)
@@ -146,6 +147,7 @@ def make_worker(
     geometry = model_geometry(model, settings.max_model_len)
     adapters, max_adapters = make_adapter_slots(model, settings)
     drafter = _make_drafter(model, settings)
+    is_multi_step = model.device.type == "cpu" and ranks.size == 1 and settings.multi_step_ms > 0
     limits = WorkerLimits(
         settings.max_num_seqs,
         settings.max_num_batched_tokens,
@@ -153,6 +155,7 @@ def make_worker(
         MAX_LOGPROBS,
         max_adapters,
         0 if drafter is None else settings.max_drafts,
+        max_passes=_MAX_PASSES if is_multi_step else 1,
     )
     report(LoadProgress(PROFILING))
     pool = _make_pool(model, geometry, limits, settings)
@@ -162,7 +165,8 @@ def make_worker(
     matchers = None
     if templates is not None:
         matchers = RowMatchers(templates, num_threads=num_threads, host_width=host_width)
-    runner = ModelRunner(model, pool, geometry, limits, matchers=matchers, drafter=drafter)
+    multi_step_s = settings.multi_step_ms / 1e3 if is_multi_step else 0.0
+    runner = ModelRunner(model, pool, geometry, limits, matchers=matchers, drafter=drafter, multi_step_s=multi_step_s)
     if with_graphs:
         report(LoadProgress(RECORDING))
         record_cuda_graphs(runner, model.device)

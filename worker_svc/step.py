@@ -74,6 +74,8 @@ class WorkerLimits:
     max_drafts: int = 0
     """By how many tokens more than one a sample may extend its row."""
     fixed_tokens: int = 0
+    max_passes: int = 1
+    """How many times the model may run in a step of decodes."""
     """What a step of decodes takes beside its tokens, as the number of tokens that take as long."""
 
 
@@ -265,7 +267,9 @@ class Batch:
     samples: Int32Array
     """Pairs (row that samples, row of this batch from whose last token's logits)."""
     max_drafts: Int32Array = field(default_factory=_no_tokens)
-    """For each sample, by how many drafted tokens more than one it may extend its row; empty: none."""
+    """For each sample, by how many tokens more than one it may extend its row; empty: none."""
+    max_passes: int = 1
+    """How many times the model may run; `max_drafts` counts a token for each time but one."""
 
     @property
     def ends(self) -> NDArray[np.int64]:
@@ -371,6 +375,8 @@ class StepOutput:
     """How many of `token_ids` each sample has; empty: each has one."""
     num_drafts: Int32Array = field(default_factory=_no_tokens)
     """How many drafts of each sample were verified; empty: none."""
+    num_passes: int = 1
+    """How many times the model ran."""
 
 
 def check_distinct(values: Int32Array, field: str, noun: str, role: str = "") -> None:

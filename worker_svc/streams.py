@@ -136,6 +136,11 @@ class Stopwatch:
         else:
             self._times.append(clock.monotonic())
 
+    @property
+    def elapsed_s(self) -> float:
+        """Since the last mark but one was set, on the CPU."""
+        return clock.monotonic() - self._times[-2]
+
     def stages_us(self) -> list[int]:
         """Duration of each stage in microseconds. To be called when the device has passed the last mark."""
         if self._on_cuda:

@@ -207,6 +207,7 @@ class StepDraft:
         # (row, new tokens, computed tokens).
         self._rows = self._num_computed = np.zeros(0, dtype=np.int64)
         self._max_drafts: Array | None = None
+        self._max_passes = 1
         self._chunks: list[tuple[int, int, int]] = []
         self._chunk_samples: list[tuple[int, int]] = []
 
@@ -241,12 +242,13 @@ class StepDraft:
         self.budget -= num_tokens
         self.aside.append((row, num_tokens))
 
-    def decode(self, rows: Array, num_computed: Array, max_drafts: Array | None) -> None:
-        """Adds rows that compute one token each, and drafts if they may have any, and sample. int64[n] each. To be
-        called once, before chunks."""
+    def decode(self, rows: Array, num_computed: Array, max_drafts: Array | None, max_passes: int) -> None:
+        """Adds rows that compute one token each and sample, and may grow by more, `max_drafts`, if the model may run
+        several times or they have drafts. int64[n] each. To be called once, before chunks."""
         assert self.is_empty, "decodes come once, and first"
         self._spend(len(rows) if max_drafts is None else len(rows) + int(max_drafts.sum()))
-        self._rows, self._num_computed, self._max_drafts = rows, num_computed, max_drafts
+        self._rows, self._num_computed = rows, num_computed
+        self._max_drafts, self._max_passes = max_drafts, max_passes
 
     def add_chunk(self, row: int, num_new: int, num_computed: int, *, samples: bool) -> None:
         """Adds a chunk of one row, with which it samples or does not."""
@@ -274,6 +276,8 @@ class StepDraft:
             num_computed = np.concatenate((num_computed, chunks[:, 2]))
             samples = np.concatenate((samples, _array(self._chunk_samples, 2)))
             if max_drafts is not None:
+                # The model runs once for a chunk.
+                max_drafts = np.maximum(max_drafts - (self._max_passes - 1), 0)
                 max_drafts = np.concatenate((max_drafts, np.zeros(len(self._chunk_samples), dtype=np.int64)))
         return StepPlan(
             step_id=step_id,
@@ -292,6 +296,7 @@ class StepDraft:
             samples=samples,
             sealed=tuple(self.sealed),
             max_drafts=max_drafts,
+            max_passes=1 if self._chunks else self._max_passes,
         )
 
 
@@ -329,6 +334,7 @@ class Batch:
         self.draft = StepDraft(config.max_num_batched_tokens)
         self.underway = BlocksUnderway(config.block_size, config.max_num_batched_tokens)
         self.drafts = DraftBudget(config.max_num_seqs, config.max_drafts, config.fixed_tokens)
+        self._max_drafts, self._max_passes = config.max_drafts, config.max_passes
         self._block_size = config.block_size
         self._token_budget = config.max_num_batched_tokens
 
@@ -488,8 +494,8 @@ class Batch:
             self._append_block(row)
         for row in self.rows.sharing_tail().tolist():
             self._copy_on_write(row)
-        drafts = self._drafts_of(rows) if with_drafts else None
-        self.draft.decode(rows, self.rows.num_computed[rows] - self.rows.num_unsure[rows], drafts)
+        drafts, max_passes = self._growth_of(rows) if with_drafts else (None, 1)
+        self.draft.decode(rows, self.rows.num_computed[rows] - self.rows.num_unsure[rows], drafts, max_passes)
 
     def _append_block(self, row: int) -> None:
         sequence = self.sequence(row)
@@ -497,21 +503,23 @@ class Batch:
         self.draft.blocks[row, len(sequence.block_table) - 1] = block
         self.rows.num_slots[row] += self._block_size
 
-    def _drafts_of(self, rows: Array) -> Array | None:
-        """By how many tokens more than one each of these decoding rows may grow, with slots for them; None: by none.
-        Drafts take at most half of what is left of the step, and no block that admission leaves free."""
+    def _growth_of(self, rows: Array) -> tuple[Array | None, int]:
+        """By how many tokens more than one each of these decoding rows may grow, with slots for them, None by none; and
+        how many times the model may run. They take at most half of what is left of the step, and no block that
+        admission leaves free."""
         table = self.rows
         share = (self.draft.budget - len(rows)) // (2 * len(rows))
-        drafts = np.minimum(table.max_len[rows] - table.num_tokens[rows] - 1, self.drafts.of(rows))
-        drafts = np.minimum(drafts, share)
-        drafts[table.dependent[rows]] = 0
+        room = np.minimum(table.max_len[rows] - table.num_tokens[rows] - 1, share)
+        room[table.dependent[rows]] = 0
+        further = min(self._max_passes - 1, int(room.min()))
+        drafts = np.minimum(room, further + (self.drafts.of(rows) if self._max_drafts else 0))
         slots = table.num_computed[rows] + 1 + drafts - table.num_slots[rows]
         num_blocks = np.maximum(-(-slots // self._block_size), 0)
         if not drafts.any() or not self.blocks.has_room(int(num_blocks.sum()), reserve=0, alone=False):
-            return None
+            return None, 1
         for row in rows.repeat(num_blocks).tolist():
             self._append_block(row)
-        return drafts
+        return drafts, further + 1
 
     def _copy_on_write(self, row: int) -> None:
         """Who is about to write to a shared block gets a copy; the last holder writes in place."""

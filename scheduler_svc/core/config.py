@@ -57,6 +57,7 @@ class SchedulerConfig:
     prepares_constraints: bool = False
     max_adapters: int = 0
     max_drafts: int = 0
+    max_passes: int = 1
     fixed_tokens: int = 16
 
     def __post_init__(self) -> None:
@@ -70,6 +71,8 @@ class SchedulerConfig:
             )
         if self.num_host_blocks < 0:
             raise ValueError(f"num_host_blocks is {self.num_host_blocks}, must not be negative")
+        if self.max_passes < 1:
+            raise ValueError(f"max_passes is {self.max_passes}, must be at least 1")
         for name in ("max_adapters", "max_drafts", "fixed_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must not be negative")

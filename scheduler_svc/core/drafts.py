@@ -44,8 +44,7 @@ class DraftBudget:
         pays = len(rows) / (self._fixed_tokens + len(rows))
         return np.minimum(np.log(pays) / np.log(right / (right + wrong)), self._max_drafts).astype(np.int64)
 
-    def answered(self, rows: Array, num_tokens: Array, num_drafts: Array) -> None:
-        """So many drafts of these rows were verified, which brought so many tokens."""
-        num_right = num_tokens - 1
+    def answered(self, rows: Array, num_right: Array, num_drafts: Array) -> None:
+        """So many drafts of these rows were verified, and so many of them were right."""
         self._right[rows] += num_right
         self._wrong[rows] += num_right < num_drafts

@@ -92,14 +92,13 @@ def _check_counts(step: StepInFlight, result: StepResult) -> Array | None:
     shapes = {None if each is None else each.shape for each in (num_tokens, num_drafts)}
     if num_tokens is None or num_drafts is None or max_drafts is None or shapes != {step.rows.shape}:
         raise ValueError(f"the result of step {step.step_id} counts tokens and drafts of other samples than it has")
-    invalid = (num_drafts < 0) | (num_drafts > max_drafts) | (num_tokens < 1) | (num_tokens > 1 + num_drafts)
-    if result.failures:
-        invalid |= np.isin(step.rows, list(result.failures)) & (num_tokens > 1)
+    most = np.minimum(max_drafts + 1, num_drafts + result.num_passes)
+    invalid = (num_drafts < 0) | (num_tokens < 1) | (num_tokens > most)
     if invalid.any():
         raise ValueError(
             f"rows {step.rows[invalid].tolist()} have {num_tokens[invalid].tolist()} tokens and "
-            f"{num_drafts[invalid].tolist()} drafts in step {step.step_id}; they may have "
-            f"{max_drafts[invalid].tolist()} drafts and a token more, and one where they fail"
+            f"{num_drafts[invalid].tolist()} drafts in step {step.step_id}, in which the model ran {result.num_passes} "
+            f"times; they may have {(max_drafts[invalid] + 1).tolist()} tokens"
         )
     return num_tokens
 
@@ -162,7 +161,8 @@ class Results:
             rows = step.rows[current]
             table.settle(rows, step.max_drafts[current], num_missing[current])
             if result.num_tokens is not None and result.num_drafts is not None:
-                self._batch.drafts.answered(rows, result.num_tokens[current], result.num_drafts[current])
+                num_right = np.maximum(result.num_tokens[current] - result.num_passes, 0)
+                self._batch.drafts.answered(rows, num_right, result.num_drafts[current])
         draws = current & ~table.dependent[step.rows]
         if result.failures:
             draws &= ~np.isin(step.rows, [*result.failures])

@@ -312,7 +312,8 @@ class Scheduler:
         has_preempted = self._preempt_for_decodes(now)
         if not has_preempted:
             self._swap_in(now)
-        batch.add_decodes(with_drafts=self.config.max_drafts > 0 and not self.trials.are_on)
+        may_grow = self.config.max_drafts > 0 or self.config.max_passes > 1
+        batch.add_decodes(with_drafts=may_grow and not self.trials.are_on)
         self._shares.add_prefills()
         self.stopped = Stop(Obstacle.PREEMPTION) if has_preempted else self._admit(now)
         self._shares.add_set_aside()

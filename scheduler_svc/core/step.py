@@ -46,6 +46,7 @@ class StepPlan:
     samples                  [s, 2]  row that samples, row of the batch from whose last token's logits
     sealed                           blocks whose content is final, and their hashes
     max_drafts               [s]     by how many tokens more than one each sample may extend its row; None: by none
+    max_passes                       how many times the model may run; `max_drafts` counts a token for each time but one
 
     While steps in flight have drafts of a row, `num_computed_tokens` is the least that they may leave computed.
     """
@@ -66,6 +67,7 @@ class StepPlan:
     samples: Array
     sealed: SequenceOf[tuple[BlockId, BlockHash]]
     max_drafts: Array | None = None
+    max_passes: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -169,7 +171,8 @@ class SampleLogprobs:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The workers' answer to a step: the tokens of each of `StepPlan.samples`, in that order. Each has one, unless
-    `num_tokens` says how many, and `num_drafts` how many drafts of each were verified; int64[s] both.
+    `num_tokens` says how many, and `num_drafts` how many drafts of each were verified; int64[s] both. The model ran
+    `num_passes` times.
 
     `candidates` and `failures` are keyed by row; the token of a failed row, and of one that has candidates, means
     nothing. `refused` are those of `failures` whose row the worker could not sample by the parameters that it was sent.
@@ -186,6 +189,7 @@ class StepResult:
     refused: frozenset[int] = frozenset()
     num_tokens: Array | None = None
     num_drafts: Array | None = None
+    num_passes: int = 1
 
 
 class SequenceEnd(NamedTuple):

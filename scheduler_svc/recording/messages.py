@@ -245,7 +245,7 @@ def _digest(plan: StepPlan) -> bytes:
         if each.adapter_slot is not None:
             digest.update(each.adapter_slot.to_bytes(4, "little"))
     if plan.max_drafts is not None:
-        digest.update(np.ascontiguousarray(plan.max_drafts, "<i8").tobytes())
+        digest.update(np.ascontiguousarray([plan.max_passes, *plan.max_drafts.tolist()], "<i8").tobytes())
     digest.update(np.array([row for row, _ in plan.reseed] + [block for block, _ in plan.sealed], "<i8").tobytes())
     return digest.digest()
 
@@ -298,6 +298,7 @@ def apply_message(
         apply.logprobs = result.logprobs.columns.chosen_logprobs.astype("<f4").tobytes()
     if result.num_tokens is not None and result.num_drafts is not None:
         apply.num_tokens, apply.num_drafts = encode_int32(result.num_tokens), encode_int32(result.num_drafts)
+        apply.num_passes = result.num_passes
     return Operation(now=now, apply=apply)
 
 
@@ -361,6 +362,7 @@ def result_of(apply: recording_pb2.RecordedApply) -> StepResult:
         frozenset(each.row for each in apply.failures if each.is_refused),
         np.frombuffer(apply.num_tokens, "<i4").astype(np.int64) if apply.num_tokens else None,
         np.frombuffer(apply.num_drafts, "<i4").astype(np.int64) if apply.num_tokens else None,
+        apply.num_passes or 1,
     )
 
 

@@ -461,6 +461,7 @@ class StepLoop:
             max_adapters=info.max_adapters,
             max_drafts=info.max_drafts,
             fixed_tokens=info.fixed_tokens,
+            max_passes=info.max_passes,
         )
 
     def _make_core(self, config: SchedulerConfig) -> Scheduler:

@@ -69,6 +69,7 @@ def step_message(plan: StepPlan, epoch: int, generation: int) -> bytes:
             num_computed_tokens=encode_int32(plan.num_computed_tokens),
             samples=encode_int32(plan.samples),
             max_drafts=b"" if plan.max_drafts is None else encode_int32(plan.max_drafts),
+            max_passes=0 if plan.max_passes == 1 else plan.max_passes,
         ),
         sealed_block_ids=encode_int32([block for block, _ in plan.sealed]),
         sealed_hashes=b"".join(content for _, content in plan.sealed),
@@ -129,6 +130,7 @@ class ReplicaInfo:
     max_adapters: int = 0
     max_drafts: int = 0
     fixed_tokens: int = 0
+    max_passes: int = 1
 
     def is_same_worker(self, other: "ReplicaInfo | None") -> bool:
         """Whether the other one is the same start of the same workers."""
@@ -171,6 +173,7 @@ _BOUNDS = {
     "limits.max_adapters": (0, 1 << 16),
     "limits.max_drafts": (0, 64),
     "limits.fixed_tokens": (0, 1 << 16),
+    "limits.max_passes": (0, 64),
 }
 """The minimum and maximum of what workers report. It sizes tables, and token ids and positions travel as int32."""
 
@@ -209,6 +212,7 @@ def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
         max_adapters=info.limits.max_adapters,
         max_drafts=info.limits.max_drafts,
         fixed_tokens=info.limits.fixed_tokens,
+        max_passes=info.limits.max_passes or 1,
     )
 
 
@@ -291,6 +295,7 @@ def step_answer(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
         non_finite_chunks=frozenset(decode_int32(message.non_finite_chunks, "non_finite_chunks", minimum=0).tolist()),
         num_tokens=_counts(message.num_tokens, "num_tokens"),
         num_drafts=_counts(message.num_drafts, "num_drafts"),
+        num_passes=message.num_passes or 1,
     )
     timings = message.timings
     return StepAnswer(

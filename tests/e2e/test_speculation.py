@@ -12,7 +12,8 @@ from scheduler_svc.core.request import Request
 from tests.support.tiers import parametrize_once
 from tests.support.whole_engine import RightDrafter, Text, WholeEngine, WrongDrafter, make_request
 
-FLAGS = ["--max-num-seqs", "24", "--num-gpu-blocks", "400", "--max-model-len", "512", "--num-threads", "1"]
+FLAGS = ["--max-num-seqs=24", "--num-gpu-blocks=400", "--max-model-len=512", "--num-threads=1", "--multi-step-ms=0"]
+MULTI_STEP = ["--multi-step-ms", "1000", "--max-drafts", "5"]
 POOLS = {
     "bfloat16": ["--dtype", "bfloat16"],
     "float32": ["--dtype", "float32"],
@@ -84,3 +85,19 @@ def test_text_is_that_without_drafts(engines: tuple[WholeEngine, WholeEngine], c
         assert on.run(requests, **config) == expected, name
         assert on.num_drafts > 0
         assert (on.num_accepted > 0) == (name != "wrong")
+
+
+@parametrize_once("config", [SWAP, {}], ids=["swap", "room"])
+def test_text_is_that_of_one_token_a_step(config: dict[str, Any]) -> None:
+    """Where the model runs several times in a step, without drafts and with right and wrong ones."""
+    off, several = WholeEngine(*FLAGS, "--dtype", "bfloat16"), [*FLAGS, "--dtype", "bfloat16", *MULTI_STEP]
+    requests = make_requests(off.worker.info.model.vocab_size)
+    # Alone, a request without log probabilities never waits for one that has some.
+    expected = off.run(requests, **config) | off.run(requests[:1])
+    plain = WholeEngine(*several)
+    assert plain.run(requests, **config) | plain.run(requests[:1]) == expected
+    assert plain.num_passes > 3 * plain.num_steps
+    drafting = WholeEngine(*several, "--speculate", "ngram")
+    drafting.use(WrongDrafter(3, off.worker.info.model.vocab_size, RightDrafter(texts_of(requests, expected))))
+    assert drafting.run(requests, **config) | drafting.run(requests[:1]) == expected
+    assert drafting.num_accepted > 0

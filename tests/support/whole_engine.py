@@ -85,7 +85,7 @@ class WholeEngine:
     def __init__(self, *flags: str) -> None:
         settings = load_settings(WorkerSettings, flags, {}, program="quire worker")
         self.worker = build_worker(settings, DeviceLoop())
-        self.num_drafts = self.num_accepted = self.num_steps = 0
+        self.num_drafts = self.num_accepted = self.num_steps = self.num_passes = 0
 
     def use(self, drafter: Drafter) -> None:
         """Drafts by this one from now on."""
@@ -106,10 +106,11 @@ class WholeEngine:
             "num_host_blocks": info.num_host_blocks,
             "max_drafts": info.max_drafts,
             "fixed_tokens": 1 << 16,
+            "max_passes": info.max_passes,
         }
         scheduler = Scheduler(SchedulerConfig(**(values | config)))
         self.worker._ledger.reset()
-        self.num_drafts = self.num_accepted = self.num_steps = 0
+        self.num_drafts = self.num_accepted = self.num_steps = self.num_passes = 0
         decoder, texts = StepDecoder(self.worker.info), defaultdict[tuple[int, int], Text](Text)
         for request in requests:
             scheduler.submit(request, 0.0)
@@ -135,7 +136,8 @@ class WholeEngine:
         output = self.worker.runner.launch(admitted).wait()
         self.worker.finished(output)
         self.num_drafts += int(output.num_drafts.sum())
-        self.num_accepted += int(output.num_tokens.sum()) - len(output.num_tokens)
+        self.num_passes += output.num_passes
+        self.num_accepted += int(output.num_tokens.sum()) - output.num_passes * len(output.num_tokens)
         return step_answer(result_message(output).result, vocab_size)
 
 

@@ -5,9 +5,12 @@ At each drafted position the row draws as it would without drafts: by the logits
 to that position. It keeps its draws up to and including the first that differs from the draft after it. So drafts that
 are wrong cost time and change nothing. Keys and values that they left are overwritten before they are read.
 
-The host must know the tokens of the step before when it launches the next one, as on the CPU.
+The host must know the tokens of the step before when it launches the next one, as on the CPU. There a step of decodes
+may also run the model several times, which gives each row as many tokens: a small model needs no more time for a token
+than the messages of a step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,13 +63,25 @@ class Kept:
     """How many each sample of the step has, at least 1."""
     num_drafts: NDArray[np.int32]
     """How many drafts of each were verified."""
+    num_passes: int = 1
+    """How many times the model ran."""
+
+    @classmethod
+    def of_passes(cls, passes: Sequence["Kept | None"], num_samples: int) -> "Kept":
+        """Of several passes, whose draws follow each other. Their places are put sample by sample."""
+        ones, zeros = np.ones(num_samples, np.int32), np.zeros(num_samples, np.int32)
+        num_tokens = [ones if each is None else each.num_tokens for each in passes]
+        num_drafts = [zeros if each is None else each.num_drafts for each in passes]
+        samples = np.concatenate([np.arange(num_samples).repeat(each) for each in num_tokens])
+        draws = np.argsort(samples, kind="stable")
+        return cls(draws, np.stack(num_tokens).sum(0, np.int32), np.stack(num_drafts).sum(0, np.int32), len(passes))
 
 
 class Drafts:
     """Knows how many tokens each row has, which the scheduler may not know yet, and drafts those that follow."""
 
-    def __init__(self, rows: Rows, drafter: Drafter) -> None:
-        """`rows` are on the host."""
+    def __init__(self, rows: Rows, drafter: Drafter | None) -> None:
+        """`rows` are on the host; without a drafter there are no drafts."""
         self._rows = rows
         self._token_ids = rows.token_ids.numpy()
         self._num_tokens = np.zeros(len(self._token_ids), np.int64)
@@ -84,11 +99,17 @@ class Drafts:
         """Puts rows that sample where they are, and adds the drafts that they may have, which are written to them."""
         samplers, sources = batch.samples.T
         places = sample_places(batch)
-        computed = batch.num_computed_tokens.astype(np.int64)
+        computed = batch.num_computed_tokens.copy()
         computed[places] = self._num_tokens[sources] - batch.num_new_tokens[places]
         num_drafts = np.zeros(len(samplers), np.int32)
-        for sample in np.flatnonzero(batch.max_drafts):
-            num_drafts[sample] = self._draft(int(samplers[sample]), int(batch.max_drafts[sample]))
+        if self._drafter is not None:
+            max_drafts = batch.max_drafts - (batch.max_passes - 1)
+            for sample in np.flatnonzero(max_drafts > 0):
+                num_drafts[sample] = self._draft(self._drafter, int(samplers[sample]), int(max_drafts[sample]))
+        if not num_drafts.any():
+            known = Batch(batch.rows, batch.num_new_tokens, computed, batch.samples)
+            inputs = self._token_ids[batch.rows, known.ends - 1][places]
+            return DraftedBatch(known, places, np.zeros(len(samplers), np.int64), inputs, num_drafts)
         num_entries, num_draws = np.ones(len(batch.rows), np.int64), 1 + num_drafts
         num_entries[places[num_drafts > 0]] = num_draws[num_drafts > 0]
         rows, within = batch.rows.repeat(num_entries), _count_up(num_draws)
@@ -102,21 +123,27 @@ class Drafts:
         inputs = self._token_ids[rows, expanded.ends - 1][places]
         return DraftedBatch(expanded, places, within, inputs, num_drafts)
 
-    def keep(self, batch: Batch, drafted: DraftedBatch, drawn: Drawn, columns: SamplingColumns) -> Kept | None:
-        """Moves the rows of a step on by what they drew. None if no sample had drafts."""
+    def keep(
+        self, batch: Batch, drafted: DraftedBatch, drawn: Drawn, columns: SamplingColumns, *, is_first: bool
+    ) -> Kept | None:
+        """Moves the rows of a pass on by what they drew. None if each sample has one token and none had drafts. In a
+        pass that is not the first of its step, a sample that is not usable has none: the row fails in the next step."""
         samplers = batch.samples[:, 0]
         kept, num_tokens = None, np.ones(len(samplers), np.int32)
-        if drafted.num_drafts.any():
-            are_kept = drafted.are_kept(drawn.token_ids.numpy(), drawn.is_finite.numpy() & ~columns.is_refused)
+        is_usable = drawn.is_finite.numpy() & ~columns.is_refused
+        if drafted.num_drafts.any() or not (is_first or is_usable.all()):
+            are_kept = drafted.are_kept(drawn.token_ids.numpy(), is_usable)
+            if not is_first:
+                are_kept &= is_usable
             num_tokens = np.add.reduceat(are_kept, np.flatnonzero(drafted.within == 0), dtype=np.int32)
             kept = Kept(np.flatnonzero(are_kept), num_tokens, drafted.num_drafts)
         draws = self._rows.sampling.num_candidates[samplers] == 0
         self._num_tokens[samplers[draws]] += num_tokens[draws]
         return kept
 
-    def _draft(self, row: int, max_drafts: int) -> int:
+    def _draft(self, drafter: Drafter, row: int, max_drafts: int) -> int:
         end = int(self._num_tokens[row])
-        tokens = self._drafter.draft(row, self._token_ids[row, :end], max_drafts)
+        tokens = drafter.draft(row, self._token_ids[row, :end], max_drafts)
         self._token_ids[row, end : end + len(tokens)] = tokens
         return len(tokens)
 

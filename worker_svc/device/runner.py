@@ -6,8 +6,8 @@ results are copied to the host beside the next step. On the CPU all work is done
 """
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -27,7 +27,7 @@ from worker_svc.device.batch import (
     samples_every_token,
 )
 from worker_svc.device.block_moves import BlockMoves
-from worker_svc.device.drafts import DraftedBatch, Drafts, Kept
+from worker_svc.device.drafts import Drafts, Kept
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.device.replay import (
     CudaGraphRecorder,
@@ -63,6 +63,7 @@ from worker_svc.step import (
     Batch,
     Int32Array,
     ModelGeometry,
+    RowChanges,
     SealedBlocks,
     Step,
     StepOutput,
@@ -74,6 +75,7 @@ from worker_svc.streams import Stopwatch, Stream, Streams, to_device
 A = TypeVar("A")
 B = TypeVar("B")
 _NONE = np.zeros(0, np.int32)
+_NO_CHANGES = RowChanges(_NONE, (), np.zeros((0, 2), np.int32), (), (), np.zeros((0, 3), np.int32))
 _logger = logging.getLogger(__name__)
 
 
@@ -132,68 +134,98 @@ def _begin_copy(source: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedStep:
-    """A step whose work is queued on the device.
+class _Pass:
+    """One run of the model, or several of a step.
 
     Attributes:
         batch: what was computed; of the step's batch, with drafts.
-        number: rises over all steps of the worker.
         rows: for each token that was drawn, the row that drew it.
         columns: their parameters.
+        drawn: the tokens.
         kept: how many tokens each sample of the step drew; None where each drew one, and none had drafts.
         prompts: the prompt tokens that are scored; None if there are none.
     """
 
-    step: Step
     batch: Batch
-    number: int
-    queue_us: int
     rows: Int32Array
     columns: SamplingColumns
+    drawn: Drawn
     kept: Kept | None
     prompts: PromptPlan | None
     copy: HostCopy
+
+    @property
+    def reports_more(self) -> bool:
+        """Whether a row reports more than tokens."""
+        return bool((self.columns.wants_logprobs | (self.columns.num_candidates > 0)).any())
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether no row fails, on the host."""
+        none_is_left_out = self.kept is None or bool(self.kept.num_tokens.all())
+        return none_is_left_out and bool(self.drawn.is_finite.all()) and not self.columns.is_refused.any()
+
+
+def _joined(passes: Sequence[_Pass], batch: Batch, sampling: SamplingColumns, streams: Streams) -> _Pass:
+    """Passes of a batch of decodes as one, on the host."""
+    kept = Kept.of_passes([each.kept for each in passes], len(batch.samples))
+    drawn = Drawn(*(torch.cat([getattr(each.drawn, name) for each in passes]) for name in ("token_ids", "is_finite")))
+    drawn, rows = drawn.take(kept.draws), np.concatenate([each.rows for each in passes])[kept.draws]
+    copy = HostCopy(StepValues(drawn.token_ids, drawn.is_finite), streams.compute, streams.results)
+    names = ("rows", "num_new_tokens", "num_computed_tokens", "samples")
+    ran = Batch(*(np.concatenate([getattr(each.batch, name) for each in passes]) for name in names))
+    return _Pass(ran, rows, sampling.take(rows), drawn, kept, None, copy)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose work is queued on the device. `number` rises over all steps of the worker."""
+
+    step: Step
+    ran: _Pass
+    number: int
+    queue_us: int
     stopwatch: Stopwatch
     seals: SealInventory
     failed_prompts: FailedPrompts
 
     def wait(self) -> StepOutput:
         """The output, when the device has it; then the step's blocks are sealed. To be called once."""
-        step, plan, values = self.step, self.prompts, self.copy.wait()
+        step, ran, values = self.step, self.ran, self.ran.copy.wait()
+        plan = ran.prompts
         scored = values.prompt_logprobs
         failed_prompts = () if plan is None or scored is None else find_failed_prompts(plan, scored)
         self._refuse_left_without_tokens(values.is_finite)
-        is_refused = self.columns.is_refused
+        is_refused = ran.columns.is_refused
         failing = self.failed_prompts.failing_samples(step, failed_prompts)
-        if self.kept is not None:
-            failing = failing.repeat(self.kept.num_tokens)
+        if ran.kept is not None:
+            failing = failing.repeat(ran.kept.num_tokens)
         is_usable = values.is_finite & ~is_refused & ~failing
         self.seals.add(step.sealed, self.number)
         failpoint("worker.step.sealed")
-        draws = is_usable & (self.columns.num_candidates == 0)
+        draws = is_usable & (ran.columns.num_candidates == 0)
         logprobs, candidates, chunks = values.logprobs, values.candidates, values.finite_tokens
         return StepOutput(
             step_id=step.step_id,
             rows=step.batch.samples[:, 0],
             token_ids=np.where(draws, values.token_ids, 0).astype(np.int32),
-            logprobs=None if logprobs is None else report_logprobs(self.columns, logprobs, is_usable),
-            candidates=(
-                () if candidates is None else report_candidates(self.rows, self.columns, candidates, is_usable)
-            ),
-            failed_rows=tuple(self.rows[~is_usable].tolist()),
+            logprobs=None if logprobs is None else report_logprobs(ran.columns, logprobs, is_usable),
+            candidates=(() if candidates is None else report_candidates(ran.rows, ran.columns, candidates, is_usable)),
+            failed_rows=tuple(ran.rows[~is_usable].tolist()),
             timings=StepTimings(self.queue_us, *self.stopwatch.stages_us()),
             prompt_logprobs=() if plan is None or scored is None else report_prompt_logprobs(plan, scored),
-            num_computed_tokens=int(self.batch.num_new_tokens.sum()),
-            non_finite_chunks=() if chunks is None else non_finite_chunks(self.batch, chunks),
-            refusals=dict(zip(self.rows[is_refused].tolist(), self.columns.refusal[is_refused], strict=True)),
-            num_tokens=_NONE if self.kept is None else self.kept.num_tokens,
-            num_drafts=_NONE if self.kept is None else self.kept.num_drafts,
+            num_computed_tokens=int(ran.batch.num_new_tokens.sum()),
+            non_finite_chunks=() if chunks is None else non_finite_chunks(ran.batch, chunks),
+            refusals=dict(zip(ran.rows[is_refused].tolist(), ran.columns.refusal[is_refused], strict=True)),
+            num_tokens=_NONE if ran.kept is None else ran.kept.num_tokens,
+            num_drafts=_NONE if ran.kept is None else ran.kept.num_drafts,
+            num_passes=1 if ran.kept is None else ran.kept.num_passes,
         )
 
     def _refuse_left_without_tokens(self, is_finite: NDArray[np.bool_]) -> None:
         """A constrained row has logits of -infinity alone if other rules exclude all that its constraint leaves. A
         beam of such a row ends without a continuation."""
-        columns = self.columns
+        columns = self.ran.columns
         draws = columns.num_candidates == 0
         excluded = draws & columns.has_constraint & columns.has_rules & ~columns.is_refused & ~is_finite
         if excluded.any():
@@ -214,9 +246,15 @@ class ModelRunner:
         streams: Streams | None = None,
         matchers: RowMatchers | None = None,
         drafter: Drafter | None = None,
+        multi_step_s: float = 0.0,
     ) -> None:
-        """Without `streams` it takes those of the model's device; without `matchers` no row has a constraint; with a
-        `drafter`, which must be for a model on the CPU, samples may have up to `limits.max_drafts` drafts."""
+        """Without `streams` it takes those of the model's device; without `matchers` no row has a constraint.
+
+        Args:
+            drafter: guesses up to `limits.max_drafts` further tokens of a sample.
+            multi_step_s: decodes go on for so long, up to `limits.max_passes` times. Both are for a model on the CPU,
+                and the latter for one without further ranks.
+        """
         self._model = model
         self._pool = pool
         self._streams = streams or Streams.of(model.device)
@@ -230,7 +268,8 @@ class ModelRunner:
         self._run_model = make_forward(model, pool, geometry.max_model_len, limits)
         self._run_decodes = make_decodes(model, pool, geometry.max_model_len, limits)
         self._matchers = matchers
-        self._drafts = None if drafter is None else Drafts(self._rows, drafter)
+        self._drafts = Drafts(self._rows, drafter) if limits.max_drafts or limits.max_passes > 1 else None
+        self._multi_step_s = multi_step_s
         self._seals = SealInventory(pool.geometry.num_gpu_blocks)
         self._failed_prompts = FailedPrompts()
         self._num_launched = 0
@@ -281,16 +320,47 @@ class ModelRunner:
         self._rows.apply(step.row_changes, admitted.max_forked)
         stopwatch.mark()
 
-        drafted: DraftedBatch | None = None
+        passes = [self._run(batch, step.row_changes, stopwatch)]
+        while (further := self._next_pass(batch, passes, stopwatch)) is not None:
+            passes.append(self._run(further, _NO_CHANGES))
+        last = passes[-1] if len(passes) == 1 else _joined(passes, batch, self._rows.sampling, self._streams)
+        stopwatch.mark()
+        return LaunchedStep(
+            step=step,
+            ran=last,
+            number=self._num_launched,
+            queue_us=queue_us,
+            stopwatch=stopwatch,
+            seals=self._seals,
+            failed_prompts=self._failed_prompts,
+        )
+
+    def _next_pass(self, batch: Batch, passes: Sequence["_Pass"], stopwatch: Stopwatch) -> Batch | None:
+        """The batch of decodes once more, after its latest draws; None where it may not run again, where its time is up,
+        where a row may have no further token, or where one reports more than tokens."""
+        if len(passes) == batch.max_passes:
+            return None
+        elapsed_s = stopwatch.elapsed_s
+        if elapsed_s * (len(passes) + 1) > self._multi_step_s * len(passes):
+            return None
+        num_more = 1 + batch.max_drafts - sum(1 if each.kept is None else each.kept.num_tokens for each in passes)
+        last = passes[-1]
+        if (num_more < 1).any() or last.reports_more or not last.is_usable:
+            return None
+        return replace(batch, max_drafts=num_more - 1, max_passes=batch.max_passes - len(passes))
+
+    def _run(self, batch: Batch, changes: RowChanges, stopwatch: Stopwatch | None = None) -> "_Pass":
+        """Runs the model once. `stopwatch`, in the first pass of a step, is marked behind the model."""
+        drafted, asked = None, batch
         if self._drafts is not None:
-            self._drafts.apply(step.row_changes)
+            self._drafts.apply(changes)
             drafted = self._drafts.expand(batch)
             batch = drafted.batch
         samples = plan_samples(batch, None if drafted is None else drafted.places)
         masks_made = None
         if self._matchers is not None:
             inputs = None if drafted is None else drafted.inputs
-            masks_made = self._matchers.begin(step.row_changes, samples.rows, inputs)
+            masks_made = self._matchers.begin(changes, samples.rows, inputs)
         logits = finite = prompts = prompt_logprobs = None
         if len(batch.rows) and self._run_decodes is not None and samples_every_token(batch):
             # No token is within its prompt, so none has prompt log probabilities.
@@ -303,7 +373,8 @@ class ModelRunner:
                 prompt_logprobs = compute_prompt_logprobs(self._model, hidden, prompts, self._rows.token_ids)
             if len(samples.rows):
                 logits = self._model.logits(hidden[to_device(samples.logit_tokens, hidden.device)])
-        stopwatch.mark()
+        if stopwatch is not None:
+            stopwatch.mark()
 
         rows, columns = samples.rows, self._rows.sampling.take(samples.rows)
         drawn, logprobs, candidates = Drawn.none(self._model.device), None, None
@@ -317,7 +388,7 @@ class ModelRunner:
             drawn = self._draw(logits, samples, columns)
         kept = None
         if self._drafts is not None and drafted is not None:
-            kept = self._drafts.keep(step.batch, drafted, drawn, columns)
+            kept = self._drafts.keep(asked, drafted, drawn, columns, is_first=stopwatch is not None)
         if kept is not None and logits is not None:
             rows, columns, drawn = rows[kept.draws], columns.take(kept.draws), drawn.take(kept.draws)
             if (columns.wants_logprobs | (columns.num_candidates > 0)).any():
@@ -325,26 +396,11 @@ class ModelRunner:
         if logits is not None:
             logprobs = gather_logprobs(logits, drawn.token_ids, columns)
             candidates = gather_candidates(logits, columns)
-        stopwatch.mark()
-
         values = StepValues(drawn.token_ids, drawn.is_finite, finite, logprobs, candidates, prompt_logprobs)
         copy = HostCopy(values, self._streams.compute, self._streams.results)
         if self._matchers is not None and masks_made is not None:
             self._matchers.drew(rows, copy.token_ids)
-        return LaunchedStep(
-            step=step,
-            batch=batch,
-            number=self._num_launched,
-            queue_us=queue_us,
-            rows=rows,
-            columns=columns,
-            kept=kept,
-            prompts=prompts,
-            copy=copy,
-            stopwatch=stopwatch,
-            seals=self._seals,
-            failed_prompts=self._failed_prompts,
-        )
+        return _Pass(batch, rows, columns, drawn, kept, prompts, copy)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Hidden states of the batch's tokens, and of padding after them."""

@@ -185,10 +185,13 @@ class StepDecoder:
             if len(array) != len(rows):
                 raise invalid_field(field, f"has {len(array)} entries; batch.rows has {len(rows)}")
         samples = _tuples(message.samples, "batch.samples", (max_rows, max_rows))
-        drafts = _ids(message.max_drafts, "batch.max_drafts", self._limits.max_drafts + 1)
+        drafts = _ids(message.max_drafts, "batch.max_drafts", self._limits.max_drafts + self._limits.max_passes)
         if len(drafts) not in (0, len(samples)):
             raise invalid_field("batch.max_drafts", f"has {len(drafts)} entries; batch.samples has {len(samples)}")
-        return Batch(rows, new, computed, samples, drafts)
+        max_passes = max(message.max_passes, 1)
+        if max_passes > self._limits.max_passes:
+            raise invalid_field("batch.max_passes", f"is {max_passes}; the limit is {self._limits.max_passes}")
+        return Batch(rows, new, computed, samples, drafts, max_passes)
 
     def _sealed(self, block_ids: bytes, hashes: bytes) -> SealedBlocks:
         blocks = _ids(block_ids, "sealed_block_ids", self._pool.num_gpu_blocks)
@@ -257,6 +260,12 @@ def _check_batch(batch: Batch, model: ModelGeometry, limits: WorkerLimits) -> No
     is_in_batch[batch.rows] = True
     if (worst := first_true(~is_in_batch[batch.samples[:, 1]])) is not None:
         raise invalid_field("batch.samples", f"draws from row {batch.samples[worst, 1]}, which is not in batch.rows")
+    if batch.max_passes > 1 and (len(batch.samples) != len(batch.rows) or (batch.num_new_tokens > 1).any()):
+        raise invalid_field("batch.max_passes", f"is {batch.max_passes}, and not all rows are decodes")
+    if batch.max_passes > 1 and (not len(batch.max_drafts) or (batch.max_drafts < batch.max_passes - 1).any()):
+        raise invalid_field(
+            "batch.max_passes", f"is {batch.max_passes}, and max_drafts leaves no room for as many tokens"
+        )
     if not len(batch.max_drafts):
         return
     num_new = np.zeros(limits.max_num_rows, np.int32)
@@ -294,6 +303,7 @@ def result_message(output: StepOutput) -> RunResponse:
         non_finite_chunks=encode_int32(output.non_finite_chunks),
         num_tokens=encode_int32(output.num_tokens),
         num_drafts=encode_int32(output.num_drafts),
+        num_passes=0 if output.num_passes == 1 else output.num_passes,
         timings=worker_pb2.StepTimings(
             queue_us=min(timings.queue_us, _MAX_UINT32),
             cache_operations_us=min(timings.cache_operations_us, _MAX_UINT32),

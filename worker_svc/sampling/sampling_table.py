@@ -140,7 +140,9 @@ class SamplingColumns:
     temperature: NDArray[np.float32]
     top_k: NDArray[np.int64]
     top_p: NDArray[np.float32]
-    min_p: NDArray[np.float32]
+    min_score: NDArray[np.float32]
+    """The logarithm of min_p: a token needs at least min_p times the probability of the most likely one, whose score is
+    0."""
     seed: NDArray[np.uint64]
     wants_logprobs: NDArray[np.bool_]
     num_logprobs: NDArray[np.int64]
@@ -169,7 +171,7 @@ class SamplingColumns:
             temperature=np.zeros(num_rows, np.float32),
             top_k=np.zeros(num_rows, np.int64),
             top_p=np.zeros(num_rows, np.float32),
-            min_p=np.zeros(num_rows, np.float32),
+            min_score=np.full(num_rows, -np.inf, np.float32),
             seed=np.zeros(num_rows, np.uint64),
             wants_logprobs=np.zeros(num_rows, np.bool_),
             num_logprobs=np.zeros(num_rows, np.int64),
@@ -196,7 +198,7 @@ class SamplingColumns:
         self.temperature[row] = max(temperature, _LEAST_TEMPERATURE) if temperature > 0 else 0
         self.top_k[row] = parameters.top_k
         self.top_p[row] = parameters.top_p
-        self.min_p[row] = parameters.min_p
+        self.min_score[row] = math.log(parameters.min_p) if parameters.min_p > 0 else -math.inf
         self.seed[row] = sampling.seed
         self.wants_logprobs[row] = sampling.logprobs is not None
         self.num_logprobs[row] = sampling.logprobs or 0

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from worker_svc.sampling.sampling_table import SamplingColumns
@@ -39,19 +38,13 @@ def lowest_kept(scores: Tensor, weights: Tensor, columns: SamplingColumns) -> Te
     vocab_size = scores.shape[1]
     truncated = np.flatnonzero(((columns.top_k > 0) & (columns.top_k < vocab_size)) | (columns.top_p < 1))
     if not len(truncated):
-        return to_device(min_score(columns), scores.device) if columns.min_p.any() else None
-    floor = to_device(min_score(columns), scores.device)
+        return to_device(columns.min_score, scores.device) if np.isfinite(columns.min_score).any() else None
+    floor = to_device(columns.min_score, scores.device)
     if len(truncated) == len(scores):
         return _rank_floor(scores, weights, columns, floor)
     index = to_device(truncated, scores.device)
     raised = _rank_floor(scores[index], weights[index], columns.take(truncated), floor[index])
     return floor.index_copy(0, index, raised)
-
-
-def min_score(columns: SamplingColumns) -> NDArray[np.float32]:
-    """[n]: a token needs at least min_p times the probability of the most likely one, whose score is 0."""
-    with np.errstate(divide="ignore"):
-        return np.log(columns.min_p)
 
 
 def exponential(scores: Tensor, out: Tensor | None = None) -> Tensor:
@@ -74,7 +67,7 @@ def _rank_floor(scores: Tensor, weights: Tensor, columns: SamplingColumns, floor
     # With top-k the nucleus is a share of those k, else of all that min-p kept.
     mass = head.mass
     if not has_top_k.all():
-        kept = weights * (scores >= floor[:, None]) if columns.min_p.any() else weights
+        kept = weights * (scores >= floor[:, None]) if np.isfinite(columns.min_score).any() else weights
         mass = torch.where(top_k < vocab_size, mass, _mass(kept))
     return torch.maximum(floor, head.lowest_kept(top_p * mass, top_p < 1))
 
