@@ -172,8 +172,11 @@ def _joined(passes: Sequence[_Pass], batch: Batch, sampling: SamplingColumns, st
     drawn = Drawn(*(torch.cat([getattr(each.drawn, name) for each in passes]) for name in ("token_ids", "is_finite")))
     drawn, rows = drawn.take(kept.draws), np.concatenate([each.rows for each in passes])[kept.draws]
     copy = HostCopy(StepValues(drawn.token_ids, drawn.is_finite), streams.compute, streams.results)
-    names = ("rows", "num_new_tokens", "num_computed_tokens", "samples")
-    ran = Batch(*(np.concatenate([getattr(each.batch, name) for each in passes]) for name in names))
+    rows_ran, num_new, computed, samples = (
+        np.concatenate([getattr(each.batch, name) for each in passes])
+        for name in ("rows", "num_new_tokens", "num_computed_tokens", "samples")
+    )
+    ran = Batch(rows_ran, num_new, computed, samples)
     return _Pass(ran, rows, sampling.take(rows), drawn, kept, None, copy)
 
 
@@ -336,8 +339,8 @@ class ModelRunner:
         )
 
     def _next_pass(self, batch: Batch, passes: Sequence["_Pass"], stopwatch: Stopwatch) -> Batch | None:
-        """The batch of decodes once more, after its latest draws; None where it may not run again, where its time is up,
-        where a row may have no further token, or where one reports more than tokens."""
+        """The batch of decodes once more, after its latest draws; None where it may not run again, where its time is
+        up, where a row may have no further token, or where one reports more than tokens."""
         if len(passes) == batch.max_passes:
             return None
         elapsed_s = stopwatch.elapsed_s
