@@ -67,6 +67,8 @@ def start_message(config: SchedulerConfig) -> Operation:
 def config_of(start: recording_pb2.RecordedStart) -> SchedulerConfig:
     values = {field.name: getattr(start, field.name) for field in fields(SchedulerConfig)}
     values |= {"policy": PolicyKind(start.policy), "preemption_mode": PreemptionMode(start.preemption_mode)}
+    # 0 in recordings of earlier releases.
+    values["max_passes"] = max(start.max_passes, 1)
     return SchedulerConfig(**values)
 
 

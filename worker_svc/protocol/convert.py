@@ -260,12 +260,11 @@ def _check_batch(batch: Batch, model: ModelGeometry, limits: WorkerLimits) -> No
     is_in_batch[batch.rows] = True
     if (worst := first_true(~is_in_batch[batch.samples[:, 1]])) is not None:
         raise invalid_field("batch.samples", f"draws from row {batch.samples[worst, 1]}, which is not in batch.rows")
-    if batch.max_passes > 1 and (len(batch.samples) != len(batch.rows) or (batch.num_new_tokens > 1).any()):
-        raise invalid_field("batch.max_passes", f"is {batch.max_passes}, and not all rows are decodes")
-    if batch.max_passes > 1 and (not len(batch.max_drafts) or (batch.max_drafts < batch.max_passes - 1).any()):
-        raise invalid_field(
-            "batch.max_passes", f"is {batch.max_passes}, and max_drafts leaves no room for as many tokens"
-        )
+    if batch.max_passes > 1:
+        if len(batch.samples) != len(batch.rows) or (batch.num_new_tokens > 1).any():
+            raise invalid_field("batch.max_passes", f"is {batch.max_passes}, and not all rows are decodes")
+        if not len(batch.max_drafts) or (batch.max_drafts < batch.max_passes - 1).any():
+            raise invalid_field("batch.max_passes", f"is {batch.max_passes}, and max_drafts is too small for it")
     if not len(batch.max_drafts):
         return
     num_new = np.zeros(limits.max_num_rows, np.int32)
