@@ -3,6 +3,8 @@
 // scratch memory, where each panel is put once in the order in which it is multiplied. Included by product.cpp alone.
 #pragma once
 
+#include "product/vectors.h"
+
 namespace quire::QUIRE_ISA {
 namespace {
 
