@@ -552,8 +552,8 @@ FAULTS = (
         "ledger-without-forks",
         "a worker's ledger gives a forked row no blocks",
         _LEDGER,
-        "        for each in (*lengths, self._tables[:, :num_blocks]):\n",
-        "        for each in lengths:\n",
+        "        for each in (*self._columns, self._tables[:, :num_blocks]):\n",
+        "        for each in self._columns:\n",
     ),
     _made(
         "durable-counted-as-before",

@@ -50,7 +50,7 @@ def test_the_table_has_each_fault() -> None:
         ("gap-after-end", 3),
         ("epoch-compared-with-ge", 14),
         ("credit-ignored", 2),
-        ("ranks-not-compared", 152),
+        ("ranks-not-compared", 29),
         ("hash-of-other-block-size", 24),
         ("continued-without-prompt", 106),
     ],

@@ -77,14 +77,14 @@ class FakeRows:
         return replace(batch, num_computed_tokens=np.array(starts, np.int32))
 
     def write_wrong(self, row: int, count: int, pool: FakePool) -> None:
-        """Writes so many tokens after those of a row that it does not have: drafts that are wrong."""
+        """Writes so many tokens that a row does not have, from its newest one on: drafts that are wrong."""
         state = self._rows[row]
         wrong, start = state.prefixes.copy(), len(state.prefixes.token_ids) - 1
-        wrong.replace(start + 1, [0] * count)
-        for index in range(start // self._block_size, (start + count) // self._block_size + 1):
+        wrong.replace(start, [0] * count)
+        for index in range(start // self._block_size, (start + count - 1) // self._block_size + 1):
             if self._holders[state.blocks[index]] > 1:
                 raise SharedBlockError(f"row {row} writes drafts to block {state.blocks[index]}, which another row has")
-        pool.write(state.blocks, wrong, start + 1, start + 1 + count)
+        pool.write(state.blocks, wrong, start, start + count)
 
     def compute(self, batch: Batch, pool: FakePool) -> None:
         """Writes the batch's new tokens, and checks what they attend to and whom they write over.
