@@ -85,6 +85,13 @@ COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaRecord], int]]] = {
 }
 
 
+_DRAFT_COUNTERS: Sequence[tuple[str, str, Callable[[ReplicaLoad], int]]] = (
+    ("spec_decode_num_drafts", "Samples that had drafts.", lambda load: load.num_drafted[0]),
+    ("spec_decode_num_draft_tokens", "Drafted tokens that were verified.", lambda load: load.num_drafted[1]),
+    ("spec_decode_num_accepted_tokens", "Those that were right.", lambda load: sum(load.num_accepted_at)),
+)
+
+
 class VllmMetrics(Collector):
     """Makes series under vLLM's names from records and from what the schedulers said at the last `refresh`."""
 
@@ -128,6 +135,7 @@ class VllmMetrics(Collector):
                 histogram.of(record).put_into(family, [self._model_name, engine])
             yield family
         yield self._step_tokens(loads)
+        yield from self._drafts(loads)
         yield self._cache_config(engines)
         yield self._adapters()
         yield self._sleep(loads)
@@ -140,6 +148,20 @@ class VllmMetrics(Collector):
             if load.step_tokens is not None:
                 load.step_tokens.put_into(family, [self._model_name, engine])
         return family
+
+    def _drafts(self, loads: Mapping[str, ReplicaLoad]) -> Iterable[Metric]:
+        """Of the whole replica, of one that drafts."""
+        drafting = {engine: load for engine, load in loads.items() if load.num_drafted[0]}
+        for name, help_text, value_of in _DRAFT_COUNTERS:
+            yield self._family("counter", name, help_text, {(each,): value_of(drafting[each]) for each in drafting})
+        by_place = {
+            (engine, str(place)): count
+            for engine, load in drafting.items()
+            for place, count in enumerate(load.num_accepted_at)
+        }
+        help_text = "Drafted tokens that were right, by their place."
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        yield self._family("counter", name, help_text, by_place, ["position"])
 
     def _sleep(self, engines: Iterable[str]) -> Metric:
         """Replicas do not sleep. vLLM's dashboards show a model without this series as down."""

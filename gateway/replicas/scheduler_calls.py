@@ -59,6 +59,8 @@ class ReplicaLoad:
         num_held: In the queue, until another request or a worker has prepared what they need.
         kv_cache_usage: Share of the blocks that are in use, of all gateways.
         step_tokens: Tokens that its steps computed, of all gateways; None where it does not say.
+        num_drafted: Samples that had drafts, and their drafts, of all gateways.
+        num_accepted_at: Drafts that were right, by their place behind the sample.
     """
 
     num_running: int
@@ -66,6 +68,8 @@ class ReplicaLoad:
     num_held: int
     kv_cache_usage: float
     step_tokens: Distribution | None = None
+    num_drafted: tuple[int, int] = (0, 0)
+    num_accepted_at: Sequence[int] = ()
 
 
 class SchedulerCalls:
@@ -186,7 +190,16 @@ def _load_from(state: scheduler_pb2.GetStateResponse) -> ReplicaLoad:
     usage = pool.used_blocks / pool.total_blocks if pool.total_blocks else 0.0
     steps = state.step_tokens
     step_tokens = Distribution.of(steps.bounds, steps.steps, steps.tokens) if state.HasField("step_tokens") else None
-    return ReplicaLoad(load.running_requests, load.waiting_requests, load.held_requests, usage, step_tokens)
+    drafts = state.drafts
+    return ReplicaLoad(
+        load.running_requests,
+        load.waiting_requests,
+        load.held_requests,
+        usage,
+        step_tokens,
+        (drafts.samples, drafts.drafts),
+        tuple(drafts.accepted_at),
+    )
 
 
 def no_such_request(request_id: str) -> NotFound:

@@ -9,6 +9,8 @@ The k-th draft of a row is right if all before it are, with the probability p **
 that were right lately. What a row showed is forgotten step by step, so that drafts that did not pay are tried again.
 """
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
 from scheduler_svc.core.step import Array
@@ -17,6 +19,25 @@ _PRIOR_RIGHT, _PRIOR_WRONG = 1.5, 1.0
 """What a row counts for before its first drafts. Drafters have none for most tokens that are hard to guess."""
 _KEPT = 0.97
 """Of what a row showed, after a step."""
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """What came of drafts so far: samples that had some, all their drafts, and how many of these were right, by their
+    place behind the sample."""
+
+    num_samples: int = 0
+    num_drafts: int = 0
+    right_at: list[int] = field(default_factory=list[int])
+
+    def add(self, num_tokens: Array, num_drafts: Array) -> None:
+        """A step brought so many tokens of its samples, which had so many drafts."""
+        self.num_samples += int(np.count_nonzero(num_drafts))
+        self.num_drafts += int(num_drafts.sum())
+        longest = int(num_tokens.max()) - 1
+        self.right_at += [0] * (longest - len(self.right_at))
+        for place in range(longest):
+            self.right_at[place] += int(np.count_nonzero(num_tokens > place + 1))
 
 
 class DraftBudget:

@@ -21,6 +21,7 @@ from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.drafts import DraftCounts
 from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.kv_cache import BlockManager, SwapSpace
 from scheduler_svc.core.pace import Pace
@@ -89,6 +90,7 @@ class Scheduler:
         self.stopped: Stop | None = None
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.draft_counts = DraftCounts()
         self._num_arrivals = 0
         self._cache_log: CacheLog | None = None
         self._make_pools()
@@ -526,7 +528,8 @@ class Scheduler:
         check_result(step, result, self.batch.rows)
         self.in_flight.popleft()
         self._pace.answered(step, now)
-        if result.num_tokens is not None:
+        if result.num_tokens is not None and result.num_drafts is not None:
+            self.draft_counts.add(result.num_tokens, result.num_drafts)
             drafted = (result.num_tokens > 1) & (self.batch.rows.incarnation[step.rows] == step.incarnations)
             tenants = self.batch.rows.tenant[step.rows[drafted]]
             self.policy.charge_drafts(tenants, result.num_tokens[drafted] - 1)
@@ -630,6 +633,7 @@ class Scheduler:
         self.num_preemptions, self.num_swap_outs = old.num_preemptions, old.num_swap_outs
         self.num_prompt_tokens, self.num_cached_tokens = old.num_prompt_tokens, old.num_cached_tokens
         self.trials = self.preparations.trials = old.trials
+        self.draft_counts = old.draft_counts
         for group in old.waiting:
             if group.request.key.client == PIN_CLIENT:
                 continue

@@ -307,6 +307,10 @@ async def state_message(
         message.step_tokens.CopyFrom(
             scheduler_pb2.StepTokens(bounds=map(int, tokens.bounds), steps=tokens.counts, tokens=int(tokens.sum))
         )
+        drafts = scheduler.draft_counts
+        message.drafts.CopyFrom(
+            scheduler_pb2.DraftCounts(samples=drafts.num_samples, drafts=drafts.num_drafts, accepted_at=drafts.right_at)
+        )
     if include_sequences:
         sequences = (sequence for group in scheduler.groups() for sequence in group.unfinished)
         await _add_sequences(message, [_Snapshot.of(scheduler, sequence) for sequence in sequences])

@@ -154,6 +154,11 @@ class _State(Collector):
         yield CounterMetricFamily(f"{_PREFIX}prefix_cache_queries", help_text, scheduler.num_prompt_tokens)
         help_text = "Those of them that were found there."
         yield CounterMetricFamily(f"{_PREFIX}prefix_cache_hits", help_text, scheduler.num_cached_tokens)
+        drafts = scheduler.draft_counts
+        yield CounterMetricFamily(f"{_PREFIX}draft_samples", "Samples that had drafts.", drafts.num_samples)
+        yield CounterMetricFamily(f"{_PREFIX}drafts", "Drafted tokens that were verified.", drafts.num_drafts)
+        help_text = "Drafted tokens that were right."
+        yield CounterMetricFamily(f"{_PREFIX}drafts_accepted", help_text, sum(drafts.right_at))
 
 
 class _TenantMetrics(Collector):
