@@ -83,11 +83,12 @@ class WorkerFlags(StepFlags):
         minimum=1,
         maximum=256,
     )
-    speculate: str = setting(
-        "off",
-        "which tokens a step guesses for each row and verifies, so that it may give several; the text stays the same "
-        "to the bit; ngram guesses what followed the row's last tokens where they occurred before; for cpu",
-        choices=("off", "ngram"),
+    speculate: tuple[str, ...] = setting(
+        ("off",),
+        "guesses of the next tokens, which a step verifies, so that it may give several; the text stays the same to "
+        "the bit; prediction guesses what the caller predicts, grammar what a constraint forces, ngram what followed "
+        "the last tokens where they occurred before; for cpu",
+        choices=("off", "prediction", "grammar", "ngram"),
         common=True,
     )
     max_drafts: int = setting(7, "maximum number of tokens that a step guesses for a row", minimum=1, maximum=64)

@@ -37,7 +37,7 @@ from worker_svc.parallel.ranks import Ranks
 from worker_svc.parallel.rendezvous import rendezvous
 from worker_svc.protocol.stream import Worker
 from worker_svc.sampling.constraints import RowMatchers, TemplateCache
-from worker_svc.sampling.drafters import Drafter, NgramDrafter
+from worker_svc.sampling.drafters import KINDS, Drafter, Drafters
 from worker_svc.settings import WorkerSettings
 from worker_svc.step import (
     AdmittedStep,
@@ -250,13 +250,15 @@ def _check_head_dim(model: CausalLM) -> None:
 
 
 def _make_drafter(model: CausalLM, settings: WorkerSettings) -> Drafter | None:
-    if settings.speculate == "off":
+    drafters = [make() for name, make in KINDS.items() if name in settings.speculate]
+    if not drafters:
         return None
     if model.device.type != "cpu":
         raise ConfigurationError(
-            f"--speculate is {settings.speculate}, which is for cpu, and the device is {model.device.type}; use off"
+            f"--speculate is {','.join(settings.speculate)}, which is for cpu, and the device is {model.device.type}; "
+            "use off"
         )
-    return NgramDrafter()
+    return Drafters(drafters)
 
 
 def _make_pool(model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, settings: WorkerSettings) -> KvPool:

@@ -204,6 +204,8 @@ class RowSampling:
     constraint: RowConstraint | None = None
     refusal: str | None = None
     """Why the parameters cannot be used: the row runs, and fails when it samples."""
+    predicted: Int32Array | None = None
+    """The output that its caller expects."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -343,6 +343,14 @@ class Matcher:
         """The grammar whose mask `finish` completes; None if the mask needs no grammar."""
         return None if self._has_ended or self.error is not None else self._grammar
 
+    def forced(self) -> list[int]:
+        """What must follow, in the tokens that the tokenizer makes of it; empty where there is a choice. The text may
+        have other tokens."""
+        grammar = self.needs_grammar
+        if grammar is None or grammar.is_error() or not (text := grammar.compute_ff_bytes()):
+            return []
+        return self._template.vocabulary.tokenizer.tokenize_bytes(text)
+
     def finish(self, mask: Mask, delays_end: bool) -> None:
         """Completes a mask. It contains the mask of `needs_grammar` if there is one, and otherwise zeros.
 

@@ -23,7 +23,7 @@ async def plain(request: pytest.FixtureRequest) -> Outputs:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def survivor(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
-    async with serving(**SETTINGS, **KINDS[request.param], speculate="ngram") as running:
+    async with serving(**SETTINGS, **KINDS[request.param], speculate=("ngram",)) as running:
         yield running
 
 

@@ -101,3 +101,29 @@ def test_text_is_that_of_one_token_a_step(config: dict[str, Any]) -> None:
     drafting.use(WrongDrafter(3, off.worker.info.model.vocab_size, RightDrafter(texts_of(requests, expected))))
     assert drafting.run(requests, **config) | drafting.run(requests[:1]) == expected
     assert drafting.num_accepted > 0
+
+
+def test_predictions_and_grammars_and_repetitions_save_steps_and_change_nothing() -> None:
+    flags = [*FLAGS, "--dtype", "bfloat16"]
+    off = WholeEngine(*flags)
+    on = WholeEngine(*flags, "--speculate", "prediction,grammar,ngram")
+    vocab_size = off.worker.info.model.vocab_size
+    prompt = np.random.default_rng(5).integers(20, vocab_size, 20).tolist()
+    greedy: dict[str, Any] = {"sampling": {"temperature": 0.0}}
+    schema = '{"type": "object", "properties": {"temperature_in_celsius": {"type": "integer"}}, "required": ['
+    schema += '"temperature_in_celsius"], "additionalProperties": false}'
+    constrained = {"sampling": {"temperature": 0.0, "constraint": Constraint(json_schema=schema, no_white_space=True)}}
+
+    text = off.run([make_request(0, prompt, **greedy)])[0, 0].token_ids
+    # Something was left out, and something else is said in its place.
+    predicted = [*text[:10], *text[14:25], 21, 22, *text[27:]]
+    cases = {
+        "prediction": (make_request(0, prompt, **greedy), make_request(0, prompt, predicted=predicted, **greedy), 15),
+        "grammar": (make_request(0, prompt, **constrained), make_request(0, prompt, **constrained), 1),
+        "ngram": (make_request(0, prompt * 3, **greedy), make_request(0, prompt * 3, **greedy), 0),
+    }
+    for name, (plain, drafting, num_saved) in cases.items():
+        expected = off.run([plain])
+        assert on.run([drafting]) == expected, name
+        assert on.num_accepted >= num_saved, name
+        assert on.num_steps <= off.num_steps - on.num_accepted // 2, name

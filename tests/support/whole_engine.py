@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.arrays import encode_int32
 from quire.common.v1.common_pb2 import RowSampling as RowSamplingMessage
 from quire.logprob_columns import LogprobColumns
 from quire.settings import load_settings
@@ -21,7 +22,7 @@ from scheduler_svc.service.worker_messages import StepAnswer, replica_info, step
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.runner import ModelRunner
 from worker_svc.protocol.convert import StepDecoder, info_message, result_message
-from worker_svc.sampling.drafters import Drafter
+from worker_svc.sampling.drafters import Drafter, RowText
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import build_worker
 
@@ -51,8 +52,9 @@ def make_request(
     stopping: dict[str, Any] | None = None,
     bad: Sequence[Sequence[int]] = (),
     adapter: Adapter | None = None,
+    predicted: Sequence[int] = (),
 ) -> Request:
-    parameters = RowSamplingMessage()
+    parameters = RowSamplingMessage(predicted_token_ids=encode_int32(predicted))
     for name, value in (sampling or {}).items():
         if name == "logit_bias":
             parameters.sampling.logit_bias.update(value)
@@ -171,11 +173,11 @@ class RightDrafter:
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self._texts = [np.array(text, np.int32) for text in texts]
 
-    def draft(self, row: int, token_ids: np.ndarray, max_drafts: int) -> np.ndarray:
-        end = len(token_ids)
-        for text in self._texts:
-            if len(text) > end and np.array_equal(text[:end], token_ids):
-                return text[end : end + max_drafts]
+    def draft(self, text: RowText, max_drafts: int) -> np.ndarray:
+        token_ids, end = text.token_ids, len(text.token_ids)
+        for each in self._texts:
+            if len(each) > end and np.array_equal(each[:end], token_ids):
+                return each[end : end + max_drafts]
         return token_ids[:0]
 
 
@@ -188,13 +190,13 @@ class WrongDrafter:
         self._vocab_size = vocab_size
         self._right = right
 
-    def draft(self, row: int, token_ids: np.ndarray, max_drafts: int) -> np.ndarray:
-        rng = np.random.default_rng((self._seed, len(token_ids), int(token_ids[-1])))
+    def draft(self, text: RowText, max_drafts: int) -> np.ndarray:
+        rng = np.random.default_rng((self._seed, len(text.token_ids), int(text.token_ids[-1])))
         drafts = rng.integers(0, self._vocab_size, int(rng.integers(0, max_drafts + 1))).astype(np.int32)
         drafts[rng.random(len(drafts)) < 0.1] = 0
         drafts[rng.random(len(drafts)) < 0.1] = self._vocab_size - 1
         if self._right is not None:
-            right = self._right.draft(row, token_ids, len(drafts))
+            right = self._right.draft(text, len(drafts))
             num_right = int(rng.integers(0, len(right) + 1))
             drafts[:num_right] = right[:num_right]
         return drafts

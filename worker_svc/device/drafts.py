@@ -10,7 +10,7 @@ may also run the model several times, which gives each row as many tokens: a sma
 than the messages of a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from worker_svc.device.batch import sample_places
 from worker_svc.device.rows import Rows
-from worker_svc.sampling.drafters import Drafter
+from worker_svc.sampling.drafters import Drafter, RowText
 from worker_svc.sampling.sampler import Drawn
 from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import Batch, RowChanges
@@ -80,15 +80,28 @@ class Kept:
 class Drafts:
     """Knows how many tokens each row has, which the scheduler may not know yet, and drafts those that follow."""
 
-    def __init__(self, rows: Rows, drafter: Drafter | None) -> None:
-        """`rows` are on the host; without a drafter there are no drafts."""
+    def __init__(
+        self, rows: Rows, drafter: Drafter | None, forced: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]
+    ) -> None:
+        """
+        Args:
+            rows: on the host.
+            drafter: None for no drafts.
+            forced: the next tokens of these constrained rows as far as there is no choice; those without any are left
+                out.
+        """
         self._rows = rows
         self._token_ids = rows.token_ids.numpy()
         self._num_tokens = np.zeros(len(self._token_ids), np.int64)
         self._drafter = drafter
+        self._forced = forced
+        # Rows whose matcher does not know yet what they have.
+        self._changed: set[int] = set()
 
     def apply(self, changes: RowChanges) -> None:
         """The changes of a step, which `Rows` has."""
+        self._changed = {*(each.row for each in changes.assign), *changes.fork[:, 1].tolist()}
+        self._changed.update(each.row for each in changes.set_tokens)
         for each in changes.assign:
             self._num_tokens[each.row] = len(each.token_ids)
         self._num_tokens[changes.fork[:, 1]] = self._num_tokens[changes.fork[:, 0]]
@@ -104,8 +117,11 @@ class Drafts:
         num_drafts = np.zeros(len(samplers), np.int32)
         if self._drafter is not None:
             max_drafts = batch.max_drafts - (batch.max_passes - 1)
-            for sample in np.flatnonzero(max_drafts > 0):
-                num_drafts[sample] = self._draft(self._drafter, int(samplers[sample]), int(max_drafts[sample]))
+            drafting = np.flatnonzero(max_drafts > 0)
+            forced = self._forced_of(samplers[drafting])
+            for sample in drafting:
+                row = int(samplers[sample])
+                num_drafts[sample] = self._draft(self._drafter, row, int(max_drafts[sample]), forced.get(row, ()))
         if not num_drafts.any():
             known = Batch(batch.rows, batch.num_new_tokens, computed, batch.samples)
             inputs = self._token_ids[batch.rows, known.ends - 1][places]
@@ -141,9 +157,16 @@ class Drafts:
         self._num_tokens[samplers[draws]] += num_tokens[draws]
         return kept
 
-    def _draft(self, drafter: Drafter, row: int, max_drafts: int) -> int:
-        end = int(self._num_tokens[row])
-        tokens = drafter.draft(row, self._token_ids[row, :end], max_drafts)
+    def _forced_of(self, rows: NDArray[np.integer]) -> Mapping[int, Sequence[int]]:
+        constrained = [
+            row for row in rows[self._rows.sampling.has_constraint[rows]].tolist() if row not in self._changed
+        ]
+        return self._forced(constrained) if constrained else {}
+
+    def _draft(self, drafter: Drafter, row: int, max_drafts: int, forced: Sequence[int]) -> int:
+        end, sampling = int(self._num_tokens[row]), self._rows.sampling
+        num_prompt, predicted = int(sampling.num_prompt_tokens[row]), sampling.predicted[row]
+        tokens = drafter.draft(RowText(self._token_ids[row, :end], num_prompt, predicted, forced), max_drafts)
         self._token_ids[row, end : end + len(tokens)] = tokens
         return len(tokens)
 

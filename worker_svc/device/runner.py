@@ -271,8 +271,9 @@ class ModelRunner:
         self._run_model = make_forward(model, pool, geometry.max_model_len, limits)
         self._run_decodes = make_decodes(model, pool, geometry.max_model_len, limits)
         self._matchers = matchers
-        self._drafts = Drafts(self._rows, drafter) if limits.max_drafts or limits.max_passes > 1 else None
-        self._multi_step_s = multi_step_s
+        forced = matchers.forced if matchers is not None else lambda rows: {}
+        drafts = Drafts(self._rows, drafter, forced) if limits.max_drafts or limits.max_passes > 1 else None
+        self._drafts, self._multi_step_s = drafts, multi_step_s
         self._seals = SealInventory(pool.geometry.num_gpu_blocks)
         self._failed_prompts = FailedPrompts()
         self._num_launched = 0

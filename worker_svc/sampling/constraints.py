@@ -289,6 +289,15 @@ class RowMatchers:
             return None
         return self._thread.submit(self._make, places, samplers, inputs)
 
+    def forced(self, rows: Sequence[int]) -> dict[int, list[int]]:
+        """The next tokens of these constrained rows, as far as the next text is certain. Waits for what they drew last.
+        They had no changes since the last `begin`."""
+        return self._thread.submit(self._forced, rows).result()
+
+    def _forced(self, rows: Sequence[int]) -> dict[int, list[int]]:
+        matchers = {row: held.ready() for row in rows if (held := self._rows.get(row)) is not None and held.draws}
+        return {row: forced for row, each in matchers.items() if each is not None and (forced := each.forced())}
+
     def drew(self, samplers: Int32Array, token_ids: DrawnTokens) -> None:
         """Passes the sampled tokens of the step of the last `begin`. Call it only if that returned masks."""
         self._thread.submit(self._follow_or_fail, self._append, samplers, token_ids)

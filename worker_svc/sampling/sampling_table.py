@@ -13,6 +13,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
+from quire.arrays import decode_int32
 from quire.common.v1.common_pb2 import RowSampling as RowSamplingMessage
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import unknown_field
@@ -80,7 +81,11 @@ class SamplingReader:
             prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
             rules=None if rules.is_neutral else rules,
             constraint=self._constraint(asked),
+            predicted=self._predicted(asked.predicted_token_ids),
         )
+
+    def _predicted(self, data: bytes) -> Int32Array | None:
+        return decode_int32(data, "predicted_token_ids", minimum=0, below=self._vocab_size) if data else None
 
     def _constraint(self, asked: RowSamplingMessage) -> RowConstraint | None:
         if not asked.sampling.HasField("constraint"):
@@ -155,6 +160,8 @@ class SamplingColumns:
     num_prompt_tokens: NDArray[np.int64]
     wants_prompt_logprobs: NDArray[np.bool_]
     num_prompt_logprobs: NDArray[np.int64]
+    predicted: NDArray[np.object_]
+    """The output that the caller expects; None if he says nothing of it."""
     is_refused: NDArray[np.bool_]
     refusal: NDArray[np.object_]
     """Why the row fails when it samples; None if it does not."""
@@ -182,6 +189,7 @@ class SamplingColumns:
             num_prompt_tokens=np.zeros(num_rows, np.int64),
             wants_prompt_logprobs=np.zeros(num_rows, np.bool_),
             num_prompt_logprobs=np.zeros(num_rows, np.int64),
+            predicted=np.full(num_rows, None, np.object_),
             is_refused=np.zeros(num_rows, np.bool_),
             refusal=np.full(num_rows, None, np.object_),
         )
@@ -209,12 +217,13 @@ class SamplingColumns:
         self.num_prompt_tokens[row] = num_prompt_tokens
         self.wants_prompt_logprobs[row] = sampling.prompt_logprobs is not None
         self.num_prompt_logprobs[row] = sampling.prompt_logprobs or 0
+        self.predicted[row] = sampling.predicted
         self.is_refused[row] = sampling.refusal is not None
         self.refusal[row] = sampling.refusal
 
     def clear(self, rows: Int32Array) -> None:
         """Frees what rows without a sequence hold; their numbers stay until `put` replaces them."""
-        self.rules[rows] = self.refusal[rows] = None
+        self.rules[rows] = self.refusal[rows] = self.predicted[rows] = None
         self.has_rules[rows] = self.has_constraint[rows] = self.is_refused[rows] = False
 
     def refuse(self, rows: NDArray[np.integer] | NDArray[np.bool_], reason: str) -> None:
