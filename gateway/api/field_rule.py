@@ -80,7 +80,7 @@ _GENERATION = Unread(
         "guided_decoding_disable_additional_properties": (False,),
         **_never(
             *("audio", "cache_salt", "guided_whitespace_pattern", "logits_processors"),
-            *("logprob_token_ids", "mm_processor_kwargs", "moderation", "prediction", "prompt_embeds"),
+            *("logprob_token_ids", "mm_processor_kwargs", "moderation", "prompt_embeds"),
             *("thinking_token_budget", "web_search_options"),
         ),
     },
@@ -95,7 +95,7 @@ COMPLETION = _GENERATION.plus(
     parallel_tool_calls=(True, False),
     add_generation_prompt=(True,),
     continue_final_message=(False,),
-    **_never("chat_template", "chat_template_kwargs", "documents", "enable_thinking"),
+    **_never("chat_template", "chat_template_kwargs", "documents", "enable_thinking", "prediction"),
 )
 # `index`, `parsed` and `parsed_arguments` are what OpenAI's client adds to answers, which are sent back.
 _OF_HISTORY = ("cache_control", "id", "index", "timestamp", "metadata")

@@ -26,9 +26,12 @@ class PromptTokensDetails(Shape):
 
 
 class CompletionTokensDetails(Shape):
-    """`reasoning_tokens` are those of the reasoning with the marks around it."""
+    """`reasoning_tokens` are those of the reasoning with the marks around it; the others count what the prediction of a
+    request was worth."""
 
     reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class CompletionUsage(Shape):

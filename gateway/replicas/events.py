@@ -47,6 +47,8 @@ class Usage:
     decode_ms: float = 0.0
     preemptions: int = 0
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class Logprob(NamedTuple):

@@ -31,6 +31,7 @@ class Parameters:
     output: OutputOptions
     eos_token_ids: tuple[int, ...]
     row_sampling: bytes
+    predicted: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +56,8 @@ class GenerationRequest:
     """The model's eos ids; empty if they are ignored."""
     row_sampling: bytes = b""
     """The worker's sampling parameters: a serialized quire.common.v1.RowSampling."""
+    predicted: Sequence[int] = ()
+    """The tokens that the caller expects, for the usage; workers have them in `row_sampling`."""
     priority: int = 0
     durable: bool = False
     """The request runs on without a reader for a while, and can be resumed."""

@@ -19,7 +19,7 @@ from gateway.replicas.events import (
     Usage,
 )
 from gateway.replicas.generation_request import GenerationRequest
-from gateway.replicas.sequence import SequenceStream, TokenGapError
+from gateway.replicas.sequence import SequenceStream, TokenGapError, num_predicted
 from gateway.turns import Turns
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, differing_parts
 from quire.failpoint import failpoint
@@ -269,6 +269,8 @@ class LiveRequest:
         # The scheduler knows no texts.
         if num_reasoning_tokens := self._num_reasoning_tokens:
             usage = dataclasses.replace(usage, reasoning_tokens=num_reasoning_tokens)
+        if predicted := self.request.predicted:
+            usage = self._with_prediction(usage, predicted)
         if self.request.stopping.stop:
             # The scheduler generates tokens until it learns that a stop string ended a sequence here.
             usage = dataclasses.replace(usage, generated_tokens=self.num_generated_tokens)
@@ -402,6 +404,11 @@ class LiveRequest:
     @property
     def _num_reasoning_tokens(self) -> int:
         return sum(stream.num_reasoning_tokens for stream in self.sequences)
+
+    def _with_prediction(self, usage: Usage, predicted: Sequence[int]) -> Usage:
+        accepted = [num_predicted(predicted, stream.token_ids) for stream in self.sequences]
+        rejected = sum(max(len(predicted) - each, 0) for each in accepted)
+        return dataclasses.replace(usage, accepted_prediction_tokens=sum(accepted), rejected_prediction_tokens=rejected)
 
     def _stream(self, index: int) -> SequenceStream:
         if index >= len(self.sequences):

@@ -66,9 +66,10 @@ def request_from_submit(submit: scheduler_pb2.Submit) -> GenerationRequest:
     if (field := unknown_field(submit)) is not None:
         raise _of_newer_release(f"has {field}")
     try:
-        sampling = common_pb2.RowSampling.FromString(submit.row_sampling).sampling
+        row = common_pb2.RowSampling.FromString(submit.row_sampling)
     except DecodeError as error:
         raise invalid_field("row_sampling", f"is no RowSampling: {error}") from error
+    sampling = row.sampling
     sampling.MergeFrom(submit.sampling)
     sampling.ClearField("seed")
     trace: scheduler_pb2.TraceContext | None = optional(submit, "trace_context")
@@ -82,6 +83,7 @@ def request_from_submit(submit: scheduler_pb2.Submit) -> GenerationRequest:
         seed=submit.sampling.seed,
         eos_token_ids=tuple(submit.eos_token_ids),
         row_sampling=submit.row_sampling,
+        predicted=tuple(decode_int32(row.predicted_token_ids, "predicted_token_ids", minimum=0).tolist()),
         priority=submit.priority,
         durable=True,
         nonce=submit.nonce,

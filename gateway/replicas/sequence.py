@@ -1,6 +1,8 @@
 """One sequence of a live request: tokens of schedulers become text and log probabilities, exactly once and in order."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 
 from gateway.replicas.events import Chunk, Finished, FinishReason, TokenLogprobs
 from gateway.text.detokenizer import TextPieces
@@ -253,3 +255,22 @@ class SequenceStream:
             return matcher.pass_over(text), None
         certain, stop_string = matcher.push(text)
         return (certain + stop_string if stop_string and self._includes_stop_string else certain), stop_string
+
+
+def num_predicted(predicted: Sequence[int], token_ids: Sequence[int]) -> int:
+    """How many of these tokens are those that a prediction has next: from its beginning on, and after a difference from
+    the first place behind it where the last two tokens stand."""
+    places: dict[tuple[int, int], list[int]] = {}
+    for place, pair in enumerate(pairwise(predicted), 1):
+        places.setdefault(pair, []).append(place)
+    num_right = following = 0
+    before: int | None = None
+    for token_id in token_ids:
+        if following < len(predicted) and predicted[following] == token_id:
+            num_right, following = num_right + 1, following + 1
+        elif before is not None:
+            found = places.get((before, token_id), [])
+            if (index := bisect_left(found, following)) < len(found):
+                num_right, following = num_right + 1, found[index] + 1
+        before = token_id
+    return num_right

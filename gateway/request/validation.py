@@ -83,6 +83,9 @@ def check_request(request: RequestOptions, limits: Limits, served_model: str | N
         violations.check_range("output.prompt_logprobs_start", start, 1, limits.max_prompt_tokens)
         if request.asked("output.prompt_logprobs") is None:
             violations.add("output.prompt_logprobs_start", "is set without output.prompt_logprobs")
+    if request.output.prediction:
+        violations.check_text("output.prediction", request.output.prediction)
+        _check_prompt_size(violations, "output.prediction", [request.output.prediction], limits, is_truncated=True)
     violations.check_range("priority", request.priority, -100, 100)
     violations.check_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, limits.max_prompt_tokens)
     if request.truncate_prompt_tokens == 0:

@@ -112,6 +112,7 @@ class GenerationOptions:
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int | None = None
     include_special_tokens: bool | None = None
+    prediction: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +205,8 @@ class Usage:
     decode_ms: float
     preemptions: int
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ _RENAMED = {
     "text": "prompt",
     "token_ids.ids": "prompt",
     "include_stop_string": "include_stop_str_in_output",
+    "prediction": "prediction.content",
     "beam_search.length_penalty": "length_penalty",
     "beam_search.early_stopping": "early_stopping",
 }
@@ -126,7 +127,13 @@ def chat_options(body: ChatBody, request_id: str) -> RequestOptions:
         parallel_tool_calls=body.parallel_tool_calls is not False,
         response_format=constraint_of(body),
     )
-    return _options(body, prompt, request_id, max_tokens, logprobs, body.prompt_logprobs)
+    options = _options(body, prompt, request_id, max_tokens, logprobs, body.prompt_logprobs)
+    if body.prediction is not None:
+        content = body.prediction.content
+        options.output.prediction = (
+            content if isinstance(content, str) else "".join(part.text or "" for part in content)
+        )
+    return options
 
 
 def chat_prompt(messages: Sequence[Message], fields: ConversationFields) -> ChatPrompt:

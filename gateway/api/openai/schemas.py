@@ -12,6 +12,7 @@ from gateway.api.body import max_entries
 from gateway.api.field_rule import Part, Unread
 from gateway.api.openai.constraint_fields import ConstraintFields, check_constraints
 from gateway.api.openai.conversation import (
+    ContentPart,
     ConversationFields,
     Message,
     ToolChoiceObject,
@@ -95,6 +96,13 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
 
 
+class Prediction(Part):
+    """`type` is content, the only one."""
+
+    type: str
+    content: str | ListOf[ContentPart]
+
+
 class ChatBody(GenerationBody, ConversationFields):
     api: ClassVar[str] = "chat"
     unread: ClassVar[Unread] = field_rule.CHAT
@@ -107,6 +115,7 @@ class ChatBody(GenerationBody, ConversationFields):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
+    prediction: Prediction | None = None
 
     @property
     def undeclared(self) -> Mapping[str, Any]:
@@ -189,6 +198,11 @@ def _check_combinations(violations: Violations, body: GenerationBody) -> None:
 def _check_chat(violations: Violations, body: ChatBody) -> None:
     if body.top_logprobs and not body.logprobs:
         violations.add("top_logprobs", "is set; it has a meaning only where logprobs is true")
+    if (prediction := body.prediction) is not None:
+        if prediction.type != "content":
+            violations.add("prediction.type", f'is {prediction.type[:40]!r}; it must be "content"')
+        if isinstance(prediction.content, list) and any(part.text is None for part in prediction.content):
+            violations.add("prediction.content", "has a part without text; a prediction has text parts")
     both = (body.max_tokens, body.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         violations.add("max_tokens", f"is {both[0]} and max_completion_tokens is {both[1]}; set one of them")

@@ -82,7 +82,10 @@ def usage_fields(usages: Sequence[Usage]) -> dict[str, Any]:
     completion_tokens = sum(usage.generated_tokens for usage in usages)
     return _token_counts(prompt_tokens, completion_tokens) | {
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
-        "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)},
+        "completion_tokens_details": {
+            name: sum(getattr(usage, name) for usage in usages)
+            for name in ("reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
+        },
     }
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.replicas.events import FinishReason
-from gateway.replicas.sequence import SequenceStream
+from gateway.replicas.sequence import SequenceStream, num_predicted
 from gateway.text.formats.answer import HARMONY_REASONING, AnswerFormat
 from gateway.text.formats.thinking import Thinking
 from tests.support.tokenizers import byte_level, wrapped
@@ -66,3 +66,22 @@ def test_tokens_of_the_reasoning_are_counted_with_its_marks(name, thinking, reas
     for offset, token_id in enumerate(first + last):
         again.accept(offset, [token_id])
     assert again.num_reasoning_tokens == stream.num_reasoning_tokens
+
+
+@pytest.mark.parametrize(
+    ("output", "count"),
+    [
+        ([], 0),
+        ([1, 2, 3, 4, 5, 6], 6),
+        # Something else is said, and then the rest.
+        ([1, 2, 9, 9, 4, 5, 6], 4),
+        # Something is left out.
+        ([1, 2, 5, 6], 3),
+        # What follows was said before: it is behind the beginning.
+        ([1, 2, 1, 2, 3], 3),
+        ([7, 8, 9], 0),
+        ([1, 2, 3, 4, 5, 6, 7, 8], 6),
+    ],
+)
+def test_tokens_that_follow_a_prediction_are_counted(output: list[int], count: int) -> None:
+    assert num_predicted([1, 2, 3, 4, 5, 6], output) == count

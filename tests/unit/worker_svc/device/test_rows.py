@@ -11,7 +11,7 @@ from quire.common.v1.common_pb2 import Constraint
 from quire.rpc.errors import InvalidArgument, QuireError
 from quire.worker.v1 import worker_pb2
 from tests.support.sampling import make_sampling
-from tests.support.steps import make_assign, make_batch, make_changes, make_step
+from tests.support.steps import int32, make_assign, make_batch, make_changes, make_step
 from tests.support.worker_client import make_assign as make_assign_message
 from worker_svc.device.row_ledger import RowLedger
 from worker_svc.device.rows import FailedPrompts, Rows
@@ -298,6 +298,7 @@ def test_every_column_of_the_sampling_table_follows_a_fork() -> None:
         rules=rules,
         constraint=RowConstraint(Constraint(regex="a"), ()),
         prompt_logprobs=4,
+        predicted=(predicted := int32([5, 6])),
         refusal="top_p is 7",
     )
     rows.apply(make_changes(assign=[make_assign(0, [1, 1], [1], sampling)], fork=[(0, 6)]))
@@ -305,7 +306,25 @@ def test_every_column_of_the_sampling_table_follows_a_fork() -> None:
         *(getattr(rows.sampling.take(np.array([6])), name) for name in rows.sampling.__slots__), strict=True
     )
     min_score = np.float32(np.log(0.125))
-    assert copied == (0.5, 3, 0.25, min_score, 7, True, 2, 0, True, rules, True, 2, True, 4, True, "top_p is 7")
+    assert copied == (
+        0.5,
+        3,
+        0.25,
+        min_score,
+        7,
+        True,
+        2,
+        0,
+        True,
+        rules,
+        True,
+        2,
+        True,
+        4,
+        predicted,
+        True,
+        "top_p is 7",
+    )
 
 
 def test_a_released_row_keeps_no_object() -> None:
