@@ -220,5 +220,10 @@ def line_of(deployment: Deployment, replica: ReplicaNumbers) -> str:
         f"replica {replica.address}: {health}, running {numbers['running_requests']}, "
         f"waiting {numbers['waiting_requests']}, swapped {numbers['swapped_requests']}, "
         f"{rates.get('generated_tokens', 0):.0f} tokens/s, first token {first_token}, "
-        f"KV {replica.kv_use:.0%}, preemptions {numbers['preemptions']}"
+        f"KV {replica.kv_use:.0%}, preemptions {numbers['preemptions']}{_drafts_of(numbers)}"
     )
+
+
+def _drafts_of(numbers: Mapping[str, Any]) -> str:
+    drafted = numbers.get("draft_tokens", 0)
+    return f", drafts right {numbers['accepted_draft_tokens'] / drafted:.0%}" if drafted else ""

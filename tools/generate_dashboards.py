@@ -342,6 +342,17 @@ MEMORY = (
         ),
     ),
     Panel(
+        "Drafted tokens that were drawn",
+        "Share of the drafted tokens that steps verify. With --speculate.",
+        _SHARE,
+        (
+            (
+                f"{rate('quire_scheduler_drafts_accepted_total')} / ({rate('quire_scheduler_drafts_total')} > 0)",
+                "drawn",
+            ),
+        ),
+    ),
+    Panel(
         "Requests by outcome",
         "aborted: the client left, or a stop string ended the request.",
         _PER_S,

@@ -95,7 +95,7 @@ COMPLETION = _GENERATION.plus(
     parallel_tool_calls=(True, False),
     add_generation_prompt=(True,),
     continue_final_message=(False,),
-    **_never("chat_template", "chat_template_kwargs", "documents", "enable_thinking", "prediction"),
+    **_never("chat_template", "chat_template_kwargs", "documents", "enable_thinking"),
 )
 # `index`, `parsed` and `parsed_arguments` are what OpenAI's client adds to answers, which are sent back.
 _OF_HISTORY = ("cache_control", "id", "index", "timestamp", "metadata")

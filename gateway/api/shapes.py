@@ -257,6 +257,8 @@ class InputTokensDetails(Shape):
 
 class OutputTokensDetails(Shape):
     reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class ResponseUsage(Shape):

@@ -49,6 +49,8 @@ class Usage:
     reasoning_tokens: int = 0
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 class Logprob(NamedTuple):
@@ -184,6 +186,7 @@ class Welcome:
     model: ModelFingerprint
     device_name: str = ""
     max_adapters: int = 0
+    max_drafts: int = 0
 
 
 @dataclass(slots=True)

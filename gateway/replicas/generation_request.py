@@ -55,9 +55,9 @@ class GenerationRequest:
     eos_token_ids: Sequence[int] = ()
     """The model's eos ids; empty if they are ignored."""
     row_sampling: bytes = b""
-    """The worker's sampling parameters: a serialized quire.common.v1.RowSampling."""
+    """The worker's sampling parameters: a serialized quire.common.v1.RowSampling, without the prediction."""
     predicted: Sequence[int] = ()
-    """The tokens that the caller expects, for the usage; workers have them in `row_sampling`."""
+    """The tokens that the caller expects, for workers that draft, and for the usage."""
     priority: int = 0
     durable: bool = False
     """The request runs on without a reader for a while, and can be resumed."""

@@ -376,7 +376,8 @@ class SchedulerLink:
         if not isinstance(mail, LiveRequest):
             return mail.SerializeToString()
         try:
-            return submit_message(mail).SerializeToString()
+            has_drafts = self.welcome is not None and self.welcome.max_drafts > 0
+            return submit_message(mail, has_drafts=has_drafts).SerializeToString()
         except Exception as error:
             self._listener.on_not_sent(mail, error)
             return None

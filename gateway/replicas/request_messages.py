@@ -18,8 +18,9 @@ from quire.scheduler.v1 import scheduler_pb2
 from quire.tracing import TraceContext
 
 
-def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
-    """The request with all defaults, and the tokens that the gateway has of it already."""
+def submit_message(live: LiveRequest, *, has_drafts: bool = True) -> scheduler_pb2.ConnectRequest:
+    """The request with all defaults, and the tokens that the gateway has of it already. Without the prediction for a
+    replica that does not draft."""
     request, asked, trace = live.request, live.request.sampling, live.request.trace
     submit = scheduler_pb2.Submit(
         handle=live.handle,
@@ -38,7 +39,7 @@ def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
         stopping=request.stopping,
         output=request.output,
         eos_token_ids=request.eos_token_ids,
-        row_sampling=request.row_sampling,
+        row_sampling=_row_sampling(request) if has_drafts else request.row_sampling,
         durable=request.durable,
         trace_context=trace and scheduler_pb2.TraceContext(traceparent=trace.traceparent, tracestate=trace.tracestate),
         emitted=[_emitted_message(stream) for stream in live.sequences if stream.token_ids],
@@ -56,6 +57,14 @@ def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
     return scheduler_pb2.ConnectRequest(submit=submit)
 
 
+def _row_sampling(request: GenerationRequest) -> bytes:
+    """With the prediction, which is long: protobuf merges what is joined."""
+    if not request.predicted:
+        return request.row_sampling
+    predicted = common_pb2.RowSampling(predicted_token_ids=encode_int32(request.predicted))
+    return request.row_sampling + predicted.SerializeToString()
+
+
 def request_from_submit(submit: scheduler_pb2.Submit) -> GenerationRequest:
     """A durable request that any gateway can go on with; the inverse of `submit_message`.
 
@@ -69,6 +78,11 @@ def request_from_submit(submit: scheduler_pb2.Submit) -> GenerationRequest:
         row = common_pb2.RowSampling.FromString(submit.row_sampling)
     except DecodeError as error:
         raise invalid_field("row_sampling", f"is no RowSampling: {error}") from error
+    predicted = decode_int32(row.predicted_token_ids, "predicted_token_ids", minimum=0)
+    row_sampling = submit.row_sampling
+    if len(predicted):
+        row.ClearField("predicted_token_ids")
+        row_sampling = row.SerializeToString(deterministic=True)
     sampling = row.sampling
     sampling.MergeFrom(submit.sampling)
     sampling.ClearField("seed")
@@ -82,8 +96,8 @@ def request_from_submit(submit: scheduler_pb2.Submit) -> GenerationRequest:
         output=submit.output,
         seed=submit.sampling.seed,
         eos_token_ids=tuple(submit.eos_token_ids),
-        row_sampling=submit.row_sampling,
-        predicted=tuple(decode_int32(row.predicted_token_ids, "predicted_token_ids", minimum=0).tolist()),
+        row_sampling=row_sampling,
+        predicted=tuple(predicted.tolist()),
         priority=submit.priority,
         durable=True,
         nonce=submit.nonce,

@@ -22,7 +22,6 @@ from gateway.text.tokenizer import Tokenizer
 from gateway.turns import TOKENS_PER_TURN, Turns
 from gateway.types import ChatPrompt, HeldSequence, Prompt, RequestOptions, TextPrompt, TokenPrompt
 from quire import entropy
-from quire.arrays import encode_int32
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,
     Constraint,
@@ -80,7 +79,8 @@ class CallParameters:
         if options.output.prediction:
             encoded = await model.tokenizer.encode(options.output.prediction, add_special_tokens=False)
             predicted = tuple(each for each in encoded[: limits.max_model_len] if each < limits.vocab_size)
-        parameters = resolve(options, model.sampling_defaults, model.eos_token_ids, bad_sequences, predicted)
+        parameters = resolve(options, model.sampling_defaults, model.eos_token_ids, bad_sequences)
+        parameters = replace(parameters, predicted=predicted)
         await turns.pause()
         check_choice(parameters, bad_sequences)
         if options.sampling.HasField("constraint"):
@@ -248,9 +248,8 @@ def resolve(
     model_defaults: SamplingParameters,
     eos_token_ids: tuple[int, ...],
     bad_sequences: Sequence[Sequence[int]] = (),
-    predicted: Sequence[int] = (),
 ) -> Parameters:
-    """The parameters of valid options. `bad_sequences` are the bad words, and `predicted` the prediction, as tokens."""
+    """The parameters of valid options. `bad_sequences` are the bad words as tokens."""
     sampling = _sampling(options.sampling, model_defaults)
     stopping = StoppingParameters(min_tokens=0, ignore_eos=False, include_stop_string=False)
     stopping.MergeFrom(options.stopping)
@@ -259,11 +258,11 @@ def resolve(
     output.ClearField("prediction")
     _keep_each_once(stopping.stop_token_ids)
     ending = () if stopping.ignore_eos else eos_token_ids
-    row_sampling = _row_sampling(sampling, stopping, ending, bad_sequences, predicted)
+    row_sampling = _row_sampling(sampling, stopping, ending, bad_sequences)
     if sampling.HasField("constraint"):
         # Only the worker delays the end, because a text that cannot continue ends before min_tokens.
         stopping.min_tokens = 0
-    return Parameters(sampling, stopping, output, ending, row_sampling, predicted)
+    return Parameters(sampling, stopping, output, ending, row_sampling)
 
 
 def drawn_seed(sampling: SamplingParameters) -> int:
@@ -344,13 +343,8 @@ def _row_sampling(
     stopping: StoppingParameters,
     eos_token_ids: Sequence[int],
     bad_sequences: Sequence[Sequence[int]],
-    predicted: Sequence[int],
 ) -> bytes:
-    row = RowSampling(
-        sampling=sampling,
-        bad_token_sequences=[TokenIds(ids=each) for each in bad_sequences],
-        predicted_token_ids=encode_int32(predicted),
-    )
+    row = RowSampling(sampling=sampling, bad_token_sequences=[TokenIds(ids=each) for each in bad_sequences])
     for name in _NOT_FOR_WORKERS:
         row.sampling.ClearField(name)
     if stopping.min_tokens or sampling.HasField("constraint"):

@@ -83,9 +83,9 @@ def check_request(request: RequestOptions, limits: Limits, served_model: str | N
         violations.check_range("output.prompt_logprobs_start", start, 1, limits.max_prompt_tokens)
         if request.asked("output.prompt_logprobs") is None:
             violations.add("output.prompt_logprobs_start", "is set without output.prompt_logprobs")
-    if request.output.prediction:
-        violations.check_text("output.prediction", request.output.prediction)
-        _check_prompt_size(violations, "output.prediction", [request.output.prediction], limits, is_truncated=True)
+    if prediction := request.asked("output.prediction"):
+        violations.check_text("output.prediction", prediction)
+        _check_prompt_size(violations, "output.prediction", [prediction], limits, is_truncated=True)
     violations.check_range("priority", request.priority, -100, 100)
     violations.check_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, limits.max_prompt_tokens)
     if request.truncate_prompt_tokens == 0:
@@ -143,6 +143,13 @@ def check_call(request: RequestOptions, num_requests: int, limits: Limits) -> No
                 f"has {count:,} entries for each of {num_requests:,} prompts, {count * num_requests:,} together; a "
                 f"call may have at most {MAX_CALL_PARAMETER_ENTRIES:,}; send fewer prompts at once",
             )
+    num_bytes = utf8_size(request.asked("output.prediction") or "") if num_requests > 1 else 0
+    if num_bytes * num_requests > MAX_CALL_PARAMETER_ENTRIES:
+        violations.add(
+            "output.prediction",
+            f"has {num_bytes:,} bytes for each of {num_requests:,} prompts, {num_bytes * num_requests:,} together; a "
+            f"call may have at most {MAX_CALL_PARAMETER_ENTRIES:,}; send fewer prompts at once",
+        )
     violations.raise_if_any()
 
 

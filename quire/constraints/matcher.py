@@ -347,9 +347,10 @@ class Matcher:
         """What must follow, in the tokens that the tokenizer makes of it; empty where there is a choice. The text may
         have other tokens."""
         grammar = self.needs_grammar
-        if grammar is None or grammar.is_error() or not (text := grammar.compute_ff_bytes()):
+        if grammar is None or grammar.is_error():
             return []
-        return self._template.vocabulary.tokenizer.tokenize_bytes(text)
+        # Of a copy, so that nothing that this does can be seen in a later mask.
+        return grammar.deep_copy().compute_ff_tokens()
 
     def finish(self, mask: Mask, delays_end: bool) -> None:
         """Completes a mask. It contains the mask of `needs_grammar` if there is one, and otherwise zeros.

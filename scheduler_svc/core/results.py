@@ -184,6 +184,7 @@ class Results:
         if result.num_tokens is not None:
             firsts = (np.cumsum(result.num_tokens) - result.num_tokens)[samples]
             counts = self._num_kept(rows, firsts, result.num_tokens[samples], result.token_ids)
+            self._count_drafts(rows, samples, counts, result)
             places = np.arange(len(rows)).repeat(counts)
             behind = np.arange(len(places)) - (np.cumsum(counts) - counts).repeat(counts)
             tokens, offsets = firsts[places] + behind, offsets[places] + behind
@@ -219,6 +220,17 @@ class Results:
             if not stops.isdisjoint(new := token_ids[first : first + count].tolist()):
                 kept[place] = next(index for index, token_id in enumerate(new, 1) if token_id in stops)
         return kept
+
+    def _count_drafts(self, rows: Array, samples: Array, num_kept: Array, result: StepResult) -> None:
+        if result.num_tokens is None or result.num_drafts is None:
+            return
+        num_drafts = result.num_drafts[samples]
+        # Each pass draws a token that is no draft; the row may have ended before that.
+        num_accepted = np.clip(result.num_tokens[samples] - result.num_passes, 0, np.minimum(num_kept, num_drafts))
+        for place in num_drafts.nonzero()[0].tolist():
+            sequence = self._batch.sequence(int(rows[place]))
+            sequence.num_drafted += int(num_drafts[place])
+            sequence.num_accepted += int(num_accepted[place])
 
     def _tell_tokens(
         self, rows: Array, offsets: Array, tokens: Array, token_ids: Array, logprobs: SampleLogprobs | None
@@ -528,4 +540,5 @@ def usage_of(group: SequenceGroup) -> Usage:
     else:
         num_generated = sum([len(each.token_ids) for each in group.sequences]) - num_prompt * len(group.sequences)
     times = (started - line.arrived, first - started, last - first)
-    return Usage(num_prompt, group.cached_tokens or 0, num_generated, group.preemptions, *times)
+    drafts = (sum(each.num_drafted for each in group.sequences), sum(each.num_accepted for each in group.sequences))
+    return Usage(num_prompt, group.cached_tokens or 0, num_generated, group.preemptions, *times, *drafts)

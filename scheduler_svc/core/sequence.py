@@ -44,6 +44,7 @@ class Sequence:
     `block_table` names blocks of the host pool, which hold keys and values of its first `num_swapped_tokens` tokens.
     If sequences are selected at the end, `cumulative_logprob` sums log probabilities, and `held_back` keeps those to
     be delivered. While it waits or is swapped, `cached_start` is what `BlockManager` found of it in the prefix cache.
+    `num_drafted` and `num_accepted` count its drafts that were verified, and those of them that it drew.
     """
 
     request: Request
@@ -58,6 +59,8 @@ class Sequence:
     cumulative_logprob: float = 0.0
     held_back: LogprobLog = field(default_factory=LogprobLog)
     cached_start: CachedStart | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     @property
     def num_tokens(self) -> int:

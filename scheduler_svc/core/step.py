@@ -213,6 +213,8 @@ class Usage(NamedTuple):
     queue_s: float
     prefill_s: float
     decode_s: float
+    drafted_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 class RequestEnd(NamedTuple):

@@ -169,6 +169,7 @@ def welcome_message(
             model=info.fingerprint.message(),
             device_name=info.device_name,
             max_adapters=info.max_adapters,
+            max_drafts=info.max_drafts,
         )
     )
 
@@ -246,6 +247,8 @@ def _request_end_message(handle: int, usage: Usage | None) -> scheduler_pb2.Requ
             prefill_ms=usage.prefill_s * 1e3,
             decode_ms=usage.decode_s * 1e3,
             preemptions=usage.preemptions,
+            drafted_tokens=usage.drafted_tokens,
+            accepted_draft_tokens=usage.accepted_draft_tokens,
         ),
     )
 

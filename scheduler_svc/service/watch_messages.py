@@ -173,6 +173,8 @@ def numbers(replica: ReplicaNow, counts: Counts, num_watchers: int) -> scheduler
     message.gpu_pool.CopyFrom(pool_message(scheduler.batch.blocks.pool, scheduler.pins.num_pinned))
     message.host_pool.CopyFrom(pool_message(scheduler.swap_space.pool))
     message.preemptions, message.swap_outs = scheduler.num_preemptions, scheduler.num_swap_outs
+    drafts = scheduler.draft_counts
+    message.draft_tokens, message.accepted_draft_tokens = drafts.num_drafts, sum(drafts.right_at)
     return message
 
 

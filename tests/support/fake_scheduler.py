@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,10 +71,11 @@ class FakeRequest:
         )
 
 
-def _usage(request: FakeRequest) -> common_pb2.Usage:
-    return common_pb2.Usage(
-        prompt_tokens=len(request.prompt), generated_tokens=request.num_emitted, queue_ms=1, prefill_ms=2, decode_ms=3
-    )
+def _usage(request: FakeRequest, drafts: Mapping[str, int]) -> common_pb2.Usage:
+    num_prompt = len(request.prompt)
+    usage = common_pb2.Usage(prompt_tokens=num_prompt, generated_tokens=request.num_emitted, **drafts)
+    usage.queue_ms, usage.prefill_ms, usage.decode_ms = 1, 2, 3
+    return usage
 
 
 class _Signal(asyncio.Event):
@@ -110,6 +111,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         wants_cache_updates: Whether the gateway of the open stream does.
         is_heard: Whether the gateway of the open stream has said more than hello, as it does when it knows the welcome.
         max_adapters: How many adapters its workers hold at once; 0 also stands for a release without adapters.
+        max_drafts: How many drafts of a sequence its workers verify; 0 also stands for a release without drafts.
+        drafts: What the usage of each request says of drafts.
         block_size: Of pins; shorter prefixes are refused.
         pins: The pinned token ids by pin id.
         pin_requests: What came, in order.
@@ -124,6 +127,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     architecture: str = "LlamaForCausalLM"
     max_logprobs: int = 20
     max_adapters: int = 2
+    max_drafts: int = 7
+    drafts: Mapping[str, int] = field(default_factory=dict[str, int])
     protocol: ProtocolVersions = SCHEDULER_PROTOCOL
     model: ModelFingerprint = UNKNOWN_MODEL
     rule: TokenRule = counting_rule
@@ -395,7 +400,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         if ended is not None:
             self.aborted.append(ended.submit.request_id)
         if abort.wants_usage and self.answers_aborts:
-            end = scheduler_pb2.RequestEnd(handle=abort.handle, usage=None if ended is None else _usage(ended))
+            end = scheduler_pb2.RequestEnd(
+                handle=abort.handle, usage=None if ended is None else _usage(ended, self.drafts)
+            )
             self.send(scheduler_pb2.TokenEvents(completed=[end]))
 
     def _take(self, submit: scheduler_pb2.Submit) -> None:
@@ -478,7 +485,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         if is_stop:
             end.stop_token_id = token_id
         events.finished.append(end)
-        events.completed.append(scheduler_pb2.RequestEnd(handle=request.submit.handle, usage=_usage(request)))
+        events.completed.append(
+            scheduler_pb2.RequestEnd(handle=request.submit.handle, usage=_usage(request, self.drafts))
+        )
         return True
 
     @staticmethod
@@ -517,6 +526,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             dtype="float32",
             max_logprobs=self.max_logprobs,
             max_adapters=self.max_adapters,
+            max_drafts=self.max_drafts,
         )
 
 

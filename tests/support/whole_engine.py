@@ -17,7 +17,7 @@ from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import Adapter, ClientId, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import ClientEvents, StepPlan
+from scheduler_svc.core.step import ClientEvents, StepPlan, Usage
 from scheduler_svc.service.worker_messages import StepAnswer, replica_info, step_answer, step_message
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.runner import ModelRunner
@@ -88,6 +88,7 @@ class WholeEngine:
         settings = load_settings(WorkerSettings, flags, {}, program="quire worker")
         self.worker = build_worker(settings, DeviceLoop())
         self.num_drafts = self.num_accepted = self.num_steps = self.num_passes = 0
+        self.usages: dict[int, Usage] = {}
 
     def use(self, drafter: Drafter) -> None:
         """Drafts by this one from now on."""
@@ -113,6 +114,7 @@ class WholeEngine:
         scheduler = Scheduler(SchedulerConfig(**(values | config)))
         self.worker._ledger.reset()
         self.num_drafts = self.num_accepted = self.num_steps = self.num_passes = 0
+        self.usages = {}
         decoder, texts = StepDecoder(self.worker.info), defaultdict[tuple[int, int], Text](Text)
         for request in requests:
             scheduler.submit(request, 0.0)
@@ -129,6 +131,7 @@ class WholeEngine:
             answer.check_rows(scheduler.in_flight[0])
             for events in scheduler.apply(answer.result, 0.0).values():
                 _take(events, texts)
+                self.usages |= {int(end.handle): end.usage for end in events.completed}
             invariants.check(scheduler)
 
     def _answer(self, plan: StepPlan, decoder: StepDecoder, vocab_size: int) -> StepAnswer:

@@ -107,6 +107,10 @@ class Drafts:
         self._num_tokens[changes.fork[:, 1]] = self._num_tokens[changes.fork[:, 0]]
         for each in changes.set_tokens:
             self._num_tokens[each.row] = each.position + len(each.token_ids)
+        followed = self._rows.sampling.followed
+        for row in self._changed:
+            if followed[row] is not None:
+                followed[row] = followed[row].anew()
 
     def expand(self, batch: Batch) -> DraftedBatch:
         """Puts rows that sample where they are, and adds the drafts that they may have, which are written to them."""
@@ -164,9 +168,9 @@ class Drafts:
         return self._forced(constrained) if constrained else {}
 
     def _draft(self, drafter: Drafter, row: int, max_drafts: int, forced: Sequence[int]) -> int:
-        end, sampling = int(self._num_tokens[row]), self._rows.sampling
-        num_prompt, predicted = int(sampling.num_prompt_tokens[row]), sampling.predicted[row]
-        tokens = drafter.draft(RowText(self._token_ids[row, :end], num_prompt, predicted, forced), max_drafts)
+        end = int(self._num_tokens[row])
+        text = RowText(self._token_ids[row, :end], self._rows.sampling.followed[row], forced)
+        tokens = drafter.draft(text, max_drafts)
         self._token_ids[row, end : end + len(tokens)] = tokens
         return len(tokens)
 

@@ -17,6 +17,62 @@ _NONE = np.zeros(0, np.int32)
 _MIN_MATCH, _MAX_MATCH = 2, 6
 """Of the last tokens of a row, so many at least occur before, and the place where most of them do, up to so many, is
 taken."""
+_WINDOW = 2048
+"""A prediction is searched for the row's last tokens this far before and behind where they are expected."""
+_MAX_CATCH_UP = 64
+"""Of a row that comes with output, so many last tokens tell the place in its prediction."""
+_NEAR = 8
+"""Up to this distance from where it is expected a single token tells the place, else `_MIN_MATCH` do."""
+
+
+@dataclass(slots=True)
+class FollowedPrediction:
+    """What the caller of a row expects it to say, and how far the row has followed that."""
+
+    predicted: Int32Array
+    num_prompt_tokens: int
+    num_seen: int | None = None
+    """How many of the row's tokens `place` is for; None before the first draft."""
+    place: int = 0
+    """Where the prediction goes on if the output follows it, or token by token beside it while it does not."""
+    left_at: int | None = None
+    """Where the output left the prediction, until it is found there again."""
+
+    def anew(self) -> "FollowedPrediction":
+        """For a row whose tokens are others than before, or that continues another."""
+        return FollowedPrediction(self.predicted, self.num_prompt_tokens)
+
+    def after(self, token_ids: Int32Array, max_drafts: int) -> Int32Array:
+        """What comes next after the row's tokens, which are at least those of the last call; nothing where the output
+        has left the prediction."""
+        if self.num_seen is None:
+            self.num_seen = max(self.num_prompt_tokens, len(token_ids) - _MAX_CATCH_UP)
+            self.place = self.num_seen - self.num_prompt_tokens
+        while self.num_seen < len(token_ids):
+            new, expected = token_ids[self.num_seen :], self.predicted[self.place :]
+            length = min(len(new), len(expected))
+            differ = np.flatnonzero(new[:length] != expected[:length])
+            if num_equal := int(differ[0]) if len(differ) else length:
+                self.left_at = None
+            else:
+                num_equal = 1
+                self._find(token_ids[: self.num_seen + 1])
+            self.num_seen += num_equal
+            self.place += num_equal
+        return _NONE if self.left_at is not None else self.predicted[self.place : self.place + max_drafts]
+
+    def _find(self, token_ids: Int32Array) -> None:
+        """The last of these is not what was predicted. Sets `place` to where it is, near where the output should be if
+        it left out or added tokens."""
+        if self.left_at is None:
+            self.left_at = self.place
+        begin = max(self.left_at - _WINDOW, 0)
+        ends, num_matched = _longest_matches(self.predicted[begin : self.place + _WINDOW], token_ids)
+        if num_matched:
+            distances = np.maximum(self.left_at - begin - ends, 0) + np.maximum(ends + begin - self.place, 0)
+            nearest = int(np.argmin(distances))
+            if num_matched >= _MIN_MATCH or distances[nearest] <= _NEAR:
+                self.place, self.left_at = begin + int(ends[nearest]), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +81,7 @@ class RowText:
 
     token_ids: Int32Array
     """Prompt and output, at least 1."""
-    num_prompt_tokens: int = 0
-    predicted: Int32Array | None = None
-    """What its caller expects it to say."""
+    followed: FollowedPrediction | None = None
     forced: Sequence[int] = field(default=())
     """What its constraint leaves no choice about, in the tokens of the tokenizer: others may have the same text."""
 
@@ -41,22 +95,10 @@ class Drafter(Protocol):
 
 
 class PredictionDrafter:
-    """The tokens that the caller predicts: those that follow the output where that is the beginning of the prediction,
-    and where its last tokens occur in it, else."""
+    """The tokens that the caller predicts, from where the output follows them, again behind what is another text."""
 
     def draft(self, text: RowText, max_drafts: int) -> Int32Array:
-        predicted, output = text.predicted, text.token_ids[text.num_prompt_tokens :]
-        if predicted is None or not len(output):
-            return _NONE
-        end = len(output)
-        if np.array_equal(predicted[:end], output):
-            return predicted[end : end + max_drafts]
-        ends = _ends_of_longest_match(predicted, output)
-        if not len(ends):
-            return _NONE
-        # What was left out or added before is mostly less than what repeats.
-        nearest = int(ends[np.argmin(np.abs(ends - end))])
-        return predicted[nearest + 1 : nearest + 1 + max_drafts]
+        return _NONE if text.followed is None else text.followed.after(text.token_ids, max_drafts)
 
 
 class GrammarDrafter:
@@ -75,8 +117,8 @@ class NgramDrafter:
 
     def draft(self, text: RowText, max_drafts: int) -> Int32Array:
         token_ids, newest = text.token_ids, len(text.token_ids) - 1
-        ends = _ends_of_longest_match(token_ids[:newest], token_ids)
-        if not len(ends):
+        ends, num_matched = _longest_matches(token_ids[:newest], token_ids)
+        if num_matched < _MIN_MATCH:
             return _NONE
         end = int(ends[-1])
         return token_ids[end + 1 + np.arange(max_drafts) % (newest - end)]
@@ -99,8 +141,9 @@ KINDS = {"prediction": PredictionDrafter, "grammar": GrammarDrafter, "ngram": Ng
 """By the names of `--speculate`, in the order in which they are asked."""
 
 
-def _ends_of_longest_match(token_ids: Int32Array, last: Int32Array) -> NDArray[np.intp]:
-    """Where the last tokens of `last` occur in `token_ids`: the index of the last one of each longest match, rising."""
+def _longest_matches(token_ids: Int32Array, last: Int32Array) -> tuple[NDArray[np.intp], int]:
+    """Where the most of the last tokens of `last` occur in `token_ids`, as the index of the last one, rising; and how
+    many these are."""
     newest = len(last) - 1
     ends = np.flatnonzero(token_ids == last[newest])
     num_matched = min(len(ends), 1)
@@ -110,4 +153,4 @@ def _ends_of_longest_match(token_ids: Int32Array, last: Int32Array) -> NDArray[n
         if not len(longer):
             break
         ends, num_matched = longer, num_matched + 1
-    return ends if num_matched >= _MIN_MATCH else ends[:0]
+    return ends, num_matched

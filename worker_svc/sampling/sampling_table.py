@@ -19,6 +19,7 @@ from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import unknown_field
 from quire.rpc.errors import InvalidArgument, invalid_field
 from quire.worker.v1 import worker_pb2
+from worker_svc.sampling.drafters import FollowedPrediction
 from worker_svc.step import Int32Array, LogitRules, ModelGeometry, RowConstraint, RowSampling, WorkerLimits
 
 _LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
@@ -160,8 +161,8 @@ class SamplingColumns:
     num_prompt_tokens: NDArray[np.int64]
     wants_prompt_logprobs: NDArray[np.bool_]
     num_prompt_logprobs: NDArray[np.int64]
-    predicted: NDArray[np.object_]
-    """The output that the caller expects; None if he says nothing of it."""
+    followed: NDArray[np.object_]
+    """`FollowedPrediction`, the output that the caller expects; None if there is none."""
     is_refused: NDArray[np.bool_]
     refusal: NDArray[np.object_]
     """Why the row fails when it samples; None if it does not."""
@@ -189,7 +190,7 @@ class SamplingColumns:
             num_prompt_tokens=np.zeros(num_rows, np.int64),
             wants_prompt_logprobs=np.zeros(num_rows, np.bool_),
             num_prompt_logprobs=np.zeros(num_rows, np.int64),
-            predicted=np.full(num_rows, None, np.object_),
+            followed=np.full(num_rows, None, np.object_),
             is_refused=np.zeros(num_rows, np.bool_),
             refusal=np.full(num_rows, None, np.object_),
         )
@@ -217,13 +218,14 @@ class SamplingColumns:
         self.num_prompt_tokens[row] = num_prompt_tokens
         self.wants_prompt_logprobs[row] = sampling.prompt_logprobs is not None
         self.num_prompt_logprobs[row] = sampling.prompt_logprobs or 0
-        self.predicted[row] = sampling.predicted
+        predicted = sampling.predicted
+        self.followed[row] = None if predicted is None else FollowedPrediction(predicted, num_prompt_tokens)
         self.is_refused[row] = sampling.refusal is not None
         self.refusal[row] = sampling.refusal
 
     def clear(self, rows: Int32Array) -> None:
         """Frees what rows without a sequence hold; their numbers stay until `put` replaces them."""
-        self.rules[rows] = self.refusal[rows] = self.predicted[rows] = None
+        self.rules[rows] = self.refusal[rows] = self.followed[rows] = None
         self.has_rules[rows] = self.has_constraint[rows] = self.is_refused[rows] = False
 
     def refuse(self, rows: NDArray[np.integer] | NDArray[np.bool_], reason: str) -> None:

@@ -127,13 +127,7 @@ def chat_options(body: ChatBody, request_id: str) -> RequestOptions:
         parallel_tool_calls=body.parallel_tool_calls is not False,
         response_format=constraint_of(body),
     )
-    options = _options(body, prompt, request_id, max_tokens, logprobs, body.prompt_logprobs)
-    if body.prediction is not None:
-        content = body.prediction.content
-        options.output.prediction = (
-            content if isinstance(content, str) else "".join(part.text or "" for part in content)
-        )
-    return options
+    return _options(body, prompt, request_id, max_tokens, logprobs, body.prompt_logprobs)
 
 
 def chat_prompt(messages: Sequence[Message], fields: ConversationFields) -> ChatPrompt:
@@ -206,6 +200,7 @@ def _options(
     write(stopping, "stopping.stop_token_ids", body.stop_token_ids, as_written)
     output = OutputOptions(include_special_tokens=body.skip_special_tokens is False)
     write(output, "output.logprobs", logprobs, as_written)
+    write(output, "output.prediction", body.prediction and body.prediction.text, as_written)
     write(output, "output.prompt_logprobs", prompt_logprobs, as_written)
     return RequestOptions(
         prompt=prompt,

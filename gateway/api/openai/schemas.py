@@ -42,6 +42,18 @@ class StreamOptions(Part):
     continuous_usage_stats: bool | None = None
 
 
+class Prediction(Part):
+    """A text that the answer is likely to repeat, or its parts, one after the other. `type` is content, the only
+    one."""
+
+    type: str
+    content: str | ListOf[ContentPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
+
+
 class GenerationBody(Body, ConstraintFields):
     """Fields of completions and chat completions; vLLM adds those below the blank line.
 
@@ -61,6 +73,7 @@ class GenerationBody(Body, ConstraintFields):
     logit_bias: Annotated[dict[Annotated[int, Field(strict=False)], float] | None, max_entries(MAX_LOGIT_BIAS)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    prediction: Prediction | None = None
 
     top_k: int | None = None
     min_p: float | None = None
@@ -96,13 +109,6 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
 
 
-class Prediction(Part):
-    """`type` is content, the only one."""
-
-    type: str
-    content: str | ListOf[ContentPart]
-
-
 class ChatBody(GenerationBody, ConversationFields):
     api: ClassVar[str] = "chat"
     unread: ClassVar[Unread] = field_rule.CHAT
@@ -115,7 +121,6 @@ class ChatBody(GenerationBody, ConversationFields):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
-    prediction: Prediction | None = None
 
     @property
     def undeclared(self) -> Mapping[str, Any]:
@@ -191,18 +196,23 @@ def _check_combinations(violations: Violations, body: GenerationBody) -> None:
             violations.add("early_stopping", "has a meaning only where use_beam_search is true")
     # Checked here, because the validator's error would show the opposite sign.
     violations.check_range("priority", body.priority, -HIGHEST_PRIORITY, HIGHEST_PRIORITY)
+    check_prediction(violations, body.prediction)
     if isinstance(body, ChatBody):
         _check_chat(violations, body)
+
+
+def check_prediction(violations: Violations, prediction: Prediction | None) -> None:
+    if prediction is None:
+        return
+    if prediction.type != "content":
+        violations.add("prediction.type", f'is {prediction.type[:40]!r}; it must be "content"')
+    if isinstance(prediction.content, list) and any(part.text is None for part in prediction.content):
+        violations.add("prediction.content", "has a part without text; a prediction has text parts")
 
 
 def _check_chat(violations: Violations, body: ChatBody) -> None:
     if body.top_logprobs and not body.logprobs:
         violations.add("top_logprobs", "is set; it has a meaning only where logprobs is true")
-    if (prediction := body.prediction) is not None:
-        if prediction.type != "content":
-            violations.add("prediction.type", f'is {prediction.type[:40]!r}; it must be "content"')
-        if isinstance(prediction.content, list) and any(part.text is None for part in prediction.content):
-            violations.add("prediction.content", "has a part without text; a prediction has text parts")
     both = (body.max_tokens, body.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         violations.add("max_tokens", f"is {both[0]} and max_completion_tokens is {both[1]}; set one of them")

@@ -33,6 +33,7 @@ from gateway.api.openai.constraint_fields import (
     constraint_of,
 )
 from gateway.api.openai.read import meant
+from gateway.api.openai.schemas import Prediction, check_prediction
 from gateway.auth.caller import HIGHEST_PRIORITY
 from gateway.request.limits import MAX_LOGIT_BIAS
 from gateway.request.violations import Violations, shortened
@@ -51,6 +52,7 @@ _MAX_INCLUDE = 32
 _RENAMED = {
     "stopping.max_tokens": "max_output_tokens",
     "output.logprobs": "top_logprobs",
+    "output.prediction": "prediction.content",
     "messages": "input",
     "tool_choice.mode": "tool_choice",
 }
@@ -312,6 +314,8 @@ class ResponseBody(InputBody):
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     top_k: int | None = None
     ignore_eos: bool | None = None
+    # OpenAI has it in chat completions only.
+    prediction: Prediction | None = None
     priority: int | None = None
     structured_outputs: StructuredOutputs | None = None
     metadata: Annotated[dict[str, str] | None, max_entries(_MAX_METADATA)] = None
@@ -376,6 +380,7 @@ def _check_output(violations: Violations, body: ResponseBody) -> None:
         check_constraints(violations, ConstraintFields(structured_outputs=body.structured_outputs))
         if _constraint(body.text) is not None:
             violations.add("structured_outputs", "is set, and text.format too; an answer can match only one of them")
+    check_prediction(violations, body.prediction)
     metadata = body.metadata or {}
     for name, value in metadata.items():
         if len(name) > 64 or len(value) > 512:
@@ -478,6 +483,7 @@ def options_of(body: ResponseBody, messages: Sequence[ChatMessage], request_id: 
     stopping.ignore_eos = bool(body.ignore_eos)
     if body.shows_logprobs:
         write(output, "output.logprobs", body.top_logprobs or 0, as_written)
+    write(output, "output.prediction", body.prediction and body.prediction.text, as_written)
     return RequestOptions(
         prompt_of(body, messages),
         body.model or None,

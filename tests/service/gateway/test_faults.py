@@ -102,10 +102,10 @@ async def test_a_completed_request_is_not_aborted(gateway, scheduler):
 async def test_a_request_that_cannot_be_submitted_fails_alone(gateway, scheduler, monkeypatch):
     real = link.submit_message
 
-    def submit_message(live):
+    def submit_message(live, **options):
         if live.request.request_id == "broken":
             raise ZeroDivisionError("nobody thought of this")
-        return real(live)
+        return real(live, **options)
 
     monkeypatch.setattr(link, "submit_message", submit_message)
     broken = error_of(gateway.generation.GenerateStream(stream_request("hello", request_id="broken")))

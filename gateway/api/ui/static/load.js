@@ -136,6 +136,10 @@ export class LoadView {
       ],
       ["preemptions", whole(numbers.preemptions), `${whole(numbers.swap_outs)} by swap`],
     ];
+    if (numbers.draft_tokens) {
+      const drawn = percent(numbers.accepted_draft_tokens / numbers.draft_tokens);
+      facts.push(["drafts right", drawn, `of ${short(numbers.draft_tokens)}`]);
+    }
     find("#numbers").replaceChildren(...facts.map(([name, value, more]) => make(
       "div", {}, make("dt", {}, name), make("dd", {}, make("b", {}, value), make("small", {}, more)),
     )));

@@ -298,7 +298,7 @@ def test_every_column_of_the_sampling_table_follows_a_fork() -> None:
         rules=rules,
         constraint=RowConstraint(Constraint(regex="a"), ()),
         prompt_logprobs=4,
-        predicted=(predicted := int32([5, 6])),
+        predicted=int32([5, 6]),
         refusal="top_p is 7",
     )
     rows.apply(make_changes(assign=[make_assign(0, [1, 1], [1], sampling)], fork=[(0, 6)]))
@@ -321,7 +321,7 @@ def test_every_column_of_the_sampling_table_follows_a_fork() -> None:
         2,
         True,
         4,
-        predicted,
+        rows.sampling.followed[0],
         True,
         "top_p is 7",
     )

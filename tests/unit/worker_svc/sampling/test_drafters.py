@@ -1,0 +1,76 @@
+"""What drafters guess, and how they keep to it."""
+
+import numpy as np
+import pytest
+
+from worker_svc.sampling.drafters import FollowedPrediction, NgramDrafter, PredictionDrafter, RowText
+
+PROMPT = [7, 7, 7]
+PREDICTED = list(range(100, 160))
+
+
+def followed_by(predicted: list[int]) -> FollowedPrediction:
+    return FollowedPrediction(np.array(predicted, np.int32), len(PROMPT))
+
+
+def draft(followed: FollowedPrediction, output: list[int], max_drafts: int = 3) -> list[int]:
+    text = RowText(np.array([*PROMPT, *output], np.int32), followed)
+    return PredictionDrafter().draft(text, max_drafts).tolist()
+
+
+@pytest.fixture
+def followed() -> FollowedPrediction:
+    return followed_by(PREDICTED)
+
+
+def test_a_prediction_is_drafted_from_its_start_to_its_end(followed: FollowedPrediction) -> None:
+    assert draft(followed, []) == [100, 101, 102]
+    assert draft(followed, PREDICTED[:1]) == [101, 102, 103]
+    assert draft(followed, PREDICTED[:58]) == [158, 159]
+    assert draft(followed, PREDICTED) == []
+    assert draft(followed, [*PREDICTED, 5]) == []
+
+
+def test_behind_a_token_that_is_another_one_the_prediction_goes_on(followed: FollowedPrediction) -> None:
+    output = PREDICTED[:10]
+    assert draft(followed, output) == [110, 111, 112]
+    output = [*output, 5]
+    assert draft(followed, output) == []
+    assert draft(followed, [*output, 111]) == [112, 113, 114]
+
+
+def test_behind_tokens_that_are_left_out_or_added_it_goes_on_from_where_they_are(followed: FollowedPrediction) -> None:
+    output = [*PREDICTED[:10], 120, 121]
+    assert draft(followed, output) == [122, 123, 124]
+    output += [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert draft(followed, output) == []
+    assert draft(followed, [*output, 122, 123]) == [124, 125, 126]
+
+
+def test_of_places_with_the_same_tokens_it_takes_the_one_that_is_nearest() -> None:
+    record = [1, 2, 3, 4]
+    followed = followed_by([*record, 50, *record, 60, *record, 70])
+    assert draft(followed, [*record, 50, *record]) == [60, 1, 2]
+    # A token that is another one, and goes on behind it.
+    assert draft(followed, [*record, 50, *record, 9, *record]) == [70]
+
+
+def test_the_drafts_are_those_of_the_tokens_however_they_came(followed: FollowedPrediction) -> None:
+    rng = np.random.default_rng(5)
+    output = [token if rng.random() > 0.15 else int(rng.integers(20)) for token in PREDICTED]
+    for end in range(len(output)):
+        assert draft(followed, output[:end]) == draft(followed.anew(), output[:end])
+
+
+def test_a_row_without_a_prediction_has_no_drafts_of_it() -> None:
+    text = RowText(np.array(PROMPT, np.int32))
+    assert not len(PredictionDrafter().draft(text, 4))
+
+
+def test_the_longest_and_last_occurrence_is_what_follows() -> None:
+    def ngram(*token_ids: int, max_drafts: int = 2) -> list[int]:
+        return NgramDrafter().draft(RowText(np.array(token_ids, np.int32)), max_drafts).tolist()
+
+    assert ngram(1, 2, 3, 4, 9, 2, 3, 5, 8, 1, 2, 3) == [4, 9]
+    assert ngram(4, 4, 4, max_drafts=3) == [4, 4, 4]
+    assert ngram(1, 2, 3) == []
