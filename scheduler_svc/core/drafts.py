@@ -30,14 +30,15 @@ class DraftCounts:
     num_drafts: int = 0
     right_at: list[int] = field(default_factory=list[int])
 
-    def add(self, num_tokens: Array, num_drafts: Array) -> None:
-        """A step brought so many tokens of its samples, which had so many drafts."""
+    def add(self, num_right: Array, num_drafts: Array) -> None:
+        """A step verified so many drafts of its samples. Of a step in which the model ran several times, the right ones
+        count as if they had followed each other."""
         self.num_samples += int(np.count_nonzero(num_drafts))
         self.num_drafts += int(num_drafts.sum())
-        longest = int(num_tokens.max()) - 1
+        longest = int(num_right.max())
         self.right_at += [0] * (longest - len(self.right_at))
         for place in range(longest):
-            self.right_at[place] += int(np.count_nonzero(num_tokens > place + 1))
+            self.right_at[place] += int(np.count_nonzero(num_right > place))
 
 
 class DraftBudget:

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
+import numpy as np
+
 from scheduler_svc.core.admission import Obstacle, Room, Stop, TokenShares
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.block_pool import BlockHash, BlockId
@@ -529,7 +531,8 @@ class Scheduler:
         self.in_flight.popleft()
         self._pace.answered(step, now)
         if result.num_tokens is not None and result.num_drafts is not None:
-            self.draft_counts.add(result.num_tokens, result.num_drafts)
+            if result.num_drafts.any():
+                self.draft_counts.add(np.maximum(result.num_tokens - result.num_passes, 0), result.num_drafts)
             drafted = (result.num_tokens > 1) & (self.batch.rows.incarnation[step.rows] == step.incarnations)
             tenants = self.batch.rows.tenant[step.rows[drafted]]
             self.policy.charge_drafts(tenants, result.num_tokens[drafted] - 1)

@@ -112,7 +112,9 @@ def test_predictions_and_grammars_and_repetitions_save_steps_and_change_nothing(
     greedy: dict[str, Any] = {"sampling": {"temperature": 0.0}}
     schema = '{"type": "object", "properties": {"temperature_in_celsius": {"type": "integer"}}, "required": ['
     schema += '"temperature_in_celsius"], "additionalProperties": false}'
-    constrained = {"sampling": {"temperature": 0.0, "constraint": Constraint(json_schema=schema, no_white_space=True)}}
+    constrained: dict[str, Any] = {
+        "sampling": {"temperature": 0.0, "constraint": Constraint(json_schema=schema, no_white_space=True)}
+    }
 
     text = off.run([make_request(0, prompt, **greedy)])[0, 0].token_ids
     # Something was left out, and something else is said in its place.
