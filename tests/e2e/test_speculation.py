@@ -109,20 +109,22 @@ def test_predictions_and_grammars_and_repetitions_save_steps_and_change_nothing(
     on = WholeEngine(*flags, "--speculate", "prediction,grammar,ngram")
     vocab_size = off.worker.info.model.vocab_size
     prompt = np.random.default_rng(5).integers(20, vocab_size, 20).tolist()
-    greedy: dict[str, Any] = {"sampling": {"temperature": 0.0}}
+    greedy = {"temperature": 0.0}
     schema = '{"type": "object", "properties": {"temperature_in_celsius": {"type": "integer"}}, "required": ['
     schema += '"temperature_in_celsius"], "additionalProperties": false}'
-    constrained: dict[str, Any] = {
-        "sampling": {"temperature": 0.0, "constraint": Constraint(json_schema=schema, no_white_space=True)}
-    }
+    constrained = greedy | {"constraint": Constraint(json_schema=schema, no_white_space=True)}
 
-    text = off.run([make_request(0, prompt, **greedy)])[0, 0].token_ids
+    text = off.run([make_request(0, prompt, sampling=greedy)])[0, 0].token_ids
     # Something was left out, and something else is said in its place.
     predicted = [*text[:10], *text[14:25], 21, 22, *text[27:]]
     cases = {
-        "prediction": (make_request(0, prompt, **greedy), make_request(0, prompt, predicted=predicted, **greedy), 15),
-        "grammar": (make_request(0, prompt, **constrained), make_request(0, prompt, **constrained), 1),
-        "ngram": (make_request(0, prompt * 3, **greedy), make_request(0, prompt * 3, **greedy), 0),
+        "prediction": (
+            make_request(0, prompt, sampling=greedy),
+            make_request(0, prompt, predicted=predicted, sampling=greedy),
+            15,
+        ),
+        "grammar": (make_request(0, prompt, sampling=constrained), make_request(0, prompt, sampling=constrained), 1),
+        "ngram": (make_request(0, prompt * 3, sampling=greedy), make_request(0, prompt * 3, sampling=greedy), 0),
     }
     for name, (plain, drafting, num_saved) in cases.items():
         expected = off.run([plain])
