@@ -400,7 +400,9 @@ async def _fails(call: Awaitable[Any]) -> None:
 
 @contextlib.contextmanager
 def _running(*command: str):
-    process = subprocess.Popen([*command, "--log-level", "warning"], env=child_environ(os.environ), process_group=0)
+    # A worker that can run the model several times in a step is told how often, as no release before it was.
+    environ = child_environ(os.environ) | {"QUIRE_MULTI_STEP_MS": "0"}
+    process = subprocess.Popen([*command, "--log-level", "warning"], env=environ, process_group=0)
     try:
         yield process
     finally:
