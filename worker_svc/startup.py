@@ -70,9 +70,9 @@ _SAMPLING = RowSampling(
 )
 # On a GPU, attention always cuts a longer context into pieces (`kernels.cuda.attention`), by kernels of its own.
 _CUT_LENGTH = 2049
-_NUM_MEASURED = 5
+_MEASURED_S, _MIN_MEASURED, _MAX_MEASURED = 0.5, 3, 20
 _MAX_PASSES = 8
-_MAX_FIXED_TOKENS, _USUAL_FIXED_TOKENS = 1024, 16
+_MIN_FIXED_TOKENS, _USUAL_FIXED_TOKENS, _MAX_FIXED_TOKENS = 2, 16, 1024
 _NO_PAIRS = np.zeros((0, 2), np.int32)
 _NO_MOVES = CacheOperations(_NO_PAIRS, _NO_PAIRS, _NO_PAIRS)
 _logger = logging.getLogger(__name__)
@@ -178,8 +178,7 @@ def make_worker(
     # One generation for all ranks, so that the same bytes of a step are right for each of them.
     (negative_generation,) = ranks.smallest(-clock.unix_ns())
     if drafter is not None:
-        (fixed_tokens,) = ranks.smallest(_measure_fixed_tokens(runner, limits, settings.block_size))
-        limits = replace(limits, fixed_tokens=fixed_tokens)
+        limits = replace(limits, fixed_tokens=_measure_fixed_tokens(runner, limits, settings.block_size, ranks))
     info = WorkerInfo(-negative_generation, ranks.rank, ranks.size, pool.geometry, geometry, limits, fingerprint)
     if templates is None:
         return Worker(info, runner, device_loop, ranks.agree, adapters=adapters)
@@ -389,18 +388,26 @@ def warm_up(runner: ModelRunner, pool: PoolGeometry, max_model_len: int, limits:
     runner.launch(_prefill_step([length], [1], pool.block_size, _every_move(pool))).wait()
 
 
-def _measure_fixed_tokens(runner: ModelRunner, limits: WorkerLimits, block_size: int) -> int:
-    """`WorkerLimits.fixed_tokens`, of steps as short as they may be beside other processes."""
+def _measure_fixed_tokens(runner: ModelRunner, limits: WorkerLimits, block_size: int, ranks: Ranks) -> int:
+    """`WorkerLimits.fixed_tokens`, of steps as short as they may be beside other processes. On a busy machine a step
+    may seem to cost nothing beside its tokens, which is never so."""
     num_rows = min(1 + limits.max_drafts, limits.max_num_rows, limits.max_num_batched_tokens)
     if num_rows == 1:
         return _USUAL_FIXED_TOKENS
     steps = [_prefill_step([1] * count, [1] * count, block_size) for count in (1, num_rows)]
     seconds = [math.inf, math.inf]
-    for _ in range(_NUM_MEASURED):
+
+    def measure() -> None:
         for index, step in enumerate(steps):
             started = clock.monotonic()
             runner.launch(step).wait()
             seconds[index] = min(seconds[index], clock.monotonic() - started)
+
+    measure()
+    # All ranks take part in each step, so they run as many.
+    (num_more,) = ranks.smallest(int(min(max(_MEASURED_S / sum(seconds), _MIN_MEASURED), _MAX_MEASURED)))
+    for _ in range(num_more):
+        measure()
     of_token = (seconds[1] - seconds[0]) / (num_rows - 1)
     fixed = int((seconds[0] - of_token) / of_token) if of_token > 0 else _MAX_FIXED_TOKENS
     _logger.info(
@@ -409,7 +416,8 @@ def _measure_fixed_tokens(runner: ModelRunner, limits: WorkerLimits, block_size:
         *(1e3 * each for each in reversed(seconds)),
         fixed,
     )
-    return min(max(fixed, 0), _MAX_FIXED_TOKENS)
+    (agreed,) = ranks.smallest(min(max(fixed, _MIN_FIXED_TOKENS), _MAX_FIXED_TOKENS))
+    return agreed
 
 
 def _every_move(pool: PoolGeometry) -> CacheOperations:
