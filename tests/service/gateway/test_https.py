@@ -71,7 +71,7 @@ def client_of(gateway: RunningGateway, verify: ssl.SSLContext) -> httpx.AsyncCli
 async def is_answered(gateway: RunningGateway, verify: ssl.SSLContext) -> bool:
     async with client_of(gateway, verify) as client:
         try:
-            return (await client.get("/health")).status_code == 200
+            return (await client.get("/live")).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -84,7 +84,7 @@ async def test_who_believes_the_authority_is_answered_and_who_does_not_is_not(
     assert not await is_answered(gateway, trusting(tmp_path / "other"))
     assert not await is_answered(gateway, ssl.create_default_context())
     with pytest.raises(httpx.TransportError):
-        await gateway.http.get("/health")
+        await gateway.http.get("/live")
 
 
 async def test_new_files_hold_for_new_connections_and_running_ones_go_on(
@@ -92,11 +92,11 @@ async def test_new_files_hold_for_new_connections_and_running_ones_go_on(
 ) -> None:
     before = trusting(tmp_path)
     async with client_of(gateway, before) as running:
-        assert (await running.get("/health")).status_code == 200
+        assert (await running.get("/live")).status_code == 200
         make_certificates(tmp_path)
         assert await is_answered(gateway, trusting(tmp_path))
         assert not await is_answered(gateway, before)
-        assert (await running.get("/health")).status_code == 200
+        assert (await running.get("/live")).status_code == 200
 
 
 async def test_damaged_new_files_leave_the_old_ones_in_force(gateway: RunningGateway, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ async def test_a_session_from_before_does_not_spare_a_client_its_certificate(
     host, _, port = asking_gateway.gateway.http_address.rpartition(":")
     context = trusting(tmp_path, tmp_path)
     reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
-    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
     assert b" 200 " in await asyncio.wait_for(reader.readline(), 30)
     session = writer.get_extra_info("ssl_object").session
     assert session is None or not session.has_ticket
@@ -176,7 +176,7 @@ async def test_a_request_right_behind_the_handshake_is_answered(gateway: Running
             except ssl.SSLWantReadError:
                 writer.write(outgoing.read())
                 incoming.write(await reader.read(65536))
-        client.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        client.write(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
         writer.write(outgoing.read())
         while True:
             try:
