@@ -254,7 +254,7 @@ async def test_a_request_is_cancelled_by_its_id_or_its_answer_s(client, rig, hea
     rig.scheduler.step_delay_s = 0.01
     body = {"messages": HELLO, "max_tokens": 900, "ignore_eos": True}
     making = asyncio.create_task(client.post(CHAT, json=body, headers=headers))
-    await rig.scheduler.until(lambda: rig.scheduler.live)
+    await rig.scheduler.until(lambda: rig.scheduler.live and rig.scheduler.submits)
     request_id = rig.scheduler.submits[-1].request_id
     assert request_id.startswith("chatcmpl-mine-" if headers else "chatcmpl-")
     assert (await client.post(f"/v1/requests/{request_id}/cancel")).json()["cancelled"]
