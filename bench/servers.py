@@ -1,4 +1,4 @@
-"""Several servers under the same loads: `quire bench` against each in turn, load by load and round by round, each round
+"""Several servers under the same loads: `quire bench` against each in turn, load by load and round by round, each time
 with new prompts.
 
 The servers run already, with the same model and limits. Ratios are to the first one, round by round; of several loads,
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="flags of `quire bench` that describe the load, as one string; may be given several times",
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each server, in turn")
-    parser.add_argument("--seed", type=int, default=0, help="of the first round; each next round adds 1")
+    parser.add_argument("--seed", type=int, default=0, help="of the first load; each next one adds 1, so that no prompt comes twice")
     parser.add_argument(
         "--reports",
         type=Path,
@@ -62,11 +62,12 @@ def main(arguments: argparse.Namespace) -> None:
     arguments.reports.mkdir(parents=True, exist_ok=True)
     results: dict[tuple[str, str], list[LoadResult]] = {(load.name, name): [] for load in loads for name in servers}
     for index in range(arguments.rounds):
-        for load in loads:
+        for position, load in enumerate(loads):
+            seed = arguments.seed + index * len(loads) + position
             for name, url in servers.items():
                 path = arguments.reports / f"{'-'.join(filter(None, (name, *load.name.split())))}-{index + 1}.json"
                 if not path.exists():
-                    _bench(name, url, arguments.seed + index, load.flags, path)
+                    _bench(name, url, seed, load.flags, path)
                 results[load.name, name].append(_completed(path))
     first, *others = servers
     series: list[Series] = []
