@@ -20,7 +20,7 @@ from bench.report import Series, write_results
 from kernels.cpu.bindings import ProductShape
 from kernels.cpu.library import Operation
 from kernels.packed_weight import Quantization
-from kernels.recording import RecordedCall, record
+from kernels.recording import RecordedCall, Recording, record
 from quire.settings import ConfigurationError
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.replay import room_for
@@ -34,6 +34,7 @@ _SUMMED_BYTES = 256 << 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64], help="sequences that decode together")
     parser.add_argument("--context", type=int, default=256, help="tokens of each sequence")
+    parser.add_argument("--prompt", type=int, help="tokens of one prompt, computed at once, instead of decodes")
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--quantization", choices=[each.value for each in Quantization], default="none")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
@@ -59,12 +60,16 @@ def main(arguments: argparse.Namespace) -> None:
     if not isinstance(model, NativeCausalLM):
         raise ConfigurationError(f"--model is {directory}; expected a model of Quire's own code")
     pool_dtype = torch.int8 if arguments.kv_cache_dtype == "int8" else model.dtype
-    passes = Passes(model, max(arguments.batches), arguments.context, pool_dtype)
+    if arguments.prompt is not None:
+        passes, batches = Passes.of_prompt(model, arguments.prompt, pool_dtype), [1]
+    else:
+        passes, batches = Passes(model, max(arguments.batches), arguments.context, pool_dtype), arguments.batches
     series, kept = [], []
-    for batch in arguments.batches:
+    for batch in batches:
         stages, rate = measure(passes, batch, arguments.runs)
         kept.append(floors(batch, stages, rate))
-        print(f"\n{batch} sequences of {arguments.context} tokens; a plain sum reads {rate:.1f} GB/s")
+        what = "sequences" if arguments.prompt is None else "prompt"
+        print(f"\n{batch} {what} of {passes.context} tokens; a plain sum reads {rate:.1f} GB/s")
         for stage in stages:
             floor = stage.floor_ms(rate)
             beside = "" if not floor else f"   {stage.read_bytes / 1e6:7.1f} MB, at least {floor:6.2f} ms"
@@ -75,7 +80,8 @@ def main(arguments: argparse.Namespace) -> None:
             arguments.out,
             "Stages of a forward pass on the CPU",
             series,
-            context=arguments.context,
+            context=passes.context,
+            prompt=arguments.prompt is not None,
             quantization=arguments.quantization,
             kv_cache_dtype=arguments.kv_cache_dtype,
             floors=kept,
@@ -113,35 +119,51 @@ def floors(batch: int, stages: Sequence[Stage], rate: float) -> dict[str, Any]:
 
 class Passes:
     """A model's layers, recorded over a pool in which `num_rows` sequences of `context` tokens lie, or up to a block
-    less: as in service one in so many has just filled a block.
+    less: as in service one in so many has just filled a block. The last `num_new` tokens of each are computed.
     """
 
-    def __init__(self, model: NativeCausalLM, num_rows: int, context: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: NativeCausalLM, num_rows: int, context: int, dtype: torch.dtype, num_new: int = 1
+    ) -> None:
+        self.context, self._num_new = context, num_new
         blocks = -(-context // _BLOCK_SIZE)
         request = PoolRequest(_BLOCK_SIZE, num_rows * blocks, None, 0, num_rows * blocks, dtype)
         geometry = pool_geometry(model, request, None)
         pool = allocate_pool(geometry, torch.device("cpu"), dtype)
         fill_pool(pool.gpu, model.head_dim)
-        self._room = room_for(pool, blocks * _BLOCK_SIZE, num_tokens=num_rows, num_rows=num_rows)
-        self._lengths = context - (torch.arange(num_rows) + _BLOCK_SIZE // 2) % _BLOCK_SIZE
+        num_tokens = num_rows * num_new
+        self._room = room_for(pool, blocks * _BLOCK_SIZE, num_tokens=num_tokens, num_rows=num_rows)
+        shorter = (torch.arange(num_rows) + _BLOCK_SIZE // 2) % _BLOCK_SIZE
+        self._lengths = context - (shorter if num_new == 1 else torch.zeros_like(shorter))
         self._fill(num_rows, blocks)
         hidden = model.embed(self._room)
-        self.recording = record(num_rows, lambda: _ignore(model.run_layers(hidden, self._room)))
+        self.recording = record(num_tokens, lambda: _ignore(model.run_layers(hidden, self._room)))
         self._block_bytes = geometry.block_bytes
+
+    @classmethod
+    def of_prompt(cls, model: NativeCausalLM, num_tokens: int, dtype: torch.dtype) -> "Passes":
+        """All tokens of one sequence at once."""
+        return cls(model, 1, num_tokens, dtype, num_new=num_tokens)
+
+    def run(self, part: Recording, num_rows: int) -> None:
+        """A part of the recording, for the first rows."""
+        part.run(num_rows * self._num_new, num_rows)
 
     def kv_bytes(self, num_rows: int) -> int:
         """What attention of the first rows reads."""
         return int(self._lengths[:num_rows].sum()) * self._block_bytes // _BLOCK_SIZE
 
     def _fill(self, num_rows: int, blocks: int) -> None:
-        room, attention, last = self._room, self._room.attention, self._lengths - 1
+        room, attention = self._room, self._room.attention
         tables = torch.randperm(num_rows * blocks).view(num_rows, blocks)
         room.token_ids.zero_()
+        row = torch.arange(num_rows).repeat_interleave(self._num_new)
+        last = (self._lengths[:, None] - self._num_new + torch.arange(self._num_new)).flatten()
         room.positions.copy_(last)
         attention.block_tables.copy_(tables)
-        last_blocks = tables[torch.arange(num_rows), last // _BLOCK_SIZE]
+        last_blocks = tables[row, last // _BLOCK_SIZE]
         attention.slot_mapping.copy_(last_blocks * _BLOCK_SIZE + last % _BLOCK_SIZE)
-        attention.query_start_loc.copy_(torch.arange(num_rows + 1))
+        attention.query_start_loc.copy_(torch.arange(num_rows + 1) * self._num_new)
         attention.seq_lens.copy_(self._lengths)
 
 
@@ -162,7 +184,7 @@ def measure(passes: Passes, batch: int, runs: int) -> tuple[list[Stage], float]:
     sums = []
     for _ in range(runs):
         for name, part in parts.items():
-            times[name].append(_seconds(lambda part=part: part.run(batch, batch)) * 1e3)
+            times[name].append(_seconds(lambda part=part: passes.run(part, batch)) * 1e3)
         sums.append(_seconds(numbers.sum))
     stages = [Stage(name, read_bytes[name], tuple(each)) for name, each in times.items()]
     return stages, _SUMMED_BYTES / min(sums) / 1e9
