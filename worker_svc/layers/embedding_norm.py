@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from kernels import ops
 from kernels.packed_weight import CodedWeight
-from worker_svc.layers.linear import Product, make_coded_product, make_product
+from worker_svc.layers.linear import Product, make_coded_product, make_product, with_float32_outputs
 from worker_svc.parallel.ranks import Shard
 from worker_svc.weights import Loadable, Placement, TensorReader, TensorSpec, frozen
 
@@ -85,9 +85,10 @@ class TiedHead(Loadable):
         """Takes the embedding's matrix, which is loaded before."""
         matrix = self._embedding.matrix
         if isinstance(matrix, CodedWeight):
-            self._product = make_coded_product([matrix], None, None, self._placement.quantization)
+            product = make_coded_product([matrix], None, None, self._placement.quantization)
         else:
-            self._product = make_product(matrix)
+            product = make_product(matrix)
+        self._product = with_float32_outputs(product)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, dim] -> [S, num_embeddings], or this rank's part of them if the embedding is split."""

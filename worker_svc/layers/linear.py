@@ -199,6 +199,7 @@ class Linear(Loadable):
         input_major: the checkpoint stores [in, out], as GPT-2's Conv1D does, and not [out, in].
         activation: None is the identity.
         keeps_weights: weights that are not coded are multiplied as they are, whatever the quantization.
+        float32_outputs: sums stay float32 where our own kernel has them; else they are of the dtype of the inputs.
     """
 
     def __init__(
@@ -212,9 +213,11 @@ class Linear(Loadable):
         input_major: bool = False,
         activation: ActivationKind | None = None,
         keeps_weights: bool = False,
+        float32_outputs: bool = False,
     ) -> None:
         super().__init__()
         self._keeps_weights = keeps_weights
+        self._float32_outputs = float32_outputs
         self._parts = tuple(parts)
         self._in_features = in_features
         self._has_bias = bias
@@ -258,6 +261,8 @@ class Linear(Loadable):
             self._product = make_coded_product(coded, bias, self._activation, self._placement.quantization)
         elif weight is not None:
             self.install(weight, bias)
+        if self._float32_outputs:
+            self._product = with_float32_outputs(self._product)
 
     def _coded(
         self, tensors: TensorReader, shards: Sequence[tuple[LinearPart, Shard]], inputs: Shard
@@ -411,6 +416,11 @@ def make_coded_product(
     return CodedProduct(tuple(map(pack, weights)), bias)
 
 
+def with_float32_outputs(product: Product) -> Product:
+    """The same, whose sums, which are float32, are not rounded; products of torch's round them all the same."""
+    return replace(product, output_dtype=torch.float32) if isinstance(product, OwnProduct) else product
+
+
 def pays_to_pack(weight: torch.Tensor) -> bool:
     """Whether oneDNN is faster for weights on this device, of this dtype and size."""
     if weight.device.type != "cpu" or not weight.numel() or not _has_packed_products():
@@ -497,6 +507,8 @@ class OwnProduct:
     """Applied to the sums before they are rounded, a name of `ops.product`."""
     activation: Activation | None
     """Applied after that."""
+    output_dtype: torch.dtype | None = None
+    """Of the sums; None: that of x."""
 
     @classmethod
     def of(
@@ -527,7 +539,9 @@ class OwnProduct:
         return (self.weight,)
 
     def __call__(self, x: torch.Tensor, addends: TokenAddends | None = None) -> torch.Tensor:
-        product = ops.product(x, self.weight, self.bias, activation=self.fused, addends=addends)
+        product = ops.product(
+            x, self.weight, self.bias, activation=self.fused, output_dtype=self.output_dtype, addends=addends
+        )
         return product if self.activation is None else self.activation(product)
 
 

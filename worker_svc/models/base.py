@@ -119,7 +119,7 @@ class NativeCausalLM(CausalLM):
             return self.run_layers(x, inputs)
 
     def outputs(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits in the dtype of the output layer, before `finish`."""
+        """Logits before `finish`, in float32 where the output layer's products have it."""
         return self.ranks.gather_columns(self.head(hidden), self.vocab_size)
 
     def finish(self, outputs: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,15 @@ def make_head(embedding: Embedding, dim: int, vocab_size: int, *, tied: bool, pl
     if tied:
         return TiedHead(embedding, placement)
     parts = [LinearPart("lm_head", vocab_size)]
-    return Linear(parts, dim, bias=False, placement=placement, split=Split.OUTPUTS, keeps_weights=True)
+    return Linear(
+        parts,
+        dim,
+        bias=False,
+        placement=placement,
+        split=Split.OUTPUTS,
+        keeps_weights=True,
+        float32_outputs=True,
+    )
 
 
 def head_dim_of(hidden_size: int, num_heads: int) -> int:

@@ -103,7 +103,8 @@ class GemmaForCausalLM(LlamaForCausalLM):
 
     def finish(self, outputs: torch.Tensor) -> torch.Tensor:
         cap = self._logit_cap
-        return super().finish(outputs) if cap is None else (outputs.float() / cap).tanh_().mul_(cap)
+        logits = super().finish(outputs)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 class Gemma2ForCausalLM(GemmaForCausalLM):
