@@ -279,7 +279,9 @@ def _make_pool(model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, s
     # The rank with the least memory decides for all: each block is on every rank.
     num_gpu_blocks, num_host_blocks = model.ranks.smallest(shape.num_gpu_blocks, shape.num_host_blocks)
     shape = replace(shape, num_gpu_blocks=num_gpu_blocks, num_host_blocks=num_host_blocks)
-    pool = allocate_pool(shape, model.device, dtype, with_padding=request.num_padding_blocks > 0)
+    # On the CPU it holds what is computed and not kept (`ModelRunner._forward_pairs`), a block beside the others.
+    with_padding = request.num_padding_blocks > 0 or model.device.type == "cpu"
+    pool = allocate_pool(shape, model.device, dtype, with_padding=with_padding)
     tokens = shape.num_gpu_blocks * shape.block_size
     _logger.info(
         "KV pool: %d blocks of %d tokens in %s (%.1f MiB), %d on the host",
@@ -356,12 +358,18 @@ def _prefill_step(
 ) -> AdmittedStep:
     """A step that assigns sequences to the first rows, computes the last new tokens of each and samples from each.
 
-    All their blocks are block 0: the results do not matter.
+    All their blocks are block 0: the results do not matter. A single new token is one of the output.
     """
     rows, none = np.arange(len(lengths), dtype=np.int32), np.zeros(0, np.int32)
     assigned = tuple(
-        AssignRow(row, np.zeros(length, np.int32), np.zeros(-(-length // block_size), np.int32), _SAMPLING, length)
-        for row, length in enumerate(lengths)
+        AssignRow(
+            row,
+            np.zeros(length, np.int32),
+            np.zeros(-(-length // block_size), np.int32),
+            _SAMPLING,
+            max(length - (new == 1), 1),
+        )
+        for row, (length, new) in enumerate(zip(lengths, num_new, strict=True))
     )
     new_tokens = np.array(num_new, np.int32)
     step = Step(

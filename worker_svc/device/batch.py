@@ -95,6 +95,64 @@ def input_on_device(layout: Layout, rows: Rows, kv_caches: Sequence[Tensor], blo
     return ModelInput(token_ids, positions, attention, kv_caches, of_tokens if len(slots) else None)
 
 
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A batch in which each row may occur several times, as it is given to the model."""
+
+    batch: Batch
+    places: NDArray[np.int64]
+    """[s], the place in `batch.rows` that each sample draws from: the last one of its row."""
+
+
+def split_outputs(
+    batch: Batch, num_prompt_tokens: NDArray[np.int64], places: NDArray[np.int64] | None = None
+) -> Split | None:
+    """Gives output tokens that are computed again, after a loss or a preemption, an entry of one token each.
+
+    Attention has one kernel for an entry of one token and one for several, whose rounding differs. So a token of the
+    output is always computed as the decode that came first, and its keys and values are the same to the bit.
+
+    Args:
+        num_prompt_tokens: of all rows.
+        places: those of `sample_places`, to be given where a row is in the batch several times already.
+
+    Returns:
+        None if nothing is split.
+    """
+    new = batch.num_new_tokens.astype(np.int64)
+    if int(new.max(initial=1)) == 1:
+        return None
+    num_prompt = np.clip(num_prompt_tokens[batch.rows] - batch.num_computed_tokens, 0, new)
+    splits = (new > 1) & (num_prompt < new)
+    if not splits.any():
+        return None
+    num_entries = np.where(splits, new - num_prompt + (num_prompt > 0), 1)
+    is_first = count_up(num_entries) == 0
+    num_new = np.ones(len(is_first), np.int32)
+    num_new[is_first] = np.where(splits, np.maximum(num_prompt, 1), new)
+    starts = np.cumsum(num_new) - num_new
+    # Of each entry, how many tokens of its row come before it in this batch.
+    before = starts - starts[is_first].repeat(num_entries)
+    computed = (batch.num_computed_tokens.repeat(num_entries) + before).astype(np.int32)
+    lasts = np.cumsum(num_entries) - 1
+    places = sample_places(batch) if places is None else places
+    return Split(Batch(batch.rows.repeat(num_entries), num_new, computed, batch.samples), lasts[places])
+
+
+def count_up(counts: NDArray[np.integer]) -> NDArray[np.int64]:
+    """0, 1, ... for each of the counts, up to before it."""
+    return np.arange(int(counts.sum())) - (np.cumsum(counts) - counts).repeat(counts)
+
+
+def find_lone_tokens(batch: Batch, num_prompt_tokens: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+    """Which entries of the batch are one token of a prompt, behind others; None if none is. They are to be computed by
+    the kernel for several tokens: how a prompt is cut must not change its rounding. The first token of all needs no
+    such care, since attention to itself alone is exact."""
+    computed = batch.num_computed_tokens
+    lone = (computed < num_prompt_tokens[batch.rows]) & (computed > 0) & (batch.num_new_tokens == 1)
+    return lone if lone.any() else None
+
+
 def pad_batch(batch: Batch, num_rows: int, padding_row: int) -> Batch:
     """The batch with so many rows: additional rows compute the first token of `padding_row`, and do not sample."""
     missing = num_rows - len(batch.rows)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_svc.device.batch import sample_places
+from worker_svc.device.batch import count_up, sample_places
 from worker_svc.device.rows import Rows
 from worker_svc.sampling.drafters import Drafter, RowText
 from worker_svc.sampling.sampler import Drawn
@@ -132,12 +132,12 @@ class Drafts:
             return DraftedBatch(known, places, np.zeros(len(samplers), np.int64), inputs, num_drafts)
         num_entries, num_draws = np.ones(len(batch.rows), np.int64), 1 + num_drafts
         num_entries[places[num_drafts > 0]] = num_draws[num_drafts > 0]
-        rows, within = batch.rows.repeat(num_entries), _count_up(num_draws)
+        rows, within = batch.rows.repeat(num_entries), count_up(num_draws)
         places = (np.cumsum(num_entries) - num_entries)[places].repeat(num_draws) + within
         expanded = Batch(
             rows,
             batch.num_new_tokens.repeat(num_entries),
-            (computed.repeat(num_entries) + _count_up(num_entries)).astype(np.int32),
+            (computed.repeat(num_entries) + count_up(num_entries)).astype(np.int32),
             batch.samples.repeat(num_draws, axis=0),
         )
         inputs = self._token_ids[rows, expanded.ends - 1][places]
@@ -173,8 +173,3 @@ class Drafts:
         tokens = drafter.draft(text, max_drafts)
         self._token_ids[row, end : end + len(tokens)] = tokens
         return len(tokens)
-
-
-def _count_up(counts: NDArray[np.integer]) -> NDArray[np.int64]:
-    """0, 1, ... for each of the counts, up to before it."""
-    return np.arange(int(counts.sum())) - (np.cumsum(counts) - counts).repeat(counts)

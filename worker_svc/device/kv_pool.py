@@ -41,7 +41,7 @@ class KvPool:
     gpu: tuple[Tensor, ...]
     host: tuple[Tensor, ...]
     padding_block: int | None = None
-    """An extra block of `gpu` that no sequence has: rows that pad a batch write there."""
+    """An extra block of `gpu` that no sequence has: what is computed and not kept is written there."""
 
     def populate(self, num_first_blocks: int) -> None:
         """Populates the pages of a pool on the CPU, since the first step that touches a page waits for it.
@@ -206,7 +206,7 @@ def allocate_pool(
 
     Args:
         dtype: of keys and values.
-        with_padding: adds a block on the device for rows that pad a batch.
+        with_padding: adds a block on the device for what is computed and not kept.
 
     Raises:
         ConfigurationError: there is not enough memory.

@@ -267,9 +267,10 @@ def make_forward(model: CausalLM, pool: KvPool, max_model_len: int, limits: Work
     if not _is_recordable(model):
         return model
     try:
-        num_rows = _max_batch_rows(limits)
-        room = room_for(pool, max_model_len, num_tokens=limits.max_num_batched_tokens, num_rows=num_rows)
-        return RecordedForward(model, room)
+        # Output tokens that are computed again are rows of their own, and a prompt's last one has another beside it.
+        num_rows = max(_max_batch_rows(limits), limits.max_num_batched_tokens)
+        num_tokens = limits.max_num_batched_tokens + limits.max_num_rows
+        return RecordedForward(model, room_for(pool, max_model_len, num_tokens=num_tokens, num_rows=num_rows))
     except NotRecordableError as reason:
         _logger.debug("operations of the model run one by one: %s", reason)
         return model

@@ -20,11 +20,13 @@ from quire.failpoint import failpoint
 from worker_svc.device.batch import (
     SamplePlan,
     build_model_input,
+    find_lone_tokens,
     finite_tokens,
     non_finite_chunks,
     pad_batch,
     plan_samples,
     samples_every_token,
+    split_outputs,
 )
 from worker_svc.device.block_moves import BlockMoves
 from worker_svc.device.drafts import Drafts, Kept
@@ -360,17 +362,24 @@ class ModelRunner:
             self._drafts.apply(changes)
             drafted = self._drafts.expand(batch)
             batch = drafted.batch
-        samples = plan_samples(batch, None if drafted is None else drafted.places)
+        places = None if drafted is None else drafted.places
+        lone: NDArray[np.bool_] | None = None
+        if not self.is_asynchronous:
+            num_prompt_tokens = self._rows.sampling.num_prompt_tokens
+            if (split := split_outputs(batch, num_prompt_tokens, places)) is not None:
+                batch, places = split.batch, split.places
+            lone = find_lone_tokens(batch, num_prompt_tokens)
+        samples = plan_samples(batch, places)
         masks_made = None
         if self._matchers is not None:
             inputs = None if drafted is None else drafted.inputs
             masks_made = self._matchers.begin(changes, samples.rows, inputs)
         logits = finite = prompts = prompt_logprobs = None
-        if len(batch.rows) and self._run_decodes is not None and samples_every_token(batch):
+        if len(batch.rows) and lone is None and self._run_decodes is not None and samples_every_token(batch):
             # No token is within its prompt, so none has prompt log probabilities.
             logits = self._run_decodes(self._model_input(batch))
         elif len(batch.rows):
-            hidden = self._forward(batch)
+            hidden = self._forward(batch, lone)
             finite = finite_tokens(batch, hidden)
             prompts = plan_prompt_logprobs(batch, self._rows.sampling)
             if prompts is not None:
@@ -406,12 +415,27 @@ class ModelRunner:
             self._matchers.drew(rows, copy.token_ids)
         return _Pass(batch, rows, columns, drawn, kept, prompts, copy)
 
-    def _forward(self, batch: Batch) -> torch.Tensor:
-        """Hidden states of the batch's tokens, and of padding after them."""
+    def _forward(self, batch: Batch, lone: NDArray[np.bool_] | None) -> torch.Tensor:
+        """Hidden states of the batch's tokens, and of padding after them. `lone` are those of `find_lone_tokens`."""
+        if lone is not None:
+            return self._forward_pairs(batch, lone)
         graphs = self._graphs
         if graphs is None or (shape := graphs.shape_for(batch)) is None:
             return self._run_model(self._model_input(batch))
         return graphs.run(shape, self._model_input(pad_batch(batch, shape.num_rows, self._padding_row)))
+
+    def _forward_pairs(self, batch: Batch, lone: NDArray[np.bool_]) -> torch.Tensor:
+        """The same where each of the `lone` tokens is computed beside the token before it. That one's keys and values
+        are in the pool; those that are computed again go to the padding block."""
+        pairs = replace(
+            batch, num_new_tokens=batch.num_new_tokens + lone, num_computed_tokens=batch.num_computed_tokens - lone
+        )
+        new, size = pairs.num_new_tokens, self._pool.geometry.block_size
+        firsts = (np.cumsum(new) - new)[lone]
+        inputs, block = self._model_input(pairs), self._pool.padding_block
+        assert block is not None, "a pool with a padding block"
+        inputs.attention.slot_mapping.numpy()[firsts] = block * size + np.arange(len(firsts)) % size
+        return self._run_model(inputs)[torch.from_numpy(np.delete(np.arange(new.sum()), firsts))]
 
     def _model_input(self, batch: Batch) -> ModelInput:
         return build_model_input(batch, self._rows, self._pool.gpu, self._pool.geometry.block_size)

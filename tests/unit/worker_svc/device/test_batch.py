@@ -10,11 +10,14 @@ from tests.support.steps import make_assign, make_batch, make_changes
 from worker_svc.device.batch import (
     Layout,
     build_model_input,
+    find_lone_tokens,
     finite_tokens,
     input_on_device,
     input_on_host,
     non_finite_chunks,
     plan_samples,
+    sample_places,
+    split_outputs,
 )
 from worker_svc.device.rows import Rows
 from worker_svc.models.base import ModelInput
@@ -120,3 +123,34 @@ def test_rows_that_sample_nothing_are_reported_where_a_token_is_not_finite(dtype
 def test_a_step_in_which_every_row_samples_is_not_looked_at() -> None:
     batch = make_batch([0, 3], [1, 5], [4, 0])
     assert finite_tokens(batch, torch.full((6, 4), torch.nan)) is None
+
+
+def test_output_tokens_of_a_chunk_are_entries_of_one_token() -> None:
+    # Rows 0 and 1 have prompts of 10 tokens, row 2 of 4.
+    num_prompt = np.array([10, 10, 4])
+    batch = make_batch([1, 0, 2], [5, 1, 3], [8, 12, 4], [(0, 0), (1, 1)])
+    split = split_outputs(batch, num_prompt)
+    assert split is not None
+    assert split.batch.rows.tolist() == [1, 1, 1, 1, 0, 2, 2, 2]
+    assert split.batch.num_new_tokens.tolist() == [2, 1, 1, 1, 1, 1, 1, 1]
+    assert split.batch.num_computed_tokens.tolist() == [8, 10, 11, 12, 12, 4, 5, 6]
+    assert split.places.tolist() == [4, 3]
+    plan = plan_samples(split.batch, split.places)
+    assert (plan.rows.tolist(), plan.positions.tolist()) == ([0, 1], [13, 13])
+    # The places that are known are those of the batch that was given.
+    again = split_outputs(batch, num_prompt, sample_places(batch))
+    assert again is not None
+    assert again.places.tolist() == [4, 3]
+
+
+@pytest.mark.parametrize(("new", "computed"), [([4, 1], [0, 9]), ([1, 1], [12, 3]), ([10, 2], [0, 1])])
+def test_prompts_and_decodes_are_not_split(new: list[int], computed: list[int]) -> None:
+    assert split_outputs(make_batch([0, 1], new, computed), np.array([10, 3])) is None
+
+
+def test_a_token_of_a_prompt_that_comes_by_itself_is_found_unless_it_is_the_first() -> None:
+    num_prompt = np.array([10, 10, 10, 10, 1])
+    lone = find_lone_tokens(make_batch([0, 1, 2, 3, 4], [1, 2, 1, 1, 1], [9, 4, 10, 0, 0]), num_prompt)
+    assert lone is not None
+    assert lone.tolist() == [True, False, False, False, False]
+    assert find_lone_tokens(make_batch([1, 2], [2, 1], [4, 10]), num_prompt) is None
