@@ -1,6 +1,7 @@
 """Which implementation runs the operations on a device: the CPU library, the CUDA kernels, or the reference."""
 
 import functools
+import hashlib
 import importlib.util
 import logging
 import platform
@@ -14,7 +15,7 @@ import torch
 
 from kernels import reference
 from kernels.cpu.bindings import CpuKernels
-from kernels.cpu.library import Library, LibraryUnavailableError
+from kernels.cpu.library import LIBRARY, Library, LibraryUnavailableError
 from kernels.packed_weight import PackedWeight, Quantization
 from kernels.reference import ScoreRule
 
@@ -186,6 +187,12 @@ def name_for(device: torch.device) -> str:
     implementation = fastest_for(device)
     isa = implementation.isa if isinstance(implementation, CpuKernels) else "plain torch"
     return f"{_processor_name()}, {isa}"
+
+
+def numerics_for(device: torch.device) -> tuple[str, ...]:
+    """Equal for two processes whose operations on this device round alike."""
+    sources = LIBRARY if device.type == "cpu" and isinstance(fastest_for(device), CpuKernels) else Path(__file__)
+    return name_for(device), hashlib.sha256(sources.read_bytes()).hexdigest()
 
 
 def _processor_name() -> str:

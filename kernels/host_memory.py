@@ -12,16 +12,30 @@ import ctypes
 import math
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_HUGE = 1 << 21
+HUGE_PAGE = 1 << 21
+"""Bytes."""
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
+_MADV_COLLAPSE = 25
+_MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -38,17 +52,56 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     except (OSError, OverflowError, ValueError) as error:
         raise MemoryError(f"cannot map {num_bytes} bytes: {error}") from error
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -(-tensor.data_ptr() // _HUGE) * _HUGE
-    end = (tensor.data_ptr() + num_bytes) // _HUGE * _HUGE
+    start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+    end = (tensor.data_ptr() + num_bytes) // HUGE_PAGE * HUGE_PAGE
     if start < end:
         # A system without huge pages refuses. Then small pages are used.
         _madvise(start, end - start, _MADV_HUGEPAGE)
     return tensor.view(dtype).view(shape)
 
 
+def map_file(file: int, num_bytes: int) -> Tensor:
+    """The first bytes of an open file in memory, uint8, shared with all that map it, at an address that huge pages can
+    have. They stay mapped as long as a tensor over them lives.
+
+    Raises:
+        MemoryError: they cannot be mapped.
+    """
+    protection, shared = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
+    reserved = _libc.mmap(None, num_bytes + HUGE_PAGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if reserved == _MAP_FAILED:
+        raise MemoryError(f"cannot map {num_bytes} bytes: {os.strerror(ctypes.get_errno())}")
+    start = -(-reserved // HUGE_PAGE) * HUGE_PAGE
+    if _libc.mmap(start, num_bytes, protection, shared | _MAP_FIXED, file, 0) == _MAP_FAILED:
+        reason = os.strerror(ctypes.get_errno())
+        _unmap(reserved, num_bytes + HUGE_PAGE)
+        raise MemoryError(f"cannot map {num_bytes} bytes of a file: {reason}")
+    _madvise(start, num_bytes, _MADV_HUGEPAGE)
+    array = (ctypes.c_uint8 * num_bytes).from_address(start)
+    weakref.finalize(array, _unmap, reserved, num_bytes + HUGE_PAGE)
+    return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def _unmap(start: int, num_bytes: int) -> None:
+    _libc.munmap(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes))
+
+
+def collapse(tensor: Tensor, start: int, num_bytes: int) -> bool:
+    """Puts bytes [start, start + num_bytes) of a tensor over a file into huge pages, as far as they are whole ones: the
+    system makes none for a file in memory by itself, unless it is told to. The content stays, and other threads may
+    write to it meanwhile.
+
+    Returns:
+        Whether they are in huge pages now. Systems before Linux 6.1 cannot do it.
+    """
+    first = (tensor.data_ptr() + start) // HUGE_PAGE * HUGE_PAGE
+    last = (tensor.data_ptr() + start + num_bytes) // HUGE_PAGE * HUGE_PAGE
+    return first >= last or _madvise(first, last - first, _MADV_COLLAPSE)
+
+
 def populate(tensor: Tensor, start: int, num_bytes: int) -> bool:
-    """Makes the system allocate the pages of bytes [start, start + num_bytes) of a `lazy_zeros` tensor. The content
-    stays, and other threads may write to them meanwhile. Releases the interpreter's lock.
+    """Makes the system allocate the pages of bytes [start, start + num_bytes) of a tensor of `lazy_zeros` or
+    `map_file`. The content stays, and other threads may write to them meanwhile. Releases the interpreter's lock.
 
     Returns:
         Whether the pages are there now. Systems before Linux 5.14 cannot do it.

@@ -24,6 +24,7 @@ from kernels.backends import (
     implementation_for,
     largest_head_dim_for,
     name_for,
+    numerics_for,
     packed_products_for,
     reads_int8_pools,
 )
@@ -454,6 +455,11 @@ def largest_head_dim(device: torch.device) -> int | None:
 def name_of(device: torch.device) -> str:
     """For people: a GPU by its name; a processor with the instruction set that the operations on it use."""
     return name_for(device)
+
+
+def numerics_of(device: torch.device) -> tuple[str, ...]:
+    """What the rounding of the operations on a device follows from: its name and the build of the kernels."""
+    return numerics_for(device)
 
 
 def _as_lines(

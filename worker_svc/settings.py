@@ -1,6 +1,7 @@
 """The worker's flags and environment."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire.service_flags import ModelFlags, ProcessFlags, StepFlags
 from quire.settings import parse_bytes, setting
@@ -44,6 +45,12 @@ class WorkerFlags(StepFlags):
         parse=parse_bytes,
         metavar="BYTES",
         common=True,
+    )
+    persistent_kv_cache: str = setting(
+        "auto",
+        "whether the KV pool outlives a worker that is killed, in memory that quire serve holds, or in --kv-cache-file "
+        "of a worker; auto: on cpu where such memory gets huge pages, since steps are slower without; off: never",
+        choices=("auto", "on", "off"),
     )
     gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use", minimum=0.05, maximum=1.0)
     num_gpu_blocks: int | None = setting(None, "blocks of the KV pool, instead of sizing it by memory", minimum=1)
@@ -109,6 +116,11 @@ class WorkerSettings(ModelFlags, WorkerFlags, ProcessFlags):
     """Holds the KV pool and the model, and runs the scheduler's steps."""
 
     listen: str = setting("127.0.0.1:50053", "address to listen on: HOST:PORT or unix:PATH")
+    kv_cache_file: Path | None = setting(
+        None,
+        "file in memory for the KV pool, as on /dev/shm, that outlives this process: its next start with the same "
+        "model and flags finds the blocks in it; for cpu",
+    )
     tensor_parallel_rank: int = setting(0, "rank of this worker", minimum=0)
     tensor_parallel_address: str = setting(
         "127.0.0.1:50063", "address of the ranks' rendezvous: HOST:PORT, on which rank 0 listens for the others"

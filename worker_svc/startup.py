@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
+import quire
 from kernels import ops
 from kernels.cpu.library import LibraryUnavailableError, find_open_mp
 from kernels.packed_weight import Quantization
@@ -28,7 +29,8 @@ from quire.rpc.address import is_local
 from quire.settings import ConfigurationError
 from worker_svc.adapters import AdapterSlots, takes_adapters
 from worker_svc.device.device_loop import DeviceLoop
-from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
+from worker_svc.device.kv_pool import KvPool, PoolPlace, PoolRequest, allocate_pool, pool_geometry
+from worker_svc.device.pool_file import KvNamespace, PoolFile
 from worker_svc.device.replay import check_cuda_graphs
 from worker_svc.device.runner import ModelRunner, record_cuda_graphs
 from worker_svc.models.base import CausalLM
@@ -46,7 +48,6 @@ from worker_svc.step import (
     CacheOperations,
     LogitRules,
     ModelGeometry,
-    PoolGeometry,
     RowChanges,
     RowSampling,
     SealedBlocks,
@@ -158,7 +159,7 @@ def make_worker(
         max_passes=_MAX_PASSES if is_multi_step else 1,
     )
     report(LoadProgress(PROFILING))
-    pool = _make_pool(model, geometry, limits, settings)
+    pool = _make_pool(model, geometry, limits, settings, fingerprint)
     # The masks of a step are made while a GPU runs the model, or beside it on the same processors.
     on_host = model.device.type == "cpu"
     num_threads, host_width = (1, model.vocab_size) if on_host else (max(1, num_processors() // 2), None)
@@ -171,14 +172,14 @@ def make_worker(
         report(LoadProgress(RECORDING))
         record_cuda_graphs(runner, model.device)
     report(LoadProgress(WARMING_UP))
-    warm_up(runner, pool.geometry, geometry.max_model_len, limits)
+    warm_up(runner, pool, geometry.max_model_len, limits)
     # The tokens of a whole step, and a partly filled block for each of its sequences.
     pool.populate(-(-limits.max_num_batched_tokens // settings.block_size) + limits.max_num_rows)
     device_loop.use(runner, is_lost=partial(is_lost, model.device), on_failure=ranks.fail)
     # One generation for all ranks, so that the same bytes of a step are right for each of them.
     (negative_generation,) = ranks.smallest(-clock.unix_ns())
     if drafter is not None:
-        limits = replace(limits, fixed_tokens=_measure_fixed_tokens(runner, limits, settings.block_size, ranks))
+        limits = replace(limits, fixed_tokens=_measure_fixed_tokens(runner, limits, pool, ranks))
     info = WorkerInfo(-negative_generation, ranks.rank, ranks.size, pool.geometry, geometry, limits, fingerprint)
     if templates is None:
         return Worker(info, runner, device_loop, ranks.agree, adapters=adapters)
@@ -260,17 +261,67 @@ def _make_drafter(model: CausalLM, settings: WorkerSettings) -> Drafter | None:
     return Drafters(drafters)
 
 
-def _make_pool(model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, settings: WorkerSettings) -> KvPool:
+def kv_namespace(model: CausalLM, settings: WorkerSettings, fingerprint: ModelFingerprint) -> KvNamespace:
+    """What the blocks of this rank mean."""
+    return KvNamespace(
+        model=(fingerprint.config, fingerprint.tokenizer, fingerprint.weights),
+        dtype=str(model.dtype),
+        kv_dtype=str(requested_pool_dtype(settings.kv_cache_dtype, model)),
+        block_size=settings.block_size,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        rank=model.ranks.rank,
+        world_size=model.ranks.size,
+        numerics=(
+            quire.__version__,
+            type(model).__name__,
+            settings.quantization,
+            *ops.numerics_of(model.device),
+            torch.__version__,
+        ),
+    )
+
+
+def _place_of_pool(model: CausalLM, settings: WorkerSettings, fingerprint: ModelFingerprint) -> PoolPlace | None:
+    """The file of the pool. A model that is not known has none: its blocks might be another's."""
+    is_known = fingerprint.config and fingerprint.weights
+    if settings.kv_cache_file is None or settings.persistent_kv_cache == "off" or not is_known:
+        return None
+    if model.device.type != "cpu":
+        _logger.info("the KV pool is on %s and ends with this worker", model.device)
+        return None
+    namespace = kv_namespace(model, settings, fingerprint)
+    return PoolPlace(PoolFile.open(settings.kv_cache_file), namespace, settings.persistent_kv_cache == "auto")
+
+
+def _make_pool(
+    model: CausalLM,
+    geometry: ModelGeometry,
+    limits: WorkerLimits,
+    settings: WorkerSettings,
+    fingerprint: ModelFingerprint,
+) -> KvPool:
     dtype = requested_pool_dtype(settings.kv_cache_dtype, model)
+    place = _place_of_pool(model, settings, fingerprint)
+    # On the CPU it holds what is computed and not kept (`ModelRunner._forward_pairs`), a block beside the others.
+    with_padding = settings.cuda_graphs == "on" or model.device.type == "cpu"
+    count, host_memory = settings.num_gpu_blocks, _memory_of_each_rank(settings)
+    if place is not None:
+        if count is None and settings.kv_cache_memory is None:
+            # A default follows from the memory that is available, which is not the same at each start.
+            held = place.file.num_held(place.namespace)
+            count = None if held is None else held - with_padding
+        host_memory = None if host_memory is None else host_memory + place.file.held_bytes
     request = PoolRequest(
         block_size=settings.block_size,
-        num_gpu_blocks=settings.num_gpu_blocks,
+        num_gpu_blocks=count,
         kv_cache_memory=settings.kv_cache_memory,
         swap_space=settings.swap_space,
         max_useful_blocks=limits.max_num_rows * -(-geometry.max_model_len // settings.block_size),
         dtype=dtype,
         num_padding_blocks=int(settings.cuda_graphs == "on"),
-        host_memory=_memory_of_each_rank(settings),
+        host_memory=host_memory,
     )
     available = None
     if model.device.type == "cuda" and request.num_gpu_blocks is None and request.kv_cache_memory is None:
@@ -279,9 +330,7 @@ def _make_pool(model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, s
     # The rank with the least memory decides for all: each block is on every rank.
     num_gpu_blocks, num_host_blocks = model.ranks.smallest(shape.num_gpu_blocks, shape.num_host_blocks)
     shape = replace(shape, num_gpu_blocks=num_gpu_blocks, num_host_blocks=num_host_blocks)
-    # On the CPU it holds what is computed and not kept (`ModelRunner._forward_pairs`), a block beside the others.
-    with_padding = request.num_padding_blocks > 0 or model.device.type == "cpu"
-    pool = allocate_pool(shape, model.device, dtype, with_padding=with_padding)
+    pool = allocate_pool(shape, model.device, dtype, with_padding=with_padding, place=place)
     tokens = shape.num_gpu_blocks * shape.block_size
     _logger.info(
         "KV pool: %d blocks of %d tokens in %s (%.1f MiB), %d on the host",
@@ -354,18 +403,18 @@ def _release_freed_memory() -> None:
 
 
 def _prefill_step(
-    lengths: list[int], num_new: list[int], block_size: int, moves: CacheOperations = _NO_MOVES
+    lengths: list[int], num_new: list[int], block_size: int, block: int = 0, moves: CacheOperations = _NO_MOVES
 ) -> AdmittedStep:
     """A step that assigns sequences to the first rows, computes the last new tokens of each and samples from each.
 
-    All their blocks are block 0: the results do not matter. A single new token is one of the output.
+    All their blocks are the same one: the results do not matter. A single new token is one of the output.
     """
     rows, none = np.arange(len(lengths), dtype=np.int32), np.zeros(0, np.int32)
     assigned = tuple(
         AssignRow(
             row,
             np.zeros(length, np.int32),
-            np.zeros(-(-length // block_size), np.int32),
+            np.full(-(-length // block_size), block, np.int32),
             _SAMPLING,
             max(length - (new == 1), 1),
         )
@@ -380,29 +429,36 @@ def _prefill_step(
         batch=Batch(rows, new_tokens, np.array(lengths, np.int32) - new_tokens, np.stack((rows, rows), axis=1)),
         sealed=SealedBlocks(none, np.zeros((0, 32), np.uint8)),
     )
-    return AdmittedStep(step, np.zeros(1, np.int32))
+    return AdmittedStep(step, np.full(1, block, np.int32))
 
 
-def warm_up(runner: ModelRunner, pool: PoolGeometry, max_model_len: int, limits: WorkerLimits) -> None:
-    """Runs sequences in block 0, so that the first request does not wait for lazy initialisation or compilation.
+def _free_block(pool: KvPool) -> int:
+    """A block that the first steps may write to: no block that may be final already, if there is another."""
+    return pool.padding_block or 0
+
+
+def warm_up(runner: ModelRunner, pool: KvPool, max_model_len: int, limits: WorkerLimits) -> None:
+    """Runs sequences in one block, so that the first request does not wait for lazy initialisation or compilation.
 
     The steps compute several tokens if a step may have them, a single token, and one token of a long context:
-    attention has a kernel for each. Before the last one, block 0 is moved in every way that this pool has.
+    attention has a kernel for each. Before the last one, the block is moved in every way that this pool has.
     """
-    several = min(2, pool.block_size, max_model_len, limits.max_num_batched_tokens)
+    block, block_size = _free_block(pool), pool.geometry.block_size
+    several = min(2, block_size, max_model_len, limits.max_num_batched_tokens)
     for length in (several, 1):
-        runner.launch(_prefill_step([length], [length], pool.block_size)).wait()
+        runner.launch(_prefill_step([length], [length], block_size, block)).wait()
     length = min(_CUT_LENGTH, max_model_len)
-    runner.launch(_prefill_step([length], [1], pool.block_size, _every_move(pool))).wait()
+    runner.launch(_prefill_step([length], [1], block_size, block, _every_move(pool))).wait()
 
 
-def _measure_fixed_tokens(runner: ModelRunner, limits: WorkerLimits, block_size: int, ranks: Ranks) -> int:
+def _measure_fixed_tokens(runner: ModelRunner, limits: WorkerLimits, pool: KvPool, ranks: Ranks) -> int:
     """`WorkerLimits.fixed_tokens`, of steps as short as they may be beside other processes. On a busy machine a step
     may seem to cost nothing beside its tokens, which is never so."""
     num_rows = min(1 + limits.max_drafts, limits.max_num_rows, limits.max_num_batched_tokens)
     if num_rows == 1:
         return _USUAL_FIXED_TOKENS
-    steps = [_prefill_step([1] * count, [1] * count, block_size) for count in (1, num_rows)]
+    block, block_size = _free_block(pool), pool.geometry.block_size
+    steps = [_prefill_step([1] * count, [1] * count, block_size, block) for count in (1, num_rows)]
     seconds = [math.inf, math.inf]
 
     def measure() -> None:
@@ -428,11 +484,12 @@ def _measure_fixed_tokens(runner: ModelRunner, limits: WorkerLimits, block_size:
     return agreed
 
 
-def _every_move(pool: PoolGeometry) -> CacheOperations:
-    """Block 0 to the host and back if there are blocks, and onto block 1 if there is one."""
-    swap = np.array([(0, 0)], np.int32)[: pool.num_host_blocks]
-    copy = np.array([(0, 1)], np.int32)[: pool.num_gpu_blocks - 1]
-    return CacheOperations(swap, swap, copy)
+def _every_move(pool: KvPool) -> CacheOperations:
+    """A block to the host and back if there are blocks, and another one onto it if there is one."""
+    block, geometry = _free_block(pool), pool.geometry
+    out = np.array([(block, 0)], np.int32)[: geometry.num_host_blocks]
+    copy = np.array([(1 if block == 0 else 0, block)], np.int32)[: pool.gpu[0].shape[1] - 1]
+    return CacheOperations(out, out[:, ::-1], copy)
 
 
 def memory_for_pool(

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,7 @@ class Commands:
     Attributes:
         rendezvous_port: Of the ranks of a model, if there are several.
         probe_keys: The file of the supervisor's own key and of those of --api-key, where the gateway requires keys.
+        pool_files: Of each rank the file of its KV pool; none where pools end with their workers.
     """
 
     settings: ServeSettings
@@ -45,6 +46,7 @@ class Commands:
     directory: Path
     rendezvous_port: int = 0
     probe_keys: Path | None = None
+    pool_files: Sequence[Path] = ()
 
     def worker(self, rank: int) -> list[str]:
         """Only the first rank serves the port of the metrics."""
@@ -55,6 +57,7 @@ class Commands:
             num_threads=self._num_threads(),
             tensor_parallel_rank=rank,
             tensor_parallel_address=f"127.0.0.1:{self.rendezvous_port}",
+            kv_cache_file=self.pool_files[rank] if self.pool_files else None,
         )
         return [*self.programs.worker, *to_argv(WorkerSettings, values)]
 

@@ -5,17 +5,19 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.host_memory import lazy_zeros, populate
+from kernels.host_memory import collapse, lazy_zeros, populate
 from kernels.int8 import line_bytes
 from quire import clock
 from quire.processors import available_memory
 from quire.settings import ConfigurationError
+from worker_svc.device.pool_file import KvNamespace, PoolFile
+from worker_svc.device.seals import SealInventory
 from worker_svc.models.base import CausalLM
 from worker_svc.step import PoolGeometry
 
@@ -32,6 +34,8 @@ _REST = 9.0
 its host allocates a page, and must serve requests in between."""
 _logger = logging.getLogger(__name__)
 
+Fill = Callable[[Tensor, int, int], bool]
+
 
 @dataclass(frozen=True, slots=True)
 class KvPool:
@@ -42,6 +46,8 @@ class KvPool:
     host: tuple[Tensor, ...]
     padding_block: int | None = None
     """An extra block of `gpu` that no sequence has: what is computed and not kept is written there."""
+    seals: SealInventory | None = None
+    """The inventory beside the blocks, where they lie in a file; None: no block is final at first."""
 
     def populate(self, num_first_blocks: int) -> None:
         """Populates the pages of a pool on the CPU, since the first step that touches a page waits for it.
@@ -55,8 +61,10 @@ class KvPool:
             return
         # A layer has all keys, then all values.
         half, num_blocks = self.gpu[0].nbytes // 2, self.gpu[0].shape[1]
-        if _populate(layers, min(num_first_blocks, num_blocks) * half // num_blocks, max_s=_FIRST_PART_S):
-            threading.Thread(target=_populate_beside, args=(layers, half), name="populate", daemon=True).start()
+        fill = populate if self.seals is None else _populate_and_collapse
+        if _populate(layers, min(num_first_blocks, num_blocks) * half // num_blocks, fill, max_s=_FIRST_PART_S):
+            arguments = (layers, half, fill)
+            threading.Thread(target=_populate_beside, args=arguments, name="populate", daemon=True).start()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +205,22 @@ def pool_geometry(model: CausalLM, request: PoolRequest, available_bytes: int | 
     )
 
 
+@dataclass(frozen=True, slots=True)
+class PoolPlace:
+    """The file of a pool, and whether another place is better if the file gets no huge pages."""
+
+    file: PoolFile
+    namespace: KvNamespace
+    needs_huge_pages: bool
+
+
 def allocate_pool(
-    geometry: PoolGeometry, device: torch.device, dtype: torch.dtype, *, with_padding: bool = False
+    geometry: PoolGeometry,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    with_padding: bool = False,
+    place: PoolPlace | None = None,
 ) -> KvPool:
     """Allocates all tensors: the device's zero, the host's untouched, and pinned if the device copies by DMA.
 
@@ -207,6 +229,7 @@ def allocate_pool(
     Args:
         dtype: of keys and values.
         with_padding: adds a block on the device for what is computed and not kept.
+        place: of a pool on the CPU that may hold blocks already. Without one it is private memory.
 
     Raises:
         ConfigurationError: there is not enough memory.
@@ -214,7 +237,10 @@ def allocate_pool(
     gpu_shape = _layer_shape(geometry, geometry.num_gpu_blocks + with_padding, dtype)
     host_shape = (geometry.num_layers, *_layer_shape(geometry, geometry.num_host_blocks, dtype))
     try:
-        gpu = tuple(zeros(gpu_shape, dtype, device) for _ in range(geometry.num_layers))
+        gpu, seals = _map_layers(place, gpu_shape, dtype) or (
+            tuple(zeros(gpu_shape, dtype, device) for _ in range(geometry.num_layers)),
+            None,
+        )
         pinned = device.type == "cuda" and geometry.num_host_blocks > 0
         # One allocation for all layers: torch rounds each pinned one up to a power of two.
         host = torch.empty(host_shape, dtype=dtype, pin_memory=pinned).unbind(0)
@@ -224,7 +250,23 @@ def allocate_pool(
             f"cannot allocate the KV pool: {geometry.num_gpu_blocks} blocks on {device} and {geometry.num_host_blocks} "
             f"on the host take {total} bytes"
         ) from error
-    return KvPool(geometry, gpu, host, geometry.num_gpu_blocks if with_padding else None)
+    return KvPool(geometry, gpu, host, geometry.num_gpu_blocks if with_padding else None, seals)
+
+
+def _map_layers(
+    place: PoolPlace | None, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[tuple[Tensor, ...], SealInventory] | None:
+    """The layers in their file; None where they are better off elsewhere."""
+    if place is None:
+        return None
+    mapped = place.file.map(place.namespace, shape[1], shape, dtype, needs_huge_pages=place.needs_huge_pages)
+    if mapped is None:
+        _logger.info(
+            "the KV pool ends with this worker: a file in memory gets no huge pages here, and steps would be slower; "
+            "--persistent-kv-cache on puts it there"
+        )
+        place.file.close()
+    return mapped
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -232,15 +274,23 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
-def _populate_beside(layers: Sequence["weakref.ref[Tensor]"], end: int) -> None:
+def _populate_and_collapse(tensor: Tensor, start: int, num_bytes: int) -> bool:
+    # Without huge pages it works, too.
+    return populate(tensor, start, num_bytes) and (collapse(tensor, start, num_bytes) or True)
+
+
+def _populate_beside(layers: Sequence["weakref.ref[Tensor]"], end: int, fill: Fill) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-    _populate(layers, end, rest=_REST)
+    _populate(layers, end, fill, rest=_REST)
 
 
-def _populate(layers: Sequence["weakref.ref[Tensor]"], end: int, *, rest: float = 0.0, max_s: float = math.inf) -> bool:
+def _populate(
+    layers: Sequence["weakref.ref[Tensor]"], end: int, fill: Fill, *, rest: float = 0.0, max_s: float = math.inf
+) -> bool:
     """Populates the first `end` bytes of keys and of values of all layers, in the order in which blocks are handed out.
 
     Args:
+        fill: populates some bytes of a layer.
         rest: After each part it sleeps this many times as long as the part took.
         max_s: It stops after that time.
 
@@ -259,7 +309,7 @@ def _populate(layers: Sequence["weakref.ref[Tensor]"], end: int, *, rest: float 
             if started_at >= deadline:
                 return True
             tensor = layer()
-            if tensor is None or not all(populate(tensor, part + start, num_bytes) for part in (0, tensor.nbytes // 2)):
+            if tensor is None or not all(fill(tensor, part + start, num_bytes) for part in (0, tensor.nbytes // 2)):
                 return False
             del tensor
             clock.sleep(rest * (clock.monotonic() - started_at))

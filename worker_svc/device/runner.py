@@ -276,7 +276,7 @@ class ModelRunner:
         forced = matchers.forced if matchers is not None else lambda rows: {}
         drafts = Drafts(self._rows, drafter, forced) if limits.max_drafts or limits.max_passes > 1 else None
         self._drafts, self._multi_step_s = drafts, multi_step_s
-        self._seals = SealInventory(pool.geometry.num_gpu_blocks)
+        self._seals = pool.seals or SealInventory(pool.gpu[0].shape[1])
         self._failed_prompts = FailedPrompts()
         self._num_launched = 0
 

@@ -1,6 +1,7 @@
 """Which blocks of the GPU pool are final. Needs no torch, so that workers without a model do not import it."""
 
 import threading
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,23 +19,36 @@ class SealInventory:
     """
 
     def __init__(self, num_gpu_blocks: int) -> None:
+        """Without any."""
         self._lock = threading.Lock()
-        self._sealed = np.zeros(num_gpu_blocks, dtype=bool)
+        self._sealed = np.zeros(num_gpu_blocks, dtype=np.uint8)
         self._last_written = np.zeros(num_gpu_blocks, dtype=np.int64)
         self._hashes = np.zeros((num_gpu_blocks, HASH_BYTES), dtype=np.uint8)
+
+    @classmethod
+    def over(cls, sealed: NDArray[np.uint8], hashes: NDArray[np.uint8]) -> Self:
+        """One that lies in memory that may outlive this process, which may be killed at any moment: [n] whether a block
+        is sealed, 0 if not, and [n, HASH_BYTES]."""
+        inventory = cls(0)
+        inventory._sealed, inventory._hashes = sealed, hashes
+        inventory._last_written = np.zeros(len(sealed), dtype=np.int64)
+        return inventory
 
     def begin_write(self, block_ids: NDArray[np.integer], step_number: int) -> None:
         """A step is about to write these blocks."""
         with self._lock:
-            self._sealed[block_ids] = False
+            self._sealed[block_ids] = 0
             self._last_written[block_ids] = step_number
 
     def add(self, sealed: SealedBlocks, step_number: int) -> None:
         """A step has finished, and these blocks are final. A block that was sealed before gets the new hash."""
         with self._lock:
             is_current = self._last_written[sealed.block_ids] <= step_number
-            self._hashes[sealed.block_ids[is_current]] = sealed.hashes[is_current]
-            self._sealed[sealed.block_ids[is_current]] = True
+            block_ids = sealed.block_ids[is_current]
+            # A process that is killed in between leaves no seal with half a hash.
+            self._sealed[block_ids] = 0
+            self._hashes[block_ids] = sealed.hashes[is_current]
+            self._sealed[block_ids] = 1
 
     def snapshot(self) -> SealedBlocks:
         """All sealed blocks by rising block id."""

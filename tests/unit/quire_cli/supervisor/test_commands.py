@@ -31,6 +31,7 @@ OWN = {
     "log_level",
     "tensor_parallel_rank",
     "tensor_parallel_address",
+    "kv_cache_file",
 }
 PROGRAMS = Programs(worker=("/w",), scheduler=("/s",), gateway=("/g",))
 

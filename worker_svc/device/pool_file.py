@@ -1,0 +1,187 @@
+"""A KV pool in a file in memory that outlives the worker: its blocks, and which of them are final.
+
+`quire serve` holds such a file for each worker, and a container may have one on tmpfs or hugetlbfs. A worker that is
+killed then leaves behind all blocks that were sealed, and the next one begins with them. What the file has is used only
+if a worker of the same `KvNamespace` wrote it.
+
+    0                    `_MAGIC`; the number of blocks, 8 bytes; a digest of the namespace and of that number, 32 bytes
+    4096                 a byte for each block: 0 unless it is sealed; then their hashes
+    multiples of 2 MiB   the layers
+
+The digest is written last and erased first, so that a worker that is killed while it writes the rest leaves a file that
+is worth nothing. Blocks lose their seal before they are written (`SealInventory`), and a process that is killed leaves
+behind what it wrote, in the order in which it did.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kernels.host_memory import HUGE_PAGE, collapse, map_file, populate
+from quire import clock
+from quire.settings import ConfigurationError
+from worker_svc.device.seals import SealInventory
+from worker_svc.step import HASH_BYTES
+
+_MAGIC = b"quire-kv"
+_DIGEST_BYTES = 32
+_HEADER_BYTES = len(_MAGIC) + 8 + _DIGEST_BYTES
+_INVENTORY_AT = 4096
+_LOCK_TIMEOUT_S, _LOCK_EVERY_S = 5.0, 0.1
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KvNamespace:
+    """What the bytes of a block mean: blocks of two namespaces are never taken for each other.
+
+    Attributes:
+        model: fingerprint of config, tokenizer and weights. Adapter and tenant are in the hash of each block.
+        dtype, kv_dtype: of the model and of the pool.
+        block_size, num_layers, num_kv_heads, head_dim: the shape of a block, of one rank.
+        rank, world_size: which part of the model.
+        numerics: what rounding follows from: release, implementation of the model, quantization, kernels and their
+            instruction set, torch.
+    """
+
+    model: tuple[str, str, str]
+    dtype: str
+    kv_dtype: str
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    rank: int
+    world_size: int
+    numerics: tuple[str, ...]
+
+    def digest(self, num_blocks: int | None = None) -> bytes:
+        """32 bytes; with `num_blocks` of a pool of so many."""
+        text = json.dumps([asdict(self), num_blocks], sort_keys=True)
+        return hashlib.sha256(text.encode()).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """Where everything lies in the file of a pool, in bytes."""
+
+    num_blocks: int
+    layer_bytes: int
+    num_layers: int
+
+    @property
+    def layers_at(self) -> int:
+        return _whole_pages(_INVENTORY_AT + self.num_blocks * (1 + HASH_BYTES))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layers_at + self.num_layers * _whole_pages(self.layer_bytes)
+
+    def layer(self, index: int) -> slice:
+        start = self.layers_at + index * _whole_pages(self.layer_bytes)
+        return slice(start, start + self.layer_bytes)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
+
+
+class PoolFile:
+    """An open file that this process alone uses, as long as it lives."""
+
+    def __init__(self, path: Path, file: int) -> None:
+        self._path = path
+        self._file = file
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Waits a moment for another process that uses it. Raises ConfigurationError."""
+        deadline = clock.monotonic() + _LOCK_TIMEOUT_S
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return cls(path, file)
+                except BlockingIOError:
+                    if clock.monotonic() > deadline:
+                        os.close(file)
+                        raise
+                    clock.sleep(_LOCK_EVERY_S)
+        except BlockingIOError as error:
+            raise ConfigurationError(f"--kv-cache-file {path} is in use by another worker") from error
+        except OSError as error:
+            raise ConfigurationError(f"--kv-cache-file {path} cannot be opened: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Gives all memory back, and lets others use the file."""
+        os.ftruncate(self._file, 0)
+        os.close(self._file)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that it takes."""
+        return os.fstat(self._file).st_blocks * 512
+
+    def num_held(self, namespace: KvNamespace) -> int | None:
+        """How many blocks the pool has that it holds; None if it holds none of this namespace."""
+        header = os.pread(self._file, _HEADER_BYTES, 0)
+        number = int.from_bytes(header[len(_MAGIC) : len(_MAGIC) + 8], "little")
+        return number if header == _header(namespace, number) else None
+
+    def map(
+        self,
+        namespace: KvNamespace,
+        num_blocks: int,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        needs_huge_pages: bool,
+    ) -> tuple[tuple[Tensor, ...], SealInventory] | None:
+        """The layers, each of this shape, and the inventory of the blocks, those of before if they can be used.
+
+        Args:
+            num_blocks: of each layer; `namespace` says how many layers there are.
+            needs_huge_pages: None if the file gets none and layers are so large that this matters.
+
+        Raises:
+            MemoryError: the file cannot be mapped.
+        """
+        layout = FileLayout(num_blocks, math.prod(shape) * dtype.itemsize, namespace.num_layers)
+        is_held = self.num_held(namespace) == num_blocks and os.fstat(self._file).st_size >= layout.num_bytes
+        try:
+            if not is_held:
+                # All that was there is gone, the header first.
+                os.ftruncate(self._file, 0)
+            os.ftruncate(self._file, layout.num_bytes)
+        except OSError as error:
+            raise MemoryError(f"{self._path} cannot have {layout.num_bytes} bytes: {error.strerror}") from error
+        memory = map_file(self._file, layout.num_bytes)
+        if not is_held:
+            first = memory[layout.layer(0)]
+            are_large = needs_huge_pages and first.nbytes >= HUGE_PAGE
+            if are_large and not (populate(first, 0, HUGE_PAGE) and collapse(first, 0, HUGE_PAGE)):
+                return None
+            header = _header(namespace, num_blocks)
+            os.pwrite(self._file, header[:-_DIGEST_BYTES], 0)
+            os.pwrite(self._file, header[-_DIGEST_BYTES:], _HEADER_BYTES - _DIGEST_BYTES)
+        inventory = memory.numpy()[_INVENTORY_AT : _INVENTORY_AT + num_blocks * (1 + HASH_BYTES)]
+        seals = SealInventory.over(inventory[:num_blocks], inventory[num_blocks:].reshape(num_blocks, HASH_BYTES))
+        layers = tuple(memory[layout.layer(index)].view(dtype).view(*shape) for index in range(layout.num_layers))
+        if is_held:
+            _logger.info("%d of %d blocks are final since before", len(seals.snapshot().block_ids), num_blocks)
+        return layers, seals
+
+
+def _header(namespace: KvNamespace, num_blocks: int) -> bytes:
+    return _MAGIC + num_blocks.to_bytes(8, "little") + namespace.digest(num_blocks)
