@@ -6,9 +6,12 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
+from tests.sim import worlds
 from tests.sim.shrink import check_world
-from tests.sim.world.faults import Deviate, KillAt
+from tests.sim.world.cluster import Cluster
+from tests.sim.world.faults import Deviate, Kill, KillAt
 from tests.sim.world.world import World
 from tests.sim.worlds import draw_plan, run_world
 
@@ -68,3 +71,29 @@ def test_a_rank_that_draws_another_token_costs_a_step() -> None:
     run_world(replace(plan, faults=(Deviate(2.0, "worker-0-1"),)), listen)
     attached = [what for _, what in worlds[0].story or [] if "scheduler-0#0" in what and "connect" in what]
     assert attached.count(("connect", "scheduler-0#0", "worker-0:7001")) > 1
+
+
+def test_requests_go_on_from_the_pool_of_a_worker_that_was_killed() -> None:
+    """Its successor computes much less than it would without the pool."""
+    plan = next(
+        plan
+        for plan in map(draw_plan, range(300))
+        if plan.layout.num_replicas == plan.layout.worker.world_size == 1
+        and not plan.layout.worker.max_adapters
+        and plan.layout.worker.block_size <= 4
+        and plan.layout.slowness > 1
+        and len(plan.requests) > 8
+    )
+    layout = replace(plan.layout, weather=replace(plan.layout.weather, max_delay_s=0.001))
+
+    def computed_by_successor(*, keeps_pools: bool) -> int:
+        clusters: list[Cluster] = []
+        with patch.object(worlds, "Cluster", lambda *arguments: clusters.append(Cluster(*arguments)) or clusters[0]):
+            faults = (Kill(max(each.at for each in plan.requests) + 0.5, "worker-0"),)
+            run_world(replace(plan, layout=replace(layout, keeps_pools=keeps_pools), faults=faults))
+        first, second = clusters[0].runners.values()
+        assert first.num_computed_tokens > 200
+        return second.num_computed_tokens
+
+    kept, lost = computed_by_successor(keeps_pools=True), computed_by_successor(keeps_pools=False)
+    assert kept < lost - 200

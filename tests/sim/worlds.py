@@ -72,6 +72,8 @@ _REPORTED = 100
 """After so many worlds it is told how many there were so far."""
 _DRAFTING = 0.4
 """The share of worlds whose workers draft tokens."""
+_KEEPING = 0.5
+"""The share of worlds in which the pools of workers outlive them."""
 _KEPT_S = 130.0
 """Durable requests are kept for a minute without a reader, and once more after their end; pins are no longer."""
 
@@ -146,6 +148,7 @@ def _draw_plan(seed: int) -> Plan:
         layout = replace(
             layout, worker=replace(layout.worker, max_drafts=drafting.choice((1, 3, 7)), fixed_tokens=1000)
         )
+    layout = replace(layout, keeps_pools=Random(f"pools {seed}").random() < _KEEPING)
     if rare.random() < _RARE:
         other = draw_other_model(rare, layout.servers, over_s, layout.worker.fingerprint)
         faults = (*(faults if rare.random() < 0.5 else ()), other)

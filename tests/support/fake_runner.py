@@ -52,11 +52,16 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class FakeStep:
-    """A step that is over."""
+    """A step whose blocks are written."""
 
     output: StepOutput
+    sealed: SealedBlocks
+    number: int
+    seals: SealInventory
 
     def wait(self) -> StepOutput:
+        self.seals.add(self.sealed, self.number)
+        failpoint("worker.step.sealed")
         return self.output
 
 
@@ -119,12 +124,12 @@ class FakeRunner:
         if step.step_id == 1:
             # The first of a session: all rows of the one before are released.
             self._rows = FakeRows(self._block_size, self.adapters)
+        self._seals.begin_write(written, self.num_steps)
         self._pool.move(step.cache_operations)
         failpoint("worker.step.moved")
         self._rows.apply(step.row_changes)
         batch = self._rows.placed(step.batch)
         self._compute(batch)
-        self._seals.begin_write(written, self.num_steps)
         output = replace(
             self._verify(batch, self._sample(step.step_id, batch)),
             prompt_logprobs=self._judge_prompts(batch),
@@ -132,10 +137,8 @@ class FakeRunner:
         )
         # What the stand-in itself takes is part of the cost, not added to it.
         clock.sleep(max(started + self._step_seconds - clock.monotonic(), 0))
-        self._seals.add(step.sealed, self.num_steps)
-        failpoint("worker.step.sealed")
-        model_us = int((clock.monotonic() - started) * 1e6)
-        return FakeStep(replace(output, timings=StepTimings(queue_us, 0, model_us, 0)))
+        output = replace(output, timings=StepTimings(queue_us, 0, int((clock.monotonic() - started) * 1e6), 0))
+        return FakeStep(output, step.sealed, self.num_steps, self._seals)
 
     def _compute(self, batch: Batch) -> None:
         try:

@@ -35,7 +35,7 @@ from scheduler_svc.service.app import serve
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.settings import SchedulerSettings
 from tests.sim.world.clients import Client, Story
-from tests.sim.world.device import Devices, HashRunner, SimAdapters, SimDeviceLoop, prepare
+from tests.sim.world.device import Devices, HashRunner, HeldPool, SimAdapters, SimDeviceLoop, prepare
 from tests.sim.world.disk import Disk, Recording, simulated_disks
 from tests.sim.world.fairness import Shares
 from tests.sim.world.gateways import PORT, fingerprint_of, run_gateway, settings_of
@@ -83,6 +83,7 @@ class Layout:
         recording: How schedulers record, where they do.
         loads_fail: Whether some loads of adapters fail.
         deadly: The adapter, or the pattern of a constraint, that no worker prepares without dying.
+        keeps_pools: Whether the pool of a worker outlives its process, if the machine has power.
     """
 
     num_replicas: int
@@ -96,6 +97,7 @@ class Layout:
     recording: Recording | None = None
     loads_fail: bool = False
     deadly: str | None = None
+    keeps_pools: bool = False
 
     @property
     def replicas(self) -> list[str]:
@@ -156,6 +158,7 @@ class Cluster:
         self._num_over = 0
         self.devices = Devices(self.world, self.layout.slowness)
         self.devices.loads_fail, self.devices.deadly = self.layout.loads_fail, self.layout.deadly
+        self._pools: dict[str, HeldPool] = {}
         self._started_ns: dict[str, int] = {}
         self._rivals: list[Node] = []
         self.hosts: dict[str, Supervised] = {}
@@ -200,6 +203,8 @@ class Cluster:
         """The process of a host has ended."""
         if host in self.disks:
             self.disks[host].process_ended(has_power=host not in self.network.dark)
+        if host in self.network.dark:
+            self._pools.pop(host, None)
         self.gateways.pop(host, None)
         self.cores.pop(host, None)
         self.requests.pop(host, None)
@@ -265,6 +270,12 @@ class Cluster:
         )
         runner.model, runner.deadly = int(config.fingerprint.weights), self.circumstances.deadly
         runner.deadly_need = self.layout.deadly
+        if self.layout.keeps_pools:
+            namespace = (config.fingerprint, config.num_blocks, config.block_size, rank, config.world_size)
+            held = self._pools.get(node.host)
+            if held is not None and held.namespace == namespace:
+                runner.keep(held)
+            self._pools[node.host] = runner.held(namespace)
         self.runners[node.name] = runner
         loop = SimDeviceLoop(node, runner, self.devices)
         agree = (lambda *_: None) if group is None else partial(group.agree, rank)

@@ -9,6 +9,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -60,6 +61,10 @@ class _ReadablePool(FakePool):
         """Whether a row finds a number in each of its first slots."""
         return not (self.read(blocks, end) == _NOT_FINITE).any()
 
+    def keep(self, slots: np.ndarray) -> None:
+        """What a worker before this one left behind."""
+        self._gpu = slots
+
     def spoil(self, blocks: Sequence[int], start: int, end: int) -> None:
         """What was computed for these slots is not finite."""
         self._gpu[self._places(blocks, start, end)] = _NOT_FINITE
@@ -70,8 +75,19 @@ class _ReadablePool(FakePool):
             super().check_read(row, blocks, prefixes, end)
 
 
+@dataclass(frozen=True, slots=True)
+class HeldPool:
+    """A pool that outlives its worker: the slots of its blocks, which of them are sealed, their hashes, and what all of
+    it means."""
+
+    slots: np.ndarray
+    sealed: np.ndarray
+    hashes: np.ndarray
+    namespace: tuple[object, ...]
+
+
 class HashRunner(FakeRunner):
-    """Its rows draw what the content of their blocks gives. Its pool is empty at first."""
+    """Its rows draw what the content of their blocks gives. Its pool is empty at first, unless it is kept."""
 
     # A step is launched when the device loop gets it, and its output is there when its time is over.
     is_asynchronous = True
@@ -103,7 +119,21 @@ class HashRunner(FakeRunner):
         """The pattern of a constraint that cannot be compiled without dying."""
         self.on_deadly = lambda: None
         self.rank, self.group = rank, group
+        self.num_computed_tokens = 0
         self._place = (0, 0)
+
+    def keep(self, held: HeldPool) -> None:
+        """Goes on with the pool of a worker before this one."""
+        self._readable.keep(held.slots)
+        self._checked_seals.keep(held.sealed, held.hashes)
+        self._checked_seals.check(held.slots)
+
+    def held(self, namespace: tuple[object, ...]) -> HeldPool:
+        return HeldPool(self._readable.slots, *self._checked_seals.memory, namespace)
+
+    def tear(self, admitted: AdmittedStep) -> None:
+        """The process is killed in the middle of this step, which has written some of its slots."""
+        self._readable.slots[admitted.written_blocks, ::2] = _NOT_FINITE
 
     def launch(self, admitted: AdmittedStep, queue_us: int = 0) -> FakeStep:
         self._place = admitted.step.scheduler_epoch, admitted.step.step_id
@@ -127,6 +157,7 @@ class HashRunner(FakeRunner):
         return tables, read, output.token_ids.tolist()
 
     def _compute(self, batch: Batch) -> None:
+        self.num_computed_tokens += int(batch.num_new_tokens.sum())
         computed = (column.tolist() for column in (batch.rows, batch.num_computed_tokens, batch.ends))
         for row, start, end in zip(*computed, strict=True):
             sampling = self._rows[row].sampling
@@ -316,11 +347,27 @@ class Devices:
 class _SimThread(JobThread[Any]):
     """A thread of a device loop in a world. To wait for a launched step takes the time of the step."""
 
-    def __init__(self, node: Node, devices: Devices, name: str, take: Callable[[Any], Future[None] | None]) -> None:
+    def __init__(
+        self,
+        node: Node,
+        devices: Devices,
+        tear: Callable[[AdmittedStep], None],
+        name: str,
+        take: Callable[[Any], Future[None] | None],
+    ) -> None:
+        """`tear` is told of each step that has begun when the process ends."""
         super().__init__(name, take)
         self._node, self._devices = node, devices
+        self._tear = tear
         self._waiting: deque[Any] = deque()
         self._is_busy = False
+        self._current: Any = None
+        node.on_end.append(self._end)
+
+    def _end(self) -> None:
+        for job in (self._current, *self._waiting):
+            if isinstance(job, RunningStep):
+                self._tear(job.job.admitted)
 
     def put(self, job: Any) -> None:
         self._waiting.append(job)
@@ -330,12 +377,13 @@ class _SimThread(JobThread[Any]):
     def _next(self) -> None:
         self._is_busy = bool(self._waiting)
         if self._is_busy:
-            job = self._waiting.popleft()
+            job = self._current = self._waiting.popleft()
             self._node.run_job(lambda: self._do(job), self._seconds_of(job))
 
     def _do(self, job: Any) -> None:
         earlier = self._take(job)
         if earlier is None:
+            self._current = None
             self._next()
         else:
             earlier.add_done_callback(lambda _: self._do(job))
@@ -351,7 +399,7 @@ class SimDeviceLoop(DeviceLoop):
     """A worker's own device loop, whose threads the world steps."""
 
     def __init__(self, node: Node, runner: HashRunner, devices: Devices) -> None:
-        super().__init__(leave=lambda _: node.kill(), thread=functools.partial(_SimThread, node, devices))
+        super().__init__(leave=lambda _: node.kill(), thread=functools.partial(_SimThread, node, devices, runner.tear))
         runner.on_block_error, runner.on_deadly = node.fail, node.kill
         runner.takes_glitch = lambda place: devices.take_glitch(node.host, place)
         runner.takes_deviation = lambda: devices.take_deviation(node.host)

@@ -1,0 +1,106 @@
+"""kill -9 of a worker whose pool the supervisor holds: streams go on from all that was sealed there."""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from quire.client import GenerationOptions
+from tests.support.killing import Outputs, Streams, until_hit
+from tests.support.serving import Served, serving
+
+NUM_STREAMS, MAX_TOKENS = 8, 150
+# One token a step, so that the trace says how many tokens were computed.
+SETTINGS: dict[str, Any] = {
+    "num_gpu_blocks": 512,
+    "dtype": "bfloat16",
+    "multi_step_ms": 0,
+    "persistent_kv_cache": "on",
+    "num_threads": 1,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "two ranks": {"tensor_parallel_size": 2},
+    "int8 pool": {"kv_cache_dtype": "int8"},
+    "several tokens a step": {"speculate": ("ngram",), "multi_step_ms": 24},
+}
+
+
+def options(index: int) -> GenerationOptions:
+    return GenerationOptions(temperature=float(index % 2), seed=index, max_tokens=MAX_TOKENS, ignore_eos=True)
+
+
+def make_streams(**changes: Any) -> Streams:
+    return Streams(NUM_STREAMS, options_of=options, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A server that writes down its steps."""
+
+    served: Served
+    trace: Path
+    counts_tokens: bool
+    """Whether each row computes as many tokens as its steps say."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def survivor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Traced]:
+    trace = tmp_path_factory.mktemp("trace") / "steps.json"
+    settings = SETTINGS | KINDS[request.param]
+    async with serving(**settings, trace_steps=str(trace)) as running:
+        yield Traced(running, trace, settings["multi_step_ms"] == 0)
+
+
+def num_computed_since_attach(trace: Path) -> int:
+    """How many tokens were computed since workers were attached last."""
+    events = [json.loads(line.rstrip(",")) for line in trace.read_text().splitlines() if line.endswith(",")]
+    attached = max(place for place, event in enumerate(events) if event["name"] == "replica")
+    return sum(event["args"]["num_tokens"] for event in events[attached:] if event["name"] == "plan")
+
+
+@pytest.mark.parametrize(
+    ("survivor", "victim"),
+    [
+        ("one rank", "worker"),
+        pytest.param("two ranks", "worker-1", marks=pytest.mark.extended),
+        pytest.param("int8 pool", "worker", marks=pytest.mark.extended),
+        pytest.param("several tokens a step", "worker", marks=pytest.mark.extended),
+    ],
+    indirect=["survivor"],
+)
+async def test_text_is_that_of_an_undisturbed_run_and_little_is_computed_again(survivor: Traced, victim: str) -> None:
+    served = survivor.served
+    undisturbed = await make_streams().read(served.client)
+
+    async def disturbed() -> tuple[Outputs, int]:
+        streams = make_streams()
+        async with streams.reading(served) as reading:
+            await streams.advance(100)
+            before = sum(len(each.token_ids) for each in streams)
+            await streams.kill(served, victim)
+            return await reading, before
+
+    outputs, num_before = await until_hit(disturbed)
+    assert outputs == undisturbed
+    if survivor.counts_tokens:
+        num_to_come = NUM_STREAMS * MAX_TOKENS - num_before
+        # Under two blocks a stream, of more than six: the last one is not full, and steps in flight seal nothing.
+        assert num_computed_since_attach(survivor.trace) < num_to_come + NUM_STREAMS * 32
+
+
+@pytest.mark.parametrize("survivor", ["one rank"], indirect=True)
+async def test_prompts_find_what_a_killed_worker_had_cached(survivor: Traced) -> None:
+    served = survivor.served
+    prompt = "The same beginning of all prompts, long enough for several blocks of the cache. " * 8
+    options = GenerationOptions(max_tokens=4, temperature=0.0)
+    first = await served.client.generate(prompt, options)
+    await Streams(1).kill(served, "worker")
+    await served.server.wait_ready()
+    again = await served.client.generate(prompt, options)
+    assert again.sequences[0].token_ids == first.sequences[0].token_ids
+    assert again.usage.cached_tokens > 0.8 * again.usage.prompt_tokens
