@@ -122,7 +122,10 @@ RESPONSE = Unread(
     # `max_tool_calls` limits tools that run at the server, of which there are none.
     frozenset({*_LABELS, *_SERVING, "client_metadata", "context_management", "end_turn", "max_tool_calls"})
     - {"metadata"},
-    {"background": (False,), **_never("access_programs", "conversation", "image", "moderation", "prompt")},
+    {
+        "background": (False,),
+        **_never("access_programs", "cache_salt", "conversation", "image", "moderation", "prompt"),
+    },
 )
 RESPONSE_ITEM = Unread(frozenset({*_OF_HISTORY, "status", "phase", "encrypted_content", "end_turn"}))
 RESPONSE_RESULT = RESPONSE_ITEM.plus("name")
@@ -136,7 +139,7 @@ MESSAGES = Unread(
     # Edits of a long context by the server: without them all of it is read, or refused for its length.
     frozenset({"cache_control", "context_management", "metadata", "service_tier", "speed"}),
     # The code of the error for `thread` makes Anthropic's tool runner send all messages itself.
-    {"mcp_servers": ([],), **_never("container", "diagnostics", "inference_geo", "thread")},
+    {"mcp_servers": ([],), **_never("cache_salt", "container", "diagnostics", "inference_geo", "thread")},
 )
 BLOCK = Unread(frozenset({"cache_control"}))
 TEXT_BLOCK = BLOCK.plus(citations=([],))

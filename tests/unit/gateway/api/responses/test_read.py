@@ -105,6 +105,7 @@ async def test_hints_and_values_that_change_nothing_are_accepted():
         ({"input": [{"role": "user", "content": "a", "bad": 1}]}, "input[0].bad"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
+        ({"cache_salt": "a"}, "cache_salt"),
         ({"include": ["file_search_call.results"]}, "include[0]"),
         ({"truncation": "some"}, "truncation"),
         ({"top_logprobs": 2}, "top_logprobs"),
