@@ -63,7 +63,7 @@ class Preparations:
         self._suspect_waits = False
         # A suspect that has begun since `take` was called last.
         self._begun_alone: list[Preparation] = []
-        # Those that no request waits for any more; their answers may still come.
+        # Those that took too long; their answers may still come.
         self._given_up: dict[int, Preparation] = {}
 
     def planning(self) -> None:
@@ -204,6 +204,10 @@ class Preparations:
         """
         if (late := self._given_up.pop(number, None)) is not None:
             self.trials.prepared(late.need)
+            if isinstance(late.need, Constraint):
+                # It is one of those that workers keep, and may be in the place of another one.
+                self._note_compiled(late.need)
+                return self._take_held(late.need)
             if late.slot is not None:
                 # Who needs the adapter now has another slot for it.
                 self._adapters.loaded(late.slot, None)
@@ -214,9 +218,7 @@ class Preparations:
         self.trials.prepared(need)
         keys = list(self._held.get(need, ()) if failure else self._take_held(need))
         if isinstance(need, Constraint):
-            self._compiled[need] = None
-            if len(self._compiled) > NUM_KEPT:
-                del self._compiled[next(iter(self._compiled))]
+            self._note_compiled(need)
         elif slot is not None:
             self._adapters.loaded(slot, need if failure is None else None)
             if failure is None:
@@ -234,6 +236,12 @@ class Preparations:
         prepared again when it is needed: what is still there is answered at once."""
         if rows:
             self._compiled.clear()
+
+    def _note_compiled(self, constraint: Constraint) -> None:
+        self._compiled.pop(constraint, None)
+        self._compiled[constraint] = None
+        if len(self._compiled) > NUM_KEPT:
+            del self._compiled[next(iter(self._compiled))]
 
     def _take_held(self, need: Need) -> list[RequestKey]:
         keys = list(self._held.pop(need, ()))

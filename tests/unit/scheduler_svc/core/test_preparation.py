@@ -2,6 +2,7 @@
 
 import pytest
 
+from scheduler_svc.core import preparation
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.preparation import NUM_KEPT, Preparation
@@ -24,9 +25,9 @@ def told(driver: Driver) -> list[Preparation]:
     return list(driver.told)[before:]
 
 
-def parameters_of(preparation: Preparation) -> bytes:
-    assert isinstance(preparation.need, Constraint)
-    return preparation.need.parameters
+def parameters_of(told: Preparation) -> bytes:
+    assert isinstance(told.need, Constraint)
+    return told.need.parameters
 
 
 def prepare(driver: Driver) -> list[bytes]:
@@ -47,8 +48,8 @@ def test_a_group_waits_for_its_constraint_and_others_pass() -> None:
     driver = make_driver()
     first, other = constrained(1), make_request(2)
     driver.submit(first, other)
-    (preparation,) = told(driver)
-    assert parameters_of(preparation) == b"a"
+    (first_told,) = told(driver)
+    assert parameters_of(first_told) == b"a"
     run(driver)
     assert driver.finished == {2}
     assert not driver.outputs[1]
@@ -118,12 +119,30 @@ def test_a_constraint_that_is_never_compiled_fails_the_requests_that_wait_for_it
     run(driver)
     assert driver.finished == {2, 3, 4}
     assert driver.outputs[2] == expected_output(other)
-    # Its answer comes after all: it releases nobody, and who asks again is answered at once.
-    driver.scheduler.prepared(first.number)
+    # Its answer comes after all, for those that have asked again.
     driver.submit(constrained(5))
+    (again,) = told(driver)
+    driver.scheduler.prepared(first.number)
+    driver.compiled[b"a"] = None
+    driver.submit(constrained(6))
+    assert not told(driver)
+    run(driver)
+    assert driver.finished >= {5, 6}
+    driver.scheduler.prepared(again.number)
+
+
+def test_a_constraint_that_is_compiled_late_takes_the_place_of_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "NUM_KEPT", 1)
+    driver = make_driver()
+    driver.submit(constrained(1))
+    prepare(driver)
+    driver.submit(constrained(2, b"late"))
+    driver.tell()
+    driver.give_up_next()
+    driver.submit(constrained(3))
     assert prepare(driver) == [b"a"]
     run(driver)
-    assert 5 in driver.finished
+    assert driver.finished == {1, 3}
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
