@@ -556,15 +556,13 @@ class Driver:
         else:
             assert told.slot is not None
             self.device.adapters[told.slot] = told.need.digest
-        for events in self.scheduler.prepared(told.number, failure).values():
-            self._record(events)
+        self._record(self.scheduler.prepared(told.number, failure))
         self.check()
 
     def give_up_next(self) -> None:
         """The worker takes too long for the next constraint or adapter, and answers after that."""
         told = self.told.popleft()
-        for events in self.scheduler.give_up_preparation(told.number, 5.0).values():
-            self._record(events)
+        self._record(self.scheduler.give_up_preparation(told.number, 5.0))
         self.check()
         self._answer(told)
 
@@ -587,9 +585,7 @@ class Driver:
         if result is None:
             return self._die() if self._is_dead else self._refuse()
         events = self.scheduler.apply(result, self.clock)
-        for client, batch in events.items():
-            if client != PIN_CLIENT:
-                self._record(batch)
+        self._record(events)
         self.check()
         return events
 
@@ -703,7 +699,12 @@ class Driver:
     def check(self) -> None:
         invariants.check(self.scheduler)
 
-    def _record(self, batch: ClientEvents) -> None:
+    def _record(self, events: dict[ClientId, ClientEvents]) -> None:
+        # Pins have handles of their own.
+        for batch in (batch for client, batch in events.items() if client != PIN_CLIENT):
+            self._record_batch(batch)
+
+    def _record_batch(self, batch: ClientEvents) -> None:
         columns = zip(batch.handles, batch.sequence_indices, batch.offsets, batch.token_ids, strict=True)
         for handle, index, offset, token_id in columns:
             assert offset == len(self.samples[handle, index]), "an event was lost or repeated"
