@@ -63,8 +63,9 @@ async def test_memory_shows_who_holds_each_block(open_page, served, image, schem
         await page.locator("#block-owners .token").first.wait_for()
         assert "of 16 hold tokens" in await page.locator("#block-facts").inner_text()
         await take(page, image(f"ui-memory-{scheme}"))
-        await page.locator("#sequences .sequence").first.click()
-        await page.locator("#sequences .table li").first.wait_for()
+        # What paging gains, and the block table of a sequence with its text: without a click.
+        assert "Orca (Max)" in await page.locator("#gains").inner_text()
+        await page.locator("#table-rows .token").nth(8).wait_for()
 
 
 async def test_a_pause_keeps_the_picture_and_steps_go_back(open_page, served):
@@ -82,24 +83,27 @@ async def test_a_pause_keeps_the_picture_and_steps_go_back(open_page, served):
         await page.locator("#age", has_text="live").wait_for()
 
 
-async def test_an_example_runs_and_copies_and_forks_stay_marked_while_paused(open_page, served):
+async def test_an_example_is_told_slowly_and_pauses_by_itself_with_its_marks(open_page):
     page = await open_page("memory")
     await page.get_by_role("button", name="Run an example").click()
-    await page.locator("#events li", has_text="copy-on-write").first.wait_for()
-    await page.locator("#events li", has_text="fork").first.wait_for()
-    await page.locator("#pause").click()
+    told = page.locator("#told")
+    for sentence in ("One prompt, computed once", "is copied to", "Beams part ways", "Shortly before the end"):
+        await told.filter(has_text=sentence).wait_for()
+    await page.locator("#pause[aria-pressed='true']").wait_for()
+    await page.locator("#events summary", has_text="forks").first.wait_for()
     # To a frame where a block was copied: the arrow stays, and so does the list.
     copied = """() => {
         const view = globalThis.quirePage.views.memory, { frames } = view.replica.history;
         view.goTo(frames.findLastIndex(({ happened }) => happened.some(({ text }) => text.startsWith("copy"))));
+        document.querySelector("#events details").open = true;
         return view.held.frame.happened.at(-1).text;
     }"""
     text = await page.evaluate(copied)
-    assert text in await page.locator("#events li").first.inner_text()
+    await page.locator("#events details[open] li", has_text=text).first.wait_for()
     assert await page.evaluate("() => globalThis.quirePage.views.memory.grids.gpu.marks.length") > 0
     # The picture is kept for longer than frames are.
     await page.evaluate("() => globalThis.quirePage.views.memory.replica.history.forget(Infinity)")
-    assert text in await page.locator("#events li").first.inner_text()
+    await page.locator("#events details[open] li", has_text=text).first.wait_for()
     await page.get_by_role("button", name="Go on").click()
     assert await page.evaluate("() => globalThis.quirePage.views.memory.held") is None
 
@@ -244,11 +248,13 @@ async def test_16384_blocks_draw_within_a_frame_of_a_screen(open_page):
     """256 sequences, and each picture drawn whole. The bound is far above what it takes (a few ms), for busy machines;
     the figure is printed."""
     page = await open_page("memory")
+    await page.wait_for_function("() => globalThis.quirePage.replica?.frame")
     draw_ms = await page.evaluate(
         """async () => {
             const view = globalThis.quirePage.views.memory, { feed } = globalThis.quirePage;
             // It knows of no such replica.
             feed.close();
+            view.fetchBlock = async () => null;
             const replica = feed.of("synthetic"), blocks = 16384, size = 16, count = 256, each = 60;
             const numbers = { ...view.replica.frame.numbers, num_blocks: blocks, block_size: size, num_host_blocks: 0 };
             const memory = { sequences: [], gone: [], progress: [], lengths: [], tables: [], named: [], names: [],

@@ -79,6 +79,7 @@ def gateway_state(generator: Generator) -> dict[str, Any]:
                 "connected": link.is_connected,
                 "ready": link.is_ready,
                 "problem": link.problem,
+                "max_model_len": 0 if link.welcome is None else link.welcome.max_model_len,
             }
             for link in generator.replicas.links.values()
         ],

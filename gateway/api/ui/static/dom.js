@@ -30,6 +30,7 @@ const WHOLE = new Intl.NumberFormat("en");
 const SHORT = new Intl.NumberFormat("en", { maximumSignificantDigits: 3, notation: "compact" });
 
 export const whole = (value) => WHOLE.format(value);
+export const percent = (share) => `${Math.round(share * 100)} %`;
 export const short = (value) => SHORT.format(value);
 
 export function duration(ms) {

@@ -5,6 +5,11 @@ import { STATUS } from "./state.js";
 
 const MIN_CELL = 5;
 const MAX_CELL = 56;
+// Around the cells, for rings and the heads of arrows.
+const MARGIN = 8;
+// Cells with room for a block's number, and the room that it takes.
+const MIN_NUMBERED = 26;
+const NUMBER_HEIGHT = 14;
 // Of a canvas, in the screen's pixels; browsers draw nothing on larger ones.
 const MAX_HEIGHT = 16_000;
 const FLASH_MS = 900;
@@ -25,10 +30,17 @@ export class Grid {
     this.drawMs = 0;
   }
 
-  // Chooses the size of the cells: as large as all of them fit into the height, where they can.
-  layout(size, width, height) {
-    if (size === this.size && width === this.width && height === this.height) return;
-    Object.assign(this, { size, width, height });
+  // Chooses the size of the cells: as large as all of them fit into the height, where they can. `blocks` are the
+  // numbers of those that are shown; null for all `size` of them.
+  layout(size, blocks, outerWidth, height) {
+    if (size === this.size && blocks === this.blocks && outerWidth === this.outerWidth && height === this.height) return;
+    const width = outerWidth - 2 * MARGIN;
+    Object.assign(this, { size, blocks, outerWidth, width, height, places: null });
+    if (blocks !== null) {
+      this.places = new Map();
+      blocks.forEach((block, place) => this.places.set(block, place));
+      size = blocks.length;
+    }
     let cell = Math.max(MIN_CELL, Math.min(MAX_CELL, Math.floor(Math.sqrt((width * height) / Math.max(size, 1)))));
     while (cell > MIN_CELL && Math.ceil(size / Math.floor(width / cell)) * cell > height) cell -= 1;
     const scale = devicePixelRatio || 1;
@@ -36,7 +48,9 @@ export class Grid {
     this.cell = cell;
     this.columns = Math.max(1, Math.floor(width / cell));
     this.rows = Math.ceil(size / this.columns);
-    this.context = fit(this.canvas, this.columns * cell, Math.max(1, this.rows * cell));
+    const [wide, high] = [this.columns * cell + 2 * MARGIN, Math.max(1, this.rows * cell) + 2 * MARGIN];
+    this.context = fit(this.canvas, wide, high);
+    this.context.translate(MARGIN, MARGIN);
     this.readColours();
   }
 
@@ -45,15 +59,39 @@ export class Grid {
     this.colours = Object.fromEntries(names.map((name) => [name, colourOf(`--${name}`)]));
   }
 
+  // Of all cells, in pixels.
+  get drawnHeight() {
+    return this.rows * this.cell;
+  }
+
+  // How many blocks are shown.
+  get count() {
+    return this.blocks?.length ?? this.size;
+  }
+
+  // The block at a place, and the place of a block: null where there is none, or it is not shown.
+  blockIn(place) {
+    if (place < 0 || place >= this.count) return null;
+    return this.blocks === null ? place : this.blocks[place];
+  }
+
+  placeOf(block) {
+    if (this.places !== null) return this.places.get(block) ?? null;
+    return block < this.size ? block : null;
+  }
+
   blockAt(x, y) {
-    const column = Math.floor(x / this.cell);
-    const block = Math.floor(y / this.cell) * this.columns + column;
-    return column >= 0 && column < this.columns && block >= 0 && block < this.size ? block : null;
+    const column = Math.floor((x - MARGIN) / this.cell), row = Math.floor((y - MARGIN) / this.cell);
+    return column >= 0 && column < this.columns ? this.blockIn(row * this.columns + column) : null;
+  }
+
+  corner(block) {
+    const place = this.placeOf(block);
+    return [(place % this.columns) * this.cell, Math.floor(place / this.columns) * this.cell];
   }
 
   centre(block) {
-    const x = (block % this.columns) * this.cell, y = Math.floor(block / this.columns) * this.cell;
-    return [x + this.cell / 2, y + this.cell / 2];
+    return this.corner(block).map((each) => each + this.cell / 2);
   }
 
   // A ring around `block`, with an arrow from `from` where there is one. It fades, unless it stays.
@@ -65,11 +103,12 @@ export class Grid {
   draw(memory, pool) {
     const started = performance.now();
     const { context, cell } = this;
-    context.clearRect(0, 0, this.columns * cell, this.rows * cell);
+    context.clearRect(-MARGIN, -MARGIN, this.columns * cell + 2 * MARGIN, this.rows * cell + 2 * MARGIN);
     const gap = cell >= 12 ? 2 : 1, side = cell - gap;
     const size = memory.shape.blockSize;
-    for (let block = 0; block < pool.size; block += 1) {
-      const x = (block % this.columns) * cell, y = Math.floor(block / this.columns) * cell;
+    for (let place = 0; place < this.count; place += 1) {
+      const block = this.blocks === null ? place : this.blocks[place];
+      const x = (place % this.columns) * cell, y = Math.floor(place / this.columns) * cell;
       const owner = pool.owners[block] ? memory.sequences.get(pool.owners[block]) : undefined;
       const isDim = this.highlighted !== null && !this.highlighted.has(block);
       context.globalAlpha = isDim ? 0.18 : 1;
@@ -89,8 +128,8 @@ export class Grid {
     context.fillStyle = isNamed || pool.refs[block] ? colours.cached : colours.surface;
     context.fillRect(x, y, side, side);
     if (isNamed && side >= 9) this.stripe(x, y, side);
-    if (pool.refs[block]) this.corner(x, y, side);
-    if (side >= 26) this.number(block, x, y, colours.muted);
+    if (pool.refs[block]) this.pin(x, y, side);
+    if (side >= MIN_NUMBERED) this.number(block, x, y, isNamed || pool.refs[block] ? colours.ink : colours.muted);
   }
 
   drawOwned(pool, block, owner, share, x, y, side, isDim) {
@@ -106,10 +145,14 @@ export class Grid {
     context.fillRect(x, y + side - height, side, height);
     if (owner.status === STATUS.swapped && side >= 6) this.stripe(x, y, side);
     if (pool.refs[block] > 1) this.shared(pool.refs[block], x, y, side);
-    if (this.pinned.size && pool.isGpu && this.pinned.has(block)) this.corner(x, y, side);
+    if (this.pinned.size && pool.isGpu && this.pinned.has(block)) this.pin(x, y, side);
     // Below the circle of a shared block there is room for a number in large cells alone.
-    if (side < (pool.refs[block] > 1 ? 40 : 26)) return;
-    this.number(block, x, y, share > 0.7 ? this.palette.inkOn(owner) : colours.ink);
+    if (isDim || side < (pool.refs[block] > 1 ? 40 : MIN_NUMBERED)) return;
+    // On the pale part where it has room there, else on the solid one, so that it is read on one colour.
+    const pale = side - height, isOnPale = pale >= NUMBER_HEIGHT;
+    context.globalAlpha = 1;
+    const ink = isOnPale || fade < 1 ? colours.ink : this.palette.inkOn(owner);
+    this.number(block, x, isOnPale ? y : y + pale, ink);
   }
 
   // The blocks that pins hold.
@@ -137,7 +180,7 @@ export class Grid {
     context.fillText(String(count), x + side / 2, y + side / 2 + 0.5);
   }
 
-  corner(x, y, side) {
+  pin(x, y, side) {
     const { context } = this, length = Math.max(3, side * 0.4);
     context.fillStyle = this.colours.ink;
     context.beginPath();
@@ -167,9 +210,8 @@ export class Grid {
   }
 
   drawCursor(gap) {
-    if (this.cursor === null || this.cursor >= this.size) return;
-    const { context, cell } = this;
-    const x = (this.cursor % this.columns) * cell, y = Math.floor(this.cursor / this.columns) * cell;
+    if (this.cursor === null || this.placeOf(this.cursor) === null) return;
+    const { context, cell } = this, [x, y] = this.corner(this.cursor);
     context.strokeStyle = this.colours.ink;
     context.lineWidth = 2;
     context.strokeRect(x, y, cell - gap, cell - gap);
@@ -178,9 +220,11 @@ export class Grid {
   drawMarks(now, gap) {
     const { context, cell } = this;
     this.marks = this.marks.filter((each) => each.until > now && each.block < this.size);
-    const arrows = new Set(this.marks.filter((each) => each.from !== null && each.from < this.size).slice(-MAX_ARROWS));
+    const shown = this.marks.filter((each) => this.placeOf(each.block) !== null);
+    const isArrow = ({ from }) => from !== null && this.placeOf(from) !== null;
+    const arrows = new Set(shown.filter(isArrow).slice(-MAX_ARROWS));
     context.strokeStyle = this.colours.ink;
-    for (const mark of this.marks) {
+    for (const mark of shown) {
       const { block, from, until } = mark, [x, y] = this.centre(block);
       context.globalAlpha = Math.min(1, (until - now) / FLASH_MS);
       context.lineWidth = 2;
@@ -195,7 +239,10 @@ export class Grid {
   arrow([fromX, fromY], [toX, toY]) {
     // Bent, so that arrows along a row do not lie on one another.
     const { context } = this, bend = 0.18;
-    const [middleX, middleY] = [(fromX + toX) / 2 - (toY - fromY) * bend, (fromY + toY) / 2 + (toX - fromX) * bend];
+    // The curve lies within its three points, so it is never cut off at the edge of the canvas.
+    const within = (value, end) => Math.max(-MARGIN, Math.min(end + MARGIN, value));
+    const middleX = within((fromX + toX) / 2 - (toY - fromY) * bend, this.columns * this.cell);
+    const middleY = within((fromY + toY) / 2 + (toX - fromX) * bend, this.rows * this.cell);
     const angle = Math.atan2(toY - middleY, toX - middleX), head = Math.max(5, Math.min(9, this.cell / 4));
     context.beginPath();
     context.moveTo(fromX, fromY);

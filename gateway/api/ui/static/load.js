@@ -1,7 +1,7 @@
 // The view of load: queues, batch, tokens a second, times, memory, replicas, the last steps, and who waits for what.
 
 import { drawLines, drawSteps } from "./charts.js";
-import { duration, fillRows, find, make, short, whole } from "./dom.js";
+import { duration, fillRows, find, make, percent, short, whole } from "./dom.js";
 
 const REASONS = {
   no_worker: "no worker is attached",
@@ -16,7 +16,6 @@ const REASONS = {
   shared_prefix: "another request computes its prefix, which it will share",
   suspects: "requests that the worker may have been lost for run alone",
 };
-const percent = (share) => `${Math.round(share * 100)} %`;
 const DASHED = [5, 4];
 
 const CHARTS = [

@@ -1,22 +1,23 @@
 // The view of memory: every block of the pools as a cell, who holds it, and what happens to it.
 
-import { find, isCalm, make, whole } from "./dom.js";
+import { find, isCalm, make, percent, whole } from "./dom.js";
+import { EventLog } from "./events.js";
+import { gainsOf } from "./gains.js";
+import { Ghost } from "./ghost.js";
 import { Grid } from "./grid.js";
 import { ask } from "./openai.js";
 import { Palette } from "./palette.js";
 import { STATUS, title } from "./state.js";
+import { BlockTable } from "./table.js";
+import { Tour } from "./tour.js";
+import { Zoom, ZOOM_ABOVE } from "./zoom.js";
 
-const MAX_LOG = 80;
+const MAX_LOG = 400;
 const MAX_LISTED = 64;
 const NAME_LENGTH = 14;
-const MAX_CELLS = 256;
 const READ_DELAY_MS = 120;
-const STATUS_NAMES = { 1: "waits to fork", 2: "runs", 3: "swapped out", 4: "over" };
-
-// A line about what happened.
-function entryOf({ step, text }) {
-  return make("li", {}, make("span", { className: "when" }, step ? `step ${whole(step)}` : "between steps"), text);
-}
+const MIN_HEIGHT = 240;
+const HOST_HEIGHT = 110;
 
 export class MemoryView {
   constructor(feed) {
@@ -25,6 +26,15 @@ export class MemoryView {
     this.grids = {
       gpu: new Grid(find("#gpu-blocks"), this.palette), host: new Grid(find("#host-blocks"), this.palette),
     };
+    this.ghost = new Ghost(find("#ghost"), this.palette);
+    this.zooms = { gpu: new Zoom(), host: new Zoom() };
+    this.log = new EventLog(find("#events"), this.palette);
+    this.table = new BlockTable(this.palette, {
+      heading: find("#table-title"), facts: find("#table-facts"), body: find("#table-rows"),
+      read: (name, block) => this.fetchBlock(name, block),
+    });
+    this.tour = new Tour(this, ask);
+    this.gains = null;
     this.replica = null;
     // While the view is paused: the place of the frame that is shown, the frame, and the memory as of it.
     this.shown = null;
@@ -56,7 +66,14 @@ export class MemoryView {
     find("#pause").addEventListener("click", () => this.pause(this.shown === null));
     find("#back").addEventListener("click", () => this.go(-1));
     find("#forward").addEventListener("click", () => this.go(1));
-    find("#moment").addEventListener("input", (event) => this.goTo(Number(event.target.value)));
+    find("#moment").addEventListener("input", (event) => {
+      this.endTour();
+      this.goTo(Number(event.target.value));
+    });
+    find("#zoom").addEventListener("click", () => {
+      for (const zoom of Object.values(this.zooms)) zoom.isWhole = !zoom.isWhole;
+      this.change();
+    });
     new ResizeObserver(() => this.change()).observe(find("#gpu-frame"));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
       for (const grid of Object.values(this.grids)) grid.size = null;
@@ -75,6 +92,9 @@ export class MemoryView {
     this.shown = null;
     this.held = null;
     this.selected = null;
+    this.gains = null;
+    this.endTour();
+    this.table.sequence = null;
     // What was read and what happened is of the other one.
     this.forgetBlock();
     this.pointed = null;
@@ -92,8 +112,7 @@ export class MemoryView {
       this.shown = Math.max(0, replica.history.frames.indexOf(this.held.frame));
     } else {
       this.mark(replica.frame.happened, false);
-      find("#events").prepend(...replica.frame.happened.slice(-MAX_LOG).reverse().map(entryOf));
-      while (find("#events").children.length > MAX_LOG) find("#events").lastChild.remove();
+      this.log.add(replica.frame.happened);
     }
     this.change();
   }
@@ -103,6 +122,7 @@ export class MemoryView {
   pause(isPaused) {
     const { history } = this.replica ?? {};
     if (!history?.length) return;
+    this.endTour();
     if (isPaused) {
       this.goTo(history.length - 1);
       return;
@@ -115,22 +135,34 @@ export class MemoryView {
   go(frames) {
     if (!this.replica?.history.length) return;
     if (this.shown === null) this.pause(true);
+    this.endTour();
     this.goTo(this.shown + frames);
   }
 
-  goTo(index) {
+  // Shows a frame, and marks what happened in it, or of that only some events.
+  goTo(index, events = null) {
     const { history } = this.replica ?? {};
     if (!history?.length) return;
     this.shown = Math.max(0, Math.min(history.length - 1, index));
     this.held = { frame: history.frames[this.shown], memory: history.at(this.shown) };
-    this.tell(history, this.shown, this.held.frame.happened);
+    this.tell(history, this.shown, events ?? this.held.frame.happened);
+  }
+
+  narrate(text) {
+    find("#told").textContent = text;
+  }
+
+  endTour() {
+    this.tour.stop();
+    this.narrate("");
   }
 
   // What happened up to a frame; the blocks of `happened` stay marked.
   tell(history, index, happened) {
     for (const grid of Object.values(this.grids)) grid.marks = [];
     this.mark(happened, true);
-    find("#events").replaceChildren(...history.happenedUpTo(index, MAX_LOG).map(entryOf));
+    this.log.clear();
+    this.log.add(history.happenedUpTo(index, MAX_LOG).reverse());
     this.change();
   }
 
@@ -160,24 +192,33 @@ export class MemoryView {
       this.isDirty = false;
       this.writeTime(history);
       this.listSequences();
+      this.showTable();
       this.describeBlock();
+      this.gains = gainsOf(this.memory, this.maxModelLen) ?? this.gains;
+      this.writeGains();
     }
-    const { memory } = this;
-    find("#no-memory").hidden = memory.shape.numBlocks > 0;
+    const { memory } = this, { shape } = memory;
+    find("#no-memory").hidden = shape.numBlocks > 0;
     memory.gpu.isGpu = true;
     let isMoving = false;
-    const width = find("#gpu-frame").clientWidth;
-    const host = memory.shape.numHostBlocks;
-    find("#host").hidden = host === 0;
+    // Host memory that holds nothing takes no room.
+    const isSwapped = memory.host.refs.some(Boolean);
+    find("#host").hidden = !isSwapped;
+    const height = Math.max(MIN_HEIGHT, innerHeight - (isSwapped ? 520 : 380));
     for (const [name, grid] of Object.entries(this.grids)) {
       const pool = memory[name];
-      if (pool.size === 0) continue;
-      const height = name === "gpu" ? Math.max(320, innerHeight - (host ? 420 : 300)) : 110;
-      grid.layout(pool.size, width, height);
+      if (pool.size === 0 || (name === "host" && !isSwapped)) continue;
+      const width = find(name === "gpu" ? "#gpu-frame" : "#host").clientWidth;
+      grid.layout(pool.size, this.zooms[name].of(pool), width, name === "gpu" ? height : HOST_HEIGHT);
       grid.pins = memory.pins;
       grid.highlighted = this.blocksOfSelected(name);
       isMoving = grid.draw(memory, pool) || isMoving;
     }
+    find("#orca").hidden = this.gains === null;
+    if (this.gains !== null) {
+      this.ghost.draw(this.gains, shape.blockSize, find("#orca-frame").clientWidth, this.grids.gpu.drawnHeight);
+    }
+    this.writePool();
     if (isMoving && !isCalm()) this.change();
     else if (isMoving) setTimeout(() => this.change(), 500);
   }
@@ -202,15 +243,49 @@ export class MemoryView {
 
   // Samples that copy a block on write, and beams that fork: figures 8 and 9 of the paper.
   async runExample() {
-    const said = find("#example-said"), messages = [{ role: "user", content: "Tell me a story about a fox." }];
-    const run = { model: this.feed.gateway?.model, messages, max_tokens: 200, ignore_eos: true };
     try {
-      await Promise.all([
-        ask({ ...run, n: 3, temperature: 1 }), ask({ ...run, n: 4, temperature: 0, use_beam_search: true }),
-      ]);
+      await this.tour.run(this.feed.gateway?.model);
     } catch (error) {
-      said.textContent = error.message;
+      find("#example-said").textContent = error.message;
     }
+  }
+
+  // What paging gains
+
+  get maxModelLen() {
+    return this.feed.gateway?.replicas.find((each) => each.address === this.replica.address)?.max_model_len ?? 0;
+  }
+
+  writeGains() {
+    const { gains } = this, unknown = "–";
+    find("#gains-of").textContent = this.isIdle && gains !== null ? "of the last load" : "on this load";
+    const facts = gains === null ? [[unknown, "", 0, 0], [unknown, ""], [unknown, ""]] : [
+      [percent(gains.filled), `Orca (Max): ${percent(gains.orca.filled)}`, gains.filled, gains.orca.filled],
+      [whole(gains.saved), `${whole(gains.held)} blocks instead of ${whole(gains.named)}`],
+      [gains.ratio === null ? "any" : `${gains.ratio.toFixed(1)}×`,
+        `${whole(gains.fits)} like these fit at their size now; Orca (Max): ${whole(gains.orca.fits)}`],
+    ];
+    const meters = document.querySelectorAll("#gains .meter");
+    facts.forEach(([value, more, ...shares], place) => {
+      const tile = find("#gains").children[place];
+      tile.querySelector("b").textContent = value;
+      tile.querySelector("small").textContent = more;
+      shares.forEach((share, index) => { meters[index].style.width = `${100 * share}%`; });
+    });
+    if (gains === null) return;
+    const { orca, sequences } = gains, waiting = Math.max(0, sequences.length - orca.regions);
+    find("#orca-facts").textContent = `${whole(Math.min(sequences.length, orca.regions))} × ` +
+      `${whole(orca.region)} blocks` + (waiting ? `; ${whole(waiting)} sequences wait` : "");
+  }
+
+  writePool() {
+    const { gpu } = this.memory, zoom = this.zooms.gpu;
+    const used = gpu.refs.reduce((sum, count) => sum + (count > 0), 0);
+    const isLarge = gpu.size > ZOOM_ABOVE;
+    find("#pool-facts").textContent = `${whole(used)} of ${whole(gpu.size)} blocks in use` +
+      (isLarge && !zoom.isWhole ? `; ${whole(this.grids.gpu.count)} are shown` : "");
+    find("#zoom").hidden = !isLarge;
+    find("#zoom").textContent = zoom.isWhole ? "Blocks in use" : "Whole pool";
   }
 
   // Sequences
@@ -219,7 +294,8 @@ export class MemoryView {
   listSequences() {
     const sequences = [...this.memory.sequences.values()];
     find("#sequence-count").textContent = whole(sequences.length);
-    find("#idle").hidden = sequences.length > 0 || this.shown !== null;
+    this.isIdle = sequences.length === 0;
+    find("#idle").hidden = !this.isIdle || this.shown !== null || find("#told").textContent !== "";
     const entries = new Map();
     for (const sequence of sequences.slice(0, MAX_LISTED)) {
       const entry = this.entries.get(sequence.number) ?? this.makeEntry(sequence);
@@ -237,35 +313,29 @@ export class MemoryView {
 
   makeEntry(sequence) {
     const chip = make("span", { className: "chip" }), facts = make("span", { className: "facts" });
-    const name = make("span", { className: "name", title: sequence.request_id }, title(sequence, NAME_LENGTH));
-    const button = make("button", { type: "button", className: "sequence" }, chip, name, facts);
+    const name = make("span", { className: "name", title: sequence.request_id }, sequence.request_id);
+    const many = sequence.num_sequences > 1 ? `#${sequence.sequence_index}` : "";
+    const index = make("span", { className: "index" }, many);
+    const button = make("button", { type: "button", className: "sequence" }, chip, name, index, facts);
     button.addEventListener("click", () => this.select(this.selected === sequence.number ? null : sequence.number));
-    return { item: make("li", {}, button), button, chip, facts, table: null };
+    return { item: make("li", {}, button), button, chip, facts };
   }
 
   updateEntry(entry, sequence) {
-    const isSelected = sequence.number === this.selected;
     entry.chip.style.background = this.palette.of(sequence);
     entry.facts.textContent = `${whole(sequence.computed)} tokens · ${sequence.table.length} blocks`;
-    entry.button.setAttribute("aria-pressed", String(isSelected));
-    const table = isSelected ? this.tableOf(sequence) : null;
-    if (entry.table !== null) entry.table.remove();
-    if (table !== null) entry.item.append(table);
-    entry.table = table;
+    entry.button.setAttribute("aria-pressed", String(sequence.number === this.selected));
   }
 
-  // The block table, as the paper draws it: logical blocks in order, and the physical block of each.
-  tableOf(sequence) {
-    const { blockSize } = this.memory.shape;
-    const cells = sequence.table.slice(0, MAX_CELLS).map((block, index) => {
-      const filled = Math.min(Math.max(sequence.computed - index * blockSize, 0), blockSize);
-      const share = filled < blockSize ? ` (${filled}/${blockSize})` : "";
-      return make(
-        "li", { title: `logical block ${index}: ${filled} of ${blockSize} slots` }, `${index} → ${block}${share}`,
-      );
-    });
-    const facts = `${STATUS_NAMES[sequence.status]}${sequence.is_beam ? " · beam" : ""} · tenant ${sequence.tenant}`;
-    return make("div", { className: "table" }, make("p", {}, facts), make("ol", {}, ...cells));
+  // The block table of the selected sequence; else of the one that it shows already, or of the first one.
+  showTable() {
+    const { sequences } = this.memory, { table } = this;
+    const before = table.sequence && sequences.get(table.sequence.number);
+    const kept = before?.request_id === table.sequence?.request_id ? before : undefined;
+    const sequence = sequences.get(this.selected) ?? kept ?? [...sequences.values()].find((each) => each.table.length);
+    find("#table").hidden = sequence === undefined && table.sequence === null;
+    if (sequence?.table.length) table.show(sequence, this.memory, this.shown === null);
+    else table.end();
   }
 
   select(number) {
@@ -318,18 +388,22 @@ export class MemoryView {
 
   async read(name, block) {
     const number = (this.readNumber += 1);
+    const tokens = await this.fetchBlock(name, block);
+    // Another block, another replica or another moment may be shown by now.
+    if (tokens === null || number !== this.readNumber || this.shown !== null) return;
+    this.tokens = tokens;
+    this.described = null;
+    this.describeBlock();
+  }
+
+  // A block with the tokens of its owners; null where it cannot be read: what the feed told is shown then.
+  async fetchBlock(name, block) {
     const query = new URLSearchParams({ replica: this.replica.address, block, host: name === "host" ? 1 : 0 });
     try {
       const answer = await fetch(`block?${query}`);
-      if (!answer.ok) return;
-      const tokens = await answer.json();
-      // Another block, another replica or another moment may be shown by now.
-      if (number !== this.readNumber || this.shown !== null) return;
-      this.tokens = tokens;
-      this.described = null;
-      this.describeBlock();
+      return answer.ok ? await answer.json() : null;
     } catch {
-      // What the feed told is shown, without the tokens.
+      return null;
     }
   }
 

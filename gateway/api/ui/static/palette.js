@@ -1,9 +1,9 @@
 // Colours of sequences: six hues of Okabe and Ito, which people with any kind of colour vision tell apart, each in
-// three shades. Sequences of one request have one hue; requests that run at the same time have different colours as
-// long as there are any.
+// four shades. Sequences of one request have one hue; requests that run at the same time have different colours as long
+// as there are any.
 
 const HUES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#b8a800"];
-const SHADES = [0, 0.32, -0.28];
+const SHADES = [0, 0.4, -0.4, 0.62];
 const REMEMBERED = 256;
 
 function shaded(hex, amount) {
@@ -15,10 +15,13 @@ function shaded(hex, amount) {
 
 const COLOURS = SHADES.map((amount) => HUES.map((hue) => shaded(hue, amount)));
 
-// Black or white, whichever can be read on a colour.
+const linear = (part) => (part <= 10 ? part / 3295 : ((part / 255 + 0.055) / 1.055) ** 2.4);
+
+// Black or white, whichever has more contrast with a colour: at least 4.58, whatever the colour is.
 function inkFor(colour) {
-  const [red, green, blue] = colour.match(/\d+/g).map(Number);
-  return 0.3 * red + 0.59 * green + 0.11 * blue > 140 ? "#16181b" : "#ffffff";
+  const [red, green, blue] = colour.match(/\d+/g).map((part) => linear(Number(part)));
+  const light = 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  return (light + 0.05) / 0.05 > 1.05 / (light + 0.05) ? "#000000" : "#ffffff";
 }
 
 const INKS = new Map(COLOURS.flat().map((colour) => [colour, inkFor(colour)]));

@@ -196,28 +196,46 @@ export class History {
   }
 }
 
-// What happened to blocks in a frame: sentences, and which blocks to point at, as {pool, block, from}. `before` has the
-// sequences before the frame.
+// What happened to blocks in a frame: sentences, whose request it was ("" where that is not known any more), and which
+// blocks to point at, as {pool, block, from}. `before` has the sequences before the frame.
 function describe(memory, frame, before) {
+  const find = (number) => memory.sequences.get(number) ?? before.get(number);
   const name = (number) => {
-    const sequence = memory.sequences.get(number) ?? before.get(number);
+    const sequence = find(number);
     return sequence === undefined ? `sequence ${number}` : title(sequence, NAME_LENGTH);
   };
+  const number = (key) => {
+    const sequence = find(key);
+    return sequence === undefined || sequence.num_sequences < 2 ? name(key) : `#${sequence.sequence_index}`;
+  };
+  // Who holds a block now, or held it before.
+  const holder = (pool, block) => find(memory[pool].owners[block]) ?? [...before.values()].find(
+    (each) => (each.status === STATUS.swapped) === (pool === "host") && each.table.includes(block),
+  );
   const gpu = (block, from = null) => ({ pool: "gpu", block, from });
   const host = (block) => ({ pool: "host", block, from: null });
   const say = {
-    [EVENT.copy]: (a, b) => [`copy-on-write: block ${a} is copied to ${b}`, [gpu(b, a)]],
-    [EVENT.swapOut]: (a, b) => [`swap out: block ${a} to host block ${b}`, [gpu(a), host(b)]],
-    [EVENT.swapIn]: (a, b) => [`swap in: host block ${a} to block ${b}`, [host(a), gpu(b)]],
-    [EVENT.fork]: (a, b) => [`fork: ${name(b)} shares the blocks of ${name(a)}`, []],
+    [EVENT.copy]: (a, b) => [
+      `copy-on-write: block ${a} is copied to ${b}`, [gpu(b, a)], holder("gpu", b) ?? holder("gpu", a),
+    ],
+    [EVENT.swapOut]: (a, b) => [
+      `swap out: block ${a} to host block ${b}`, [gpu(a), host(b)], holder("host", b) ?? holder("gpu", a),
+    ],
+    [EVENT.swapIn]: (a, b) => [
+      `swap in: host block ${a} to block ${b}`, [host(a), gpu(b)], holder("gpu", b) ?? holder("host", a),
+    ],
+    [EVENT.fork]: (a, b) => [`fork: ${number(b)} shares the blocks of ${number(a)}`, [], find(b) ?? find(a)],
     // The moves of one that was swapped out say where its blocks are now.
     [EVENT.preempt]: (a, b) => (b
-      ? [`preempted: ${name(a)} was swapped out`, []]
-      : [`preempted: ${name(a)} will be computed again`, (before.get(a)?.table ?? []).map((block) => gpu(block))]),
+      ? [`preempted: ${name(a)} was swapped out`, [], find(a)]
+      : [
+        `preempted: ${name(a)} will be computed again`, (before.get(a)?.table ?? []).map((block) => gpu(block)),
+        find(a),
+      ]),
   };
   return [...rows(frame.memory.events, 4)].filter(([kind]) => kind in say).map(([kind, step, first, second]) => {
-    const [text, marks] = say[kind](first, second);
-    return { kind, step, text, marks };
+    const [text, marks, sequence] = say[kind](first, second);
+    return { kind, step, text, marks, request: sequence?.request_id ?? "" };
   });
 }
 

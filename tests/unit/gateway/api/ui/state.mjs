@@ -7,6 +7,9 @@ import { readFileSync } from "node:fs";
 const [folder, path] = process.argv.slice(2);
 const { EVENT, History, Memory, STATUS, title } = await import(`${folder}/state.js`);
 const { Palette } = await import(`${folder}/palette.js`);
+const { gainsOf, regionBlocks } = await import(`${folder}/gains.js`);
+const { stopsOf } = await import(`${folder}/tour.js`);
+const { Zoom } = await import(`${folder}/zoom.js`);
 const { percentile, Series } = await import(`${folder}/series.js`);
 const { Choice, events, kindOf, valueOf } = await import(`${folder}/openai.js`);
 const recorded = JSON.parse(readFileSync(path));
@@ -87,14 +90,58 @@ lost.memory.events = [EVENT.preempt, 0, 1, 0];
 pieces.add(lost);
 assert.deepEqual(lost.happened.map(({ text }) => text), ["preempted: r will be computed again"]);
 assert.deepEqual(lost.happened[0].marks.map(({ block }) => block), [3, 2, 1]);
+assert.equal(lost.happened[0].request, "r");
+// Whose a block was is unknown only where the request came and went between two frames.
+assert.ok(happened.filter(({ request }) => request).length > 0.8 * happened.length);
 const newest = history.happenedUpTo(history.length - 1, 5);
 assert.deepEqual(newest, history.frames.flatMap((frame) => frame.happened).reverse().slice(0, 5));
 assert.deepEqual(history.happenedUpTo(0, 1000), history.frames[0].happened.toReversed());
 assert.equal(title({ request_id: "r", num_sequences: 2, sequence_index: 1 }), "r #1");
 assert.equal(title({ request_id: "a-long-name", num_sequences: 1 }, 6), "a-long…");
 
-// Colours: requests that run together have different ones, and keep them.
+// What paging gains: two beams of 20 tokens share their first block of 16, in a pool of 64; Orca (Max) reserves 4 blocks
+// for each, since the model takes 50 tokens.
+assert.equal(regionBlocks(50, 16), 4);
+assert.equal(gainsOf(new Memory(), 50), null);
+const beams = new Memory(), pair = [1, 2].map((number) => (
+  { number, request_id: "b", num_sequences: 2, sequence_index: number - 1 }
+));
+beams.apply({
+  is_whole: true, numbers: { num_blocks: 64, num_host_blocks: 0, block_size: 16 },
+  memory: {
+    sequences: pair, gone: [], named: [], names: [], pins: [], events: [], lengths: [1, 2, 2, 2],
+    progress: [1, STATUS.running, 20, 20, 2, STATUS.running, 20, 20], tables: [1, 0, 5, 1, 1, 6, 2, 0, 5, 2, 1, 7],
+  },
+});
+const gains = gainsOf(beams, 50);
+assert.deepEqual([gains.saved, gains.held, gains.named, gains.filled], [1, 3, 4, 24 / 48]);
+assert.deepEqual([gains.orca.regions, gains.orca.reserved, gains.orca.filled], [16, 8, 40 / 128]);
+assert.deepEqual([gains.fits, gains.orca.fits], [21, 8]);
+
+// The example has a sentence for each thing to see, in the order in which they come.
+const stops = stopsOf(history.frames, 0);
+assert.ok(stops.length >= 3);
+assert.deepEqual(stops.map(({ index }) => index), stops.map(({ index }) => index).sort((a, b) => a - b));
+for (const { index, events: told } of stops) {
+  for (const event of told) assert.ok(history.frames[index].happened.includes(event));
+}
+
+// Of a large pool the blocks in use are shown, and the picture stands still while they come and go.
+const zoom = new Zoom(), large = { size: 4096, refs: new Uint16Array(4096) };
+large.refs[4000] = 2;
+const near = zoom.of(large);
+assert.ok(near.includes(4000) && near.length < 200);
+large.refs[4001] = 1;
+assert.equal(zoom.of(large), near);
+large.refs[2000] = 1;
+assert.ok(zoom.of(large).includes(2000));
+zoom.isWhole = true;
+assert.equal(zoom.of(large), null);
+
+// Colours: requests that run together have different ones, and keep them. Sequences of one have four shades.
 const palette = new Palette();
+const shades = [0, 1, 2, 3].map((index) => palette.of({ request_id: "r", sequence_index: index }));
+assert.equal(new Set(shades).size, 4);
 const ids = Array.from({ length: 18 }, (_, index) => `r${index}`);
 palette.keep(new Set(ids));
 const colours = ids.map((id) => palette.of({ request_id: id, sequence_index: 0 }));

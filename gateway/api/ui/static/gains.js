@@ -1,0 +1,38 @@
+// What paging gains on a load: what Quire holds for it, beside what Orca (Max), the paper's baseline, would reserve.
+// Nothing here touches the page.
+
+import { STATUS } from "./state.js";
+
+// Blocks of the region that Orca (Max) reserves for each sequence: all that the model takes, from a buddy allocator,
+// as in simulator/baselines/contiguous.py.
+export function regionBlocks(maxModelLen, blockSize) {
+  return 2 ** Math.ceil(Math.log2(Math.max(1, Math.ceil(maxModelLen / blockSize))));
+}
+
+// The sequences in GPU memory, in blocks and slots; null where there is none. `tokens` of Quire are counted once where
+// sequences share them.
+export function gainsOf(memory, maxModelLen) {
+  const { gpu, shape: { blockSize } } = memory;
+  const sequences = [...memory.sequences.values()].filter(
+    ({ status, table }) => status !== STATUS.swapped && status !== STATUS.finished && table.length,
+  );
+  if (!sequences.length || !maxModelLen) return null;
+  const requests = new Set(sequences.map((each) => each.request_id)).size;
+  const named = sequences.reduce((sum, each) => sum + each.table.length, 0);
+  const held = new Set(sequences.flatMap((each) => each.table));
+  let tokens = 0;
+  for (const block of held) tokens += memory.filled(gpu, block);
+  const region = regionBlocks(maxModelLen, blockSize), regions = Math.floor(gpu.size / region);
+  const ownTokens = sequences.reduce((sum, each) => sum + each.computed, 0);
+  const fits = Math.floor(gpu.size / (held.size / requests));
+  const fitsOrca = Math.floor(regions / (sequences.length / requests));
+  return {
+    sequences, requests, held: held.size, saved: named - held.size, named,
+    filled: tokens / (held.size * blockSize), fits,
+    orca: {
+      region, regions, reserved: sequences.length * region, fits: fitsOrca,
+      filled: ownTokens / (sequences.length * region * blockSize),
+    },
+    ratio: fitsOrca ? fits / fitsOrca : null,
+  };
+}

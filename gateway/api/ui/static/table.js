@@ -1,0 +1,122 @@
+// The block table of one sequence with its text, as figure 6 of the paper draws it: logical blocks in order, the text in
+// their slots, and the physical block of each.
+
+import { make, whole } from "./dom.js";
+import { STATUS } from "./state.js";
+
+const [FIRST_ROWS, LAST_ROWS] = [4, 12];
+const READ_DELAY_MS = 250;
+const READ_AT_ONCE = 8;
+const STATUS_NAMES = { 1: "waits to fork", 2: "runs", 3: "swapped out", 4: "over" };
+
+export class BlockTable {
+  // `read(name, block)` resolves to a block with the tokens of its owners, or to null.
+  constructor(palette, { heading, facts, body, read }) {
+    Object.assign(this, { palette, heading, facts, body, read });
+    this.sequence = null;
+    this.forget();
+  }
+
+  forget() {
+    this.texts = new Map();
+    this.written = null;
+    this.isPrivate = false;
+  }
+
+  // Shows a sequence as it is now; `canRead` is false for the past, whose texts are shown as far as they are known.
+  show(sequence, memory, canRead) {
+    if (sequence.number !== this.sequence?.number || sequence.request_id !== this.sequence.request_id) this.forget();
+    this.sequence = sequence;
+    this.blockSize = memory.shape.blockSize;
+    this.pool = sequence.status === STATUS.swapped ? memory.host : memory.gpu;
+    this.isOver = false;
+    this.write();
+    if (canRead && !this.isPrivate) this.readChanged();
+  }
+
+  // The sequence holds nothing any more; its last table stays.
+  end() {
+    if (this.sequence === null || this.isOver) return;
+    this.isOver = true;
+    this.write();
+  }
+
+  // The places in the table that have a row.
+  get places() {
+    const { length } = this.sequence.table;
+    const all = Array.from({ length }, (_, place) => place);
+    return length <= FIRST_ROWS + LAST_ROWS ? all : [...all.slice(0, FIRST_ROWS), ...all.slice(-LAST_ROWS)];
+  }
+
+  filled(place) {
+    return Math.min(Math.max(this.sequence.computed - place * this.blockSize, 0), this.blockSize);
+  }
+
+  // What a text was read for: a full block that stays in its place is read once.
+  keyOf(place) {
+    return `${this.sequence.table[place]}:${this.filled(place)}`;
+  }
+
+  write() {
+    const { sequence } = this;
+    const places = this.places, refs = places.map((place) => this.pool.refs[sequence.table[place]]);
+    const texts = places.map((place) => this.texts.get(place));
+    const written = JSON.stringify([sequence.number, sequence.status, sequence.computed, sequence.table, refs, texts,
+      this.isOver, this.isPrivate]);
+    if (written === this.written) return;
+    this.written = written;
+    const many = sequence.num_sequences > 1 ? ` #${sequence.sequence_index}` : "";
+    this.heading.replaceChildren(
+      make("span", { className: "chip", style: { background: this.palette.of(sequence) } }),
+      make("span", { className: "name", title: sequence.request_id }, sequence.request_id),
+      make("span", { className: "index" }, many),
+    );
+    const status = this.isOver ? "over; its blocks are given back" : STATUS_NAMES[sequence.status];
+    const kind = sequence.is_beam ? " · beam" : "", tenant = sequence.tenant ? ` · tenant ${sequence.tenant}` : "";
+    this.facts.textContent = `${status}${kind}${tenant} · ${whole(sequence.computed)} tokens in ` +
+      `${whole(sequence.table.length)} blocks of ${this.blockSize}`;
+    const rows = places.map((place) => this.rowOf(place));
+    const left = sequence.table.length - places.length;
+    if (left) {
+      const cell = make("td", { colSpan: 4, className: "hint" }, `${whole(left)} logical blocks between`);
+      rows.splice(FIRST_ROWS, 0, make("tr", {}, cell));
+    }
+    this.body.replaceChildren(...rows);
+  }
+
+  rowOf(place) {
+    const block = this.sequence.table[place], filled = this.filled(place), count = this.pool.refs[block];
+    const tokens = this.texts.get(place)?.tokens;
+    const text = tokens === undefined
+      ? [make("span", { className: "hint" }, this.isPrivate ? "text of another tenant" : "…")]
+      : [...tokens.map((each) => make("span", { className: "token" }, each)),
+        ...Array.from({ length: this.blockSize - tokens.length }, () => make("span", { className: "slot" }))];
+    const shared = !this.isOver && count > 1 ? make("span", { className: "refs", title: "references" }, count) : "";
+    return make(
+      "tr", {}, make("th", { scope: "row" }, place), make("td", { className: "text" }, ...text),
+      make("td", { className: "physical" }, "→ ", make("b", {}, block), shared),
+      make("td", { className: "filled" }, `${filled}/${this.blockSize}`),
+    );
+  }
+
+  readChanged() {
+    this.reading ??= setTimeout(async () => {
+      const { sequence } = this;
+      const name = sequence.status === STATUS.swapped ? "host" : "gpu";
+      const stale = this.isOver ? [] : this.places.filter((place) => this.texts.get(place)?.key !== this.keyOf(place));
+      await Promise.all(stale.slice(-READ_AT_ONCE).map((place) => this.readOne(sequence, name, place)));
+      this.reading = null;
+      if (this.sequence.number === sequence.number) this.write();
+    }, READ_DELAY_MS);
+  }
+
+  async readOne(sequence, name, place) {
+    const block = sequence.table[place], key = this.keyOf(place);
+    const answer = await this.read(name, block);
+    const owner = answer?.owners.find((each) => each.request_id === sequence.request_id &&
+      each.sequence_index === sequence.sequence_index && each.logical_index === place);
+    if (owner === undefined || this.sequence.number !== sequence.number) return;
+    if (owner.tokens === null) this.isPrivate = true;
+    else this.texts.set(place, { key, tokens: owner.tokens });
+  }
+}
