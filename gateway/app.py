@@ -15,6 +15,7 @@ import grpc.aio
 from gateway.api.field_rule import FieldRule
 from gateway.api.grpc.servicers import GenerationServicer, ModelServicer, PrefixServicer
 from gateway.api.kserve.servicer import KServeServicer, UnservedMethods
+from gateway.api.ui.history import LoadHistory
 from gateway.auth.keys import Authenticator, KeyRing, NoAuthenticator, entries_of
 from gateway.metrics import GatewayMetrics
 from gateway.offload import FairExecutor
@@ -88,6 +89,7 @@ class Gateway:
         http: HttpServer,
         idle_calls: IdleCalls,
         tracer: Tracer | None,
+        history: LoadHistory,
     ) -> None:
         self.grpc_address = rpc.address
         self.http_address = http.address
@@ -108,6 +110,8 @@ class Gateway:
             asyncio.create_task(authenticator.watch(), name="API keys"),
             asyncio.create_task(return_freed_memory(_RETURN_MEMORY_EVERY_S), name="memory"),
         ]
+        if settings.ui:
+            self._background.append(asyncio.create_task(history.run(), name="history of the load"))
 
     @classmethod
     async def start(
@@ -134,7 +138,10 @@ class Gateway:
         kserve = KServeServicer(generator, rule)
         turns = TenantTurns()
         started_at_s = int(clock.unix_s())
-        app = make_http_app(generator, kserve, metrics, authenticator, settings, turns, rule, started_at_s=started_at_s)
+        history = LoadHistory(generator.replicas.links, gateway_id)
+        app = make_http_app(
+            generator, kserve, metrics, authenticator, settings, turns, rule, history, started_at_s=started_at_s
+        )
         bodies = BodyMemory(settings.max_total_body_bytes)
         http = HttpServer(app, settings, bodies, metrics.count_refused_connection, tls.public)
         idle_calls = IdleCalls()
@@ -157,7 +164,7 @@ class Gateway:
             raise
         _logger.info('serving "%s": gRPC on %s, HTTP on %s', generator.model.name, rpc.address, http.address)
         _warn_if_open(settings, rpc.address, http.address, is_encrypted=tls.public is not None)
-        return cls(settings, generator, ledger, authenticator, rpc, http, idle_calls, tracer)
+        return cls(settings, generator, ledger, authenticator, rpc, http, idle_calls, tracer, history)
 
     async def run(self) -> None:
         """Runs until it is cancelled or stopped, or until a part of the gateway fails."""

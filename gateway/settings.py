@@ -9,6 +9,8 @@ from quire.service_flags import DrainFlags, ModelFlags, ProcessFlags, ServiceFla
 from quire.settings import parse_bytes, setting
 
 MAX_KEY_LENGTH = 512
+KILLABLE = ("worker", "scheduler")
+"""Services that a demonstration may kill."""
 SQLITE = "sqlite:"
 """The beginning of a --response-store that is a file."""
 MAX_CHAT_MESSAGES = 1 << 16
@@ -282,6 +284,11 @@ class GatewaySettings(ModelFlags, GatewayFlags, DrainFlags, ProcessFlags):
     )
     local_socket: Path | None = setting(
         None, "unix socket on which to serve gRPC too, to reach this gateway where ports are shared", metavar="PATH"
+    )
+    demo_socket: Path | None = setting(
+        None,
+        "unix socket of a supervisor that kills a service when the page /ui asks for it, for demonstrations",
+        metavar="PATH",
     )
     metrics_port: int | None = setting(
         None,

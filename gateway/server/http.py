@@ -26,6 +26,7 @@ from gateway.api.responses.routes import response_routes
 from gateway.api.responses.store import open_store
 from gateway.api.shapes import GatewayReadiness, GatewayVersion, Health, ServerInfo, ServerLoad
 from gateway.api.ui import access
+from gateway.api.ui.history import LoadHistory
 from gateway.api.ui.routes import ui_routes
 from gateway.auth.caller import Caller, check_is_operator, current_caller, set_caller
 from gateway.auth.keys import Authenticator
@@ -56,6 +57,7 @@ def make_http_app(
     settings: GatewaySettings,
     turns: TenantTurns,
     rule: FieldRule,
+    history: LoadHistory,
     *,
     started_at_s: int,
 ) -> Starlette:
@@ -81,7 +83,11 @@ def make_http_app(
         routes=[
             *routes,
             *description_routes(routes),
-            *(ui_routes(generator, authenticator, routes, metrics.count_refused_caller) if settings.ui else ()),
+            *(
+                ui_routes(generator, authenticator, routes, metrics.count_refused_caller, history, settings.demo_socket)
+                if settings.ui
+                else ()
+            ),
         ],
         # The first one is the first to see a request.
         middleware=[

@@ -82,6 +82,7 @@ class Commands:
             local_socket=self.socket(gateway_name(number)),
             metrics_port=_own_port(self.settings.gateway_metrics_port, number),
             admin_port=_own_port(self.settings.admin_port, number),
+            demo_socket=self.demo_socket if self.settings.demo else None,
             keys_files=(*self.settings.keys_files, *own_keys),
             api_keys=(),
         )
@@ -116,6 +117,11 @@ class Commands:
     def gateway_address(self, number: int) -> str:
         """The unix socket of one gateway, besides the shared ports."""
         return f"unix:{self.socket(gateway_name(number))}"
+
+    @property
+    def demo_socket(self) -> Path:
+        """Where gateways ask the supervisor to kill a service."""
+        return self.socket("demo")
 
     @property
     def scheduler_address(self) -> str:

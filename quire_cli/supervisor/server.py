@@ -5,6 +5,7 @@ import fcntl
 import itertools
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from gateway.auth.keys import KeyEntry, entries_of, hash_of, make_key, read_keys, write_keys
+from gateway.settings import KILLABLE
 from quire.client import AsyncClient, GenerationOptions
 from quire.model_directory import ModelDirectory, weight_files
 from quire.model_source import resolve_model
@@ -92,6 +94,7 @@ class LocalServer:
         self._stages: list[list[SupervisedProcess]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._watches: list[asyncio.Task[None]] = []
+        self._demo: socket.socket | None = None
 
     @property
     def grpc_address(self) -> str:
@@ -121,6 +124,8 @@ class LocalServer:
             self._commands = self._prepare()
             self._stages = self._make_processes(self._commands)
             self._report(f"starting worker, scheduler and {self._describe_gateways()}")
+            if self._settings.demo:
+                self._demo = self._listen_for_kills(self._commands)
             # Workers take longest, so they start first.
             self._tasks = [process.start() for stage in reversed(self._stages) for process in stage]
             self._watches = self._watch_for_hangs(self._commands)
@@ -162,6 +167,10 @@ class LocalServer:
             await asyncio.gather(*self._tasks, *self._watches, return_exceptions=True)
         finally:
             self.kill()
+            if self._demo is not None:
+                asyncio.get_running_loop().remove_reader(self._demo)
+                self._demo.close()
+                self._demo = None
             for port in self._ports:
                 port.release()
             if self._directory is not None:
@@ -264,6 +273,22 @@ class LocalServer:
             )
             for process in itertools.chain(*self._stages)
         ]
+
+    def _listen_for_kills(self, commands: Commands) -> socket.socket:
+        """Kills a service whenever a gateway asks for it (`--demo`)."""
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        listening.setblocking(False)
+        listening.bind(str(commands.demo_socket))
+
+        def read() -> None:
+            with suppress(BlockingIOError):
+                name = listening.recv(64).decode(errors="replace")
+                if name in KILLABLE:
+                    self._report(f"killing the {name}, as the page /ui asked")
+                    self.process(name).kill_once()
+
+        asyncio.get_running_loop().add_reader(listening, read)
+        return listening
 
     def _make_processes(self, commands: Commands) -> list[list[SupervisedProcess]]:
         """In the order in which they stop: each drains while those behind it still serve, gateways all at once."""

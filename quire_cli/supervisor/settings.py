@@ -17,6 +17,10 @@ class ServeSettings(ModelFlags, GatewayFlags, WorkerFlags, SchedulerFlags, Drain
     """Serves a model on this machine: starts worker, scheduler and gateway, and restarts those that die."""
 
     gateways: int = setting(1, "gateway processes, which share the ports", minimum=1, maximum=64)
+    demo: bool = setting(
+        False,
+        "let operators kill the worker or the scheduler from the page /ui, to see that streams go on",
+    )
     hang_timeout: float = setting(
         15.0,
         "time after which a service that answers no health check is killed and started again; 0 never",

@@ -202,6 +202,18 @@ async def test_an_answer_can_be_stopped_and_a_refusal_is_told(open_page, served)
     await page.locator(".note.problem", has_text="stop is not JSON").wait_for()
 
 
+async def test_a_chat_begins_with_a_click_and_outlives_a_reload(open_page):
+    page = await open_page("chat")
+    await page.get_by_role("button", name="What is the capital of France?").click()
+    await page.locator("#stop[disabled]").wait_for()
+    said = await page.locator(".answer .text").inner_text()
+    await page.reload()
+    assert await page.locator(".answer .text").inner_text() == said
+    assert await page.locator("#suggestions").count() == 0
+    await page.get_by_role("button", name="New chat").click()
+    await page.locator("#suggestions").wait_for()
+
+
 async def test_text_of_users_and_models_is_never_read_as_html(open_page):
     page = await open_page("chat")
     evil = "<img src=x onerror=alert(1)><script>alert(2)</script>"

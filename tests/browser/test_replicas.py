@@ -88,6 +88,16 @@ async def test_two_replicas_that_are_killed_restarted_and_removed(page, two):
         await kill(one, "worker")
         await row_of_one.locator("td.good").wait_for()
         await generate(gateway.http_url, PROMPT)
+        # Of the replica that is looked at, the page says what is down, and marks it when it is back.
+        await choice.select_option(addresses[0])
+        await kill(one, "worker")
+        await page.locator("#outage.bad", has_text="The worker is down").wait_for()
+        assert await page.locator("#connection").inner_text() == "worker down"
+        await page.locator("#outage.good", has_text="and is back").wait_for()
+        await page.locator('#connection[data-state="connected"]').wait_for()
+        await page.locator("#tab-memory").click()
+        await page.locator("#marks .bad").first.wait_for(state="attached")
+        await page.locator("#tab-load").click()
     await page.locator('#connection[data-state="lost"]').wait_for()
     # The gateway is back, with the replica that the page shows gone.
     dns.servers.remove(other)

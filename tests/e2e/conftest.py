@@ -10,5 +10,5 @@ from tests.support.serving import Served, serving
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def served() -> AsyncIterator[Served]:
     # float32: in bfloat16 equal logits are common, and which of them wins depends on the batch.
-    async with serving(num_gpu_blocks=512, dtype="float32") as running:
+    async with serving(num_gpu_blocks=512, dtype="float32", demo=True) as running:
         yield running

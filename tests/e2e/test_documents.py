@@ -159,7 +159,7 @@ async def test_each_grpcurl_call_works_by_reflection_alone(served: Served, line:
 # What the programs of a page print, among other things.
 PAGES = {
     "getting-started.md": ["The capital of France is Paris."],
-    "tutorials/chat.md": ["The capital of France is Paris.", "The capital of Italy is Rome.", "tokens were cached"],
+    "tutorials/chat.md": ["The capital of France is Paris.", "The capital of Italy is Rome.", "400 tokens, though"],
     "tutorials/structured-output.md": ["city='Paris'", "city='Rome'", "The weather in Rome is sunny, 24 degrees."],
     "tutorials/pinned-prefixes.md": ["blocks", "tokens were cached"],
 }

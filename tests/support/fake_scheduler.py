@@ -332,6 +332,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             yield frame
         await asyncio.get_running_loop().create_future()
 
+    async def GetState(
+        self, request: scheduler_pb2.GetStateRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.GetStateResponse:
+        return scheduler_pb2.GetStateResponse()
+
     async def ReadBlock(
         self, request: scheduler_pb2.ReadBlockRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.ReadBlockResponse:

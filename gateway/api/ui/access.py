@@ -24,8 +24,8 @@ from quire.rpc.errors import PermissionDenied, QuireError, Unauthenticated
 
 ROOT = "/ui"
 KEY_PATH = f"{ROOT}/key"
-OPEN_PATHS = frozenset({KEY_PATH, f"{ROOT}/style.css", f"{ROOT}/icon.svg"})
-"""What the page of a refusal needs."""
+OPEN_PATHS = frozenset({"/", KEY_PATH, f"{ROOT}/style.css", f"{ROOT}/icon.svg"})
+"""What leads to the page of a refusal, and what that needs."""
 HEADERS: Mapping[str, str] = {
     "content-security-policy": (
         "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'; "

@@ -1,7 +1,9 @@
 """What the page shows, as server-sent events: what this gateway knows of its replicas, and the frames of each replica's
 scheduler (quire.scheduler.v1, Watch) as JSON.
 
-    event: gateway   {"version", "model", "live_requests", "replicas": [{"address", "connected", "ready", "problem"}]}
+    event: gateway   {"version", "model", "live_requests", "replicas": [{"address", "connected", "ready", "problem",
+                      "max_model_len"}]}
+    event: history   {"replica": address, "samples": [{"at", ...}]}, once for each replica (gateway.api.ui.history)
     event: frame     {"replica": address, "is_whole", "more_follows", "unix_seconds", "numbers", "memory", "steps",
                       "answers", "waiting", "ended"}
 
@@ -16,6 +18,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
+from gateway.api.ui.history import LoadHistory
 from gateway.api.ui.watch_messages import frame_object, is_long
 from gateway.auth.caller import Caller
 from gateway.replicas.link import SchedulerLink
@@ -24,16 +27,20 @@ from quire.rpc.errors import QuireError
 from quire.version import VERSION
 
 _GATEWAY_INTERVAL_S = 1.0
+# A replica that is lost or back is told of sooner.
+_LOOK_INTERVAL_S = 0.1
 _RETRY_S = 1.0
 _MAX_QUEUED = 4
 _logger = logging.getLogger(__name__)
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
-async def feed(generator: Generator, caller: Caller, *, wants_memory: bool) -> AsyncGenerator[bytes, None]:
+async def feed(
+    generator: Generator, caller: Caller, history: LoadHistory, *, wants_memory: bool
+) -> AsyncGenerator[bytes, None]:
     """The events, until the gateway drains or the caller's key is no longer valid."""
     events: asyncio.Queue[bytes] = asyncio.Queue(_MAX_QUEUED)
-    following = asyncio.create_task(_follow(generator, caller, events, wants_memory=wants_memory))
+    following = asyncio.create_task(_follow(generator, caller, history, events, wants_memory=wants_memory))
     try:
         while not following.done():
             getting = asyncio.create_task(events.get())
@@ -49,7 +56,9 @@ async def feed(generator: Generator, caller: Caller, *, wants_memory: bool) -> A
         await asyncio.gather(following, return_exceptions=True)
 
 
-async def _follow(generator: Generator, caller: Caller, events: asyncio.Queue[bytes], *, wants_memory: bool) -> None:
+async def _follow(
+    generator: Generator, caller: Caller, history: LoadHistory, events: asyncio.Queue[bytes], *, wants_memory: bool
+) -> None:
     """Tells of the gateway again and again, and watches the replicas that it has by then."""
     watching: dict[SchedulerLink, asyncio.Task[None]] = {}
     try:
@@ -57,10 +66,16 @@ async def _follow(generator: Generator, caller: Caller, events: asyncio.Queue[by
             links = list(generator.replicas.links.values())
             for link in [each for each in watching if each not in links]:
                 watching.pop(link).cancel()
+            state = gateway_state(generator)
+            await events.put(event("gateway", state))
             for link in [each for each in links if each not in watching]:
+                await events.put(event("history", {"replica": link.address, "samples": history.of(link.address)}))
                 watching[link] = asyncio.create_task(_watch(link, events, wants_memory=wants_memory))
-            await events.put(event("gateway", gateway_state(generator)))
-            await asyncio.sleep(_GATEWAY_INTERVAL_S)
+            said_at = asyncio.get_running_loop().time()
+            while asyncio.get_running_loop().time() < said_at + _GATEWAY_INTERVAL_S:
+                await asyncio.sleep(_LOOK_INTERVAL_S)
+                if gateway_state(generator)["replicas"] != state["replicas"] or generator.is_draining:
+                    break
     finally:
         for task in watching.values():
             task.cancel()

@@ -4,10 +4,14 @@ All files come from this gateway, and the page runs no script and loads nothing 
 OpenAI's paths are served here once more because the cookie of an operator is sent to paths below /ui alone.
 """
 
+import contextlib
 import hashlib
+import json
 import mimetypes
+import socket
 from collections.abc import Callable, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -16,13 +20,16 @@ from starlette.routing import BaseRoute, Route
 
 from gateway.api.openai.schemas import ChatBody
 from gateway.api.ui import access, feed, watch_messages
+from gateway.api.ui.history import LoadHistory
 from gateway.auth.caller import current_caller
 from gateway.auth.keys import Authenticator, NoAuthenticator
 from gateway.request.generator import Generator
-from quire.rpc.errors import NotFound, invalid_field
+from gateway.settings import KILLABLE
+from quire.rpc.errors import NotFound, Unavailable, invalid_field
 
 _CHAT_PATHS = ("/v1/chat/completions", "/v1/models")
 _BLOCK_TIMEOUT_S = 5.0
+_MAX_KILL_BYTES = 256
 _MEDIA_TYPES = {".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
@@ -31,8 +38,11 @@ def ui_routes(
     authenticator: Authenticator,
     routes: Sequence[Route],
     on_refusal: Callable[[str], object],
+    history: LoadHistory,
+    demo_socket: Path | None,
 ) -> list[BaseRoute]:
-    """`routes` has those of OpenAI's API; `on_refusal` is called with the reason of a refusal of the form for keys."""
+    """`routes` has those of OpenAI's API; `on_refusal` is called with the reason of a refusal of the form for keys.
+    `demo_socket` is where services are killed for a demonstration; without it, the page does not offer that."""
     files = _Files()
     has_keys = not isinstance(authenticator, NoAuthenticator)
 
@@ -47,7 +57,7 @@ def ui_routes(
 
     async def events(request: Request) -> Response:
         wants_memory = request.query_params.get("memory", "1") != "0"
-        stream = feed.feed(generator, current_caller(), wants_memory=wants_memory)
+        stream = feed.feed(generator, current_caller(), history, wants_memory=wants_memory)
         headers = {**access.HEADERS, "x-accel-buffering": "no"}
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
@@ -55,18 +65,31 @@ def ui_routes(
         return JSONResponse(await _read_block(generator, request), headers=dict(access.HEADERS))
 
     async def about(request: Request) -> Response:
-        known = {"parameters": ChatBody.model_json_schema(), "has_keys": has_keys, **feed.gateway_state(generator)}
+        known = {
+            "parameters": ChatBody.model_json_schema(),
+            "has_keys": has_keys,
+            "can_kill": demo_socket is not None,
+            **feed.gateway_state(generator),
+        }
         return JSONResponse(known, headers=dict(access.HEADERS))
+
+    async def kill(request: Request) -> Response:
+        if demo_socket is None:
+            raise NotFound("services are killed from the page only with --demo")
+        _kill(demo_socket, await _service_to_kill(request))
+        return Response(status_code=204, headers=dict(access.HEADERS))
 
     async def key(request: Request) -> Response:
         return await access.take_key(request, authenticator, on_refusal)
 
     return [
+        Route("/", root),
         Route(access.ROOT, root),
         Route(f"{access.ROOT}/", page),
         Route(f"{access.ROOT}/feed", events),
         Route(f"{access.ROOT}/block", block),
         Route(f"{access.ROOT}/about", about),
+        Route(f"{access.ROOT}/kill", kill, methods=["POST"]),
         Route(access.KEY_PATH, key, methods=["POST"]),
         *(
             Route(access.ROOT + each.path, each.endpoint, methods=sorted(each.methods or ()))
@@ -95,6 +118,33 @@ class _Files:
         suffix = name[name.rfind(".") :]
         media_type = _MEDIA_TYPES.get(suffix) or mimetypes.types_map.get(suffix, "application/octet-stream")
         return Response(self._files[name], media_type=media_type, headers=headers)
+
+
+async def _service_to_kill(request: Request) -> str:
+    """The service that the body names. A page of another site cannot send JSON here without asking first, which is
+    refused. Raises QuireError."""
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise invalid_field("content-type", "must be application/json")
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _MAX_KILL_BYTES:
+            break
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        service = json.loads(body)["service"]
+        if service in KILLABLE:
+            return service
+    raise invalid_field("service", f"must be one of {', '.join(KILLABLE)}")
+
+
+def _kill(demo_socket: Path, service: str) -> None:
+    """Asks the supervisor to kill a service, which it starts again. Raises Unavailable."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sending:
+        sending.setblocking(False)
+        try:
+            sending.sendto(service.encode(), str(demo_socket))
+        except OSError as error:
+            raise Unavailable(f"the supervisor does not listen at {demo_socket}: {error.strerror}") from error
 
 
 async def _read_block(generator: Generator, request: Request) -> dict[str, Any]:

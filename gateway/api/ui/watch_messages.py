@@ -1,6 +1,7 @@
 """Messages of the scheduler as objects of JSON, for the page."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import Message
@@ -82,3 +83,41 @@ def block_object(answer: scheduler_pb2.ReadBlockResponse, tenant: str, text_of: 
         "ref_count": answer.ref_count,
         "owners": owners,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class StateAt:
+    """What a scheduler said of itself, and when."""
+
+    unix_s: float
+    state: scheduler_pb2.GetStateResponse
+
+
+def state_request(gateway_id: str) -> scheduler_pb2.GetStateRequest:
+    """The request for the state of a scheduler, with the tokens of its steps."""
+    return scheduler_pb2.GetStateRequest(gateway_id=gateway_id)
+
+
+def load_sample(now: StateAt, before: StateAt | None) -> dict[str, float]:
+    """Queues and memory, and rates since the state before, where that is of the same scheduler."""
+    state = now.state
+    sample: dict[str, float] = {
+        "waiting": state.waiting_requests,
+        "running": state.running_requests,
+        "swapped": state.swapped_requests,
+        "used": _share(state.gpu_pool.used_blocks, state.gpu_pool),
+        "cached": _share(state.gpu_pool.cached_blocks, state.gpu_pool),
+    }
+    if before is None or before.state.scheduler_epoch != state.scheduler_epoch or now.unix_s <= before.unix_s:
+        return sample
+    counters = {
+        "computed": (before.state.step_tokens.tokens, state.step_tokens.tokens),
+        "steps": (before.state.steps, state.steps),
+        "preemptions": (before.state.preemptions, state.preemptions),
+    }
+    seconds = now.unix_s - before.unix_s
+    return sample | {name: max(0, last - first) / seconds for name, (first, last) in counters.items()}
+
+
+def _share(blocks: int, pool: scheduler_pb2.PoolState) -> float:
+    return blocks / pool.total_blocks if pool.total_blocks else 0.0

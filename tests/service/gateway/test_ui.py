@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from importlib import resources
+from typing import Any
 
 import httpx
 import pytest
@@ -64,7 +66,8 @@ async def events_of(http: httpx.AsyncClient, url: str, last: str) -> list[tuple[
 
 
 async def test_the_page_and_all_of_its_files_come_from_here_and_load_nothing_from_elsewhere(open_page):
-    assert (await open_page.get("/ui")).headers["location"] == "/ui/"
+    for path in ("/", "/ui"):
+        assert (await open_page.get(path)).headers["location"] == "/ui/"
     for path in ("", *FILES):
         answer = await open_page.get(f"/ui/{path}")
         assert answer.status_code == 200
@@ -88,6 +91,35 @@ async def test_only_operators_get_anything(page, keys, path):
     assert [(await page.get(path, headers=each)).status_code for each in shown] == [401, 403, 401]
     async with page.stream("GET", path, headers={"authorization": f"Bearer {operator}"}) as answer:
         assert answer.status_code in (200, 307, 404)
+
+
+async def test_a_service_is_killed_from_the_page_only_in_a_demonstration(open_page, scheduler, tmp_path):
+    asked = {"service": "worker"}
+    assert (await open_page.post("/ui/kill", json=asked)).status_code == 404
+    path = tmp_path / "demo.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+        supervisor.bind(str(path))
+        supervisor.settimeout(10)
+        async with running_gateway(scheduler, demo_socket=path) as running:
+            # A form of another site's page has another type than JSON.
+            wrong: list[dict[str, Any]] = [
+                {"content": b'{"service": "worker"}'},
+                {"json": {"service": "gateway"}},
+                {"json": []},
+            ]
+            for body in wrong:
+                assert (await running.http.post("/ui/kill", **body)).status_code == 400
+            assert (await running.http.post("/ui/kill", json=asked)).status_code == 204
+            assert supervisor.recv(64) == b"worker"
+
+
+async def test_a_page_gets_the_load_of_the_time_before_it_was_opened(scheduler, monkeypatch):
+    monkeypatch.setattr("gateway.api.ui.history._INTERVAL_S", 0.05)
+    async with running_gateway(scheduler) as running:
+        await asyncio.sleep(0.5)
+        [(_, history)] = [each for each in await events_of(running.http, "/ui/feed", "history") if each[0] == "history"]
+    assert len(history["samples"]) > 2
+    assert {"at", "down", "waiting", "running", "used", "computed"} <= history["samples"][-1].keys()
 
 
 async def test_a_refusal_is_a_clear_page_with_a_form_for_the_key(page, keys):

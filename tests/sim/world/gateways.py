@@ -146,6 +146,8 @@ def settings_of(
         adapters=tuple(f"{name}={_adapter(name)}" for name in ADAPTERS) if has_adapters else (),
         keys_files=(_directory() / "keys.json",),
         log_level="error",
+        # No page is looked at in a world, and what it keeps for one costs calls.
+        ui=False,
         **values,
     )
 

@@ -5,6 +5,7 @@ import { find, make } from "./dom.js";
 import { Feed } from "./feed.js";
 import { LoadView } from "./load.js";
 import { MemoryView } from "./memory.js";
+import { sentenceOf } from "./outage.js";
 
 const NAMES = ["chat", "memory", "load"];
 const STATES = {
@@ -12,6 +13,8 @@ const STATES = {
 };
 // A page that nobody sees for so long costs the schedulers nothing.
 const HIDDEN_MS = 30_000;
+// For so long the page says that a service is back.
+const BACK_MS = 8000;
 
 class Page {
   constructor(about) {
@@ -21,7 +24,12 @@ class Page {
     };
     this.replica = null;
     this.version = about.version;
+    this.state = "connecting";
+    this.back = null;
     find("#sign-out").hidden = !about.has_keys;
+    find("#kill").hidden = !about.can_kill;
+    find("#kill").addEventListener("click", () => this.kill());
+    this.feed.addEventListener("outage", ({ detail }) => this.tellOutage(detail));
     for (const tab of document.querySelectorAll("[role=tab]")) {
       tab.addEventListener("click", () => this.open(tab.dataset.view));
       tab.addEventListener("keydown", (event) => this.moveTab(event));
@@ -31,7 +39,11 @@ class Page {
     addEventListener("keydown", (event) => this.press(event));
     this.feed.addEventListener("gateway", ({ detail }) => this.takeGateway(detail));
     this.feed.addEventListener("frame", () => this.listReplicas());
-    this.feed.addEventListener("state", ({ detail }) => this.say(detail));
+    this.feed.addEventListener("state", ({ detail }) => {
+      this.state = detail;
+      this.say();
+    });
+    setInterval(() => this.say(), 200);
     document.addEventListener("visibilitychange", () => this.rest());
     this.open(location.hash.slice(1));
     this.feed.open();
@@ -115,10 +127,47 @@ class Page {
     this.views.load.choose(this.replica);
   }
 
-  say(state) {
-    const place = find("#connection");
-    place.textContent = STATES[state];
-    place.dataset.state = state;
+  // Whether the page is told of the gateway, and whether that can serve.
+  say() {
+    const place = find("#connection"), bar = find("#outage"), { replica, state } = this;
+    const outage = state === "connected" ? replica?.outages.current ?? null : null;
+    const shown = outage === null ? state : "down";
+    if (shown !== place.dataset.state) {
+      place.dataset.state = shown;
+      place.textContent = outage === null ? STATES[state] ?? place.textContent : `${outage.service} down`;
+    }
+    const told = outage ?? this.back;
+    bar.hidden = told === null;
+    if (told === null) return;
+    bar.className = outage === null ? "good" : "bad";
+    bar.textContent = sentenceOf(told, replica.now);
+  }
+
+  tellOutage({ replica, outage, isOver }) {
+    if (replica !== this.replica) return;
+    clearTimeout(this.forgetting);
+    this.back = isOver ? outage : null;
+    if (isOver) this.forgetting = setTimeout(() => { this.back = null; }, BACK_MS);
+    this.say();
+  }
+
+  // Kills the worker while an answer is written: one that runs, or one that is asked for.
+  async kill() {
+    const button = find("#kill");
+    button.disabled = true;
+    try {
+      if (!this.feed.gateway?.live_requests) {
+        this.open("chat");
+        await this.views.chat.writeAtLength();
+      }
+      const body = JSON.stringify({ service: "worker" });
+      const answer = await fetch("kill", { method: "POST", headers: { "content-type": "application/json" }, body });
+      if (!answer.ok) throw new Error(`the gateway answers ${answer.status}`);
+    } catch (error) {
+      find("#outage").textContent = error.message;
+      find("#outage").hidden = false;
+    }
+    setTimeout(() => { button.disabled = false; }, 1500);
   }
 }
 

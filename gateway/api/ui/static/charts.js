@@ -2,11 +2,12 @@
 
 import { colourOf, fit, short } from "./dom.js";
 
-const [LEAST_SECONDS, MOST_SECONDS] = [30, 300];
+const [LEAST_SECONDS, MOST_SECONDS] = [30, 600];
 const PADDING = { top: 8, right: 4, bottom: 16, left: 50 };
 
 // Lines of `names`, of samples with a time `at` in seconds. `format` writes the labels of the axis.
-export function drawLines(canvas, samples, lines, { format = short, least = 1 } = {}) {
+// `outages` are times without a service, which are shaded.
+export function drawLines(canvas, samples, lines, { format = short, least = 1, outages = [] } = {}) {
   const width = canvas.parentElement.clientWidth, height = 120;
   const context = fit(canvas, width, height);
   const inner = { width: width - PADDING.left - PADDING.right, height: height - PADDING.top - PADDING.bottom };
@@ -16,6 +17,13 @@ export function drawLines(canvas, samples, lines, { format = short, least = 1 } 
   const span = Math.min(MOST_SECONDS, Math.max(LEAST_SECONDS, end - (samples[0]?.at ?? 0)));
   const x = (at) => PADDING.left + inner.width * (1 - (end - at) / span);
   const y = (value) => PADDING.top + inner.height * (1 - value / most);
+  context.fillStyle = colourOf("--bad");
+  context.globalAlpha = 0.16;
+  for (const { from, to } of outages) {
+    const left = Math.max(PADDING.left, x(from)), right = Math.min(x(to ?? end), PADDING.left + inner.width);
+    if (right >= left) context.fillRect(left, PADDING.top, Math.max(3, right - left), inner.height);
+  }
+  context.globalAlpha = 1;
   drawAxes(context, width, inner, span, most, y, format);
   for (const { name, colour, dash = [] } of lines) {
     context.strokeStyle = colourOf(colour);

@@ -20,6 +20,12 @@ const EXAMPLE_TOOL = [{
   },
 }];
 
+const SUGGESTIONS = [
+  "What is the capital of France?", "Tell me a story about a fox.", "What is 17 plus 25?", "Who are you?",
+];
+// What is kept over a reload, in this tab alone.
+const KEPT = "quire-chat";
+
 export class ChatView {
   constructor(about) {
     this.model = about.model;
@@ -27,6 +33,8 @@ export class ChatView {
     this.running = null;
     this.fields = new Map();
     this.makeDrawer(about.parameters.properties);
+    this.suggest();
+    this.restore();
     find("#compose").addEventListener("submit", (event) => {
       event.preventDefault();
       this.say();
@@ -129,6 +137,8 @@ export class ChatView {
     this.enable(true);
     this.messages = [];
     find("#conversation").replaceChildren();
+    this.suggest();
+    this.save();
     this.showToken(null);
     find("#prompt").focus();
   }
@@ -139,10 +149,74 @@ export class ChatView {
     prompt.value = "";
     const { messages } = this, number = messages.length;
     messages.push({ role: "user", content: text });
+    find("#suggestions")?.remove();
     find("#conversation").append(make("article", { className: "user" }, make("p", {}, text)));
     this.answer(() => {
       messages.length = number;
       prompt.value ||= text;
+    });
+  }
+
+  // In an empty chat: questions to begin with.
+  suggest() {
+    const buttons = SUGGESTIONS.map((text) => {
+      const button = make("button", { type: "button" }, text);
+      button.addEventListener("click", () => {
+        find("#prompt").value = text;
+        this.say();
+      });
+      return button;
+    });
+    const hint = "Ask the model something. Point at a token to see how likely it was.";
+    find("#conversation").append(make(
+      "div", { id: "suggestions" }, make("p", { className: "hint" }, hint), make("div", {}, ...buttons),
+    ));
+  }
+
+  save() {
+    try {
+      sessionStorage.setItem(KEPT, JSON.stringify(this.messages));
+    } catch {
+      // There is no room, or the browser keeps nothing: the chat goes on without.
+    }
+  }
+
+  // Shows the chat as it was before a reload; the probabilities of its tokens are gone.
+  restore() {
+    let kept = [];
+    try {
+      kept = JSON.parse(sessionStorage.getItem(KEPT)) ?? [];
+    } catch {
+      return;
+    }
+    if (!Array.isArray(kept) || !kept.length) return;
+    this.messages = kept;
+    find("#suggestions").remove();
+    for (const { role, content, tool_calls: calls = [] } of kept) {
+      const called = calls.map((call) => make("pre", {}, `${call.function.name}(${call.function.arguments})`));
+      const shown = role === "assistant"
+        ? make("section", { className: "answer" }, make("p", { className: "text" }, content ?? ""), ...called)
+        : make("p", { className: role === "tool" ? "mono" : "" }, content ?? "");
+      find("#conversation").append(make("article", { className: role === "assistant" ? "assistant" : "user" }, shown));
+    }
+  }
+
+  // Begins an answer that takes long: several, as long as they may be. Resolves when some of it has come.
+  writeAtLength() {
+    if (this.running) return Promise.resolve();
+    const fields = { n: "3", max_tokens: "800", ignore_eos: "true", temperature: "1" };
+    for (const [name, value] of Object.entries(fields)) {
+      const field = this.fields.get(name);
+      if (field !== undefined) field.input.value = value;
+    }
+    find("#prompt").value = "Tell me a long story.";
+    this.say();
+    return new Promise((done) => {
+      const watching = setInterval(() => {
+        if (this.running && document.querySelectorAll(".answer .token").length < 60) return;
+        clearInterval(watching);
+        done();
+      }, 20);
     });
   }
 
@@ -222,6 +296,7 @@ export class ChatView {
     const position = this.messages.length;
     const all = [...columns.values()].sort((a, b) => a.choice.index - b.choice.index);
     this.messages.push(all[0].choice.message);
+    this.save();
     for (const column of all) {
       if (all.length > 1) column.offer(() => this.choose(position, column, all));
       if (column.choice.wholeCalls.length) this.askForResults(column, place);
@@ -232,6 +307,7 @@ export class ChatView {
 
   choose(position, chosen, all) {
     this.messages[position] = chosen.choice.message;
+    this.save();
     for (const each of all) each.choose(each === chosen);
   }
 

@@ -1,5 +1,6 @@
 // The feed of the gateway (server-sent events): one Replica for each scheduler, with its history and its numbers.
 
+import { Outages } from "./outage.js";
 import { History } from "./state.js";
 import { Series } from "./series.js";
 
@@ -8,12 +9,20 @@ export class Replica {
     this.address = address;
     this.history = new History();
     this.series = new Series();
+    this.outages = new Outages();
     this.frame = null;
     this.problem = null;
+    this.lead = 0;
+  }
+
+  // Seconds of the scheduler's clock, as far as frames tell it.
+  get now() {
+    return Date.now() / 1000 + this.lead;
   }
 
   add(frame) {
     this.frame = frame;
+    this.lead = frame.unix_seconds - Date.now() / 1000;
     this.problem = null;
     this.history.add(frame);
     this.series.add(frame);
@@ -22,7 +31,8 @@ export class Replica {
 
 const RETRY_MS = [1000, 2000, 5000, 10_000];
 
-// Emits "gateway" (its state), "frame" (a Replica got one) and "state" ("connected", "lost", "refused").
+// Emits "gateway" (its state), "frame" (a Replica got one), "outage" (a Replica lost a service, or has it again) and
+// "state" ("connected", "lost", "refused").
 export class Feed extends EventTarget {
   constructor(url) {
     super();
@@ -43,6 +53,10 @@ export class Feed extends EventTarget {
     });
     source.addEventListener("error", () => this.lose(source));
     source.addEventListener("gateway", (event) => this.takeGateway(JSON.parse(event.data)));
+    source.addEventListener("history", (event) => {
+      const { replica, samples } = JSON.parse(event.data);
+      this.of(replica).series.begin(samples);
+    });
     source.addEventListener("problem", (event) => {
       const { replica, problem } = JSON.parse(event.data);
       this.of(replica).problem = problem;
@@ -69,6 +83,8 @@ export class Feed extends EventTarget {
     for (const each of gateway.replicas) {
       const replica = this.of(each.address);
       if (!each.connected) replica.problem = each.problem ?? "not connected";
+      const change = replica.outages.take(each, gateway.live_requests, replica.now);
+      if (change !== null) this.say("outage", { replica, ...change });
     }
     this.say("gateway", gateway);
   }

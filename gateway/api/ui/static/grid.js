@@ -33,7 +33,8 @@ export class Grid {
   // Chooses the size of the cells: as large as all of them fit into the height, where they can. `blocks` are the
   // numbers of those that are shown; null for all `size` of them.
   layout(size, blocks, outerWidth, height) {
-    if (size === this.size && blocks === this.blocks && outerWidth === this.outerWidth && height === this.height) return;
+    const isSame = size === this.size && blocks === this.blocks;
+    if (isSame && outerWidth === this.outerWidth && height === this.height) return;
     const width = outerWidth - 2 * MARGIN;
     Object.assign(this, { size, blocks, outerWidth, width, height, places: null });
     if (blocks !== null) {

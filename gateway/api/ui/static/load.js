@@ -109,7 +109,7 @@ export class LoadView {
     const { series, frame } = replica;
     this.writeNumbers(series, frame.numbers);
     for (const [{ title, lines, options }, canvas] of this.canvases) {
-      drawLines(canvas, series.samples, lines, options);
+      drawLines(canvas, series.samples, lines, { ...options, outages: replica.outages.all });
       const last = series.last;
       const facts = lines.map(({ name, label }) => `${label} ${last ? short(last[name] ?? 0) : "unknown"}`);
       canvas.ariaLabel = `${title}: ${facts.join(", ")}`;

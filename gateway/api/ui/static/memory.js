@@ -6,8 +6,9 @@ import { gainsOf } from "./gains.js";
 import { Ghost } from "./ghost.js";
 import { Grid } from "./grid.js";
 import { ask } from "./openai.js";
+import { sentenceOf } from "./outage.js";
 import { Palette } from "./palette.js";
-import { STATUS, title } from "./state.js";
+import { EVENT, STATUS, title } from "./state.js";
 import { BlockTable } from "./table.js";
 import { Tour } from "./tour.js";
 import { Zoom, ZOOM_ABOVE } from "./zoom.js";
@@ -50,6 +51,11 @@ export class MemoryView {
     this.entries = new Map();
     this.more = make("li", { className: "hint" });
     feed.addEventListener("frame", ({ detail }) => this.take(detail));
+    feed.addEventListener("outage", ({ detail: { replica, outage } }) => {
+      if (replica !== this.replica || this.shown !== null) return;
+      this.log.add([{ text: sentenceOf(outage, replica.now), isBad: outage.to === null }]);
+      this.change();
+    });
     this.listen();
   }
 
@@ -239,6 +245,27 @@ export class MemoryView {
     const age = this.held === null ? 0 : history.frames.at(-1).unix_seconds - this.held.frame.unix_seconds;
     find("#age").textContent = this.shown === null ? "live" : `${age.toFixed(1)} s ago`;
     slider.setAttribute("aria-valuetext", find("#age").textContent);
+    this.markTime(history);
+  }
+
+  // On the slider: where requests were preempted, and where the replica was without a service.
+  markTime({ frames }) {
+    const last = Math.max(1, frames.length - 1), marks = [];
+    const add = (from, to, className, title) => marks.push({ from: from / last, to: to / last, className, title });
+    frames.forEach((frame, index) => {
+      if (frame.happened.some(({ kind }) => kind === EVENT.preempt)) add(index, index, "", "preemption");
+    });
+    for (const { service, from, to } of this.replica.outages.all) {
+      const isIn = ({ unix_seconds: at }) => at >= from - 0.2 && at <= (to ?? Infinity) + 0.2;
+      const first = frames.findIndex(isIn);
+      if (first >= 0) add(Math.max(0, first - 1), frames.findLastIndex(isIn), "bad", `the ${service} was down`);
+    }
+    const drawn = JSON.stringify(marks);
+    if (drawn === this.marked) return;
+    this.marked = drawn;
+    find("#marks").replaceChildren(...marks.map(({ from, to, className, title }) => make("span", {
+      className, title, style: { left: `${100 * from}%`, width: `${100 * (to - from)}%` },
+    })));
   }
 
   // Samples that copy a block on write, and beams that fork: figures 8 and 9 of the paper.

@@ -1,7 +1,7 @@
-// Numbers over time: one sample a second for the last five minutes, the last steps, and the times of requests that
+// Numbers over time: one sample a second for the last ten minutes, the last steps, and the times of requests that
 // ended. Nothing here touches the page.
 
-const KEPT_SECONDS = 300;
+const KEPT_SECONDS = 600;
 const KEPT_STEPS = 120;
 const RECENT_SECONDS = 60;
 const COUNTERS = [
@@ -20,6 +20,12 @@ export class Series {
     this.steps = [];
     this.ended = [];
     this.before = null;
+  }
+
+  // Samples that the gateway took before the page was opened, which know less.
+  begin(samples) {
+    const first = this.samples[0]?.at ?? Infinity;
+    this.samples = [...samples.filter(({ at }) => at < first - 1), ...this.samples];
   }
 
   add(frame) {

@@ -1,5 +1,5 @@
-// The block table of one sequence with its text, as figure 6 of the paper draws it: logical blocks in order, the text in
-// their slots, and the physical block of each.
+// The block table of one sequence with its text, as figure 6 of the paper draws it: logical blocks in order, the text
+// in their slots, and the physical block of each.
 
 import { make, whole } from "./dom.js";
 import { STATUS } from "./state.js";

@@ -31,8 +31,10 @@ export function stopsOf(frames, first) {
   add(begin, "One prompt, computed once: its blocks are shared, and the number in the circle says by how many " +
     "sequences. A block is as high as it is full.");
   const [copied, copy] = find(EVENT.copy);
-  if (copy) add(copied, `A sequence is about to write into a block that others share: ${copy.text} (the paper's figure 8).`,
-    [copy]);
+  if (copy) {
+    add(copied, `A sequence is about to write into a block that others share: ${copy.text} (the paper's figure 8).`,
+      [copy]);
+  }
   const [forked, fork] = find(EVENT.fork);
   if (fork) add(forked, `Beams part ways: ${fork.text}. No text is copied, a table is (figure 9).`, [fork]);
   const [later, second] = find(EVENT.copy, ({ request }) => request === fork?.request);

@@ -27,6 +27,7 @@ OWN = {
     "hand_over",
     # With one replica there is nothing to choose.
     "routing",
+    "demo_socket",
     "local_socket",
     "log_level",
     "tensor_parallel_rank",

@@ -8,6 +8,7 @@ const [folder, path] = process.argv.slice(2);
 const { EVENT, History, Memory, STATUS, title } = await import(`${folder}/state.js`);
 const { Palette } = await import(`${folder}/palette.js`);
 const { gainsOf, regionBlocks } = await import(`${folder}/gains.js`);
+const { Outages, sentenceOf } = await import(`${folder}/outage.js`);
 const { stopsOf } = await import(`${folder}/tour.js`);
 const { Zoom } = await import(`${folder}/zoom.js`);
 const { percentile, Series } = await import(`${folder}/series.js`);
@@ -156,6 +157,24 @@ assert.equal(percentile([3, 1, 2], 0.5), 2);
 assert.ok(series.samples.length > 3);
 assert.ok(series.steps.some((each) => each.total_us !== null));
 assert.ok(series.samples.every((each) => each.generated >= 0 && each.used <= 1));
+
+// Charts begin with what the gateway has kept, and go on with frames.
+const long = new Series();
+long.begin([{ at: 1, running: 3 }, { at: 3, running: 4 }]);
+for (const { frame } of recorded.slice(0, 8)) long.add({ ...frame, unix_seconds: frame.unix_seconds + 5 });
+assert.deepEqual(long.samples.slice(0, 2).map(({ at }) => at), [1, 3]);
+assert.ok(long.samples.length > 4);
+
+// A worker that is lost and comes back is one outage, told twice; one that still loads its first model is none.
+const outages = new Outages(), ready = { connected: true, ready: true }, loading = { connected: true, ready: false };
+assert.equal(outages.take(loading, 0, 1), null);
+assert.equal(outages.take(ready, 0, 2), null);
+const lostOne = outages.take(loading, 2, 3);
+assert.match(sentenceOf(lostOne.outage, 4.5), /^The worker is down for 1.5 s. 2 requests wait for it/);
+assert.equal(outages.take({ connected: false, ready: false }, 2, 4), null);
+assert.deepEqual(outages.current, lostOne.outage);
+assert.equal(outages.take(ready, 2, 5).isOver, true);
+assert.match(sentenceOf(lostOne.outage, 9), /^The worker was down for 2.0 s and is back. 2 requests went on/);
 
 // A streamed chat, cut at every place.
 const stream = [

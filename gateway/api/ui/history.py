@@ -1,0 +1,72 @@
+"""The load of the last ten minutes, of each replica: what a page that was just opened draws its charts from.
+
+One sample every two seconds, from what schedulers answer about themselves. What only a watcher learns, such as the
+generated tokens of a second, is not in it.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.api.ui import watch_messages
+from gateway.replicas.link import SchedulerLink
+from quire import clock
+from quire.rpc.errors import QuireError
+
+_INTERVAL_S = 2.0
+_KEPT_S = 600.0
+_TIMEOUT_S = 1.0
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Replica:
+    samples: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=int(_KEPT_S / _INTERVAL_S)))
+    before: watch_messages.StateAt | None = None
+
+
+class LoadHistory:
+    """Samples of all replicas while `run` runs."""
+
+    def __init__(self, links: Mapping[str, SchedulerLink], gateway_id: str) -> None:
+        self._links = links
+        self._request = watch_messages.state_request(gateway_id)
+        self._replicas: dict[str, _Replica] = {}
+
+    def of(self, address: str) -> list[dict[str, Any]]:
+        """The samples of a replica, oldest first: "at", in Unix seconds, and numbers by the names that the page has."""
+        replica = self._replicas.get(address)
+        return [] if replica is None else list(replica.samples)
+
+    async def run(self) -> None:
+        """Takes samples until it is cancelled."""
+        has_failed = False
+        while True:
+            for address in [each for each in self._replicas if each not in self._links]:
+                del self._replicas[address]
+            try:
+                await asyncio.gather(*(self._sample(link) for link in list(self._links.values())))
+            except Exception:
+                # A defect here must not end the gateway, which ends with any of its parts.
+                if not has_failed:
+                    _logger.exception("a sample of the load could not be taken")
+                has_failed = True
+            await asyncio.sleep(_INTERVAL_S)
+
+    async def _sample(self, link: SchedulerLink) -> None:
+        """Adds a sample of a replica; one that says that it is down where it is."""
+        replica = self._replicas.setdefault(link.address, _Replica())
+        now = clock.unix_s()
+        try:
+            state = await link.ask("GetState", self._request, _TIMEOUT_S)
+        except QuireError:
+            if replica.samples:
+                replica.samples.append({"at": now, "down": True})
+            replica.before = None
+            return
+        before, replica.before = replica.before, watch_messages.StateAt(now, state)
+        sample = watch_messages.load_sample(replica.before, before)
+        replica.samples.append({"at": now, "down": not link.is_ready, **sample})
