@@ -18,6 +18,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 # The gateway says something every second.
 _SILENCE_S = 10.0
 _MAX_TIMES, _MAX_STEPS = 1000, 64
+# As the gateway takes them.
+_MAX_SAMPLES, _SAMPLE_S = 300, 2.0
 _COUNTERS = ("generated_tokens", "computed_tokens", "steps", "preemptions")
 
 
@@ -112,6 +114,8 @@ class ReplicaNumbers:
     problem: str | None = None
     steps: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=_MAX_STEPS))
     waiting: list[Mapping[str, Any]] = field(default_factory=list)
+    samples: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    """The load over the last ten minutes, by the names of the feed's history, oldest first."""
     _first_tokens: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MAX_TIMES))
     _before: tuple[float, Mapping[str, Any]] | None = None
 
@@ -130,6 +134,10 @@ class ReplicaNumbers:
         elif (seconds := now - before[0]) >= 1:
             self.rates = {name: (numbers[name] - before[1][name]) / seconds for name in _COUNTERS}
             self._before = now, numbers
+            if not self.samples or now - self.samples[-1]["at"] >= _SAMPLE_S:
+                queues = {name: numbers[f"{name}_requests"] for name in ("running", "waiting")}
+                rates = {"computed": self.rates["computed_tokens"], "used": self.kv_use}
+                self.samples.append({"at": now, **queues, **rates})
 
     def time_to_first_token_ms(self, share: float) -> float | None:
         """A percentile of the requests that ended in the last minute; None where there is none."""
@@ -166,6 +174,9 @@ class Deployment:
                 self.of(value["replica"]).take(value)
             case "problem":
                 self.of(value["replica"]).problem = value["problem"]
+            case "history":
+                samples = self.of(value["replica"]).samples
+                samples.extend(each for each in value["samples"] if not samples or each["at"] > samples[-1]["at"])
             case _:
                 """Of a later version."""
 

@@ -1,9 +1,10 @@
 """`quire top`: the numbers of the page /ui in a terminal, until Ctrl-C; one plain snapshot where there is none."""
 
+import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,17 @@ _BAR_COLUMN = ""
 _COLUMNS = ("running", "waiting", "swapped", "rows", "tokens/s", "first token", "KV", _BAR_COLUMN, "preempted")
 _OMITTED_FIRST = (_BAR_COLUMN, "rows", "swapped", "preempted", "first token")
 """Columns that a small terminal does without, in this order."""
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+_LABEL, _VALUE, _MAX_CHART = 10, 14, 120
+_CHARTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("computed", "tokens/s", lambda value: f"{value:,.0f}"),
+    ("running", "running", lambda value: f"{value:,.0f}"),
+    ("waiting", "waiting", lambda value: f"{value:,.0f}"),
+    ("used", "KV", lambda value: f"{value:.0%}"),
+)
+_HISTORY_HEIGHT = len(_CHARTS) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +126,9 @@ def picture(deployment: Deployment, url: str, width: int, height: int) -> Render
         parts.append(_replicas(deployment, width))
         room = height - 6 - len(deployment.replicas)
         for replica in deployment.replicas.values():
+            if replica.numbers is not None and room >= _HISTORY_HEIGHT:
+                parts.append(_history(replica, width))
+                room -= _HISTORY_HEIGHT
             for table, rows in ((_steps(replica), _STEP_ROWS), (_waiting(replica), _WAITING_ROWS)):
                 if table is not None and room >= rows + 4:
                     parts.append(table)
@@ -178,10 +193,47 @@ def _cells(replica: ReplicaNumbers) -> dict[str, Text]:
     return dict(zip(_COLUMNS, texts, strict=True))
 
 
+def _heat(share: float) -> str:
+    return "green" if share < 0.8 else "yellow" if share < 0.95 else "red"
+
+
 def _bar(share: float) -> Text:
     filled = round(share * _BAR)
-    style = "green" if share < 0.8 else "yellow" if share < 0.95 else "red"
-    return Text("█" * filled, style=style).append("░" * (_BAR - filled), style="dim")
+    return Text("█" * filled, style=_heat(share)).append("░" * (_BAR - filled), style="dim")
+
+
+def _history(replica: ReplicaNumbers, width: int) -> Text:
+    """The blocks of the pool as a strip, and the last minutes as small charts, each with its newest value."""
+    assert replica.numbers is not None
+    samples = list(replica.samples)
+    lines = [_strip(replica.numbers["gpu_pool"], width)]
+    for name, title, form in _CHARTS:
+        values = [each.get(name) for each in samples]
+        newest = next((value for value in reversed(values) if value is not None), None)
+        shown = form(newest) if newest is not None else "-"
+        room = min(_MAX_CHART, width - _LABEL - _VALUE - 1)
+        lines.append(
+            Text(f"{title:<{_LABEL}}").append(sparkline(values, room), style="cyan").append(f" {shown:>{_VALUE}}")
+        )
+    return Text("\n").join(lines)
+
+
+def _strip(pool: Mapping[str, int], width: int) -> Text:
+    """All blocks as one strip: in use, cached and free."""
+    total = max(1, pool["total_blocks"])
+    room = min(_MAX_CHART, width - _LABEL - _VALUE - 1)
+    used = min(room, math.ceil(pool["used_blocks"] / total * room))
+    cached = min(room - used, math.ceil(pool["cached_blocks"] / total * room))
+    strip = Text(f"{'blocks':<{_LABEL}}").append("█" * used, style=_heat(pool["used_blocks"] / total))
+    strip.append("▒" * cached, style="blue").append("░" * (room - used - cached), style="dim")
+    return strip.append(f" {pool['used_blocks']:>{_VALUE - 7},} in use")
+
+
+def sparkline(values: Sequence[float | None], width: int) -> str:
+    """The newest `width` values as bars of eight heights; a gap where there is none."""
+    shown = [None] * max(0, width - len(values)) + list(values[-width:])
+    most = max((value for value in shown if value is not None), default=0) or 1
+    return "".join(" " if value is None else _BARS[min(7, int(8 * value / most))] for value in shown)
 
 
 def _steps(replica: ReplicaNumbers) -> Table | None:

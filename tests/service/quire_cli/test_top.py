@@ -21,7 +21,7 @@ from gateway.auth.caller import Access
 from quire.scheduler.v1 import scheduler_pb2
 from quire_cli.feed import Deployment
 from quire_cli.main import main
-from quire_cli.top import picture
+from quire_cli.top import picture, sparkline
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import running_gateway
 from tests.support.hub import LocalHub
@@ -105,6 +105,12 @@ def test_a_smaller_terminal_shows_fewer_columns_and_none_is_cut_and_a_tiny_one_s
         assert max(map(len, lines)) <= width
         assert ("running 3" in " ".join(lines)) or num_replicas > 1
         assert ("scheduler.sock" in "".join(lines)) == (num_replicas > 1)
+
+
+def test_history_is_bars_of_eight_heights_with_gaps_where_nothing_is_known() -> None:
+    assert sparkline([0, 1, None, 4, 8], 6) == " ▁▂ ▅█"
+    assert sparkline([5, 8, 0], 2) == "█▁"
+    assert sparkline([], 3) == "   "
 
 
 def test_replicas_that_the_gateway_no_longer_has_are_not_shown() -> None:

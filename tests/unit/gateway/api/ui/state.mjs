@@ -100,8 +100,8 @@ assert.deepEqual(history.happenedUpTo(0, 1000), history.frames[0].happened.toRev
 assert.equal(title({ request_id: "r", num_sequences: 2, sequence_index: 1 }), "r #1");
 assert.equal(title({ request_id: "a-long-name", num_sequences: 1 }, 6), "a-long…");
 
-// What paging gains: two beams of 20 tokens share their first block of 16, in a pool of 64; Orca (Max) reserves 4 blocks
-// for each, since the model takes 50 tokens.
+// What paging gains: two beams of 20 tokens share their first block of 16, in a pool of 64; Orca (Max) reserves 4
+// blocks for each, since the model takes 50 tokens.
 assert.equal(regionBlocks(50, 16), 4);
 assert.equal(gainsOf(new Memory(), 50), null);
 const beams = new Memory(), pair = [1, 2].map((number) => (
