@@ -148,7 +148,8 @@ template <class Weight>
 inline float weigh(const float* scores, Weight* weights, int count, float base) {
   Vec sum = zero();
   for (int i = 0; i < count; i += kWidth) {
-    const Vec weight = exp(load(scores + i) - set1(base));
+    const Vec score = load(scores + i) - set1(base);
+    const Vec weight = std::is_same_v<Weight, BF16> ? exp_to_bfloat16(score) : exp(score);
     sum = sum + weight;
     store(weights + i, weight);
   }
