@@ -35,6 +35,7 @@ BENCHMARKS = (
     "prediction",
     "drawing",
     "adapters",
+    "moves",
 )
 
 

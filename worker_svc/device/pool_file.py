@@ -1,6 +1,6 @@
 """A KV pool in a file in memory that outlives the worker: its blocks, and which of them are final.
 
-`quire serve` holds such a file for each worker, and a container may have one on tmpfs or hugetlbfs. A worker that is
+`quire serve` holds such a file for each worker, and a container may have one on tmpfs. A worker that is
 killed then leaves behind all blocks that were sealed, and the next one begins with them. What the file has is used only
 if a worker of the same `KvNamespace` wrote it.
 
