@@ -36,6 +36,8 @@ BENCHMARKS = (
     "drawing",
     "adapters",
     "moves",
+    "contiguous",
+    "virtual_pages",
 )
 
 

@@ -196,8 +196,8 @@ FAULTS = (
         "seal-outlives-content",
         "a worker goes on to call a block final that a later step writes to",
         _SEALS,
-        "            self._sealed[block_ids] = False\n",
-        "",
+        "            self._sealed[block_ids] = 0\n            self._last_written[block_ids] = step_number\n",
+        "            self._last_written[block_ids] = step_number\n",
     ),
     _made(
         "rows-outlive-session",
