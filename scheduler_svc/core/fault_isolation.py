@@ -7,7 +7,7 @@ alone.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from scheduler_svc.core.batch import RowTable
@@ -144,6 +144,11 @@ class Trials:
             return None
         # The one on trial, if it was not aborted meanwhile.
         return groups[0] if groups else None
+
+    @property
+    def counted_needs(self) -> Collection[Need]:
+        """What the worker was lost for and has not prepared since."""
+        return self._need_losses.keys()
 
     def is_suspect(self, need: Need) -> bool:
         """Whether the worker may be lost for preparing this, so that it is prepared alone."""

@@ -39,6 +39,7 @@ def check(scheduler: Scheduler) -> None:
     _check_rows(scheduler, [sequence for sequence in running if sequence.status is SequenceStatus.RUNNING])
     _check_underway(scheduler)
     _check_held(scheduler)
+    _check_preparations(scheduler)
     _check_adapters(scheduler)
     _check_order(scheduler)
     if not scheduler.trials.are_together(group.request.key for group in scheduler.running):
@@ -230,6 +231,15 @@ def _check_held(scheduler: Scheduler) -> None:
     for group in swapped.held_few(len(swapped)):
         if not preparations.needed_by(group.request.key):
             raise InvariantViolationError(f"{group.request.key} is swapped and held for nothing")
+
+
+def _check_preparations(scheduler: Scheduler) -> None:
+    """What may be deadly is prepared alone, and what is prepared is not deadly."""
+    preparations, trials = scheduler.preparations, scheduler.trials
+    if preparations.has_suspect_underway and (scheduler.in_flight or preparations.num_underway > 1):
+        raise InvariantViolationError("a suspect is prepared beside steps or something else")
+    if ready := [need for need in trials.counted_needs if preparations.is_ready(need)]:
+        raise InvariantViolationError(f"{ready} are prepared, and losses count for them")
 
 
 def _check_adapters(scheduler: Scheduler) -> None:

@@ -111,6 +111,11 @@ class Preparations:
         return [each.need for each in (*self._underway.values(), *self._given_up.values())]
 
     @property
+    def num_underway(self) -> int:
+        """How much of it is not late."""
+        return len(self._underway)
+
+    @property
     def has_suspect_underway(self) -> bool:
         """Whether workers prepare a suspect now: no step may be planned meanwhile."""
         return any(self.trials.is_suspect(each.need) for each in self._underway.values())
@@ -250,9 +255,10 @@ class Preparations:
         return keys
 
     def _missing(self, request: Request) -> list[Need]:
-        return [need for need in request.needs if not self._is_ready(need)]
+        return [need for need in request.needs if not self.is_ready(need)]
 
-    def _is_ready(self, need: Need) -> bool:
+    def is_ready(self, need: Need) -> bool:
+        """Whether the workers have prepared it."""
         if isinstance(need, Constraint):
             return not self._compiles or need in self._compiled
         return self._adapters.is_ready(need)
@@ -263,4 +269,4 @@ class Preparations:
 
     def _is_known(self, need: Need) -> bool:
         """Whether it is prepared, or will be."""
-        return self._is_ready(need) or any(each.need == need for each in self._underway.values())
+        return self.is_ready(need) or any(each.need == need for each in self._underway.values())

@@ -35,7 +35,9 @@ from tests.sim.world.oracles import Circumstances
 from tests.sim.world.reference import answer_of
 from tests.sim.world.traffic import (
     MAX_OUTPUT,
+    NUM_SPECIAL_TOKENS,
     TENANT,
+    VOCAB_SIZE,
     Generate,
     Kind,
     Request,
@@ -43,6 +45,7 @@ from tests.sim.world.traffic import (
     draw_requests,
     grown,
     with_adapters,
+    with_constraints,
     with_deadly,
     with_deadly_need,
     with_takeovers,
@@ -107,6 +110,9 @@ class Outcome:
 
 def draw_plan(seed: int) -> Plan:
     """The plan of a seed. Its generator is not the one that the world itself draws from."""
+    draw = Random(f"worker {seed}")
+    if draw.random() < 0.5 * _RARE:
+        return draw.choice(_OF_WORKERS)(seed, draw)
     draw = Random(f"rarity {seed}")
     plan = draw.choice(_RARITIES)(seed, draw) if draw.random() < _RARE else _draw_plan(seed)
     if draw.random() < 0.5 * _RARE:
@@ -186,27 +192,26 @@ def _searches_that_swap(seed: int, draw: Random) -> Plan:
 
 
 def _stops_in_recomputations(seed: int, draw: Random) -> Plan:
-    """The link to a worker breaks again and again, while the gateway stands still: it finds stop strings of sequences
-    that are computed again by then."""
+    """The worker dies while the gateway stands still: that finds stop strings of sequences that are computed again by
+    then, with a prompt that they share."""
     layout, requests = _preempting(draw)
-    # What is computed in part of a block is lost with the link.
-    worker = replace(layout.worker, block_size=16, num_blocks=640 // 16)
-    layout = replace(layout, worker=worker, weather=replace(layout.weather, max_delay_s=0.1))
-    layout = _with_long_recomputations(layout)
+    worker = replace(layout.worker, block_size=4, num_blocks=400)
+    layout = replace(_with_long_recomputations(replace(layout, worker=worker)), num_gateways=1, slowness=20.0)
     several = [
         replace(
             each,
+            prompt=tuple(draw.randrange(NUM_SPECIAL_TOKENS, VOCAB_SIZE) for _ in range(40)),
             options=GenerationOptions(
-                n=2, temperature=1.0, seed=draw.randrange(1 << 64), max_tokens=MAX_OUTPUT, ignore_eos=True
+                n=3, temperature=1.0, seed=draw.randrange(1 << 64), max_tokens=MAX_OUTPUT, ignore_eos=True
             ),
         )
-        for each in requests
+        for each in requests[:8]
     ]
     faults: list[Fault] = []
-    for at in [draw.uniform(0.2, 15.0) for _ in range(20)]:
-        pause = Pause(at - draw.uniform(0, 0.3), "gateway-0", draw.uniform(0.5, 1.0))
-        faults += (pause, Reset(at, "scheduler", draw.randrange(1 << 16)))
-    return _plan(seed, replace(layout, num_gateways=1), map(partial(_with_stops, draw), several), faults)
+    for first in (1.0, 8.0):
+        at = draw.uniform(first, first + 2.0)
+        faults += (Pause(at - 0.5, "gateway-0", draw.uniform(1.0, 2.5)), Kill(at, "worker-0"))
+    return _plan(seed, layout, map(partial(_with_stops, draw), several), faults)
 
 
 def _preempting(draw: Random) -> tuple[Layout, list[Generate]]:
@@ -239,6 +244,48 @@ def _restarting(seed: int, draw: Random, fault: Callable[[float], Fault]) -> Pla
     return _plan(seed, layout, requests, [fault(draw.uniform(0, 0.5))])
 
 
+def _slow_preparations(seed: int, draw: Random) -> Plan:
+    """Many constraints and adapters, of which some take longer than schedulers wait."""
+    layout, over_s = draw_layout(draw, Kind.MIXED), draw.choice((0.3, 0.3, 10.0))
+    low = draw_low_limits(draw) or ("scheduler_svc.core.preparation.NUM_KEPT",)
+    pool_tokens = layout.worker.num_blocks * layout.worker.block_size
+    drawn = draw_requests(draw, Kind.MIXED, layout.clients, pool_tokens, over_s)
+    requests = with_adapters(draw, with_constraints(draw, drawn))
+    faults = draw_faults(draw, Kind.MIXED, layout.hosts, [each.at for each in requests], over_s, layout.worker)
+    layout = replace(layout, preparations_are_slow=True, worker=replace(layout.worker, max_adapters=2))
+    return _plan(seed, layout, requests, faults if draw.random() < 0.5 else (), low)
+
+
+def _adapters_that_swap(seed: int, draw: Random) -> Plan:
+    """Requests leave for host memory, and their adapter has left its slot when they come back."""
+    layout, requests = _preempting(draw)
+    settings = replace(layout.settings, preemption_mode="swap")
+    layout = replace(layout, settings=settings, worker=replace(layout.worker, num_host_blocks=640, max_adapters=1))
+    return _plan(seed, layout, with_adapters(draw, requests))
+
+
+def _deaths_at_several_steps(seed: int, draw: Random) -> Plan:
+    """A worker dies again and again while it computes one prompt, and never twice in a row at the same step of it: the
+    request is not at fault."""
+    layout = draw_layout(draw, Kind.RESTARTS)
+    worker = replace(layout.worker, max_num_batched_tokens=16, block_size=16, num_blocks=100)
+    layout = replace(layout, num_replicas=1, worker=worker, slowness=10.0)
+    request = draw_requests(draw, Kind.RESTARTS, layout.clients, 1600, 0.0)[0]
+    prompt = tuple(draw.randrange(NUM_SPECIAL_TOKENS, VOCAB_SIZE) for _ in range(100))
+    requests = [Generate(0, 0.0, request.client, "ann", prompt, GenerationOptions(max_tokens=4), Verb.STREAM)]
+    point, first = "worker.step.admitted", draw.randint(1, 3)
+    times = [sum(0.1 * 2**number + 0.5 for number in range(count)) for count in range(draw.randint(6, 8))]
+    faults = [KillAt(at, "worker-0", point, first + count % 2) for count, at in enumerate(times)]
+    return _plan(seed, layout, requests, faults)
+
+
+_OF_WORKERS = (
+    _slow_preparations,
+    _slow_preparations,
+    _adapters_that_swap,
+    _deaths_at_several_steps,
+    _stops_in_recomputations,
+)
 _RARITIES = (_searches_that_swap, _stops_in_recomputations, _clocks_set_back, _deaths_between_ranks)
 
 
@@ -330,6 +377,7 @@ def _circumstances(plan: Plan) -> Circumstances:
         may_hang=is_deadly or len(kills) < len(plan.faults) or len(kills) > 1,
         may_cut=any(map(_may_cut, plan.faults)),
         may_fail_loads=plan.layout.loads_fail,
+        may_be_slow=plan.layout.preparations_are_slow,
     )
 
 

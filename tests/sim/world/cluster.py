@@ -18,11 +18,13 @@ from gateway.auth.keys import KeyRing
 from quire.clock import CLOCK
 from quire.prefix_hashes import BlockHash
 from quire.settings import ConfigurationError
-from scheduler_svc.core import invariants
+from scheduler_svc.core import invariants, preparation
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
+from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL
 from scheduler_svc.core.pins import PIN_CLIENT
-from scheduler_svc.core.request import ClientId, RequestKey
+from scheduler_svc.core.preparation import Preparation
+from scheduler_svc.core.request import ClientId, Constraint, RequestKey
 from scheduler_svc.core.request import Request as CoreRequest
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
@@ -46,7 +48,7 @@ from tests.sim.world.ranks import Group, Rendezvous, rank_hosts, worker_of
 from tests.sim.world.supervisor import Supervised
 from tests.sim.world.traffic import LONGEST, MAX_MODEL_LEN, TENANTS, VOCAB_SIZE, Generate, Kind, Request
 from tests.sim.world.transport import SimTransport
-from tests.sim.world.watch import CheckedRequests, CheckedSessions, Names, NamingBlocks, Watch, watched_tokens
+from tests.sim.world.watch import CheckedRequests, CheckedSessions, Names, NamingBlocks, Watch, watched_errors
 from tests.sim.world.world import Node, World
 from tests.support.fake_worker import FakeWorkerConfig
 from worker_svc.device.device_loop import end_when_hung
@@ -82,6 +84,7 @@ class Layout:
         slowness: How many times longer than usual steps take, so that more happens while requests run.
         recording: How schedulers record, where they do.
         loads_fail: Whether some loads of adapters fail.
+        preparations_are_slow: Whether some constraints and adapters take longer than schedulers wait for them.
         deadly: The adapter, or the pattern of a constraint, that no worker prepares without dying.
         keeps_pools: Whether the pool of a worker outlives its process, if the machine has power.
     """
@@ -96,6 +99,7 @@ class Layout:
     slowness: float = 1.0
     recording: Recording | None = None
     loads_fail: bool = False
+    preparations_are_slow: bool = False
     deadly: str | None = None
     keeps_pools: bool = False
 
@@ -159,6 +163,7 @@ class Cluster:
         self.devices = Devices(self.world, self.layout.slowness)
         self.devices.loads_fail, self.devices.deadly = self.layout.loads_fail, self.layout.deadly
         self._pools: dict[str, HeldPool] = {}
+        self.devices.are_slow = self.layout.preparations_are_slow
         self._started_ns: dict[str, int] = {}
         self._rivals: list[Node] = []
         self.hosts: dict[str, Supervised] = {}
@@ -285,7 +290,7 @@ class Cluster:
         return worker
 
     def _prepare(self, node: Node, row_sampling: bytes) -> "Future[None] | None":
-        return prepare(node, row_sampling, self.layout.deadly)
+        return prepare(node, row_sampling, self.devices)
 
     async def _run_scheduler(self, node: Node) -> None:
         listen, workers = f"{node.host}:{_SCHEDULER_PORT}", self.layout.workers_of(node.host)
@@ -451,6 +456,7 @@ class CheckedScheduler(Scheduler):
         super().__init__(config, lambda config: NamingBlocks(config, known))
         self._fairness = None
         self._place_of: dict[RequestKey, tuple[int, int]] = {}
+        self._compiled: list[Constraint] = []
         self._arrivals = itertools.count()
         if config.policy is PolicyKind.FAIR:
             self._fairness = fairness = Shares(config.max_num_seqs)
@@ -471,9 +477,16 @@ class CheckedScheduler(Scheduler):
 
     def schedule(self, now: float) -> StepPlan | None:
         self._observe_fairness()
+        are_trials = self.trials.are_on
         plan = super().schedule(now)
         self._observe_fairness()
         self._check()
+        if plan is not None and self.config.prepares_constraints and not (are_trials or self.trials.are_on):
+            needs = {need for each in plan.assign for need in self.batch.sequence(each.row).request.needs}
+            if not {each for each in needs if isinstance(each, Constraint)} <= {
+                *self._compiled[-preparation.NUM_KEPT :]
+            }:
+                self._report(AssertionError("a row has a constraint that its worker may have forgotten"))
         return plan
 
     def _start(self, group: SequenceGroup, now: float) -> None:
@@ -509,6 +522,31 @@ class CheckedScheduler(Scheduler):
         self._check()
         return events
 
+    def take_preparations(self) -> list[Preparation]:
+        told = super().take_preparations()
+        self._check()
+        return told
+
+    def prepared(self, number: int, failure: str | None = None) -> dict[ClientId, ClientEvents]:
+        need = (self.preparations._underway | self.preparations._given_up)[number].need
+        if isinstance(need, Constraint):
+            self._compiled = [each for each in self._compiled if each != need] + [need]
+        events = super().prepared(number, failure)
+        self._check()
+        return events
+
+    def judge_loss(self, *, was_alive: bool) -> dict[ClientId, ClientEvents]:
+        """A link that broke counts against nobody where steps were answered over it, and nobody is at fault before it
+        was tried alone."""
+        has_answered, before = self.trials._has_answered, dict(self.trials._losses)
+        events = super().judge_loss(was_alive=was_alive)
+        if was_alive and has_answered and self.trials._losses != before:
+            self._report(AssertionError("a link that broke counts against a request"))
+        for failure in (failure for batch in events.values() for failure in batch.failed):
+            if int(failure.message.partition(", the last ")[2].partition(" ")[0]) < LOSSES_ON_TRIAL:
+                self._report(AssertionError(f"it is at fault without a trial: {failure.message}"))
+        return events
+
     def refuse_in_flight(self, detail: str) -> dict[ClientId, ClientEvents]:
         # It would be planned again, and perhaps not refused then.
         self._report(AssertionError(f"a worker refuses a step: {detail}"))
@@ -519,6 +557,7 @@ class CheckedScheduler(Scheduler):
             for group in (*self.running, *self.swapped):
                 self._fairness.leaves(group)
         super().void_in_flight(now)
+        self._compiled.clear()
         self._check()
 
     def _enqueue(self, group: SequenceGroup) -> None:
@@ -597,7 +636,7 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         return requests
 
     with (
-        watched_tokens(),
+        watched_errors(lambda: bool(clusters[-1].cores[host()].in_flight)),
         simulated_disks(lambda: clusters[-1].disks, make_recorded),
         patch.object(step_loop, "Scheduler", make_core),
         patch.object(scheduler_app, "Requests", make_requests),

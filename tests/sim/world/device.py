@@ -42,6 +42,8 @@ _NOT_FINITE = -1
 """In a slot: a number that is none. Hashes are never below 0."""
 _LOAD_S = 0.05
 """Seconds to load an adapter."""
+_SLOW_S, _NEVER_S = 7.0, 1e6
+"""Both are longer than a scheduler waits for a constraint or an adapter."""
 _STEP_S, _TOKEN_S = 0.002, 0.000_02
 
 
@@ -174,7 +176,9 @@ class HashRunner(FakeRunner):
         if len(batch.rows) and self.takes_glitch(self._place):
             # Of several ranks each has a part of the row.
             self.num_spoiled += self.rank == 0
-            row, start, end = (int(column[0]) for column in (batch.rows, batch.num_computed_tokens, batch.ends))
+            # Chunks of prompts come last.
+            place = -(self._place[1] % 2)
+            row, start, end = (int(column[place]) for column in (batch.rows, batch.num_computed_tokens, batch.ends))
             self._readable.spoil(self._rows[row].blocks, start, end)
 
     def _end_of_drafts(self, row: int) -> int:
@@ -238,14 +242,14 @@ class HashRunner(FakeRunner):
         return tuple(reports)
 
 
-def prepare(node: Node, row_sampling: bytes, deadly: str | None) -> "Future[None] | None":
+def prepare(node: Node, row_sampling: bytes, devices: "Devices") -> "Future[None] | None":
     """Compiles the constraint of a row in a thread, where it has one; dies of the deadly pattern."""
     sampling = common_pb2.RowSampling.FromString(row_sampling).sampling
     if not sampling.HasField("constraint"):
         return None
     future: Future[None] = Future()
-    is_deadly = deadly is not None and sampling.constraint.regex == deadly
-    node.run_job(node.kill if is_deadly else lambda: future.set_result(None))
+    is_deadly = sampling.constraint.regex == devices.deadly
+    node.run_job(node.kill if is_deadly else lambda: future.set_result(None), devices.preparation_s(None, _NEVER_S))
     return future
 
 
@@ -274,7 +278,7 @@ class SimAdapters:
             else:
                 future.set_result(digest)
 
-        self._node.run_job(answer, _LOAD_S)
+        self._node.run_job(answer, self._devices.preparation_s(_LOAD_S, _SLOW_S))
         return future
 
     def put(self, slot: int, loaded: bytes | None) -> None:
@@ -293,14 +297,24 @@ class Devices:
         self.slowness = slowness
         self.loads_fail = False
         """Whether some adapters cannot be loaded."""
+        self.are_slow = False
+        """Whether some constraints and adapters take longer than schedulers wait."""
         self.deadly: str | None = None
         """The adapter or the pattern that no worker prepares without dying."""
+        self._num_preparations = 0
         self._world = world
         self._hang_until: dict[str, float] = {}
         self._glitches: Counter[str] = Counter()
         self._spoiled: dict[str, Place] = {}
         self._deviations: Counter[str] = Counter()
         self._num_deviations = 0
+
+    def preparation_s(self, usual_s: float | None, slowest_s: float) -> float | None:
+        """The seconds that the next constraint or adapter takes: of five the third and the fourth may be slow, which
+        are all that are prepared at once."""
+        self._num_preparations += 1
+        turn, place = divmod(self._num_preparations, 5)
+        return (_SLOW_S, slowest_s)[turn % 2] if self.are_slow and place in (3, 4) else usual_s
 
     def hang(self, host: str, seconds: float) -> None:
         """Steps that begin within these seconds end after them; restarts of the process do not help."""

@@ -25,6 +25,7 @@ _LOWEST: Mapping[str, int] = {
     "scheduler_svc.service.outbox.MAX_SIZE": 8,
     "scheduler_svc.service.outbox._REPLAYED_AT_ONCE": 4,
     "scheduler_svc.service.requests.MAX_UNDELIVERED": 20,
+    "scheduler_svc.core.preparation.NUM_KEPT": 1,
 }
 
 

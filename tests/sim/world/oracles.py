@@ -249,7 +249,8 @@ class Circumstances:
         block_sizes: Of all workers.
         has_short_queue, has_few_durable: Whether a scheduler refuses requests that wait, or durable ones.
         trouble_s: How long things are broken, in all.
-        may_fail_loads: Whether some adapters cannot be loaded.
+        may_fail_loads, may_be_slow: Whether some adapters cannot be loaded, and whether some of these and of the
+            constraints take too long.
         may_glitch: Whether a device may compute what is not finite.
         models: The numbers of the models that workers have.
         may_lose_model: Whether at some time no replica may have the model that all workers begin with.
@@ -267,6 +268,7 @@ class Circumstances:
     trouble_s: float
     may_glitch: bool = False
     may_fail_loads: bool = False
+    may_be_slow: bool = False
     models: tuple[int, ...] = (0,)
     may_lose_model: bool = False
     may_mix_models: bool = False
@@ -324,7 +326,10 @@ class Circumstances:
                 # A durable stream outlives what its client's patience does.
                 yield self.has_faults and (not is_durable or is_limited or self.trouble_s > _PATIENCE_S)
             case _ if error.reason == "ADAPTER_NOT_LOADED":
-                yield self.may_fail_loads and generate is not None and generate.adapter is not None
+                may_fail = self.may_fail_loads or self.may_be_slow
+                yield may_fail and generate is not None and generate.adapter is not None
+            case _ if error.reason == "CONSTRAINT_TIMEOUT":
+                yield self.may_be_slow and generate is not None and generate.options.constraint is not None
             case _ if error.reason == "NON_FINITE_LOGITS":
                 yield self.may_glitch
             case _ if error.reason == "WORKER_LOST":

@@ -258,6 +258,18 @@ def with_adapters(draw: Random, requests: Sequence[Request]) -> tuple[Request, .
     )
 
 
+def with_constraints(draw: Random, requests: Sequence[Request]) -> tuple[Request, ...]:
+    """Many of the requests have a constraint."""
+    changed: list[Request] = []
+    for each in requests:
+        if isinstance(each, Generate) and each.options.beam_search is None and draw.random() < 0.7:
+            constraint = Constraint(regex=f"[{draw.choice('abcdef')}-{draw.choice('pqrs')}]+")
+            options = replace(each.options, constraint=constraint, ignore_eos=None, stop_token_ids=())
+            each = replace(each, options=options)
+        changed.append(each)
+    return tuple(changed)
+
+
 def with_deadly(draw: Random, requests: Sequence[Request]) -> tuple[Request, ...]:
     """One of the requests kills each worker that computes a certain token of its first sequence."""
     changed = list(requests)

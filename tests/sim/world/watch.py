@@ -25,7 +25,9 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.request import Handle
 from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.service import step_loop
 from scheduler_svc.service.requests import OwnedRequest, Requests
+from scheduler_svc.service.worker_link import WorkerHangsError
 from tests.sim.world.network import Network
 from tests.sim.world.ranks import worker_of
 from tests.sim.world.world import Node
@@ -212,9 +214,20 @@ class MissedTokenError(TokenGapError):
 
 
 @contextmanager
-def watched_tokens() -> Iterator[None]:
-    """Inside the block, a gateway that misses tokens ends the world."""
+def watched_errors(has_step: Callable[[], bool]) -> Iterator[None]:
+    """Inside the block, a gateway that misses tokens ends the world, and so does a scheduler that gives up its worker
+    for a step that it does not wait for."""
+
+    class CheckedHangsError(WorkerHangsError):
+        def __init__(self, *what: object) -> None:
+            super().__init__(*what)
+            if not has_step():
+                node = CLOCK.get()
+                assert isinstance(node, Node)
+                node.fail(self)
+
     with (
+        patch.object(step_loop, "WorkerHangsError", CheckedHangsError),
         patch.object(sequence, "TokenGapError", MissedTokenError),
         patch.object(live, "TokenGapError", MissedTokenError),
     ):
@@ -248,6 +261,7 @@ class Watch:
         found |= dict.fromkeys(self._unread(gateways, tables), self.patience_s)
         found |= dict.fromkeys(self._silent(tables), _SILENCE_S)
         found |= dict.fromkeys(self._left(gateways), self.patience_s + 2 * self.failover_delay_s)
+        found |= dict.fromkeys(self._shunned(gateways), self.patience_s)
         self._since = {what: self._since.get(what, now) for what in found}
         return next((what for what, patience_s in found.items() if now - self._since[what] > patience_s), None)
 
@@ -306,6 +320,18 @@ class Watch:
                 is_left = each.replica is not None and each.replica not in ready and each.seconds_since_news > 1
                 if is_left and not (each.is_over or each.moves or each.awaits_usage):
                     yield f"{each.request.request_id} of {host} waits at {each.replica}, and {ready[0]} runs steps"
+
+    def _shunned(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
+        """Schedulers that run steps and get nothing new, and timers of requests that are over or elsewhere."""
+        for host, gateway in gateways.items():
+            replicas = gateway._generator.replicas
+            if self.running[host].is_stopped:
+                continue
+            for address in sorted(replicas._draining):
+                if replicas.links[address].is_ready and not self._is_disturbed(host, address.partition(":")[0]):
+                    yield f"{host} takes {address} for draining"
+            known = {each.handle for each in gateway._ledger if not each.is_over}
+            yield from (f"{host} has a timer for {handle}" for handle in replicas._timers if handle not in known)
 
     def _is_disturbed(self, one: str, other: str) -> bool:
         if self.running[one].is_stopped or self.running[other].is_stopped:
