@@ -87,9 +87,11 @@ class Preparations:
             return False
         for need in missing:
             self._want(request, need)
-        self.ended(request.key)
-        self._need_of[request.key] = missing[0]
-        self._held.setdefault(missing[0], {})[request.key] = None
+        # An adapter stays in its slot until its request runs, and a constraint only while few others are compiled.
+        need = next((need for need in missing if isinstance(need, Adapter)), missing[0])
+        self._release(request.key)
+        self._need_of[request.key] = need
+        self._held.setdefault(need, {})[request.key] = None
         return True
 
     def needed_by(self, key: RequestKey) -> Need | None:
@@ -99,6 +101,9 @@ class Preparations:
     def ended(self, key: RequestKey) -> None:
         """A request that may wait for something waits no more."""
         self._owed.pop(key, None)
+        self._release(key)
+
+    def _release(self, key: RequestKey) -> None:
         if (need := self._need_of.pop(key, None)) is not None:
             holders = self._held[need]
             del holders[key]

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from quire.prefix_hashes import root_hash
+from scheduler_svc.core import preparation
 from scheduler_svc.core.admission import Obstacle
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.request import Adapter, NoAdaptersError, Request
@@ -232,3 +233,12 @@ def test_pins_are_of_an_adapter() -> None:
     driver.submit(with_adapter(1, A, prompt=[1] * 9))
     driver.run_until_idle()
     assert driver.usage[1].cached_tokens == 8
+
+
+def test_groups_with_more_constraints_than_workers_keep_come_to_their_adapters(monkeypatch) -> None:
+    monkeypatch.setattr(preparation, "NUM_KEPT", 1)
+    driver = Driver(make_config(max_adapters=1, prepares_constraints=True))
+    for handle, (digest, tenant) in enumerate(((A, "c"), (B, "a"), (C, "c")), start=1):
+        driver.submit(with_adapter(handle, digest, constraint=digest, tenant=tenant))
+    driver.run_until_idle(1000)
+    assert driver.finished == {1, 2, 3}
