@@ -28,6 +28,8 @@ _REQUESTS = "scheduler_svc.service.requests"
 _SERVICER = "scheduler_svc.service.servicer"
 _STEP_LOOP = "scheduler_svc.service.step_loop"
 _WORKER_LINK = "scheduler_svc.service.worker_link"
+_PREPARATION = "scheduler_svc.core.preparation"
+_TRIALS = "scheduler_svc.core.fault_isolation"
 _SEALS = "worker_svc.device.seals"
 _LEDGER = "worker_svc.device.row_ledger"
 _SESSION = "worker_svc.protocol.session"
@@ -596,6 +598,100 @@ FAULTS = (
         "quire.client.retries",
         "                token_ids=each.token_ids,\n",
         "                token_ids=each.token_ids[:-1],\n",
+    ),
+    _made(
+        "wake-lost",
+        "when something was prepared the scheduler goes on only at the next occasion",
+        _STEP_LOOP,
+        "        self._emit(0, events)\n        self._wake.set()\n\n    def _check_progress",
+        "        self._emit(0, events)\n\n    def _check_progress",
+    ),
+    _made(
+        "wake-lost-after-giving-up",
+        "so it does when it has given up a constraint or an adapter",
+        _STEP_LOOP,
+        "        self._emit(0, events)\n        self._wake.set()\n\n    def _emit",
+        "        self._emit(0, events)\n\n    def _emit",
+    ),
+    _made(
+        "swapped-not-released",
+        "a swapped request waits for ever for an adapter that left its slot meanwhile",
+        _SCHEDULER,
+        "itertools.product(keys, (self.waiting, self.swapped))",
+        "itertools.product(keys, (self.waiting,))",
+    ),
+    _made(
+        "old-steps-late",
+        "a scheduler waits for steps that were in flight at a worker that it lost",
+        _STEP_LOOP,
+        "for awaited in (self._steps, self._preparations):",
+        "for awaited in (self._preparations,):",
+    ),
+    _made(
+        "taken-counted-twice",
+        "of several messages that a gateway has taken in at once one is counted twice",
+        _OUTBOX,
+        "        self._num_taken += len(new)\n",
+        "        self._num_taken += len(new) + (len(new) > 1)\n",
+    ),
+    _made(
+        "stays-draining",
+        "a scheduler that drained once gets nothing new when it is back",
+        _REPLICAS,
+        "        self._some_connected.set()\n        self._draining.discard(link.address)\n",
+        "        self._some_connected.set()\n",
+    ),
+    _made(
+        "fault-without-trial",
+        "a request is at fault for losses at other steps of it",
+        _TRIALS,
+        "LOSSES_ON_TRIAL and self.num_alone >= LOSSES_ON_TRIAL",
+        "LOSSES_ON_TRIAL and self.num_alone >= 0",
+    ),
+    _made(
+        "live-link-counts",
+        "a link that breaks counts as a loss of the worker",
+        _TRIALS,
+        "if loss is None or (was_alive and loss.has_answered):",
+        "if loss is None:",
+    ),
+    _made(
+        "suspect-beside-steps",
+        "what may be deadly is prepared while steps are in flight",
+        _PREPARATION,
+        "if self._underway or not is_idle:",
+        "if self._underway:",
+    ),
+    _made(
+        "prepared-not-cleared",
+        "losses count for what was prepared since",
+        _PREPARATION,
+        "        self.trials.prepared(need)\n        keys",
+        "        keys",
+    ),
+    _mended(
+        "late-not-counted",
+        "a constraint that is compiled late is in the place of another one, and nobody knows",
+        _PREPARATION,
+        "                self._note_compiled(late.need)\n                return self._take_held(late.need)\n",
+        "                return []\n",
+    ),
+    KnownFault(
+        "adapters-after-constraints",
+        "constraints push each other out before an adapter begins to load",
+        (
+            Patch(
+                _PREPARATION,
+                "        need = next((need for need in missing if isinstance(need, Adapter)), missing[0])\n",
+                "        need = missing[0]\n",
+            ),
+            Patch(
+                _PREPARATION,
+                "        self._release(request.key)\n        self._need_of",
+                "        self.ended(request.key)\n        self._need_of",
+            ),
+        ),
+        was_there=True,
     ),
     KnownFault(
         "two-schedulers-fight",

@@ -4,12 +4,12 @@ Keys and values are hashes of all tokens up to their slot. What a row says is a 
 through its block table (`model`), so one block that is wrong, stale or early makes another token.
 """
 
-import functools
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -109,8 +109,8 @@ class HashRunner(FakeRunner):
         self._seals = self._checked_seals = CheckedSeals(num_blocks, names)
         self._pool = self._readable = _ReadablePool(num_blocks, num_host_blocks, block_size)
         self.on_block_error: Callable[[BlockError], object] = lambda _: None
-        self.takes_glitch: Callable[[Place], bool] = lambda _: False
-        """Whether what this step computes for one row is not finite."""
+        self.takes_glitch: Callable[[Place, bool], bool] = lambda *_: False
+        """Whether what this step computes for one row is not finite; and whether it has chunks before the last."""
         self.takes_deviation: Callable[[], int] = lambda: 0
         """Whether this rank draws another token than the others."""
         self.num_spoiled = 0
@@ -173,11 +173,11 @@ class HashRunner(FakeRunner):
             # A scheduler that tries again would hide it.
             self.on_block_error(error)
             raise
-        if len(batch.rows) and self.takes_glitch(self._place):
+        chunks = np.flatnonzero(~np.isin(batch.rows, batch.samples[:, 1]))
+        if len(batch.rows) and self.takes_glitch(self._place, len(chunks) > 0):
             # Of several ranks each has a part of the row.
             self.num_spoiled += self.rank == 0
-            # Chunks of prompts come last.
-            place = -(self._place[1] % 2)
+            place = chunks[0] if len(chunks) else 0
             row, start, end = (int(column[place]) for column in (batch.rows, batch.num_computed_tokens, batch.ends))
             self._readable.spoil(self._rows[row].blocks, start, end)
 
@@ -306,6 +306,7 @@ class Devices:
         self._hang_until: dict[str, float] = {}
         self._glitches: Counter[str] = Counter()
         self._spoiled: dict[str, Place] = {}
+        self._spoils_chunk: dict[str, bool] = {}
         self._deviations: Counter[str] = Counter()
         self._num_deviations = 0
 
@@ -327,13 +328,15 @@ class Devices:
         """One row of a step to come gets numbers that are none."""
         self._world.note("glitch", host)
         self._glitches[worker_of(host)] += 1
+        self._spoils_chunk[worker_of(host)] = int(1000 * self._world.now) % 2 == 0
 
-    def take_glitch(self, host: str, place: Place) -> bool:
-        """Whether the step that runs now is such a one, for all ranks of the worker."""
+    def take_glitch(self, host: str, place: Place, has_chunk: bool) -> bool:
+        """Whether the step that runs now is such a one, for all ranks of the worker: as often as not only one that
+        computes a part of a prompt and samples nothing after it."""
         worker = worker_of(host)
         if self._spoiled.get(worker) == place:
             return True
-        has_one = self._glitches[worker] > 0
+        has_one = self._glitches[worker] > 0 and (has_chunk or not self._spoils_chunk[worker])
         if has_one:
             self._glitches[worker] -= 1
             self._spoiled[worker] = place
@@ -413,9 +416,9 @@ class SimDeviceLoop(DeviceLoop):
     """A worker's own device loop, whose threads the world steps."""
 
     def __init__(self, node: Node, runner: HashRunner, devices: Devices) -> None:
-        super().__init__(leave=lambda _: node.kill(), thread=functools.partial(_SimThread, node, devices, runner.tear))
+        super().__init__(leave=lambda _: node.kill(), thread=partial(_SimThread, node, devices, runner.tear))
         runner.on_block_error, runner.on_deadly = node.fail, node.kill
-        runner.takes_glitch = lambda place: devices.take_glitch(node.host, place)
+        runner.takes_glitch = partial(devices.take_glitch, node.host)
         runner.takes_deviation = lambda: devices.take_deviation(node.host)
         self.use(runner)
 

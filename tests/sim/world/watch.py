@@ -190,6 +190,8 @@ def _checked(name: str) -> Callable[..., Any]:
             result = operation(self, *arguments, **options)
         finally:
             self._depth -= 1
+        if name == "taken":
+            _demand(arguments[0].outbox._num_taken == arguments[1], "counts other messages than were taken in")
         if not self._depth:
             self.check()
         return result
