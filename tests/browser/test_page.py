@@ -3,17 +3,21 @@ README.md and docs/ui.md are made here."""
 
 import asyncio
 import contextlib
+import io
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
 
 from tests.support.scheduler_process import until
 from tests.support.serving import Served
 
 MAX_IMAGE_BYTES = 200_000
+MAX_MOVING_BYTES = 600_000
+FILM_MS = 300
 PICTURE = {"width": 1120, "height": 680}
 PHONE = {"viewport": {"width": 390, "height": 780}, "has_touch": True, "is_mobile": True}
 PROMPT = "Once upon a time there was a fox who lived in a wood with many friends and slept in a hollow tree. "
@@ -52,6 +56,24 @@ async def take(page: Any, path: Path) -> None:
     assert len(picture) < MAX_IMAGE_BYTES
 
 
+async def film(page: Any, selector: str, path: Path, done: asyncio.Event) -> None:
+    """Takes pictures of a part of the page until `done`, and writes them as one that moves."""
+    frames: list[Image.Image] = []
+    durations: list[int] = []
+    while not done.is_set():
+        picture = Image.open(io.BytesIO(await page.locator(selector).screenshot())).convert("RGB")
+        small = picture.resize((picture.width * 3 // 4, picture.height * 3 // 4), Image.Resampling.LANCZOS)
+        frame = small.quantize(128, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+        if frames and frame.size == frames[0].size and frame.tobytes() == frames[-1].tobytes():
+            durations[-1] += FILM_MS
+        elif not frames or frame.size == frames[0].size:
+            frames.append(frame)
+            durations.append(FILM_MS)
+        await asyncio.sleep(FILM_MS / 1000)
+    durations[-1] = 3000
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=durations, loop=0, optimize=True)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_memory_shows_who_holds_each_block(open_page, served, image, scheme):
     page = await open_page("memory", color_scheme=scheme, viewport=PICTURE)
@@ -83,12 +105,20 @@ async def test_a_pause_keeps_the_picture_and_steps_go_back(open_page, served):
         await page.locator("#age", has_text="live").wait_for()
 
 
-async def test_an_example_is_told_slowly_and_pauses_by_itself_with_its_marks(open_page):
-    page = await open_page("memory")
+async def test_an_example_is_told_slowly_and_pauses_by_itself_with_its_marks(open_page, image):
+    page = await open_page("memory", viewport=PICTURE)
     await page.get_by_role("button", name="Run an example").click()
     told = page.locator("#told")
-    for sentence in ("One prompt, computed once", "is copied to", "Beams part ways", "Shortly before the end"):
+    sentences = ("One prompt, computed once", "is copied to", "Beams part ways", "Shortly before the end")
+    await told.filter(has_text=sentences[0]).wait_for()
+    moving = image("ui-example").with_suffix(".gif")
+    done = asyncio.Event()
+    filming = asyncio.create_task(film(page, ".pools", moving, done))
+    for sentence in sentences[1:]:
         await told.filter(has_text=sentence).wait_for()
+    done.set()
+    await filming
+    assert moving.stat().st_size < MAX_MOVING_BYTES
     await page.locator("#pause[aria-pressed='true']").wait_for()
     await page.locator("#events summary", has_text="forks").first.wait_for()
     # To a frame where a block was copied: the arrow stays, and so does the list.

@@ -16,8 +16,8 @@ export const example = (model) => {
 export function stopsOf(frames, first) {
   const stops = [], seen = new Set();
   const add = (index, text, events = []) => stops.push({ index, text, events });
-  const find = (kind, isRight = () => true) => {
-    for (let index = first; index < frames.length; index += 1) {
+  const find = (kind, from, isRight = () => true) => {
+    for (let index = from ?? first; index < frames.length; index += 1) {
       const event = frames[index].happened.find((each) => each.kind === kind && isRight(each) && !seen.has(each));
       if (event !== undefined) {
         seen.add(event);
@@ -30,19 +30,19 @@ export function stopsOf(frames, first) {
   if (begin < 0) return [];
   add(begin, "One prompt, computed once: its blocks are shared, and the number in the circle says by how many " +
     "sequences. A block is as high as it is full.");
-  const [copied, copy] = find(EVENT.copy);
+  const [copied, copy] = find(EVENT.copy, first);
   if (copy) {
     add(copied, `A sequence is about to write into a block that others share: ${copy.text} (the paper's figure 8).`,
       [copy]);
   }
-  const [forked, fork] = find(EVENT.fork);
+  const [forked, fork] = find(EVENT.fork, copied);
   if (fork) add(forked, `Beams part ways: ${fork.text}. No text is copied, a table is (figure 9).`, [fork]);
-  const [later, second] = find(EVENT.copy, ({ request }) => request === fork?.request);
+  const [later, second] = find(EVENT.copy, forked, ({ request }) => request === fork?.request);
   if (second) add(later, `The beams write on, each for itself, from where they part: ${second.text}.`, [second]);
-  const isEmptied = (frame) => frame.memory.gone.length > 0;
-  const end = frames.findIndex((frame, index) => index > begin && isEmptied(frame));
-  if (end > 0) {
-    add(end - 1, "Shortly before the end: each sequence holds only the blocks that it filled, anywhere in the pool. " +
+  const most = Math.max(...frames.slice(begin).map(({ numbers }) => numbers.running_sequences));
+  const end = frames.findLastIndex(({ numbers }) => numbers.running_sequences === most);
+  if (end > (later ?? begin)) {
+    add(end, "Shortly before the end: each sequence holds only the blocks that it filled, anywhere in the pool. " +
       "Orca (Max), on the right, has reserved for each of them all that the model could ever write.");
   }
   return stops.sort((a, b) => a.index - b.index);
