@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 MAX_COLUMNS = 120
 SKIPPED = re.compile(r"(^|/)(build|dist|node_modules|__pycache__|\.[^/]+)/|\.so$")
-GENERATED_OR_DATA = re.compile(r"\.(json|safetensors|png|svg|csv|jsonl|ipynb|gz)|heldout.txt|LICENSE")
+GENERATED_OR_DATA = re.compile(r"\.(json|safetensors|png|gif|svg|csv|jsonl|ipynb|gz)|heldout.txt|LICENSE")
 GENERATED_FOLDER = ROOT / "deploy" / "rendered"
 
 
