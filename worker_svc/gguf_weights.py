@@ -221,7 +221,7 @@ def _gguf() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise ConfigurationError("GGUF files are read by the package gguf; pip install 'quire[gguf]'") from error
+        raise ConfigurationError("GGUF files are read by the package gguf; pip install 'quire-llm[gguf]'") from error
     return gguf
 
 

@@ -1,4 +1,7 @@
-"""Pictures of results: latency and throughput against the request rate. Needs matplotlib, of the extra quire[bench]."""
+"""Pictures of results: latency and throughput against the request rate.
+
+Needs matplotlib, of the extra quire-llm[bench].
+"""
 
 import math
 from collections.abc import Callable, Sequence

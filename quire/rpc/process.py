@@ -95,7 +95,7 @@ def missing_package(error: ModuleNotFoundError) -> ConfigurationError:
     """The error for a user who installed too little; raises `error` again where the missing module is ours."""
     if error.name is None or error.name.partition(".")[0] in _OUR_PACKAGES:
         raise error
-    extras = [f"quire[{extra}]" for extra in _extras_with(error.name)]
+    extras = [f"quire-llm[{extra}]" for extra in _extras_with(error.name)]
     return ConfigurationError(f"{error.name} is not installed; install {' or '.join(extras) or 'quire again'}")
 
 
@@ -104,7 +104,7 @@ def _extras_with(module: str) -> list[str]:
     top = module.partition(".")[0]
     name = _DISTRIBUTIONS.get(top, top.replace("_", "-"))
     try:
-        requirements = importlib.metadata.requires("quire") or []
+        requirements = importlib.metadata.requires("quire-llm") or []
     except importlib.metadata.PackageNotFoundError:
         return ["all"]
     matches = filter(None, map(_REQUIREMENT_OF_EXTRA.match, requirements))

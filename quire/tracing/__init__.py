@@ -2,7 +2,7 @@
 
 Spans are OpenTelemetry's, through its API. A service has a Tracer where an endpoint is configured and None otherwise:
 without an endpoint it makes no spans and passes no contexts on. Only `open_tracer` with an endpoint imports the SDK and
-the exporter of OpenTelemetry, which the extra `quire[tracing]` installs.
+the exporter of OpenTelemetry, which the extra `quire-llm[tracing]` installs.
 """
 
 from urllib.parse import urlsplit
@@ -36,7 +36,7 @@ def check_installed(endpoint: str | None) -> None:
         import quire.tracing.otlp  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"{_FLAG} needs {error.name}, which is not installed; install quire[tracing]"
+            f"{_FLAG} needs {error.name}, which is not installed; install quire-llm[tracing]"
         ) from error
 
 

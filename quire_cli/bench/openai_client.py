@@ -1,4 +1,4 @@
-"""Any server with OpenAI's API of completions or chats, over HTTP. Needs httpx, of the extra quire[bench]."""
+"""Any server with OpenAI's API of completions or chats, over HTTP. Needs httpx, of the extra quire-llm[bench]."""
 
 import json
 from collections.abc import AsyncIterator, Mapping

@@ -391,7 +391,7 @@ def check_servable(settings: ServeSettings) -> None:
     """Finds out before any process starts whether these settings can work here. ConfigurationError, one line."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
-        raise ConfigurationError(f"not installed: {', '.join(missing)}; install quire[all]")
+        raise ConfigurationError(f"not installed: {', '.join(missing)}; install quire-llm[all]")
     check_installed(settings.otlp_traces_endpoint)
     model = ModelDirectory.open(resolve_model(settings.model))
     weight_files(model.path)

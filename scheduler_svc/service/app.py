@@ -74,7 +74,7 @@ async def _kv_events(settings: SchedulerSettings, cache: CacheFeed) -> AsyncIter
         from scheduler_svc.service.kv_events import KvEventPublisher
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"--kv-events needs {error.name}, which is not installed; install quire[events]"
+            f"--kv-events needs {error.name}, which is not installed; install quire-llm[events]"
         ) from error
     async with KvEventPublisher.open(settings) as publisher:
         cache.watch(publisher.publish)

@@ -4,7 +4,7 @@ A batch is what changed in one step. Each has a number, from 0 on in each proces
 in the buffer that replays are answered from, and the next subscriber gets them. ZeroMQ drops what a slow subscriber
 does not read; the subscriber sees a gap in the numbers and asks for a replay. Nothing here waits for a subscriber.
 
-Only `--kv-events` imports this module: pyzmq and msgspec are of the extra `quire[events]`.
+Only `--kv-events` imports this module: pyzmq and msgspec are of the extra `quire-llm[events]`.
 """
 
 import asyncio

@@ -22,7 +22,7 @@ def main() -> None:
     try:
         import matplotlib as _  # noqa: F401, ICN001
     except ModuleNotFoundError as error:
-        sys.exit(f"pictures need {error.name}: pip install 'quire[bench]'")
+        sys.exit(f"pictures need {error.name}: pip install 'quire-llm[bench]'")
     try:
         # Before the measurements, which take minutes.
         with _writing_to(arguments.out):

@@ -193,7 +193,7 @@ def _load_by_transformers(described: ModelDirectory, placement: Placement, progr
     except ImportError as error:
         raise ConfigurationError(
             f"{described.architecture} runs through transformers 5 or later, which cannot be imported: {error}; "
-            "pip install 'quire[transformers]'"
+            "pip install 'quire-llm[transformers]'"
         ) from error
     return load_transformers_model(described, placement, progress)
 

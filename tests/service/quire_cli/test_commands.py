@@ -177,8 +177,8 @@ def test_a_missing_package_names_the_extras_that_have_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for module, extras in (
-        ("huggingface_hub.errors", "quire[gateway] or quire[worker]"),
-        ("zmq", "quire[events]"),
+        ("huggingface_hub.errors", "quire-llm[gateway] or quire-llm[worker]"),
+        ("zmq", "quire-llm[events]"),
         ("grpc", "quire again"),
     ):
         error = missing_package(ModuleNotFoundError(name=module))
@@ -186,7 +186,7 @@ def test_a_missing_package_names_the_extras_that_have_it(
     monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.delitem(sys.modules, "quire_cli.top", raising=False)
     assert main(["top"]) == 2
-    assert capsys.readouterr().err == "quire top: error: rich.console is not installed; install quire[top]\n"
+    assert capsys.readouterr().err == "quire top: error: rich.console is not installed; install quire-llm[top]\n"
 
 
 def test_help_has_each_command_once_in_groups(capsys: pytest.CaptureFixture[str]) -> None:

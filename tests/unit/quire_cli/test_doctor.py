@@ -54,7 +54,7 @@ def test_a_service_without_its_packages_names_them(monkeypatch: pytest.MonkeyPat
     finding = find("gateway")
     assert (finding.verdict, finding.found) == (
         Verdict.NOTE,
-        "starlette is not installed; install quire[gateway]",
+        "starlette is not installed; install quire-llm[gateway]",
     )
 
 

@@ -40,7 +40,7 @@ def test_a_model_of_our_own_family_does_without_transformers_and_a_refusal_says_
     imported, refusal = told("families", str(own), str(foreign))
     assert imported == []
     assert refusal.startswith("PhiForCausalLM runs through transformers 5 or later, which cannot be imported")
-    assert refusal.endswith("pip install 'quire[transformers]'")
+    assert refusal.endswith("pip install 'quire-llm[transformers]'")
 
 
 def test_each_thread_of_the_team_is_bound_to_its_processor() -> None:

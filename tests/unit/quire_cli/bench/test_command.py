@@ -146,7 +146,7 @@ def test_files_that_are_something_else_and_pictures_without_matplotlib_are_refus
     assert "--num-requests is 2; " in refused(capsys, f"--dataset={path}", "--num-requests=2")
     assert f"{path} has none" in refused(capsys, f"--dataset={path}", "--request-rate=trace")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "matplotlib is not installed; install quire[bench]" in refused(capsys, "--plot=a.svg")
+    assert "matplotlib is not installed; install quire-llm[bench]" in refused(capsys, "--plot=a.svg")
 
 
 def test_the_table_has_a_column_for_each_run_and_leaves_out_what_nobody_knows() -> None:
