@@ -38,6 +38,7 @@ BENCHMARKS = (
     "moves",
     "contiguous",
     "virtual_pages",
+    "speculation",
 )
 
 
