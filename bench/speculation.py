@@ -18,6 +18,7 @@ and round by round with several.
 
 import argparse
 import asyncio
+import itertools
 import json
 import shlex
 import tempfile
@@ -239,7 +240,7 @@ class _Measured:
             if plain != drafted:
                 raise SystemExit("the text with drafts differs from the text without")
             answered += plain
-        predictions = [predict(asked, other) for asked, other in zip(answered, answered[1:], strict=False)]
+        predictions = [predict(asked, other) for asked, other in itertools.pairwise(answered)]
         return [
             asked if prediction is None else asked.predicting(prediction)
             for asked, prediction in zip(answered, predictions, strict=False)
