@@ -29,8 +29,8 @@ from quire.rpc.address import is_local
 from quire.settings import ConfigurationError
 from worker_svc.adapters import AdapterSlots, takes_adapters
 from worker_svc.device.device_loop import DeviceLoop
-from worker_svc.device.kv_pool import KvPool, PoolPlace, PoolRequest, allocate_pool, pool_geometry
-from worker_svc.device.pool_file import KvNamespace, PoolFile
+from worker_svc.device.draft_choice import PassCosts, PayingDrafts
+from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.replay import check_cuda_graphs
 from worker_svc.device.runner import ModelRunner, record_cuda_graphs
 from worker_svc.models.base import CausalLM
@@ -71,9 +71,12 @@ _SAMPLING = RowSampling(
 )
 # On a GPU, attention always cuts a longer context into pieces (`kernels.cuda.attention`), by kernels of its own.
 _CUT_LENGTH = 2049
-_MEASURED_S, _MIN_MEASURED, _MAX_MEASURED = 0.5, 3, 20
+_MEASURED_S, _MIN_MEASURED, _MAX_MEASURED = 0.1, 2, 20
+_ROWS_MEASURED, _MAX_ROWS_MEASURED, _LONG_PASS_US = 8, 64, 25_000
+"""Passes of more than so many rows are measured only where half as many take less than so long."""
+_CONTEXT_MEASURED = 512
 _MAX_PASSES = 8
-_MIN_FIXED_TOKENS, _USUAL_FIXED_TOKENS, _MAX_FIXED_TOKENS = 2, 16, 1024
+_MIN_FIXED_TOKENS, _MAX_FIXED_TOKENS = 2, 1024
 _NO_PAIRS = np.zeros((0, 2), np.int32)
 _NO_MOVES = CacheOperations(_NO_PAIRS, _NO_PAIRS, _NO_PAIRS)
 _logger = logging.getLogger(__name__)
@@ -179,7 +182,9 @@ def make_worker(
     # One generation for all ranks, so that the same bytes of a step are right for each of them.
     (negative_generation,) = ranks.smallest(-clock.unix_ns())
     if drafter is not None:
-        limits = replace(limits, fixed_tokens=_measure_fixed_tokens(runner, limits, pool, ranks))
+        costs = _measure_passes(runner, limits, geometry, settings.block_size, ranks)
+        runner.choose_drafts(PayingDrafts(limits.max_num_rows, costs))
+        limits = replace(limits, fixed_tokens=_fixed_tokens(costs))
     info = WorkerInfo(-negative_generation, ranks.rank, ranks.size, pool.geometry, geometry, limits, fingerprint)
     if templates is None:
         return Worker(info, runner, device_loop, ranks.agree, adapters=adapters)
@@ -451,15 +456,44 @@ def warm_up(runner: ModelRunner, pool: KvPool, max_model_len: int, limits: Worke
     runner.launch(_prefill_step([length], [1], block_size, block, _every_move(pool))).wait()
 
 
-def _measure_fixed_tokens(runner: ModelRunner, limits: WorkerLimits, pool: KvPool, ranks: Ranks) -> int:
-    """`WorkerLimits.fixed_tokens`, of steps as short as they may be beside other processes. On a busy machine a step
-    may seem to cost nothing beside its tokens, which is never so."""
-    num_rows = min(1 + limits.max_drafts, limits.max_num_rows, limits.max_num_batched_tokens)
-    if num_rows == 1:
-        return _USUAL_FIXED_TOKENS
-    block, block_size = _free_block(pool), pool.geometry.block_size
-    steps = [_prefill_step([1] * count, [1] * count, block_size, block) for count in (1, num_rows)]
-    seconds = [math.inf, math.inf]
+def _measure_passes(
+    runner: ModelRunner, limits: WorkerLimits, geometry: ModelGeometry, block_size: int, ranks: Ranks
+) -> PassCosts:
+    """What passes of decodes cost, each as short as it may be beside other processes. All ranks find the same."""
+    max_rows = min(limits.max_num_rows, limits.max_num_batched_tokens)
+    counts, last_us = [1], 0
+    micros: list[int] = []
+    while True:
+        steps = [_prefill_step([1] * counts[-1], [1] * counts[-1], block_size)]
+        last_us = _least_micros(runner, steps, ranks)[0]
+        micros.append(last_us)
+        further = 2 * counts[-1]
+        if further > max_rows or further > _MAX_ROWS_MEASURED or (further > _ROWS_MEASURED and last_us > _LONG_PASS_US):
+            break
+        counts.append(further)
+    if len(counts) == 1:
+        return PassCosts()
+    # On a busy machine, further rows may seem to cost nothing, which is never so.
+    for index in range(1, len(counts)):
+        more = counts[index] - counts[index - 1]
+        micros[index] = max(micros[index], micros[index - 1] + max(micros[0] * more // _MAX_FIXED_TOKENS, 1))
+    few, length = counts[min(2, len(counts) - 1)], min(_CONTEXT_MEASURED, geometry.max_model_len)
+    lengths = [[1] * few, [length] * few]
+    short, long = _least_micros(runner, [_prefill_step(each, [1] * few, block_size) for each in lengths], ranks)
+    context_us = max(long - short, 0) / (few * max(length - 1, 1))
+    costs = PassCosts(counts, [each / 1e6 for each in micros], context_us / 1e6)
+    _logger.info(
+        "decodes of %s rows take %s ms, and %.2f us more for each token of context",
+        ", ".join(map(str, counts)),
+        ", ".join(f"{each / 1e3:.2f}" for each in micros),
+        context_us,
+    )
+    return costs
+
+
+def _least_micros(runner: ModelRunner, steps: Sequence[AdmittedStep], ranks: Ranks) -> tuple[int, ...]:
+    """How long each of these steps takes, run in turn."""
+    seconds = [math.inf] * len(steps)
 
     def measure() -> None:
         for index, step in enumerate(steps):
@@ -472,16 +506,14 @@ def _measure_fixed_tokens(runner: ModelRunner, limits: WorkerLimits, pool: KvPoo
     (num_more,) = ranks.smallest(int(min(max(_MEASURED_S / sum(seconds), _MIN_MEASURED), _MAX_MEASURED)))
     for _ in range(num_more):
         measure()
-    of_token = (seconds[1] - seconds[0]) / (num_rows - 1)
-    fixed = int((seconds[0] - of_token) / of_token) if of_token > 0 else _MAX_FIXED_TOKENS
-    _logger.info(
-        "a step of %d decodes takes %.2f ms, of one %.2f ms: %d tokens take as long as what it takes beside its tokens",
-        num_rows,
-        *(1e3 * each for each in reversed(seconds)),
-        fixed,
-    )
-    (agreed,) = ranks.smallest(min(max(fixed, _MIN_FIXED_TOKENS), _MAX_FIXED_TOKENS))
-    return agreed
+    return ranks.smallest(*(max(int(1e6 * each), 1) for each in seconds))
+
+
+def _fixed_tokens(costs: PassCosts) -> int:
+    """`WorkerLimits.fixed_tokens`."""
+    last = min(_ROWS_MEASURED.bit_length() - 1, len(costs.num_rows) - 1)
+    of_token = (costs.seconds[last] - costs.seconds[0]) / (costs.num_rows[last] - 1)
+    return min(max(int(costs.seconds[0] / of_token - 1), _MIN_FIXED_TOKENS), _MAX_FIXED_TOKENS)
 
 
 def _every_move(pool: KvPool) -> CacheOperations:

@@ -72,11 +72,16 @@ class WorkerLimits:
     max_adapters: int = 0
     """Slots of adapters; 0 has none."""
     max_drafts: int = 0
-    """By how many tokens more than one a sample may extend its row."""
+    """By how many tokens more than one a sample may extend its row, each time the model runs."""
     fixed_tokens: int = 0
+    """What a step of decodes takes beside its tokens, as the number of tokens that take as long."""
     max_passes: int = 1
     """How many times the model may run in a step of decodes."""
-    """What a step of decodes takes beside its tokens, as the number of tokens that take as long."""
+
+    @property
+    def max_growth(self) -> int:
+        """By how many tokens more than one a sample may extend its row in one step."""
+        return self.max_passes * (1 + self.max_drafts) - 1
 
 
 @dataclass(frozen=True, slots=True)

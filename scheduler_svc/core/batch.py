@@ -508,18 +508,25 @@ class Batch:
         how many times the model may run. They take at most half of what is left of the step, and no block that
         admission leaves free."""
         table = self.rows
-        share = (self.draft.budget - len(rows)) // (2 * len(rows))
-        room = np.minimum(table.max_len[rows] - table.num_tokens[rows] - 1, share)
+        room, share = (
+            table.max_len[rows] - table.num_tokens[rows] - 1,
+            (self.draft.budget - len(rows)) // (2 * len(rows)),
+        )
         room[table.dependent[rows]] = 0
-        further = min(self._max_passes - 1, int(room.min()))
-        drafts = np.minimum(room, further + (self.drafts.of(rows) if self._max_drafts else 0))
-        slots = table.num_computed[rows] + 1 + drafts - table.num_slots[rows]
-        num_blocks = np.maximum(-(-slots // self._block_size), 0)
-        if not drafts.any() or not self.blocks.has_room(int(num_blocks.sum()), reserve=0, alone=False):
-            return None, 1
-        for row in rows.repeat(num_blocks).tolist():
-            self._append_block(row)
-        return drafts, further + 1
+        further = min(self._max_passes - 1, share, int(room.min()))
+        growths = [np.full(len(rows), further)]
+        if self._max_drafts:
+            # Half of what may come is left to the step behind, which is planned before this one is over.
+            drafts = np.minimum(self.drafts.of(rows, further + 1), (room - further + 1) // 2)
+            growths.insert(0, further + np.minimum(drafts, share - further))
+        for growth in growths:
+            slots = table.num_computed[rows] + 1 + growth - table.num_slots[rows]
+            num_blocks = np.maximum(-(-slots // self._block_size), 0)
+            if growth.any() and self.blocks.has_room(int(num_blocks.sum()), reserve=0, alone=False):
+                for row in rows.repeat(num_blocks).tolist():
+                    self._append_block(row)
+                return growth, further + 1
+        return None, 1
 
     def _copy_on_write(self, row: int) -> None:
         """Who is about to write to a shared block gets a copy; the last holder writes in place."""

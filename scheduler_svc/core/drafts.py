@@ -1,12 +1,9 @@
-"""How many drafts rows may have: as many as pay.
+"""How many drafts rows may have, and what came of them.
 
-A step of n decodes takes as long as f + n tokens, where f is what reading the weights costs; the worker measures it. A
-further token then makes a step longer by 1 / (f + n), and the n tokens that it brings later with it. So a draft pays if
-it is right with a probability of at least n / (f + n): nearly any for one stream whose step reads all weights, and none
-where steps are full.
-
-The k-th draft of a row is right if all before it are, with the probability p ** k, where p is the share of its drafts
-that were right lately. What a row showed is forgotten step by step, so that drafts that did not pay are tried again.
+The worker guesses tokens and verifies those guesses that pay; the scheduler says how many it may verify, since they
+need blocks and a share of the step. A step of n decodes takes as long as f + n tokens, where f is what reading the
+weights costs. So drafts that are right with a probability below n / (f + n) do not pay, and none are allowed where that
+is nearly 1.
 """
 
 from dataclasses import dataclass, field
@@ -15,10 +12,8 @@ import numpy as np
 
 from scheduler_svc.core.step import Array
 
-_PRIOR_RIGHT, _PRIOR_WRONG = 1.5, 1.0
-"""What a row counts for before its first drafts. Drafters have none for most tokens that are hard to guess."""
-_KEPT = 0.97
-"""Of what a row showed, after a step."""
+_MAX_PROBABILITY = 0.9
+"""How probable a draft is at most, to be worth blocks."""
 
 
 @dataclass(slots=True)
@@ -30,43 +25,41 @@ class DraftCounts:
     num_drafts: int = 0
     right_at: list[int] = field(default_factory=list[int])
 
-    def add(self, num_right: Array, num_drafts: Array) -> None:
-        """A step verified so many drafts of its samples. Of a step in which the model ran several times, the right ones
-        count as if they had followed each other."""
+    def add(self, num_right: Array, num_drafts: Array, num_passes: int) -> None:
+        """A step verified so many drafts of its samples. Of a step in which the model ran several times, each time
+        counts as if it had as many right ones."""
         self.num_samples += int(np.count_nonzero(num_drafts))
         self.num_drafts += int(num_drafts.sum())
-        longest = int(num_right.max())
+        longest = -(-int(num_right.max()) // num_passes)
         self.right_at += [0] * (longest - len(self.right_at))
         for place in range(longest):
-            self.right_at[place] += int(np.count_nonzero(num_right > place))
+            self.right_at[place] += int(np.clip(num_right - place * num_passes, 0, num_passes).sum())
 
 
 class DraftBudget:
     """The drafts that rows may have in the next step.
 
     Args:
-        max_drafts: of one row.
+        max_drafts: of one row, each time the model runs.
         fixed_tokens: what a step costs beside its tokens, in tokens.
     """
 
     def __init__(self, max_num_rows: int, max_drafts: int, fixed_tokens: int) -> None:
         self._max_drafts = max_drafts
         self._fixed_tokens = fixed_tokens
-        self._right, self._wrong = np.zeros((2, max_num_rows))
+        self._had_some = np.ones(max_num_rows, np.bool_)
 
     def enter(self, row: int) -> None:
         """Another sequence has the row."""
-        self._right[row] = self._wrong[row] = 0.0
+        self._had_some[row] = True
 
-    def of(self, rows: Array) -> Array:
-        """How many drafts pay for each of these rows, which decode in one step. int64[n]."""
-        self._right[rows] *= _KEPT
-        self._wrong[rows] *= _KEPT
-        right, wrong = self._right[rows] + _PRIOR_RIGHT, self._wrong[rows] + _PRIOR_WRONG
-        pays = len(rows) / (self._fixed_tokens + len(rows))
-        return np.minimum(np.log(pays) / np.log(right / (right + wrong)), self._max_drafts).astype(np.int64)
+    def of(self, rows: Array, max_passes: int) -> Array:
+        """How many drafts each of these rows may have, which decode in one step. int64[n]. One that had none lately is
+        not expected to have some each time."""
+        if len(rows) > _MAX_PROBABILITY * (self._fixed_tokens + len(rows)):
+            return np.zeros(len(rows), np.int64)
+        return self._max_drafts * np.where(self._had_some[rows], max_passes, 1)
 
-    def answered(self, rows: Array, num_right: Array, num_drafts: Array) -> None:
-        """So many drafts of these rows were verified, and so many of them were right."""
-        self._right[rows] += num_right
-        self._wrong[rows] += num_right < num_drafts
+    def answered(self, rows: Array, num_drafts: Array) -> None:
+        """So many drafts of these rows were verified."""
+        self._had_some[rows] = num_drafts > 0

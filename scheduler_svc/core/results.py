@@ -160,9 +160,8 @@ class Results:
             num_missing = 1 + step.max_drafts - counts
             rows = step.rows[current]
             table.settle(rows, step.max_drafts[current], num_missing[current])
-            if result.num_tokens is not None and result.num_drafts is not None:
-                num_right = np.maximum(result.num_tokens[current] - result.num_passes, 0)
-                self._batch.drafts.answered(rows, num_right, result.num_drafts[current])
+            if result.num_drafts is not None:
+                self._batch.drafts.answered(rows, result.num_drafts[current])
         draws = current & ~table.dependent[step.rows]
         if result.failures:
             draws &= ~np.isin(step.rows, [*result.failures])

@@ -532,7 +532,8 @@ class Scheduler:
         self._pace.answered(step, now)
         if result.num_tokens is not None and result.num_drafts is not None:
             if result.num_drafts.any():
-                self.draft_counts.add(np.maximum(result.num_tokens - result.num_passes, 0), result.num_drafts)
+                num_right = np.maximum(result.num_tokens - result.num_passes, 0)
+                self.draft_counts.add(num_right, result.num_drafts, result.num_passes)
             drafted = (result.num_tokens > 1) & (self.batch.rows.incarnation[step.rows] == step.incarnations)
             tenants = self.batch.rows.tenant[step.rows[drafted]]
             self.policy.charge_drafts(tenants, result.num_tokens[drafted] - 1)

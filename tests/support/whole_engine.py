@@ -20,9 +20,10 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import ClientEvents, StepPlan, Usage
 from scheduler_svc.service.worker_messages import StepAnswer, replica_info, step_answer, step_message
 from worker_svc.device.device_loop import DeviceLoop
+from worker_svc.device.draft_choice import Guesses
 from worker_svc.device.runner import ModelRunner
 from worker_svc.protocol.convert import StepDecoder, info_message, result_message
-from worker_svc.sampling.drafters import Drafter, RowText
+from worker_svc.sampling.drafters import NO_DRAFT, Draft, Drafter, RowText
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import build_worker
 
@@ -96,6 +97,7 @@ class WholeEngine:
         assert isinstance(runner, ModelRunner)
         assert runner._drafts is not None
         runner._drafts._drafter = drafter
+        runner.choose_drafts(EveryDraft())
 
     def run(self, requests: Sequence[Request], **config: Any) -> dict[tuple[int, int], Text]:
         """Runs all to their ends. What each sequence got, by handle and index."""
@@ -170,18 +172,37 @@ def _take(events: ClientEvents, texts: dict[tuple[int, int], Text]) -> None:
         texts[end.handle, end.sequence_index].end = (end.num_tokens, end.reason, end.stop_token_id)
 
 
+class EveryDraft:
+    """Verifies every guess."""
+
+    def enter(self, row: int) -> None:
+        pass
+
+    def due(self, rows: np.ndarray) -> np.ndarray:
+        return np.ones(len(rows), np.bool_)
+
+    def found_nothing(self, row: int, max_wait: int) -> None:
+        pass
+
+    def choose(self, guesses: Guesses, num_rows: int) -> np.ndarray:
+        return guesses.num_tokens
+
+    def saw(self, guesses: Guesses, num_checked: np.ndarray, num_right: np.ndarray) -> None:
+        assert (num_right <= num_checked).all()
+
+
 class RightDrafter:
     """Drafts what the sequences of a run said."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self._texts = [np.array(text, np.int32) for text in texts]
 
-    def draft(self, text: RowText, max_drafts: int) -> np.ndarray:
+    def draft(self, text: RowText, max_drafts: int) -> Draft:
         token_ids, end = text.token_ids, len(text.token_ids)
         for each in self._texts:
             if len(each) > end and np.array_equal(each[:end], token_ids):
-                return each[end : end + max_drafts]
-        return token_ids[:0]
+                return Draft(each[end : end + max_drafts])
+        return NO_DRAFT
 
 
 class WrongDrafter:
@@ -193,13 +214,13 @@ class WrongDrafter:
         self._vocab_size = vocab_size
         self._right = right
 
-    def draft(self, text: RowText, max_drafts: int) -> np.ndarray:
+    def draft(self, text: RowText, max_drafts: int) -> Draft:
         rng = np.random.default_rng((self._seed, len(text.token_ids), int(text.token_ids[-1])))
         drafts = rng.integers(0, self._vocab_size, int(rng.integers(0, max_drafts + 1))).astype(np.int32)
         drafts[rng.random(len(drafts)) < 0.1] = 0
         drafts[rng.random(len(drafts)) < 0.1] = self._vocab_size - 1
         if self._right is not None:
-            right = self._right.draft(text, len(drafts))
+            right = self._right.draft(text, len(drafts)).token_ids
             num_right = int(rng.integers(0, len(right) + 1))
             drafts[:num_right] = right[:num_right]
-        return drafts
+        return Draft(drafts)

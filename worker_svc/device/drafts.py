@@ -11,17 +11,21 @@ than the messages of a step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_svc.device.batch import count_up, sample_places
+from worker_svc.device.batch import sample_places
+from worker_svc.device.draft_choice import DraftChoice, Guesses
 from worker_svc.device.rows import Rows
 from worker_svc.sampling.drafters import Drafter, RowText
 from worker_svc.sampling.sampler import Drawn
 from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import Batch, RowChanges
+
+_MAX_WAIT, _MAX_WAIT_FOR_PREDICTION = 7, 1
+"""Where there is no guess, the next is looked for after so many passes at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,11 @@ class DraftedBatch:
     """[s], the token that is computed to draw from; the draft before, where `within` is above 0."""
     num_drafts: NDArray[np.int32]
     """For each sample of the step."""
+    guesses: Guesses | None = None
+    guessing: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """The sample of each guess."""
+    first: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """The first token of each guess, which may not be among the drafts."""
 
     def are_kept(self, token_ids: NDArray[np.integer], is_usable: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which draws count, [s]: of each sample the first, and those whose drafts were all drawn. One that is not
@@ -81,7 +90,11 @@ class Drafts:
     """Knows how many tokens each row has, which the scheduler may not know yet, and drafts those that follow."""
 
     def __init__(
-        self, rows: Rows, drafter: Drafter | None, forced: Callable[[Sequence[int]], Mapping[int, Sequence[int]]]
+        self,
+        rows: Rows,
+        drafter: Drafter | None,
+        forced: Callable[[Sequence[int]], Mapping[int, Sequence[int]]],
+        max_drafts: int,
     ) -> None:
         """
         Args:
@@ -89,12 +102,16 @@ class Drafts:
             drafter: None for no drafts.
             forced: the next tokens of these constrained rows as far as there is no choice; those without any are left
                 out.
+            max_drafts: of a row in one pass.
         """
+        self.choice: DraftChoice | None = None
+        """Set before the first step that may have drafts."""
         self._rows = rows
         self._token_ids = rows.token_ids.numpy()
         self._num_tokens = np.zeros(len(self._token_ids), np.int64)
         self._drafter = drafter
         self._forced = forced
+        self._max_drafts = max_drafts
         # Rows whose matcher does not know yet what they have.
         self._changed: set[int] = set()
 
@@ -109,6 +126,8 @@ class Drafts:
             self._num_tokens[each.row] = each.position + len(each.token_ids)
         followed = self._rows.sampling.followed
         for row in self._changed:
+            if self.choice is not None:
+                self.choice.enter(row)
             if followed[row] is not None:
                 followed[row] = followed[row].anew()
 
@@ -119,17 +138,14 @@ class Drafts:
         computed = batch.num_computed_tokens.copy()
         computed[places] = self._num_tokens[sources] - batch.num_new_tokens[places]
         num_drafts = np.zeros(len(samplers), np.int32)
-        if self._drafter is not None:
-            max_drafts = batch.max_drafts - (batch.max_passes - 1)
-            drafting = np.flatnonzero(max_drafts > 0)
-            forced = self._forced_of(samplers[drafting])
-            for sample in drafting:
-                row = int(samplers[sample])
-                num_drafts[sample] = self._draft(self._drafter, row, int(max_drafts[sample]), forced.get(row, ()))
+        guessing, guesses, first = self._guess(batch, samplers)
+        if guesses is not None and self.choice is not None:
+            num_drafts[guessing] = self.choice.choose(guesses, len(samplers))
         if not num_drafts.any():
             known = Batch(batch.rows, batch.num_new_tokens, computed, batch.samples)
             inputs = self._token_ids[batch.rows, known.ends - 1][places]
-            return DraftedBatch(known, places, np.zeros(len(samplers), np.int64), inputs, num_drafts)
+            within = np.zeros(len(samplers), np.int64)
+            return DraftedBatch(known, places, within, inputs, num_drafts, guesses, guessing, first)
         num_entries, num_draws = np.ones(len(batch.rows), np.int64), 1 + num_drafts
         num_entries[places[num_drafts > 0]] = num_draws[num_drafts > 0]
         rows, within = batch.rows.repeat(num_entries), count_up(num_draws)
@@ -141,7 +157,7 @@ class Drafts:
             batch.samples.repeat(num_draws, axis=0),
         )
         inputs = self._token_ids[rows, expanded.ends - 1][places]
-        return DraftedBatch(expanded, places, within, inputs, num_drafts)
+        return DraftedBatch(expanded, places, within, inputs, num_drafts, guesses, guessing, first)
 
     def keep(
         self, batch: Batch, drafted: DraftedBatch, drawn: Drawn, columns: SamplingColumns, *, is_first: bool
@@ -157,6 +173,8 @@ class Drafts:
                 are_kept &= is_usable
             num_tokens = np.add.reduceat(are_kept, np.flatnonzero(drafted.within == 0), dtype=np.int32)
             kept = Kept(np.flatnonzero(are_kept), num_tokens, drafted.num_drafts)
+        if drafted.guesses is not None:
+            self._compare(drafted, drafted.guesses, drawn, num_tokens)
         draws = self._rows.sampling.num_candidates[samplers] == 0
         self._num_tokens[samplers[draws]] += num_tokens[draws]
         return kept
@@ -167,9 +185,48 @@ class Drafts:
         ]
         return self._forced(constrained) if constrained else {}
 
-    def _draft(self, drafter: Drafter, row: int, max_drafts: int, forced: Sequence[int]) -> int:
-        end = int(self._num_tokens[row])
-        text = RowText(self._token_ids[row, :end], self._rows.sampling.followed[row], forced)
-        tokens = drafter.draft(text, max_drafts)
-        self._token_ids[row, end : end + len(tokens)] = tokens
-        return len(tokens)
+    def _guess(
+        self, batch: Batch, samplers: NDArray[np.integer]
+    ) -> tuple[NDArray[np.int64], Guesses | None, NDArray[np.int32]]:
+        """Writes guesses behind the tokens of rows that may have drafts: for which samples, what is known of each, and
+        its first token."""
+        none = np.zeros(0, np.int64), None, np.zeros(0, np.int32)
+        if self._drafter is None or self.choice is None:
+            return none
+        max_drafts = np.minimum(batch.max_drafts - (batch.max_passes - 1), self._max_drafts)
+        drafting = np.flatnonzero(max_drafts > 0)
+        drafting = drafting[self.choice.due(samplers[drafting])]
+        if not len(drafting):
+            return none
+        forced = self._forced_of(samplers[drafting])
+        found: list[tuple[int, int, int, int, int]] = []
+        for sample in drafting.tolist():
+            row = int(samplers[sample])
+            end = int(self._num_tokens[row])
+            followed = self._rows.sampling.followed[row]
+            text = RowText(self._token_ids[row, :end], followed, forced.get(row, ()))
+            token_ids, kind = self._drafter.draft(text, int(max_drafts[sample]))
+            if len(token_ids):
+                self._token_ids[row, end : end + len(token_ids)] = token_ids
+                found.append((sample, row, kind, len(token_ids), end))
+            else:
+                # A prediction goes on soon after a place where the answer is another one.
+                self.choice.found_nothing(row, _MAX_WAIT if followed is None else _MAX_WAIT_FOR_PREDICTION)
+        if not found:
+            return none
+        guessing, rows, kinds, num_tokens, ends = np.array(found).T
+        return guessing, Guesses(rows, kinds, num_tokens, ends), self._token_ids[rows, ends]
+
+    def _compare(self, drafted: DraftedBatch, guesses: Guesses, drawn: Drawn, num_tokens: NDArray[np.integer]) -> None:
+        """Tells what was right of the guesses, of those without drafts the first token."""
+        assert self.choice is not None
+        num_drafts = drafted.num_drafts[drafted.guessing]
+        firsts = drawn.token_ids.numpy()[np.flatnonzero(drafted.within == 0)[drafted.guessing]]
+        is_verified = num_drafts > 0
+        num_right = np.where(is_verified, num_tokens[drafted.guessing] - 1, firsts == drafted.first)
+        self.choice.saw(guesses, np.maximum(num_drafts, 1), np.maximum(num_right, 0))
+
+
+def _count_up(counts: NDArray[np.integer]) -> NDArray[np.int64]:
+    """0, 1, ... for each of the counts, up to before it."""
+    return np.arange(int(counts.sum())) - (np.cumsum(counts) - counts).repeat(counts)

@@ -29,6 +29,7 @@ from worker_svc.device.batch import (
     split_outputs,
 )
 from worker_svc.device.block_moves import BlockMoves
+from worker_svc.device.draft_choice import DraftChoice
 from worker_svc.device.drafts import Drafts, Kept
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.device.replay import (
@@ -274,7 +275,9 @@ class ModelRunner:
         self._run_decodes = make_decodes(model, pool, geometry.max_model_len, limits)
         self._matchers = matchers
         forced = matchers.forced if matchers is not None else lambda rows: {}
-        drafts = Drafts(self._rows, drafter, forced) if limits.max_drafts or limits.max_passes > 1 else None
+        drafts = None
+        if limits.max_drafts or limits.max_passes > 1:
+            drafts = Drafts(self._rows, drafter, forced, limits.max_drafts)
         self._drafts, self._multi_step_s = drafts, multi_step_s
         self._seals = pool.seals or SealInventory(pool.gpu[0].shape[1])
         self._failed_prompts = FailedPrompts()
@@ -284,6 +287,11 @@ class ModelRunner:
     def is_asynchronous(self) -> bool:
         """Whether `launch` returns before the work is done."""
         return self._model.device.type == "cuda"
+
+    def choose_drafts(self, choice: DraftChoice) -> None:
+        """Chooses drafts by this from now on. Without it there are none."""
+        if self._drafts is not None:
+            self._drafts.choice = choice
 
     def sealed_blocks(self) -> SealedBlocks:
         """All blocks whose content is final. To be called when no step is running."""

@@ -185,7 +185,7 @@ class StepDecoder:
             if len(array) != len(rows):
                 raise invalid_field(field, f"has {len(array)} entries; batch.rows has {len(rows)}")
         samples = _tuples(message.samples, "batch.samples", (max_rows, max_rows))
-        drafts = _ids(message.max_drafts, "batch.max_drafts", self._limits.max_drafts + self._limits.max_passes)
+        drafts = _ids(message.max_drafts, "batch.max_drafts", self._limits.max_growth + 1)
         if len(drafts) not in (0, len(samples)):
             raise invalid_field("batch.max_drafts", f"has {len(drafts)} entries; batch.samples has {len(samples)}")
         max_passes = max(message.max_passes, 1)

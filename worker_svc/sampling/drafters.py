@@ -6,7 +6,7 @@ step gives, never which: a draft counts only where the row draws that very token
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,13 @@ from numpy.typing import NDArray
 from worker_svc.step import Int32Array
 
 _NONE = np.zeros(0, np.int32)
+_FRESH_RUN, _FOLLOWED_RUN = 2, 8
+"""A prediction is trusted more after so many tokens that followed it."""
+_GRAMMAR = 3
+_NGRAM = 4
+EXPECTED_RIGHT = (0.5, 0.8, 0.95, 0.8, 0.3, 0.5, 0.6, 0.75)
+"""By kind of draft: how probably its next token is right, before anything was seen. Three kinds are from predictions,
+one from constraints, four from repetitions, by how many tokens matched."""
 _MIN_MATCH, _MAX_MATCH = 2, 6
 """Of the last tokens of a row, so many at least occur before, and the place where most of them do, up to so many, is
 taken."""
@@ -23,6 +30,16 @@ _MAX_CATCH_UP = 64
 """Of a row that comes with output, so many last tokens tell the place in its prediction."""
 _NEAR = 8
 """Up to this distance from where it is expected a single token tells the place, else `_MIN_MATCH` do."""
+
+
+class Draft(NamedTuple):
+    """Guessed tokens, and of what kind they are: those of one kind are about equally probable."""
+
+    token_ids: Int32Array
+    kind: int = 0
+
+
+NO_DRAFT = Draft(_NONE)
 
 
 @dataclass(slots=True)
@@ -37,6 +54,8 @@ class FollowedPrediction:
     """Where the prediction goes on if the output follows it, or token by token beside it while it does not."""
     left_at: int | None = None
     """Where the output left the prediction, until it is found there again."""
+    run: int = _FRESH_RUN
+    """How many tokens followed it since; a new row is trusted as if some had."""
 
     def anew(self) -> "FollowedPrediction":
         """For a row whose tokens are others than before, or that continues another."""
@@ -54,6 +73,7 @@ class FollowedPrediction:
             differ = np.flatnonzero(new[:length] != expected[:length])
             if num_equal := int(differ[0]) if len(differ) else length:
                 self.left_at = None
+                self.run += num_equal
             else:
                 num_equal = 1
                 self._find(token_ids[: self.num_seen + 1])
@@ -73,6 +93,7 @@ class FollowedPrediction:
             nearest = int(np.argmin(distances))
             if num_matched >= _MIN_MATCH or distances[nearest] <= _NEAR:
                 self.place, self.left_at = begin + int(ends[nearest]), None
+                self.run = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +110,7 @@ class RowText:
 class Drafter(Protocol):
     """Guesses tokens."""
 
-    def draft(self, text: RowText, max_drafts: int) -> Int32Array:
+    def draft(self, text: RowText, max_drafts: int) -> Draft:
         """At most so many tokens, each of the vocabulary, that may follow the text."""
         ...
 
@@ -97,15 +118,18 @@ class Drafter(Protocol):
 class PredictionDrafter:
     """The tokens that the caller predicts, from where the output follows them, again behind what is another text."""
 
-    def draft(self, text: RowText, max_drafts: int) -> Int32Array:
-        return _NONE if text.followed is None else text.followed.after(text.token_ids, max_drafts)
+    def draft(self, text: RowText, max_drafts: int) -> Draft:
+        if (followed := text.followed) is None:
+            return NO_DRAFT
+        token_ids = followed.after(text.token_ids, max_drafts)
+        return Draft(token_ids, (followed.run >= _FRESH_RUN) + (followed.run >= _FOLLOWED_RUN))
 
 
 class GrammarDrafter:
     """The tokens that the row's constraint forces."""
 
-    def draft(self, text: RowText, max_drafts: int) -> Int32Array:
-        return np.array(text.forced[:max_drafts], np.int32)
+    def draft(self, text: RowText, max_drafts: int) -> Draft:
+        return Draft(np.array(text.forced[:max_drafts], np.int32), _GRAMMAR)
 
 
 class NgramDrafter:
@@ -115,13 +139,14 @@ class NgramDrafter:
     on.
     """
 
-    def draft(self, text: RowText, max_drafts: int) -> Int32Array:
+    def draft(self, text: RowText, max_drafts: int) -> Draft:
         token_ids, newest = text.token_ids, len(text.token_ids) - 1
         ends, num_matched = _longest_matches(token_ids[:newest], token_ids)
         if num_matched < _MIN_MATCH:
-            return _NONE
+            return NO_DRAFT
         end = int(ends[-1])
-        return token_ids[end + 1 + np.arange(max_drafts) % (newest - end)]
+        drafts = token_ids[end + 1 + np.arange(max_drafts) % (newest - end)]
+        return Draft(drafts, _NGRAM + min(num_matched - _MIN_MATCH, 3))
 
 
 class Drafters:
@@ -130,11 +155,11 @@ class Drafters:
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self._drafters = drafters
 
-    def draft(self, text: RowText, max_drafts: int) -> Int32Array:
+    def draft(self, text: RowText, max_drafts: int) -> Draft:
         for drafter in self._drafters:
-            if len(drafts := drafter.draft(text, max_drafts)):
-                return drafts
-        return _NONE
+            if len((draft := drafter.draft(text, max_drafts)).token_ids):
+                return draft
+        return NO_DRAFT
 
 
 KINDS = {"prediction": PredictionDrafter, "grammar": GrammarDrafter, "ngram": NgramDrafter}

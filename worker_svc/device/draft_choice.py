@@ -1,0 +1,141 @@
+"""Which drafts a pass verifies: those that give more tokens a second than a pass without them.
+
+A pass of n rows gives n tokens, and of each row those of its drafts that are right. The k-th is right if all before it
+are: with the probability p ** k, where p is the share of drafts of its kind that were right, of this row lately and of
+all rows. Each draft makes the pass longer, by what the worker measured at its start. The most probable drafts are taken
+until a further one would lower the tokens a second.
+
+A row whose drafts are not taken learns nothing by verification. So its next guess is compared with what it draws, and
+less and less often while that does not pay: then such a row costs what it costs without speculation.
+
+All of it follows from what rows drew, and all ranks do the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker_svc.sampling.drafters import EXPECTED_RIGHT
+
+_MIN_GAIN = 1.08
+"""What is expected of drafts at least, in tokens a second: guessing and checking take time, too."""
+_KEPT = 0.9
+"""Of what a row showed, at its next draft."""
+_WEIGHT_OF_ALL = 2.0
+"""What all rows showed counts for a row as much as so many drafts of its own."""
+_WEIGHT_EXPECTED, _MAX_SEEN = 8.0, 512.0
+_MAX_WAIT = 7
+"""A row that does not pay is looked at after so many passes at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassCosts:
+    """How long a pass takes: `seconds` with `num_rows`, which rise, and so much more for each token of context."""
+
+    num_rows: Sequence[int] = (1, 64)
+    seconds: Sequence[float] = (1.0, 4.0)
+    context_s: float = 0.0
+
+    def of(self, num_rows: NDArray[np.integer]) -> NDArray[np.float64]:
+        """Without contexts. Beyond what was measured each row costs as much as the last ones did."""
+        within = np.interp(num_rows, self.num_rows, self.seconds)
+        slope = (self.seconds[-1] - self.seconds[-2]) / (self.num_rows[-1] - self.num_rows[-2])
+        return within + slope * np.maximum(num_rows - self.num_rows[-1], 0)
+
+
+class Guesses(NamedTuple):
+    """What may be drafted, for each of some rows."""
+
+    rows: NDArray[np.int64]
+    kinds: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    """At least 1."""
+    lengths: NDArray[np.int64]
+    """Tokens of each row."""
+
+
+class DraftChoice(Protocol):
+    """Chooses what is verified."""
+
+    def enter(self, row: int) -> None:
+        """Another sequence has the row."""
+        ...
+
+    def due(self, rows: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Which of these rows to guess for in this pass."""
+        ...
+
+    def found_nothing(self, row: int, max_wait: int) -> None:
+        """There is no guess for the row now. The next may be looked for after so many passes at most."""
+        ...
+
+    def choose(self, guesses: Guesses, num_rows: int) -> NDArray[np.int64]:
+        """How many tokens of each guess the pass verifies. It has `num_rows` rows without drafts."""
+        ...
+
+    def saw(self, guesses: Guesses, num_checked: NDArray[np.int64], num_right: NDArray[np.int64]) -> None:
+        """Of the first so many tokens of each guess, so many were drawn, in order."""
+        ...
+
+
+class PayingDrafts:
+    """Those that give more tokens a second."""
+
+    def __init__(self, max_num_rows: int, costs: PassCosts) -> None:
+        self._costs = costs
+        num_kinds = len(EXPECTED_RIGHT)
+        self._right, self._checked = np.zeros((2, max_num_rows, num_kinds))
+        self._right_of_all = np.array(EXPECTED_RIGHT) * _WEIGHT_EXPECTED
+        self._checked_of_all = np.full(num_kinds, _WEIGHT_EXPECTED)
+        self._wait, self._next_wait = np.zeros((2, max_num_rows), np.int64)
+
+    def enter(self, row: int) -> None:
+        self._right[row] = self._checked[row] = 0.0
+        self._wait[row] = self._next_wait[row] = 0
+
+    def due(self, rows: NDArray[np.integer]) -> NDArray[np.bool_]:
+        is_due = self._wait[rows] == 0
+        self._wait[rows] -= ~is_due
+        return is_due
+
+    def found_nothing(self, row: int, max_wait: int) -> None:
+        self._put_off(np.array([row]), max_wait)
+
+    def choose(self, guesses: Guesses, num_rows: int) -> NDArray[np.int64]:
+        rows, kinds = guesses.rows, guesses.kinds
+        of_all = self._right_of_all[kinds] / self._checked_of_all[kinds] * _WEIGHT_OF_ALL
+        p = (self._right[rows, kinds] + of_all) / (self._checked[rows, kinds] + _WEIGHT_OF_ALL)
+        places = np.arange(1, int(guesses.num_tokens.max()) + 1)
+        gains = np.where(places <= guesses.num_tokens[:, None], p[:, None] ** places, 0.0)
+        order = np.argsort(-gains, axis=None, kind="stable")[: int(guesses.num_tokens.sum())]
+        reads = self._costs.context_s * guesses.lengths
+        costs = self._costs.of(num_rows + np.arange(len(order) + 1)) + num_rows * reads.mean()
+        costs[1:] += np.cumsum(reads[order // len(places)])
+        rates = (num_rows + np.concatenate(([0.0], np.cumsum(gains.ravel()[order])))) / costs
+        best = int(np.argmax(rates))
+        taken = np.zeros(gains.size, np.int64)
+        if rates[best] >= _MIN_GAIN * rates[0]:
+            taken[order[:best]] = 1
+        counts = taken.reshape(gains.shape).sum(1)
+        self._next_wait[rows[counts > 0]] = 0
+        self._put_off(rows[counts == 0], _MAX_WAIT)
+        return counts
+
+    def saw(self, guesses: Guesses, num_checked: NDArray[np.int64], num_right: NDArray[np.int64]) -> None:
+        rows, kinds = guesses.rows, guesses.kinds
+        # What follows a wrong one shows nothing.
+        num_shown = np.minimum(num_right + 1, num_checked)
+        self._right[rows, kinds] = _KEPT * self._right[rows, kinds] + num_right
+        self._checked[rows, kinds] = _KEPT * self._checked[rows, kinds] + num_shown
+        np.add.at(self._right_of_all, kinds, num_right)
+        np.add.at(self._checked_of_all, kinds, num_shown)
+        if (is_full := self._checked_of_all > _MAX_SEEN).any():
+            self._right_of_all[is_full] /= 2
+            self._checked_of_all[is_full] /= 2
+
+    def _put_off(self, rows: NDArray[np.integer], max_wait: int) -> None:
+        self._next_wait[rows] = np.minimum(2 * self._next_wait[rows] + 1, max_wait)
+        self._wait[rows] = self._next_wait[rows]
