@@ -194,7 +194,8 @@ def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
             raise InvariantViolationError(f"{name}: {computed} computed tokens in {slots} slots")
         unused = slots - max(computed, sequence.num_tokens)
         # Those of drafts that were wrong are left, of as many steps as were in flight.
-        if unused >= size + _MAX_STEPS_IN_FLIGHT * (scheduler.config.max_drafts + scheduler.config.max_passes):
+        growth = (1 + scheduler.config.max_drafts) * scheduler.config.max_passes
+        if unused >= size + _MAX_STEPS_IN_FLIGHT * growth:
             raise InvariantViolationError(f"{name}: {unused} slots are reserved ahead of need")
 
 

@@ -178,10 +178,10 @@ class EveryDraft:
     def enter(self, row: int) -> None:
         pass
 
-    def due(self, rows: np.ndarray) -> np.ndarray:
+    def due(self, rows: np.ndarray, num_rows: int) -> np.ndarray:
         return np.ones(len(rows), np.bool_)
 
-    def found_nothing(self, row: int, max_wait: int) -> None:
+    def found_nothing(self, rows: Sequence[int], max_periods: Sequence[int]) -> None:
         pass
 
     def choose(self, guesses: Guesses, num_rows: int) -> np.ndarray:

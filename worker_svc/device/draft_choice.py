@@ -20,15 +20,18 @@ from numpy.typing import NDArray
 
 from worker_svc.sampling.drafters import EXPECTED_RIGHT
 
-_MIN_GAIN = 1.08
-"""What is expected of drafts at least, in tokens a second: guessing and checking take time, too."""
+_MIN_GAIN = 1.03
+"""What is expected of drafts at least, in tokens a second."""
+_GUESSING_S, _GUESSING_ROW_S = 150e-6, 8e-6
+"""What drafts cost a pass beside the model, for a pass and for each row that has a guess, measured on an EPYC."""
 _KEPT = 0.9
 """Of what a row showed, at its next draft."""
 _WEIGHT_OF_ALL = 2.0
 """What all rows showed counts for a row as much as so many drafts of its own."""
 _WEIGHT_EXPECTED, _MAX_SEEN = 8.0, 512.0
-_MAX_WAIT = 7
-"""A row that does not pay is looked at after so many passes at least."""
+_SHARE_OF_GUESSING, _MAX_PERIOD = 0.01, 16
+"""To look for guesses that are not verified takes such a share of the time at most: a row that does not pay is looked
+at every few passes, together with the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +67,12 @@ class DraftChoice(Protocol):
         """Another sequence has the row."""
         ...
 
-    def due(self, rows: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Which of these rows to guess for in this pass."""
+    def due(self, rows: NDArray[np.integer], num_rows: int) -> NDArray[np.bool_]:
+        """Which of these rows to guess for in the next pass, which has `num_rows` rows without drafts."""
         ...
 
-    def found_nothing(self, row: int, max_wait: int) -> None:
-        """There is no guess for the row now. The next may be looked for after so many passes at most."""
+    def found_nothing(self, rows: Sequence[int], max_periods: Sequence[int]) -> None:
+        """There is no guess for these rows in this pass. For each, one is looked for within so many passes."""
         ...
 
     def choose(self, guesses: Guesses, num_rows: int) -> NDArray[np.int64]:
@@ -90,19 +93,25 @@ class PayingDrafts:
         self._right, self._checked = np.zeros((2, max_num_rows, num_kinds))
         self._right_of_all = np.array(EXPECTED_RIGHT) * _WEIGHT_EXPECTED
         self._checked_of_all = np.full(num_kinds, _WEIGHT_EXPECTED)
-        self._wait, self._next_wait = np.zeros((2, max_num_rows), np.int64)
+        # The next pass in which to look at each row, and every how many passes it is looked at.
+        self._due_at, self._periods = np.zeros(max_num_rows, np.int64), np.ones(max_num_rows, np.int64)
+        self._num_passes, self._num_rows, self._max_period = 0, 0, 1
 
     def enter(self, row: int) -> None:
         self._right[row] = self._checked[row] = 0.0
-        self._wait[row] = self._next_wait[row] = 0
+        self._due_at[row], self._periods[row] = 0, 1
 
-    def due(self, rows: NDArray[np.integer]) -> NDArray[np.bool_]:
-        is_due = self._wait[rows] == 0
-        self._wait[rows] -= ~is_due
-        return is_due
+    def due(self, rows: NDArray[np.integer], num_rows: int) -> NDArray[np.bool_]:
+        self._num_passes += 1
+        if num_rows != self._num_rows:
+            self._num_rows = num_rows
+            guessing_s = _GUESSING_S + _GUESSING_ROW_S * num_rows
+            needed = guessing_s / (_SHARE_OF_GUESSING * float(self._costs.of(np.array([num_rows]))[0]))
+            self._max_period = min(1 << max(int(needed), 1).bit_length(), _MAX_PERIOD)
+        return self._due_at[rows] <= self._num_passes
 
-    def found_nothing(self, row: int, max_wait: int) -> None:
-        self._put_off(np.array([row]), max_wait)
+    def found_nothing(self, rows: Sequence[int], max_periods: Sequence[int]) -> None:
+        self._put_off(np.array(rows), np.array(max_periods))
 
     def choose(self, guesses: Guesses, num_rows: int) -> NDArray[np.int64]:
         rows, kinds = guesses.rows, guesses.kinds
@@ -113,15 +122,16 @@ class PayingDrafts:
         order = np.argsort(-gains, axis=None, kind="stable")[: int(guesses.num_tokens.sum())]
         reads = self._costs.context_s * guesses.lengths
         costs = self._costs.of(num_rows + np.arange(len(order) + 1)) + num_rows * reads.mean()
-        costs[1:] += np.cumsum(reads[order // len(places)])
+        costs[1:] += np.cumsum(reads[order // len(places)]) + _GUESSING_S + _GUESSING_ROW_S * len(rows)
         rates = (num_rows + np.concatenate(([0.0], np.cumsum(gains.ravel()[order])))) / costs
         best = int(np.argmax(rates))
         taken = np.zeros(gains.size, np.int64)
         if rates[best] >= _MIN_GAIN * rates[0]:
             taken[order[:best]] = 1
         counts = taken.reshape(gains.shape).sum(1)
-        self._next_wait[rows[counts > 0]] = 0
-        self._put_off(rows[counts == 0], _MAX_WAIT)
+        self._periods[rows[counts > 0]] = 1
+        if not counts.all():
+            self._put_off(rows[counts == 0], _MAX_PERIOD)
         return counts
 
     def saw(self, guesses: Guesses, num_checked: NDArray[np.int64], num_right: NDArray[np.int64]) -> None:
@@ -136,6 +146,7 @@ class PayingDrafts:
             self._right_of_all[is_full] /= 2
             self._checked_of_all[is_full] /= 2
 
-    def _put_off(self, rows: NDArray[np.integer], max_wait: int) -> None:
-        self._next_wait[rows] = np.minimum(2 * self._next_wait[rows] + 1, max_wait)
-        self._wait[rows] = self._next_wait[rows]
+    def _put_off(self, rows: NDArray[np.integer], max_periods: NDArray[np.integer] | int) -> None:
+        periods = np.minimum(2 * self._periods[rows], np.minimum(max_periods, self._max_period))
+        self._periods[rows] = periods
+        self._due_at[rows] = (self._num_passes // periods + 1) * periods

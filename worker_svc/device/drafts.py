@@ -24,8 +24,8 @@ from worker_svc.sampling.sampler import Drawn
 from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import Batch, RowChanges
 
-_MAX_WAIT, _MAX_WAIT_FOR_PREDICTION = 7, 1
-"""Where there is no guess, the next is looked for after so many passes at least."""
+_MAX_PERIOD = 8
+"""Where there is no guess, one is looked for again within so many passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +195,13 @@ class Drafts:
             return none
         max_drafts = np.minimum(batch.max_drafts - (batch.max_passes - 1), self._max_drafts)
         drafting = np.flatnonzero(max_drafts > 0)
-        drafting = drafting[self.choice.due(samplers[drafting])]
+        drafting = drafting[self.choice.due(samplers[drafting], len(samplers))]
         if not len(drafting):
             return none
         forced = self._forced_of(samplers[drafting])
         found: list[tuple[int, int, int, int, int]] = []
+        missing: list[int] = []
+        max_periods: list[int] = []
         for sample in drafting.tolist():
             row = int(samplers[sample])
             end = int(self._num_tokens[row])
@@ -210,8 +212,11 @@ class Drafts:
                 self._token_ids[row, end : end + len(token_ids)] = token_ids
                 found.append((sample, row, kind, len(token_ids), end))
             else:
-                # A prediction goes on soon after a place where the answer is another one.
-                self.choice.found_nothing(row, _MAX_WAIT if followed is None else _MAX_WAIT_FOR_PREDICTION)
+                # A prediction goes on soon behind a few tokens that are others.
+                missing.append(row)
+                max_periods.append(_MAX_PERIOD if followed is None else max(followed.num_beside // 8, 1))
+        if missing:
+            self.choice.found_nothing(missing, max_periods)
         if not found:
             return none
         guessing, rows, kinds, num_tokens, ends = np.array(found).T

@@ -4,6 +4,8 @@ A drafter is a function of the row's tokens, so that all ranks draft alike. What
 step gives, never which: a draft counts only where the row draws that very token.
 """
 
+import bisect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -42,11 +44,39 @@ class Draft(NamedTuple):
 NO_DRAFT = Draft(_NONE)
 
 
+class PredictedTokens:
+    """What the caller of a row expects it to say, and where its tokens are."""
+
+    def __init__(self, token_ids: Int32Array) -> None:
+        self.token_ids = token_ids
+        self._places: dict[int, list[int]] = {}
+        self._pairs: set[tuple[int, int]] = set()
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def may_be_found(self, last: Sequence[int], begin: int, end: int) -> bool:
+        """Whether the last two tokens are anywhere in it, or the last one from `begin` to before `end`. Of most text
+        that is another one neither is, and to search for it takes ten times as long."""
+        if not self._places:
+            token_ids: list[int] = self.token_ids.tolist()
+            for place, token_id in enumerate(token_ids):
+                self._places.setdefault(token_id, []).append(place)
+            self._pairs.update(itertools.pairwise(token_ids))
+        places = self._places.get(last[-1])
+        if places is None:
+            return False
+        if (last[0], last[-1]) in self._pairs:
+            return True
+        at = bisect.bisect_left(places, begin)
+        return at < len(places) and places[at] < end
+
+
 @dataclass(slots=True)
 class FollowedPrediction:
-    """What the caller of a row expects it to say, and how far the row has followed that."""
+    """A prediction, and how far the row has followed it."""
 
-    predicted: Int32Array
+    predicted: PredictedTokens
     num_prompt_tokens: int
     num_seen: int | None = None
     """How many of the row's tokens `place` is for; None before the first draft."""
@@ -61,17 +91,21 @@ class FollowedPrediction:
         """For a row whose tokens are others than before, or that continues another."""
         return FollowedPrediction(self.predicted, self.num_prompt_tokens)
 
+    @property
+    def num_beside(self) -> int:
+        """How many tokens ago the output left the prediction."""
+        return 0 if self.left_at is None else self.place - self.left_at
+
     def after(self, token_ids: Int32Array, max_drafts: int) -> Int32Array:
         """What comes next after the row's tokens, which are at least those of the last call; nothing where the output
         has left the prediction."""
+        predicted = self.predicted.token_ids
         if self.num_seen is None:
             self.num_seen = max(self.num_prompt_tokens, len(token_ids) - _MAX_CATCH_UP)
             self.place = self.num_seen - self.num_prompt_tokens
         while self.num_seen < len(token_ids):
-            new, expected = token_ids[self.num_seen :], self.predicted[self.place :]
-            length = min(len(new), len(expected))
-            differ = np.flatnonzero(new[:length] != expected[:length])
-            if num_equal := int(differ[0]) if len(differ) else length:
+            num_equal = self._num_equal(token_ids[self.num_seen :], predicted[self.place :])
+            if num_equal:
                 self.left_at = None
                 self.run += num_equal
             else:
@@ -79,15 +113,25 @@ class FollowedPrediction:
                 self._find(token_ids[: self.num_seen + 1])
             self.num_seen += num_equal
             self.place += num_equal
-        return _NONE if self.left_at is not None else self.predicted[self.place : self.place + max_drafts]
+        return _NONE if self.left_at is not None else predicted[self.place : self.place + max_drafts]
+
+    def _num_equal(self, new: Int32Array, expected: Int32Array) -> int:
+        length = min(len(new), len(expected))
+        if not length or new[0] != expected[0]:
+            return 0
+        differ = np.flatnonzero(new[:length] != expected[:length])
+        return int(differ[0]) if len(differ) else length
 
     def _find(self, token_ids: Int32Array) -> None:
         """The last of these is not what was predicted. Sets `place` to where it is, near where the output should be if
         it left out or added tokens."""
         if self.left_at is None:
             self.left_at = self.place
+        last: list[int] = token_ids[-2:].tolist()
+        if not self.predicted.may_be_found(last, self.left_at - _NEAR, self.place + _NEAR + 1):
+            return
         begin = max(self.left_at - _WINDOW, 0)
-        ends, num_matched = _longest_matches(self.predicted[begin : self.place + _WINDOW], token_ids)
+        ends, num_matched = _longest_matches(self.predicted.token_ids[begin : self.place + _WINDOW], token_ids)
         if num_matched:
             distances = np.maximum(self.left_at - begin - ends, 0) + np.maximum(ends + begin - self.place, 0)
             nearest = int(np.argmin(distances))

@@ -19,7 +19,7 @@ from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import unknown_field
 from quire.rpc.errors import InvalidArgument, invalid_field
 from quire.worker.v1 import worker_pb2
-from worker_svc.sampling.drafters import FollowedPrediction
+from worker_svc.sampling.drafters import FollowedPrediction, PredictedTokens
 from worker_svc.step import Int32Array, LogitRules, ModelGeometry, RowConstraint, RowSampling, WorkerLimits
 
 _LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
@@ -219,7 +219,9 @@ class SamplingColumns:
         self.wants_prompt_logprobs[row] = sampling.prompt_logprobs is not None
         self.num_prompt_logprobs[row] = sampling.prompt_logprobs or 0
         predicted = sampling.predicted
-        self.followed[row] = None if predicted is None else FollowedPrediction(predicted, num_prompt_tokens)
+        self.followed[row] = (
+            None if predicted is None else FollowedPrediction(PredictedTokens(predicted), num_prompt_tokens)
+        )
         self.is_refused[row] = sampling.refusal is not None
         self.refusal[row] = sampling.refusal
 

@@ -3,19 +3,19 @@
 import numpy as np
 import pytest
 
-from worker_svc.sampling.drafters import FollowedPrediction, NgramDrafter, PredictionDrafter, RowText
+from worker_svc.sampling.drafters import FollowedPrediction, NgramDrafter, PredictedTokens, PredictionDrafter, RowText
 
 PROMPT = [7, 7, 7]
 PREDICTED = list(range(100, 160))
 
 
 def followed_by(predicted: list[int]) -> FollowedPrediction:
-    return FollowedPrediction(np.array(predicted, np.int32), len(PROMPT))
+    return FollowedPrediction(PredictedTokens(np.array(predicted, np.int32)), len(PROMPT))
 
 
 def draft(followed: FollowedPrediction, output: list[int], max_drafts: int = 3) -> list[int]:
     text = RowText(np.array([*PROMPT, *output], np.int32), followed)
-    return PredictionDrafter().draft(text, max_drafts).tolist()
+    return PredictionDrafter().draft(text, max_drafts).token_ids.tolist()
 
 
 @pytest.fixture
@@ -64,12 +64,12 @@ def test_the_drafts_are_those_of_the_tokens_however_they_came(followed: Followed
 
 def test_a_row_without_a_prediction_has_no_drafts_of_it() -> None:
     text = RowText(np.array(PROMPT, np.int32))
-    assert not len(PredictionDrafter().draft(text, 4))
+    assert not len(PredictionDrafter().draft(text, 4).token_ids)
 
 
 def test_the_longest_and_last_occurrence_is_what_follows() -> None:
     def ngram(*token_ids: int, max_drafts: int = 2) -> list[int]:
-        return NgramDrafter().draft(RowText(np.array(token_ids, np.int32)), max_drafts).tolist()
+        return NgramDrafter().draft(RowText(np.array(token_ids, np.int32)), max_drafts).token_ids.tolist()
 
     assert ngram(1, 2, 3, 4, 9, 2, 3, 5, 8, 1, 2, 3) == [4, 9]
     assert ngram(4, 4, 4, max_drafts=3) == [4, 4, 4]
