@@ -71,7 +71,7 @@ _SAMPLING = RowSampling(
 )
 # On a GPU, attention always cuts a longer context into pieces (`kernels.cuda.attention`), by kernels of its own.
 _CUT_LENGTH = 2049
-_MEASURED_S, _MIN_MEASURED, _MAX_MEASURED = 0.1, 2, 20
+_MEASURED_S, _MIN_MEASURED, _MAX_MEASURED = 1.0, 2, 40
 _ROWS_MEASURED, _MAX_ROWS_MEASURED, _LONG_PASS_US = 8, 64, 25_000
 """Passes of more than so many rows are measured only where half as many take less than so long."""
 _CONTEXT_MEASURED = 512
@@ -460,27 +460,24 @@ def _measure_passes(
     runner: ModelRunner, limits: WorkerLimits, geometry: ModelGeometry, block_size: int, ranks: Ranks
 ) -> PassCosts:
     """What passes of decodes cost, each as short as it may be beside other processes. All ranks find the same."""
-    max_rows = min(limits.max_num_rows, limits.max_num_batched_tokens)
-    counts, last_us = [1], 0
-    micros: list[int] = []
-    while True:
-        steps = [_prefill_step([1] * counts[-1], [1] * counts[-1], block_size)]
-        last_us = _least_micros(runner, steps, ranks)[0]
-        micros.append(last_us)
-        further = 2 * counts[-1]
-        if further > max_rows or further > _MAX_ROWS_MEASURED or (further > _ROWS_MEASURED and last_us > _LONG_PASS_US):
-            break
-        counts.append(further)
+    max_rows = min(limits.max_num_rows, limits.max_num_batched_tokens, _MAX_ROWS_MEASURED)
+    counts = [1]
+    while 2 * counts[-1] <= max_rows:
+        if 2 * counts[-1] > _ROWS_MEASURED:
+            (micros_of_last,) = _least_micros(runner, [_decodes(counts[-1], 1, block_size)], ranks, measured_s=0.0)
+            if micros_of_last > _LONG_PASS_US:
+                break
+        counts.append(2 * counts[-1])
     if len(counts) == 1:
         return PassCosts()
+    few, length = counts[min(2, len(counts) - 1)], min(_CONTEXT_MEASURED, geometry.max_model_len)
+    steps = [*(_decodes(count, 1, block_size) for count in counts), _decodes(few, length, block_size)]
+    *micros, long = _least_micros(runner, steps, ranks, measured_s=_MEASURED_S)
+    context_us = max(long - micros[counts.index(few)], 0) / (few * max(length - 1, 1))
     # On a busy machine, further rows may seem to cost nothing, which is never so.
     for index in range(1, len(counts)):
         more = counts[index] - counts[index - 1]
         micros[index] = max(micros[index], micros[index - 1] + max(micros[0] * more // _MAX_FIXED_TOKENS, 1))
-    few, length = counts[min(2, len(counts) - 1)], min(_CONTEXT_MEASURED, geometry.max_model_len)
-    lengths = [[1] * few, [length] * few]
-    short, long = _least_micros(runner, [_prefill_step(each, [1] * few, block_size) for each in lengths], ranks)
-    context_us = max(long - short, 0) / (few * max(length - 1, 1))
     costs = PassCosts(counts, [each / 1e6 for each in micros], context_us / 1e6)
     _logger.info(
         "decodes of %s rows take %s ms, and %.2f us more for each token of context",
@@ -491,7 +488,14 @@ def _measure_passes(
     return costs
 
 
-def _least_micros(runner: ModelRunner, steps: Sequence[AdmittedStep], ranks: Ranks) -> tuple[int, ...]:
+def _decodes(num_rows: int, length: int, block_size: int) -> AdmittedStep:
+    """Each row computes the last of so many tokens."""
+    return _prefill_step([length] * num_rows, [1] * num_rows, block_size)
+
+
+def _least_micros(
+    runner: ModelRunner, steps: Sequence[AdmittedStep], ranks: Ranks, *, measured_s: float
+) -> tuple[int, ...]:
     """How long each of these steps takes, run in turn."""
     seconds = [math.inf] * len(steps)
 
@@ -503,7 +507,7 @@ def _least_micros(runner: ModelRunner, steps: Sequence[AdmittedStep], ranks: Ran
 
     measure()
     # All ranks take part in each step, so they run as many.
-    (num_more,) = ranks.smallest(int(min(max(_MEASURED_S / sum(seconds), _MIN_MEASURED), _MAX_MEASURED)))
+    (num_more,) = ranks.smallest(int(min(max(measured_s / sum(seconds), _MIN_MEASURED), _MAX_MEASURED)))
     for _ in range(num_more):
         measure()
     return ranks.smallest(*(max(int(1e6 * each), 1) for each in seconds))

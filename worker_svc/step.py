@@ -61,6 +61,9 @@ class ModelGeometry:
     """For people; see quire.worker.v1."""
 
 
+_MAX_VERIFIED = 256
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
     """Bounds of one step."""
@@ -77,6 +80,11 @@ class WorkerLimits:
     """What a step of decodes takes beside its tokens, as the number of tokens that take as long."""
     max_passes: int = 1
     """How many times the model may run in a step of decodes."""
+
+    @property
+    def max_verified(self) -> int:
+        """How many drafts of all rows a run of the model verifies at most: more would never pay, and take memory."""
+        return min(self.max_num_rows * self.max_drafts, _MAX_VERIFIED)
 
     @property
     def max_growth(self) -> int:

@@ -516,8 +516,10 @@ class Batch:
         further = min(self._max_passes - 1, share, int(room.min()))
         growths = [np.full(len(rows), further)]
         if self._max_drafts:
-            # Half of what may come is left to the step behind, which is planned before this one is over.
-            drafts = np.minimum(self.drafts.of(rows, further + 1), (room - further + 1) // 2)
+            # The steps behind are planned before this one is over. They must not run the model less often for drafts
+            # that may not come, for the other rows even less.
+            kept_back = 2 * self._max_passes if len(rows) > 1 else (room - further) // 2
+            drafts = np.minimum(self.drafts.of(rows, further + 1), np.maximum(room - further - kept_back, 0))
             growths.insert(0, further + np.minimum(drafts, share - further))
         for growth in growths:
             slots = table.num_computed[rows] + 1 + growth - table.num_slots[rows]

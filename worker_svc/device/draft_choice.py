@@ -29,9 +29,9 @@ _KEPT = 0.9
 _WEIGHT_OF_ALL = 2.0
 """What all rows showed counts for a row as much as so many drafts of its own."""
 _WEIGHT_EXPECTED, _MAX_SEEN = 8.0, 512.0
-_SHARE_OF_GUESSING, _MAX_PERIOD = 0.01, 16
+_SHARE_OF_GUESSING, _MAX_PERIOD, _LONGER = 0.005, 32, 4
 """To look for guesses that are not verified takes such a share of the time at most: a row that does not pay is looked
-at every few passes, together with the others."""
+at every few passes, together with the others, and each time after so many times as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +147,8 @@ class PayingDrafts:
             self._checked_of_all[is_full] /= 2
 
     def _put_off(self, rows: NDArray[np.integer], max_periods: NDArray[np.integer] | int) -> None:
-        periods = np.minimum(2 * self._periods[rows], np.minimum(max_periods, self._max_period))
+        before = self._periods[rows]
+        longest = np.minimum(np.maximum(max_periods, before), self._max_period)
+        periods = np.minimum(_LONGER * before, longest)
         self._periods[rows] = periods
         self._due_at[rows] = (self._num_passes // periods + 1) * periods

@@ -22,9 +22,9 @@ from worker_svc.device.rows import Rows
 from worker_svc.sampling.drafters import Drafter, RowText
 from worker_svc.sampling.sampler import Drawn
 from worker_svc.sampling.sampling_table import SamplingColumns
-from worker_svc.step import Batch, RowChanges
+from worker_svc.step import Batch, RowChanges, WorkerLimits
 
-_MAX_PERIOD = 8
+_MAX_PERIOD = 32
 """Where there is no guess, one is looked for again within so many passes."""
 
 
@@ -94,7 +94,7 @@ class Drafts:
         rows: Rows,
         drafter: Drafter | None,
         forced: Callable[[Sequence[int]], Mapping[int, Sequence[int]]],
-        max_drafts: int,
+        limits: WorkerLimits,
     ) -> None:
         """
         Args:
@@ -102,7 +102,6 @@ class Drafts:
             drafter: None for no drafts.
             forced: the next tokens of these constrained rows as far as there is no choice; those without any are left
                 out.
-            max_drafts: of a row in one pass.
         """
         self.choice: DraftChoice | None = None
         """Set before the first step that may have drafts."""
@@ -111,7 +110,7 @@ class Drafts:
         self._num_tokens = np.zeros(len(self._token_ids), np.int64)
         self._drafter = drafter
         self._forced = forced
-        self._max_drafts = max_drafts
+        self._max_drafts, self._max_verified = limits.max_drafts, limits.max_verified
         # Rows whose matcher does not know yet what they have.
         self._changed: set[int] = set()
 
@@ -140,7 +139,8 @@ class Drafts:
         num_drafts = np.zeros(len(samplers), np.int32)
         guessing, guesses, first = self._guess(batch, samplers)
         if guesses is not None and self.choice is not None:
-            num_drafts[guessing] = self.choice.choose(guesses, len(samplers))
+            chosen = self.choice.choose(guesses, len(samplers))
+            num_drafts[guessing] = np.clip(self._max_verified - (np.cumsum(chosen) - chosen), 0, chosen)
         if not num_drafts.any():
             known = Batch(batch.rows, batch.num_new_tokens, computed, batch.samples)
             inputs = self._token_ids[batch.rows, known.ends - 1][places]
@@ -214,7 +214,7 @@ class Drafts:
             else:
                 # A prediction goes on soon behind a few tokens that are others.
                 missing.append(row)
-                max_periods.append(_MAX_PERIOD if followed is None else max(followed.num_beside // 8, 1))
+                max_periods.append(_MAX_PERIOD if followed is None else max(followed.num_beside // 4, 1))
         if missing:
             self.choice.found_nothing(missing, max_periods)
         if not found:

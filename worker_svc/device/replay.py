@@ -294,8 +294,7 @@ def make_decodes(model: CausalLM, pool: KvPool, max_model_len: int, limits: Work
 
 def _max_batch_rows(limits: WorkerLimits) -> int:
     """The rows of the largest batch: each draft is one more."""
-    with_drafts = min(limits.max_num_rows * (1 + limits.max_drafts), limits.max_num_batched_tokens)
-    return max(limits.max_num_rows, with_drafts)
+    return limits.max_num_rows + limits.max_verified
 
 
 def _is_recordable(model: CausalLM) -> TypeGuard[NativeCausalLM]:

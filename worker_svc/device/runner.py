@@ -277,7 +277,7 @@ class ModelRunner:
         forced = matchers.forced if matchers is not None else lambda rows: {}
         drafts = None
         if limits.max_drafts or limits.max_passes > 1:
-            drafts = Drafts(self._rows, drafter, forced, limits.max_drafts)
+            drafts = Drafts(self._rows, drafter, forced, limits)
         self._drafts, self._multi_step_s = drafts, multi_step_s
         self._seals = pool.seals or SealInventory(pool.gpu[0].shape[1])
         self._failed_prompts = FailedPrompts()

@@ -30,6 +30,8 @@ _WINDOW = 2048
 """A prediction is searched for the row's last tokens this far before and behind where they are expected."""
 _MAX_CATCH_UP = 64
 """Of a row that comes with output, so many last tokens tell the place in its prediction."""
+_FAR = 16
+"""A row that left its prediction so many tokens ago looks for its newest ones only."""
 _NEAR = 8
 """Up to this distance from where it is expected a single token tells the place, else `_MIN_MATCH` do."""
 
@@ -103,6 +105,8 @@ class FollowedPrediction:
         if self.num_seen is None:
             self.num_seen = max(self.num_prompt_tokens, len(token_ids) - _MAX_CATCH_UP)
             self.place = self.num_seen - self.num_prompt_tokens
+        if self.num_beside >= _FAR and (num_skipped := len(token_ids) - self.num_seen - 1) > 0:
+            self.num_seen, self.place = self.num_seen + num_skipped, self.place + num_skipped
         while self.num_seen < len(token_ids):
             num_equal = self._num_equal(token_ids[self.num_seen :], predicted[self.place :])
             if num_equal:
