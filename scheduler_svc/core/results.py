@@ -149,6 +149,8 @@ class Results:
         self.events = EventLog()
         self.ended: list[SequenceGroup] = []
         """Groups that are over, finished or failed."""
+        self.further: tuple[Array, Array] | None = None
+        """Rows that got several tokens in this step, and how many more than one, up to the ends of their sequences."""
 
     def apply(self, step: StepInFlight, result: StepResult) -> None:
         """Applies the result of `step`, which passed `check_result`. Drops what it reports of rows that were released
@@ -184,6 +186,7 @@ class Results:
             firsts = (np.cumsum(result.num_tokens) - result.num_tokens)[samples]
             counts = self._num_kept(rows, firsts, result.num_tokens[samples], result.token_ids)
             self._count_drafts(rows, samples, counts, result)
+            self.further = rows[counts > 1], counts[counts > 1] - 1
             places = np.arange(len(rows)).repeat(counts)
             behind = np.arange(len(places)) - (np.cumsum(counts) - counts).repeat(counts)
             tokens, offsets = firsts[places] + behind, offsets[places] + behind

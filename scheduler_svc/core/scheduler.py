@@ -534,14 +534,14 @@ class Scheduler:
             if result.num_drafts.any():
                 num_right = np.maximum(result.num_tokens - result.num_passes, 0)
                 self.draft_counts.add(num_right, result.num_drafts, result.num_passes)
-            drafted = (result.num_tokens > 1) & (self.batch.rows.incarnation[step.rows] == step.incarnations)
-            tenants = self.batch.rows.tenant[step.rows[drafted]]
-            self.policy.charge_drafts(tenants, result.num_tokens[drafted] - 1)
         self.preparations.refused(result.refused)
         sequences = self.batch.rows.sequences_in(step.rows) if self.trials.are_on else []
         self.trials.answered(each.request.key for each in sequences if each is not None)
         results = Results(self.batch, self.running, now)
         results.apply(step, result)
+        if results.further is not None:
+            further_rows, counts = results.further
+            self.policy.charge_drafts(self.batch.rows.tenant[further_rows], counts)
         for group in results.ended:
             self.trials.ended(group.request.key)
             if group.request.key.client == PIN_CLIENT:

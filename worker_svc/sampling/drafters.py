@@ -20,7 +20,7 @@ _FRESH_RUN, _FOLLOWED_RUN = 2, 8
 """A prediction is trusted more after so many tokens that followed it."""
 _GRAMMAR = 3
 _NGRAM = 4
-EXPECTED_RIGHT = (0.5, 0.8, 0.95, 0.8, 0.3, 0.5, 0.6, 0.75)
+EXPECTED_RIGHT = (0.4, 0.8, 0.95, 0.8, 0.3, 0.5, 0.6, 0.75)
 """By kind of draft: how probably its next token is right, before anything was seen. Three kinds are from predictions,
 one from constraints, four from repetitions, by how many tokens matched."""
 _MIN_MATCH, _MAX_MATCH = 2, 6
