@@ -94,8 +94,8 @@ class WorkerFlags(StepFlags):
         ("off",),
         "guesses of the next tokens, which a step verifies, so that it may give several; the text stays the same to "
         "the bit; prediction guesses what the caller predicts, grammar what a constraint forces, ngram what followed "
-        "the last tokens where they occurred before; for cpu",
-        choices=("off", "prediction", "grammar", "ngram"),
+        "the last tokens where they occurred before; for cpu; auto is all of them on cpu, else off",
+        choices=("off", "auto", "prediction", "grammar", "ngram"),
         common=True,
     )
     max_drafts: int = setting(7, "maximum number of tokens that a step guesses for a row", minimum=1, maximum=64)

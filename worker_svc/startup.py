@@ -255,6 +255,8 @@ def _check_head_dim(model: CausalLM) -> None:
 
 
 def _make_drafter(model: CausalLM, settings: WorkerSettings) -> Drafter | None:
+    if "auto" in settings.speculate:
+        return Drafters([make() for make in KINDS.values()]) if model.device.type == "cpu" else None
     drafters = [make() for name, make in KINDS.items() if name in settings.speculate]
     if not drafters:
         return None

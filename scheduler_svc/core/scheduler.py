@@ -530,10 +530,9 @@ class Scheduler:
         check_result(step, result, self.batch.rows)
         self.in_flight.popleft()
         self._pace.answered(step, now)
-        if result.num_tokens is not None and result.num_drafts is not None:
-            if result.num_drafts.any():
-                num_right = np.maximum(result.num_tokens - result.num_passes, 0)
-                self.draft_counts.add(num_right, result.num_drafts, result.num_passes)
+        if result.num_tokens is not None and result.num_drafts is not None and result.num_drafts.any():
+            num_right = np.maximum(result.num_tokens - result.num_passes, 0)
+            self.draft_counts.add(num_right, result.num_drafts, result.num_passes)
         self.preparations.refused(result.refused)
         sequences = self.batch.rows.sequences_in(step.rows) if self.trials.are_on else []
         self.trials.answered(each.request.key for each in sequences if each is not None)

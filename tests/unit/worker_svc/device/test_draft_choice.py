@@ -1,0 +1,92 @@
+"""Which drafts are verified, and how often rows that do not pay are looked at."""
+
+import numpy as np
+import pytest
+
+from worker_svc.device.draft_choice import Guesses, PassCosts, PayingDrafts
+
+FEW_ROWS_ARE_CHEAP = PassCosts([1, 2, 4, 8, 64], [10.0, 11.0, 13.0, 17.0, 73.0])
+ROWS_ARE_ALL = PassCosts([1, 2], [10.0, 20.0])
+FOLLOWED, PAIR = 2, 4
+"""Kinds: a prediction that was followed for long, and two tokens that were there before."""
+
+
+def guesses_of(rows: list[int], kind: int, num_tokens: int = 7, length: int = 0) -> Guesses:
+    of_rows = (np.array(rows), np.full(len(rows), kind), np.full(len(rows), num_tokens), np.full(len(rows), length))
+    return Guesses(*of_rows)
+
+
+def show(choice: PayingDrafts, guesses: Guesses, num_right: int, times: int) -> None:
+    for _ in range(times):
+        checked = np.maximum(guesses.num_tokens, 1)
+        choice.saw(guesses, checked, np.minimum(num_right, checked))
+
+
+def test_one_row_gets_all_that_is_probable_and_less_of_what_is_not() -> None:
+    choice = PayingDrafts(4, FEW_ROWS_ARE_CHEAP)
+    assert choice.choose(guesses_of([0], FOLLOWED), 1).tolist() == [7]
+    assert 0 < choice.choose(guesses_of([1], PAIR), 1)[0] < 3
+
+
+@pytest.mark.parametrize(
+    ("costs", "num_rows", "length"), [(FEW_ROWS_ARE_CHEAP, 60, 0), (ROWS_ARE_ALL, 1, 0)], ids=["full", "compute-bound"]
+)
+def test_where_a_draft_costs_as_much_as_a_token_there_is_none(costs: PassCosts, num_rows: int, length: int) -> None:
+    choice = PayingDrafts(64, costs)
+    assert not choice.choose(guesses_of(list(range(num_rows)), FOLLOWED, length=length), num_rows).any()
+
+
+def test_long_contexts_are_read_for_each_draft() -> None:
+    costs = PassCosts(FEW_ROWS_ARE_CHEAP.num_rows, FEW_ROWS_ARE_CHEAP.seconds, context_s=0.1)
+    short, long = (PayingDrafts(1, costs).choose(guesses_of([0], PAIR, length=each), 1)[0] for each in (1, 1000))
+    assert short > long == 0
+
+
+def test_of_several_rows_those_get_drafts_whose_guesses_were_right() -> None:
+    choice = PayingDrafts(3, FEW_ROWS_ARE_CHEAP)
+    show(choice, guesses_of([0], FOLLOWED), 7, 10)
+    show(choice, guesses_of([1], FOLLOWED), 0, 10)
+    counts = choice.choose(guesses_of([0, 1], FOLLOWED), 2)
+    assert counts[0] == 7
+    assert counts[1] == 0
+    choice.enter(1)
+    # What all rows showed counts for a new one.
+    assert choice.choose(guesses_of([1], FOLLOWED), 1)[0] > 0
+
+
+def test_a_row_that_does_not_pay_is_looked_at_less_and_less_until_its_guesses_are_right() -> None:
+    choice = PayingDrafts(1, PassCosts([1, 2], [1e-3, 1.2e-3]))
+    row, guesses = np.array([0]), guesses_of([0], PAIR)
+    show(choice, guesses, 0, 40)
+    looks: list[int] = []
+    for number in range(200):
+        if choice.due(row, 1)[0]:
+            looks.append(number)
+            assert choice.choose(guesses, 1).tolist() == [0]
+            choice.saw(guesses, np.array([1]), np.array([0]))
+    assert len(looks) < 15
+    assert np.diff(looks).max() == np.diff(looks)[-1] == 32
+    num_looks = 0
+    for _ in range(1000):
+        if choice.due(row, 1)[0]:
+            num_looks += 1
+            if choice.choose(guesses, 1)[0]:
+                break
+            choice.saw(guesses, np.array([1]), np.array([1]))
+    assert num_looks < 20
+    assert choice.due(row, 1)[0]
+
+
+def test_rows_without_a_guess_are_looked_at_together_and_soon_where_that_is_wanted() -> None:
+    choice = PayingDrafts(3, PassCosts([1, 2], [1e-3, 1.2e-3]))
+    rows = np.arange(3)
+    due: list[list[int]] = []
+    for _ in range(300):
+        is_due = choice.due(rows, 3)
+        due.append(is_due.tolist())
+        if is_due.any():
+            found = rows[is_due].tolist()
+            choice.found_nothing(found, [1 if row == 2 else 32 for row in found])
+    assert all(each[2] for each in due)
+    assert all(each[0] == each[1] for each in due)
+    assert sum(each[0] for each in due) < 20
