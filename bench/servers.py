@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="flags of `quire bench` that describe the load, as one string; may be given several times",
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each server, in turn")
-    parser.add_argument("--seed", type=int, default=0, help="of the first load; each next one adds 1, so that no prompt comes twice")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first load; each next one adds 1, so that no prompt comes twice"
+    )
     parser.add_argument(
         "--reports",
         type=Path,

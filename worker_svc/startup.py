@@ -30,7 +30,8 @@ from quire.settings import ConfigurationError
 from worker_svc.adapters import AdapterSlots, takes_adapters
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.draft_choice import PassCosts, PayingDrafts
-from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
+from worker_svc.device.kv_pool import KvPool, PoolPlace, PoolRequest, allocate_pool, pool_geometry
+from worker_svc.device.pool_file import KvNamespace, PoolFile
 from worker_svc.device.replay import check_cuda_graphs
 from worker_svc.device.runner import ModelRunner, record_cuda_graphs
 from worker_svc.models.base import CausalLM
@@ -182,7 +183,7 @@ def make_worker(
     # One generation for all ranks, so that the same bytes of a step are right for each of them.
     (negative_generation,) = ranks.smallest(-clock.unix_ns())
     if drafter is not None:
-        costs = _measure_passes(runner, limits, geometry, settings.block_size, ranks)
+        costs = _measure_passes(runner, limits, geometry, pool, ranks)
         runner.choose_drafts(PayingDrafts(limits.max_num_rows, costs))
         limits = replace(limits, fixed_tokens=_fixed_tokens(costs))
     info = WorkerInfo(-negative_generation, ranks.rank, ranks.size, pool.geometry, geometry, limits, fingerprint)
@@ -459,21 +460,27 @@ def warm_up(runner: ModelRunner, pool: KvPool, max_model_len: int, limits: Worke
 
 
 def _measure_passes(
-    runner: ModelRunner, limits: WorkerLimits, geometry: ModelGeometry, block_size: int, ranks: Ranks
+    runner: ModelRunner, limits: WorkerLimits, geometry: ModelGeometry, pool: KvPool, ranks: Ranks
 ) -> PassCosts:
     """What passes of decodes cost, each as short as it may be beside other processes. All ranks find the same."""
+    block, block_size = _free_block(pool), pool.geometry.block_size
+
+    def decodes(num_rows: int, length: int) -> AdmittedStep:
+        """Each row computes the last of so many tokens."""
+        return _prefill_step([length] * num_rows, [1] * num_rows, block_size, block)
+
     max_rows = min(limits.max_num_rows, limits.max_num_batched_tokens, _MAX_ROWS_MEASURED)
     counts = [1]
     while 2 * counts[-1] <= max_rows:
         if 2 * counts[-1] > _ROWS_MEASURED:
-            (micros_of_last,) = _least_micros(runner, [_decodes(counts[-1], 1, block_size)], ranks, measured_s=0.0)
+            (micros_of_last,) = _least_micros(runner, [decodes(counts[-1], 1)], ranks, measured_s=0.0)
             if micros_of_last > _LONG_PASS_US:
                 break
         counts.append(2 * counts[-1])
     if len(counts) == 1:
         return PassCosts()
     few, length = counts[min(2, len(counts) - 1)], min(_CONTEXT_MEASURED, geometry.max_model_len)
-    steps = [*(_decodes(count, 1, block_size) for count in counts), _decodes(few, length, block_size)]
+    steps = [*(decodes(count, 1) for count in counts), decodes(few, length)]
     *micros, long = _least_micros(runner, steps, ranks, measured_s=_MEASURED_S)
     context_us = max(long - micros[counts.index(few)], 0) / (few * max(length - 1, 1))
     # On a busy machine, further rows may seem to cost nothing, which is never so.
@@ -488,11 +495,6 @@ def _measure_passes(
         context_us,
     )
     return costs
-
-
-def _decodes(num_rows: int, length: int, block_size: int) -> AdmittedStep:
-    """Each row computes the last of so many tokens."""
-    return _prefill_step([length] * num_rows, [1] * num_rows, block_size)
 
 
 def _least_micros(

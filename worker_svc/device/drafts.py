@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_svc.device.batch import sample_places
+from worker_svc.device.batch import count_up, sample_places
 from worker_svc.device.draft_choice import DraftChoice, Guesses
 from worker_svc.device.rows import Rows
 from worker_svc.sampling.drafters import Drafter, RowText
@@ -230,8 +230,3 @@ class Drafts:
         is_verified = num_drafts > 0
         num_right = np.where(is_verified, num_tokens[drafted.guessing] - 1, firsts == drafted.first)
         self.choice.saw(guesses, np.maximum(num_drafts, 1), np.maximum(num_right, 0))
-
-
-def _count_up(counts: NDArray[np.integer]) -> NDArray[np.int64]:
-    """0, 1, ... for each of the counts, up to before it."""
-    return np.arange(int(counts.sum())) - (np.cumsum(counts) - counts).repeat(counts)
