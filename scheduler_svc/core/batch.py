@@ -518,7 +518,9 @@ class Batch:
         if self._max_drafts:
             # The steps behind are planned before this one is over. They must not run the model less often for drafts
             # that may not come, for the other rows even less.
-            kept_back = 2 * self._max_passes if len(rows) > 1 else (room - further) // 2
+            kept_back = np.full(len(rows), 2 * self._max_passes)
+            if len(rows) == 1 and self.drafts.had_some(rows).all():
+                kept_back = (room - further) // 2
             drafts = np.minimum(self.drafts.of(rows, further + 1), np.maximum(room - further - kept_back, 0))
             growths.insert(0, further + np.minimum(drafts, share - further))
         for growth in growths:

@@ -60,6 +60,10 @@ class DraftBudget:
             return np.zeros(len(rows), np.int64)
         return self._max_drafts * np.where(self._had_some[rows], max_passes, 1)
 
+    def had_some(self, rows: Array) -> Array:
+        """Which of these rows had drafts in their last step, or have none behind them. bool[n]."""
+        return self._had_some[rows]
+
     def answered(self, rows: Array, num_drafts: Array) -> None:
         """So many drafts of these rows were verified."""
         self._had_some[rows] = num_drafts > 0
