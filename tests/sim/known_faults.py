@@ -676,22 +676,12 @@ FAULTS = (
         "                self._note_compiled(late.need)\n                return self._take_held(late.need)\n",
         "                return []\n",
     ),
-    KnownFault(
+    _mended(
         "adapters-after-constraints",
         "constraints push each other out before an adapter begins to load",
-        (
-            Patch(
-                _PREPARATION,
-                "        need = next((need for need in missing if isinstance(need, Adapter)), missing[0])\n",
-                "        need = missing[0]\n",
-            ),
-            Patch(
-                _PREPARATION,
-                "        self._release(request.key)\n        self._need_of",
-                "        self.ended(request.key)\n        self._need_of",
-            ),
-        ),
-        was_there=True,
+        _PREPARATION,
+        "missing[0])\n        self._release(request.key)\n",
+        "missing[0])\n        self.ended(request.key)\n        need = missing[0]\n",
     ),
     KnownFault(
         "two-schedulers-fight",
