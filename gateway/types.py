@@ -111,6 +111,8 @@ class RequestOptions:
     priority: int | None = None
     priority_sign: Literal[1, -1] = 1
     durable: bool = False
+    front_end: bytes = b""
+    """As in GenerationRequest."""
     continue_from: Sequence[HeldSequence] = ()
     """The output of an earlier request: one entry per sequence, or empty."""
 

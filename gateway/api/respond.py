@@ -7,7 +7,7 @@ client has it, and a client that disconnects ends its requests.
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from gateway.api.answers import (
     error_answer,
     json_pieces,
 )
+from gateway.api.durable_streams import EventId, EventWriter
 from gateway.replicas.events import Chunk, Completed, Finished, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import IN_PIECES, AnswerForm, CallMemory
@@ -137,29 +138,77 @@ async def _whole(generator: Generator, call: Call) -> AsyncGenerator[bytes, None
 async def _stream(generator: Generator, call: Call, running_now: list[LiveRequest]) -> AsyncGenerator[bytes, None]:
     """The events. The requests are added to `running_now` when they run."""
     requests = await call.requests(generator)
-    usages: list[Usage] = []
-    has_begun = False
+    durable_id = requests[0].request_id if requests[0].front_end else None
     with generator.call_memory(call.stream_form) as memory:
-        async with _running(generator, call, requests, memory) as live, aclosing(events(live)) as all_events:
+        async with _running(generator, call, requests, memory) as live:
             running_now += live
             shaper = await call.shaper(generator, live)
-            async for position, event in all_events:
-                # The stream begins with the first output: until then a refusal is an ordinary error response.
-                if not has_begun:
-                    has_begun = True
-                    if first := b"".join(map(call.dialect.event, shaper.begin())):
-                        yield first
-                if isinstance(event, Completed):
-                    usages.append(event.usage)
-                else:
-                    yield await answer_event(live[position], event, partial(_written, call, shaper, position, event))
-            if last := b"".join(map(call.dialect.event, shaper.end(usages))):
-                await call.keep()
-                yield last
+            async with aclosing(_events(call, shaper, live, EventWriter(call.dialect, durable_id))) as written:
+                async for each in written:
+                    yield each
 
 
-def _written(call: Call, shaper: Shaper, position: int, event: Chunk | Finished) -> bytes:
-    return b"".join(map(call.dialect.event, shaper.event(position, event)))
+async def _events(
+    call: Call, shaper: Shaper, live: Sequence[LiveRequest], writer: EventWriter
+) -> AsyncGenerator[bytes, None]:
+    usages: list[Usage] = []
+    has_begun = False
+    async with aclosing(events(live)) as all_events:
+        async for position, event in all_events:
+            # The stream begins with the first output: until then a refusal is an ordinary error response.
+            if not has_begun:
+                has_begun = True
+                if first := writer.write(shaper.begin()):
+                    yield first
+            if isinstance(event, Completed):
+                usages.append(event.usage)
+            else:
+                yield await answer_event(live[position], event, partial(_written, writer, shaper, position, event))
+        if last := writer.write(shaper.end(usages)):
+            await call.keep()
+            yield last
+
+
+def _written(writer: EventWriter, shaper: Shaper, position: int, event: Chunk | Finished) -> bytes:
+    return writer.write(shaper.event(position, event))
+
+
+def resumed(
+    generator: Generator,
+    last: EventId,
+    read_call: Callable[[LiveRequest], Call],
+    keep_alive_s: float,
+    dialect: Dialect,
+) -> Response:
+    """The events of a durable stream after the last one that the caller has. `read_call` reads the call that began it
+    back; `dialect` is of errors before the first event."""
+    live: list[LiveRequest] = []
+    return StreamedResponse(
+        partial(_rest, generator, last, read_call, live), lambda: bool(live), keep_alive_s, str, {}, dialect
+    )
+
+
+async def _rest(
+    generator: Generator, last: EventId, read_call: Callable[[LiveRequest], Call], running_now: list[LiveRequest]
+) -> AsyncGenerator[bytes, None]:
+    async with generator.resume(last.request_id, ()) as live:
+        call = read_call(live)
+        shaper = await call.shaper(generator, [live])
+        running_now.append(live)
+        writer = EventWriter(call.dialect, last.request_id, last.number + 1)
+        has_begun = False
+        try:
+            async with aclosing(_events(call, shaper, [live], writer)) as written:
+                async for each in written:
+                    has_begun = has_begun or bool(each)
+                    if each:
+                        yield each
+        except QuireError as error:
+            if not has_begun:
+                raise
+            # Numbered behind the events before it, which the call alone knows.
+            say = call.dialect.error_event or call.dialect.error
+            yield call.dialect.event(say(error_answer(error, partial(call.param_name, 0))))
 
 
 def _running(

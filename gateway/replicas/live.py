@@ -10,6 +10,7 @@ from gateway.replicas.events import (
     Chunk,
     Completed,
     Event,
+    Finished,
     GeneratedSequence,
     PromptRun,
     RequestEnded,
@@ -336,9 +337,16 @@ class LiveRequest:
 
         Sequences take turns, so that none waits for another one to end, however slow the reader is.
 
+        Those of a request that another gateway may write again do not join: they come token by token, in an order that
+        depends on the tokens alone.
+
         Raises:
             QuireError: the request failed.
         """
+        if self.request.front_end:
+            async for event in self._steady_events():
+                yield event
+            return
         while True:
             await self._news.wait()
             self._news.clear()
@@ -359,6 +367,35 @@ class LiveRequest:
             if self.usage is not None and not self._news.is_set():
                 yield Completed(self.usage, self.prompt_logprobs)
                 return
+
+    async def _steady_events(self) -> AsyncIterator[Event]:
+        """One token of each sequence after the other."""
+        running = list(self.sequences)
+        while running:
+            for stream in list(running):
+                while (event := self._take_token(stream)) is None:
+                    await self._wait_for_news()
+                if isinstance(event, Finished):
+                    running.remove(stream)
+                failpoint("gateway.stream.before_write")
+                yield event
+                if self._error is not None:
+                    raise self._error
+        while self.usage is None:
+            await self._wait_for_news()
+        yield Completed(self.usage, self.prompt_logprobs)
+
+    def _take_token(self, stream: SequenceStream) -> Chunk | Finished | None:
+        num_pending = stream.num_pending
+        event = stream.take_token() or stream.take_finished()
+        self._count_bytes((stream.num_pending - num_pending) * self._token_bytes.pending)
+        return event
+
+    async def _wait_for_news(self) -> None:
+        await self._news.wait()
+        self._news.clear()
+        if self._error is not None:
+            raise self._error
 
     def when_over(self, callback: Callable[[], object]) -> None:
         """Calls `callback` once the scheduler has nothing more to report; at once if that is so already."""

@@ -48,6 +48,7 @@ def submit_message(live: LiveRequest, *, has_drafts: bool = True) -> scheduler_p
         num_prompt_logprobs=len(live.prompt_logprobs),
         has_constraint=asked.HasField("constraint"),
         adapter=adapter_message(request.adapter),
+        front_end=request.front_end,
     )
     if not request.durable:
         # The scheduler sees no text, unless it keeps the request for another gateway.
@@ -104,6 +105,7 @@ def request_from_submit(submit: scheduler_pb2.Submit) -> GenerationRequest:
         answer_format=_format_from(submit.answer_format) if submit.HasField("answer_format") else PLAIN,
         trace=TraceContext(trace.traceparent, optional(trace, "tracestate")) if trace is not None else None,
         adapter=_adapter_from(submit.adapter) if submit.HasField("adapter") else None,
+        front_end=submit.front_end,
     )
 
 

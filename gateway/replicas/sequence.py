@@ -181,6 +181,16 @@ class SequenceStream:
         del self._pending[:count]
         return Chunk(self.index, offset, token_ids, output.text, logprobs, output.reasoning, output.tool_calls)
 
+    def take_token(self) -> Chunk | None:
+        """The next token, or None. Output that became certain after the last token is a chunk of its own: what this
+        returns depends on the tokens, and not on when they came."""
+        if not self.num_pending:
+            return self.take_chunk(0)
+        last, self._last = self._last, NOTHING
+        chunk = self.take_chunk(1)
+        self._last = last
+        return chunk
+
     def take_finished(self) -> Finished | None:
         """The end of the sequence, once, after all chunks."""
         if self._finish_taken or self.num_pending:

@@ -177,6 +177,7 @@ async def prepare(
         predicted=parameters.predicted,
         priority=priority,
         durable=options.durable,
+        front_end=options.front_end,
         answer_format=answer_format,
         nonce=entropy.random_bits(64),
         trace=trace,

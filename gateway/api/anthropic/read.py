@@ -12,6 +12,7 @@ from pydantic_core import to_json
 
 from gateway.api import field_rule
 from gateway.api.body import BodyLimits
+from gateway.api.durable_streams import ONLY_STREAMS
 from gateway.api.field_rule import Part, Unread
 from gateway.api.fields import (
     TOOL_CHOICES,
@@ -188,6 +189,8 @@ class MessageBody(TokensBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    # Quire's: the stream outlives its reader, and its events have ids.
+    durable: bool | None = None
 
 
 BodyType = TypeVar("BodyType", bound=TokensBody)
@@ -199,6 +202,8 @@ async def parse_body(kind: type[BodyType], data: bytes, limits: BodyLimits) -> B
 
     def check(violations: Violations, body: TokensBody) -> None:
         _check(violations, body)
+        if isinstance(body, MessageBody) and body.durable and not body.stream:
+            violations.add("durable", ONLY_STREAMS)
         tools = enumerate(body.tools or ())
         left_out = {f"tools[{place}].type": tool.type for place, tool in tools if isinstance(tool, ServerTool)}
         limits.rule.leave_out(violations, "messages", left_out)

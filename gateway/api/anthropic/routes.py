@@ -1,8 +1,10 @@
 """The paths of Anthropic's Messages API. The headers anthropic-version and anthropic-beta have no effect: what becomes
 of a field does not depend on them."""
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from typing import Self
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -18,11 +20,12 @@ from gateway.api.anthropic.read import (
     prompt_of,
 )
 from gateway.api.anthropic.write import ANTHROPIC, MessageShaper
-from gateway.api.body import BodyLimits, read_body
+from gateway.api.body import BodyLimits, read_body, validated
+from gateway.api.durable_streams import FrontEnd, last_event_id
 from gateway.api.event_shapes import MessageEvent
 from gateway.api.field_rule import FieldRule
 from gateway.api.openapi import ApiRoute
-from gateway.api.respond import respond
+from gateway.api.respond import respond, resumed
 from gateway.api.shapes import AnsweredMessage, AnthropicError, MessageTokens
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED
@@ -32,6 +35,7 @@ from gateway.types import RequestOptions
 from quire import entropy
 
 _PATH = "/v1/messages"
+_API = "messages"
 
 
 def dialect_of(path: str) -> Dialect:
@@ -70,7 +74,23 @@ class MessageCall:
     async def requests(self, generator: Generator) -> list[RequestOptions]:
         is_told = _is_told_to_think(generator, self._rule, self._body)
         prompt = prompt_of(self._body, self._conversation, is_told_to_think=is_told)
-        return [options_of(self._body, prompt, self.id)]
+        options = options_of(self._body, prompt, self.id)
+        return [dataclasses.replace(options, durable=bool(self._body.durable), front_end=self._front_end())]
+
+    @classmethod
+    def read_back(cls, live: LiveRequest, rule: FieldRule) -> Self:
+        """The call that began a durable stream. Raises NotFound if it was of another API."""
+        kept = FrontEnd.of(live.request.front_end, _API, live.request.request_id)
+        call = cls(validated(MessageBody, kept.body, {}), kept.model, rule)
+        call.id = kept.id
+        return call
+
+    def _front_end(self) -> bytes:
+        if not self._body.durable:
+            return b""
+        body = self._body.model_copy(update={"messages": [], "system": None, "tools": None, "tool_choice": None})
+        fields = body.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return FrontEnd(_API, self.id, 0, self._model, fields, {}).to_bytes()
 
     def param_name(self, position: int, field: str) -> str:
         return param_name(self._conversation, field)
@@ -90,6 +110,9 @@ def message_routes(generator: Generator, body_limits: BodyLimits, *, keep_alive_
 
     async def create(request: Request) -> Response:
         """Answers a conversation."""
+        if (last := last_event_id(request)) is not None:
+            read_back = partial(MessageCall.read_back, rule=body_limits.rule)
+            return resumed(generator, last, read_back, keep_alive_s, ANTHROPIC)
         body = await parse_body(MessageBody, await read_body(request, body_limits), body_limits)
         return respond(generator, MessageCall(body, body.model or model, body_limits.rule), keep_alive_s)
 

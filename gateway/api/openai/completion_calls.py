@@ -3,10 +3,13 @@
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Self
 
 from gateway.api.answers import OPENAI, client_request_id
+from gateway.api.body import validated
+from gateway.api.durable_streams import FrontEnd
 from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
-from gateway.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
+from gateway.api.openai.schemas import UNION_TYPES, ChatBody, CompletionBody, GenerationBody
 from gateway.api.openai.write import ChatShaper, CompletionShaper, Head
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED
@@ -35,6 +38,18 @@ class _Call:
         self._head = Head(self.id, int(clock.unix_s()), model)
         # The id of the request, by which it can be cancelled.
         self._request_id = self.id if body.request_id is None else body.request_id
+        self._is_durable = bool(body.durable)
+
+    def _front_end(self, body: GenerationBody) -> bytes:
+        """Of a durable stream; empty for others. Raises InvalidArgument if it is too large."""
+        if not self._is_durable:
+            return b""
+        fields = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        return FrontEnd(body.api, self.id, self._head.created, self._head.model, fields, {}).to_bytes()
+
+    def _be_as(self, kept: FrontEnd) -> Self:
+        self.id, self._head = kept.id, Head(kept.id, kept.created, kept.model)
+        return self
 
     async def keep(self) -> None:
         """No answer of this API is stored."""
@@ -58,8 +73,18 @@ class ChatCall(_Call):
         super().__init__(body, "chatcmpl", model)
         self._body = body
 
+    @classmethod
+    def read_back(cls, live: LiveRequest) -> Self:
+        """The call that began a durable stream. Raises NotFound if it was of another API."""
+        kept = FrontEnd.of(live.request.front_end, ChatBody.api, live.request.request_id)
+        return cls(validated(ChatBody, kept.body, UNION_TYPES), kept.model)._be_as(kept)
+
     async def requests(self, generator: Generator) -> list[RequestOptions]:
-        return [chat_options(self._body, self._request_id)]
+        options = chat_options(self._body, self._request_id)
+        # Of the conversation, an answer shows at most the last message.
+        messages = self._body.messages[-1:] if self._body.echo else []
+        front_end = self._front_end(self._body.model_copy(update={"messages": messages}))
+        return [dataclasses.replace(options, durable=self._is_durable, front_end=front_end)]
 
     def param_name(self, position: int, field: str) -> str:
         return param_name(self._body, field)
@@ -81,14 +106,23 @@ class CompletionCall(_Call):
         self._body = body
         self._prompts = completion_prompts(body)
 
+    @classmethod
+    def read_back(cls, live: LiveRequest) -> Self:
+        """The call that began a durable stream. Raises NotFound if it was of another API."""
+        kept = FrontEnd.of(live.request.front_end, CompletionBody.api, live.request.request_id)
+        return cls(validated(CompletionBody, kept.body, UNION_TYPES), kept.model)._be_as(kept)
+
     async def requests(self, generator: Generator) -> list[RequestOptions]:
         num_prompts = len(self._prompts)
         if num_prompts > 1:
             _check_shared_id(self._body.request_id, num_prompts)
+            if self._is_durable:
+                raise invalid_field("durable", f"is true, and there are {num_prompts:,} prompts; it takes one")
         first_id = self._request_id
         ids = [first_id] if num_prompts == 1 else [f"{first_id}-{position}" for position in range(num_prompts)]
         # The requests share one object of parameters.
         options = completion_options(self._body, None, first_id)
+        options = dataclasses.replace(options, durable=self._is_durable, front_end=self._front_end(self._body))
         turns = Turns()
         requests: list[RequestOptions] = []
         for prompt, request_id in zip(self._prompts, ids, strict=True):

@@ -8,8 +8,9 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from gateway.api.answers import as_json, error_answer, error_response
+from gateway.api.answers import OPENAI, as_json, error_answer, error_response
 from gateway.api.body import BodyLimits, read_model
+from gateway.api.durable_streams import last_event_id
 from gateway.api.event_shapes import ChatEvent, CompletionEvent
 from gateway.api.openai.completion_calls import ChatCall, CompletionCall
 from gateway.api.openai.read import chat_prompt, read_request
@@ -22,7 +23,7 @@ from gateway.api.openai.schemas import (
     UnloadAdapterBody,
 )
 from gateway.api.openapi import ApiRoute
-from gateway.api.respond import respond
+from gateway.api.respond import respond, resumed
 from gateway.api.shapes import (
     AnyObject,
     CancelledRequest,
@@ -70,11 +71,15 @@ def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive
 
     async def completions(request: Request) -> Response:
         """Continues one or several prompts."""
+        if (last := last_event_id(request)) is not None:
+            return resumed(generator, last, CompletionCall.read_back, keep_alive_s, OPENAI)
         body = await read_request(CompletionBody, request, body_limits)
         return respond(generator, CompletionCall(body, body.model or model), keep_alive_s)
 
     async def chat_completions(request: Request) -> Response:
         """Answers a conversation."""
+        if (last := last_event_id(request)) is not None:
+            return resumed(generator, last, ChatCall.read_back, keep_alive_s, OPENAI)
         body = await read_request(ChatBody, request, body_limits)
         return respond(generator, ChatCall(body, body.model or model), keep_alive_s)
 

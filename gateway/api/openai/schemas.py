@@ -9,6 +9,7 @@ from pydantic import Field
 
 from gateway.api import field_rule
 from gateway.api.body import max_entries
+from gateway.api.durable_streams import ONLY_STREAMS
 from gateway.api.field_rule import Part, Unread
 from gateway.api.openai.constraint_fields import ConstraintFields, check_constraints
 from gateway.api.openai.conversation import (
@@ -97,6 +98,8 @@ class GenerationBody(Body, ConstraintFields):
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     request_id: str | None = None
+    # Quire's: the stream outlives its reader, and its events have ids.
+    durable: bool | None = None
 
 
 class CompletionBody(GenerationBody):
@@ -195,6 +198,8 @@ def _check_combinations(violations: Violations, body: GenerationBody) -> None:
         if body.early_stopping not in (None, False):
             violations.add("early_stopping", "has a meaning only where use_beam_search is true")
     # Checked here, because the validator's error would show the opposite sign.
+    if body.durable and not body.stream:
+        violations.add("durable", ONLY_STREAMS)
     violations.check_range("priority", body.priority, -HIGHEST_PRIORITY, HIGHEST_PRIORITY)
     check_prediction(violations, body.prediction)
     if isinstance(body, ChatBody):

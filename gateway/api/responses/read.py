@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from gateway.api import field_rule
 from gateway.api.body import BodyLimits, max_entries
 from gateway.api.custom_tools import CustomDefinition, check_custom, custom_call, custom_tool
+from gateway.api.durable_streams import ONLY_STREAMS
 from gateway.api.field_rule import Part, Unread
 from gateway.api.fields import (
     TOOL_CHOICES,
@@ -319,6 +320,8 @@ class ResponseBody(InputBody):
     priority: int | None = None
     structured_outputs: StructuredOutputs | None = None
     metadata: Annotated[dict[str, str] | None, max_entries(_MAX_METADATA)] = None
+    # Quire's: the stream outlives its reader, and its events have ids.
+    durable: bool | None = None
 
     @property
     def shows_logprobs(self) -> bool:
@@ -372,6 +375,8 @@ def _requires_call(choice: str | ToolChoiceObject | None) -> bool:
 
 def _check_output(violations: Violations, body: ResponseBody) -> None:
     include = body.include or []
+    if body.durable and not body.stream:
+        violations.add("durable", ONLY_STREAMS)
     violations.check_count("include", include, _MAX_INCLUDE)
     if body.top_logprobs and not body.shows_logprobs:
         violations.add("top_logprobs", f"is set; it has a meaning only where include has {LOGPROBS}")

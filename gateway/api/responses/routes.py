@@ -3,17 +3,18 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.api.answers import OPENAI, ErrorAnswer, as_json
-from gateway.api.body import BodyLimits, read_body
+from gateway.api.body import BodyLimits, read_body, validated
+from gateway.api.durable_streams import FrontEnd, last_event_id
 from gateway.api.event_shapes import ResponseEvent
 from gateway.api.fields import Conversation
 from gateway.api.openapi import ApiRoute
-from gateway.api.respond import respond
+from gateway.api.respond import respond, resumed
 from gateway.api.responses.items import input_items, item_page
 from gateway.api.responses.read import (
     ITEM,
@@ -26,7 +27,7 @@ from gateway.api.responses.read import (
     prompt_of,
     references,
 )
-from gateway.api.responses.store import ResponseStore, StoredResponse
+from gateway.api.responses.store import ResponseStore, StoredResponse, message_of, plain_message
 from gateway.api.responses.write import ResponseHead, ResponseShaper, cancelled_response
 from gateway.api.shapes import CancelledResponse, DeletedResponse, InputItems, InputTokens, ResponseObject
 from gateway.auth.caller import current_caller
@@ -37,6 +38,7 @@ from gateway.request.text_service import TextService
 from gateway.types import ChatMessage, RequestOptions
 from quire import clock, entropy
 
+_API = "responses"
 _ID_PREFIX = "resp_"
 _PATH = "/v1/responses/{response_id}"
 
@@ -60,8 +62,29 @@ class ResponseCall:
         self._stored: StoredResponse | None = None
         self.dialect = dataclasses.replace(OPENAI, names_events=True, error_event=self._error_event)
 
+    @classmethod
+    def read_back(cls, live: LiveRequest, store: ResponseStore) -> Self:
+        """The call that began a durable stream. Raises NotFound if it was of another API."""
+        kept = FrontEnd.of(live.request.front_end, _API, live.request.request_id)
+        conversation = Conversation([message_of(each) for each in kept.more["messages"]])
+        call = cls(validated(ResponseBody, kept.body, {}), kept.model, store, conversation)
+        call.id, call._head = kept.id, dataclasses.replace(call._head, id=kept.id, created=kept.created)
+        return call
+
+    def _front_end(self) -> bytes:
+        if not self._body.durable:
+            return b""
+        fields = self._body.model_dump(mode="json", by_alias=True, exclude_unset=True) | {"input": []}
+        more = {"messages": [plain_message(each) for each in self._conversation.messages] if self._is_stored else []}
+        return FrontEnd(_API, self.id, self._head.created, self._head.model, fields, more).to_bytes()
+
+    @property
+    def _is_stored(self) -> bool:
+        return self._head.is_stored
+
     async def requests(self, generator: Generator) -> list[RequestOptions]:
-        return [options_of(self._body, self._conversation.prompt, self.id)]
+        options = options_of(self._body, self._conversation.prompt, self.id)
+        return [dataclasses.replace(options, durable=bool(self._body.durable), front_end=self._front_end())]
 
     def param_name(self, position: int, field: str) -> str:
         return param_name(self._conversation, field)
@@ -72,7 +95,7 @@ class ResponseCall:
         return self._shaper
 
     def _keep(self, response: Mapping[str, Any], answer: ChatMessage) -> None:
-        if self._head.is_stored:
+        if self._is_stored:
             self._stored = StoredResponse(as_json(response), (*self._conversation.messages, answer))
 
     async def keep(self) -> None:
@@ -101,6 +124,9 @@ def response_routes(
 
     async def create(request: Request) -> Response:
         """Makes a response: answers a text, or a conversation of items."""
+        if (last := last_event_id(request)) is not None:
+            read_back = partial(ResponseCall.read_back, store=store)
+            return resumed(generator, last, read_back, keep_alive_s, dataclasses.replace(OPENAI, names_events=True))
         body = await parse_body(ResponseBody, await read_body(request, body_limits), body_limits)
         call = ResponseCall(body, body.model or model, store, await continued(body))
         return respond(generator, call, keep_alive_s)

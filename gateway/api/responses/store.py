@@ -265,7 +265,7 @@ class SqliteStore(ResponseStore):
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **named))
 
     def add(self, tenant: str, response_id: str, response: StoredResponse) -> None:
-        messages = json.dumps([_plain(each) for each in response.messages])
+        messages = json.dumps([plain_message(each) for each in response.messages])
         num_bytes = _RESPONSE_BYTES + len(response.body) + len(messages)
         if num_bytes > self._max_bytes:
             return
@@ -301,7 +301,7 @@ class SqliteStore(ResponseStore):
             ).fetchall()
         except sqlite3.Error as error:
             raise self._unusable(error) from error
-        return StoredResponse(rows[0][0], tuple(map(_message, json.loads(rows[0][1])))) if rows else None
+        return StoredResponse(rows[0][0], tuple(map(message_of, json.loads(rows[0][1])))) if rows else None
 
     def remove(self, tenant: str, response_id: str) -> None:
         self.find(tenant, response_id)
@@ -331,12 +331,14 @@ class SqliteStore(ResponseStore):
         return f"those in {self._path.name} (--response-store)"
 
 
-def _plain(message: ChatMessage) -> dict[str, Any]:
+def plain_message(message: ChatMessage) -> dict[str, Any]:
+    """A message as JSON has it."""
     calls = [[call.id, call.name, call.arguments] for call in message.tool_calls]
     return {each.name: getattr(message, each.name) for each in fields(message)} | {"tool_calls": calls}
 
 
-def _message(plain: dict[str, Any]) -> ChatMessage:
+def message_of(plain: dict[str, Any]) -> ChatMessage:
+    """The inverse of `plain_message`."""
     calls = tuple(ToolCall(id=id, name=name, arguments=text) for id, name, text in plain.pop("tool_calls"))
     return ChatMessage(**plain, tool_calls=calls)
 
