@@ -16,6 +16,10 @@ from gateway.api.field_rule import FieldRule
 from gateway.api.grpc.servicers import GenerationServicer, ModelServicer, PrefixServicer
 from gateway.api.kserve.servicer import KServeServicer, UnservedMethods
 from gateway.api.ui.history import LoadHistory
+from gateway.api.responses.background import BackgroundResponses
+from gateway.api.responses.background_store import BackgroundStore
+from gateway.api.responses.calls import ResponseCall
+from gateway.api.responses.store import open_store, sqlite_path
 from gateway.auth.keys import Authenticator, KeyRing, NoAuthenticator, entries_of
 from gateway.metrics import GatewayMetrics
 from gateway.offload import FairExecutor
@@ -90,6 +94,7 @@ class Gateway:
         idle_calls: IdleCalls,
         tracer: Tracer | None,
         history: LoadHistory,
+        background: BackgroundResponses,
     ) -> None:
         self.grpc_address = rpc.address
         self.http_address = http.address
@@ -101,6 +106,7 @@ class Gateway:
         self._http = http
         self._idle_calls = idle_calls
         self._tracer = tracer
+        self._background_responses = background
         self._hands_over = settings.hand_over
         self._is_stopping = False
         self._http_task = asyncio.create_task(http.run_until_stopped(), name="http")
@@ -109,6 +115,7 @@ class Gateway:
             asyncio.create_task(self._report_readiness(), name="readiness"),
             asyncio.create_task(authenticator.watch(), name="API keys"),
             asyncio.create_task(return_freed_memory(_RETURN_MEMORY_EVERY_S), name="memory"),
+            asyncio.create_task(background.run(), name="background responses"),
         ]
         if settings.ui:
             self._background.append(asyncio.create_task(history.run(), name="history of the load"))
@@ -139,8 +146,25 @@ class Gateway:
         turns = TenantTurns()
         started_at_s = int(clock.unix_s())
         history = LoadHistory(generator.replicas.links, gateway_id)
+        responses = open_store(settings.response_store, settings.max_stored_response_bytes)
+        background = BackgroundResponses(
+            generator,
+            BackgroundStore(sqlite_path(settings.response_store), gateway_id, settings.max_stored_response_bytes),
+            authenticator,
+            partial(ResponseCall.of_kept, store=responses),
+        )
         app = make_http_app(
-            generator, kserve, metrics, authenticator, settings, turns, rule, history, started_at_s=started_at_s
+            generator,
+            kserve,
+            metrics,
+            authenticator,
+            settings,
+            turns,
+            rule,
+            history,
+            responses,
+            background,
+            started_at_s=started_at_s,
         )
         bodies = BodyMemory(settings.max_total_body_bytes)
         http = HttpServer(app, settings, bodies, metrics.count_refused_connection, tls.public)
@@ -164,7 +188,7 @@ class Gateway:
             raise
         _logger.info('serving "%s": gRPC on %s, HTTP on %s', generator.model.name, rpc.address, http.address)
         _warn_if_open(settings, rpc.address, http.address, is_encrypted=tls.public is not None)
-        return cls(settings, generator, ledger, authenticator, rpc, http, idle_calls, tracer, history)
+        return cls(settings, generator, ledger, authenticator, rpc, http, idle_calls, tracer, history, background)
 
     async def run(self) -> None:
         """Runs until it is cancelled or stopped, or until a part of the gateway fails."""
@@ -185,6 +209,7 @@ class Gateway:
         failpoint("gateway.drain.begun")
         self._rpc.set_serving(False)
         self._generator.durable_reads.close()
+        await self._background_responses.stop_runs()
         if len(self._ledger):
             _logger.info("draining %d live requests", len(self._ledger))
         try:
@@ -207,6 +232,7 @@ class Gateway:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        self._background_responses.close()
         self._generator.model.constraints.close()
         self._generator.model.executor.shutdown()
         if self._tracer is not None:

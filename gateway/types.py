@@ -112,7 +112,8 @@ class RequestOptions:
     priority_sign: Literal[1, -1] = 1
     durable: bool = False
     front_end: bytes = b""
-    """As in GenerationRequest."""
+    """As in GenerationRequest, as is the next one."""
+    is_steady: bool = False
     continue_from: Sequence[HeldSequence] = ()
     """The output of an earlier request: one entry per sequence, or empty."""
 

@@ -48,14 +48,14 @@ def last_event_id(request: Request) -> EventId | None:
 
 
 class EventWriter:
-    """Writes the events of one stream; those of a durable one have ids."""
+    """Writes the events of one stream; those of a durable one have ids, and are counted in `num_events`."""
 
     def __init__(self, dialect: Dialect, request_id: str | None = None, num_had: int = 0) -> None:
         """`request_id` is that of a durable stream, whose reader has the first `num_had` events."""
         self._dialect = dialect
         self._request_id = request_id
         self._num_had = num_had
-        self._num_events = 0
+        self.num_events = 0
 
     def write(self, values: Iterable[Mapping[str, Any]]) -> bytes:
         """The next events, without those that the reader has."""
@@ -65,9 +65,9 @@ class EventWriter:
         for value in values:
             # Written in any case: lists of log probabilities count characters as they are written.
             event = self._dialect.event(value)
-            if self._num_events >= self._num_had:
-                parts += [f"id: {EventId(self._request_id, self._num_events)}\n".encode(), event]
-            self._num_events += 1
+            if self.num_events >= self._num_had:
+                parts += [f"id: {EventId(self._request_id, self.num_events)}\n".encode(), event]
+            self.num_events += 1
         return b"".join(parts)
 
 
@@ -91,17 +91,17 @@ class FrontEnd:
     body: Mapping[str, Any]
     more: Mapping[str, Any]
 
-    def to_bytes(self) -> bytes:
-        """Raises InvalidArgument if it is too large to be kept."""
+    def to_bytes(self, max_bytes: int | None = MAX_FRONT_END_BYTES) -> bytes:
+        """Raises InvalidArgument if it is larger."""
         data = to_json(
             {"api": self.api, "id": self.id, "created": self.created, "model": self.model}
             | {"body": self.body, "more": self.more}
         )
-        if len(data) > MAX_FRONT_END_BYTES:
+        if max_bytes is not None and len(data) > max_bytes:
             raise invalid_field(
                 "durable",
                 f"is true, and what the answer needs of this body has {len(data):,} bytes; a durable stream keeps at "
-                f"most {MAX_FRONT_END_BYTES:,}",
+                f"most {max_bytes:,}",
             )
         return data
 

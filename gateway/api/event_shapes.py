@@ -130,9 +130,17 @@ class _ResponseEvent(Shape):
 
 
 class ResponseStateEvent(_ResponseEvent):
-    """The last event of a stream is `completed` or `incomplete`, with the whole response."""
+    """The last event of a stream is `completed` or `incomplete`, with the whole response; in the background it may be
+    `failed` as well, and where `status` is cancelled it is `incomplete`."""
 
-    type: Literal["response.created", "response.in_progress", "response.completed", "response.incomplete"]
+    type: Literal[
+        "response.created",
+        "response.queued",
+        "response.in_progress",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+    ]
     response: ResponseObject
 
 

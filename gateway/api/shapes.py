@@ -273,6 +273,11 @@ class IncompleteDetails(Shape):
     reason: str
 
 
+class ResponseFailure(Shape):
+    code: str
+    message: str
+
+
 class _ResponseHead(Shape):
     """What is known of each response."""
 
@@ -282,7 +287,7 @@ class _ResponseHead(Shape):
     completed_at: int | None
     status: str
     background: bool
-    error: None
+    error: ResponseFailure | None
     incomplete_details: IncompleteDetails | None
     model: str
     store: bool

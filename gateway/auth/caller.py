@@ -44,11 +44,13 @@ class Caller:
         tenant: Cached prefixes, request ids and pins are shared within a tenant.
         access: Its permissions.
         account: Its limits and usage.
+        key_id: The id of the key; empty if authentication is off.
     """
 
     tenant: str
     access: Access
     account: Account
+    key_id: str = ""
 
     def visible(self, model: str) -> str | None:
         """The model's name, or None if the caller may not use the model."""

@@ -304,6 +304,9 @@ class NoAuthenticator:
     def authenticate(self, authorizations: Sequence[str | bytes]) -> Caller:
         return self._caller
 
+    def find(self, key_id: str, tenant: str) -> Caller | None:
+        return self._caller if tenant == self._caller.tenant else None
+
     def refresh(self) -> None:
         """Nothing changes."""
 
@@ -361,6 +364,14 @@ class KeyRing:
             raise Unauthenticated("the API key has expired", reason="EXPIRED_API_KEY")
         return known.caller
 
+    def find(self, key_id: str, tenant: str) -> Caller | None:
+        """The caller with a key's id, for work that goes on without a call; None if the key is not valid any more, or
+        is of another tenant."""
+        for known in self._by_hash.values():
+            if known.entry.id == key_id and known.entry.tenant == tenant and not self._is_expired(known.entry):
+                return known.caller
+        return None
+
     async def watch(self) -> None:
         """Calls `refresh` every second, until it is cancelled."""
         while True:
@@ -406,7 +417,7 @@ class KeyRing:
             else:
                 account = old.caller.account
                 account.change_limits(entry.limits)
-            self._by_hash[entry.hash] = _Known(entry, Caller(entry.tenant, entry.access, account))
+            self._by_hash[entry.hash] = _Known(entry, Caller(entry.tenant, entry.access, account, entry.id))
         for removed in before.values():
             removed.caller.account.is_closed = True
 

@@ -70,8 +70,9 @@ class GenerationRequest:
     adapter: NamedAdapter | None = None
     """None is the model as it is."""
     front_end: bytes = b""
-    """Of a stream that another gateway may write again: what its front end needs for that. Its events come token by
-    token, in an order that depends on the tokens alone."""
+    """Of a stream that another gateway may write again: what its front end needs for that."""
+    is_steady: bool = False
+    """Its events come token by token, in an order that depends on the tokens alone."""
 
     @property
     def logprobs(self) -> int | None:

@@ -337,13 +337,12 @@ class LiveRequest:
 
         Sequences take turns, so that none waits for another one to end, however slow the reader is.
 
-        Those of a request that another gateway may write again do not join: they come token by token, in an order that
-        depends on the tokens alone.
+        Those of a steady request do not join: they come token by token, in an order that depends on the tokens alone.
 
         Raises:
             QuireError: the request failed.
         """
-        if self.request.front_end:
+        if self.request.is_steady:
             async for event in self._steady_events():
                 yield event
             return

@@ -106,6 +106,7 @@ def request_from_submit(submit: scheduler_pb2.Submit) -> GenerationRequest:
         trace=TraceContext(trace.traceparent, optional(trace, "tracestate")) if trace is not None else None,
         adapter=_adapter_from(submit.adapter) if submit.HasField("adapter") else None,
         front_end=submit.front_end,
+        is_steady=bool(submit.front_end),
     )
 
 

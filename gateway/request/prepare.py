@@ -178,6 +178,7 @@ async def prepare(
         priority=priority,
         durable=options.durable,
         front_end=options.front_end,
+        is_steady=options.is_steady or bool(options.front_end),
         answer_format=answer_format,
         nonce=entropy.random_bits(64),
         trace=trace,

@@ -22,8 +22,9 @@ from gateway.api.kserve.rest import kserve_routes
 from gateway.api.kserve.servicer import KServeServicer
 from gateway.api.openai.routes import openai_routes
 from gateway.api.openapi import METRICS_PATH, OPEN_PATHS, ApiRoute, description_routes
+from gateway.api.responses.background import BackgroundResponses
 from gateway.api.responses.routes import response_routes
-from gateway.api.responses.store import open_store
+from gateway.api.responses.store import ResponseStore
 from gateway.api.shapes import GatewayReadiness, GatewayVersion, Health, ServerInfo, ServerLoad
 from gateway.api.ui import access
 from gateway.api.ui.history import LoadHistory
@@ -58,6 +59,8 @@ def make_http_app(
     turns: TenantTurns,
     rule: FieldRule,
     history: LoadHistory,
+    responses: ResponseStore,
+    background: BackgroundResponses,
     *,
     started_at_s: int,
 ) -> Starlette:
@@ -72,7 +75,8 @@ def make_http_app(
         *response_routes(
             generator,
             body_limits,
-            store=open_store(settings.response_store, settings.max_stored_response_bytes),
+            store=responses,
+            background=background,
             keep_alive_s=settings.sse_keepalive,
         ),
         *message_routes(generator, body_limits, keep_alive_s=settings.sse_keepalive),

@@ -320,6 +320,7 @@ class ResponseBody(InputBody):
     priority: int | None = None
     structured_outputs: StructuredOutputs | None = None
     metadata: Annotated[dict[str, str] | None, max_entries(_MAX_METADATA)] = None
+    background: bool | None = None
     # Quire's: the stream outlives its reader, and its events have ids.
     durable: bool | None = None
 
@@ -377,6 +378,8 @@ def _check_output(violations: Violations, body: ResponseBody) -> None:
     include = body.include or []
     if body.durable and not body.stream:
         violations.add("durable", ONLY_STREAMS)
+    if body.background:
+        _check_background(violations, body)
     violations.check_count("include", include, _MAX_INCLUDE)
     if body.top_logprobs and not body.shows_logprobs:
         violations.add("top_logprobs", f"is set; it has a meaning only where include has {LOGPROBS}")
@@ -393,6 +396,15 @@ def _check_output(violations: Violations, body: ResponseBody) -> None:
                 "metadata", "has a name of more than 64 characters, or a value of more than 512, which are the max"
             )
             break
+
+
+def _check_background(violations: Violations, body: ResponseBody) -> None:
+    if body.store is False:
+        violations.add("store", "is false; a response that runs in the background is stored")
+    if body.durable:
+        violations.add("durable", "is true; a response that runs in the background outlives its readers without it")
+    if body.shows_logprobs:
+        violations.add("include", f"has {LOGPROBS}; a response that runs in the background has no log probabilities")
 
 
 def _check_format(violations: Violations, format: TextFormat) -> None:

@@ -1,114 +1,54 @@
 """The paths of OpenAI's Responses API: make, get, delete and cancel a response."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
 from functools import partial
-from typing import Any, Self
+from http import HTTPStatus
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.api.answers import OPENAI, ErrorAnswer, as_json
-from gateway.api.body import BodyLimits, read_body, validated
-from gateway.api.durable_streams import FrontEnd, last_event_id
+from gateway.api.answers import OPENAI, StreamedResponse
+from gateway.api.body import BodyLimits, read_body
+from gateway.api.durable_streams import last_event_id
 from gateway.api.event_shapes import ResponseEvent
 from gateway.api.fields import Conversation
 from gateway.api.openapi import ApiRoute
 from gateway.api.respond import respond, resumed
+from gateway.api.responses.background import BackgroundResponses
+from gateway.api.responses.calls import ID_PREFIX, ResponseCall
 from gateway.api.responses.items import input_items, item_page
 from gateway.api.responses.read import (
     ITEM,
     InputBody,
     ResponseBody,
     conversation_of,
-    options_of,
     param_name,
     parse_body,
     prompt_of,
     references,
 )
-from gateway.api.responses.store import ResponseStore, StoredResponse, message_of, plain_message
-from gateway.api.responses.write import ResponseHead, ResponseShaper, cancelled_response
+from gateway.api.responses.store import ResponseStore
+from gateway.api.responses.write import ResponseHead, cancelled_response
 from gateway.api.shapes import CancelledResponse, DeletedResponse, InputItems, InputTokens, ResponseObject
 from gateway.auth.caller import current_caller
-from gateway.replicas.live import LiveRequest
-from gateway.request.answer_memory import STREAMED_AND_REPEATED
 from gateway.request.generator import Generator
 from gateway.request.text_service import TextService
-from gateway.types import ChatMessage, RequestOptions
-from quire import clock, entropy
+from quire import clock
+from quire.rpc.errors import invalid_field
 
-_API = "responses"
-_ID_PREFIX = "resp_"
+_EVENTS = dataclasses.replace(OPENAI, names_events=True)
 _PATH = "/v1/responses/{response_id}"
 
 
-class ResponseCall:
-    """One response. See gateway.api.respond.Call. Its id is the id of its request, by which it can be cancelled."""
-
-    shows_prompt_by_choice = False
-    stream_form = STREAMED_AND_REPEATED
-
-    def __init__(self, body: ResponseBody, model: str, store: ResponseStore, conversation: Conversation) -> None:
-        """A response that this gateway cannot store says so: its `store` is false."""
-        self.id = f"{_ID_PREFIX}{entropy.random_hex(16)}"
-        self.streams = bool(body.stream)
-        self._tenant = current_caller().tenant
-        self._body = body
-        self._store = store
-        self._head = ResponseHead(self.id, int(clock.unix_s()), model, store.keeps_any and body.store is not False)
-        self._shaper: ResponseShaper | None = None
-        self._conversation = conversation
-        self._stored: StoredResponse | None = None
-        self.dialect = dataclasses.replace(OPENAI, names_events=True, error_event=self._error_event)
-
-    @classmethod
-    def read_back(cls, live: LiveRequest, store: ResponseStore) -> Self:
-        """The call that began a durable stream. Raises NotFound if it was of another API."""
-        kept = FrontEnd.of(live.request.front_end, _API, live.request.request_id)
-        conversation = Conversation([message_of(each) for each in kept.more["messages"]])
-        call = cls(validated(ResponseBody, kept.body, {}), kept.model, store, conversation)
-        call.id, call._head = kept.id, dataclasses.replace(call._head, id=kept.id, created=kept.created)
-        return call
-
-    def _front_end(self) -> bytes:
-        if not self._body.durable:
-            return b""
-        fields = self._body.model_dump(mode="json", by_alias=True, exclude_unset=True) | {"input": []}
-        more = {"messages": [plain_message(each) for each in self._conversation.messages] if self._is_stored else []}
-        return FrontEnd(_API, self.id, self._head.created, self._head.model, fields, more).to_bytes()
-
-    @property
-    def _is_stored(self) -> bool:
-        return self._head.is_stored
-
-    async def requests(self, generator: Generator) -> list[RequestOptions]:
-        options = options_of(self._body, self._conversation.prompt, self.id)
-        return [dataclasses.replace(options, durable=bool(self._body.durable), front_end=self._front_end())]
-
-    def param_name(self, position: int, field: str) -> str:
-        return param_name(self._conversation, field)
-
-    async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> ResponseShaper:
-        texts = generator.model.tokenizer.token_texts
-        self._shaper = ResponseShaper(self._head, self._body, live[0], texts, self._keep)
-        return self._shaper
-
-    def _keep(self, response: Mapping[str, Any], answer: ChatMessage) -> None:
-        if self._is_stored:
-            self._stored = StoredResponse(as_json(response), (*self._conversation.messages, answer))
-
-    async def keep(self) -> None:
-        if self._stored is not None:
-            await self._store.run(self._store.add, self._tenant, self.id, self._stored)
-
-    def _error_event(self, answer: ErrorAnswer) -> Mapping[str, Any]:
-        assert self._shaper is not None, "a stream begins with what the shaper writes"
-        return self._shaper.error_event(answer)
-
-
 def response_routes(
-    generator: Generator, body_limits: BodyLimits, *, store: ResponseStore, keep_alive_s: float
+    generator: Generator,
+    body_limits: BodyLimits,
+    *,
+    store: ResponseStore,
+    background: BackgroundResponses,
+    keep_alive_s: float,
 ) -> list[ApiRoute]:
     """Responses are kept in `store`. `keep_alive_s` is the longest silence of a stream; 0 sets no limit."""
     model, texts = generator.model.name, TextService(generator)
@@ -125,29 +65,58 @@ def response_routes(
     async def create(request: Request) -> Response:
         """Makes a response: answers a text, or a conversation of items."""
         if (last := last_event_id(request)) is not None:
+            if await background.get(current_caller().tenant, last.request_id) is not None:
+                return events_of(last.request_id, last.number)
             read_back = partial(ResponseCall.read_back, store=store)
-            return resumed(generator, last, read_back, keep_alive_s, dataclasses.replace(OPENAI, names_events=True))
+            return resumed(generator, last, read_back, keep_alive_s, _EVENTS)
         body = await parse_body(ResponseBody, await read_body(request, body_limits), body_limits)
         call = ResponseCall(body, body.model or model, store, await continued(body))
-        return respond(generator, call, keep_alive_s)
+        if not call.runs_in_background:
+            return respond(generator, call, keep_alive_s)
+        if not store.keeps_any:
+            raise invalid_field(
+                "background", "is true, and this gateway keeps no responses (--max-stored-response-bytes is 0)"
+            )
+        state = await background.begin(call)
+        return events_of(call.id, -1) if call.streams else _json(state)
+
+    def events_of(response_id: str, after: int) -> Response:
+        """The events of a response in the background behind the number `after`."""
+        read = partial(background.events, current_caller().tenant, response_id, after)
+        return StreamedResponse(read, lambda: True, keep_alive_s, str, {"x-request-id": response_id}, _EVENTS)
 
     async def retrieve(request: Request) -> Response:
-        """A stored response of this gateway."""
+        """A stored response, or one that runs in the background; with `stream=true` the events of the latter, behind
+        the number `starting_after`."""
+        tenant, response_id = current_caller().tenant, request.path_params["response_id"]
+        row = await background.get(tenant, response_id)
+        if request.query_params.get("stream", "").lower() == "true":
+            if row is None:
+                await store.run(store.find, tenant, response_id)
+                raise invalid_field("stream", "is true; only a response that was made with background has its events")
+            return events_of(response_id, _starting_after(request))
+        if row is not None:
+            return _json(row.response)
         found = await store.run(store.find, current_caller().tenant, request.path_params["response_id"])
         return Response(found.body, media_type="application/json")
 
     async def delete(request: Request) -> Response:
         """Deletes a stored response."""
         response_id = request.path_params["response_id"]
-        await store.run(store.remove, current_caller().tenant, response_id)
+        tenant = current_caller().tenant
+        was_in_background = await background.remove(tenant, response_id)
+        if not was_in_background or await store.run(store.get, tenant, response_id) is not None:
+            await store.run(store.remove, tenant, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(request: Request) -> Response:
         """Ends a running response of any gateway. A finished response is not changed."""
         response_id, tenant = request.path_params["response_id"], current_caller().tenant
+        if (state := await background.cancel(tenant, response_id)) is not None:
+            return _json(state)
         if (ended := await store.run(store.get, tenant, response_id)) is not None:
             return Response(ended.body, media_type="application/json")
-        if not response_id.startswith(_ID_PREFIX):
+        if not response_id.startswith(ID_PREFIX):
             await store.run(store.find, tenant, response_id)
         await generator.cancel(response_id)
         return JSONResponse(cancelled_response(ResponseHead(response_id, int(clock.unix_s()), model)))
@@ -179,8 +148,31 @@ def response_routes(
         ),
         # Before the path of any response.
         ApiRoute("/v1/responses/input_tokens", count_input_tokens, method="POST", body=InputBody, answer=InputTokens),
-        ApiRoute(_PATH, retrieve, answer=ResponseObject),
+        ApiRoute(
+            _PATH,
+            retrieve,
+            answer=ResponseObject | CancelledResponse,
+            events=ResponseEvent,
+            names_events=True,
+            statuses=[HTTPStatus.BAD_REQUEST],
+        ),
         ApiRoute(_PATH, delete, method="DELETE", answer=DeletedResponse),
         ApiRoute(f"{_PATH}/cancel", cancel, method="POST", answer=ResponseObject | CancelledResponse),
         ApiRoute(f"{_PATH}/input_items", list_input_items, answer=InputItems),
     ]
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def _starting_after(request: Request) -> int:
+    """The last event that the caller has, -1 if it has none. Raises InvalidArgument if it is no number."""
+    if (last := last_event_id(request)) is not None:
+        return last.number
+    text = request.query_params.get("starting_after")
+    if text is None:
+        return -1
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise invalid_field("starting_after", f'is "{text[:40]}"; it must be the sequence_number of an event')
+    return int(text)

@@ -343,8 +343,12 @@ def message_of(plain: dict[str, Any]) -> ChatMessage:
     return ChatMessage(**plain, tool_calls=calls)
 
 
+def sqlite_path(place: str) -> Path | None:
+    """The file of a place, "memory" or "sqlite:PATH"; None is memory."""
+    return Path(place.removeprefix(SQLITE)) if place.startswith(SQLITE) else None
+
+
 def open_store(place: str, max_bytes: int) -> ResponseStore:
-    """The store at a place: "memory" or "sqlite:PATH". Raises ConfigurationError if it cannot be used."""
-    return (
-        SqliteStore(Path(place.removeprefix(SQLITE)), max_bytes) if place.startswith(SQLITE) else MemoryStore(max_bytes)
-    )
+    """The store at a place. Raises ConfigurationError if it cannot be used."""
+    path = sqlite_path(place)
+    return MemoryStore(max_bytes) if path is None else SqliteStore(path, max_bytes)

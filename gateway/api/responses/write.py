@@ -22,6 +22,7 @@ from gateway.types import ChatMessage
 from quire import clock
 from quire.gateway.v1.generation_pb2 import ToolCall
 
+QUEUED = "queued"
 _IN_PROGRESS, _COMPLETED, _INCOMPLETE, _CANCELLED = "in_progress", "completed", "incomplete", "cancelled"
 _PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.TOOL_CALL: "fc"}
 
@@ -34,11 +35,17 @@ class ResponseHead:
     created: int
     model: str
     is_stored: bool = False
+    is_background: bool = False
 
 
 def cancelled_response(head: ResponseHead) -> dict[str, Any]:
     """A response that was cancelled while it ran. Its own call ends with an error, so its output is lost."""
-    return _head_fields(head, _CANCELLED) | {"output": [], "usage": None}
+    return response_head(head, _CANCELLED)
+
+
+def response_head(head: ResponseHead, status: str) -> dict[str, Any]:
+    """A response without what its call asked for."""
+    return _head_fields(head, status) | {"output": [], "usage": None}
 
 
 def answer_message(blocks: Iterable[Block]) -> ChatMessage:
@@ -89,9 +96,20 @@ class ResponseShaper:
         return self._ended(blocks, sequence.finished.reason, usage, sequence.logprobs)
 
     def begin(self) -> Iterable[Mapping[str, Any]]:
-        response = self._response(_IN_PROGRESS, []) | {"usage": None}
-        yield self._event("response.created", response=response)
-        yield self._event("response.in_progress", response=response)
+        """In the background it is queued first; `under_way` is then what its first output begins with."""
+        if self._head.is_background:
+            yield self._event("response.created", response=self.state(QUEUED))
+            yield self._event("response.queued", response=self.state(QUEUED))
+            return
+        yield self._event("response.created", response=self.state(_IN_PROGRESS))
+        yield from self.under_way()
+
+    def under_way(self) -> Iterable[Mapping[str, Any]]:
+        yield self._event("response.in_progress", response=self.state(_IN_PROGRESS))
+
+    def state(self, status: str) -> dict[str, Any]:
+        """The response before its end."""
+        return self._response(status, []) | {"usage": None}
 
     def event(self, position: int, event: Chunk | Finished) -> Iterable[Mapping[str, Any]]:
         match event:
@@ -254,7 +272,7 @@ def _head_fields(head: ResponseHead, status: str) -> dict[str, Any]:
         "created_at": head.created,
         "completed_at": None,
         "status": status,
-        "background": False,
+        "background": head.is_background,
         "error": None,
         "incomplete_details": None,
         "model": head.model,

@@ -1,0 +1,409 @@
+"""Runs responses in the background, and reads their events, at this gateway or another one.
+
+A response belongs to no connection: a task runs it and appends its events to the store as they come. Readers read the
+store only, so each gets the same events under the same numbers, through any gateway that has it. When a run ends early,
+because its gateway or its scheduler is gone, another one goes on: it gives the tokens whose events are in the store to
+the request, writes these events again without appending them, and appends what follows.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from pydantic_core import from_json
+
+from gateway.api.answers import OPENAI, as_json
+from gateway.api.durable_streams import EventId, EventWriter
+from gateway.api.responses.background_store import (
+    CANCELLED,
+    FAILED,
+    IN_PROGRESS,
+    QUEUED,
+    RUNNING,
+    Background,
+    BackgroundStore,
+    NotOwnerError,
+    Piece,
+    no_background,
+)
+from gateway.api.responses.calls import ResponseCall
+from gateway.api.responses.write import ResponseShaper
+from gateway.auth.caller import current_caller, set_caller
+from gateway.auth.keys import Authenticator
+from gateway.replicas.events import Chunk, Completed, Event, TokenRun
+from gateway.replicas.live import LiveRequest
+from gateway.request.answer_memory import STREAMED_AND_REPEATED
+from gateway.request.generator import Generator
+from gateway.request.prepare import CallParameters
+from gateway.request.violations import renamed
+from gateway.turns import TOKENS_PER_TURN, Turns
+from quire import entropy
+from quire.failpoint import failpoint
+from quire.rpc.errors import Internal, QuireError, Unauthenticated, Unavailable
+
+_RENEW_S = 1.0
+_TAKEN_AT_ONCE = 16
+# Readers at other gateways look for news so often.
+_POLL_S = 0.1
+_RETRY_S = 1.0
+_EVENTS = replace(OPENAI, names_events=True)
+Name = tuple[str, str]
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Run:
+    """A response that runs here. `began` has its first state when its request is admitted, or the refusal."""
+
+    row: Background
+    began: asyncio.Future[bytes] | None = None
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True)
+class _News:
+    """Wakes readers of this gateway."""
+
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+    num_readers: int = 0
+
+
+class BackgroundResponses:
+    """All responses that run in the background here."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        store: BackgroundStore,
+        authenticator: Authenticator,
+        read_call: Callable[[bytes, str], ResponseCall],
+    ) -> None:
+        """`read_call` reads a call back from what is kept of it and its id."""
+        self._generator = generator
+        self._store = store
+        self._authenticator = authenticator
+        self._read_call = read_call
+        self._runs: dict[Name, _Run] = {}
+        self._news: dict[Name, _News] = {}
+        self._is_stopping = False
+
+    async def begin(self, call: ResponseCall) -> bytes:
+        """Runs a response from now on; returns its first state.
+
+        Raises:
+            QuireError: it is refused, with the body's names of fields; nothing runs.
+        """
+        caller = current_caller()
+        with self._generator.arriving():
+            row = Background(
+                caller.tenant,
+                call.id,
+                caller.key_id,
+                call.kept(),
+                call.seed if call.seed is not None else entropy.random_bits(63),
+                QUEUED,
+                as_json(call.first_state()),
+            )
+            await self._store.run(self._store.add, row)
+            began: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+            self._start(row, began)
+            try:
+                return await asyncio.shield(began)
+            except QuireError:
+                await self._store.run(self._store.remove, row.tenant, row.id)
+                raise
+
+    async def get(self, tenant: str, response_id: str) -> Background | None:
+        """A response that runs, or ran, in the background."""
+        return await self._store.run(self._store.get, tenant, response_id)
+
+    async def cancel(self, tenant: str, response_id: str) -> bytes | None:
+        """Ends a response, whichever gateway runs it; returns its last state, None if it is not here."""
+        row = await self.get(tenant, response_id)
+        if row is None:
+            return None
+        if row.is_running:
+            await self._end(row, CANCELLED)
+            self._stop(tenant, response_id)
+            row = await self.get(tenant, response_id)
+        return None if row is None else row.response
+
+    async def remove(self, tenant: str, response_id: str) -> bool:
+        """Deletes a response, which ends if it runs; returns whether it was here."""
+        removed = await self._store.run(self._store.remove, tenant, response_id)
+        self._stop(tenant, response_id)
+        return removed
+
+    async def events(self, tenant: str, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
+        """The events behind the number `after`, until the response ends. Raises NotFound if it is not here."""
+        name = tenant, response_id
+        news = self._news.setdefault(name, _News())
+        news.num_readers += 1
+        try:
+            while True:
+                news.event.clear()
+                status, pieces = await self._store.run(self._store.pieces, tenant, response_id, after)
+                if status is None:
+                    raise no_background(response_id)
+                for piece in pieces:
+                    events = piece.data.split(b"\n\n")[after + 1 - piece.first : -1]
+                    after = piece.first + piece.number - 1
+                    yield b"".join(event + b"\n\n" for event in events)
+                if pieces:
+                    continue
+                if status not in RUNNING:
+                    return
+                try:
+                    async with asyncio.timeout(_POLL_S):
+                        await news.event.wait()
+                except TimeoutError:
+                    pass
+        finally:
+            news.num_readers -= 1
+            if not news.num_readers:
+                self._news.pop(name, None)
+
+    async def run(self) -> None:
+        """Renews the leases of what runs here, and takes over what no gateway runs; until it is cancelled."""
+        while True:
+            try:
+                await self._look_after()
+            except QuireError as error:
+                _logger.warning("background responses: %s", error)
+            await asyncio.sleep(_RENEW_S)
+
+    async def _look_after(self) -> None:
+        for name in await self._store.run(self._store.renew, list(self._runs)):
+            self._stop(*name)
+        if self._is_stopping or self._generator.is_draining or not self._generator.replicas.is_ready:
+            return
+        for row in await self._store.run(self._store.take_over, _TAKEN_AT_ONCE):
+            _logger.info("response %s goes on here: no gateway runs it", row.id)
+            self._start(row, None)
+
+    async def stop_runs(self) -> None:
+        """Stops all runs; other gateways that have the store go on with them. Readers go on."""
+        self._is_stopping = True
+        names = list(self._runs)
+        tasks = [run.task for run in self._runs.values() if run.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            await self._store.run(self._store.give_up, names)
+        except QuireError as error:
+            _logger.warning("background responses: %s", error)
+
+    def close(self) -> None:
+        """Closes the store, when nobody reads any more."""
+        self._store.close()
+
+    def _start(self, row: Background, began: asyncio.Future[bytes] | None) -> None:
+        run = _Run(row, began)
+        self._runs[row.tenant, row.id] = run
+        run.task = asyncio.create_task(self._run(run), name=f"background {row.id}")
+
+    def _stop(self, tenant: str, response_id: str) -> None:
+        run = self._runs.get((tenant, response_id))
+        if run is not None and run.task is not None:
+            run.task.cancel()
+        self._tell((tenant, response_id))
+
+    def _tell(self, name: Name) -> None:
+        if name in self._news:
+            self._news[name].event.set()
+
+    async def _run(self, run: _Run) -> None:
+        row = run.row
+        try:
+            await self._run_to_end(run)
+        except NotOwnerError:
+            pass
+        except asyncio.CancelledError:
+            if run.began is not None and not run.began.done():
+                run.began.set_exception(
+                    Unavailable("this gateway is about to stop; try another one", reason="DRAINING")
+                )
+            raise
+        except Exception as error:
+            known = error if isinstance(error, QuireError) else None
+            if known is None:
+                _logger.error("response %s failed unexpectedly", row.id, exc_info=error)
+                known = Internal("an unexpected error; the server's log has more", reason="UNEXPECTED")
+            if run.began is not None and not run.began.done():
+                run.began.set_exception(known)
+            else:
+                await self._end(row, FAILED, known)
+        finally:
+            self._runs.pop((row.tenant, row.id), None)
+            self._tell((row.tenant, row.id))
+
+    async def _run_to_end(self, run: _Run) -> None:
+        """Runs a response until it ends, again and again where its schedulers are lost or full."""
+        row = run.row
+        caller = self._authenticator.find(row.key_id, row.tenant)
+        if caller is None:
+            raise Unauthenticated("the API key of the response is no longer valid", reason="INVALID_API_KEY")
+        set_caller(caller)
+        while True:
+            try:
+                return await self._run_once(run)
+            except QuireError as error:
+                is_new = run.began is not None and not run.began.done()
+                if is_new or not error.is_retryable:
+                    raise
+                delay_s = _RETRY_S if error.retry_after_ms is None else error.retry_after_ms / 1000
+                _logger.info("response %s waits: %s", row.id, error)
+            await asyncio.sleep(delay_s)
+
+    async def _run_once(self, run: _Run) -> None:
+        row, generator = run.row, self._generator
+        num_events, tokens = await self._store.run(self._store.written, row.tenant, row.id)
+        call = self._read_call(row.request, row.id)
+        (options,) = await call.requests(generator)
+        options = replace(options, durable=False, front_end=b"", is_steady=True)
+        options.sampling.seed = row.seed
+        with generator.call_memory(STREAMED_AND_REPEATED) as memory:
+            async with AsyncExitStack() as stack:
+                try:
+                    admitted = generator.admitted(options, CallParameters(), memory=memory)
+                    live = await stack.enter_async_context(admitted)
+                except QuireError as error:
+                    raise renamed(error, partial(call.param_name, 0)) from error
+                await _give(live, tokens)
+                generator.start(live)
+                shaper = await call.shaper(generator, [live])
+                if run.began is not None and not run.began.done():
+                    run.began.set_result(as_json(shaper.state(QUEUED)))
+                written = _Written(num_events, len(tokens))
+                log = _Log(self._store, row, written, partial(self._tell, (row.tenant, row.id)))
+                try:
+                    await self._write_all(call, shaper, live, log)
+                finally:
+                    await log.settle()
+
+    async def _write_all(self, call: ResponseCall, shaper: ResponseShaper, live: LiveRequest, log: "_Log") -> None:
+        if log.is_new:
+            log.state = QUEUED, as_json(shaper.state(QUEUED))
+        log.add(shaper.begin())
+        has_begun = False
+        async with aclosing(_as_generator(live)) as events:
+            async for event in events:
+                if not has_begun:
+                    has_begun = True
+                    log.state = IN_PROGRESS, as_json(shaper.state(IN_PROGRESS))
+                    log.add(shaper.under_way())
+                if isinstance(event, Completed):
+                    last = list(shaper.end([event.usage]))
+                    await call.keep()
+                    log.add(last)
+                    failpoint("gateway.background.before_end")
+                    response = last[-1]["response"]
+                    log.state = response["status"], as_json(response)
+                    await log.close()
+                    return
+                log.add(shaper.event(0, event), event.token_ids if isinstance(event, Chunk) else ())
+
+    async def _end(self, row: Background, status: str, error: QuireError | None = None) -> None:
+        """Ends a response with the state that it has, and a last event."""
+        response: dict[str, Any] = from_json(row.response) | {"status": status}
+        if error is not None:
+            response["error"] = {"code": error.reason.lower(), "message": error.message}
+
+        def event(number: int) -> bytes:
+            # Clients know no event of its own for a cancelled response.
+            kind = "response.failed" if status == FAILED else "response.incomplete"
+            value = {"type": kind, "sequence_number": number, "response": response}
+            return f"id: {EventId(row.id, number)}\n".encode() + _EVENTS.event(value)
+
+        await self._store.run(self._store.end, row.tenant, row.id, status, as_json(response), event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What the store has of a response: events, and the tokens that they tell of."""
+
+    num_events: int
+    num_tokens: int
+
+
+class _Log:
+    """Appends events to the store while others come: all that came during a write are the next one.
+
+    Attributes:
+        is_new: Whether the store has no event yet.
+        state: What the response is with the next write.
+    """
+
+    def __init__(
+        self, store: BackgroundStore, row: Background, written: _Written, on_write: Callable[[], object]
+    ) -> None:
+        self.is_new = not written.num_events
+        self.state: tuple[str, bytes | None] = QUEUED if self.is_new else IN_PROGRESS, None
+        self._store = store
+        self._row = row
+        self._on_write = on_write
+        self._writer = EventWriter(_EVENTS, row.id, written.num_events)
+        self._first = written.num_events
+        self._tokens_had = written.num_tokens
+        self._data: list[bytes] = []
+        self._tokens: list[int] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    def add(self, values: Any, tokens: Any = ()) -> None:
+        """Adds events, and the tokens that they tell of. Raises what the last write has raised."""
+        self._data.append(self._writer.write(values))
+        for token in tokens:
+            if self._tokens_had:
+                self._tokens_had -= 1
+            else:
+                self._tokens.append(token)
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
+            self._writing = None
+        if self._writing is None and self._writer.num_events > self._first:
+            self._writing = asyncio.create_task(self._write())
+
+    async def close(self) -> None:
+        """Writes what is left, with the last state."""
+        if self._writing is not None:
+            await self._writing
+        await self._write_piece()
+
+    async def settle(self) -> None:
+        """Waits for a write that is underway, whatever comes of it."""
+        if self._writing is not None:
+            await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def _write(self) -> None:
+        while self._writer.num_events > self._first:
+            await self._write_piece()
+
+    async def _write_piece(self) -> None:
+        first, number = self._first, self._writer.num_events - self._first
+        data, self._data = b"".join(self._data), []
+        tokens, self._tokens = self._tokens, []
+        self._first += number
+        status, response = self.state
+        piece = Piece(first, number, data, tokens)
+        await self._store.run(self._store.write, self._row.tenant, self._row.id, piece, status, response)
+        self._on_write()
+
+
+async def _give(live: LiveRequest, tokens: list[int]) -> None:
+    """Gives a request that was not submitted yet the tokens that an earlier run had of it."""
+    turns = Turns()
+    for begin in range(0, len(tokens), TOKENS_PER_TURN):
+        live.accept(TokenRun(live.handle, 0, begin, tokens[begin : begin + TOKENS_PER_TURN]))
+        await turns.pause()
+    if tokens:
+        live.end_if_complete()
+
+
+async def _as_generator(live: LiveRequest) -> AsyncGenerator[Event, None]:
+    async for event in live.events():
+        yield event

@@ -1,0 +1,312 @@
+"""Responses that run without a reader: their requests, the events that were written of them, and who runs each.
+
+It is a database of SQLite: in the memory of one gateway, or in the file of `--response-store`, where all gateways of a
+machine meet. A gateway that runs a response holds it by a lease, which it renews. When a gateway is gone, another one
+takes its responses over and goes on behind the tokens whose events are here.
+
+Each write of a run names its owner and is refused if that is another one by now, or if the response has ended. So the
+events of a response are one sequence, whoever wrote them and however late.
+"""
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from quire import clock
+from quire.arrays import decode_int32, encode_int32
+from quire.rpc.errors import NotFound, ResourceExhausted, Unavailable
+from quire.settings import ConfigurationError
+
+QUEUED, IN_PROGRESS, COMPLETED = "queued", "in_progress", "completed"
+FAILED, CANCELLED, INCOMPLETE = "failed", "cancelled", "incomplete"
+RUNNING = (QUEUED, IN_PROGRESS)
+MAX_RUNNING = 1024
+"""How many responses of one tenant may run in the background at once."""
+LEASE_S = 5.0
+_LOCK_TIMEOUT_S = 5.0
+_ROW_BYTES = 500
+_TABLES = """
+CREATE TABLE IF NOT EXISTS background (
+    tenant TEXT NOT NULL, id TEXT NOT NULL, created REAL NOT NULL, key_id TEXT NOT NULL, request BLOB NOT NULL,
+    seed TEXT NOT NULL, status TEXT NOT NULL, owner TEXT, leased_until REAL NOT NULL, response BLOB NOT NULL,
+    bytes INTEGER NOT NULL, PRIMARY KEY (tenant, id)
+);
+CREATE INDEX IF NOT EXISTS background_by_status ON background (status, leased_until);
+CREATE TABLE IF NOT EXISTS background_events (
+    tenant TEXT NOT NULL, id TEXT NOT NULL, first INTEGER NOT NULL, number INTEGER NOT NULL, data BLOB NOT NULL,
+    tokens BLOB NOT NULL, PRIMARY KEY (tenant, id, first)
+);
+"""
+Arguments = ParamSpec("Arguments")
+Found = TypeVar("Found")
+
+
+class NotOwnerError(Exception):
+    """Another gateway runs the response, or it has ended: what this run would write is not wanted any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Background:
+    """A response that runs, or ran, in the background.
+
+    Attributes:
+        key_id: The id of the API key that made it; empty where none is needed.
+        request: What a gateway needs to run it.
+        seed: Of its draws, so that every run makes the same ones.
+        response: The response as JSON, as far as it is.
+    """
+
+    tenant: str
+    id: str
+    key_id: str
+    request: bytes
+    seed: int
+    status: str
+    response: bytes
+
+    @property
+    def is_running(self) -> bool:
+        return self.status in RUNNING
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive events, written out, from the number `first` on, and the tokens that they tell of."""
+
+    first: int
+    number: int
+    data: bytes
+    tokens: Sequence[int] = ()
+
+
+class BackgroundStore:
+    """See the module. All methods but `run` belong into the store's own thread, which `run` calls them in.
+
+    The rows of ended responses, with their events, take at most `max_bytes`, else the oldest are forgotten.
+    """
+
+    def __init__(self, path: Path | None, owner: str, max_bytes: int) -> None:
+        """Without a path it is in memory. `owner` names this gateway. Raises ConfigurationError if the file cannot be
+        used."""
+        self.owner = owner
+        self._path = path
+        self._max_bytes = max_bytes
+        self._thread = ThreadPoolExecutor(1, "background")
+        try:
+            self._database = self._thread.submit(self._open).result()
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigurationError(f"--response-store {path} cannot be used: {error}") from error
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other gateways may have the responses, too."""
+        return self._path is not None
+
+    def _open(self) -> sqlite3.Connection:
+        name = ":memory:" if self._path is None else str(self._path)
+        database = sqlite3.connect(name, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        database.executescript(_TABLES)
+        return database
+
+    async def run(
+        self, work: Callable[Arguments, Found], *arguments: Arguments.args, **named: Arguments.kwargs
+    ) -> Found:
+        """Does some work in the store's thread. Raises Unavailable where the file cannot be used."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **named))
+        except sqlite3.Error as error:
+            raise Unavailable(f"the store of background responses cannot be used: {error}") from error
+
+    def close(self) -> None:
+        """Ends the thread when it has done what was asked of it."""
+        self._thread.submit(self._database.close)
+        self._thread.shutdown(wait=False)
+
+    def add(self, row: Background) -> None:
+        """Enters a response, which this gateway runs. Raises ResourceExhausted if the tenant runs too many."""
+        with self._changing() as database:
+            (running,) = database.execute(
+                f"SELECT count(*) FROM background WHERE tenant = ? AND status IN {RUNNING}", (row.tenant,)
+            ).fetchone()
+            if running >= MAX_RUNNING:
+                raise ResourceExhausted(
+                    f"{running:,} responses of this tenant run in the background, as many as may; wait for some",
+                    reason="BACKGROUND_LIMIT",
+                    retry_after_ms=1000,
+                )
+            now, size = clock.unix_s(), _ROW_BYTES + len(row.request) + len(row.response)
+            database.execute(
+                "INSERT INTO background VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (row.tenant, row.id, now, row.key_id, row.request, str(row.seed), row.status, self.owner,
+                 now + LEASE_S, row.response, size),
+            )  # fmt: skip
+            self._make_room(database)
+
+    def get(self, tenant: str, response_id: str) -> Background | None:
+        found = self._database.execute(
+            "SELECT tenant, id, key_id, request, seed, status, response FROM background WHERE tenant = ? AND id = ?",
+            (tenant, response_id),
+        ).fetchall()
+        return _row(found[0]) if found else None
+
+    def write(
+        self, tenant: str, response_id: str, piece: Piece, status: str = IN_PROGRESS, response: bytes | None = None
+    ) -> None:
+        """Appends events to a response that this gateway runs, and changes its state. Raises NotOwnerError."""
+        with self._changing() as database:
+            changed = database.execute(
+                "UPDATE background SET status = ?, response = coalesce(?, response), leased_until = ?, "
+                f"bytes = bytes + ? WHERE tenant = ? AND id = ? AND owner = ? AND status IN {RUNNING}",
+                (status, response, clock.unix_s() + LEASE_S, len(piece.data), tenant, response_id, self.owner),
+            )
+            if not changed.rowcount:
+                raise NotOwnerError
+            if piece.number:
+                database.execute(
+                    "INSERT INTO background_events VALUES (?, ?, ?, ?, ?, ?)",
+                    (tenant, response_id, piece.first, piece.number, piece.data, encode_int32(piece.tokens)),
+                )
+            if status not in RUNNING:
+                self._make_room(database)
+
+    def pieces(self, tenant: str, response_id: str, after: int) -> tuple[str | None, list[Piece]]:
+        """The state of a response, None if it is not here, and its events behind the number `after`; the first piece
+        may begin earlier."""
+        # The state first: where that is an end, all events are there.
+        state = self._database.execute(
+            "SELECT status FROM background WHERE tenant = ? AND id = ?", (tenant, response_id)
+        ).fetchall()
+        rows = self._database.execute(
+            "SELECT first, number, data, tokens FROM background_events WHERE tenant = ? AND id = ? AND first + number "
+            "> ? ORDER BY first LIMIT 256",
+            (tenant, response_id, after + 1),
+        ).fetchall()
+        pieces = [Piece(first, number, data, _tokens(tokens)) for first, number, data, tokens in rows]
+        return state[0][0] if state else None, pieces
+
+    def end(self, tenant: str, response_id: str, status: str, response: bytes, event: Callable[[int], bytes]) -> bool:
+        """Ends a running response, whoever runs it, with an event that `event` makes of its number; returns whether it
+        ran."""
+        with self._changing() as database:
+            changed = database.execute(
+                "UPDATE background SET status = ?, response = ?, owner = NULL WHERE tenant = ? AND id = ? AND status "
+                f"IN {RUNNING}",
+                (status, response, tenant, response_id),
+            )
+            if not changed.rowcount:
+                return False
+            (number,) = database.execute(
+                "SELECT coalesce(sum(number), 0) FROM background_events WHERE tenant = ? AND id = ?",
+                (tenant, response_id),
+            ).fetchone()
+            database.execute(
+                "INSERT INTO background_events VALUES (?, ?, ?, 1, ?, ?)",
+                (tenant, response_id, number, event(number), b""),
+            )
+            return True
+
+    def remove(self, tenant: str, response_id: str) -> bool:
+        """Deletes a response, which ends if it runs; returns whether it was here."""
+        with self._changing() as database:
+            return _delete(database, tenant, response_id)
+
+    def renew(self, ids: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Renews the leases of responses that run here; returns those that this gateway must not run any more."""
+        until, lost = clock.unix_s() + LEASE_S, list[tuple[str, str]]()
+        with self._changing() as database:
+            for tenant, response_id in ids:
+                changed = database.execute(
+                    "UPDATE background SET leased_until = ? WHERE tenant = ? AND id = ? AND owner = ? AND status IN "
+                    f"{RUNNING}",
+                    (until, tenant, response_id, self.owner),
+                )
+                if not changed.rowcount:
+                    lost.append((tenant, response_id))
+        return lost
+
+    def give_up(self, ids: Sequence[tuple[str, str]]) -> None:
+        """Leaves responses to other gateways, or to the next start."""
+        with self._changing() as database:
+            database.executemany(
+                "UPDATE background SET leased_until = 0 WHERE tenant = ? AND id = ? AND owner = ?",
+                [(tenant, response_id, self.owner) for tenant, response_id in ids],
+            )
+
+    def take_over(self, most: int) -> list[Background]:
+        """Takes up to `most` running responses whose gateway is gone; this gateway runs them now."""
+        now = clock.unix_s()
+        due = f"SELECT 1 FROM background WHERE status IN {RUNNING} AND leased_until < ? LIMIT 1"
+        if not self._database.execute(due, (now,)).fetchall():
+            return []
+        with self._changing() as database:
+            found = database.execute(
+                "SELECT tenant, id, key_id, request, seed, status, response FROM background WHERE status IN "
+                f"{RUNNING} AND leased_until < ? ORDER BY created LIMIT ?",
+                (now, most),
+            ).fetchall()
+            for tenant, response_id, *_ in found:
+                database.execute(
+                    "UPDATE background SET owner = ?, leased_until = ? WHERE tenant = ? AND id = ?",
+                    (self.owner, now + LEASE_S, tenant, response_id),
+                )
+        return list(map(_row, found))
+
+    def written(self, tenant: str, response_id: str) -> tuple[int, list[int]]:
+        """How many events of a response are here, and all tokens that they tell of."""
+        rows = self._database.execute(
+            "SELECT number, tokens FROM background_events WHERE tenant = ? AND id = ? ORDER BY first",
+            (tenant, response_id),
+        ).fetchall()
+        return sum(number for number, _ in rows), [token for _, tokens in rows for token in _tokens(tokens)]
+
+    def _make_room(self, database: sqlite3.Connection) -> None:
+        while True:
+            (size,) = database.execute("SELECT coalesce(sum(bytes), 0) FROM background").fetchone()
+            if size <= self._max_bytes:
+                return
+            oldest = database.execute(
+                f"SELECT tenant, id FROM background WHERE status NOT IN {RUNNING} ORDER BY created LIMIT 1"
+            ).fetchall()
+            if not oldest:
+                return
+            _delete(database, *oldest[0])
+
+    @contextmanager
+    def _changing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction, which no other gateway's interrupts."""
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._database
+        except BaseException:
+            self._database.execute("ROLLBACK")
+            raise
+        self._database.execute("COMMIT")
+
+
+def no_background(response_id: str) -> NotFound:
+    return NotFound(f'response "{response_id:.80}" does not run in the background', reason="RESPONSE_NOT_FOUND")
+
+
+def _delete(database: sqlite3.Connection, tenant: str, response_id: str) -> bool:
+    database.execute("DELETE FROM background_events WHERE tenant = ? AND id = ?", (tenant, response_id))
+    deleted = database.execute("DELETE FROM background WHERE tenant = ? AND id = ?", (tenant, response_id))
+    return bool(deleted.rowcount)
+
+
+def _row(values: Sequence[object]) -> Background:
+    tenant, response_id, key_id, request, seed, status, response = values
+    assert isinstance(request, bytes)
+    assert isinstance(response, bytes)
+    return Background(str(tenant), str(response_id), str(key_id), request, int(str(seed)), str(status), response)
+
+
+def _tokens(data: bytes) -> list[int]:
+    return decode_int32(data, "tokens", minimum=0).tolist()

@@ -1,0 +1,120 @@
+"""A response as a call: its request, the writer of its answer, and what other gateways need to go on with it."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from gateway.api.answers import OPENAI, ErrorAnswer, as_json
+from gateway.api.body import validated
+from gateway.api.durable_streams import FrontEnd
+from gateway.api.fields import Conversation
+from gateway.api.responses.read import ResponseBody, options_of, param_name
+from gateway.api.responses.store import ResponseStore, StoredResponse, message_of, plain_message
+from gateway.api.responses.write import QUEUED, ResponseHead, ResponseShaper, response_head
+from gateway.auth.caller import current_caller
+from gateway.replicas.live import LiveRequest
+from gateway.request.answer_memory import STREAMED_AND_REPEATED
+from gateway.request.generator import Generator
+from gateway.types import ChatMessage, RequestOptions
+from quire import clock, entropy
+
+_API = "responses"
+ID_PREFIX = "resp_"
+
+
+class ResponseCall:
+    """One response. See gateway.api.respond.Call. Its id is the id of its request, by which it can be cancelled."""
+
+    shows_prompt_by_choice = False
+    stream_form = STREAMED_AND_REPEATED
+
+    def __init__(self, body: ResponseBody, model: str, store: ResponseStore, conversation: Conversation) -> None:
+        """A response that this gateway cannot store says so: its `store` is false."""
+        self.id = f"{ID_PREFIX}{entropy.random_hex(16)}"
+        self.streams = bool(body.stream)
+        self._tenant = current_caller().tenant
+        self._body = body
+        self._store = store
+        self._head = ResponseHead(
+            self.id,
+            int(clock.unix_s()),
+            model,
+            store.keeps_any and body.store is not False,
+            is_background=bool(body.background),
+        )
+        self._shaper: ResponseShaper | None = None
+        self._conversation = conversation
+        self._stored: StoredResponse | None = None
+        self.dialect = dataclasses.replace(OPENAI, names_events=True, error_event=self._error_event)
+
+    @classmethod
+    def read_back(cls, live: LiveRequest, store: ResponseStore) -> Self:
+        """The call that began a durable stream. Raises NotFound if it was of another API."""
+        return cls.of_kept(live.request.front_end, live.request.request_id, store)
+
+    @classmethod
+    def of_kept(cls, data: bytes, response_id: str, store: ResponseStore) -> Self:
+        """The call of which `kept` is the data. Raises NotFound if that is of another API."""
+        kept = FrontEnd.of(data, _API, response_id)
+        body = validated(ResponseBody, kept.body, {})
+        conversation = Conversation(
+            [message_of(each) for each in kept.more["messages"]], "input", instructions=body.instructions
+        )
+        call = cls(body, kept.model, store, conversation)
+        call.id, call._head = kept.id, dataclasses.replace(call._head, id=kept.id, created=kept.created)
+        return call
+
+    @property
+    def runs_in_background(self) -> bool:
+        return self._head.is_background
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that the body names."""
+        return None if self._body.seed in (None, -1) else self._body.seed % 2**63
+
+    def kept(self) -> bytes:
+        """All that another gateway needs to run it."""
+        return self._front_end_of([plain_message(each) for each in self._conversation.messages]).to_bytes(None)
+
+    def first_state(self) -> Mapping[str, Any]:
+        """The response before its request is admitted."""
+        return response_head(self._head, QUEUED)
+
+    def _front_end(self) -> bytes:
+        if not self._body.durable:
+            return b""
+        messages = [plain_message(each) for each in self._conversation.messages] if self._is_stored else []
+        return self._front_end_of(messages).to_bytes()
+
+    def _front_end_of(self, messages: list[dict[str, Any]]) -> FrontEnd:
+        fields = self._body.model_dump(mode="json", by_alias=True, exclude_unset=True) | {"input": []}
+        return FrontEnd(_API, self.id, self._head.created, self._head.model, fields, {"messages": messages})
+
+    @property
+    def _is_stored(self) -> bool:
+        return self._head.is_stored
+
+    async def requests(self, generator: Generator) -> list[RequestOptions]:
+        options = options_of(self._body, self._conversation.prompt, self.id)
+        return [dataclasses.replace(options, durable=bool(self._body.durable), front_end=self._front_end())]
+
+    def param_name(self, position: int, field: str) -> str:
+        return param_name(self._conversation, field)
+
+    async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> ResponseShaper:
+        texts = generator.model.tokenizer.token_texts
+        self._shaper = ResponseShaper(self._head, self._body, live[0], texts, self._keep)
+        return self._shaper
+
+    def _keep(self, response: Mapping[str, Any], answer: ChatMessage) -> None:
+        if self._is_stored:
+            self._stored = StoredResponse(as_json(response), (*self._conversation.messages, answer))
+
+    async def keep(self) -> None:
+        if self._stored is not None:
+            await self._store.run(self._store.add, self._tenant, self.id, self._stored)
+
+    def _error_event(self, answer: ErrorAnswer) -> Mapping[str, Any]:
+        assert self._shaper is not None, "a stream begins with what the shaper writes"
+        return self._shaper.error_event(answer)

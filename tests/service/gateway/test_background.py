@@ -1,0 +1,210 @@
+"""Responses in the background, with OpenAI's own client: through two gateways that share a file."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from google.rpc import code_pb2
+from openai import AsyncOpenAI, BadRequestError, NotFoundError
+
+from quire.scheduler.v1 import scheduler_pb2
+from tests.support.chat_models import write_chat_model
+from tests.support.gateway_process import running_gateway
+from tests.support.keys import KeysFile
+from tests.support.rig import EOS, REASONED, TEXT, TOKENIZER, WEATHER, running_rig
+from tests.support.scheduler_process import until, wait_nothing_in_use
+from tests.support.two_gateways import TwoGateways, two_gateways
+
+ENDS = ("completed", "incomplete", "failed", "cancelled")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(write_chat_model(tmp_path_factory.mktemp("model") / "model"))
+
+
+@pytest.fixture
+async def two(tmp_path, model) -> AsyncIterator[TwoGateways]:
+    script = (*TOKENIZER.encode(REASONED, add_special_tokens=False).ids, EOS)
+    async with two_gateways(
+        tmp_path, script=script, model=model, response_store=f"sqlite:{tmp_path}/kept.db"
+    ) as gateways:
+        yield gateways
+
+
+@pytest.fixture
+async def clients(two) -> AsyncIterator[list[AsyncOpenAI]]:
+    made = [AsyncOpenAI(base_url=f"{each.http_url}/v1", api_key="unused", max_retries=0) for each in two.both]
+    yield made
+    for client in made:
+        await client.close()
+
+
+async def until_ended(client: AsyncOpenAI, response_id: str) -> Any:
+    async def has_ended() -> bool:
+        return (await client.responses.retrieve(response_id)).status in ENDS
+
+    await until(has_ended)
+    return await client.responses.retrieve(response_id)
+
+
+TOOLS: Any = [WEATHER | {"type": "function"}]
+
+
+async def test_a_response_runs_without_its_call_and_is_found_at_any_gateway(clients):
+    first, second = clients
+    begun = await first.responses.create(
+        model="model", input="hello", background=True, tools=TOOLS, metadata={"a": "b"}, temperature=0.5
+    )
+    assert (begun.status, begun.background, begun.output, begun.error) == ("queued", True, [], None)
+    assert (begun.temperature, begun.metadata) == (0.5, {"a": "b"})
+    ended = await until_ended(second, begun.id)
+    assert (ended.status, ended.background) == ("completed", True)
+    assert [item.type for item in ended.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert ended.usage.output_tokens > 0
+    plain = await first.responses.create(model="model", input="hello", tools=TOOLS)
+    assert plain.output_text == ended.output_text
+    # It is stored as others are.
+    after = await second.responses.create(model="model", input="and then?", previous_response_id=begun.id)
+    assert after.status == "completed"
+    items = await second.responses.input_items.list(begun.id)
+    assert len(items.data) == 1
+    await first.responses.delete(begun.id)
+    with pytest.raises(NotFoundError):
+        await second.responses.retrieve(begun.id)
+
+
+async def test_readers_come_back_to_the_exact_event_through_any_gateway(clients, two):
+    stream = await clients[0].responses.create(model="model", input="hello", background=True, stream=True, tools=TOOLS)
+    events = []
+    async for event in stream:
+        events.append(event)
+        if len(events) == 9:
+            break
+    await stream.close()
+    response_id = events[0].response.id
+    assert [event.type for event in events[:3]] == ["response.created", "response.queued", "response.in_progress"]
+    rest = await clients[1].responses.retrieve(response_id, stream=True, starting_after=events[-1].sequence_number)
+    events += [event async for event in rest]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].type == "response.completed"
+    assert events[-1].response == await clients[0].responses.retrieve(response_id)
+    path = f"/v1/responses/{response_id}"
+    whole = (await two.first.http.get(path, params={"stream": "true"})).text
+    assert whole.count("\nevent: ") == len(events)
+    for number in (-1, 0, 7, len(events) - 2, len(events) - 1, len(events) + 5):
+        expected = whole.split("\n\n")[number + 1 :]
+        for http in (two.first.http, two.second.http):
+            asked = {"stream": "true"} | ({"starting_after": str(number)} if number >= 0 else {})
+            assert (await http.get(path, params=asked)).text == "\n\n".join(expected)
+            if number >= 0:
+                headers = {"last-event-id": f"{response_id}:{number}"}
+                assert (await http.post("/v1/responses", headers=headers)).text == "\n\n".join(expected)
+
+
+async def test_a_response_is_cancelled_at_any_gateway_and_its_readers_learn_it(clients, two):
+    two.stand_still()
+    stream = await clients[0].responses.create(model="model", input="hello", background=True, stream=True)
+    events = aiter(stream)
+    response_id = (await anext(events)).response.id
+    cancelled = await clients[1].responses.cancel(response_id)
+    assert (cancelled.status, cancelled.id) == ("cancelled", response_id)
+    last = [event async for event in stream][-1]
+    assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
+    again = await clients[0].responses.cancel(response_id)
+    assert again == cancelled == await clients[0].responses.retrieve(response_id)
+    two.workers[0].hang.clear()
+    await wait_nothing_in_use(two.scheduler)
+
+
+async def test_another_gateway_goes_on_where_one_stops(clients, two):
+    whole = await clients[0].responses.create(
+        model="model", input="Tell me.", background=True, tools=TOOLS, stream=True
+    )
+    expected = [event async for event in whole]
+    stream = await clients[0].responses.create(
+        model="model", input="Tell me.", background=True, tools=TOOLS, stream=True
+    )
+    events_here = aiter(stream)
+    seen = [await anext(events_here) for _ in range(6)]
+    two.stand_still()
+    response_id = seen[0].response.id
+    reading = asyncio.create_task(_all_events(clients[1], response_id))
+    await two.first.gateway._background_responses.stop_runs()
+    two.workers[0].hang.clear()
+    events = await asyncio.wait_for(reading, 30)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events] == [event.type for event in expected]
+    assert _texts(events) == _texts(expected)
+    assert [each.to_dict() for each in events[: len(seen)]] == [each.to_dict() for each in seen]
+
+
+async def _all_events(client: AsyncOpenAI, response_id: str) -> list[Any]:
+    return [event async for event in await client.responses.retrieve(response_id, stream=True)]
+
+
+def _texts(events: list[Any]) -> list[str]:
+    return [event.delta for event in events if event.type.endswith(".delta")]
+
+
+async def test_what_cannot_run_is_refused_at_once(tmp_path, model):
+    async with running_rig(tmp_path, model=model) as rig:
+        rig.reset()
+        url = f"{rig.gateway.http_url}/v1"
+        async with AsyncOpenAI(base_url=url, api_key="unused", max_retries=0) as client:
+            for wrong, param in [
+                ({"store": False}, "store"),
+                ({"max_output_tokens": 0}, "max_output_tokens"),
+                ({"include": ["message.output_text.logprobs"]}, "include"),
+                ({"extra_body": {"durable": True}, "stream": True}, "durable"),
+            ]:
+                with pytest.raises(BadRequestError) as refused:
+                    await client.responses.create(model="quire-tiny", input="hello", background=True, **wrong)
+                assert refused.value.param == param
+            done = await client.responses.create(model="quire-tiny", input="hello", background=True)
+            assert (await until_ended(client, done.id)).output_text == TEXT
+            for asked in ("x", "-1", "1e3"):
+                answer = await rig.http.get(
+                    f"/v1/responses/{done.id}", params={"stream": "true", "starting_after": asked}
+                )
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, "starting_after")
+            plain = await client.responses.create(model="quire-tiny", input="hello")
+            answer = await rig.http.get(f"/v1/responses/{plain.id}", params={"stream": "true"})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+
+
+async def test_responses_in_the_background_are_private_and_end_with_their_key(scheduler, tmp_path):
+    scheduler.emits.clear()
+    keys = KeysFile(tmp_path / "keys.json")
+    acme, other = keys.add("acme"), keys.add("other")
+    async with running_gateway(scheduler, keys_files=(keys.path,)) as gateway:
+        url = f"{gateway.http_url}/v1"
+        async with AsyncOpenAI(base_url=url, api_key=acme) as mine, AsyncOpenAI(base_url=url, api_key=other) as theirs:
+            begun = await mine.responses.create(model="quire-tiny", input="hello", background=True)
+            for call in (theirs.responses.retrieve, theirs.responses.cancel, theirs.responses.delete):
+                with pytest.raises(NotFoundError):
+                    await call(begun.id)
+            with pytest.raises(NotFoundError):
+                await theirs.responses.retrieve(begun.id, stream=True)
+            assert (await mine.responses.cancel(begun.id)).status == "cancelled"
+
+
+async def test_a_response_waits_for_a_full_scheduler_and_fails_where_it_is_broken(tmp_path, model):
+    async with running_rig(tmp_path, model=model) as rig:
+        rig.reset()
+        url = f"{rig.gateway.http_url}/v1"
+        async with AsyncOpenAI(base_url=url, api_key="unused", max_retries=0) as client:
+            full = scheduler_pb2.RequestFailure(
+                code=code_pb2.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", message="full", retry_after_ms=50
+            )
+            rig.scheduler.refusal.append(full)
+            waits = await client.responses.create(model="quire-tiny", input="hello", background=True)
+            assert (await until_ended(client, waits.id)).output_text == TEXT
+            broken = scheduler_pb2.RequestFailure(code=code_pb2.INTERNAL, reason="BROKEN", message="it is broken")
+            rig.scheduler.refusal.append(broken)
+            fails = await client.responses.create(model="quire-tiny", input="hello", background=True)
+            ended = await until_ended(client, fails.id)
+            assert (ended.status, ended.error.message) == ("failed", "it is broken")
+            events = await _all_events(client, fails.id)
+            assert [event.type for event in events] == ["response.created", "response.queued", "response.failed"]
