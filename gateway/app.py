@@ -12,6 +12,10 @@ from typing import Self
 
 import grpc.aio
 
+from gateway.api.batches.calls import CallReader
+from gateway.api.batches.lines import BatchLimits
+from gateway.api.batches.runner import Batches
+from gateway.api.batches.store import BatchStore
 from gateway.api.field_rule import FieldRule
 from gateway.api.grpc.servicers import GenerationServicer, ModelServicer, PrefixServicer
 from gateway.api.kserve.servicer import KServeServicer, UnservedMethods
@@ -34,7 +38,7 @@ from gateway.request.served_model import ServedModel
 from gateway.request.text_service import TextService
 from gateway.server.connections import BodyMemory, HttpServer
 from gateway.server.grpc import AuthInterceptor, IdleCalls, SlowClientInterceptor, TraceInterceptor, add_service
-from gateway.server.http import make_http_app
+from gateway.server.http import body_limits_of, make_http_app
 from gateway.settings import GatewaySettings
 from gateway.turns import TenantTurns
 from gateway.vllm_metrics import VllmMetrics
@@ -95,6 +99,7 @@ class Gateway:
         tracer: Tracer | None,
         history: LoadHistory,
         background: BackgroundResponses,
+        batches: Batches | None,
     ) -> None:
         self.grpc_address = rpc.address
         self.http_address = http.address
@@ -107,6 +112,7 @@ class Gateway:
         self._idle_calls = idle_calls
         self._tracer = tracer
         self._background_responses = background
+        self._batches = batches
         self._hands_over = settings.hand_over
         self._is_stopping = False
         self._http_task = asyncio.create_task(http.run_until_stopped(), name="http")
@@ -116,6 +122,7 @@ class Gateway:
             asyncio.create_task(authenticator.watch(), name="API keys"),
             asyncio.create_task(return_freed_memory(_RETURN_MEMORY_EVERY_S), name="memory"),
             asyncio.create_task(background.run(), name="background responses"),
+            *([] if batches is None else [asyncio.create_task(batches.run(), name="batches")]),
         ]
         if settings.ui:
             self._background.append(asyncio.create_task(history.run(), name="history of the load"))
@@ -153,6 +160,13 @@ class Gateway:
             authenticator,
             partial(ResponseCall.of_kept, store=responses),
         )
+        batches = _open_batches(
+            settings,
+            generator,
+            authenticator,
+            CallReader(generator.model.name, body_limits_of(settings, turns, rule), responses),
+            gateway_id,
+        )
         app = make_http_app(
             generator,
             kserve,
@@ -164,6 +178,7 @@ class Gateway:
             history,
             responses,
             background,
+            batches,
             started_at_s=started_at_s,
         )
         bodies = BodyMemory(settings.max_total_body_bytes)
@@ -188,7 +203,9 @@ class Gateway:
             raise
         _logger.info('serving "%s": gRPC on %s, HTTP on %s', generator.model.name, rpc.address, http.address)
         _warn_if_open(settings, rpc.address, http.address, is_encrypted=tls.public is not None)
-        return cls(settings, generator, ledger, authenticator, rpc, http, idle_calls, tracer, history, background)
+        return cls(
+            settings, generator, ledger, authenticator, rpc, http, idle_calls, tracer, history, background, batches
+        )
 
     async def run(self) -> None:
         """Runs until it is cancelled or stopped, or until a part of the gateway fails."""
@@ -210,6 +227,8 @@ class Gateway:
         self._rpc.set_serving(False)
         self._generator.durable_reads.close()
         await self._background_responses.stop_runs()
+        if self._batches is not None:
+            await self._batches.stop_runs()
         if len(self._ledger):
             _logger.info("draining %d live requests", len(self._ledger))
         try:
@@ -233,6 +252,8 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         self._background_responses.close()
+        if self._batches is not None:
+            self._batches.store.close()
         self._generator.model.constraints.close()
         self._generator.model.executor.shutdown()
         if self._tracer is not None:
@@ -370,6 +391,27 @@ def _make_generator(
     slots = partial(_adapter_slots, replicas)
     adapters = Adapters(model.name, path, slots, refusal, aliases=settings.served_model_aliases)
     return Generator(model, replicas, ledger, settings, metrics, tracer, adapters)
+
+
+def _open_batches(
+    settings: GatewaySettings,
+    generator: Generator,
+    authenticator: Authenticator,
+    read_call: CallReader,
+    gateway_id: str,
+) -> Batches | None:
+    """None where no directory is named. Raises ConfigurationError if it cannot be used."""
+    if settings.batch_dir is None:
+        return None
+    return Batches(
+        generator,
+        BatchStore(settings.batch_dir, gateway_id, settings.max_batch_dir_bytes),
+        authenticator,
+        read_call,
+        BatchLimits(settings.max_batch_requests, settings.max_batch_file_bytes, settings.max_message_bytes),
+        gateway_id=gateway_id,
+        concurrency=settings.batch_concurrency,
+    )
 
 
 def _adapter_slots(replicas: Replicas) -> list[int]:

@@ -201,6 +201,27 @@ class RequestLimits(ServiceFlags):
 
 
 @dataclass(frozen=True)
+class BatchFlags(ServiceFlags):
+    """Files and batches."""
+
+    batch_dir: Path | None = setting(
+        None,
+        "directory for /v1/files and /v1/batches, which gateways of one machine share; without it both are refused",
+        metavar="DIR",
+    )
+    batch_concurrency: int = setting(
+        32, "maximum requests of batches that run at once, of each gateway", minimum=1, maximum=4096
+    )
+    max_batch_requests: int = setting(50_000, "maximum requests of a batch", minimum=1, maximum=1_000_000)
+    max_batch_file_bytes: int = setting(
+        100 << 20, "maximum bytes of a file", parse=parse_bytes, minimum=1024, metavar="BYTES"
+    )
+    max_batch_dir_bytes: int = setting(
+        4 << 30, "maximum bytes of all files of --batch-dir", parse=parse_bytes, minimum=1024, metavar="BYTES"
+    )
+
+
+@dataclass(frozen=True)
 class ConnectionLimits(ServiceFlags):
     """Connections, and slow clients."""
 
@@ -238,7 +259,7 @@ class ConnectionLimits(ServiceFlags):
 
 
 @dataclass(frozen=True)
-class GatewayFlags(ListenFlags, FormatFlags, RequestLimits, ConnectionLimits, TenantFlags):
+class GatewayFlags(ListenFlags, FormatFlags, RequestLimits, BatchFlags, ConnectionLimits, TenantFlags):
     """How gateways reach schedulers, and what they leave to others."""
 
     connect_timeout: float = setting(

@@ -6,6 +6,7 @@ client has it, and a client that disconnects ends its requests.
 """
 
 import asyncio
+import dataclasses
 import re
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
@@ -111,9 +112,16 @@ def respond(generator: Generator, call: Call, keep_alive_s: float) -> Response:
     )
 
 
-async def _whole(generator: Generator, call: Call) -> AsyncGenerator[bytes, None]:
+async def whole_answer(generator: Generator, call: Call, priority: int) -> bytes:
+    """The answer to a call that no connection waits for, with this priority. Raises HttpError and QuireError."""
+    return b"".join([piece async for piece in _whole(generator, call, priority)])
+
+
+async def _whole(generator: Generator, call: Call, priority: int | None = None) -> AsyncGenerator[bytes, None]:
     """The body in pieces. The memory of the answer is counted until the client has taken it."""
     requests = await call.requests(generator)
+    if priority is not None:
+        requests = [dataclasses.replace(each, priority=priority, priority_sign=1) for each in requests]
     with generator.call_memory(IN_PIECES) as memory:
         async with _running(generator, call, requests, memory) as live:
             shaper = await call.shaper(generator, live)

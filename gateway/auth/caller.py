@@ -13,6 +13,7 @@ from quire.rpc.errors import FieldViolation, PermissionDenied
 
 DEFAULT_TENANT = "default"
 HIGHEST_PRIORITY = 100
+LOWEST_PRIORITY = -100
 
 _current: ContextVar["Caller"] = ContextVar("caller")
 

@@ -16,6 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api.answers import ErrorAnswer, error_answer, error_handlers, send_answer, set_client_request_id
 from gateway.api.anthropic.routes import dialect_of, message_routes
+from gateway.api.batches.routes import batch_routes
+from gateway.api.batches.runner import Batches
 from gateway.api.body import BodyLimits
 from gateway.api.field_rule import IGNORED_HEADER, FieldRule, begin_call
 from gateway.api.kserve.rest import kserve_routes
@@ -61,6 +63,7 @@ def make_http_app(
     history: LoadHistory,
     responses: ResponseStore,
     background: BackgroundResponses,
+    batches: Batches | None,
     *,
     started_at_s: int,
 ) -> Starlette:
@@ -68,8 +71,7 @@ def make_http_app(
 
     `started_at_s` is the time that models report as theirs, in seconds since the Unix epoch.
     """
-    entries = EntryLimits(settings.max_chat_messages)
-    body_limits = BodyLimits(settings.max_message_bytes, entries, turns, rule)
+    body_limits = body_limits_of(settings, turns, rule)
     routes = [
         *openai_routes(generator, body_limits, keep_alive_s=settings.sse_keepalive, started_at_s=started_at_s),
         *response_routes(
@@ -80,6 +82,7 @@ def make_http_app(
             keep_alive_s=settings.sse_keepalive,
         ),
         *message_routes(generator, body_limits, keep_alive_s=settings.sse_keepalive),
+        *batch_routes(batches, body_limits),
         *kserve_routes(kserve, body_limits, keep_alive_s=settings.sse_keepalive),
         *probe_routes(generator, metrics),
     ]
@@ -112,6 +115,11 @@ def make_http_app(
         ],
         exception_handlers=error_handlers(dialect_of),
     )
+
+
+def body_limits_of(settings: GatewaySettings, turns: TenantTurns, rule: FieldRule) -> BodyLimits:
+    """The limits of the bodies of calls."""
+    return BodyLimits(settings.max_message_bytes, EntryLimits(settings.max_chat_messages), turns, rule)
 
 
 def _host_check(settings: GatewaySettings) -> list[Middleware]:

@@ -1,7 +1,9 @@
 """kill -9 under responses that run in the background: they go on, and readers come back to the exact event."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +20,14 @@ NUM_RESPONSES = 3
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     """Two gateways that share a file; float32, so that what is computed again is the same."""
-    path = tmp_path_factory.mktemp("store") / "kept.db"
-    async with serving(num_gpu_blocks=512, dtype="float32", gateways=2, response_store=f"sqlite:{path}") as running:
+    directory = tmp_path_factory.mktemp("store")
+    async with serving(
+        num_gpu_blocks=512,
+        dtype="float32",
+        gateways=2,
+        response_store=f"sqlite:{directory}/kept.db",
+        batch_dir=directory / "batches",
+    ) as running:
         yield running
 
 
@@ -89,3 +97,52 @@ async def test_responses_in_the_background_survive(shared: Served, victims: tupl
 
         for events, expected in zip(await until_hit(disturbed), plain, strict=True):
             assert _told(events) == _told(expected)
+
+
+async def test_a_batch_survives_and_answers_each_request_once(shared: Served) -> None:
+    await shared.server.wait_ready()
+    body = {"model": "quire-tiny", "prompt": "Once", "max_tokens": 40, "temperature": 1, "ignore_eos": True}
+    lines = [
+        {"custom_id": f"r{seed}", "method": "POST", "url": "/v1/completions", "body": body | {"seed": seed}}
+        for seed in range(60)
+    ]
+    content = "".join(json.dumps(each) + "\n" for each in lines).encode()
+    url = f"http://{shared.server.http_address}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="unused", max_retries=10) as client:
+        file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+
+        async def answers(victims: Sequence[str]) -> list[tuple[str, str]]:
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+            )
+
+            async def has(count: int) -> bool:
+                return (await client.batches.retrieve(batch.id)).request_counts.completed >= count
+
+            await until(partial(has, 5))
+            if await has(50):
+                raise TooLateError
+            for name in victims:
+                await kill(shared, name)
+            await until(partial(has, 60))
+
+            async def is_completed() -> bool:
+                return (await client.batches.retrieve(batch.id)).status == "completed"
+
+            await until(is_completed)
+            ended = await client.batches.retrieve(batch.id)
+            assert ended.error_file_id is None
+            results = (await client.files.content(str(ended.output_file_id))).text.splitlines()
+            return [
+                (each["custom_id"], each["response"]["body"]["choices"][0]["text"]) for each in map(json.loads, results)
+            ]
+
+        expected = [(each["custom_id"], await _completion(client, each["body"])) for each in lines]
+        victims = ("gateway", "gateway-1", "worker", "gateway")
+        assert await until_hit(partial(answers, victims)) == expected
+
+
+async def _completion(client: AsyncOpenAI, body: dict[str, Any]) -> str:
+    own = {"ignore_eos": body["ignore_eos"]}
+    fields = {name: value for name, value in body.items() if name not in own}
+    return (await client.completions.create(**fields, extra_body=own)).choices[0].text

@@ -8,7 +8,15 @@ from gateway.api.answers import OPENAI, ErrorAnswer, as_json
 from gateway.api.body import validated
 from gateway.api.durable_streams import FrontEnd
 from gateway.api.fields import Conversation
-from gateway.api.responses.read import ResponseBody, options_of, param_name
+from gateway.api.responses.read import (
+    ITEM,
+    InputBody,
+    ResponseBody,
+    conversation_of,
+    options_of,
+    param_name,
+    references,
+)
 from gateway.api.responses.store import ResponseStore, StoredResponse, message_of, plain_message
 from gateway.api.responses.write import QUEUED, ResponseHead, ResponseShaper, response_head
 from gateway.auth.caller import current_caller
@@ -118,3 +126,13 @@ class ResponseCall:
     def _error_event(self, answer: ErrorAnswer) -> Mapping[str, Any]:
         assert self._shaper is not None, "a stream begins with what the shaper writes"
         return self._shaper.error_event(answer)
+
+
+async def conversation_with(store: ResponseStore, body: InputBody) -> Conversation:
+    """The conversation of a body, with what it refers to. Raises InvalidArgument if that is not kept."""
+    tenant = current_caller().tenant
+    earlier = await store.run(store.earlier_messages, tenant, body.previous_response_id)
+    items: dict[str, Any] = {}
+    if asked := references(body):
+        items = await store.run(store.items, tenant, asked)
+    return conversation_of(body, earlier, {name: ITEM.validate_python(item) for name, item in items.items()})

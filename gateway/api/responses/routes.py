@@ -4,7 +4,6 @@ import dataclasses
 import re
 from functools import partial
 from http import HTTPStatus
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -13,21 +12,17 @@ from gateway.api.answers import OPENAI, StreamedResponse
 from gateway.api.body import BodyLimits, read_body
 from gateway.api.durable_streams import last_event_id
 from gateway.api.event_shapes import ResponseEvent
-from gateway.api.fields import Conversation
 from gateway.api.openapi import ApiRoute
 from gateway.api.respond import respond, resumed
 from gateway.api.responses.background import BackgroundResponses
-from gateway.api.responses.calls import ID_PREFIX, ResponseCall
+from gateway.api.responses.calls import ID_PREFIX, ResponseCall, conversation_with
 from gateway.api.responses.items import input_items, item_page
 from gateway.api.responses.read import (
-    ITEM,
     InputBody,
     ResponseBody,
-    conversation_of,
     param_name,
     parse_body,
     prompt_of,
-    references,
 )
 from gateway.api.responses.store import ResponseStore
 from gateway.api.responses.write import ResponseHead, cancelled_response
@@ -53,15 +48,6 @@ def response_routes(
     """Responses are kept in `store`. `keep_alive_s` is the longest silence of a stream; 0 sets no limit."""
     model, texts = generator.model.name, TextService(generator)
 
-    async def continued(body: InputBody) -> Conversation:
-        """The conversation of a body, with what it refers to. Raises InvalidArgument if that is not kept."""
-        tenant = current_caller().tenant
-        earlier = await store.run(store.earlier_messages, tenant, body.previous_response_id)
-        items: dict[str, Any] = {}
-        if asked := references(body):
-            items = await store.run(store.items, tenant, asked)
-        return conversation_of(body, earlier, {name: ITEM.validate_python(item) for name, item in items.items()})
-
     async def create(request: Request) -> Response:
         """Makes a response: answers a text, or a conversation of items."""
         if (last := last_event_id(request)) is not None:
@@ -70,7 +56,7 @@ def response_routes(
             read_back = partial(ResponseCall.read_back, store=store)
             return resumed(generator, last, read_back, keep_alive_s, _EVENTS)
         body = await parse_body(ResponseBody, await read_body(request, body_limits), body_limits)
-        call = ResponseCall(body, body.model or model, store, await continued(body))
+        call = ResponseCall(body, body.model or model, store, await conversation_with(store, body))
         if not call.runs_in_background:
             return respond(generator, call, keep_alive_s)
         if not store.keeps_any:
@@ -131,7 +117,7 @@ def response_routes(
     async def count_input_tokens(request: Request) -> Response:
         """The number of tokens of the prompt that a response would have."""
         body = await parse_body(InputBody, await read_body(request, body_limits), body_limits)
-        conversation = await continued(body)
+        conversation = await conversation_with(store, body)
         prompt = prompt_of(body, conversation.prompt)
         count = await texts.count_tokens(body.model or None, prompt, partial(param_name, conversation))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})

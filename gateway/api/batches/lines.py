@@ -1,0 +1,117 @@
+"""The input of a batch: a file with one request in each line, as JSON."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pydantic_core import from_json
+
+from gateway.api.batches.store import Line
+
+MAX_CUSTOM_ID = 512
+_MAX_ERRORS = 50
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """Of one input: how many requests it may have, and bytes of a file and of one line."""
+
+    max_requests: int
+    max_file_bytes: int
+    max_line_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LineError:
+    """What is wrong with a line, from 1 on; None is the whole file."""
+
+    line: int | None
+    code: str
+    message: str
+    param: str | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """The error as OpenAI has it."""
+        return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}
+
+
+def read_lines(path: Path, endpoint: str, limits: BatchLimits) -> tuple[list[Line], list[LineError]]:
+    """The requests of a file, and what is wrong with it; its bodies are not looked into. Blank lines are passed over.
+    Takes long for large files: it is for a thread."""
+    lines: list[Line] = []
+    errors: list[LineError] = []
+    seen: dict[str, int] = {}
+    with path.open("rb") as file:
+        for number, first, data in _pieces(file, limits.max_line_bytes):
+            if len(data) > limits.max_line_bytes:
+                message = f"the line has more than {limits.max_line_bytes:,} bytes (--max-message-bytes)"
+                errors.append(LineError(number, "line_too_long", message))
+                break
+            if not data.strip():
+                continue
+            if len(lines) >= limits.max_requests:
+                message = f"the file has more than {limits.max_requests:,} requests (--max-batch-requests)"
+                errors.append(LineError(number, "too_many_requests", message))
+                break
+            found = _read(number, data, endpoint)
+            if isinstance(found, LineError):
+                errors.append(found)
+            elif found in seen:
+                message = f"is {found!r:.100}, as in line {seen[found]:,}; each request has its own"
+                errors.append(LineError(number, "duplicate_custom_id", f"custom_id {message}", "custom_id"))
+            else:
+                seen[found] = number
+                lines.append(Line(number, found, first, len(data)))
+            if len(errors) >= _MAX_ERRORS:
+                break
+    if not lines and not errors:
+        errors.append(LineError(None, "empty_file", "the file has no request"))
+    return lines, errors
+
+
+def body_of(path: Path, line: Line) -> Any:
+    """The body of a request of a file that was read before."""
+    with path.open("rb") as file:
+        file.seek(line.first)
+        return from_json(file.read(line.size).removeprefix(_BOM), allow_inf_nan=False)["body"]
+
+
+def _pieces(file: BinaryIO, max_bytes: int) -> Any:
+    """Number, place and bytes of each line; a line that is too long is cut off and is the last one."""
+    number = first = 0
+    while data := file.readline(max_bytes + 2):
+        number += 1
+        size = len(data)
+        yield number, first, data.removesuffix(b"\n").removesuffix(b"\r")
+        if size > max_bytes + 1 and not data.endswith(b"\n"):
+            return
+        first += size
+
+
+def _read(number: int, data: bytes, endpoint: str) -> str | LineError:
+    """The custom_id of a line, or what is wrong with it."""
+
+    def wrong(code: str, message: str, param: str | None = None) -> LineError:
+        return LineError(number, code, message, param)
+
+    try:
+        fields = from_json(data.removeprefix(_BOM) if number == 1 else data, allow_inf_nan=False)
+    except ValueError as error:
+        return wrong("invalid_json_line", f"the line is not valid JSON: {error!s:.200}")
+    if not isinstance(fields, dict):
+        return wrong("invalid_json_line", "the line is not an object")
+    custom_id, method, url = fields.get("custom_id"), fields.get("method"), fields.get("url")
+    body = fields.get("body")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID:
+        return wrong("invalid_custom_id", f"custom_id must be a text of 1 to {MAX_CUSTOM_ID} characters", "custom_id")
+    if method != "POST":
+        return wrong("invalid_method", f"method is {method!r:.40}; it must be POST", "method")
+    if url != endpoint:
+        return wrong("mismatched_url", f"url is {url!r:.80}; the batch is for {endpoint}", "url")
+    if not isinstance(body, dict):
+        return wrong("invalid_body", "body must be an object", "body")
+    for name in ("stream", "background", "durable"):
+        if body.get(name):
+            return wrong("invalid_body", f"body.{name} is set; answers of a batch are whole", f"body.{name}")
+    return custom_id

@@ -1,0 +1,214 @@
+"""The paths of OpenAI's files and batches."""
+
+import os
+import re
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from gateway.api.answers import ErrorAnswer, HttpError
+from gateway.api.batches.runner import Batches
+from gateway.api.batches.store import BatchRow
+from gateway.api.body import BodyLimits, max_entries, read_model
+from gateway.api.field_rule import NOTHING, Part, Unread
+from gateway.api.openapi import ApiRoute
+from gateway.api.shapes import AnyObject
+from gateway.auth.caller import current_caller
+from gateway.request.violations import Violations, shortened
+from gateway.turns import Turns
+from quire.rpc.errors import Unimplemented, invalid_field
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_OTHER_ENDPOINTS = ("/v1/embeddings", "/v1/moderations", "/v1/images/generations", "/v1/images/edits", "/v1/videos")
+_WINDOW_S = 24 * 3600
+_MAX_NAME = 255
+_MAX_PAGE = {"file": 10_000, "batch": 100}
+_DEFAULT_PAGE = {"file": 10_000, "batch": 20}
+_COPY_BYTES = 1 << 20
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+class BatchBody(Part):
+    """`completion_window` is 24h, OpenAI's only one."""
+
+    unread: ClassVar[Unread] = NOTHING
+
+    input_file_id: str
+    endpoint: str
+    completion_window: Literal["24h"]
+    metadata: Annotated[dict[str, str] | None, max_entries(16)] = None
+
+
+def batch_routes(batches: Batches | None, body_limits: BodyLimits) -> list[ApiRoute]:
+    """Without `batches` all paths are refused, and say what turns them on."""
+
+    def here() -> Batches:
+        if batches is None:
+            raise Unimplemented("this gateway keeps no files and batches; --batch-dir turns them on")
+        return batches
+
+    async def upload(request: Request) -> Response:
+        """Stores a file with requests of a batch."""
+        store, tenant, limit = here().store, current_caller().tenant, here().limits.max_file_bytes
+        await store.run(store.check_room, tenant, 0)
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "multipart/form-data":
+            message = "content-type must be multipart/form-data; the file is its part `file`"
+            raise HttpError(ErrorAnswer(415, message, "unsupported_media_type"))
+        parser = MultiPartParser(request.headers, _bounded(request, limit), max_files=1, max_fields=16)
+        try:
+            form = await parser.parse()
+        except (MultiPartException, KeyError, ValueError) as error:
+            raise invalid_field("file", f"cannot be read from the form: {error!s:.200}") from error
+        try:
+            purpose, file = form.get("purpose"), form.get("file")
+            if not isinstance(purpose, str) or purpose != "batch":
+                raise invalid_field("purpose", f'is "{shortened(str(purpose))}"; it must be batch')
+            if not isinstance(file, UploadFile):
+                raise invalid_field("file", "is missing; it is a part with a filename")
+            file_id, path = store.new_path()
+            try:
+                await store.run(_copy, file, path, limit)
+                row = await store.run(store.add_file, tenant, file_id, _name(file.filename), purpose)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+        finally:
+            await form.close()
+        return JSONResponse(row.shown())
+
+    async def list_files(request: Request) -> Response:
+        """The files of the caller's tenant, the newest first."""
+        store, query = here().store, request.query_params
+        rows = await store.run(store.files, current_caller().tenant, query.get("purpose"))
+        return JSONResponse(_page("file", [row.shown() for row in rows], query))
+
+    async def get_file(request: Request) -> Response:
+        """A file, without its content."""
+        store = here().store
+        row = await store.run(store.file, current_caller().tenant, request.path_params["file_id"])
+        return JSONResponse(row.shown())
+
+    async def content(request: Request) -> Response:
+        """The content of a file."""
+        store = here().store
+        row = await store.run(store.file, current_caller().tenant, request.path_params["file_id"])
+        return FileResponse(store.path_of(row.id), media_type="application/octet-stream")
+
+    async def delete(request: Request) -> Response:
+        """Deletes a file that no running batch reads."""
+        store, file_id = here().store, request.path_params["file_id"]
+        await store.run(store.remove_file, current_caller().tenant, file_id)
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+    async def create(request: Request) -> Response:
+        """Begins a batch: the requests of a file run when there is room."""
+        store, caller = here().store, current_caller()
+        body = await read_model(BatchBody, request, body_limits, {})
+        violations = Violations()
+        await body_limits.rule.check_by_turns(violations, body, "batches", Turns())
+        if body.endpoint not in ENDPOINTS:
+            known = ", ".join(ENDPOINTS)
+            why = "is for other kinds of models" if body.endpoint in _OTHER_ENDPOINTS else "is not known"
+            violations.add("endpoint", f'is "{shortened(body.endpoint)}", which {why}; it must be one of {known}')
+        if any(len(name) > 64 or len(value) > 512 for name, value in (body.metadata or {}).items()):
+            violations.add("metadata", "has a name of more than 64 characters, or a value of more than 512")
+        violations.raise_if_any()
+        row = await store.run(
+            store.add_batch,
+            *(caller.tenant, caller.key_id, body.input_file_id, body.endpoint, _WINDOW_S, body.metadata),
+        )
+        return JSONResponse(row.shown())
+
+    async def list_batches(request: Request) -> Response:
+        """The batches of the caller's tenant, the newest first."""
+        store = here().store
+        rows: list[BatchRow] = await store.run(store.batches, current_caller().tenant)
+        return JSONResponse(_page("batch", [row.shown() for row in rows], request.query_params))
+
+    async def get_batch(request: Request) -> Response:
+        """The state of a batch."""
+        store = here().store
+        row = await store.run(store.batch, current_caller().tenant, request.path_params["batch_id"])
+        return JSONResponse(row.shown())
+
+    async def cancel(request: Request) -> Response:
+        """Ends a batch. What was answered until then is in its results."""
+        store = here().store
+        row = await store.run(store.cancel, current_caller().tenant, request.path_params["batch_id"])
+        return JSONResponse(row.shown())
+
+    return [
+        ApiRoute("/v1/files", list_files, answer=AnyObject),
+        ApiRoute("/v1/files", upload, method="POST", answer=AnyObject),
+        ApiRoute("/v1/files/{file_id}", get_file, answer=AnyObject),
+        ApiRoute("/v1/files/{file_id}", delete, method="DELETE", answer=AnyObject),
+        ApiRoute("/v1/files/{file_id}/content", content, media_type="application/octet-stream"),
+        ApiRoute("/v1/batches", list_batches, answer=AnyObject),
+        ApiRoute("/v1/batches", create, method="POST", body=BatchBody, answer=AnyObject),
+        ApiRoute("/v1/batches/{batch_id}", get_batch, answer=AnyObject),
+        ApiRoute("/v1/batches/{batch_id}/cancel", cancel, method="POST", answer=AnyObject),
+    ]
+
+
+async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
+    """The body of an upload. Raises HttpError when it is larger than a file and its form may be."""
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit + _COPY_BYTES:
+            raise _too_large(limit)
+        yield chunk
+
+
+def _too_large(limit: int) -> HttpError:
+    return HttpError(ErrorAnswer(413, f"the file has more than {limit:,} bytes (--max-batch-file-bytes)", "too_large"))
+
+
+def _copy(file: UploadFile, path: Path, limit: int) -> None:
+    """Writes an upload to its place; it is there whole or not at all."""
+    size = 0
+    with path.open("xb") as target:
+        path.chmod(0o600)
+        while data := file.file.read(_COPY_BYTES):
+            size += len(data)
+            if size > limit:
+                raise _too_large(limit)
+            target.write(data)
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def _name(given: str | None) -> str:
+    """The client's name of a file, for people: it is stored as a text, and no path is made of it."""
+    return _CONTROL.sub("", given or "")[:_MAX_NAME] or "file"
+
+
+def _page(kind: str, items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """The page of a list, the newest first, that a query asks for. Raises InvalidArgument for a bad parameter."""
+    text = query.get("limit", str(_DEFAULT_PAGE[kind]))
+    limit = int(text) if re.fullmatch(r"[0-9]{1,6}", text) else 0
+    if not 1 <= limit <= _MAX_PAGE[kind]:
+        raise invalid_field("limit", f'is "{shortened(text)}"; it must be in [1, {_MAX_PAGE[kind]:,}]')
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise invalid_field("order", f'is "{shortened(order)}"; it must be asc or desc')
+    ordered = list(items if order == "desc" else reversed(items))
+    if (after := query.get("after")) is not None:
+        place = next((place for place, item in enumerate(ordered) if item["id"] == after), None)
+        if place is None:
+            raise invalid_field("after", f'is "{shortened(after)}", which is not known')
+        ordered = ordered[place + 1 :]
+    page = ordered[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(ordered) > limit,
+    }

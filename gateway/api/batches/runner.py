@@ -1,0 +1,231 @@
+"""Runs batches: below all other requests, and each of their requests once.
+
+A request of a batch has the lowest priority. Schedulers that serve first come first have no priorities, so a request of
+a batch is also held back here while others wait in their queues: the callers of a gateway wait at most for what runs
+already. What a request of a batch fails with, and a retry may cure, is retried until the batch expires.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pydantic_core import to_json
+
+from gateway.api.answers import OPENAI, ErrorAnswer, as_json, error_answer
+from gateway.api.batches.lines import BatchLimits, LineError, body_of, read_lines
+from gateway.api.batches.store import (
+    CANCELLED,
+    CANCELLING,
+    COMPLETED,
+    EXPIRED,
+    VALIDATING,
+    BatchRow,
+    BatchStore,
+    Line,
+    NotOwnerError,
+)
+from gateway.api.respond import Call, whole_answer
+from gateway.auth.caller import LOWEST_PRIORITY, set_caller
+from gateway.auth.keys import Authenticator
+from gateway.request.generator import Generator
+from quire import clock, entropy
+from quire.rpc.errors import QuireError
+
+_RENEW_S = 1.0
+_LOOK_S = 0.25
+_RETRY_S = 1.0
+_TAKEN_AT_ONCE = 4
+_LINES_AT_ONCE = 64
+_RETRIED = (429, 503, 504)
+ReadCall = Callable[[str, bytes], Awaitable[Call]]
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Run:
+    """A batch that runs here. `end_as` is how it ends before its time."""
+
+    row: BatchRow
+    task: asyncio.Task[None] | None = None
+    work: asyncio.Task[None] | None = None
+    end_as: str | None = None
+
+
+class Batches:
+    """All batches that run at this gateway."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        store: BatchStore,
+        authenticator: Authenticator,
+        read_call: ReadCall,
+        limits: BatchLimits,
+        *,
+        gateway_id: str,
+        concurrency: int,
+    ) -> None:
+        """`read_call` makes a call of the body of a request at an endpoint. At most `concurrency` requests run at
+        once."""
+        self.store = store
+        self.limits = limits
+        self._generator = generator
+        self._authenticator = authenticator
+        self._read_call = read_call
+        self._gateway_id = gateway_id
+        self._room = asyncio.Semaphore(concurrency)
+        self._runs: dict[str, _Run] = {}
+        self._is_stopping = False
+        self._looked_at = 0.0
+        self._others_wait = False
+
+    async def run(self) -> None:
+        """Renews the leases of what runs here, and takes what no gateway runs; until it is cancelled."""
+        while True:
+            try:
+                await self._look_after()
+            except QuireError as error:
+                _logger.warning("batches: %s", error)
+            await asyncio.sleep(_RENEW_S)
+
+    async def _look_after(self) -> None:
+        states = await self.store.run(self.store.renew, list(self._runs))
+        for batch_id, run in list(self._runs.items()):
+            if batch_id not in states:
+                _cancel(run.task)
+            elif states[batch_id] == CANCELLING:
+                _end(run, CANCELLED)
+            elif clock.unix_s() >= run.row.expires_at:
+                _end(run, EXPIRED)
+        if self._is_stopping or self._generator.is_draining or not self._generator.replicas.is_ready:
+            return
+        for row in await self.store.run(self.store.take, max(0, _TAKEN_AT_ONCE - len(self._runs))):
+            run = self._runs[row.id] = _Run(row)
+            run.task = asyncio.create_task(self._run(run), name=row.id)
+
+    async def stop_runs(self) -> None:
+        """Stops all runs; other gateways with the directory, or the next start, go on with them."""
+        self._is_stopping = True
+        names, tasks = list(self._runs), [run.task for run in self._runs.values() if run.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            await self.store.run(self.store.give_up, names)
+        except QuireError as error:
+            _logger.warning("batches: %s", error)
+
+    async def _run(self, run: _Run) -> None:
+        row, store = run.row, self.store
+        try:
+            if row.status == CANCELLING:
+                run.end_as = CANCELLED
+            if run.end_as is None:
+                run.work = asyncio.create_task(self._answer_all(row))
+                try:
+                    await run.work
+                except asyncio.CancelledError:
+                    if run.end_as is None:
+                        raise
+            unanswered = _expired if run.end_as == EXPIRED else None
+            await store.run(store.finish, row.id, run.end_as or COMPLETED, unanswered)
+        except* NotOwnerError:
+            # It failed, or another gateway runs it.
+            pass
+        except* Exception as errors:
+            # Taken again when the lease is over.
+            _logger.error("batch %s stopped, and goes on later", row.id, exc_info=errors)
+        finally:
+            _cancel(run.work)
+            self._runs.pop(row.id, None)
+
+    async def _answer_all(self, row: BatchRow) -> None:
+        """Returns when all requests have answers. Raises NotOwnerError, alone or in a group, where the batch is not to
+        go on."""
+        store = self.store
+        caller = self._authenticator.find(row.key_id, row.tenant)
+        if caller is None:
+            error = LineError(None, "invalid_api_key", "the API key of the batch is no longer valid")
+            await store.run(store.fail, row.id, [error.shown()])
+            raise NotOwnerError
+        set_caller(caller)
+        if row.status == VALIDATING:
+            path = store.path_of(row.input_file)
+            lines, errors = await asyncio.to_thread(read_lines, path, row.endpoint, self.limits)
+            if errors:
+                await store.run(store.fail, row.id, [error.shown() for error in errors])
+                raise NotOwnerError
+            await store.run(store.begin, row.id, lines)
+        last = 0
+        async with asyncio.TaskGroup() as group:
+            while lines := await store.run(store.open_lines, row.id, last, _LINES_AT_ONCE):
+                for line in lines:
+                    await self._room.acquire()
+                    # Not in the task, which may be cancelled before it begins.
+                    group.create_task(self._answer(row, line)).add_done_callback(lambda _: self._room.release())
+                last = lines[-1].line
+
+    async def _answer(self, row: BatchRow, line: Line) -> None:
+        answer, is_good = await self._answer_of(row, line)
+        await self.store.run(self.store.answer, row.id, line.line, answer, is_good=is_good)
+
+    async def _answer_of(self, row: BatchRow, line: Line) -> tuple[bytes, bool]:
+        body = to_json(await asyncio.to_thread(body_of, self.store.path_of(row.input_file), line))
+        while True:
+            await self._wait_for_others()
+            call: Call | None = None
+            try:
+                call = await self._read_call(row.endpoint, body)
+                whole = await whole_answer(self._generator, call, LOWEST_PRIORITY)
+                return _answered(line.custom_id, 200, call.id, whole), True
+            except Exception as error:
+                failed = error_answer(error, str if call is None else partial(call.param_name, 0))
+            if not _is_retried(failed):
+                call_id = "" if call is None else call.id
+                return _answered(line.custom_id, failed.status, call_id, OPENAI.error_body(failed)), False
+            await asyncio.sleep(float(failed.headers.get("retry-after", _RETRY_S)))
+
+    async def _wait_for_others(self) -> None:
+        """Returns when no request of this gateway waits at a scheduler."""
+        while True:
+            now = clock.monotonic()
+            if now - self._looked_at >= _LOOK_S:
+                self._looked_at = now
+                loads = await self._generator.replicas.calls.loads(self._gateway_id)
+                self._others_wait = any(load.num_waiting for load in loads.values())
+            if not self._others_wait:
+                return
+            await asyncio.sleep(_LOOK_S)
+
+
+def _is_retried(answer: ErrorAnswer) -> bool:
+    return answer.status in _RETRIED and answer.headers.get("x-should-retry") != "false"
+
+
+def _answered(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
+    """A line of the results. `body` is JSON without line ends. As in all answers, characters that some readers take for
+    the end of a line are escaped."""
+    head: dict[str, Any] = {"id": f"batch_req_{entropy.random_hex(12)}", "custom_id": custom_id}
+    response = as_json({"status_code": status, "request_id": request_id})
+    return as_json(head)[:-1] + b',"response":' + response[:-1] + b',"body":' + body + b'},"error":null}'
+
+
+def _expired(custom_id: str) -> bytes:
+    error = {"code": "batch_expired", "message": "the batch expired before this request was answered"}
+    return as_json(
+        {"id": f"batch_req_{entropy.random_hex(12)}", "custom_id": custom_id, "response": None, "error": error}
+    )
+
+
+def _end(run: _Run, status: str) -> None:
+    if run.end_as is None:
+        run.end_as = status
+        _cancel(run.work)
+
+
+def _cancel(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()

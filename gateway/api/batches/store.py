@@ -1,0 +1,477 @@
+"""Files and batches of all tenants, in a directory: a database of SQLite, and the contents of files beside it.
+
+The gateways of a machine that have the same directory share it. One of them runs a batch, by a lease, as with
+responses in the background: each write names its owner, and the answer to a request is kept once, whoever computed it.
+The contents are named by random ids; a client's name for a file is a text in the database and never a path.
+"""
+
+import asyncio
+import json
+import os
+import re
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from quire import clock, entropy
+from quire.rpc.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
+from quire.settings import ConfigurationError
+
+VALIDATING, FAILED, IN_PROGRESS, FINALIZING = "validating", "failed", "in_progress", "finalizing"
+COMPLETED, EXPIRED, CANCELLING, CANCELLED = "completed", "expired", "cancelling", "cancelled"
+ACTIVE = (VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING)
+MAX_ACTIVE = 64
+"""How many batches of one tenant may be active at once."""
+MAX_FILES = 1000
+"""How many files one tenant may have."""
+LEASE_S = 5.0
+_LOCK_TIMEOUT_S = 5.0
+_FILE_ID = re.compile(r"file-[0-9a-f]{32}")
+_ORPHAN_S = 3600.0
+_VERSION = 1
+_TABLES = f"""
+CREATE TABLE IF NOT EXISTS files (
+    tenant TEXT NOT NULL, id TEXT NOT NULL PRIMARY KEY, created INTEGER NOT NULL, filename TEXT NOT NULL,
+    purpose TEXT NOT NULL, bytes INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS files_by_tenant ON files (tenant, created);
+CREATE TABLE IF NOT EXISTS batches (
+    tenant TEXT NOT NULL, id TEXT NOT NULL PRIMARY KEY, created INTEGER NOT NULL, key_id TEXT NOT NULL,
+    input_file TEXT NOT NULL, endpoint TEXT NOT NULL, status TEXT NOT NULL, owner TEXT, leased_until REAL NOT NULL,
+    expires_at INTEGER NOT NULL, facts TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS batches_by_tenant ON batches (tenant, created);
+CREATE TABLE IF NOT EXISTS lines (
+    batch TEXT NOT NULL, line INTEGER NOT NULL, custom_id TEXT NOT NULL, first INTEGER NOT NULL, size INTEGER NOT NULL,
+    is_good INTEGER, answer BLOB, PRIMARY KEY (batch, line)
+);
+PRAGMA user_version = {_VERSION};
+"""
+_COLUMNS = ("tenant", "id", "created", "key_id", "input_file", "endpoint", "status", "expires_at")
+_COUNTS = ("num_lines", "num_good", "num_bad")
+Arguments = ParamSpec("Arguments")
+Found = TypeVar("Found")
+
+
+class NotOwnerError(Exception):
+    """Another gateway runs the batch, or its state has changed: what this run would write is not wanted any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRow:
+    id: str
+    created: int
+    filename: str
+    purpose: str
+    num_bytes: int
+
+    def shown(self) -> dict[str, Any]:
+        """The file as OpenAI has it."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.num_bytes,
+            "created_at": self.created,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "expires_at": None,
+            "status_details": None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """`facts` are fields of the batch that nothing here reads: times, ids of its results, errors, metadata."""
+
+    tenant: str
+    id: str
+    created: int
+    key_id: str
+    input_file: str
+    endpoint: str
+    status: str
+    expires_at: int
+    facts: dict[str, Any]
+    num_lines: int
+    num_good: int
+    num_bad: int
+
+    def shown(self) -> dict[str, Any]:
+        """The batch as OpenAI has it."""
+        counts = self.facts.get("request_counts") or {
+            "total": self.num_lines,
+            "completed": self.num_good,
+            "failed": self.num_bad,
+        }
+        times = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at")
+        others = ("cancelling_at", "cancelled_at", "output_file_id", "error_file_id", "errors", "metadata", "model")
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "input_file_id": self.input_file,
+            "completion_window": "24h",
+            "status": self.status,
+            "created_at": self.created,
+            "expires_at": self.expires_at,
+            "request_counts": counts,
+            **{name: self.facts.get(name) for name in (*times, *others)},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A request of a batch: its place in the input, and where that has its bytes."""
+
+    line: int
+    custom_id: str
+    first: int
+    size: int
+
+
+class BatchStore:
+    """See the module. All methods but `run`, `path_of` and `new_path` belong into the store's own thread, which `run`
+    calls them in. `owner` names this gateway; all files together have at most `max_bytes`."""
+
+    def __init__(self, directory: Path, owner: str, max_bytes: int) -> None:
+        """Raises ConfigurationError if the directory cannot be used."""
+        self.owner = owner
+        self._directory = directory
+        self._max_bytes = max_bytes
+        self._thread = ThreadPoolExecutor(1, "batches")
+        try:
+            self._database = self._thread.submit(self._open).result()
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigurationError(f"--batch-dir {directory} cannot be used: {error}") from error
+
+    def _open(self) -> sqlite3.Connection:
+        files = self._directory / "files"
+        files.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._directory / "batches.db"
+        path.touch(mode=0o600)
+        database = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        if database.execute("PRAGMA user_version").fetchone()[0] not in (0, _VERSION):
+            raise sqlite3.DatabaseError("it is of another version of Quire")
+        database.executescript(_TABLES)
+        # Contents without a row: of uploads and results that a process did not finish.
+        for each in files.iterdir():
+            is_known = database.execute("SELECT 1 FROM files WHERE id = ?", (each.name,)).fetchall()
+            if not is_known and clock.unix_s() - each.stat().st_mtime > _ORPHAN_S:
+                each.unlink(missing_ok=True)
+        return database
+
+    async def run(
+        self, work: Callable[Arguments, Found], *arguments: Arguments.args, **named: Arguments.kwargs
+    ) -> Found:
+        """Does some work in the store's thread. Raises Unavailable where the directory cannot be used."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **named))
+        except (OSError, sqlite3.Error) as error:
+            raise Unavailable(f"the directory of batches cannot be used: {error}") from error
+
+    def close(self) -> None:
+        """Ends the thread when it has done what was asked of it."""
+        self._thread.submit(self._database.close)
+        self._thread.shutdown(wait=False)
+
+    # Files.
+
+    def path_of(self, file_id: str) -> Path:
+        """Where the content of a file is."""
+        assert _FILE_ID.fullmatch(file_id), "ids are made here"
+        return self._directory / "files" / file_id
+
+    def new_path(self) -> tuple[str, Path]:
+        """The id of a new file, and where its content is to be written."""
+        file_id = f"file-{entropy.random_hex(16)}"
+        return file_id, self.path_of(file_id)
+
+    def check_room(self, tenant: str, num_bytes: int) -> None:
+        """Raises ResourceExhausted if there is no room for a further file."""
+        (number,) = self._database.execute("SELECT count(*) FROM files WHERE tenant = ?", (tenant,)).fetchone()
+        if number >= MAX_FILES:
+            raise ResourceExhausted(
+                f"this tenant has {number:,} files, as many as may be; delete some", reason="FILE_LIMIT"
+            )
+        (size,) = self._database.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()
+        if size + num_bytes > self._max_bytes:
+            raise ResourceExhausted(
+                f"all files have {size:,} bytes, and with {num_bytes:,} more they would exceed {self._max_bytes:,} "
+                "(--max-batch-dir-bytes); delete some",
+                reason="FILE_LIMIT",
+            )
+
+    def add_file(self, tenant: str, file_id: str, filename: str, purpose: str) -> FileRow:
+        """Enters a file whose content was written. Raises ResourceExhausted if there is no room."""
+        num_bytes = self.path_of(file_id).stat().st_size
+        with self._changing() as database:
+            self.check_room(tenant, num_bytes)
+            return self._enter_file(database, tenant, file_id, filename, purpose)
+
+    def _enter_file(
+        self, database: sqlite3.Connection, tenant: str, file_id: str, filename: str, purpose: str
+    ) -> FileRow:
+        size = self.path_of(file_id).stat().st_size
+        row = FileRow(file_id, int(clock.unix_s()), filename, purpose, size)
+        database.execute(
+            "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", (tenant, file_id, row.created, filename, purpose, size)
+        )
+        return row
+
+    def file(self, tenant: str, file_id: str) -> FileRow:
+        """Raises NotFound if the tenant has no such file."""
+        found = self._database.execute(
+            "SELECT id, created, filename, purpose, bytes FROM files WHERE tenant = ? AND id = ?", (tenant, file_id)
+        ).fetchall()
+        if not found:
+            raise NotFound(f'file "{file_id:.80}" is not known', reason="FILE_NOT_FOUND")
+        return FileRow(*found[0])
+
+    def files(self, tenant: str, purpose: str | None) -> list[FileRow]:
+        """All files of a tenant, the newest first."""
+        rows = self._database.execute(
+            "SELECT id, created, filename, purpose, bytes FROM files WHERE tenant = ? AND coalesce(?, purpose) = "
+            "purpose ORDER BY created DESC, rowid DESC",
+            (tenant, purpose),
+        )
+        return [FileRow(*row) for row in rows.fetchall()]
+
+    def remove_file(self, tenant: str, file_id: str) -> None:
+        """Raises NotFound, and FailedPrecondition while a batch reads it."""
+        with self._changing() as database:
+            self.file(tenant, file_id)
+            user = database.execute(
+                f"SELECT id FROM batches WHERE input_file = ? AND status IN {ACTIVE}", (file_id,)
+            ).fetchall()
+            if user:
+                raise FailedPrecondition(
+                    f'file "{file_id}" is the input of batch "{user[0][0]}", which is not done; cancel that first',
+                    reason="FILE_IN_USE",
+                )
+            database.execute("DELETE FROM files WHERE id = ?", (file_id,))
+        self.path_of(file_id).unlink(missing_ok=True)
+
+    # Batches.
+
+    def add_batch(
+        self, tenant: str, key_id: str, input_file: str, endpoint: str, window_s: int, metadata: dict[str, str] | None
+    ) -> BatchRow:
+        """Enters a batch, which any gateway may run.
+
+        Raises:
+            NotFound: there is no such file.
+            ResourceExhausted: the tenant has too many active ones.
+        """
+        batch_id, now = f"batch_{entropy.random_hex(16)}", int(clock.unix_s())
+        with self._changing() as database:
+            self.file(tenant, input_file)
+            (active,) = database.execute(
+                f"SELECT count(*) FROM batches WHERE tenant = ? AND status IN {ACTIVE}", (tenant,)
+            ).fetchone()
+            if active >= MAX_ACTIVE:
+                raise ResourceExhausted(
+                    f"{active:,} batches of this tenant are not done, as many as may be; wait for some",
+                    reason="BATCH_LIMIT",
+                    retry_after_ms=60_000,
+                )
+            database.execute(
+                "INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?, NULL, 0, ?, ?)",
+                (tenant, batch_id, now, key_id, input_file, endpoint, VALIDATING, now + window_s,
+                 json.dumps({"metadata": metadata})),
+            )  # fmt: skip
+        return self.batch(tenant, batch_id)
+
+    def batch(self, tenant: str, batch_id: str) -> BatchRow:
+        """Raises NotFound if the tenant has no such batch."""
+        found = self._select("tenant = ? AND id = ?", (tenant, batch_id))
+        if not found:
+            raise NotFound(f'batch "{batch_id:.80}" is not known', reason="BATCH_NOT_FOUND")
+        return found[0]
+
+    def batches(self, tenant: str) -> list[BatchRow]:
+        """All batches of a tenant, the newest first."""
+        return self._select("tenant = ? ORDER BY created DESC, rowid DESC", (tenant,))
+
+    def _select(self, where: str, values: Sequence[object]) -> list[BatchRow]:
+        rows = self._database.execute(
+            "SELECT tenant, id, created, key_id, input_file, endpoint, status, expires_at, facts, "
+            "(SELECT count(*) FROM lines WHERE batch = id), "
+            "(SELECT count(*) FROM lines WHERE batch = id AND is_good = 1), "
+            f"(SELECT count(*) FROM lines WHERE batch = id AND is_good = 0) FROM batches WHERE {where}",
+            values,
+        ).fetchall()
+        return [
+            BatchRow(
+                **dict(zip(_COLUMNS, row, strict=False)),
+                facts=json.loads(row[8]),
+                **dict(zip(_COUNTS, row[9:], strict=True)),
+            )
+            for row in rows
+        ]
+
+    def cancel(self, tenant: str, batch_id: str) -> BatchRow:
+        """Asks whoever runs a batch to end it. Raises NotFound, and FailedPrecondition where it is done."""
+        row = self.batch(tenant, batch_id)
+        if row.status in (CANCELLING, CANCELLED):
+            return row
+        if row.status not in (VALIDATING, IN_PROGRESS):
+            raise FailedPrecondition(f'batch "{batch_id}" is {row.status}; it cannot be cancelled', reason="BATCH_DONE")
+        with self._changing() as database:
+            database.execute(
+                f"UPDATE batches SET status = ?, facts = ? WHERE id = ? AND status IN {(VALIDATING, IN_PROGRESS)}",
+                (CANCELLING, json.dumps(row.facts | {"cancelling_at": int(clock.unix_s())}), batch_id),
+            )
+        return self.batch(tenant, batch_id)
+
+    # Runs of batches.
+
+    def take(self, most: int) -> list[BatchRow]:
+        """Takes up to `most` active batches that no gateway runs."""
+        now = clock.unix_s()
+        where = f"status IN {ACTIVE} AND leased_until < ? ORDER BY created LIMIT ?"
+        if not most or not self._select(where, (now, 1)):
+            return []
+        with self._changing() as database:
+            found = self._select(where, (now, most))
+            for row in found:
+                database.execute(
+                    "UPDATE batches SET owner = ?, leased_until = ? WHERE id = ?", (self.owner, now + LEASE_S, row.id)
+                )
+        return found
+
+    def renew(self, batch_ids: Sequence[str]) -> dict[str, str]:
+        """Renews the leases of batches; returns the states of those that this gateway still runs."""
+        until = clock.unix_s() + LEASE_S
+        with self._changing() as database:
+            states: dict[str, str] = {}
+            for batch_id in batch_ids:
+                rows = database.execute(
+                    f"UPDATE batches SET leased_until = ? WHERE id = ? AND owner = ? AND status IN {ACTIVE} "
+                    "RETURNING status",
+                    (until, batch_id, self.owner),
+                ).fetchall()
+                if rows:
+                    states[batch_id] = rows[0][0]
+        return states
+
+    def give_up(self, batch_ids: Sequence[str]) -> None:
+        """Leaves batches to other gateways, or to the next start."""
+        with self._changing() as database:
+            database.executemany(
+                "UPDATE batches SET leased_until = 0 WHERE id = ? AND owner = ?",
+                [(batch_id, self.owner) for batch_id in batch_ids],
+            )
+
+    def begin(self, batch_id: str, lines: Sequence[Line]) -> None:
+        """The input is valid, and has these requests. Raises NotOwnerError."""
+        with self._owned(batch_id, IN_PROGRESS, (VALIDATING,), {"in_progress_at": int(clock.unix_s())}) as database:
+            database.executemany(
+                "INSERT OR IGNORE INTO lines VALUES (?, ?, ?, ?, ?, NULL, NULL)",
+                [(batch_id, each.line, each.custom_id, each.first, each.size) for each in lines],
+            )
+
+    def fail(self, batch_id: str, errors: Sequence[dict[str, Any]]) -> None:
+        """The input is not valid. Raises NotOwnerError."""
+        facts = {"failed_at": int(clock.unix_s()), "errors": {"object": "list", "data": list(errors)}}
+        with self._owned(batch_id, FAILED, ACTIVE, facts):
+            pass
+
+    def open_lines(self, batch_id: str, after: int, most: int) -> list[Line]:
+        """The next requests without an answer, behind the line `after`."""
+        rows = self._database.execute(
+            "SELECT line, custom_id, first, size FROM lines WHERE batch = ? AND is_good IS NULL AND line > ? "
+            "ORDER BY line LIMIT ?",
+            (batch_id, after, most),
+        )
+        return [Line(*row) for row in rows.fetchall()]
+
+    def answer(self, batch_id: str, line: int, answer: bytes, *, is_good: bool) -> None:
+        """Keeps the answer to a request, unless it has one. Raises NotOwnerError."""
+        with self._changing() as database:
+            self._check_owner(database, batch_id)
+            database.execute(
+                "UPDATE lines SET is_good = ?, answer = ? WHERE batch = ? AND line = ? AND is_good IS NULL",
+                (int(is_good), answer, batch_id, line),
+            )
+
+    def finish(self, batch_id: str, status: str, unanswered: Callable[[str], bytes] | None = None) -> None:
+        """Writes the results, in the order of the input, and ends a batch. `unanswered` makes the answers of requests
+        that have none; without it they are left out. Raises NotOwnerError."""
+        row = self._select("id = ?", (batch_id,))[0]
+        (good_id, good_path), (bad_id, bad_path) = self.new_path(), self.new_path()
+        num_good, num_bad = 0, 0
+        with good_path.open("xb") as good, bad_path.open("xb") as bad:
+            for path in (good_path, bad_path):
+                path.chmod(0o600)
+            for custom_id, is_good, answer in self._answers(batch_id):
+                if is_good:
+                    num_good += 1
+                    good.write(answer + b"\n")
+                elif is_good is not None or unanswered is not None:
+                    num_bad += 1
+                    bad.write((answer if is_good is not None or unanswered is None else unanswered(custom_id)) + b"\n")
+            for each in (good, bad):
+                each.flush()
+                os.fsync(each.fileno())
+        now = int(clock.unix_s())
+        facts: dict[str, Any] = {
+            f"{status}_at": now,
+            "finalizing_at": now,
+            "output_file_id": good_id if num_good else None,
+            "error_file_id": bad_id if num_bad else None,
+            "request_counts": {"total": row.num_lines, "completed": num_good, "failed": num_bad},
+        }
+        with self._owned(batch_id, status, ACTIVE, facts) as database:
+            for count, file_id, name in ((num_good, good_id, "output"), (num_bad, bad_id, "error")):
+                if count:
+                    self._enter_file(database, row.tenant, file_id, f"{batch_id}_{name}.jsonl", "batch_output")
+            database.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
+        for count, path in ((num_good, good_path), (num_bad, bad_path)):
+            if not count:
+                path.unlink(missing_ok=True)
+
+    def _answers(self, batch_id: str) -> Iterator[tuple[str, int | None, bytes]]:
+        yield from self._database.execute(
+            "SELECT custom_id, is_good, answer FROM lines WHERE batch = ? ORDER BY line", (batch_id,)
+        )
+
+    @contextmanager
+    def _owned(
+        self, batch_id: str, status: str, before: Sequence[str], facts: dict[str, Any]
+    ) -> Iterator[sqlite3.Connection]:
+        """A transaction that changes the state of a batch which this gateway runs. Raises NotOwnerError."""
+        with self._changing() as database:
+            found = database.execute(
+                f"SELECT facts FROM batches WHERE id = ? AND owner = ? AND status IN ({', '.join('?' * len(before))})",
+                (batch_id, self.owner, *before),
+            ).fetchall()
+            if not found:
+                raise NotOwnerError
+            database.execute(
+                "UPDATE batches SET status = ?, facts = ? WHERE id = ?",
+                (status, json.dumps(json.loads(found[0][0]) | facts), batch_id),
+            )
+            yield database
+
+    def _check_owner(self, database: sqlite3.Connection, batch_id: str) -> None:
+        if not database.execute("SELECT 1 FROM batches WHERE id = ? AND owner = ?", (batch_id, self.owner)).fetchall():
+            raise NotOwnerError
+
+    @contextmanager
+    def _changing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction, which no other gateway's interrupts."""
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._database
+        except BaseException:
+            self._database.execute("ROLLBACK")
+            raise
+        self._database.execute("COMMIT")

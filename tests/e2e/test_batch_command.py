@@ -1,0 +1,56 @@
+"""`quire batch`: a file of requests, a server for it alone, and the answers in their order."""
+
+import json
+import sys
+from asyncio import create_subprocess_exec, subprocess
+from pathlib import Path
+from typing import Any
+
+PROGRAM = "import sys; from quire_cli.main import main; sys.exit(main(['batch', *sys.argv[1:]]))"
+
+
+async def run(*flags: str) -> tuple[int | None, str, str]:
+    process = await create_subprocess_exec(
+        sys.executable, "-c", PROGRAM, *flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
+def request_of(custom_id: str, **body: Any) -> str:
+    body = {"messages": [{"role": "user", "content": "Hello!"}]} | body
+    fields = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+    return json.dumps(fields) + "\n"
+
+
+async def test_a_file_is_answered_in_its_order(tmp_path: Path) -> None:
+    requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requests.write_text(
+        "".join(request_of(each, max_tokens=-1 if each == "bad" else 8) for each in ("one", "bad", "two"))
+    )
+    flags = ["--num-threads=1", "--num-gpu-blocks=256", "--log-level=warning"]
+    status, out, err = await run(str(requests), f"--output={answers}", *flags)
+    assert (status, out) == (1, ""), err
+    assert "2 of 3 requests answered, 1 failed" in err
+    found = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert [(each["custom_id"], each["response"]["status_code"]) for each in found] == [
+        ("one", 200),
+        ("bad", 400),
+        ("two", 200),
+    ]
+    assert (
+        found[0]["response"]["body"]["choices"][0]["message"] == found[2]["response"]["body"]["choices"][0]["message"]
+    )
+
+
+async def test_a_file_that_is_no_batch_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    requests = tmp_path / "in.jsonl"
+    for text, message in [
+        ("", "its first line has no url"),
+        (request_of("a") * 2, "custom_id is 'a', as in line 1"),
+        (request_of("a").replace("chat/completions", "embeddings"), "it must be for one of"),
+    ]:
+        requests.write_text(text)
+        status, _, err = await run(str(requests))
+        assert (status, message in err) == (2, True), err
+    assert (await run(str(tmp_path / "none")))[0] == 2
