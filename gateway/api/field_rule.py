@@ -195,7 +195,8 @@ class IgnoredFields:
     @property
     def names(self) -> str:
         """The first names, in characters that every header allows; "..." stands for the others."""
-        names = [quote(path, safe="[].-_", errors="replace")[:_MAX_NAME] for path in self._names]
+        # A name may be empty, and a header's value never ends with a space.
+        names = [quote(path, safe="[].-_", errors="replace")[:_MAX_NAME] or '""' for path in self._names]
         return ", ".join(names if len(names) <= _MAX_NAMED else [*names[:_MAX_NAMED], "..."])
 
 

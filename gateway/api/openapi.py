@@ -6,7 +6,7 @@ import html
 import http.client
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -59,6 +59,7 @@ class ApiRoute(Route):
         media_type: str = "application/json",
         statuses: Sequence[int] = (),
         error: type[BaseModel] = ErrorBody,
+        errors: Collection[int] = (),
     ) -> None:
         """The first paragraph of the endpoint's docstring describes it.
 
@@ -68,6 +69,7 @@ class ApiRoute(Route):
             refuses: The path is known, and never answered with success.
             statuses: With the same answer as 200, besides that and besides those of any path with or without a body.
             error: The type of the body of errors.
+            errors: Statuses of errors, besides those of any path with or without a body.
         """
         super().__init__(path, endpoint, methods=[method])
         self.method = method
@@ -80,7 +82,7 @@ class ApiRoute(Route):
         self.is_open = path in OPEN_PATHS
         self.error = error
         own = {400} if refuses else {200, *statuses}
-        self.statuses = sorted({*own, *(() if self.is_open else _STATUSES), *(HTTP_STATUSES if body else ())})
+        self.statuses = sorted({*own, *errors, *(() if self.is_open else _STATUSES), *(HTTP_STATUSES if body else ())})
 
 
 def description_routes(routes: Sequence[BaseRoute]) -> list[ApiRoute]:

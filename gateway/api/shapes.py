@@ -444,6 +444,10 @@ class ServerLoad(Shape):
     server_load: int
 
 
+class ForgottenBlocks(Shape):
+    forgotten_blocks: int
+
+
 class ReplicaInfo(Shape):
     max_model_len: int
     block_size: int

@@ -168,6 +168,16 @@ class SchedulerCalls:
         if not answers:
             raise errors[0]
 
+    async def reset_prefix_cache(self) -> int:
+        """Forgets cached prefixes on every connected replica; returns how many blocks had some. Raises QuireError if
+        one of them cannot."""
+        answers, errors = await self._ask_connected(
+            "ResetPrefixCache", scheduler_pb2.ResetPrefixCacheRequest(), _TIMEOUT_S
+        )
+        if errors:
+            raise errors[0]
+        return sum(each.forgotten_blocks for each in answers)
+
     async def _ask_connected(
         self, method: str, request: Message, timeout_s: float | None
     ) -> tuple[list[Any], list[QuireError]]:

@@ -27,7 +27,7 @@ from gateway.api.openapi import METRICS_PATH, OPEN_PATHS, ApiRoute, description_
 from gateway.api.responses.background import BackgroundResponses
 from gateway.api.responses.routes import response_routes
 from gateway.api.responses.store import ResponseStore
-from gateway.api.shapes import GatewayReadiness, GatewayVersion, Health, ServerInfo, ServerLoad
+from gateway.api.shapes import ForgottenBlocks, GatewayReadiness, GatewayVersion, Health, ServerInfo, ServerLoad
 from gateway.api.ui import access
 from gateway.api.ui.history import LoadHistory
 from gateway.api.ui.routes import ui_routes
@@ -361,6 +361,11 @@ def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute
             }
         )
 
+    async def reset_prefix_cache(request: Request) -> Response:
+        """Forgets cached prefixes on all replicas, but those that requests and pins hold, for operators."""
+        check_is_operator(current_caller(), "resets of the prefix cache")
+        return JSONResponse({"forgotten_blocks": await generator.replicas.calls.reset_prefix_cache()})
+
     async def ready(request: Request) -> Response:
         """A request would run at once."""
         if generator.is_ready:
@@ -390,6 +395,7 @@ def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute
         ApiRoute("/live", live, answer=Health),
         ApiRoute("/load", load, answer=ServerLoad),
         ApiRoute("/server_info", server_info, answer=ServerInfo),
+        ApiRoute("/reset_prefix_cache", reset_prefix_cache, method="POST", answer=ForgottenBlocks, errors=[400, 503]),
         ApiRoute("/ready", ready, answer=GatewayReadiness, statuses=[HTTPStatus.SERVICE_UNAVAILABLE]),
         ApiRoute("/version", version, answer=GatewayVersion),
         ApiRoute(METRICS_PATH, prometheus_metrics, media_type="text/plain"),

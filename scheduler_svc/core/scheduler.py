@@ -275,6 +275,14 @@ class Scheduler:
             num_pins, num_blocks = num_pins + 1, num_blocks + len(pin.blocks)
             self._unpin(pin)
 
+    def forget_cached(self) -> int:
+        """Forgets what is cached in blocks that nobody holds; returns their number. Blocks of sequences and of pins
+        keep their names."""
+        pool = self.batch.blocks.pool
+        num_before = pool.num_cached
+        pool.free(pool.allocate(pool.num_free))
+        return num_before - pool.num_cached
+
     def _unpin(self, pin: Pin) -> None:
         self.pins.remove(pin, self.batch.blocks.pool)
         self.abort(pin.key)

@@ -174,6 +174,10 @@ def pin_message(
     return Operation(now=now, pin=pin)
 
 
+def forget_cached_message() -> Operation:
+    return Operation(forget_cached=recording_pb2.RecordedForgetCached())
+
+
 def unpin_message(handle: Handle) -> Operation:
     return Operation(unpin=recording_pb2.RecordedUnpin(handle=handle))
 

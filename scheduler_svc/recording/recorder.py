@@ -250,6 +250,9 @@ class _RecordedScheduler(Scheduler):
             lambda _: messages.unpin_message(pin.key.handle),
         )
 
+    def forget_cached(self) -> int:
+        return self._tell(super().forget_cached, lambda _: messages.forget_cached_message())
+
     def expire_pins(self, now: float) -> None:
         self._tell(
             lambda: super(_RecordedScheduler, self).expire_pins(now), lambda _: messages.expire_pins_message(now)

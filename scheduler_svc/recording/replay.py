@@ -161,6 +161,8 @@ class Replayer:
                 if pin is None:
                     raise _CannotGoOnError(f"there is no pin {operation.unpin.handle} to end")
                 scheduler.unpin(pin.tenant, pin.pin_id)
+            case "forget_cached":
+                scheduler.forget_cached()
             case "expire_pins":
                 scheduler.expire_pins(now)
             case "schedule":

@@ -141,6 +141,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise NotFound(f'pin_id "{request.pin_id}" names no pin', reason="PIN_NOT_FOUND")
         return scheduler_pb2.UnpinPrefixResponse()
 
+    async def ResetPrefixCache(
+        self, request: scheduler_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.ResetPrefixCacheResponse:
+        self._check_available()
+        scheduler = self._loop.scheduler
+        assert scheduler is not None
+        return scheduler_pb2.ResetPrefixCacheResponse(forgotten_blocks=scheduler.forget_cached())
+
     async def FindDurable(
         self, request: scheduler_pb2.FindDurableRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.FindDurableResponse:

@@ -11,7 +11,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from gateway.api.answers import ErrorAnswer, HttpError
+from gateway.api.answers import HTTP_STATUSES, ErrorAnswer, HttpError
 from gateway.api.batches.runner import Batches
 from gateway.api.batches.store import BatchRow
 from gateway.api.body import BodyLimits, max_entries, read_model
@@ -144,15 +144,15 @@ def batch_routes(batches: Batches | None, body_limits: BodyLimits) -> list[ApiRo
         return JSONResponse(row.shown())
 
     return [
-        ApiRoute("/v1/files", list_files, answer=AnyObject),
-        ApiRoute("/v1/files", upload, method="POST", answer=AnyObject),
-        ApiRoute("/v1/files/{file_id}", get_file, answer=AnyObject),
-        ApiRoute("/v1/files/{file_id}", delete, method="DELETE", answer=AnyObject),
-        ApiRoute("/v1/files/{file_id}/content", content, media_type="application/octet-stream"),
-        ApiRoute("/v1/batches", list_batches, answer=AnyObject),
-        ApiRoute("/v1/batches", create, method="POST", body=BatchBody, answer=AnyObject),
-        ApiRoute("/v1/batches/{batch_id}", get_batch, answer=AnyObject),
-        ApiRoute("/v1/batches/{batch_id}/cancel", cancel, method="POST", answer=AnyObject),
+        ApiRoute("/v1/files", list_files, answer=AnyObject, errors=HTTP_STATUSES),
+        ApiRoute("/v1/files", upload, method="POST", answer=AnyObject, errors=HTTP_STATUSES),
+        ApiRoute("/v1/files/{file_id}", get_file, answer=AnyObject, errors=HTTP_STATUSES),
+        ApiRoute("/v1/files/{file_id}", delete, method="DELETE", answer=AnyObject, errors=HTTP_STATUSES),
+        ApiRoute("/v1/files/{file_id}/content", content, media_type="application/octet-stream", errors=HTTP_STATUSES),
+        ApiRoute("/v1/batches", list_batches, answer=AnyObject, errors=HTTP_STATUSES),
+        ApiRoute("/v1/batches", create, method="POST", body=BatchBody, answer=AnyObject, errors=HTTP_STATUSES),
+        ApiRoute("/v1/batches/{batch_id}", get_batch, answer=AnyObject, errors=HTTP_STATUSES),
+        ApiRoute("/v1/batches/{batch_id}/cancel", cancel, method="POST", answer=AnyObject, errors=HTTP_STATUSES),
     ]
 
 

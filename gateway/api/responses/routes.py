@@ -3,12 +3,11 @@
 import dataclasses
 import re
 from functools import partial
-from http import HTTPStatus
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.api.answers import OPENAI, StreamedResponse
+from gateway.api.answers import HTTP_STATUSES, OPENAI, StreamedResponse
 from gateway.api.body import BodyLimits, read_body
 from gateway.api.durable_streams import last_event_id
 from gateway.api.event_shapes import ResponseEvent
@@ -140,10 +139,12 @@ def response_routes(
             answer=ResponseObject | CancelledResponse,
             events=ResponseEvent,
             names_events=True,
-            statuses=[HTTPStatus.BAD_REQUEST],
+            errors=HTTP_STATUSES,
         ),
-        ApiRoute(_PATH, delete, method="DELETE", answer=DeletedResponse),
-        ApiRoute(f"{_PATH}/cancel", cancel, method="POST", answer=ResponseObject | CancelledResponse),
+        ApiRoute(_PATH, delete, method="DELETE", answer=DeletedResponse, errors=HTTP_STATUSES),
+        ApiRoute(
+            f"{_PATH}/cancel", cancel, method="POST", answer=ResponseObject | CancelledResponse, errors=HTTP_STATUSES
+        ),
         ApiRoute(f"{_PATH}/input_items", list_input_items, answer=InputItems),
     ]
 

@@ -178,6 +178,8 @@ async def test_what_is_not_known_is_ignored_named_and_counted(client):
     )
     assert 'quire_gateway_ignored_fields_total{api="chat"}' in (await client.get("/metrics")).text
     assert "x-quire-ignored-fields" not in (await client.get("/v1/models")).headers
+    nameless = await client.post(CHAT, json={"messages": HELLO, "max_tokens": 1, "0": 1, "": 1})
+    assert nameless.headers["x-quire-ignored-fields"] == '0, ""'
 
 
 async def test_strictly_what_is_not_known_is_refused_by_every_api(scheduler):

@@ -54,6 +54,7 @@ RUNNING = {
         for version in ("", "/versions/{version}")
         for end in ("", "_stream")
     },
+    "/v1/batches": {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"},
     "/v2/repository/index": {},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [5, 6]},

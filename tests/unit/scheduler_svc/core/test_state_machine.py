@@ -313,6 +313,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not scheduler.unpin("c", pin.pin_id)
         assert scheduler.unpin(pin.tenant, pin.pin_id)
 
+    @rule()
+    def forget_cached(self):
+        pool = self.driver.scheduler.batch.blocks.pool
+        num_held = pool.num_used
+        num_cached = pool.num_cached
+        num_forgotten = self.driver.scheduler.forget_cached()
+        assert (pool.num_cached, pool.num_used) == (num_cached - num_forgotten, num_held)
+        assert self.driver.scheduler.forget_cached() == 0
+
     @rule(was_alive=st.booleans())
     def lose_worker(self, was_alive):
         failed = set(self.driver.failed)

@@ -1,0 +1,33 @@
+"""POST /reset_prefix_cache, in front of a real scheduler."""
+
+from gateway.auth.caller import Access
+from tests.support.gateway_process import running_gateway
+from tests.support.keys import KeysFile
+from tests.support.two_gateways import two_gateways
+
+
+async def test_cached_prefixes_are_forgotten_except_those_that_are_pinned(tmp_path):
+    async with two_gateways(tmp_path) as two:
+        http = two.first.http
+
+        async def num_cached(prompt: list[int]) -> int:
+            body = {"prompt": prompt, "max_tokens": 1}
+            answer = (await http.post("/v1/completions", json=body)).json()
+            return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        prompt = list(range(100, 200))
+        await num_cached(prompt)
+        assert await num_cached(prompt) == 96
+        answer = await two.second.http.post("/reset_prefix_cache")
+        assert answer.json() == {"forgotten_blocks": 6}
+        assert (await http.post("/reset_prefix_cache")).json() == {"forgotten_blocks": 0}
+        assert await num_cached(prompt) == 0
+        assert await num_cached(prompt) == 96
+
+
+async def test_it_is_for_operators(scheduler, tmp_path):
+    keys = KeysFile(tmp_path / "keys.json")
+    key = keys.add("acme", access=Access(is_operator=False))
+    async with running_gateway(scheduler, keys_files=(keys.path,)) as gateway:
+        answer = await gateway.http.post("/reset_prefix_cache", headers={"authorization": f"Bearer {key}"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "operators_only")
