@@ -109,6 +109,9 @@ CHAT_PART = Unread(frozenset({"cache_control", "annotations"}))
 CHAT_CALL = Unread(frozenset({"index", "extra_content"}))
 CHAT_CALLED = Unread(frozenset({"parsed_arguments"}))
 CHAT_TOOL = Unread(frozenset({"cache_control"}))
+# Hints of agents, which change no text: how long an answer will be, whether its turn will be followed by others.
+AGENT_HINTS = Unread(frozenset({"osl", "latency_sensitivity", "speculative_prefill"}))
+NVEXT = Unread(frozenset({"annotations", "cache_control", "extra_fields"}))
 STREAM_OPTIONS = Unread(frozenset({"include_obfuscation"}))
 STRUCTURED_OUTPUTS = Unread(
     frozenset({"disable_fallback", "backend"}), {"disable_additional_properties": (False,), "whitespace_pattern": ()}

@@ -31,6 +31,7 @@ from gateway.api.openai.schemas import (
     TokenizeBody,
     check_body,
 )
+from gateway.auth.caller import LOWEST_PRIORITY, current_caller
 from gateway.request.violations import Violations
 from gateway.types import ChatPrompt, Clamp, Prompt, RequestOptions, TextPrompt, TokenPrompt, write
 from quire.common.v1 import common_pb2
@@ -215,9 +216,17 @@ def _options(
         clamp=Clamp.AS_SET if isinstance(body, ChatBody) else Clamp.NEVER,
         request_id=request_id,
         # In vLLM's API lower values run earlier, in Quire's higher ones.
-        priority=None if body.priority is None else -body.priority,
+        priority=_hinted_priority(body) if body.priority is None else -body.priority,
         priority_sign=-1,
     )
+
+
+def _hinted_priority(body: GenerationBody) -> int | None:
+    """The priority that an agent hints at, as far as its key allows it: a hint is never refused."""
+    hints = None if body.nvext is None else body.nvext.agent_hints
+    if hints is None or hints.priority is None:
+        return None
+    return max(LOWEST_PRIORITY, min(hints.priority, current_caller().access.max_priority))
 
 
 def meant(name: str, value: Any) -> Any:

@@ -55,6 +55,22 @@ class Prediction(Part):
         return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
 
 
+class AgentHints(Part):
+    """A higher `priority` is more urgent. Expected lengths and the like have no effect."""
+
+    unread: ClassVar[Unread] = field_rule.AGENT_HINTS
+
+    priority: int | None = None
+
+
+class Nvext(Part):
+    """Dynamo's extensions. What they ask for are hints, so nothing of them is refused."""
+
+    unread: ClassVar[Unread] = field_rule.NVEXT
+
+    agent_hints: AgentHints | None = None
+
+
 class GenerationBody(Body, ConstraintFields):
     """Fields of completions and chat completions; vLLM adds those below the blank line.
 
@@ -98,6 +114,8 @@ class GenerationBody(Body, ConstraintFields):
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     request_id: str | None = None
+    # Dynamo's.
+    nvext: Nvext | None = None
     # Quire's: the stream outlives its reader, and its events have ids.
     durable: bool | None = None
 

@@ -9,9 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.auth.caller import Access
 from quire.arrays import decode_int32
 from tests.support.fake_scheduler import counting_rule, scripted
 from tests.support.gateway_process import running_gateway
+from tests.support.keys import KeysFile
 from tests.support.rig import SPEECH, TOKENIZER
 from tests.support.tokenizers import byte_level, write_model_directory
 
@@ -400,3 +402,20 @@ async def test_a_model_s_name_may_have_slashes(scheduler):
     ):
         assert (await http.get("/v1/models/org/model")).json()["id"] == "org/model"
         assert (await http.post(COMPLETIONS, json={"prompt": "a", "model": "org/model"})).status_code == 200
+
+
+async def test_an_agents_hint_of_priority_is_heard_as_far_as_its_key_allows(scheduler, tmp_path):
+    keys = KeysFile(tmp_path / "keys.json")
+    key = keys.add("acme", access=Access(max_priority=5))
+    async with running_gateway(scheduler, keys_files=(keys.path,)) as gateway:
+        headers = {"authorization": f"Bearer {key}"}
+        for hints, priority in [
+            ({"priority": 3, "osl": 200}, 3),
+            ({"priority": 70}, 5),
+            ({"priority": -(10**9)}, -100),
+            ({"osl": 5}, 0),
+        ]:
+            body = {"messages": HELLO, "max_tokens": 1, "nvext": {"agent_hints": hints}}
+            answer = await gateway.http.post(CHAT, json=body, headers=headers)
+            assert (answer.status_code, scheduler.submits[-1].priority) == (200, priority)
+            assert "x-quire-ignored-fields" not in answer.headers
