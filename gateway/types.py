@@ -111,6 +111,8 @@ class RequestOptions:
     priority: int | None = None
     priority_sign: Literal[1, -1] = 1
     durable: bool = False
+    cache_salt: str | None = None
+    """Requests with different salts share no cached prefixes."""
     front_end: bytes = b""
     """As in GenerationRequest, as is the next one."""
     is_steady: bool = False

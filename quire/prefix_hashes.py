@@ -15,11 +15,27 @@ BlockHash = NewType("BlockHash", bytes)
 
 HASH_BYTES = 32
 
+SALT_BYTES = 16
+
 SHORT_BYTES = 8
 """The bytes of a hash that stand for it where a mistake costs time only: in events and digests of a cache."""
 
 
-def root_hash(tenant: str, adapter: bytes | None = None) -> BlockHash:
+def salt_digest(salt: str) -> bytes:
+    """What stands for a caller's salt outside of its gateway."""
+    return blake2b(salt.encode(), digest_size=SALT_BYTES, person=b"quire/salt").digest() if salt else b""
+
+
+def root_hash(tenant: str, adapter: bytes | None = None, salt: bytes = b"") -> BlockHash:
+    """The root hash of a tenant's sequences, with an adapter and with a `salt_digest`: those with different salts share
+    no blocks."""
+    root = _unsalted_root(tenant, adapter)
+    if not salt:
+        return root
+    return BlockHash(blake2b(root + salt, digest_size=HASH_BYTES, person=b"quire/prefix/s").digest())
+
+
+def _unsalted_root(tenant: str, adapter: bytes | None) -> BlockHash:
     """The root hash of a tenant: tenants share no blocks, and cannot probe what others computed. With the digest of an
     adapter it is that of the tenant's sequences with this adapter, whose keys and values are others."""
     if adapter is not None:

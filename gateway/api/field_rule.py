@@ -79,7 +79,7 @@ _GENERATION = Unread(
         "modalities": (["text"],),
         "guided_decoding_disable_additional_properties": (False,),
         **_never(
-            *("audio", "cache_salt", "guided_whitespace_pattern", "logits_processors"),
+            *("audio", "guided_whitespace_pattern", "logits_processors"),
             *("logprob_token_ids", "mm_processor_kwargs", "moderation", "prompt_embeds"),
             *("thinking_token_budget", "web_search_options"),
         ),

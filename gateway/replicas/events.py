@@ -187,6 +187,7 @@ class Welcome:
     device_name: str = ""
     max_adapters: int = 0
     max_drafts: int = 0
+    takes_cache_salts: bool = False
 
 
 @dataclass(slots=True)

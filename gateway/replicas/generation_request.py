@@ -69,6 +69,8 @@ class GenerationRequest:
     """The span that the scheduler continues, if the request is traced."""
     adapter: NamedAdapter | None = None
     """None is the model as it is."""
+    cache_salt: bytes = b""
+    """The digest of a salt of the prefix cache; empty without one."""
     front_end: bytes = b""
     """Of a stream that another gateway may write again: what its front end needs for that."""
     is_steady: bool = False

@@ -186,7 +186,8 @@ class Replicas:
         }
         request = live.request
         digest = None if request.adapter is None else request.adapter.digest
-        self._submit(live, candidates[self._router.choose(request.prompt_token_ids, request.tenant, choices, digest)])
+        chosen = self._router.choose(request.prompt_token_ids, request.tenant, choices, digest, request.cache_salt)
+        self._submit(live, candidates[chosen])
 
     def release(self, live: LiveRequest) -> None:
         """Ends a request at its scheduler; if its stream is broken, when it is back. Idempotent."""
@@ -536,9 +537,12 @@ def _is_known(link: SchedulerLink, changed: QuireError) -> bool:
 
 
 def _fits(live: LiveRequest, link: SchedulerLink) -> bool:
-    """Whether the request can run there. A scheduler of an earlier release would ignore its adapter."""
+    """Whether the request can run there. A scheduler of an earlier release would ignore its adapter,
+    and its salt."""
     has_adapter = live.request.adapter is not None
     takes_it = not has_adapter or (link.welcome is not None and link.welcome.max_adapters > 0)
+    if live.request.cache_salt:
+        takes_it = takes_it and link.welcome is not None and link.welcome.takes_cache_salts
     return takes_it and live.fits(link.model)
 
 

@@ -49,6 +49,7 @@ def submit_message(live: LiveRequest, *, has_drafts: bool = True) -> scheduler_p
         has_constraint=asked.HasField("constraint"),
         adapter=adapter_message(request.adapter),
         front_end=request.front_end,
+        cache_salt=request.cache_salt,
     )
     if not request.durable:
         # The scheduler sees no text, unless it keeps the request for another gateway.
@@ -105,6 +106,7 @@ def request_from_submit(submit: scheduler_pb2.Submit) -> GenerationRequest:
         answer_format=_format_from(submit.answer_format) if submit.HasField("answer_format") else PLAIN,
         trace=TraceContext(trace.traceparent, optional(trace, "tracestate")) if trace is not None else None,
         adapter=_adapter_from(submit.adapter) if submit.HasField("adapter") else None,
+        cache_salt=submit.cache_salt,
         front_end=submit.front_end,
         is_steady=bool(submit.front_end),
     )

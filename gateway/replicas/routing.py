@@ -91,10 +91,15 @@ class Router:
         self._turns = count()
 
     def choose(
-        self, prompt: Prompt, tenant: str, candidates: Mapping[str, Candidate], adapter: bytes | None = None
+        self,
+        prompt: Prompt,
+        tenant: str,
+        candidates: Mapping[str, Candidate],
+        adapter: bytes | None = None,
+        salt: bytes = b"",
     ) -> str:
-        """The replica for a prompt of token ids, of a request with the adapter of this digest. `candidates` has at
-        least one, by address."""
+        """The replica for a prompt of token ids, of a request with the adapter and the salt of these digests.
+        `candidates` has at least one, by address."""
         match self.policy:
             case RoutingPolicy.ROUND_ROBIN:
                 addresses = sorted(candidates)
@@ -102,7 +107,7 @@ class Router:
             case RoutingPolicy.AFFINITY:
                 return _by_affinity(prompt, candidates, adapter)
             case RoutingPolicy.CACHE:
-                return _by_cache(prompt, tenant, candidates, adapter)
+                return _by_cache(prompt, tenant, candidates, adapter, salt)
 
 
 def _by_affinity(prompt: Prompt, candidates: Mapping[str, Candidate], adapter: bytes | None) -> str:
@@ -111,12 +116,14 @@ def _by_affinity(prompt: Prompt, candidates: Mapping[str, Candidate], adapter: b
     return choose_replica(key, {name: each.load for name, each in candidates.items()})
 
 
-def _by_cache(prompt: Prompt, tenant: str, candidates: Mapping[str, Candidate], adapter: bytes | None) -> str:
+def _by_cache(
+    prompt: Prompt, tenant: str, candidates: Mapping[str, Candidate], adapter: bytes | None, salt: bytes
+) -> str:
     # None, or nothing: no replica is known to have anything.
     if not any(each.cached for each in candidates.values()):
         return _by_affinity(prompt, candidates, adapter)
     sizes = {each.block_size for each in candidates.values()}
-    chains = {size: prompt_hashes(prompt, tenant, size, adapter) for size in sizes}
+    chains = {size: prompt_hashes(prompt, tenant, size, adapter, salt) for size in sizes}
     cached_tokens = {
         address: each.block_size * (0 if each.cached is None else each.cached.num_cached(chains[each.block_size]))
         for address, each in candidates.items()
@@ -131,11 +138,13 @@ def _by_cache(prompt: Prompt, tenant: str, candidates: Mapping[str, Candidate], 
     return choose_replica(key, {address: each.load for address, each in candidates.items()}, cached_tokens)
 
 
-def prompt_hashes(prompt: Prompt, tenant: str, block_size: int, adapter: bytes | None = None) -> list[BlockHash]:
+def prompt_hashes(
+    prompt: Prompt, tenant: str, block_size: int, adapter: bytes | None = None, salt: bytes = b""
+) -> list[BlockHash]:
     """The names of a prompt's full blocks, as its scheduler computes them."""
     num_blocks = min(len(prompt) // block_size, _MAX_HASHED_BLOCKS)
     packed = np.ascontiguousarray(prompt[: num_blocks * block_size], np.int32).tobytes()
-    return hash_chain(root_hash(tenant, adapter), packed, 4 * block_size)
+    return hash_chain(root_hash(tenant, adapter, salt), packed, 4 * block_size)
 
 
 def affinity_key(prompt: Prompt, block_size: int, num_blocks: int = _AFFINITY_BLOCKS) -> bytes:

@@ -31,6 +31,7 @@ from quire.common.v1.common_pb2 import (
     StoppingParameters,
     TokenIds,
 )
+from quire.prefix_hashes import salt_digest
 from quire.rpc.errors import QuireError, invalid_field
 from quire.tracing import TraceContext
 
@@ -177,6 +178,7 @@ async def prepare(
         predicted=parameters.predicted,
         priority=priority,
         durable=options.durable,
+        cache_salt=salt_digest(options.cache_salt or ""),
         front_end=options.front_end,
         is_steady=options.is_steady or bool(options.front_end),
         answer_format=answer_format,

@@ -116,6 +116,7 @@ class Request:
     scheduler or an earlier one, is not refused for the queue's bounds. `stop_token_ids` holds the model's eos ids too.
     Cached prefixes are shared within a tenant. `traceparent` is carried to the workers as it is. `has_constraint` tells
     that the sampling parameters hold one, which workers compile. `adapter` is None for the model as it is.
+    `cache_salt` is a salt's digest, empty without one.
     """
 
     key: RequestKey
@@ -134,11 +135,12 @@ class Request:
     accepted_before: bool = False
     has_constraint: bool = False
     adapter: Adapter | None = None
+    cache_salt: bytes = b""
 
     @property
     def cache_root(self) -> BlockHash:
-        """What the hashes of its blocks begin with: tenants share no blocks, and neither do adapters."""
-        return cache_root(self.tenant, self.adapter)
+        """What the hashes of its blocks begin with: tenants share no blocks, and neither do adapters or salts."""
+        return cache_root(self.tenant, self.adapter, self.cache_salt)
 
     @property
     def needs(self) -> list[Need]:
@@ -168,9 +170,9 @@ class Request:
         return sampling if index == 0 else replace(sampling, seed=sequence_seed(sampling.seed, index))
 
 
-def cache_root(tenant: str, adapter: Adapter | None) -> BlockHash:
-    """What the hashes of a tenant's blocks with an adapter begin with."""
-    return root_hash(tenant, None if adapter is None else adapter.digest)
+def cache_root(tenant: str, adapter: Adapter | None, salt: bytes = b"") -> BlockHash:
+    """What the hashes of a tenant's blocks with an adapter and a salt begin with."""
+    return root_hash(tenant, None if adapter is None else adapter.digest, salt)
 
 
 def sequence_seed(seed: int, index: int) -> int:

@@ -98,6 +98,7 @@ def submit_message(request: Request, now: float, hider: TokenHider | None) -> Op
         prompt_logprobs_start=request.sampling.prompt_logprobs_start,
         has_constraint=request.has_constraint,
         adapter_digest=_digest_of(request.adapter),
+        cache_salt=request.cache_salt,
     )
     if request.has_constraint:
         key = b"" if hider is None else hider.key
@@ -133,6 +134,7 @@ def request_of(submit: recording_pb2.RecordedSubmit) -> Request:
         accepted_before=submit.accepted_before,
         has_constraint=submit.has_constraint,
         adapter=adapter_of(submit.adapter_digest),
+        cache_salt=submit.cache_salt,
     )
 
 

@@ -11,6 +11,7 @@ from quire.adapters import DIGEST_BYTES
 from quire.arrays import decode_int32, encode_int32, encode_logprobs
 from quire.common.v1 import common_pb2
 from quire.logprob_columns import LogprobLog
+from quire.prefix_hashes import SALT_BYTES
 from quire.rpc.errors import InvalidArgument, QuireError, invalid_field
 from quire.scheduler.v1 import scheduler_pb2
 from quire.tracing import TraceContext
@@ -100,7 +101,14 @@ def request_from_submit(submit: scheduler_pb2.Submit, *, vocab_size: int, max_nu
         accepted_before=submit.resubmitted,
         has_constraint=submit.has_constraint,
         adapter=adapter_from(submit.adapter) if submit.HasField("adapter") else None,
+        cache_salt=_salt_from(submit),
     )
+
+
+def _salt_from(submit: scheduler_pb2.Submit) -> bytes:
+    if len(submit.cache_salt) not in (0, SALT_BYTES):
+        raise invalid_field("cache_salt", f"has {len(submit.cache_salt)} bytes; it must have {SALT_BYTES}")
+    return submit.cache_salt
 
 
 def adapter_from(message: scheduler_pb2.Adapter) -> Adapter:
@@ -170,6 +178,7 @@ def welcome_message(
             device_name=info.device_name,
             max_adapters=info.max_adapters,
             max_drafts=info.max_drafts,
+            takes_cache_salts=True,
         )
     )
 

@@ -211,6 +211,7 @@ def _options(
         stopping=stopping,
         output=output,
         as_written=as_written,
+        cache_salt=body.cache_salt,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side or "left",
         clamp=Clamp.AS_SET if isinstance(body, ChatBody) else Clamp.NEVER,

@@ -55,6 +55,9 @@ class Prediction(Part):
         return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
 
 
+Salt = Annotated[str, Field(min_length=1, max_length=256)]
+
+
 class AgentHints(Part):
     """A higher `priority` is more urgent. Expected lengths and the like have no effect."""
 
@@ -114,6 +117,7 @@ class GenerationBody(Body, ConstraintFields):
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     request_id: str | None = None
+    cache_salt: Salt | None = None
     # Dynamo's.
     nvext: Nvext | None = None
     # Quire's: the stream outlives its reader, and its events have ids.

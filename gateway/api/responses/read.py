@@ -34,7 +34,7 @@ from gateway.api.openai.constraint_fields import (
     constraint_of,
 )
 from gateway.api.openai.read import meant
-from gateway.api.openai.schemas import Prediction, check_prediction
+from gateway.api.openai.schemas import Prediction, Salt, check_prediction
 from gateway.auth.caller import HIGHEST_PRIORITY
 from gateway.request.limits import MAX_LOGIT_BIAS
 from gateway.request.violations import Violations, shortened
@@ -320,6 +320,7 @@ class ResponseBody(InputBody):
     priority: int | None = None
     structured_outputs: StructuredOutputs | None = None
     metadata: Annotated[dict[str, str] | None, max_entries(_MAX_METADATA)] = None
+    cache_salt: Salt | None = None
     background: bool | None = None
     # Quire's: the stream outlives its reader, and its events have ids.
     durable: bool | None = None
@@ -508,6 +509,7 @@ def options_of(body: ResponseBody, messages: Sequence[ChatMessage], request_id: 
         stopping,
         output,
         as_written=as_written,
+        cache_salt=body.cache_salt,
         request_id=request_id,
         priority=None if body.priority is None else -body.priority,
         priority_sign=-1,

@@ -213,7 +213,7 @@ async def test_a_tensor_at_fault_is_named(gateway, change, field, words):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"cache_salt": "a"}, "is not supported by this version"),
+        ({"prompt_embeds": "a"}, "is not supported by this version"),
         ({"ignore_eos": "perhaps"}, 'is "perhaps"; it must be true or false'),
         ({"prompt": "hello"}, "is no sampling parameter; set the input text_input"),
         ({"stream": True}, "set the input stream"),

@@ -1,4 +1,4 @@
-"""POST /reset_prefix_cache, in front of a real scheduler."""
+"""What parts and forgets cached prefixes over HTTP, in front of a real scheduler."""
 
 from gateway.auth.caller import Access
 from tests.support.gateway_process import running_gateway
@@ -31,3 +31,19 @@ async def test_it_is_for_operators(scheduler, tmp_path):
     async with running_gateway(scheduler, keys_files=(keys.path,)) as gateway:
         answer = await gateway.http.post("/reset_prefix_cache", headers={"authorization": f"Bearer {key}"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "operators_only")
+
+
+async def test_requests_with_different_salts_share_no_prefix(tmp_path):
+    async with two_gateways(tmp_path, num_replicas=2) as two:
+
+        async def num_cached(gateway, salt: str | None) -> int:
+            body = {"prompt": list(range(100, 200)), "max_tokens": 1, "cache_salt": salt}
+            answer = (await gateway.http.post("/v1/completions", json=body)).json()
+            return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        for salt in (None, "a", "b"):
+            assert await num_cached(two.first, salt) == 0, salt
+            assert await num_cached(two.first, salt) == 96, salt
+        body = {"prompt": "Once", "max_tokens": 1, "cache_salt": ""}
+        refused = await two.first.http.post("/v1/completions", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")

@@ -412,7 +412,7 @@ _STATUSES = {
 }  # fmt: skip
 _MISTAKES: Mapping[str, tuple[int, str, dict[str, Any]]] = {
     "no JSON": (400, "malformed_message", {"body": b'{"prompt": '}),
-    "field that is refused": (400, "invalid_argument", {"fields": {"cache_salt": "a"}}),
+    "field that is refused": (400, "invalid_argument", {"fields": {"prompt_embeds": "a"}}),
     "wrong type": (400, "invalid_argument", {"fields": {"temperature": "hot"}}),
     "out of range": (400, "invalid_argument", {"fields": {"top_p": 2.0}}),
     "unknown model": (404, "model_not_found", {"fields": {"model": "another"}}),

@@ -119,7 +119,7 @@ def test_an_unknown_field_is_refused_by_name_only_strictly(field):
     ("field", "value"),
     [
         ("modalities", ["text", "audio"]),
-        ("cache_salt", "a"),
+        ("prompt_embeds", "a"),
         ("guided_whitespace_pattern", " "),
     ],
 )
