@@ -19,11 +19,11 @@ from gateway.api.batches.store import BatchStore
 from gateway.api.field_rule import FieldRule
 from gateway.api.grpc.servicers import GenerationServicer, ModelServicer, PrefixServicer
 from gateway.api.kserve.servicer import KServeServicer, UnservedMethods
-from gateway.api.ui.history import LoadHistory
 from gateway.api.responses.background import BackgroundResponses
 from gateway.api.responses.background_store import BackgroundStore
 from gateway.api.responses.calls import ResponseCall
 from gateway.api.responses.store import open_store, sqlite_path
+from gateway.api.ui.history import LoadHistory
 from gateway.auth.keys import Authenticator, KeyRing, NoAuthenticator, entries_of
 from gateway.metrics import GatewayMetrics
 from gateway.offload import FairExecutor

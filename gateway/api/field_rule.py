@@ -125,7 +125,7 @@ RESPONSE = Unread(
     # `max_tool_calls` limits tools that run at the server, of which there are none.
     frozenset({*_LABELS, *_SERVING, "client_metadata", "context_management", "end_turn", "max_tool_calls"})
     - {"metadata"},
-    {**_never("access_programs", "cache_salt", "conversation", "image", "moderation", "prompt")},
+    {**_never("access_programs", "conversation", "image", "moderation", "prompt")},
 )
 RESPONSE_ITEM = Unread(frozenset({*_OF_HISTORY, "status", "phase", "encrypted_content", "end_turn"}))
 RESPONSE_RESULT = RESPONSE_ITEM.plus("name")

@@ -108,7 +108,7 @@ async def test_hints_and_values_that_change_nothing_are_accepted():
         ({"background": True, "stream": True, "durable": True}, "durable"),
         ({"durable": True}, "durable"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"cache_salt": "a"}, "cache_salt"),
+        ({"cache_salt": ""}, "cache_salt"),
         ({"include": ["file_search_call.results"]}, "include[0]"),
         ({"truncation": "some"}, "truncation"),
         ({"top_logprobs": 2}, "top_logprobs"),
