@@ -135,7 +135,8 @@ async def test_a_reader_that_comes_back_takes_the_stream_over(two):
         started = asyncio.create_task(two.first.http.post("/v1/completions", json=body))
 
         async def runs() -> bool:
-            return (await state_of(two.scheduler)).running_requests + (await state_of(two.scheduler)).waiting_requests
+            state = await state_of(two.scheduler)
+            return state.running_requests + state.waiting_requests > 0
 
         await until(runs)
         again = asyncio.create_task(two.second.http.post("/v1/completions", headers={"last-event-id": "mine:0"}))
