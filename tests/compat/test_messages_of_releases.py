@@ -51,7 +51,16 @@ _GENERATION = "/quire.gateway.v1.GenerationService/"
 _CONNECT = "/quire.scheduler.v1.SchedulerService/Connect"
 _RUN = "/quire.worker.v1.WorkerService/Run"
 
-ADDED = frozenset({"quire.worker.v1.WorkerLimits.5", "quire.worker.v1.WorkerLimits.8", "quire.scheduler.v1.Welcome.16", "quire.scheduler.v1.Welcome.18"})
+ADDED = frozenset(
+    {
+        {
+            "quire.worker.v1.WorkerLimits.5",
+            "quire.worker.v1.WorkerLimits.8",
+            "quire.scheduler.v1.Welcome.16",
+            "quire.scheduler.v1.Welcome.18",
+        }
+    }
+)
 """Fields, as TYPE.NUMBER, that the code of today writes to every release, since an older one may ignore them. All other
 new fields are written only to a side that says that it speaks a version which has them."""
 

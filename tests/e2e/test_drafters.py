@@ -48,7 +48,7 @@ def test_each_of_several_sequences_follows_the_prediction_and_a_search_ignores_i
     expected = run(off, make_request(1, prompt, **fields))
     predicted = expected[1, 1].token_ids
     assert run(on, make_request(1, prompt, **fields, predicted=predicted)) == expected
-    assert on.num_accepted > 15
+    assert on.num_accepted >= 15  # half of the sequence that follows it
 
 
 def test_a_schema_gives_several_tokens_a_step_and_the_same_text(engines) -> None:

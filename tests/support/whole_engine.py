@@ -20,7 +20,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import ClientEvents, StepPlan, Usage
 from scheduler_svc.service.worker_messages import StepAnswer, replica_info, step_answer, step_message
 from worker_svc.device.device_loop import DeviceLoop
-from worker_svc.device.draft_choice import Guesses
+from worker_svc.device.draft_choice import Guesses, PassCosts, PayingDrafts
 from worker_svc.device.runner import ModelRunner
 from worker_svc.protocol.convert import StepDecoder, info_message, result_message
 from worker_svc.sampling.drafters import NO_DRAFT, Draft, Drafter, RowText
@@ -28,6 +28,8 @@ from worker_svc.settings import WorkerSettings
 from worker_svc.startup import build_worker
 
 _STEPS_IN_FLIGHT = 2
+_COSTS = PassCosts([1, 64], [1e-2, 1.1e-2])
+"""Of passes of so many rows: more rows cost little."""
 
 
 @dataclass
@@ -88,6 +90,10 @@ class WholeEngine:
     def __init__(self, *flags: str) -> None:
         settings = load_settings(WorkerSettings, flags, {}, program="quire worker")
         self.worker = build_worker(settings, DeviceLoop())
+        runner = self.worker.runner
+        if isinstance(runner, ModelRunner) and runner._drafts is not None:
+            # What the worker measured differs from run to run.
+            runner.choose_drafts(PayingDrafts(self.worker.info.limits.max_num_rows, _COSTS))
         self.num_drafts = self.num_accepted = self.num_steps = self.num_passes = 0
         self.usages: dict[int, Usage] = {}
 

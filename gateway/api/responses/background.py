@@ -193,6 +193,8 @@ class BackgroundResponses:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if not names:
+            return
         try:
             await self._store.run(self._store.give_up, names)
         except QuireError as error:

@@ -133,5 +133,5 @@ async def test_what_is_missing_or_taken_is_named(tmp_path, monkeypatch):
             await serve(taken)
     monkeypatch.setitem(sys.modules, "zmq", None)
     monkeypatch.delitem(sys.modules, "scheduler_svc.service.kv_events")
-    with pytest.raises(ConfigurationError, match=r"--kv-events needs zmq, .*; install quire\[events\]"):
+    with pytest.raises(ConfigurationError, match=r"--kv-events needs zmq, .*; install quire-llm\[events\]"):
         await serve(SchedulerSettings(listen=f"unix:{tmp_path}/t", kv_events="ipc://nowhere"))

@@ -83,9 +83,9 @@ def test_without_an_endpoint_there_is_no_tracer_and_without_the_package_an_error
     assert open_tracer(None, "gateway") is None
     monkeypatch.delitem(sys.modules, "quire.tracing.otlp")
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
-    with pytest.raises(ConfigurationError, match=r"^--otlp-traces-endpoint needs .* install quire\[tracing\]$"):
+    with pytest.raises(ConfigurationError, match=r"^--otlp-traces-endpoint needs .* install quire-llm\[tracing\]$"):
         open_tracer("http://localhost:4317", "gateway")
-    with pytest.raises(ConfigurationError, match=r"quire\[tracing\]"):
+    with pytest.raises(ConfigurationError, match=r"quire-llm\[tracing\]"):
         check_servable(ServeSettings(otlp_traces_endpoint="http://localhost:4317"))
 
 

@@ -96,7 +96,7 @@ async def test_a_package_that_is_not_installed_is_one_line(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "find_spec", lambda name: None if name in ("torch", "uvicorn") else object())
-    with pytest.raises(ConfigurationError, match=r"^not installed: torch, uvicorn; install quire\[all\]$"):
+    with pytest.raises(ConfigurationError, match=r"^not installed: torch, uvicorn; install quire-llm\[all\]$"):
         await make_server(model_directory).__aenter__()
 
 

@@ -148,7 +148,7 @@ def open_memories() -> list[str]:
         # Threads of other tests may close theirs meanwhile.
         with suppress(FileNotFoundError):
             links.append(str(file.readlink()))
-    return [link for link in links if link.startswith("/memfd:quire")]
+    return [link for link in links if link.startswith("/memfd:quire (")]
 
 
 @pytest.mark.parametrize(
