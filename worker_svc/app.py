@@ -15,13 +15,15 @@ from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.tracing import open_tracer
 from worker_svc.device.device_loop import DeviceLoop, end_when_hung
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.protocol.stream import Worker, WorkerServicer, start_server
+from worker_svc.protocol.stream import FETCH_BLOCKS, Worker, WorkerServicer, start_server
 from worker_svc.settings import WorkerSettings
 from worker_svc.thread_binding import placed_threads
 
 # The scheduler owns all requests, so only the steps in flight have to finish.
 _GRACE_S = 1.0
 _DEVICE_STOP_S = 5.0
+_FETCH_S = 15.0
+"""How long a worker that ends waits for other replicas to fetch what is offered to them: a lease and some more."""
 _logger = logging.getLogger(__name__)
 
 
@@ -65,6 +67,7 @@ async def serve(settings: WorkerSettings) -> None:
         await end_when_hung(worker.busy_ms, settings.step_timeout)
     finally:
         stopping.set()
+        await servicer.wait_until_fetched(_FETCH_S)
         await server.stop(grace_s=_GRACE_S)
         if metrics_server is not None:
             metrics_server.stop()
@@ -82,8 +85,11 @@ async def _start_server(
 ) -> tuple[RpcServer, ServerTls | None]:
     """The listening server, and the TLS of the other ports, which are for operators."""
     identity = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.WORKER)
-    # Only a scheduler commands a worker.
-    tls = None if identity is None else ServerTls(identity, roles=frozenset({Role.SCHEDULER}))
+    # Only a scheduler commands a worker, and only workers fetch blocks.
+    tls = None
+    if identity is not None:
+        scheduler, worker = frozenset({Role.SCHEDULER}), frozenset({Role.WORKER})
+        tls = ServerTls(identity, roles=scheduler, roles_of_methods={FETCH_BLOCKS: worker})
     operators = None if identity is None else ServerTls.for_operators(identity)
     register_process(metrics.registry, () if identity is None else (identity.certificate, identity.authority))
     server = await start_server(

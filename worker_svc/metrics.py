@@ -36,6 +36,14 @@ class WorkerMetrics:
         self._adapters = Gauge(
             "quire_worker_adapter_bytes", "Memory of the LoRA adapters that are loaded.", registry=self.registry
         )
+        self._moved = Counter(
+            "quire_worker_moved_bytes",
+            "Bytes of KV blocks that went to and came from workers of other replicas; failed ones did not come whole.",
+            ("what",),
+            registry=self.registry,
+        )
+        for what in ("sent", "received", "failed"):
+            self._moved.labels(what)
         self._busy = Gauge(
             "quire_worker_device_busy_seconds", "How long the device is in its current step.", registry=self.registry
         )
@@ -72,6 +80,10 @@ class WorkerMetrics:
         self._cache_operations.observe(timings.cache_operations_us / 1e6)
         self._model.observe(timings.model_us / 1e6)
         self._sample.observe(timings.sample_us / 1e6)
+
+    def moved(self, what: str, num_bytes: int) -> None:
+        """Blocks went to another worker ("sent"), came from one ("received"), or did not come ("failed")."""
+        self._moved.labels(what).inc(num_bytes)
 
     def step_failed(self) -> None:
         """A step failed on the device."""

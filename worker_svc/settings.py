@@ -121,6 +121,12 @@ class WorkerSettings(ModelFlags, WorkerFlags, ProcessFlags):
         "file in memory for the KV pool, as on /dev/shm, that outlives this process: its next start with the same "
         "model and flags finds the blocks in it; for cpu",
     )
+    transfer_endpoint: str | None = setting(
+        None,
+        "address at which workers of other replicas fetch KV blocks from this one; not given, that of --workers of the "
+        "scheduler, which they must reach, too",
+        metavar="HOST:PORT",
+    )
     tensor_parallel_rank: int = setting(0, "rank of this worker", minimum=0)
     tensor_parallel_address: str = setting(
         "127.0.0.1:50063", "address of the ranks' rendezvous: HOST:PORT, on which rank 0 listens for the others"

@@ -26,11 +26,13 @@ from quire.model_source import resolve_model
 from quire.processors import available_memory, num_processors
 from quire.progress import PROFILING, READING, RECORDING, WARMING_UP, LoadProgress, Report, no_report
 from quire.rpc.address import is_local
+from quire.rpc.tls import Role, TlsIdentity
 from quire.settings import ConfigurationError
 from worker_svc.adapters import AdapterSlots, takes_adapters
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.draft_choice import PassCosts, PayingDrafts
 from worker_svc.device.kv_pool import KvPool, PoolPlace, PoolRequest, allocate_pool, pool_geometry
+from worker_svc.device.pool_blocks import PoolBlocks
 from worker_svc.device.pool_file import KvNamespace, PoolFile
 from worker_svc.device.replay import check_cuda_graphs
 from worker_svc.device.runner import ModelRunner, record_cuda_graphs
@@ -187,9 +189,19 @@ def make_worker(
         runner.choose_drafts(PayingDrafts(limits.max_num_rows, costs))
         limits = replace(limits, fixed_tokens=_fixed_tokens(costs))
     info = WorkerInfo(-negative_generation, ranks.rank, ranks.size, pool.geometry, geometry, limits, fingerprint)
+    info = replace(
+        info,
+        # That of the whole group: each rank fetches from the same rank.
+        kv_namespace=replace(kv_namespace(model, settings, fingerprint), rank=0).digest().hex()
+        if fingerprint.weights
+        else "",
+        transfer_endpoint=settings.transfer_endpoint or "",
+    )
+    blocks = PoolBlocks(pool, runner.seals) if info.kv_namespace else None
+    tls = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.WORKER)
     if templates is None:
-        return Worker(info, runner, device_loop, ranks.agree, adapters=adapters)
-    return Worker(info, runner, device_loop, ranks.agree, templates.prepare, adapters)
+        return Worker(info, runner, device_loop, ranks.agree, adapters=adapters, blocks=blocks, tls=tls)
+    return Worker(info, runner, device_loop, ranks.agree, templates.prepare, adapters, blocks, tls)
 
 
 def make_adapter_slots(model: CausalLM, settings: WorkerSettings) -> tuple[AdapterSlots | None, int]:

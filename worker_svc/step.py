@@ -103,6 +103,10 @@ class WorkerInfo:
     model: ModelGeometry
     limits: WorkerLimits
     fingerprint: ModelFingerprint = UNKNOWN_MODEL
+    kv_namespace: str = ""
+    """What the bytes of its blocks mean; empty where they go to no other worker."""
+    transfer_endpoint: str = ""
+    """Where other workers reach it; empty: where its scheduler does."""
 
 
 @dataclass(frozen=True, slots=True)

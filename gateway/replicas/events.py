@@ -12,6 +12,7 @@ from gateway.text.formats.output import ToolCallDelta
 from gateway.types import optional
 from quire.arrays import decode_int32, decode_logprobs
 from quire.common.v1 import common_pb2
+from quire.common.v1.common_pb2 import KvSource
 from quire.compatibility import ModelFingerprint, ProtocolVersions
 from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.logprob_columns import LogprobColumns
@@ -246,19 +247,29 @@ class RequestFailed:
     error: QuireError
 
 
-RequestEvent = TokenRun | PromptRun | SequenceEnded | RequestEnded | RequestFailed
+@dataclass(frozen=True, slots=True)
+class RequestMoved:
+    """A scheduler runs a request no longer, since it was released to go on at another one. `source` is where its blocks
+    can be fetched there; None where they cannot."""
+
+    handle: int
+    source: KvSource | None
+
+
+RequestEvent = TokenRun | PromptRun | SequenceEnded | RequestEnded | RequestFailed | RequestMoved
 
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
     """The events of one or more steps. They are applied in the order `prompt_runs`, `runs`, `ended`, `completed`,
-    `failed`: log probabilities of a prompt are reported no later than the tokens that follow it."""
+    `failed`, `moved`: log probabilities of a prompt are reported no later than the tokens that follow it."""
 
     runs: list[TokenRun] = field(default_factory=list[TokenRun])
     ended: list[SequenceEnded] = field(default_factory=list[SequenceEnded])
     completed: list[RequestEnded] = field(default_factory=list[RequestEnded])
     failed: list[RequestFailed] = field(default_factory=list[RequestFailed])
     prompt_runs: list[PromptRun] = field(default_factory=list[PromptRun])
+    moved: list[RequestMoved] = field(default_factory=list[RequestMoved])
 
     def parts(self, max_tokens: int) -> "Iterator[EventBatch]":
         """Batches of at most that many tokens, or about as many ends, which together are this one when they are applied
@@ -290,7 +301,7 @@ class EventBatch:
             if handle in completed:
                 part.completed.append(completed[handle])
         yield part
-        yield EventBatch(failed=self.failed)
+        yield EventBatch(failed=self.failed, moved=self.moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +363,7 @@ def event_batch_from(message: scheduler_pb2.TokenEvents) -> EventBatch:
         completed=[_request_ended(end) for end in message.completed],
         failed=[_request_failed(failure) for failure in message.failed],
         prompt_runs=[_prompt_run(entry) for entry in message.prompt_logprobs],
+        moved=[RequestMoved(each.handle, optional(each, "source")) for each in message.moved],
     )
 
 

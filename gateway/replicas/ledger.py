@@ -13,6 +13,7 @@ from gateway.replicas.events import (
     RequestEnded,
     RequestEvent,
     RequestFailed,
+    RequestMoved,
     SequenceEnded,
     TokenRun,
 )
@@ -38,6 +39,7 @@ class Outcome:
             has yet to report their cost.
         sequences_ended_here: Sequences, by index, that the gateway ended likewise in requests that run on.
         failed: Requests that the scheduler refused or failed.
+        moved: Requests that the scheduler runs no longer, to go on at another one.
         over: Requests that ended with this batch and that no scheduler runs any more.
         broken: Requests that failed here because one of their events could not be applied. The scheduler may still run
             them.
@@ -49,6 +51,7 @@ class Outcome:
     ended_here: list[LiveRequest] = field(default_factory=list[LiveRequest])
     sequences_ended_here: list[tuple[LiveRequest, int]] = field(default_factory=list[tuple[LiveRequest, int]])
     failed: list[tuple[LiveRequest, QuireError]] = field(default_factory=list[tuple[LiveRequest, QuireError]])
+    moved: list[LiveRequest] = field(default_factory=list[LiveRequest])
     over: list[LiveRequest] = field(default_factory=list[LiveRequest])
     broken: list[LiveRequest] = field(default_factory=list[LiveRequest])
     unknown_handles: set[int] = field(default_factory=set[int])
@@ -169,7 +172,7 @@ class Ledger:
         outcome.sequences_ended_here = [
             (live, index) for live, index in outcome.sequences_ended_here if not live.is_over and not live.awaits_usage
         ]
-        self._apply_events(replica, batch.failed, outcome, touched)
+        self._apply_events(replica, (*batch.failed, *batch.moved), outcome, touched)
         outcome.unknown_handles = {run.handle for run in batch.runs if self._of_replica(replica, run.handle) is None}
         return outcome
 
@@ -208,6 +211,12 @@ class Ledger:
                 # All of it came before: the failure concerns tokens after its end.
                 live.end_if_complete()
                 outcome.over.append(live)
+            case RequestMoved() if live.awaits_usage:
+                # A stop string ended it meanwhile, and the answer to the abort follows.
+                pass
+            case RequestMoved():
+                live.kv_source = event.source
+                outcome.moved.append(live)
             case RequestFailed():
                 outcome.failed.append((live, event.error))
 

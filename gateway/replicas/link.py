@@ -93,6 +93,7 @@ class SchedulerLink:
         welcome: The scheduler's last welcome; None before the first one.
         is_connected: Whether a stream is open.
         is_ready: Whether, in addition, the scheduler has its worker and runs steps.
+        is_draining: Whether it ends once its requests are over, or go on at others.
         cached: What the replica's prefix cache holds; None while that is unknown.
         problem: Why no stream is open; None before the first attempt, and while one is open.
         loading: How far the workers of the scheduler are with loading their model; None where it does not say.
@@ -117,6 +118,7 @@ class SchedulerLink:
         self.welcome: Welcome | None = None
         self.is_connected = False
         self.is_ready = False
+        self.is_draining = False
         self.cached: CachedBlocks | None = None
         self.problem: str | None = None
         self.loading: LoadProgress | None = None
@@ -157,6 +159,10 @@ class SchedulerLink:
         request = live.request
         resume = scheduler_pb2.Resume(handle=live.handle, tenant=request.tenant, request_id=request.request_id)
         self._send(scheduler_pb2.ConnectRequest(resume=resume))
+
+    def release(self, handle: int) -> None:
+        """Says that a request is to go on at another scheduler. The stream must be open."""
+        self._send(scheduler_pb2.ConnectRequest(release=scheduler_pb2.Release(handle=handle)))
 
     def detach(self, handle: int) -> None:
         """Tells the scheduler that a durable request has no reader any more. Without a stream it knows already."""
@@ -294,6 +300,7 @@ class SchedulerLink:
         self._outbox_is_empty.set()
         self.is_connected = True
         self.is_ready = True
+        self.is_draining = False
         self.problem = self.loading = None
         self.welcome = welcome
         self._grant(_MESSAGES_AHEAD, num_taken=0)
@@ -302,7 +309,7 @@ class SchedulerLink:
 
     def _disconnect(self) -> None:
         self.is_connected = False
-        self.is_ready = False
+        self.is_ready = self.is_draining = False
         self.cached = None
         self._outbox.clear()
         self._outbox_is_empty.set()
@@ -346,8 +353,8 @@ class SchedulerLink:
                 case "state":
                     state = message.state
                     self.loading = LoadProgress.of(state.loading) if state.HasField("loading") else None
-                    if state.ready != self.is_ready:
-                        self.is_ready = state.ready
+                    if (state.ready, state.draining) != (self.is_ready, self.is_draining):
+                        self.is_ready, self.is_draining = state.ready, state.draining
                         self._listener.on_readiness(self)
                 case "cache":
                     if self.cached is None:
@@ -377,7 +384,10 @@ class SchedulerLink:
             return mail.SerializeToString()
         try:
             has_drafts = self.welcome is not None and self.welcome.max_drafts > 0
-            return submit_message(mail, has_drafts=has_drafts).SerializeToString()
+            message = submit_message(mail, has_drafts=has_drafts)
+            # By the time of another submission the blocks are gone.
+            mail.kv_source = None
+            return message.SerializeToString()
         except Exception as error:
             self._listener.on_not_sent(mail, error)
             return None

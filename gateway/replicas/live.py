@@ -22,6 +22,7 @@ from gateway.replicas.events import (
 from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.sequence import SequenceStream, TokenGapError, num_predicted
 from gateway.turns import Turns
+from quire.common.v1.common_pb2 import KvSource
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, differing_parts
 from quire.failpoint import failpoint
 from quire.gateway.v1.generation_pb2 import ToolCall
@@ -78,6 +79,7 @@ class LiveRequest:
         submissions: How often it was sent to a scheduler, except to those that drained.
         is_prepared: Whether it may be submitted; not before all requests of its call are valid.
         moves: How often it left a scheduler that had no worker, since its last token.
+        kv_source: Where the next scheduler finds blocks of it; None where there are none.
         model: The model of the scheduler that its tokens come from, or that has it; unknown before.
         prompt_logprobs: Log probabilities of the prompt tokens that the request asks for, as far as they came.
         usage: What it cost; None until it is completed.
@@ -102,6 +104,7 @@ class LiveRequest:
         self.submissions = 0
         self.is_prepared = True
         self.moves = 0
+        self.kv_source: KvSource | None = None
         self.model = UNKNOWN_MODEL
         self.awaits_usage = False
         self.prompt_logprobs = TokenLogprobs()

@@ -39,7 +39,8 @@ class Replicas:
     - From a scheduler that is connected and not ready it moves after the same delay, if another replica is ready and no
       tokens come. It waits longer before each further move without a token in between: the request may be what kills
       the workers, and one scheduler must see that often enough to find out.
-    - A request that a scheduler refuses because it drains is placed anew.
+    - A request that a scheduler refuses because it drains is placed anew. One that it runs is released, and goes on
+      where another replica is ready.
     - A replica that a DNS name has no longer is left (see `members`).
 
     Attributes:
@@ -300,6 +301,7 @@ class Replicas:
         self._end_released(link)
         self._for_each(self._ledger.of_replica(link.address), lambda live: self._submit(live, link))
         self._for_each(self._waiting(), self.place)
+        self._release_draining()
         self._watch_unready()
 
     def on_disconnected(self, link: SchedulerLink) -> None:
@@ -317,7 +319,20 @@ class Replicas:
         if link.is_ready:
             for live in self._ledger.of_replica(link.address):
                 self._cancel_timer(live)
+        if link.is_draining:
+            self._draining.add(link.address)
+        self._release_draining()
         self._watch_unready()
+
+    def _release_draining(self) -> None:
+        """Requests leave replicas that drain, where others can go on with them. To be called whenever either changes:
+        it says nothing a second time that matters."""
+        for link in self.links.values():
+            if not (link.is_connected and link.is_draining):
+                continue
+            for live in self._ledger.of_replica(link.address):
+                if any(other.is_ready for other in self._candidates(live).values()):
+                    link.release(live.handle)
 
     def on_events(self, link: SchedulerLink, batch: EventBatch) -> None:
         outcome = self._ledger.apply(link.address, batch)
@@ -330,6 +345,9 @@ class Replicas:
             link.abort(live.handle, index, wants_usage=True)
         for live, error in outcome.failed:
             self._for_each([live], partial(self._refused, link, error))
+        for live in outcome.moved:
+            self._forget(live)
+        self._for_each(outcome.moved, self.place)
         for live in outcome.over:
             self._forget(live)
         for live in outcome.broken:

@@ -50,6 +50,7 @@ def submit_message(live: LiveRequest, *, has_drafts: bool = True) -> scheduler_p
         adapter=adapter_message(request.adapter),
         front_end=request.front_end,
         cache_salt=request.cache_salt,
+        kv_source=live.kv_source,
     )
     if not request.durable:
         # The scheduler sees no text, unless it keeps the request for another gateway.

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -112,11 +113,13 @@ class ServerTls:
     Attributes:
         asks_for_certificates: whether callers must show one that the authority has signed.
         roles: the roles of callers that may call any method but health; None allows all of them.
+        roles_of_methods: of methods, by their full names, that are for other roles.
     """
 
     identity: TlsIdentity
     asks_for_certificates: bool = True
     roles: frozenset[Role] | None = None
+    roles_of_methods: Mapping[str, frozenset[Role]] = field(default_factory=dict[str, frozenset[Role]])
 
     @classmethod
     def for_operators(cls, identity: TlsIdentity) -> "ServerTls":
@@ -209,8 +212,11 @@ class RoleInterceptor(grpc.aio.ServerInterceptor):
     Must come before ErrorInterceptor, which decodes: nothing that a wrong caller sends is parsed.
     """
 
-    def __init__(self, roles: Collection[Role]) -> None:
+    def __init__(
+        self, roles: Collection[Role], roles_of_methods: Mapping[str, frozenset[Role]] = MappingProxyType({})
+    ) -> None:
         self._roles = frozenset(roles)
+        self._roles_of_methods = roles_of_methods
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(handler_call_details)
@@ -223,8 +229,9 @@ class RoleInterceptor(grpc.aio.ServerInterceptor):
     async def _checked(self, method: str, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """The request, as it is, of a caller that may make it."""
         shown = _roles_of_caller(context.auth_context())
-        if not self._roles & shown:
-            wanted, had = " or ".join(sorted(self._roles)), ", ".join(sorted(shown)) or "no role"
+        roles = self._roles_of_methods.get(method, self._roles)
+        if not roles & shown:
+            wanted, had = " or ".join(sorted(roles)), ", ".join(sorted(shown)) or "no role"
             message = f"this is for {wanted}; the caller's certificate names {had}"
             if hasattr(request, "__aiter__"):
                 # A status that meets the first write of a stream reaches grpc.aio's clients as INTERNAL.
@@ -239,7 +246,7 @@ def role_interceptors(address: TcpAddress | UnixAddress, tls: ServerTls | None) 
     """The interceptors that check the callers of a server at this address; none for unix sockets, which have no TLS."""
     if tls is None or tls.roles is None or not isinstance(address, TcpAddress):
         return []
-    return [RoleInterceptor(tls.roles)]
+    return [RoleInterceptor(tls.roles, tls.roles_of_methods)]
 
 
 def roles_of_certificate(certificate: Mapping[str, Any] | None) -> frozenset[Role]:

@@ -3,6 +3,7 @@
 import enum
 import itertools
 import sys
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -10,7 +11,6 @@ import numpy as np
 
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.kv_cache import SwapSpace, VictimTables
-from scheduler_svc.core.pins import Pins
 from scheduler_svc.core.policy import GroupQueue
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import SequenceGroup
@@ -40,6 +40,7 @@ class Obstacle(enum.Enum):
     """The step preempted for want of blocks."""
     CONSTRAINT = enum.auto()
     ADAPTER = enum.auto()
+    MOVED_BLOCKS = enum.auto()
     SHARED_PREFIX = enum.auto()
     SUSPECTS = enum.auto()
     """Requests that the worker may have been lost for run alone."""
@@ -57,13 +58,19 @@ class Room:
     have to leave for it."""
 
     def __init__(
-        self, batch: Batch, swap_space: SwapSpace, running: GroupQueue, swapped: GroupQueue, pins: Pins
+        self,
+        batch: Batch,
+        swap_space: SwapSpace,
+        running: GroupQueue,
+        swapped: GroupQueue,
+        give_way: Callable[[], bool],
     ) -> None:
+        """`give_way` frees blocks that are kept for others than these groups; False where there are none."""
         self._batch = batch
         self._swap_space = swap_space
         self._running = running
         self._swapped = swapped
-        self._pins = pins
+        self._give_way = give_way
         # The group that all candidates made too little room for, what ran then, how many they were, and what was free.
         self._futile: tuple[tuple[RequestKey, int, int], int] | None = None
         # Blocks that the group that was looked at last takes, and the versions of what is cached of it.
@@ -96,8 +103,8 @@ class Room:
             needed, reserve = self._blocks_needed(group, to_grow)
             if blocks.has_room(needed, reserve=reserve, alone=alone):
                 return True
-            # Whatever was accepted can run alone; a pin may not keep it from that.
-            if not (alone and (blocks.reclaim() or self._pins.give_way(blocks.pool))):
+            # Whatever was accepted can run alone; a pin or a lease may not keep it from that.
+            if not (alone and (blocks.reclaim() or self._give_way())):
                 return False
 
     def victims(self, group: SequenceGroup, candidates: SequenceOf[SequenceGroup], to_grow: int) -> list[SequenceGroup]:

@@ -27,7 +27,8 @@ def check(scheduler: Scheduler) -> None:
     swapped = [sequence for group in scheduler.swapped for sequence in group.unfinished]
     blocks = scheduler.batch.blocks
     tables = [each.block_table for each in running]
-    _check_pool(blocks.pool, [*tables, *scheduler.pins.held_tables(), *blocks.retired_tables])
+    kept = [*scheduler.pins.held_tables(), *scheduler.leases.held_tables(), *scheduler.preparations.held_tables()]
+    _check_pool(blocks.pool, [*tables, *kept, *blocks.retired_tables])
     _check_pool(scheduler.swap_space.pool, [each.block_table for each in swapped])
     _check_seals(scheduler, running)
     _check_sizes(scheduler)

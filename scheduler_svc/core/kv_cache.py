@@ -174,6 +174,31 @@ class BlockManager:
             if log.is_unread(content):
                 log.read(content, self._cached_tokens(sequence, index))
 
+    def missing_hashes(self, sequences: SequenceOf[Sequence]) -> tuple[list[BlockId], list[BlockHash]]:
+        """The cached blocks at the start of sequences that wait, and the names of those behind them that they may take
+        from others and that are not cached, each once."""
+        cached, missing = dict[BlockId, None](), dict[BlockHash, None]()
+        for sequence in sequences:
+            start, end = self.cached_start(sequence).blocks, self.num_shareable(sequence)
+            cached.update(dict.fromkeys(start))
+            hashes = sequence.prefix_hashes.between(len(start), max(len(start), end), sequence.token_ids)
+            missing.update(dict.fromkeys(content for content in hashes if not self.pool.hits([content])))
+        return list(cached), list(missing)
+
+    def allocate_beside(self, cached: list[BlockId], count: int) -> list[BlockId]:
+        """Takes so many free blocks, and evicts none of the cached ones for them. Raises OutOfBlocksError."""
+        self.pool.touch(cached)
+        try:
+            return self.pool.allocate(count)
+        finally:
+            self.pool.free(cached)
+
+    def seal_moved(self, moved: Iterable[tuple[BlockId, BlockHash]]) -> None:
+        """Names held blocks whose content came from elsewhere."""
+        for block, content in moved:
+            if self.pool.seal(block, content) and self.pool.log is not None:
+                self.pool.log.restored(content)
+
     def still_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> list[tuple[BlockId, BlockHash]]:
         """The blocks of `sealed` that were not freed and allocated for other content since."""
         return [(block, content) for block, content in sealed if self.pool.hash_of(block) == content]

@@ -1,9 +1,12 @@
-"""What workers prepare before rows need it: constraints to compile, adapters to load. One table of all that requests
-wait for.
+"""What workers prepare before rows need it: constraints to compile, adapters to load, blocks to fetch from another
+replica. One table of all that requests wait for.
 
 All rows of a step wait for each other, and a constraint may take half a second to compile, an adapter as long to load.
 So a group enters the batch only after the workers have said that they have what it needs; meanwhile it is held, and
 those behind it pass.
+
+Blocks of a request are fetched once, from its arrival on, or when it is next and there is room for them: it waits for
+those that are underway, and for no others.
 
 Workers keep at least the `NUM_KEPT` constraints that were prepared last. What is older is prepared again, should a
 group with it come, or come back after a preemption. `adapter_slots` says which adapters workers have.
@@ -13,12 +16,14 @@ alone, while no step is in flight and nothing else is prepared.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from scheduler_svc.core.adapter_slots import AdapterSlots
+from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.fault_isolation import Trials
-from scheduler_svc.core.request import Adapter, Constraint, Need, Request, RequestKey
+from scheduler_svc.core.moves import Arriving
+from scheduler_svc.core.request import Adapter, Constraint, MovedBlocks, Need, Request, RequestKey
 
 NUM_KEPT = 64
 """What workers must keep; see PrepareConstraint."""
@@ -32,19 +37,30 @@ _MAX_WAITING = 16
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What the workers are to be told, and a number for the answer. `slot` is the one for an adapter."""
+    """What the workers are to be told, and a number for the answer. `slot` is the one for an adapter, `arriving` the
+    blocks that are fetched."""
 
     number: int
     need: Need
     slot: int | None = None
+    arriving: Arriving | None = None
 
 
 class Preparations:
     """What the workers have prepared, and what comes next: one need of each tenant in turn."""
 
-    def __init__(self, adapters: AdapterSlots, trials: Trials, *, compiles: bool) -> None:
-        """Without `compiles` every constraint counts as compiled: workers compile when rows need it."""
+    def __init__(
+        self,
+        adapters: AdapterSlots,
+        trials: Trials,
+        make_room: Callable[[RequestKey], Arriving | None],
+        *,
+        compiles: bool,
+    ) -> None:
+        """Without `compiles` every constraint counts as compiled: workers compile when rows need it. `make_room` takes
+        blocks for those of a request that can be fetched now; None where there are none, or no room for them."""
         self.trials = trials
+        self._make_room = make_room
         self._adapters = adapters
         self._compiles = compiles
         # Compiled ones, the oldest first.
@@ -72,14 +88,18 @@ class Preparations:
 
     def arrived(self, request: Request, num_waiting: int) -> None:
         """A request joined the queue. Prepares what it needs now, unless it will wait for long."""
+        self._begin_move(request)
         if num_waiting <= _MAX_WAITING:
             for need in self._missing(request):
                 self._want(request, need)
 
     def hold(self, request: Request, *, may_compile: bool = False) -> bool:
         """Whether a request that is next must wait for something. `done` returns it then. With `may_compile` its row
-        may compile its constraint."""
-        missing = [need for need in self._missing(request) if not (may_compile and isinstance(need, Constraint))]
+        may compile its constraint, and nothing is fetched for it."""
+        if not may_compile:
+            self._begin_move(request)
+        passed = (Constraint, MovedBlocks) if may_compile else ()
+        missing = [need for need in self._missing(request) if not isinstance(need, passed)]
         if not missing:
             self._next = request.adapter
             if self._owed:
@@ -112,8 +132,19 @@ class Preparations:
 
     @property
     def underway(self) -> list[Need]:
-        """What the workers prepare now, be it late."""
-        return [each.need for each in (*self._underway.values(), *self._given_up.values())]
+        """What the workers prepare now, be it late, but for blocks, which are not fetched a second time."""
+        needs = [each.need for each in (*self._underway.values(), *self._given_up.values())]
+        return [need for need in needs if not isinstance(need, MovedBlocks)]
+
+    def arriving(self, number: int) -> Arriving | None:
+        """The blocks that a preparation fetches, be it late; None for any other."""
+        known = self._underway.get(number) or self._given_up.get(number)
+        return None if known is None else known.arriving
+
+    def held_tables(self) -> list[tuple[BlockId, ...]]:
+        """The blocks that are being fetched, of each preparation."""
+        known = (*self._underway.values(), *self._given_up.values())
+        return [each.arriving.blocks for each in known if each.arriving is not None]
 
     @property
     def num_underway(self) -> int:
@@ -193,6 +224,14 @@ class Preparations:
         begun = self._underway[self._num_begun] = Preparation(self._num_begun, need, slot)
         return begun
 
+    def _begin_move(self, request: Request) -> None:
+        """Begins to fetch blocks of a request, where some can be fetched and there is room."""
+        if request.source is not None and (arriving := self._make_room(request.key)) is not None:
+            self._num_begun += 1
+            begun = Preparation(self._num_begun, MovedBlocks(request.key), arriving=arriving)
+            self._underway[begun.number] = begun
+            self._begun_alone.append(begun)
+
     def _slot_for(self, adapter: Adapter, stuck: set[type[Need]]) -> int | None:
         """A slot for an adapter: an empty one, or if a request waits for it that is next, one that is not used."""
         is_drained = self._adapters.slot_of(adapter) is not None
@@ -226,10 +265,11 @@ class Preparations:
             raise ValueError(f"preparation {number} was answered; underway are {sorted(self._underway)}")
         need, slot = self._underway[number].need, self._underway.pop(number).slot
         self.trials.prepared(need)
-        keys = list(self._held.get(need, ()) if failure else self._take_held(need))
+        fails = failure is not None and not isinstance(need, MovedBlocks)
+        keys = list(self._held.get(need, ()) if fails else self._take_held(need))
         if isinstance(need, Constraint):
             self._note_compiled(need)
-        elif slot is not None:
+        elif isinstance(need, Adapter) and slot is not None:
             self._adapters.loaded(slot, need if failure is None else None)
             if failure is None:
                 self._owed |= dict.fromkeys(keys, need)
@@ -237,8 +277,11 @@ class Preparations:
 
     def give_up(self, number: int) -> tuple[Need, list[RequestKey]]:
         """The workers take too long for it: others take its turn. Returns what it is, and the requests that waited for
-        it, which have to end. KeyError if nothing of this number is underway."""
+        it, which have to end, unless it is blocks: these are computed. KeyError if nothing of this number is
+        underway."""
         late = self._given_up[number] = self._underway.pop(number)
+        if isinstance(late.need, MovedBlocks):
+            return late.need, self._take_held(late.need)
         return late.need, list(self._held.get(late.need, ()))
 
     def refused(self, rows: Collection[int]) -> None:
@@ -266,6 +309,8 @@ class Preparations:
         """Whether the workers have prepared it."""
         if isinstance(need, Constraint):
             return not self._compiles or need in self._compiled
+        if isinstance(need, MovedBlocks):
+            return all(each.need != need for each in self._underway.values())
         return self._adapters.is_ready(need)
 
     def _want(self, request: Request, need: Need) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple, NewType
 from quire.prefix_hashes import BlockHash, root_hash
 from scheduler_svc.core.beam_search import BeamParameters, num_candidates
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.moves import KvSource
 
 
 class RefusedError(ValueError):
@@ -75,7 +76,14 @@ class Constraint:
     parameters: bytes
 
 
-Need = Constraint | Adapter
+@dataclass(frozen=True, slots=True)
+class MovedBlocks:
+    """Blocks of one request that are at another replica, and that workers fetch."""
+
+    key: RequestKey
+
+
+Need = Constraint | Adapter | MovedBlocks
 """What workers prepare before rows use it."""
 
 
@@ -114,9 +122,10 @@ class Request:
     hypotheses are delivered. `emitted` is empty, or holds for each sequence what an earlier scheduler produced:
     generation continues after it, and it counts against `max_tokens`. A request that was `accepted_before`, by this
     scheduler or an earlier one, is not refused for the queue's bounds. `stop_token_ids` holds the model's eos ids too.
-    Cached prefixes are shared within a tenant. `traceparent` is carried to the workers as it is. `has_constraint` tells
-    that the sampling parameters hold one, which workers compile. `adapter` is None for the model as it is.
-    `cache_salt` is a salt's digest, empty without one.
+    Cached prefixes are shared within a tenant. Another replica may have blocks of it, at `source`.
+    `traceparent` is carried to the workers as it is. `has_constraint` tells that the sampling parameters hold one,
+    which workers compile. `adapter` is None for the model as it is. `cache_salt` is a
+    salt's digest, empty without one.
     """
 
     key: RequestKey
@@ -136,6 +145,7 @@ class Request:
     has_constraint: bool = False
     adapter: Adapter | None = None
     cache_salt: bytes = b""
+    source: KvSource | None = None
 
     @property
     def cache_root(self) -> BlockHash:
@@ -146,7 +156,11 @@ class Request:
     def needs(self) -> list[Need]:
         """What workers prepare for it."""
         needs: list[Need] = [Constraint(self.sampling.parameters)] if self.has_constraint else []
-        return needs if self.adapter is None else [*needs, self.adapter]
+        if self.adapter is not None:
+            needs.append(self.adapter)
+        if self.source is not None:
+            needs.append(MovedBlocks(self.key))
+        return needs
 
     @property
     def selects(self) -> bool:

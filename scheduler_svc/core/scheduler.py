@@ -26,6 +26,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.drafts import DraftCounts
 from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.kv_cache import BlockManager, SwapSpace
+from scheduler_svc.core.moves import Arriving, Lease, Leases
 from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.pins import PIN_CLIENT, Pin, Pins
 from scheduler_svc.core.placement import Placement
@@ -36,6 +37,7 @@ from scheduler_svc.core.request import (
     ClientId,
     Constraint,
     DuplicateKeyError,
+    MovedBlocks,
     RefusedError,
     Request,
     RequestKey,
@@ -103,12 +105,15 @@ class Scheduler:
         """Makes the pools of a worker that has computed nothing."""
         config = self.config
         self.batch = Batch(config, self._make_blocks(config))
-        self.preparations = Preparations(self.batch.adapters, self.trials, compiles=config.prepares_constraints)
+        self.leases = Leases()
+        self.preparations = Preparations(
+            self.batch.adapters, self.trials, self._make_room, compiles=config.prepares_constraints
+        )
         if self._cache_log is not None:
             self._cache_log.cleared()
             self.batch.blocks.pool.log = self._cache_log
         self.swap_space = SwapSpace(config.num_host_blocks, self.batch.blocks)
-        self._room = Room(self.batch, self.swap_space, self.running, self.swapped, self.pins)
+        self._room = Room(self.batch, self.swap_space, self.running, self.swapped, self._give_way)
         self._shares = TokenShares(self.batch, self.running, self.waiting, config.max_prefill_share)
         self._placement = Placement(
             self.batch,
@@ -293,6 +298,62 @@ class Scheduler:
         if pin is not None and not self.pins.hold(pin, self.batch.blocks.pool):
             self.pins.remove(pin, self.batch.blocks.pool)
 
+    # Requests move between replicas
+
+    def hand_over(
+        self, key: RequestKey, lease: Lease, now: float, lease_s: float
+    ) -> list[tuple[BlockId, BlockHash]] | None:
+        """A request goes on at another replica from the tokens that were emitted, and ends here. Returns its sealed
+        blocks, which are kept under a lease of so many seconds, so that the other replica can fetch them.
+
+        None, and nothing changes, where it is unknown, delivers nothing before its end, or requests are on trial.
+        """
+        group = self.group(key)
+        if group is None or group.request.selects or self.trials.are_on:
+            return None
+        sealed = dict[BlockId, BlockHash]()
+        rows, blocks = self.batch.rows, self.batch.blocks
+        for sequence in group.computing:
+            num_sealed = len(blocks.cached_start(sequence).blocks) if sequence.row is None else 0
+            if sequence.row is not None and rows.active[sequence.row]:
+                num_sealed = int(rows.num_sealed[sequence.row])
+            hashes = sequence.prefix_hashes.first(num_sealed, sequence.token_ids)
+            sealed.update(zip(blocks.pool.hits(hashes), hashes, strict=False))
+        if sealed:
+            self.leases.add(lease, list(sealed), now + lease_s, blocks.pool)
+        self.abort(key)
+        return list(sealed.items())
+
+    def renew_lease(self, lease: Lease, now: float, lease_s: float) -> None:
+        """Blocks of a lease were fetched: it lasts for so many seconds from now on, or ends with 0."""
+        if lease_s:
+            self.leases.renew(lease, now + lease_s)
+        else:
+            self.leases.end(lease, self.batch.blocks.pool)
+
+    def _make_room(self, key: RequestKey) -> Arriving | None:
+        """Takes blocks for those of a request that waits which another replica has and which are not cached. They are
+        fetched once."""
+        group, blocks = self.waiting.get(key) if key in self.waiting else None, self.batch.blocks
+        if group is None or group.source is None or self.trials.are_on:
+            return None
+        cached, hashes = blocks.missing_hashes(group.computing)
+        num_free = len(hashes) + blocks.pool.num_free_of(cached)
+        source = group.source
+        if not hashes:
+            group.source = None
+            return None
+        if not blocks.has_room(num_free, reserve=self._room.to_grow(), alone=not len(self.running)):
+            return None
+        group.source = None
+        return Arriving(source, tuple(blocks.allocate_beside(cached, len(hashes))), tuple(hashes))
+
+    def _give_way(self) -> bool:
+        """Frees blocks that are kept for others than requests that run, the least important first. Returns whether
+        there were any."""
+        pool = self.batch.blocks.pool
+        return self.leases.give_way(pool) or self.pins.give_way(pool)
+
     # Planning a step
 
     def schedule(self, now: float) -> StepPlan | None:
@@ -306,6 +367,7 @@ class Scheduler:
         if batch.blocks.has_retired:
             batch.blocks.reclaim()
         self.expire_pins(now)
+        self.leases.expire(now, batch.blocks.pool)
         if self.trials.are_on:
             if self.in_flight:
                 # One step at a time, so that a suspect whose step is lost is lost at the same one again.
@@ -359,7 +421,9 @@ class Scheduler:
         has_preempted = False
         while self.batch.blocks_for_decodes() > blocks.pool.num_free:
             # A group that is alone fits without the pins, as was checked when it came.
-            if blocks.reclaim() or (len(self.running) == 1 and self.pins.give_way(blocks.pool)):
+            if blocks.reclaim() or self.leases.give_way(blocks.pool):
+                continue
+            if len(self.running) == 1 and self.pins.give_way(blocks.pool):
                 continue
             self._preempt(next(victims), now)
             has_preempted = True
@@ -399,6 +463,7 @@ class Scheduler:
         return Stop(Obstacle.NEXT_STEP)
 
     def _start(self, group: SequenceGroup, now: float) -> None:
+        group.source = None
         is_new = group.cached_tokens is None
         self._num_blocks_looked_up += self._placement.start(group, now)
         if is_new:
@@ -443,21 +508,35 @@ class Scheduler:
         be told."""
         return list(self.preparations.take(is_idle=not self.in_flight))
 
-    def prepared(self, number: int, failure: str | None = None) -> dict[ClientId, ClientEvents]:
+    def prepared(
+        self, number: int, failure: str | None = None, failed: frozenset[int] = frozenset()
+    ) -> dict[ClientId, ClientEvents]:
         """The workers have prepared what `preparations` had for them. If they could not load an adapter, `failure` says
-        why. Returns the failures of the requests that waited for it then. Raises ValueError for another number."""
+        why. Returns the failures of the requests that waited for it then. Of blocks, those with the indices `failed`
+        did not come, and are computed. Raises ValueError for another number."""
+        if (arriving := self.preparations.arriving(number)) is not None:
+            blocks = self.batch.blocks
+            blocks.seal_moved(arriving.came(failed))
+            blocks.pool.free(arriving.blocks)
         keys = self.preparations.done(number, failure)
-        if failure is not None:
+        if failure is not None and arriving is None:
             detail = f"the adapter of this request cannot be loaded: {failure}"
             return self._fail_all(keys, detail, reason="ADAPTER_NOT_LOADED")
+        self._release(keys)
+        return {}
+
+    def _release(self, keys: Iterable[RequestKey]) -> None:
+        """These requests need not wait any more."""
         for key, queue in itertools.product(keys, (self.waiting, self.swapped)):
             queue.release(key)
-        return {}
 
     def give_up_preparation(self, number: int, seconds: float) -> dict[ClientId, ClientEvents]:
         """The workers take too long, `seconds` by now, to prepare something. Returns the failures of the requests that
         waited for it; others that need it have it prepared again when they are next."""
         need, keys = self.preparations.give_up(number)
+        if isinstance(need, MovedBlocks):
+            self._release(keys)
+            return {}
         if isinstance(need, Constraint):
             detail = f"the workers have not compiled the constraint of this request for {seconds:.1f} s"
             return self._fail_all(keys, detail, reason="CONSTRAINT_TIMEOUT")
@@ -598,6 +677,7 @@ class Scheduler:
         )
         if fault.detail is not None:
             message += f": {fault.detail}"
+        assert not isinstance(at_fault, MovedBlocks), "they are fetched once, whatever is lost meanwhile"
         if isinstance(at_fault, Constraint | Adapter):
             keys = [group.request.key for group in self.groups() if at_fault in group.request.needs]
         else:

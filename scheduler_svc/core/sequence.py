@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from quire.logprob_columns import LogprobLog
 from scheduler_svc.core.beam_search import BeamSearch, Candidates, Hypothesis
 from scheduler_svc.core.block_pool import BlockId, CachedStart, PrefixHashes
+from scheduler_svc.core.moves import KvSource
 from scheduler_svc.core.request import EmittedSequence, Request
 
 
@@ -149,7 +150,8 @@ class SequenceGroup:
     """All sequences of one request. It is scheduled, preempted, swapped and resumed as one (the paper's section 4.5).
 
     `order` is its place in queues: unique, the lowest goes first. `cached_tokens` are the prompt tokens that the prefix
-    cache had when the group first ran, None before. `beams` is there if the sequences are the beams of a search.
+    cache had when the group first ran, None before. `source` is where blocks of it can be fetched, until that is tried
+    or the group runs. `beams` is there if the sequences are the beams of a search.
     """
 
     request: Request
@@ -159,6 +161,7 @@ class SequenceGroup:
     beams: BeamGroup | None = None
     preemptions: int = 0
     cached_tokens: int | None = None
+    source: KvSource | None = None
 
     @classmethod
     def of(cls, request: Request, order: int, block_size: int, now: float) -> "SequenceGroup":
@@ -174,7 +177,7 @@ class SequenceGroup:
             )
             for index, each in enumerate(emitted)
         ]
-        group = cls(request, order, sequences, Timeline(now))
+        group = cls(request, order, sequences, Timeline(now), source=request.source)
         if request.beam is not None:
             search = BeamSearch(request.beam, request.max_tokens, request.stop_token_ids)
             group.beams = BeamGroup(search, list(sequences))

@@ -17,7 +17,7 @@ import numpy as np
 from scheduler_svc.core.admission import Obstacle
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.block_pool import BlockHash, BlockId
-from scheduler_svc.core.request import Constraint, Request
+from scheduler_svc.core.request import Constraint, MovedBlocks, Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
@@ -299,6 +299,8 @@ def _why_held(scheduler: Scheduler, request: Request) -> Obstacle:
     need = scheduler.preparations.needed_by(request.key)
     if need is None:
         return Obstacle.SHARED_PREFIX
+    if isinstance(need, MovedBlocks):
+        return Obstacle.MOVED_BLOCKS
     return Obstacle.CONSTRAINT if isinstance(need, Constraint) else Obstacle.ADAPTER
 
 

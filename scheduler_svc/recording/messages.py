@@ -19,6 +19,7 @@ from quire.scheduler.v1 import recording_pb2
 from scheduler_svc.core.beam_search import BeamParameters, Candidates, EarlyStopping
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
+from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.request import Adapter, ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.step import Array, SampleLogprobs, StepInFlight, StepPlan, StepResult
 
@@ -99,6 +100,7 @@ def submit_message(request: Request, now: float, hider: TokenHider | None) -> Op
         has_constraint=request.has_constraint,
         adapter_digest=_digest_of(request.adapter),
         cache_salt=request.cache_salt,
+        has_kv_source=request.source is not None,
     )
     if request.has_constraint:
         key = b"" if hider is None else hider.key
@@ -135,6 +137,7 @@ def request_of(submit: recording_pb2.RecordedSubmit) -> Request:
         has_constraint=submit.has_constraint,
         adapter=adapter_of(submit.adapter_digest),
         cache_salt=submit.cache_salt,
+        source=KvSource() if submit.has_kv_source else None,
     )
 
 
@@ -208,8 +211,20 @@ def take_over_message(now: float) -> Operation:
     return Operation(now=now, take_over=recording_pb2.RecordedTakeOver())
 
 
-def prepared_message(number: int, failure: str | None) -> Operation:
-    return Operation(prepared=recording_pb2.RecordedPrepared(number=number, failure=failure))
+def prepared_message(number: int, failure: str | None, failed: frozenset[int]) -> Operation:
+    prepared = recording_pb2.RecordedPrepared(
+        number=number, failure=failure, failed_blocks=encode_int32(sorted(failed)) if failed else b""
+    )
+    return Operation(prepared=prepared)
+
+
+def hand_over_message(key: RequestKey, lease: Lease, now: float, lease_s: float) -> Operation:
+    hand_over = recording_pb2.RecordedHandOver(client=key.client, handle=key.handle, lease=lease, lease_seconds=lease_s)
+    return Operation(now=now, hand_over=hand_over)
+
+
+def renew_lease_message(lease: Lease, now: float, lease_s: float) -> Operation:
+    return Operation(now=now, renew_lease=recording_pb2.RecordedLease(lease=lease, lease_seconds=lease_s))
 
 
 def give_up_preparation_message(number: int) -> Operation:

@@ -21,6 +21,7 @@ from quire import entropy
 from quire.settings import ConfigurationError
 from scheduler_svc.core.block_pool import BlockHash, BlockId, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.pins import Pin
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import Adapter, ClientId, Request, RequestKey, cache_root
@@ -273,10 +274,26 @@ class _RecordedScheduler(Scheduler):
             lambda _: messages.apply_message(step, known, result, now, hider, stops),
         )
 
-    def prepared(self, number: int, failure: str | None = None) -> dict[ClientId, ClientEvents]:
+    def prepared(
+        self, number: int, failure: str | None = None, failed: frozenset[int] = frozenset()
+    ) -> dict[ClientId, ClientEvents]:
         return self._tell(
-            lambda: super(_RecordedScheduler, self).prepared(number, failure),
-            lambda _: messages.prepared_message(number, failure),
+            lambda: super(_RecordedScheduler, self).prepared(number, failure, failed),
+            lambda _: messages.prepared_message(number, failure, failed),
+        )
+
+    def hand_over(
+        self, key: RequestKey, lease: Lease, now: float, lease_s: float
+    ) -> list[tuple[BlockId, BlockHash]] | None:
+        return self._tell(
+            lambda: super(_RecordedScheduler, self).hand_over(key, lease, now, lease_s),
+            lambda _: messages.hand_over_message(key, lease, now, lease_s),
+        )
+
+    def renew_lease(self, lease: Lease, now: float, lease_s: float) -> None:
+        self._tell(
+            lambda: super(_RecordedScheduler, self).renew_lease(lease, now, lease_s),
+            lambda _: messages.renew_lease_message(lease, now, lease_s),
         )
 
     def give_up_preparation(self, number: int, seconds: float) -> dict[ClientId, ClientEvents]:

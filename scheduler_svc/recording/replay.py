@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from scheduler_svc.core import invariants
 from scheduler_svc.core.block_pool import BlockHash
 from scheduler_svc.core.kv_cache import BlockManager
+from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.policy import Policy
 from scheduler_svc.core.request import ClientId, Handle, RequestKey
@@ -185,7 +186,14 @@ class Replayer:
                 scheduler.batch.blocks.pool.rename(BlockHash(rename.name), BlockHash(rename.hash))
             case "prepared":
                 prepared = operation.prepared
-                scheduler.prepared(prepared.number, prepared.failure if prepared.HasField("failure") else None)
+                failed = frozenset(tokens_of(prepared.failed_blocks))
+                scheduler.prepared(prepared.number, prepared.failure if prepared.HasField("failure") else None, failed)
+            case "hand_over":
+                moved = operation.hand_over
+                scheduler.hand_over(_key(moved.client, moved.handle), Lease(moved.lease), now, moved.lease_seconds)
+            case "renew_lease":
+                renewed = operation.renew_lease
+                scheduler.renew_lease(Lease(renewed.lease), now, renewed.lease_seconds)
             case "give_up_preparation":
                 scheduler.give_up_preparation(operation.give_up_preparation.number, 0.0)
             case "take_preparations":
@@ -390,7 +398,8 @@ class _CoreUnpickler(pickle.Unpickler):
 
 
 def _method(owner: object, name: str) -> object:
-    """The methods that a core keeps: of its policy, and what makes its pools."""
-    if (isinstance(owner, Policy) and name == "new_first") or (owner is BlockManager and name == "of"):
+    """The methods that a core keeps: of its policy, what makes its pools, and what makes room in them."""
+    is_own = isinstance(owner, Scheduler) and name in ("_make_room", "_give_way")
+    if is_own or (isinstance(owner, Policy) and name == "new_first") or (owner is BlockManager and name == "of"):
         return getattr(owner, name)
     raise pickle.UnpicklingError(f"it names an attribute {name} of {type(owner).__name__}")

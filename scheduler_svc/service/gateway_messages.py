@@ -18,6 +18,7 @@ from quire.tracing import TraceContext
 from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.request import Adapter, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceStatus
@@ -26,7 +27,7 @@ from scheduler_svc.service.outbox import Outgoing
 from scheduler_svc.service.requests import GATEWAYS
 from scheduler_svc.service.step_loop import MODEL_CHANGED, StepLoop
 from scheduler_svc.service.watch_messages import pool_message
-from scheduler_svc.service.worker_messages import ReplicaInfo
+from scheduler_svc.service.worker_messages import ReplicaInfo, source_message
 
 _MAX_HANDLE = 2**31 - 1
 _BLOCKS_AT_ONCE = 1024
@@ -67,8 +68,11 @@ def handle_from(handle: int) -> Handle:
     return Handle(handle)
 
 
-def request_from_submit(submit: scheduler_pb2.Submit, *, vocab_size: int, max_num_seqs: int) -> Request:
-    """A gateway's submission, under the gateway's own handle. Raises InvalidArgument."""
+def request_from_submit(
+    submit: scheduler_pb2.Submit, *, vocab_size: int, max_num_seqs: int, kv_source: KvSource | None = None
+) -> Request:
+    """A gateway's submission, under the gateway's own handle. Blocks of another replica count where they are like ours,
+    which `kv_source` says. Raises InvalidArgument."""
     output = submit.output
     num_returned = submit.sampling.n or 1
     beam = _beam_from(submit.sampling)
@@ -102,6 +106,7 @@ def request_from_submit(submit: scheduler_pb2.Submit, *, vocab_size: int, max_nu
         has_constraint=submit.has_constraint,
         adapter=adapter_from(submit.adapter) if submit.HasField("adapter") else None,
         cache_salt=_salt_from(submit),
+        source=_source_from(submit.kv_source, kv_source or KvSource()),
     )
 
 
@@ -109,6 +114,14 @@ def _salt_from(submit: scheduler_pb2.Submit) -> bytes:
     if len(submit.cache_salt) not in (0, SALT_BYTES):
         raise invalid_field("cache_salt", f"has {len(submit.cache_salt)} bytes; it must have {SALT_BYTES}")
     return submit.cache_salt
+
+
+def _source_from(source: common_pb2.KvSource, ours: KvSource) -> KvSource | None:
+    """None where our workers could not use the blocks, or there are none."""
+    is_usable = source.kv_namespace == ours.kv_namespace and len(source.endpoints) == len(ours.endpoints)
+    if not (source.kv_namespace and source.lease and is_usable):
+        return None
+    return KvSource(source.kv_namespace, tuple(source.endpoints), Lease(source.lease))
 
 
 def adapter_from(message: scheduler_pb2.Adapter) -> Adapter:
@@ -187,7 +200,7 @@ def gateway_messages(outgoing: Outgoing) -> Iterator[scheduler_pb2.ConnectRespon
     """The events that are sent together, as at most one message of each kind."""
     if (readiness := outgoing.readiness) is not None:
         loading = None if readiness.loading is None else readiness.loading.message()
-        state = scheduler_pb2.ReplicaState(ready=readiness.is_ready, loading=loading)
+        state = scheduler_pb2.ReplicaState(ready=readiness.is_ready, loading=loading, draining=readiness.is_draining)
         yield scheduler_pb2.ConnectResponse(state=state)
     if (cache := outgoing.cache) is not None:
         update = scheduler_pb2.CacheUpdate(
@@ -228,6 +241,9 @@ def events_message(outgoing: Outgoing) -> scheduler_pb2.ConnectResponse:
         encode_logprobs(logprobs.columns(), message.token_logprobs)
     message.completed.extend(_request_end_message(handle, usage) for handle, usage in outgoing.aborted)
     message.failed.extend(_refusal_message(handle, error) for handle, error in outgoing.refusals)
+    for handle, source in outgoing.moved:
+        has_source = bool(source.lease)
+        message.moved.add(handle=handle, source=source_message(source) if has_source else None)
     return scheduler_pb2.ConnectResponse(events=message)
 
 

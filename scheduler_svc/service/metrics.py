@@ -45,9 +45,19 @@ class SchedulerMetrics:
         self._ended = Counter("requests", "Requests that ended, by outcome.", ["outcome"], **make)
         self._losses = Counter("worker_losses", "Losses of a worker that was attached.", **make)
         self._at_fault = Counter("requests_at_fault", "Requests that the worker was lost for.", ["reason"], **make)
+        help_text = "Requests that went on at another replica, and those that came with blocks to fetch."
+        self._moved = Counter("moved_requests", help_text, ["direction"], **make)
+        help_text = "Blocks that were to be fetched from another replica; those that failed were computed."
+        self._moved_blocks = Counter("moved_blocks", help_text, ["outcome"], **make)
+        help_text = "From telling the workers to fetch the blocks of a request to their answer."
+        self._move_time = Histogram("move_seconds", help_text, buckets=_STEP, **make)
         # There from the start: the first one is an increase, too.
         for outcome in ("completed", "failed", "aborted"):
             self._ended.labels(outcome)
+        for direction in ("in", "out"):
+            self._moved.labels(direction)
+        for outcome in ("fetched", "failed"):
+            self._moved_blocks.labels(outcome)
         for reason in ("STEP_REFUSED", "WORKER_LOST"):
             self._at_fault.labels(reason)
         self._plan_time = Histogram("plan_seconds", "Time to plan a step.", buckets=_FAST, **make)
@@ -98,6 +108,17 @@ class SchedulerMetrics:
         if self._tenants is not None:
             num_prompt = len(group.request.prompt)
             self._tenants.ended(group.request.tenant, line.started - line.arrived, num_prompt, group.cached_tokens or 0)
+
+    def handed_over(self) -> None:
+        """A request goes on at another replica."""
+        self._moved.labels("out").inc()
+
+    def fetched(self, num_blocks: int, num_failed: int, seconds: float) -> None:
+        """The workers fetched blocks of a request from another replica, all but those that failed."""
+        self._moved.labels("in").inc()
+        self._moved_blocks.labels("fetched").inc(num_blocks)
+        self._moved_blocks.labels("failed").inc(num_failed)
+        self._move_time.observe(seconds)
 
     def lost_worker(self) -> None:
         self._losses.inc()

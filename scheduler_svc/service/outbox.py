@@ -13,6 +13,7 @@ import numpy as np
 from quire.logprob_columns import LogprobColumns, LogprobLog
 from quire.progress import LoadProgress
 from quire.rpc.errors import QuireError
+from scheduler_svc.core.moves import KvSource
 from scheduler_svc.core.request import Handle, Request
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step import ClientEvents, RequestEnd, RequestFailure, SequenceEnd, Usage
@@ -330,10 +331,12 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether a replica is one to send requests to, and how far its workers are with loading their model."""
+    """Whether a replica is one to send requests to, and how far its workers are with loading their model. One that
+    drains never is again."""
 
     is_ready: bool
     loading: LoadProgress | None
+    is_draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,21 +353,22 @@ class CacheUpdate:
 @dataclass(slots=True)
 class Outgoing:
     """What goes out together: the events of one or more steps, oldest first, log probabilities of prompts, refused
-    submissions, what aborted requests have cost, and whether the replica is ready and what it has cached, where that
-    has changed. `size` is counted as in MAX_SIZE."""
+    submissions, what aborted requests have cost, which requests went on elsewhere, and whether the replica is ready and
+    what it has cached, where that has changed. `size` is counted as in MAX_SIZE."""
 
     step_id: int = 0
     batches: list[ClientEvents] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     refusals: list[tuple[Handle, QuireError]] = field(default_factory=list)
     aborted: list[tuple[Handle, Usage | None]] = field(default_factory=list)
+    moved: list[tuple[Handle, KvSource]] = field(default_factory=list)
     readiness: Readiness | None = None
     cache: CacheUpdate | None = None
     size: int = 0
 
     @property
     def has_events(self) -> bool:
-        return bool(self.batches or self.prompt_logprobs or self.refusals or self.aborted)
+        return bool(self.batches or self.prompt_logprobs or self.refusals or self.aborted or self.moved)
 
     @property
     def ended(self) -> Iterator[Handle]:
@@ -428,9 +432,13 @@ class Outbox:
         """Answers an Abort with what the request has cost; None where the request is not known."""
         self._make_room(1).aborted.append((handle, usage))
 
-    def put_readiness(self, is_ready: bool, loading: LoadProgress | None = None) -> None:
+    def put_moved(self, handle: Handle, source: KvSource) -> None:
+        """A request goes on elsewhere, and its blocks can be fetched there. To be put after all of its events."""
+        self._make_room(1).moved.append((handle, source))
+
+    def put_readiness(self, is_ready: bool, loading: LoadProgress | None = None, *, is_draining: bool = False) -> None:
         """Says whether this replica is one to send requests to, and how far its workers are loaded."""
-        self._readiness = Readiness(is_ready, loading)
+        self._readiness = Readiness(is_ready, loading, is_draining)
         self._wake.set()
 
     def put_cache(self, update: CacheUpdate, snapshot: Callable[[], CacheUpdate]) -> None:

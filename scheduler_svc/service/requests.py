@@ -18,6 +18,7 @@ from typing import Protocol
 from quire.failpoint import failpoint
 from quire.progress import LoadProgress
 from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError, Unavailable
+from scheduler_svc.core.moves import KvSource
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey
 from scheduler_svc.core.step import ClientEvents, RequestEnd, Usage
 from scheduler_svc.service.durable import Durable, DurableLimits, DurableRoom
@@ -243,10 +244,10 @@ class Requests:
                 if owned is not None and owned.is_over and owned.durable is None:
                     self.forget(owned)
 
-    def report_readiness(self, is_ready: bool, loading: LoadProgress | None) -> None:
+    def report_readiness(self, is_ready: bool, loading: LoadProgress | None, *, is_draining: bool = False) -> None:
         """Says to every gateway whether this replica is one to send requests to, and how far its workers are loaded."""
         for connection in self._connections.values():
-            connection.outbox.put_readiness(is_ready, loading)
+            connection.outbox.put_readiness(is_ready, loading, is_draining=is_draining)
 
     async def end_once_unread(self) -> None:
         """For a scheduler that drains, where no gateway can connect any more: once none is connected, nobody will ever
@@ -401,6 +402,20 @@ class Requests:
         while len(self._cancelled) > MAX_CANCELLED:
             del self._cancelled[next(iter(self._cancelled))]
         return bool(named)
+
+    def move(self, reader: Reader, hand_over: Callable[[RequestKey], KvSource | None]) -> bool:
+        """The reader is about to submit its request to another replica. `hand_over` ends it in the core and says where
+        its blocks are; with None it goes on here. Returns whether it moved."""
+        owned = reader.request
+        if owned is None or owned.is_over or self._is_replayed(owned):
+            return False
+        source = hand_over(owned.key)
+        if source is None:
+            return False
+        owned.is_over = True
+        self.forget(owned)
+        reader.connection.outbox.put_moved(reader.handle, source)
+        return True
 
     def forget(self, owned: OwnedRequest) -> None:
         """Drops what is kept of a request, and ends it where it still runs. What is over and being sent to a reader is

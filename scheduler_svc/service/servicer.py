@@ -68,7 +68,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         try:
             yield self._welcome()
             if not self._loop.is_ready:
-                connection.outbox.put_readiness(False, self._loop.loading)
+                connection.outbox.put_readiness(False, self._loop.loading, is_draining=self._loop.is_draining)
             if hello.wants_cache_updates:
                 self._cache.add(connection.outbox)
             while (outgoing := await connection.outbox.take()) is not None:
@@ -253,6 +253,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                     self._abort(message.abort, Reader(connection, Handle(message.abort.handle)))
                 case "resume":
                     self._resume(message.resume, Reader(connection, Handle(message.resume.handle)))
+                case "release":
+                    self._requests.move(Reader(connection, Handle(message.release.handle)), self._loop.hand_over)
                 case "detach":
                     self._detach(Reader(connection, Handle(message.detach.handle)))
                 case "end_unread":
@@ -288,7 +290,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         replica, scheduler = self._loop.replica, self._loop.scheduler
         assert replica is not None
         assert scheduler is not None
-        request = request_from_submit(submit, vocab_size=replica.vocab_size, max_num_seqs=scheduler.config.max_num_seqs)
+        request = request_from_submit(
+            submit,
+            vocab_size=replica.vocab_size,
+            max_num_seqs=scheduler.config.max_num_seqs,
+            kv_source=self._loop.kv_source,
+        )
         if submit.resubmitted:
             held = Held.of(request, submit.num_prompt_logprobs)
             if self._requests.resubmit(request, submit.nonce, reader, held):

@@ -9,8 +9,9 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
-from quire import clock
+from quire import clock, entropy
 from quire.failpoint import failpoint
 from quire.histograms import Distribution
 from quire.logs import REQUEST_ID
@@ -19,6 +20,7 @@ from quire.rpc.tls import TlsIdentity
 from quire.settings import ConfigurationError
 from quire.tracing import TraceContext
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
+from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.request import ClientId, Request, RequestKey
 from scheduler_svc.core.results import usage_of
@@ -48,7 +50,15 @@ from scheduler_svc.service.worker_link import (
     attach_workers,
     epoch_of_start,
 )
-from scheduler_svc.service.worker_messages import Prepared, PromptLogprobsRouter, ReplicaInfo
+from scheduler_svc.service.worker_messages import (
+    LEASE_S,
+    MOVE_TIMEOUT_S,
+    Fetched,
+    Prepared,
+    PromptLogprobsRouter,
+    ReplicaInfo,
+    offer_message,
+)
 from scheduler_svc.settings import SchedulerSettings
 
 MODEL_CHANGED = "MODEL_CHANGED"
@@ -60,6 +70,8 @@ _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.05, 1.0
 _LAST_ATTACH_BACKOFF_S = 0.2
 _ATTACH_TIMEOUT_S = 5.0
 _LAST_READ_S = 0.1
+_LEASE_BYTES = 16
+_AFTER_LEASE_S = 0.01
 
 
 class StepLoop:
@@ -70,6 +82,7 @@ class StepLoop:
         is_attached: Whether workers are attached now.
         loading: How far the workers are with loading their model; None while they do not say.
         is_draining: Whether new requests are refused for good.
+        kv_source: Where other replicas find blocks of the attached workers, without a lease.
         epoch: Rises with every attempt to attach; see `epoch_of_start`.
         version: Rises where other workers are attached than before, by their pool, model or limits.
         retry: When a request that is refused for a full queue may come back.
@@ -95,6 +108,7 @@ class StepLoop:
         self.is_attached = False
         self.loading: LoadProgress | None = None
         self.is_draining = False
+        self.kv_source = KvSource()
         self.epoch = epoch_of_start(clock.unix_s())
         self.version = 0
         self.retry = RetryAdvisor()
@@ -121,6 +135,10 @@ class StepLoop:
         self._idle.set()
         # Steps in flight, and what workers prepare beside them.
         self._steps, self._preparations = Awaited(settings.step_timeout), Awaited(settings.step_timeout)
+        # Blocks that workers fetch; they give up by themselves.
+        self._moves = Awaited(MOVE_TIMEOUT_S + settings.step_timeout)
+        # Messages about blocks that other replicas may fetch, to be sent.
+        self._offers: list[bytes] = []
         # Whether the attached workers have answered a step or sent a heartbeat.
         self._has_heard = False
         # Whether the workers that were lost last were alive, and hung or answered nonsense.
@@ -179,6 +197,33 @@ class StepLoop:
             self._note_aborted(group if self._group(key) is None else None)
         self._spans.sequence_aborted(key)
 
+    def hand_over(self, key: RequestKey) -> KvSource | None:
+        """Ends a request here that goes on at another replica from the tokens that were delivered. Returns where its
+        blocks can be fetched, which may be nowhere; None, and nothing changes, where it cannot go on elsewhere."""
+        if self.scheduler is None:
+            return None
+        lease = Lease(entropy.random_bytes(_LEASE_BYTES))
+        sealed = self.scheduler.hand_over(key, lease, clock.monotonic(), LEASE_S)
+        if sealed is None:
+            return None
+        self._spans.aborted(key)
+        self._metrics.handed_over()
+        source = KvSource()
+        if sealed:
+            if self.is_attached and self.kv_source.kv_namespace:
+                source = replace(self.kv_source, lease=lease)
+                self._offers.append(offer_message(lease, sealed))
+                self._wake_after_lease()
+            else:
+                self.scheduler.renew_lease(lease, clock.monotonic(), 0)
+        self._note_ended(1)
+        self._wake.set()
+        return source
+
+    def _wake_after_lease(self) -> None:
+        """The core looks for leases that are over when it plans a step."""
+        asyncio.get_running_loop().call_later(LEASE_S + _AFTER_LEASE_S, self._wake.set)
+
     def _group(self, key: RequestKey) -> SequenceGroup | None:
         return None if self.scheduler is None else self.scheduler.group(key)
 
@@ -208,7 +253,8 @@ class StepLoop:
         return usage._replace(decode_s=now - line.first_token)
 
     async def drain(self, timeout_s: float | None) -> int:
-        """Refuses new requests from now on, reports that, and waits until no request is live.
+        """Refuses new requests from now on, reports that, and waits until no request is live and no block is kept for
+        another replica.
 
         Returns how many are live at the timeout; None waits without limit.
         """
@@ -242,6 +288,7 @@ class StepLoop:
                 if self.num_live:
                     # Pins that held blocks are computed again.
                     self._idle.clear()
+                self._note_idle()
             # A worker that is lost before it answers anything may be lost again by the same step.
             if self._has_heard:
                 backoff_s = _FIRST_BACKOFF_S
@@ -291,8 +338,13 @@ class StepLoop:
                 self.trace.planned(plan, started, planned)
                 self.trace.part("send", plan.step_id, planned, clock.monotonic())
             for preparation in scheduler.take_preparations():
-                self._preparations.sent(preparation.number, clock.monotonic())
+                awaited = self._preparations if preparation.arriving is None else self._moves
+                awaited.sent(preparation.number, clock.monotonic())
                 await link.prepare(preparation)
+            while self._offers:
+                await link.write(self._offers.pop(0))
+            # A lease may be over.
+            self._note_idle()
 
     async def _receive_results(self, link: WorkerLink | WorkerGroup) -> None:
         """Receives results, applies them to the core, and emits the events."""
@@ -306,8 +358,17 @@ class StepLoop:
                 self._check_progress(now, link)
                 self._check_preparations(scheduler, now)
                 continue
+            if isinstance(answer, Fetched):
+                scheduler.renew_lease(answer.lease, now, 0 if answer.is_done else LEASE_S)
+                self._wake_after_lease()
+                self._note_idle()
+                continue
             if isinstance(answer, Prepared):
                 self._preparations.answered(answer.number, now)
+                if (arriving := scheduler.preparations.arriving(answer.number)) is not None:
+                    num_failed = len(answer.failed)
+                    seconds = self._moves.answered(answer.number, now)
+                    self._metrics.fetched(len(arriving.blocks) - num_failed, num_failed, seconds)
                 self._take_prepared(scheduler, answer, link)
                 continue
             result = answer.result
@@ -332,7 +393,7 @@ class StepLoop:
 
     def _take_prepared(self, scheduler: Scheduler, prepared: Prepared, link: WorkerLink | WorkerGroup) -> None:
         try:
-            events = scheduler.prepared(prepared.number, prepared.failure)
+            events = scheduler.prepared(prepared.number, prepared.failure, prepared.failed)
         except ValueError as error:
             raise InvalidAnswerError(f"worker {link.address}: {error}") from error
         if prepared.failure is not None:
@@ -347,6 +408,10 @@ class StepLoop:
 
     def _check_preparations(self, scheduler: Scheduler, now: float) -> None:
         """Fails the requests whose constraint or adapter takes too long; steps and other preparations go on."""
+        if (late := self._moves.late(now)) is not None:
+            self._moves.answered(late[0], now)
+            scheduler.give_up_preparation(*late)
+            self._wake.set()
         if (late := self._preparations.late(now)) is None:
             return
         number, seconds = late
@@ -417,9 +482,10 @@ class StepLoop:
         scheduler.restore_sealed(link.sealed)
         self.cache.tell()
         self._judge_loss(scheduler, was_alive=info.is_same_worker(before) and not self._was_faulty)
-        self.replica = info
+        self.replica, self.kv_source = info, link.kv_source
+        self._offers.clear()
         self.version += not info.is_like(before)
-        for awaited in (self._steps, self._preparations):
+        for awaited in (self._steps, self._preparations, self._moves):
             awaited.clear(clock.monotonic())
         self._prompt_logprobs.clear()
         self.trace.attached(config, info.vocab_size)
@@ -530,7 +596,7 @@ class StepLoop:
     def _set_loading(self, loading: LoadProgress | None) -> None:
         if loading != self.loading:
             self.loading = loading
-            self._requests.report_readiness(self.is_ready, loading)
+            self._requests.report_readiness(self.is_ready, loading, is_draining=self.is_draining)
 
     def _now(self) -> ReplicaNow:
         return ReplicaNow(
@@ -546,8 +612,8 @@ class StepLoop:
         was_ready = self.is_ready
         self.is_attached = self.is_attached if is_attached is None else is_attached
         self.is_draining = self.is_draining or is_draining
-        if self.is_ready != was_ready:
-            self._requests.report_readiness(self.is_ready, self.loading)
+        if self.is_ready != was_ready or is_draining:
+            self._requests.report_readiness(self.is_ready, self.loading, is_draining=self.is_draining)
             self._report_readiness(self.is_ready)
 
     def _note_aborted(self, group: SequenceGroup | None) -> None:
@@ -568,5 +634,5 @@ class StepLoop:
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if not self.num_live:
+        if not self.num_live and (self.scheduler is None or not len(self.scheduler.leases)):
             self._idle.set()

@@ -1,13 +1,14 @@
 """The step streams to the workers of a replica: to one worker, or to a group of ranks that is driven as one."""
 
 import asyncio
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
 import grpc
 import grpc.aio
 
+from quire.arrays import decode_int32
 from quire.compatibility import check_model
 from quire.failpoint import failpoint
 from quire.progress import LoadProgress
@@ -17,9 +18,11 @@ from quire.rpc.server import UNLIMITED_MESSAGE_BYTES
 from quire.rpc.tls import TlsIdentity
 from quire.settings import ConfigurationError
 from quire.worker.v1 import worker_pb2
+from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service.worker_messages import (
+    Fetched,
     Prepared,
     RankPlace,
     StepAnswer,
@@ -133,6 +136,7 @@ class WorkerLink:
         info: What the worker is.
         place: Which rank of how many it is.
         sealed: The blocks that the worker held as final when it was attached.
+        kv_source: Where other replicas find its blocks, without a lease.
     """
 
     def __init__(
@@ -146,6 +150,7 @@ class WorkerLink:
         self.info = replica_info(attached.info)
         self.place = RankPlace(attached.info.rank, attached.info.world_size)
         self.sealed = sealed_blocks(attached)
+        self.kv_source = KvSource(attached.info.kv_namespace, (attached.info.transfer_endpoint or address,))
         self.address = address
         self.epoch = epoch
         self._channel = channel
@@ -193,7 +198,7 @@ class WorkerLink:
         except _CALL_ERRORS as error:
             raise WorkerLostError(f"worker {self.address} left: {_describe(error)}") from error
 
-    async def receive(self) -> StepAnswer | Prepared | None:
+    async def receive(self) -> StepAnswer | Prepared | Fetched | None:
         """The next answer, or None for a heartbeat. Raises WorkerLostError."""
         try:
             response = await self._call.read()
@@ -212,9 +217,14 @@ class WorkerLink:
         if response.HasField("adapter_loaded"):
             loaded = response.adapter_loaded
             return Prepared(loaded.number, loaded.failure if loaded.HasField("failure") else None)
-        if not response.HasField("result"):
-            return None
+        if response.HasField("fetched"):
+            return Fetched(Lease(response.fetched.lease), response.fetched.done)
         try:
+            if response.HasField("moved"):
+                failed = decode_int32(response.moved.failed, "failed", minimum=0).tolist()
+                return Prepared(response.moved.number, failed=frozenset(failed))
+            if not response.HasField("result"):
+                return None
             return step_answer(response.result, self.info.vocab_size)
         except InvalidArgument as error:
             raise InvalidAnswerError(f"worker {self.address} sent a malformed result: {error}") from error
@@ -248,12 +258,20 @@ class WorkerGroup:
         # Each rank holds a part of every block, so a block that one of them has lost is of no use.
         everywhere = set(first.sealed).intersection(*(link.sealed for link in others))
         self.sealed = [entry for entry in first.sealed if entry in everywhere]
+        sources = [link.kv_source for link in links]
+        namespaces = {source.kv_namespace for source in sources}
+        self.kv_source = KvSource(
+            first.kv_source.kv_namespace if len(namespaces) == 1 else "",
+            tuple(endpoint for source in sources for endpoint in source.endpoints),
+        )
         self._epoch = epoch
-        self._answers: asyncio.Queue[tuple[int, StepAnswer | Prepared | Exception | None]] = asyncio.Queue()
+        self._answers: asyncio.Queue[tuple[int, StepAnswer | Prepared | Fetched | Exception | None]] = asyncio.Queue()
         # Of each rank, the answers to steps that not all ranks have answered.
         self._unmatched: list[deque[StepAnswer]] = [deque() for _ in links]
         # What ranks answered that have compiled a constraint or loaded an adapter, by its number.
         self._prepared: defaultdict[int, list[Prepared]] = defaultdict(list)
+        # How many ranks are done with a lease.
+        self._num_fetched = Counter[Lease]()
         self._readers = [asyncio.create_task(self._read(rank, link)) for rank, link in enumerate(links)]
 
     async def send(self, plan: StepPlan) -> None:
@@ -264,7 +282,11 @@ class WorkerGroup:
         """Tells all ranks to compile a constraint or to load an adapter. Raises WorkerLostError."""
         await self._write(prepare_message(preparation))
 
-    async def receive(self) -> StepAnswer | Prepared | None:
+    async def write(self, message: bytes) -> None:
+        """Sends what is serialized already to all ranks. Raises WorkerLostError."""
+        await self._write(message)
+
+    async def receive(self) -> StepAnswer | Prepared | Fetched | None:
         """The next answer of rank 0, once all ranks have answered that, or None for a heartbeat of rank 0.
 
         Raises:
@@ -280,7 +302,14 @@ class WorkerGroup:
                 if len(answers) < len(self._links):
                     continue
                 del self._prepared[answer.number]
-                return next((each for each in answers if each.failure), answer)
+                failed = frozenset[int]().union(*(each.failed for each in answers))
+                return replace(next((each for each in answers if each.failure), answer), failed=failed)
+            if isinstance(answer, Fetched):
+                self._num_fetched[answer.lease] += answer.is_done
+                is_done = self._num_fetched[answer.lease] == len(self._links)
+                if is_done:
+                    del self._num_fetched[answer.lease]
+                return Fetched(answer.lease, is_done)
             if answer is not None:
                 self._unmatched[rank].append(answer)
             elif rank == 0:

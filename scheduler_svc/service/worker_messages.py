@@ -10,6 +10,7 @@ import numpy as np
 
 from quire import compatibility
 from quire.arrays import decode_float32, decode_int32, decode_logprobs, encode_int32
+from quire.common.v1 import common_pb2
 from quire.compatibility import (
     PREPARES_CONSTRAINTS,
     UNKNOWN_MODEL,
@@ -25,8 +26,9 @@ from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.batch import RowTable
 from scheduler_svc.core.beam_search import Candidates
 from scheduler_svc.core.block_pool import BlockHash, BlockId
+from scheduler_svc.core.moves import Arriving, KvSource, Lease
 from scheduler_svc.core.preparation import Preparation
-from scheduler_svc.core.request import Constraint, Request
+from scheduler_svc.core.request import Adapter, Constraint, Request
 from scheduler_svc.core.step import RowAssignment, SampleLogprobs, StepInFlight, StepPlan, StepResult
 from scheduler_svc.service.outbox import PromptLogprobs
 
@@ -38,11 +40,40 @@ def attach_message(epoch: int) -> bytes:
 
 def prepare_message(preparation: Preparation) -> bytes:
     number, need = preparation.number, preparation.need
+    if preparation.arriving is not None:
+        return worker_pb2.RunRequest(move_blocks=_move_message(number, preparation.arriving)).SerializeToString()
     if isinstance(need, Constraint):
         prepare = worker_pb2.PrepareConstraint(number=number, row_sampling=need.parameters)
         return worker_pb2.RunRequest(prepare=prepare).SerializeToString()
+    assert isinstance(need, Adapter)
     load = worker_pb2.LoadAdapter(number=number, slot=preparation.slot, digest=need.digest, directory=need.directory)
     return worker_pb2.RunRequest(load_adapter=load).SerializeToString()
+
+
+def _move_message(number: int, arriving: Arriving) -> worker_pb2.MoveBlocks:
+    return worker_pb2.MoveBlocks(
+        number=number,
+        source=source_message(arriving.source),
+        hashes=b"".join(arriving.hashes),
+        block_ids=encode_int32(arriving.blocks),
+        timeout_ms=round(MOVE_TIMEOUT_S * 1e3),
+    )
+
+
+def offer_message(lease: Lease, sealed: Iterable[tuple[BlockId, BlockHash]]) -> bytes:
+    """Lets workers of other replicas fetch these blocks."""
+    pairs = list(sealed)
+    offer = worker_pb2.OfferBlocks(
+        lease=lease,
+        block_ids=encode_int32([block for block, _ in pairs]),
+        hashes=b"".join(content for _, content in pairs),
+        lease_ms=round(LEASE_S * 1e3),
+    )
+    return worker_pb2.RunRequest(offer_blocks=offer).SerializeToString()
+
+
+def source_message(source: KvSource) -> common_pb2.KvSource:
+    return common_pb2.KvSource(kv_namespace=source.kv_namespace, endpoints=source.endpoints, lease=source.lease)
 
 
 def step_message(plan: StepPlan, epoch: int, generation: int) -> bytes:
@@ -99,6 +130,12 @@ def _assign_message(assigned: RowAssignment) -> worker_pb2.AssignRow:
         # They are delivered before the first output token, so a sequence that has output needs none.
         message.prompt_logprobs = sampling.prompt_logprobs
     return message
+
+
+MOVE_TIMEOUT_S = 5.0
+"""What has not come from another replica by then is computed."""
+LEASE_S = 10.0
+"""How long blocks are kept for another replica after they were offered, or some of them were fetched last."""
 
 
 class RankPlace(NamedTuple):
@@ -247,10 +284,20 @@ class RowPromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A worker has compiled the constraint of this number, or has loaded the adapter, or says why it cannot."""
+    """A worker has compiled the constraint of this number, or has loaded the adapter, or says why it cannot; or it has
+    fetched blocks, but for those with the indices `failed`."""
 
     number: int
     failure: str | None = None
+    failed: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Another replica has fetched blocks of a lease, and no more if that `is_done`."""
+
+    lease: Lease
+    is_done: bool
 
 
 @dataclass(frozen=True, slots=True)

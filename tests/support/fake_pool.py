@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from worker_svc.step import CacheOperations
+from worker_svc.device.seals import SealInventory
+from worker_svc.step import CacheOperations, Int32Array
 
 _MASK = 2**63 - 1
 
@@ -80,6 +81,24 @@ class FakePool:
                 block = blocks[position // self._block_size]
                 raise ForeignBlockError(f"row {row} reads block {block}, which does not hold its token {position}")
 
+    def blocks(self, seals: SealInventory) -> "FakeBlocks":
+        """What blocks hold, as bytes."""
+        return FakeBlocks(self._gpu, seals)
+
     def _places(self, blocks: Sequence[int], start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         positions = np.arange(start, end)
         return np.array(blocks, np.int64)[positions // self._block_size], positions % self._block_size
+
+
+class FakeBlocks:
+    """A `worker_svc.protocol.transfers.BlockStore` over slots, [number of blocks, block size] int64."""
+
+    def __init__(self, slots: np.ndarray, seals: SealInventory) -> None:
+        self._slots, self.seals = slots, seals
+        self.block_bytes = slots[:1].nbytes
+
+    def read(self, blocks: Int32Array) -> np.ndarray:
+        return self._slots[blocks].view(np.uint8)
+
+    def write(self, blocks: Int32Array, contents: np.ndarray) -> None:
+        self._slots[blocks] = contents.copy().view(np.int64)

@@ -10,7 +10,7 @@ import numpy as np
 from quire import clock
 from quire.failpoint import failpoint
 from quire.logprob_columns import LogprobLog
-from tests.support.fake_pool import BlockError, FakePool
+from tests.support.fake_pool import BlockError, FakeBlocks, FakePool
 from tests.support.fake_rows import FakeRows
 from tests.support.logprobs import Line, columns_of
 from worker_svc.device.seals import SealInventory
@@ -114,6 +114,11 @@ class FakeRunner:
 
     def sealed_blocks(self) -> SealedBlocks:
         return self._seals.snapshot()
+
+    @property
+    def blocks(self) -> FakeBlocks:
+        """What they hold, as other workers fetch it."""
+        return self._pool.blocks(self._seals)
 
     def launch(self, admitted: AdmittedStep, queue_us: int = 0) -> FakeStep:
         """Runs a step to its end. BlockError when a row overwrites what another needs or reads what is not its own."""

@@ -71,7 +71,10 @@ class FakeWorkerConfig:
             fixed_tokens=self.fixed_tokens,
         )
         generation = self.generation or clock.unix_ns()
-        return WorkerInfo(generation, self.rank, self.world_size, pool, model, limits, self.fingerprint)
+        weights, namespace = self.fingerprint.weights, ""
+        if weights:
+            namespace = f"fake {weights} {self.block_size} {self.world_size}"
+        return WorkerInfo(generation, self.rank, self.world_size, pool, model, limits, self.fingerprint, namespace)
 
 
 class FakeWorker:
@@ -111,7 +114,13 @@ class FakeWorker:
             script=config.script,
         )
         self._device_loop.use(self._runner)
-        worker = Worker(config.info(), self._runner, self._device_loop, prepare=lambda sent: self.prepare(sent))
+        worker = Worker(
+            config.info(),
+            self._runner,
+            self._device_loop,
+            prepare=lambda sent: self.prepare(sent),
+            blocks=self._runner.blocks,
+        )
         self._servicer.open(worker)
 
     @property

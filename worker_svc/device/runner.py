@@ -284,6 +284,11 @@ class ModelRunner:
         self._num_launched = 0
 
     @property
+    def seals(self) -> SealInventory:
+        """The blocks whose content is final."""
+        return self._seals
+
+    @property
     def is_asynchronous(self) -> bool:
         """Whether `launch` returns before the work is done."""
         return self._model.device.type == "cuda"

@@ -24,6 +24,8 @@ class SealInventory:
         self._sealed = np.zeros(num_gpu_blocks, dtype=np.uint8)
         self._last_written = np.zeros(num_gpu_blocks, dtype=np.int64)
         self._hashes = np.zeros((num_gpu_blocks, HASH_BYTES), dtype=np.uint8)
+        # How often a write of each block began.
+        self._num_writes = np.zeros(num_gpu_blocks, dtype=np.int64)
 
     @classmethod
     def over(cls, sealed: NDArray[np.uint8], hashes: NDArray[np.uint8]) -> Self:
@@ -32,6 +34,7 @@ class SealInventory:
         inventory = cls(0)
         inventory._sealed, inventory._hashes = sealed, hashes
         inventory._last_written = np.zeros(len(sealed), dtype=np.int64)
+        inventory._num_writes = np.zeros(len(sealed), dtype=np.int64)
         return inventory
 
     def begin_write(self, block_ids: NDArray[np.integer], step_number: int) -> None:
@@ -39,6 +42,7 @@ class SealInventory:
         with self._lock:
             self._sealed[block_ids] = 0
             self._last_written[block_ids] = step_number
+            self._num_writes[block_ids] += 1
 
     def add(self, sealed: SealedBlocks, step_number: int) -> None:
         """A step has finished, and these blocks are final. A block that was sealed before gets the new hash."""
@@ -49,6 +53,21 @@ class SealInventory:
             self._sealed[block_ids] = 0
             self._hashes[block_ids] = sealed.hashes[is_current]
             self._sealed[block_ids] = 1
+
+    def num_writes(self, block_ids: NDArray[np.integer]) -> NDArray[np.int64]:
+        """How often a write of each of these blocks began: a final block is the same while that is the same."""
+        with self._lock:
+            return self._num_writes[block_ids]
+
+    def begin_transfer(self, block_ids: NDArray[np.integer]) -> None:
+        """These blocks, which no step writes until `end_transfer` or a later step of their own, get other content."""
+        with self._lock:
+            self._sealed[block_ids] = 0
+            self._num_writes[block_ids] += 1
+
+    def end_transfer(self, sealed: SealedBlocks) -> None:
+        """The content is there, and final."""
+        self.add(sealed, int(self._last_written[sealed.block_ids].max()))
 
     def snapshot(self) -> SealedBlocks:
         """All sealed blocks by rising block id."""

@@ -48,6 +48,7 @@ StepRequest = worker_pb2.StepRequest
 RunResponse = worker_pb2.RunResponse
 PrepareConstraint = worker_pb2.PrepareConstraint
 LoadAdapterMessage = worker_pb2.LoadAdapter
+MoveBlocks = worker_pb2.MoveBlocks
 
 _MAX_UINT32 = 0xFFFFFFFF
 
@@ -347,6 +348,16 @@ def adapter_loaded_message(loaded: AdapterLoaded) -> RunResponse:
     return RunResponse(adapter_loaded=worker_pb2.AdapterLoaded(number=loaded.number, failure=loaded.failure))
 
 
+def moved_message(number: int, failed: list[int]) -> RunResponse:
+    """The answer to MoveBlocks."""
+    return RunResponse(moved=worker_pb2.BlocksMoved(number=number, failed=encode_int32(failed)))
+
+
+def fetched_message(lease: bytes, *, is_done: bool) -> RunResponse:
+    """Another worker has fetched blocks of a lease."""
+    return RunResponse(fetched=worker_pb2.BlocksFetched(lease=lease, done=is_done))
+
+
 def heartbeat_message(last_step_id: int, busy_ms: int) -> RunResponse:
     """A sign of life, with the time that the device has been busy with its current step."""
     return RunResponse(heartbeat=worker_pb2.Heartbeat(last_step_id=last_step_id, busy_ms=busy_ms))
@@ -363,6 +374,8 @@ def info_message(info: WorkerInfo) -> worker_pb2.WorkerInfo:
         limits=worker_pb2.WorkerLimits(**asdict(info.limits)),
         protocol=compatibility.WORKER_PROTOCOL.message(),
         fingerprint=info.fingerprint.message(),
+        kv_namespace=info.kv_namespace,
+        transfer_endpoint=info.transfer_endpoint,
     )
 
 

@@ -20,14 +20,16 @@ from quire import clock
 from quire.adapters import UnusableAdapterError
 from quire.failpoint import failpoint
 from quire.progress import STARTING, LoadProgress
-from quire.rpc.errors import FailedPrecondition, Internal, QuireError, Unavailable
+from quire.rpc.errors import FailedPrecondition, Internal, NotFound, QuireError, Unavailable, invalid_field
 from quire.rpc.server import UNLIMITED_MESSAGE_BYTES, RpcServer
+from quire.rpc.tls import TlsIdentity
 from quire.tracing import Tracer
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc.device.device_loop import DeviceLoop, StepLane, StepRunner
 from worker_svc.device.row_ledger import RowLedger
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.convert import (
+    MoveBlocks,
     PrepareConstraint,
     RunRequest,
     RunResponse,
@@ -37,7 +39,9 @@ from worker_svc.protocol.convert import (
     adapter_loaded_message,
     attached_message,
     epoch_of,
+    fetched_message,
     heartbeat_message,
+    moved_message,
     prepared_message,
     result_message,
     step_header,
@@ -45,6 +49,7 @@ from worker_svc.protocol.convert import (
 )
 from worker_svc.protocol.session import Session, Sessions
 from worker_svc.protocol.tracing import PrefillSpans
+from worker_svc.protocol.transfers import BlockStore, Transfers
 from worker_svc.step import (
     AdapterLoaded,
     AdmittedStep,
@@ -58,6 +63,7 @@ from worker_svc.step import (
 
 HEARTBEAT_INTERVAL_S = 0.5
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+FETCH_BLOCKS = f"/{SERVICE_NAME}/FetchBlocks"
 _RETRY_WHILE_LOADING_MS = 200
 _NO_STEP = 0
 """The number of the step at which ranks agree on an epoch, before the first step of a session."""
@@ -96,12 +102,16 @@ class Worker:
         agree: Callable[[int, int], object] = lambda epoch, step_id: None,
         prepare: Callable[[bytes], "Future[Any] | None"] = lambda row_sampling: None,
         adapters: Adapters | None = None,
+        blocks: BlockStore | None = None,
+        tls: TlsIdentity | None = None,
     ) -> None:
         """
         Args:
             agree: `Ranks.agree`, for a worker of several ranks.
             prepare: compiles the constraint of a serialized RowSampling; None if there is nothing to compile.
             adapters: there are some if `info.limits.max_adapters` is above 0.
+            blocks: what blocks hold, if `info.kv_namespace` says what that means; `tls` identifies this worker to
+                others that it fetches some from.
         """
         self.info = info
         self.decoder = StepDecoder(info)
@@ -114,6 +124,7 @@ class Worker:
         self._supersede: Callable[[QuireError], None] | None = None
         self._adapters = adapters
         self._num_attached = 0
+        self.transfers = None if blocks is None else Transfers(info, blocks, device_loop.call, tls)
 
     def attach(self, epoch: int, on_superseded: Callable[[QuireError], None]) -> Session:
         """Gives the worker to a scheduler: the previous session ends and all rows are released.
@@ -245,6 +256,8 @@ class StepStream:
         self._idle = asyncio.Event()
         self._idle.set()
         self._session = worker.attach(epoch, on_superseded=self._outgoing.put_nowait)
+        if worker.transfers is not None:
+            worker.transfers.attached(self._tell_fetched)
         self._post = post = asyncio.get_running_loop().call_soon_threadsafe
         self._answer = result_message if worker.info.rank == 0 else acknowledgement
         self._lane = StepLane(
@@ -280,7 +293,11 @@ class StepStream:
         end: QuireError | _End = _End()
         try:
             async for request in requests:
-                if request.HasField("prepare"):
+                if request.HasField("move_blocks"):
+                    self._start_moving(request.move_blocks)
+                elif request.HasField("offer_blocks"):
+                    self._transfers.offer(request.offer_blocks)
+                elif request.HasField("prepare"):
                     self._start_preparing(request.prepare)
                 elif request.HasField("load_adapter"):
                     self._start_loading(self._worker.decoder.load_adapter(request.load_adapter))
@@ -309,7 +326,29 @@ class StepStream:
             if (loaded := await loading) is not None:
                 self._outgoing.put_nowait(adapter_loaded_message(loaded))
 
-        task = asyncio.create_task(answer())
+        self._start(answer())
+
+    @property
+    def _transfers(self) -> Transfers:
+        """Raises InvalidArgument where the blocks of this worker go nowhere."""
+        if self._worker.transfers is None:
+            raise invalid_field("message", "moves blocks, and this worker has no kv_namespace")
+        return self._worker.transfers
+
+    def _tell_fetched(self, lease: bytes, is_done: bool) -> None:
+        self._outgoing.put_nowait(fetched_message(lease, is_done=is_done))
+
+    def _start_moving(self, message: MoveBlocks) -> None:
+        moving = self._transfers.move(self._transfers.move_of(message))
+
+        async def answer() -> None:
+            self._outgoing.put_nowait(moved_message(message.number, await moving))
+
+        self._start(answer())
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs something beside the steps, for as long as the session lasts."""
+        task = asyncio.create_task(work)
         self._loads.add(task)
         task.add_done_callback(self._loads.discard)
 
@@ -377,6 +416,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def open(self, worker: Worker) -> None:
         """Serves calls from now on."""
         self._loaded = worker
+        if worker.transfers is not None:
+            worker.transfers.metrics = self._metrics
+
+    async def wait_until_fetched(self, timeout_s: float) -> None:
+        """Waits until no block is offered to other workers any more."""
+        if self._loaded is not None and self._loaded.transfers is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._loaded.transfers.wait_until_fetched()
 
     async def Run(
         self, request_iterator: AsyncIterator[worker_pb2.RunRequest], context: grpc.aio.ServicerContext
@@ -386,6 +434,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._worker(), self._metrics, self._tracer, epoch, heartbeat_interval_s=self._heartbeat_interval_s
         )
         async with aclosing(stream.responses(request_iterator)) as responses:
+            async for response in responses:
+                yield response
+
+    async def FetchBlocks(
+        self, request: worker_pb2.FetchBlocksRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.FetchBlocksResponse]:
+        transfers = self._worker().transfers
+        if transfers is None:
+            raise NotFound("the blocks of this worker go nowhere", reason="LEASE_UNKNOWN")
+        async with aclosing(transfers.fetched(request)) as responses:
             async for response in responses:
                 yield response
 

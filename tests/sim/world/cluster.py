@@ -22,6 +22,7 @@ from scheduler_svc.core import invariants, preparation
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL
+from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import ClientId, Constraint, RequestKey
@@ -285,7 +286,7 @@ class Cluster:
         loop = SimDeviceLoop(node, runner, self.devices)
         agree = (lambda *_: None) if group is None else partial(group.agree, rank)
         adapters = SimAdapters(node, runner, self.devices) if config.info().limits.max_adapters else None
-        worker = Worker(config.info(), runner, loop, agree, partial(self._prepare, node), adapters)
+        worker = Worker(config.info(), runner, loop, agree, partial(self._prepare, node), adapters, runner.blocks)
         worker._sessions = CheckedSessions(node, worker.info.worker_generation, worker.info.limits.max_steps_in_flight)
         return worker
 
@@ -511,6 +512,20 @@ class CheckedScheduler(Scheduler):
         done = super().abort(key)
         self._check()
         return done
+
+    def hand_over(
+        self, key: RequestKey, lease: Lease, now: float, lease_s: float
+    ) -> list[tuple[BlockId, BlockHash]] | None:
+        sealed = super().hand_over(key, lease, now, lease_s)
+        self._check()
+        return sealed
+
+    def prepared(
+        self, number: int, failure: str | None = None, failed: frozenset[int] = frozenset()
+    ) -> dict[ClientId, ClientEvents]:
+        events = super().prepared(number, failure, failed)
+        self._check()
+        return events
 
     def abort_sequence(self, key: RequestKey, index: int) -> bool:
         done = super().abort_sequence(key, index)

@@ -131,9 +131,9 @@ class CheckedRequests(Requests):
     is_ready = False
     """Whether gateways were told that it runs steps."""
 
-    def report_readiness(self, is_ready: bool, loading: LoadProgress | None) -> None:
+    def report_readiness(self, is_ready: bool, loading: LoadProgress | None, *, is_draining: bool = False) -> None:
         self.is_ready = is_ready
-        super().report_readiness(is_ready, loading)
+        super().report_readiness(is_ready, loading, is_draining=is_draining)
 
     def check(self) -> None:
         """Raises RequestsViolationError."""

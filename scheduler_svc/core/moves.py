@@ -1,0 +1,88 @@
+"""Blocks that move between replicas: where those of a request are, and which of ours another replica may fetch.
+
+A request that goes on at another replica leaves its sealed blocks here under a lease: they stay until they were
+fetched, the lease is over, or somebody else needs the room. The other replica gives them new blocks, which nobody else
+holds until the workers have their content, and then they are cached like any others. So a request never needs a block
+that moves: what does not come is computed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NewType
+
+from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
+
+Lease = NewType("Lease", bytes)
+"""A random name: who knows it may fetch the blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvSource:
+    """Where blocks may be: workers, in order of rank, whose blocks mean the same as those of `kv_namespace`."""
+
+    kv_namespace: str = ""
+    endpoints: tuple[str, ...] = ()
+    lease: Lease = Lease(b"")
+
+
+@dataclass(slots=True)
+class _Leased:
+    blocks: list[BlockId]
+    expires_at: float
+
+
+@dataclass(slots=True)
+class Leases:
+    """Sealed blocks that are kept for another replica, each with a reference."""
+
+    _leases: dict[Lease, _Leased] = field(default_factory=dict[Lease, _Leased])
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def held_tables(self) -> list[list[BlockId]]:
+        """The blocks of each lease."""
+        return [each.blocks for each in self._leases.values()]
+
+    def add(self, lease: Lease, blocks: list[BlockId], expires_at: float, pool: BlockPool) -> None:
+        """Keeps blocks that can be hit."""
+        assert lease not in self._leases, "a lease is given once"
+        pool.touch(blocks)
+        self._leases[lease] = _Leased(blocks, expires_at)
+
+    def renew(self, lease: Lease, expires_at: float) -> None:
+        """Blocks of it are being fetched. No effect where it is over."""
+        if (leased := self._leases.get(lease)) is not None:
+            leased.expires_at = expires_at
+
+    def end(self, lease: Lease, pool: BlockPool) -> None:
+        """The blocks stay cached until they are evicted. Idempotent."""
+        if (leased := self._leases.pop(lease, None)) is not None:
+            pool.free(leased.blocks)
+
+    def expire(self, now: float, pool: BlockPool) -> None:
+        """Ends those whose time is over."""
+        for lease in [lease for lease, leased in self._leases.items() if leased.expires_at <= now]:
+            self.end(lease, pool)
+
+    def give_way(self, pool: BlockPool) -> bool:
+        """Ends the oldest one. Returns whether there was one."""
+        for lease in self._leases:
+            self.end(lease, pool)
+            return True
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """Blocks of this pool that get their content from another replica, with the names of what they will hold."""
+
+    source: KvSource
+    blocks: tuple[BlockId, ...]
+    hashes: tuple[BlockHash, ...]
+
+    def came(self, failed: frozenset[int]) -> Iterator[tuple[BlockId, BlockHash]]:
+        """Those whose content is there."""
+        for index, pair in enumerate(zip(self.blocks, self.hashes, strict=True)):
+            if index not in failed:
+                yield pair

@@ -1,0 +1,296 @@
+"""Blocks that move between workers: those that this worker's scheduler offers to others, and those that it wants.
+
+Who fetches asks for blocks by their hashes, under a lease. What comes is checked by its CRC-32, and then written in a
+thread beside the steps. Nothing that goes wrong here is an error of a request: what does not come is computed.
+
+What must never be wrong is a byte, so:
+
+- Bytes go only between workers of one namespace (`WorkerInfo.kv_namespace`).
+- A block that was written since it was offered is not sent: the inventory counts the writes of each block, before and
+  after it is read.
+- Blocks are written after all steps that came before the move. No later step names them until the move is answered.
+- The next scheduler that attaches may use all blocks. From then on nothing of a session before is written.
+"""
+
+import asyncio
+import logging
+import threading
+import zlib
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import grpc.aio
+import numpy as np
+from numpy.typing import NDArray
+
+from quire import clock
+from quire.arrays import decode_int32, encode_int32
+from quire.failpoint import failpoint
+from quire.rpc.channel import open_channel
+from quire.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, invalid_field
+from quire.rpc.server import UNLIMITED_MESSAGE_BYTES
+from quire.rpc.tls import TlsIdentity
+from quire.settings import ConfigurationError
+from quire.worker.v1 import worker_pb2, worker_pb2_grpc
+from worker_svc.device.seals import SealInventory
+from worker_svc.metrics import WorkerMetrics
+from worker_svc.step import HASH_BYTES, Int32Array, SealedBlocks, WorkerInfo, check_distinct
+
+_MESSAGE_BYTES = 1 << 19
+"""As many blocks as fit go in one message; at least one."""
+_OFFER_WAIT_S = 1.0
+"""A fetch may come before the offer that it is about, which takes another way."""
+_TOLD_EVERY_S = 0.5
+_logger = logging.getLogger(__name__)
+
+
+class BlockStore(Protocol):
+    """`PoolBlocks`, or a fake."""
+
+    seals: SealInventory
+    block_bytes: int
+
+    def read(self, blocks: Int32Array) -> NDArray[np.uint8]: ...
+    def write(self, blocks: Int32Array, contents: NDArray[np.uint8]) -> None: ...
+
+
+@dataclass(slots=True)
+class _Offer:
+    """Blocks by their hashes, each with how often it had been written; who fetches them now, and until when they are
+    offered."""
+
+    blocks: dict[bytes, tuple[int, int]]
+    lease_s: float
+    expires_at: float
+    num_calls: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Blocks to fetch: of each its id here, and its hash."""
+
+    number: int
+    source: Any
+    block_ids: Int32Array
+    hashes: NDArray[np.uint8]
+    timeout_s: float
+
+
+Tell = Callable[[bytes, bool], object]
+"""Is told that blocks of a lease were fetched, and whether that call is over and no other one fetches some."""
+
+
+class Transfers:
+    """The blocks of one worker that come and go. Used by the event loop."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        store: BlockStore,
+        call_device: Callable[[Callable[[], object]], "Future[Any]"],
+        tls: TlsIdentity | None = None,
+    ) -> None:
+        """`call_device` runs a function when all steps before it are finished; `tls` identifies this worker."""
+        self.metrics: WorkerMetrics | None = None
+        self._info = info
+        self._store = store
+        self._call_device = call_device
+        self._tls = tls
+        self._offers: dict[bytes, _Offer] = {}
+        self._news = asyncio.Event()
+        self._tell: Tell = lambda lease, is_done: None
+        # Held while blocks are written; the number of the session whose moves may write.
+        self._lock = threading.Lock()
+        self._session = 0
+
+    def attached(self, tell: Tell) -> None:
+        """Another scheduler has the worker: nothing is offered, and no move that began before writes any more."""
+        with self._lock:
+            self._session += 1
+        self._offers.clear()
+        self._tell = tell
+
+    # Blocks that others fetch
+
+    def offer(self, message: worker_pb2.OfferBlocks) -> None:
+        """Lets others fetch blocks. InvalidArgument for blocks that the pool does not have."""
+        blocks, hashes = self._blocks_of(message.block_ids, message.hashes, "offer_blocks")
+        now = clock.monotonic()
+        self._offers = {lease: each for lease, each in self._offers.items() if each.num_calls or each.expires_at > now}
+        writes = self._store.seals.num_writes(blocks).tolist()
+        names = [each.tobytes() for each in hashes]
+        offered = dict(zip(names, zip(blocks.tolist(), writes, strict=True), strict=True))
+        lease_s = message.lease_ms / 1e3
+        self._offers[message.lease] = _Offer(offered, lease_s, now + lease_s)
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def fetched(
+        self, request: worker_pb2.FetchBlocksRequest
+    ) -> AsyncGenerator[worker_pb2.FetchBlocksResponse, None]:
+        """Serves one call of FetchBlocks."""
+        if request.kv_namespace != self._info.kv_namespace or not self._info.kv_namespace:
+            raise FailedPrecondition("the blocks of this worker mean something else", reason="KV_NAMESPACE")
+        names = [request.hashes[start : start + HASH_BYTES] for start in range(0, len(request.hashes), HASH_BYTES)]
+        offer = await self._offer_of(request.lease)
+        wanted = [(index, *offer.blocks[name]) for index, name in enumerate(names) if name in offer.blocks]
+        offer.num_calls += 1
+        told_at = clock.monotonic()
+        try:
+            for part in _parts(wanted, max(1, _MESSAGE_BYTES // self._store.block_bytes)):
+                response = await asyncio.get_running_loop().run_in_executor(None, self._read, part)
+                failpoint("worker.fetch.before_write")
+                yield response
+                self._count("sent", len(response.content))
+                if (now := clock.monotonic()) - told_at >= _TOLD_EVERY_S:
+                    told_at, offer.expires_at = now, now + offer.lease_s
+                    self._tell(request.lease, False)
+        finally:
+            offer.num_calls -= 1
+            if not offer.num_calls and self._offers.get(request.lease) is offer:
+                del self._offers[request.lease]
+                self._tell(request.lease, True)
+
+    async def _offer_of(self, lease: bytes) -> _Offer:
+        """Raises NotFound where nothing is offered under the lease, nor soon."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_OFFER_WAIT_S):
+                while lease not in self._offers:
+                    await self._news.wait()
+        offer = self._offers.get(lease)
+        if offer is None or (not offer.num_calls and offer.expires_at <= clock.monotonic()):
+            raise NotFound("nothing is offered under this lease", reason="LEASE_UNKNOWN")
+        return offer
+
+    async def wait_until_fetched(self) -> None:
+        """Waits until nothing is offered any more; for a worker that ends."""
+        while self._offers:
+            now = clock.monotonic()
+            for lease in [lease for lease, each in self._offers.items() if not each.num_calls]:
+                if self._offers[lease].expires_at <= now:
+                    del self._offers[lease]
+            await asyncio.sleep(_TOLD_EVERY_S / 10)
+
+    def _read(self, part: Sequence[tuple[int, int, int]]) -> worker_pb2.FetchBlocksResponse:
+        """Runs in a thread. Blocks that were written since they were offered are left out."""
+        indices, ids, writes = np.array(part, np.int64).T
+        blocks = ids.astype(np.int32)
+        contents = self._store.read(blocks)
+        is_current = self._store.seals.num_writes(blocks) == writes
+        contents = contents[is_current]
+        return worker_pb2.FetchBlocksResponse(
+            indices=encode_int32(indices[is_current]),
+            content=contents.tobytes(),
+            crc32=_crc32s(contents),
+        )
+
+    # Blocks that are fetched
+
+    def move_of(self, message: worker_pb2.MoveBlocks) -> Move:
+        """InvalidArgument for blocks that the pool does not have."""
+        blocks, hashes = self._blocks_of(message.block_ids, message.hashes, "move_blocks")
+        check_distinct(blocks, "move_blocks.block_ids", "block")
+        return Move(message.number, message.source, blocks, hashes, message.timeout_ms / 1e3)
+
+    def _blocks_of(self, block_ids: bytes, hashes: bytes, field: str) -> tuple[Int32Array, NDArray[np.uint8]]:
+        blocks = decode_int32(block_ids, f"{field}.block_ids", minimum=0, below=self._info.pool.num_gpu_blocks)
+        if len(hashes) != HASH_BYTES * len(blocks):
+            raise invalid_field(f"{field}.hashes", f"has {len(hashes)} bytes for {len(blocks)} blocks")
+        return blocks, np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES)
+
+    def move(self, move: Move) -> Coroutine[Any, Any, list[int]]:
+        """What it returns fetches blocks for the present session and seals those that came. Its result are the indices
+        of the others."""
+        return self._move(move, self._session)
+
+    async def _move(self, move: Move, session: int) -> list[int]:
+        came = set[int]()
+        # In a task of its own: a gRPC call that is cancelled while it starts swallows the cancellation of its caller.
+        fetching = asyncio.create_task(self._fetch(move, session, came))
+        try:
+            await asyncio.wait([fetching], timeout=move.timeout_s)
+            problem = str(fetching.exception() or "") if fetching.done() else f"took over {move.timeout_s:g} s"
+        finally:
+            fetching.cancel()
+            await asyncio.wait([fetching])
+        indices = np.array(sorted(came), np.int64)
+        self._seal(session, SealedBlocks(move.block_ids[indices], move.hashes[indices]))
+        failed = [index for index in range(len(move.block_ids)) if index not in came]
+        if failed:
+            self._count("failed", len(failed) * self._store.block_bytes)
+            _logger.info(
+                "%d of %d blocks did not come and are computed: %s",
+                len(failed),
+                len(move.block_ids),
+                problem or "they were not sent, or damaged on the way",
+            )
+        return failed
+
+    async def _fetch(self, move: Move, session: int, came: set[int]) -> None:
+        """Adds to `came` the blocks that are there. Raises what keeps the others from coming."""
+        source = move.source
+        if source.kv_namespace != self._info.kv_namespace or len(source.endpoints) != self._info.world_size:
+            raise ConfigurationError("the blocks are of another kind")
+        await asyncio.wrap_future(self._call_device(partial(self._begin, session, move.block_ids)))
+        request = worker_pb2.FetchBlocksRequest(
+            kv_namespace=source.kv_namespace, lease=source.lease, hashes=move.hashes.tobytes()
+        )
+        endpoint = source.endpoints[self._info.rank]
+        async with open_channel(endpoint, tls=self._tls, max_message_bytes=UNLIMITED_MESSAGE_BYTES) as channel:
+            call: Any = worker_pb2_grpc.WorkerServiceStub(channel).FetchBlocks(request)
+            try:
+                async for response in call:
+                    keep = partial(self._keep, move, session, response)
+                    came.update(await asyncio.get_running_loop().run_in_executor(None, keep))
+                    failpoint("worker.move.written")
+            except grpc.aio.AioRpcError as error:
+                raise ConnectionError(f"{error.code().name}: {error.details()}") from error
+            finally:
+                call.cancel()
+
+    def _begin(self, session: int, blocks: Int32Array) -> None:
+        """Runs in the device's thread: all earlier steps are finished."""
+        with self._lock:
+            self._check(session)
+            self._store.seals.begin_transfer(blocks)
+
+    def _keep(self, move: Move, session: int, response: worker_pb2.FetchBlocksResponse) -> list[int]:
+        """Runs in a thread: writes the blocks of one message that are whole, and returns their indices."""
+        count, size = len(move.block_ids), self._store.block_bytes
+        indices = decode_int32(response.indices, "indices", minimum=0, below=count)
+        check_distinct(indices, "indices", "block")
+        if len(response.content) != size * len(indices) or len(response.crc32) != len(indices):
+            raise InvalidArgument(f"{len(indices)} blocks came with {len(response.content)} bytes")
+        contents = np.frombuffer(response.content, np.uint8).reshape(len(indices), size)
+        is_whole = np.array(_crc32s(contents), np.uint32) == np.array(response.crc32, np.uint32)
+        with self._lock:
+            self._check(session)
+            self._store.write(move.block_ids[indices[is_whole]], contents[is_whole])
+        self._count("received", int(is_whole.sum()) * size)
+        return indices[is_whole].tolist()
+
+    def _seal(self, session: int, sealed: SealedBlocks) -> None:
+        with self._lock:
+            if session == self._session and len(sealed.block_ids):
+                self._store.seals.end_transfer(sealed)
+
+    def _check(self, session: int) -> None:
+        if session != self._session:
+            raise ConnectionError("another scheduler has the worker")
+
+    def _count(self, what: str, num_bytes: int) -> None:
+        if self.metrics is not None:
+            self.metrics.moved(what, num_bytes)
+
+
+def _crc32s(contents: NDArray[np.uint8]) -> list[int]:
+    return [zlib.crc32(each.data) for each in np.ascontiguousarray(contents)]
+
+
+def _parts(wanted: Sequence[tuple[int, int, int]], size: int) -> Iterator[Sequence[tuple[int, int, int]]]:
+    for start in range(0, len(wanted), size):
+        yield wanted[start : start + size]
