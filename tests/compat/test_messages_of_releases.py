@@ -53,12 +53,13 @@ _RUN = "/quire.worker.v1.WorkerService/Run"
 
 ADDED = frozenset(
     {
-        {
-            "quire.worker.v1.WorkerLimits.5",
-            "quire.worker.v1.WorkerLimits.8",
-            "quire.scheduler.v1.Welcome.16",
-            "quire.scheduler.v1.Welcome.18",
-        }
+        "quire.worker.v1.WorkerLimits.5",
+        "quire.worker.v1.WorkerLimits.8",
+        "quire.worker.v1.WorkerInfo.9",
+        "quire.worker.v1.WorkerInfo.10",
+        "quire.scheduler.v1.Welcome.16",
+        "quire.scheduler.v1.Welcome.18",
+        "quire.scheduler.v1.ReplicaState.3",
     }
 )
 """Fields, as TYPE.NUMBER, that the code of today writes to every release, since an older one may ignore them. All other

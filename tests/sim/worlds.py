@@ -25,6 +25,7 @@ from tests.sim.world.faults import (
     Reset,
     SetClock,
     draw_bad_disks,
+    draw_drains,
     draw_faults,
     draw_other_model,
 )
@@ -77,6 +78,8 @@ _DRAFTING = 0.4
 """The share of worlds whose workers draft tokens."""
 _KEEPING = 0.5
 """The share of worlds in which the pools of workers outlive them."""
+_MOVING = 0.05
+"""The share of worlds in which replicas are drained and requests move between them."""
 _KEPT_S = 130.0
 """Durable requests are kept for a minute without a reader, and once more after their end; pins are no longer."""
 
@@ -115,6 +118,9 @@ def draw_plan(seed: int) -> Plan:
         return draw.choice(_OF_WORKERS)(seed, draw)
     draw = Random(f"rarity {seed}")
     plan = draw.choice(_RARITIES)(seed, draw) if draw.random() < _RARE else _draw_plan(seed)
+    moving = Random(f"moving {seed}")
+    if moving.random() < _MOVING:
+        return draw_moving(seed, moving)
     if draw.random() < 0.5 * _RARE:
         requests, deadly = with_deadly_need(draw, plan.requests)
         plan = replace(plan, requests=requests, layout=replace(plan.layout, deadly=deadly))
@@ -234,6 +240,19 @@ def _deaths_between_ranks(seed: int, draw: Random) -> Plan:
     point, number = "scheduler.step.between_ranks", draw.randint(1, 20)
     plan = _restarting(seed, draw, lambda at: KillAt(at, "scheduler-0", point, number))
     return replace(plan, layout=replace(plan.layout, worker=replace(plan.layout.worker, world_size=2)))
+
+
+def draw_moving(seed: int, draw: Random) -> Plan:
+    """Replicas are drained while requests run, and what moves between them is disturbed."""
+    layout = replace(_with_ranks(draw, draw_layout(draw, draw.choice((Kind.MIXED, Kind.RESTARTS)))), num_replicas=2)
+    if draw.random() < 0.3:
+        layout = replace(layout, weather=replace(layout.weather, bytes_per_s=draw.choice((2e4, 5e3))))
+    over_s = draw.choice((0.3, 1.0))
+    pool_tokens = layout.worker.num_blocks * layout.worker.block_size
+    requests = draw_requests(draw, Kind.NETWORK, layout.clients, pool_tokens, over_s)
+    if draw.random() < 0.2:
+        layout = replace(layout, worker=replace(layout.worker, max_drafts=3, fixed_tokens=1000))
+    return _plan(seed, layout, requests, draw_drains(draw, layout.hosts, over_s, layout.worker))
 
 
 def _restarting(seed: int, draw: Random, fault: Callable[[float], Fault]) -> Plan:

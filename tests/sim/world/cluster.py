@@ -287,8 +287,20 @@ class Cluster:
         agree = (lambda *_: None) if group is None else partial(group.agree, rank)
         adapters = SimAdapters(node, runner, self.devices) if config.info().limits.max_adapters else None
         worker = Worker(config.info(), runner, loop, agree, partial(self._prepare, node), adapters, runner.blocks)
+        assert worker.transfers is not None
+        worker.transfers._read = self._sent_by(node.host, worker.transfers._read)
         worker._sessions = CheckedSessions(node, worker.info.worker_generation, worker.info.limits.max_steps_in_flight)
         return worker
+
+    def _sent_by(self, host: str, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """What a worker sends of its blocks, as it comes to others."""
+
+        def send(part: Any) -> Any:
+            response = read(part)
+            response.content = self.devices.on_the_way(host, response.content)
+            return response
+
+        return send
 
     def _prepare(self, node: Node, row_sampling: bytes) -> "Future[None] | None":
         return prepare(node, row_sampling, self.devices)

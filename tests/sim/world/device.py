@@ -307,6 +307,9 @@ class Devices:
         self._glitches: Counter[str] = Counter()
         self._spoiled: dict[str, Place] = {}
         self._spoils_chunk: dict[str, bool] = {}
+        self._flips: Counter[str] = Counter()
+        self.num_sent = 0
+        """Messages with blocks that workers have sent to others."""
         self._deviations: Counter[str] = Counter()
         self._num_deviations = 0
 
@@ -329,6 +332,23 @@ class Devices:
         self._world.note("glitch", host)
         self._glitches[worker_of(host)] += 1
         self._spoils_chunk[worker_of(host)] = int(1000 * self._world.now) % 2 == 0
+
+    def flip(self, host: str, number: int) -> None:
+        """A bit of the next blocks that a worker sends is flipped, so many times."""
+        self._world.note("flip", host)
+        self._flips[worker_of(host)] += number
+
+    def on_the_way(self, host: str, content: bytes) -> bytes:
+        """What comes of blocks that a worker sends."""
+        worker = worker_of(host)
+        if not content:
+            return content
+        self.num_sent += 1
+        if not self._flips[worker]:
+            return content
+        self._flips[worker] -= 1
+        place = self.num_sent * 7919 % len(content)
+        return content[:place] + bytes([content[place] ^ 1 << self.num_sent % 8]) + content[place + 1 :]
 
     def take_glitch(self, host: str, place: Place, has_chunk: bool) -> bool:
         """Whether the step that runs now is such a one, for all ranks of the worker: as often as not only one that

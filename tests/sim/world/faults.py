@@ -51,6 +51,10 @@ FAILPOINTS: Mapping[str, Mapping[str, int]] = {
 }
 
 
+MOVE_FAILPOINTS: Mapping[str, int] = {"worker.fetch.before_write": 3, "worker.move.written": 3}
+"""The same of workers between which blocks move."""
+
+
 class Target(Protocol):
     """What faults break."""
 
@@ -309,6 +313,22 @@ class Glitch:
 
 
 @dataclass(frozen=True, slots=True)
+class Flip:
+    """A bit of the next blocks that a worker sends to another one is flipped on the way, so many times."""
+
+    at: float
+    host: str
+    number: int
+
+    @property
+    def seconds(self) -> float:
+        return 0.0
+
+    def begin(self, target: Target) -> None:
+        target.devices.flip(self.host, self.number)
+
+
+@dataclass(frozen=True, slots=True)
 class Deviate:
     """A rank draws another token than the other ranks: the step is void, and no answer may show it."""
 
@@ -466,6 +486,40 @@ def draw_faults(
     if any(isinstance(fault, Rival) for fault in faults):
         # A scheduler whose clock was set back is the older one when it starts again, and gives up in its turn.
         faults = [fault for fault in faults if not isinstance(fault, SetClock)]
+    return tuple(faults)
+
+
+def draw_drains(
+    draw: Random, layout_hosts: Sequence[str], over_s: float, worker: FakeWorkerConfig
+) -> tuple[Fault, ...]:
+    """Schedulers that are stopped in order while requests run, one after the other, and what goes wrong while blocks
+    move."""
+    workers = [host for host in layout_hosts if host.startswith("worker")]
+    schedulers = [host for host in layout_hosts if host.startswith("scheduler")]
+    faults: list[Fault] = []
+    at = draw.uniform(0.02, over_s)
+    for host in draw.sample(schedulers, draw.choice((1, 1, 2))):
+        faults.append(Stop(at, host))
+        for _ in range(draw.choice((0, 0, 1, 2))):
+            near, (source, destination) = at + draw.uniform(-0.05, 0.3), draw.sample(workers, 2)
+            point = draw.choice(tuple(MOVE_FAILPOINTS))
+            faults.append(
+                draw.choice(
+                    (
+                        KillAt(at, source, point, draw.randint(1, MOVE_FAILPOINTS[point])),
+                        KillAt(at, source, point, 1),
+                        Kill(near, source),
+                        Kill(near, draw.choice(schedulers)),
+                        Cut(near, source, destination, draw.random() < 0.5, draw.uniform(0.01, 8)),
+                        Flip(at - 0.05, source, draw.randint(1, 3)),
+                        Reset(near, "worker", draw.randrange(1 << 16)),
+                        HalfOpen(near, "worker", draw.randrange(1 << 16)),
+                        Pause(near, source, draw.uniform(0.01, 8)),
+                        *_draw_fault(draw, "other pool", layout_hosts, at - 2.0, worker),
+                    )
+                )
+            )
+        at += draw.uniform(4, 20)
     return tuple(faults)
 
 
