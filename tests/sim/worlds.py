@@ -118,7 +118,7 @@ def draw_plan(seed: int) -> Plan:
         return draw.choice(_OF_WORKERS)(seed, draw)
     draw = Random(f"rarity {seed}")
     plan = draw.choice(_RARITIES)(seed, draw) if draw.random() < _RARE else _draw_plan(seed)
-    moving = Random(f"moving {seed}")
+    moving = Random(f"drains {seed}")
     if moving.random() < _MOVING:
         return draw_moving(seed, moving)
     if draw.random() < 0.5 * _RARE:
@@ -246,7 +246,7 @@ def draw_moving(seed: int, draw: Random) -> Plan:
     """Replicas are drained while requests run, and what moves between them is disturbed."""
     layout = replace(_with_ranks(draw, draw_layout(draw, draw.choice((Kind.MIXED, Kind.RESTARTS)))), num_replicas=2)
     if draw.random() < 0.3:
-        layout = replace(layout, weather=replace(layout.weather, bytes_per_s=draw.choice((2e4, 5e3))))
+        layout = replace(layout, weather=replace(layout.weather, bytes_per_s=2e4))
     over_s = draw.choice((0.3, 1.0))
     pool_tokens = layout.worker.num_blocks * layout.worker.block_size
     requests = draw_requests(draw, Kind.NETWORK, layout.clients, pool_tokens, over_s)
