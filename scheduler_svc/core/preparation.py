@@ -310,7 +310,8 @@ class Preparations:
         if isinstance(need, Constraint):
             return not self._compiles or need in self._compiled
         if isinstance(need, MovedBlocks):
-            return all(each.need != need for each in self._underway.values())
+            waits = (each for each in self._underway.values() if each.arriving is not None and each.arriving.blocks)
+            return all(each.need != need for each in waits)
         return self._adapters.is_ready(need)
 
     def _want(self, request: Request, need: Need) -> None:

@@ -333,17 +333,14 @@ class Scheduler:
 
     def _make_room(self, key: RequestKey) -> Arriving | None:
         """Takes blocks for those of a request that waits which another replica has and which are not cached. They are
-        fetched once."""
+        fetched once. Where all are cached it is none, and the call that fetches them ends the lease."""
         group, blocks = self.waiting.get(key) if key in self.waiting else None, self.batch.blocks
         if group is None or group.source is None or self.trials.are_on:
             return None
         cached, hashes = blocks.missing_hashes(group.computing)
         num_free = len(hashes) + blocks.pool.num_free_of(cached)
         source = group.source
-        if not hashes:
-            group.source = None
-            return None
-        if not blocks.has_room(num_free, reserve=self._room.to_grow(), alone=not len(self.running)):
+        if hashes and not blocks.has_room(num_free, reserve=self._room.to_grow(), alone=not len(self.running)):
             return None
         group.source = None
         return Arriving(source, tuple(blocks.allocate_beside(cached, len(hashes))), tuple(hashes))

@@ -117,8 +117,8 @@ def _salt_from(submit: scheduler_pb2.Submit) -> bytes:
 
 
 def _source_from(source: common_pb2.KvSource, ours: KvSource) -> KvSource | None:
-    """None where our workers could not use the blocks, or there are none. An address that is one of ours, as a socket in
-    another container, would lead back to our own workers."""
+    """None where our workers could not use the blocks, or there are none. An address that is one of ours, as a socket
+    in another container, would lead back to our own workers."""
     is_like_ours = source.kv_namespace == ours.kv_namespace and len(source.endpoints) == len(ours.endpoints)
     is_elsewhere = set(source.endpoints).isdisjoint(ours.endpoints)
     if not (source.kv_namespace and source.lease and is_like_ours and is_elsewhere):

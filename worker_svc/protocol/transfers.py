@@ -235,7 +235,8 @@ class Transfers:
         source = move.source
         if source.kv_namespace != self._info.kv_namespace or len(source.endpoints) != self._info.world_size:
             raise ConfigurationError("the blocks are of another kind")
-        await asyncio.wrap_future(self._call_device(partial(self._begin, session, move.block_ids)))
+        if len(move.block_ids):
+            await asyncio.wrap_future(self._call_device(partial(self._begin, session, move.block_ids)))
         request = worker_pb2.FetchBlocksRequest(
             kv_namespace=source.kv_namespace, lease=source.lease, hashes=move.hashes.tobytes()
         )

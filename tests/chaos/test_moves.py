@@ -1,0 +1,81 @@
+"""A replica is drained while streams run: they go on at the other one, which fetches their blocks, and say what they
+say undisturbed, whatever dies meanwhile."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from quire.client import GenerationOptions
+from quire_cli.drain import main as drain
+from tests.support.killing import Outputs, Stream
+from tests.support.processes import until_true
+from tests.support.two_replicas import TwoReplicas, ended, two_replicas
+
+NUM_STREAMS = 8
+
+
+def options_of(index: int) -> GenerationOptions:
+    return GenerationOptions(
+        temperature=float(index % 2), seed=index, n=1 + index % 4 // 3, max_tokens=800, ignore_eos=True
+    )
+
+
+def make_streams() -> list[Stream]:
+    return [Stream(index, options_of(index), durable=index % 3 == 0) for index in range(NUM_STREAMS)]
+
+
+async def read(replicas: TwoReplicas, streams: list[Stream]) -> Outputs:
+    await asyncio.gather(*(stream.read(replicas.client) for stream in streams))
+    return [(stream.outputs, stream.texts) for stream in streams]
+
+
+async def advance(streams: list[Stream], num_tokens: int = 40) -> None:
+    """Waits until each has so many tokens, of many more."""
+    await until_true(lambda: all(len(each.token_ids) >= num_tokens for each in streams), timeout_s=100)
+
+
+@pytest_asyncio.fixture
+async def replicas(tmp_path: Path) -> AsyncIterator[TwoReplicas]:
+    async with two_replicas(tmp_path, "--multi-step-ms=0") as running:
+        yield running
+
+
+async def test_streams_of_a_drained_replica_go_on_at_the_other_one(replicas: TwoReplicas) -> None:
+    streams = make_streams()
+    reading = asyncio.create_task(read(replicas, streams))
+    await advance(streams)
+    assert await asyncio.to_thread(drain, [replicas.socket("scheduler-0")]) == 0
+    assert not all(stream.has_ended for stream in streams), "nothing had to move"
+    # The other replica alone, which has all of it cached or not.
+    assert await reading == await read(replicas, make_streams())
+    moved, fetched = await replicas.metrics(0), await replicas.metrics(1)
+    assert moved['quire_scheduler_moved_requests_total{direction="out"}'] > 0
+    assert fetched['quire_scheduler_moved_blocks_total{outcome="fetched"}'] > 0
+    assert fetched['quire_scheduler_moved_blocks_total{outcome="failed"}'] == 0
+    replicas.signal("scheduler-0", signal.SIGTERM)
+    assert await ended(replicas.processes["scheduler-0"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "failpoint"), [("worker-0", "worker.fetch.before_write"), ("worker-1", "worker.move.written")]
+)
+async def test_a_worker_that_dies_while_blocks_move_changes_no_stream(
+    tmp_path: Path, name: str, failpoint: str
+) -> None:
+    (armed := tmp_path / "failpoints").mkdir()
+    environs = {name: {"QUIRE_FAILPOINTS": str(armed)}}
+    async with two_replicas(tmp_path, "--multi-step-ms=0", environs=environs) as replicas:
+        streams = make_streams()
+        reading = asyncio.create_task(read(replicas, streams))
+        await advance(streams)
+        (tmp_path / "armed").write_text("kill 1")
+        (tmp_path / "armed").replace(armed / failpoint)
+        replicas.signal("scheduler-0", signal.SIGTERM)
+        await ended(replicas.processes[name])
+        if name == "worker-1":
+            replicas.start_again(name)
+        assert await reading == await read(replicas, make_streams())

@@ -1,0 +1,116 @@
+"""Two replicas of real processes with the embedded model, behind one gateway: workers, schedulers, each a process."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quire.client import AsyncClient
+from quire.rpc.channel import open_channel
+from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire_cli.supervisor.commands import Programs
+from tests.support.metrics import read_metrics
+from tests.support.ports import free_port
+from tests.support.scheduler_process import state_of, until
+from tests.support.serving import forked_programs
+
+_MODEL = Path(__file__).parents[2] / "assets/quire-tiny"
+
+
+@dataclass
+class TwoReplicas:
+    """Processes by name: "worker-0", "scheduler-0", and so on; and "gateway"."""
+
+    directory: Path
+    worker_flags: tuple[str, ...]
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    stubs: list[scheduler_pb2_grpc.SchedulerServiceStub] = field(default_factory=list)
+    client: AsyncClient = field(init=False)
+    metrics_ports: tuple[int, int] = (0, 0)
+
+    def socket(self, name: str) -> str:
+        return f"unix:{self.directory}/{name}.sock"
+
+    def start_again(self, name: str) -> None:
+        """Starts a process that has ended."""
+        self.start(forked_programs(), name)
+
+    def start(self, programs: Programs, name: str, environ: dict[str, str] | None = None) -> None:
+        kind, _, number = name.partition("-")
+        flags = {
+            "worker": ["--device=cpu", "--num-threads=1", *self.worker_flags],
+            "scheduler": [
+                f"--workers={self.socket(f'worker-{number}')}",
+                f"--metrics-port={self.metrics_ports[int(number or 0)]}",
+            ],
+        }[kind]
+        listen = f"--listen={self.socket(name)}"
+        command = {"worker": programs.worker, "scheduler": programs.scheduler}[kind]
+        common = [f"--model={_MODEL}"] if kind == "worker" else []
+        self.processes[name] = subprocess.Popen(
+            [*command, listen, *common, *flags], process_group=0, env=os.environ | (environ or {})
+        )
+
+    def start_gateway(self, programs: Programs, port: int) -> None:
+        schedulers = ",".join(self.socket(f"scheduler-{number}") for number in range(2))
+        flags = [f"--schedulers={schedulers}", f"--model={_MODEL}", f"--grpc-port={port}", f"--http-port={free_port()}"]
+        self.processes["gateway"] = subprocess.Popen(
+            [*programs.gateway, *flags, "--routing=round-robin"], process_group=0
+        )
+
+    def signal(self, name: str, number: int) -> None:
+        """To the process and its group: a fork is two processes."""
+        os.killpg(self.processes[name].pid, number)
+
+    async def metrics(self, replica: int) -> dict[str, float]:
+        """Of a scheduler."""
+        return await read_metrics(self.metrics_ports[replica])
+
+    async def num_live(self, replica: int) -> int:
+        state = await state_of(self.stubs[replica])
+        return state.running_requests + state.waiting_requests + state.swapped_requests
+
+
+@contextlib.asynccontextmanager
+async def two_replicas(
+    directory: Path, *worker_flags: str, environs: dict[str, dict[str, str]] | None = None
+) -> AsyncIterator[TwoReplicas]:
+    """Runs all until the block ends. `environs` has variables of single processes."""
+    programs = forked_programs()
+    flags = ("--dtype=float32", "--num-gpu-blocks=512", *worker_flags)
+    replicas = TwoReplicas(directory, flags, metrics_ports=(free_port(), free_port()))
+    port = free_port()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(lambda: [_end(process) for process in replicas.processes.values()])
+        for number in range(2):
+            for kind in ("worker", "scheduler"):
+                name = f"{kind}-{number}"
+                replicas.start(programs, name, (environs or {}).get(name))
+        replicas.start_gateway(programs, port)
+        for number in range(2):
+            channel = await stack.enter_async_context(open_channel(replicas.socket(f"scheduler-{number}")))
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            replicas.stubs.append(stub)
+
+            async def is_there(stub: scheduler_pb2_grpc.SchedulerServiceStub = stub) -> bool:
+                state = await stub.GetState(scheduler_pb2.GetStateRequest(), wait_for_ready=True, timeout=60)
+                return state.connected_gateways == 1 and all(worker.attached for worker in state.workers)
+
+            await until(is_there, timeout_s=120)
+        replicas.client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{port}"))
+        yield replicas
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+async def ended(process: subprocess.Popen[bytes], timeout_s: float = 60) -> int:
+    """The exit status of a process that ends."""
+    return await asyncio.to_thread(process.wait, timeout_s)
