@@ -76,7 +76,9 @@ VIEWERS = {
     "gateway/replicas/scheduler_calls.py",
     "gateway/replicas/events.py",
     "gateway/replicas/link.py",
+    "quire_cli/drain.py",
     "worker_svc/protocol/stream.py",
+    "worker_svc/protocol/transfers.py",
     "worker_svc/sampling/sampling_table.py",
 }
 
@@ -88,7 +90,8 @@ def may_see_generated_code(file: Path) -> bool:
         or file.is_relative_to(ROOT / "gateway" / "api" / "grpc")
         or file.is_relative_to(ROOT / "gateway" / "api" / "kserve")
         or file.relative_to(ROOT).as_posix() in VIEWERS
-        or file.stem in {"app", "compatibility", "connections", "outbox", "worker_link", "__main__"}
+        or file.stem
+        in {"app", "compatibility", "connections", "outbox", "worker_link", "__main__"}
     )
 
 

@@ -42,6 +42,7 @@ class Scheduler:
     def __init__(self, address: str, replicas: Replicas, serve: Callable[["Scheduler", LiveRequest], None]) -> None:
         self.address = address
         self.is_connected = self.is_ready = True
+        self.is_draining = False
         self.welcome = SimpleNamespace(block_size=4, scheduler_epoch=7, durable_grace_s=60.0)
         self.model = UNKNOWN_MODEL
         self.cached = None
