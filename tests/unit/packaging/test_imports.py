@@ -90,8 +90,7 @@ def may_see_generated_code(file: Path) -> bool:
         or file.is_relative_to(ROOT / "gateway" / "api" / "grpc")
         or file.is_relative_to(ROOT / "gateway" / "api" / "kserve")
         or file.relative_to(ROOT).as_posix() in VIEWERS
-        or file.stem
-        in {"app", "compatibility", "connections", "outbox", "worker_link", "__main__"}
+        or file.stem in {"app", "compatibility", "connections", "outbox", "worker_link", "__main__"}
     )
 
 

@@ -105,6 +105,19 @@ async def test_what_a_caller_of_another_role_sends_is_not_parsed(
     await server.stop(0)
 
 
+async def test_a_method_may_be_for_another_role_than_the_others(authority: Authority, tmp_path: Path) -> None:
+    roles = {"/test.Service/Method": frozenset({Role.WORKER})}
+    tls = ServerTls(TlsIdentity.of(tmp_path, Role.WORKER), roles=frozenset({Role.SCHEDULER}), roles_of_methods=roles)
+    server = await RpcServer.start(
+        "127.0.0.1:0", lambda grpc_server: add_method(grpc_server, "unary_unary", lambda _: None), [], tls=tls
+    )
+    refusal = await raw_error(server.address, TlsIdentity.of(tmp_path, Role.SCHEDULER), "unary_unary")
+    assert isinstance(refusal, PermissionDenied)
+    allowed = await raw_error(server.address, TlsIdentity.of(tmp_path, Role.WORKER), "unary_unary")
+    assert isinstance(allowed, Unavailable)
+    await server.stop(0)
+
+
 def add_method(server: grpc.aio.Server, kind: str, parse: Callable[[bytes], object]) -> None:
     """A method /test.Service/Method that reads one request and fails."""
 

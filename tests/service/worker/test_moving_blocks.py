@@ -1,0 +1,175 @@
+"""Blocks move between two workers over gRPC: whole, final ones of one namespace, and no others."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.arrays import decode_int32, encode_int32
+from quire.common.v1 import common_pb2
+from quire.compatibility import ModelFingerprint
+from quire.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, from_rpc_error
+from quire.worker.v1 import worker_pb2
+from tests.support.tiny_causal_lm import TinyCausalLM
+from tests.support.worker_client import StepClient, attached_client, make_assign, make_batch, worker_stub
+from tests.support.worker_server import running_worker
+
+MODEL = ModelFingerprint("a", "b", "c")
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+LEASE = b"a lease"
+HASHES = [hashlib.sha256(bytes([number])).digest() for number in range(3)]
+
+
+@dataclass
+class Pair:
+    """Two workers, each with a session of a scheduler."""
+
+    addresses: list[str]
+    source: StepClient
+    target: StepClient
+
+    async def offer(self, blocks: list[int], hashes: list[bytes], lease: bytes = LEASE, lease_ms: int = 60_000) -> None:
+        offer = worker_pb2.OfferBlocks(
+            lease=lease, block_ids=encode_int32(blocks), hashes=b"".join(hashes), lease_ms=lease_ms
+        )
+        await self.source.write(worker_pb2.RunRequest(offer_blocks=offer))
+
+    async def move(self, blocks: list[int], hashes: list[bytes], **source: Any) -> list[int]:
+        """The indices of the blocks that did not come."""
+        fields = {"kv_namespace": self.target.info.kv_namespace, "endpoints": self.addresses[:1], "lease": LEASE}
+        move = worker_pb2.MoveBlocks(
+            number=1,
+            source=common_pb2.KvSource(**(fields | source)),
+            hashes=b"".join(hashes),
+            block_ids=encode_int32(blocks),
+            timeout_ms=5_000,
+        )
+        await self.target.write(worker_pb2.RunRequest(move_blocks=move))
+        return decode_int32((await answer(self.target, "moved")).failed, "failed").tolist()
+
+
+async def answer(client: StepClient, kind: str) -> Any:
+    while (response := await client._read()).WhichOneof("message") != kind:
+        pass
+    return getattr(response, kind)
+
+
+@pytest.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    directories = [tmp_path / name for name in ("source", "target")]
+    for directory in directories:
+        directory.mkdir()
+    async with (
+        running_worker(directories[0], TinyCausalLM(), fingerprint=MODEL) as first,
+        running_worker(directories[1], TinyCausalLM(), fingerprint=MODEL) as second,
+        attached_client(first, 1) as source,
+        attached_client(second, 1) as target,
+    ):
+        yield Pair([first, second], source, target)
+
+
+async def compute(client: StepClient, blocks: list[int], computed: int = 0, row: int = 0) -> tuple[bytes, bytes]:
+    """The token that follows the prompt, of which the first tokens are in the pool, and its log probability."""
+    result = await client.run(
+        assign=[make_assign(row, PROMPT, blocks, logprobs=0)],
+        batch=make_batch([row], [len(PROMPT) - computed], [computed]),
+    )
+    return result.token_ids, result.token_logprobs.chosen_logprobs
+
+
+async def test_a_sequence_goes_on_from_the_blocks_of_another_worker(pair: Pair) -> None:
+    await compute(pair.source, [7, 3, 5])
+    # The last token alone, as at the other worker.
+    drawn = await compute(pair.source, [7, 3, 6], computed=8, row=1)
+    await pair.offer([7, 3], HASHES[:2])
+    assert await pair.move([11, 12], HASHES[:2]) == []
+    assert (await answer(pair.source, "fetched")).done
+    assert await compute(pair.target, [11, 12, 13], computed=8) == drawn
+    # Zeros instead would say something else, or this would show nothing.
+    assert await compute(pair.target, [21, 22, 23], computed=8, row=1) != drawn
+    async with attached_client(pair.addresses[1], 2) as later:
+        sealed = later.attached
+    assert decode_int32(sealed.sealed_block_ids, "sealed").tolist() == [11, 12]
+    assert sealed.sealed_hashes == b"".join(HASHES[:2])
+
+
+async def test_blocks_that_are_not_offered_or_were_written_since_do_not_come(pair: Pair) -> None:
+    await compute(pair.source, [7, 3, 5])
+    await pair.offer([7, 3], HASHES[:2])
+    await compute(pair.source, [9, 3, 6], row=1)
+    assert await pair.move([11, 12, 13], HASHES) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "source", [{"lease": b"another"}, {"kv_namespace": "another"}, {"endpoints": ["unix:/nowhere"]}, {"endpoints": []}]
+)
+async def test_what_cannot_be_fetched_is_no_error(pair: Pair, source: dict[str, Any]) -> None:
+    await pair.offer([7], HASHES[:1])
+    assert await pair.move([11], HASHES[:1], **source) == [0]
+    assert await compute(pair.target, [11, 12, 13]) == await compute(pair.source, [1, 2, 3])
+
+
+async def test_a_lease_is_over_after_its_time(pair: Pair) -> None:
+    await pair.offer([7], HASHES[:1], lease_ms=1)
+    await asyncio.sleep(0.05)
+    assert await pair.move([11], HASHES[:1]) == [0]
+
+
+async def test_nothing_is_offered_any_more_once_another_scheduler_is_attached(pair: Pair) -> None:
+    await pair.offer([7], HASHES[:1])
+    async with attached_client(pair.addresses[0], 2):
+        assert await pair.move([11], HASHES[:1]) == [0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"kv_namespace": "another"}, FailedPrecondition),
+        ({"lease": b"another"}, NotFound),
+    ],
+)
+async def test_a_caller_of_another_kind_is_refused(pair: Pair, fields: dict[str, Any], error: type) -> None:
+    await pair.offer([7], HASHES[:1])
+    request = {"kv_namespace": pair.source.info.kv_namespace, "lease": LEASE, "hashes": HASHES[0]} | fields
+    async with worker_stub(pair.addresses[0]) as stub:
+        with pytest.raises(Exception) as raised:
+            async for _ in stub.FetchBlocks(worker_pb2.FetchBlocksRequest(**request)):
+                pass
+    assert isinstance(from_rpc_error(raised.value), error)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "hashes"), [([40], HASHES[:1]), ([1, 1], HASHES[:2]), ([1, 2], HASHES[:1])], ids=str
+)
+async def test_blocks_that_make_no_sense_end_the_stream(pair: Pair, blocks: list[int], hashes: list[bytes]) -> None:
+    with pytest.raises(Exception) as raised:
+        await pair.move(blocks, hashes)
+    assert isinstance(from_rpc_error(raised.value), InvalidArgument)
+
+
+def test_bytes_are_those_of_the_pool_layer_by_layer() -> None:
+    import torch
+
+    from worker_svc.device.kv_pool import KvPool
+    from worker_svc.device.pool_blocks import PoolBlocks
+    from worker_svc.device.seals import SealInventory
+    from worker_svc.step import PoolGeometry
+
+    geometry = PoolGeometry(4, 6, 0, 3, 2, 8, "bfloat16", 3 * 2 * 2 * 4 * 8 * 2)
+    source, target = (
+        KvPool(geometry, tuple(torch.randn(2, 6, 2, 4, 8).to(torch.bfloat16) for _ in range(3)), ()) for _ in range(2)
+    )
+    content = PoolBlocks(source, SealInventory(6)).read(np.array([4, 1], np.int32))
+    assert content.shape == (2, geometry.block_bytes)
+    first = b"".join(layer[:, 4].contiguous().view(torch.uint8).numpy().tobytes() for layer in source.gpu)
+    assert content[0].tobytes() == first
+    before = [layer.clone() for layer in target.gpu]
+    PoolBlocks(target, SealInventory(6)).write(np.array([0, 3], np.int32), content)
+    for ours, theirs, was in zip(target.gpu, source.gpu, before, strict=True):
+        assert torch.equal(ours[:, [0, 3]], theirs[:, [4, 1]])
+        assert torch.equal(ours[:, [1, 2, 4, 5]], was[:, [1, 2, 4, 5]])

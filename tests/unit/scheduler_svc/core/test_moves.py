@@ -1,0 +1,169 @@
+"""Requests leave for another replica with their blocks under a lease, and come with blocks to fetch."""
+
+from dataclasses import replace
+
+from scheduler_svc.core.moves import KvSource, Lease
+from scheduler_svc.core.preparation import Preparation
+from scheduler_svc.core.request import EmittedSequence, Request
+from tests.support.core_driver import Driver, expected_output, make_config, make_request
+
+LEASE, LEASE_S = Lease(b"a lease"), 10.0
+SOURCE = KvSource("namespace", ("elsewhere",), LEASE)
+
+
+def running(driver: Driver, request: Request, num_steps: int = 3) -> None:
+    driver.submit(request)
+    for _ in range(num_steps):
+        driver.plan()
+        driver.deliver()
+
+
+def hand_over(driver: Driver, request: Request) -> list[tuple[int, bytes]] | None:
+    sealed = driver.scheduler.hand_over(request.key, LEASE, driver.clock, LEASE_S)
+    driver.check()
+    return sealed
+
+
+def used(driver: Driver) -> int:
+    return driver.scheduler.batch.blocks.pool.num_used
+
+
+def run(driver: Driver) -> None:
+    while driver.plan() is not None or driver.results:
+        driver.deliver()
+
+
+def told(driver: Driver) -> list[Preparation]:
+    driver.tell()
+    found = list(driver.told)
+    driver.told.clear()
+    return found
+
+
+def test_a_request_that_leaves_keeps_its_sealed_blocks_until_the_lease_is_over() -> None:
+    driver, request = Driver(make_config()), make_request(1, prompt_len=9, max_tokens=20)
+    running(driver, request)
+    # 9 tokens of the prompt and those before the newest are computed, 4 a block.
+    assert len(hand_over(driver, request) or []) == 2
+    assert driver.scheduler.num_live == 0
+    assert used(driver) == 2
+    driver.scheduler.renew_lease(LEASE, driver.clock, 2 * LEASE_S)
+    driver.clock += 1.5 * LEASE_S
+    driver.plan()
+    assert used(driver) == 2
+    driver.clock += LEASE_S
+    driver.plan()
+    assert used(driver) == 0
+
+
+def test_a_lease_ends_once_its_blocks_are_fetched() -> None:
+    driver, request = Driver(make_config()), make_request(1, prompt_len=9, max_tokens=20)
+    running(driver, request)
+    hand_over(driver, request)
+    driver.scheduler.renew_lease(LEASE, driver.clock, 0)
+    driver.check()
+    assert used(driver) == 0
+
+
+def test_a_lease_gives_way_to_requests_that_run() -> None:
+    driver = Driver(make_config(num_blocks=8))
+    first, other = make_request(1, prompt_len=17, max_tokens=8), make_request(2, prompt_len=17, max_tokens=15)
+    running(driver, first, num_steps=2)
+    assert len(hand_over(driver, first) or []) == 4
+    driver.submit(other)
+    run(driver)
+    assert driver.outputs[2] == expected_output(other)
+    assert driver.scheduler.num_preemptions == 0
+
+
+def test_a_request_that_selects_at_its_end_stays() -> None:
+    driver, request = Driver(make_config()), make_request(1, num_sequences=2, num_returned=1)
+    running(driver, request)
+    assert hand_over(driver, request) is None
+    assert driver.scheduler.num_live == 1
+
+
+def moved(handle: int, num_emitted: int = 6) -> Request:
+    """A request as it comes from another replica."""
+    request = make_request(handle, prompt_len=9, max_tokens=20)
+    emitted = [EmittedSequence(tuple(expected_output(request)[:num_emitted]))]
+    return replace(request, emitted=emitted, source=SOURCE, accepted_before=True)
+
+
+def test_a_request_waits_for_its_blocks_and_others_pass() -> None:
+    driver, request, other = Driver(make_config()), moved(1), make_request(2)
+    driver.submit(request)
+    (preparation,) = told(driver)
+    assert preparation.arriving is not None
+    assert preparation.arriving.source == SOURCE
+    # 15 tokens, of which one at least is computed.
+    assert len(preparation.arriving.blocks) == 3
+    driver.submit(other)
+    run(driver)
+    assert driver.finished == {2}
+    driver.scheduler.prepared(preparation.number, failed=frozenset({0, 1, 2}))
+    driver.check()
+    run(driver)
+    assert driver.outputs[1] == expected_output(request)
+
+
+def test_blocks_that_came_are_not_computed() -> None:
+    driver, request = Driver(make_config()), moved(1)
+    driver.submit(request)
+    (preparation,) = told(driver)
+    driver.scheduler.prepared(preparation.number, failed=frozenset({2}))
+    plan = driver.scheduler.schedule(driver.clock)
+    assert plan is not None
+    assert plan.num_computed_tokens.tolist() == [8]
+    assert plan.num_new_tokens.tolist() == [7]
+
+
+def test_blocks_are_fetched_once_however_often_the_worker_is_lost() -> None:
+    driver, request = Driver(make_config()), moved(1)
+    driver.submit(request)
+    assert len(told(driver)) == 1
+    driver.crash()
+    assert told(driver) == []
+    run(driver)
+    assert driver.outputs[1] == expected_output(request)
+
+
+def test_a_move_that_takes_too_long_is_given_up_and_its_blocks_stay_its_own() -> None:
+    driver, request = Driver(make_config()), moved(1)
+    driver.submit(request)
+    (preparation,) = told(driver)
+    driver.plan()
+    assert not driver.results
+    driver.scheduler.give_up_preparation(preparation.number, 5.0)
+    driver.check()
+    run(driver)
+    assert driver.outputs[1] == expected_output(request)
+    assert used(driver) == 3
+    driver.scheduler.prepared(preparation.number)
+    driver.check()
+    assert used(driver) == 0
+
+
+def test_an_aborted_request_leaves_its_blocks_to_the_move() -> None:
+    driver, request = Driver(make_config()), moved(1)
+    driver.submit(request)
+    (preparation,) = told(driver)
+    driver.scheduler.abort(request.key)
+    driver.check()
+    assert used(driver) == 3
+    driver.scheduler.prepared(preparation.number)
+    driver.check()
+    assert used(driver) == 0
+
+
+def test_where_there_is_no_room_blocks_are_fetched_once_their_request_is_next() -> None:
+    driver, other, request = Driver(make_config(num_blocks=8)), make_request(2, prompt_len=21, max_tokens=8), moved(1)
+    running(driver, other, num_steps=1)
+    driver.submit(request)
+    assert told(driver) == []
+    run(driver)
+    assert driver.finished == {2}
+    (preparation,) = told(driver)
+    driver.scheduler.prepared(preparation.number, failed=frozenset({0, 1, 2}))
+    run(driver)
+    assert driver.outputs[1] == expected_output(request)
