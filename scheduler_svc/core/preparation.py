@@ -98,7 +98,7 @@ class Preparations:
         may compile its constraint, and nothing is fetched for it."""
         if not may_compile:
             self._begin_move(request)
-        passed = (Constraint, MovedBlocks) if may_compile else ()
+        passed: tuple[type[Need], ...] = (Constraint, MovedBlocks) if may_compile else ()
         missing = [need for need in self._missing(request) if not isinstance(need, passed)]
         if not missing:
             self._next = request.adapter

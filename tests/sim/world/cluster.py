@@ -532,13 +532,6 @@ class CheckedScheduler(Scheduler):
         self._check()
         return sealed
 
-    def prepared(
-        self, number: int, failure: str | None = None, failed: frozenset[int] = frozenset()
-    ) -> dict[ClientId, ClientEvents]:
-        events = super().prepared(number, failure, failed)
-        self._check()
-        return events
-
     def abort_sequence(self, key: RequestKey, index: int) -> bool:
         done = super().abort_sequence(key, index)
         self._check()
@@ -554,11 +547,13 @@ class CheckedScheduler(Scheduler):
         self._check()
         return told
 
-    def prepared(self, number: int, failure: str | None = None) -> dict[ClientId, ClientEvents]:
+    def prepared(
+        self, number: int, failure: str | None = None, failed: frozenset[int] = frozenset()
+    ) -> dict[ClientId, ClientEvents]:
         need = (self.preparations._underway | self.preparations._given_up)[number].need
         if isinstance(need, Constraint):
             self._compiled = [each for each in self._compiled if each != need] + [need]
-        events = super().prepared(number, failure)
+        events = super().prepared(number, failure, failed)
         self._check()
         return events
 
