@@ -98,8 +98,9 @@ class Preparations:
         may compile its constraint, and nothing is fetched for it."""
         if not may_compile:
             self._begin_move(request)
-        passed: tuple[type[Need], ...] = (Constraint, MovedBlocks) if may_compile else ()
-        missing = [need for need in self._missing(request) if not isinstance(need, passed)]
+        missing = [
+            need for need in self._missing(request) if not (may_compile and isinstance(need, Constraint | MovedBlocks))
+        ]
         if not missing:
             self._next = request.adapter
             if self._owed:
