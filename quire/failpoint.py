@@ -38,11 +38,14 @@ NAMES = (
     "worker.step.admitted",
     "worker.step.moved",
     "worker.step.sealed",
+    "worker.fetch.before_write",
+    "worker.move.written",
     "gateway.submit.before_send",
     "gateway.connected.before_resubmit",
     "gateway.events.before_apply",
     "gateway.events.before_credit",
     "gateway.stream.before_write",
+    "gateway.background.before_end",
     "gateway.drain.begun",
 )
 

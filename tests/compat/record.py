@@ -180,7 +180,7 @@ async def record() -> Recorded:
             # The second one wants to know what is cached, since it has several schedulers; one of them is never there.
             for number, others in enumerate(("", f",unix:{directory}/absent.sock")):
                 socket = f"{directory}/gateway-{number}.sock"
-                flags = f"--schedulers {tapped[1]}{others} --grpc-port 0 --http-port 0 --local-socket {socket}"
+                flags = f"--schedulers {tapped[1]}{others} --grpc-port 0 --http-port 0 --no-ui --local-socket {socket}"
                 stack.enter_context(_running(*programs.gateway, *flags.split()))
                 await _until_serving(f"unix:{socket}")
                 await stack.enter_async_context(Tap.between(calls, tapped[2 + number], f"unix:{socket}"))

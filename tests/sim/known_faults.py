@@ -624,8 +624,8 @@ FAULTS = (
         "old-steps-late",
         "a scheduler waits for steps that were in flight at a worker that it lost",
         _STEP_LOOP,
-        "for awaited in (self._steps, self._preparations):",
-        "for awaited in (self._preparations,):",
+        "for awaited in (self._steps, self._preparations, self._moves):",
+        "for awaited in (self._preparations, self._moves):",
     ),
     _made(
         "taken-counted-twice",
@@ -666,8 +666,8 @@ FAULTS = (
         "prepared-not-cleared",
         "losses count for what was prepared since",
         _PREPARATION,
-        "        self.trials.prepared(need)\n        keys",
-        "        keys",
+        "        self.trials.prepared(need)\n        fails",
+        "        fails",
     ),
     _mended(
         "late-not-counted",

@@ -337,6 +337,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.GetStateResponse:
         return scheduler_pb2.GetStateResponse()
 
+    async def ResetPrefixCache(
+        self, request: scheduler_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.ResetPrefixCacheResponse:
+        return scheduler_pb2.ResetPrefixCacheResponse()
+
     async def ReadBlock(
         self, request: scheduler_pb2.ReadBlockRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.ReadBlockResponse:

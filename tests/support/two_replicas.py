@@ -63,8 +63,9 @@ class TwoReplicas:
         )
 
     def signal(self, name: str, number: int) -> None:
-        """To the process and its group: a fork is two processes."""
-        os.killpg(self.processes[name].pid, number)
+        """To the process; to its group what it cannot pass on, for a fork is two processes."""
+        send = os.killpg if number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT) else os.kill
+        send(self.processes[name].pid, number)
 
     async def metrics(self, replica: int) -> dict[str, float]:
         """Of a scheduler."""

@@ -97,6 +97,7 @@ class BackgroundStore:
         self.owner = owner
         self._path = path
         self._max_bytes = max_bytes
+        self._is_closed = False
         self._thread = ThreadPoolExecutor(1, "background")
         try:
             self._database = self._thread.submit(self._open).result()
@@ -126,9 +127,11 @@ class BackgroundStore:
             raise Unavailable(f"the store of background responses cannot be used: {error}") from error
 
     def close(self) -> None:
-        """Ends the thread when it has done what was asked of it."""
-        self._thread.submit(self._database.close)
-        self._thread.shutdown(wait=False)
+        """Ends the thread when it has done what was asked of it. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._thread.submit(self._database.close)
+            self._thread.shutdown(wait=False)
 
     def add(self, row: Background) -> None:
         """Enters a response, which this gateway runs. Raises ResourceExhausted if the tenant runs too many."""

@@ -60,6 +60,7 @@ RUNNING = {
     "/detokenize": {"tokens": [5, 6]},
     "/v1/load_lora_adapter": {"lora_name": "mine", "lora_path": "/adapters/mine"},
     "/v1/unload_lora_adapter": {"lora_name": "mine"},
+    "/v1/batches": {"input_file_id": "file-of-nobody", "endpoint": "/v1/completions", "completion_window": "24h"},
 }
 STREAMING = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
 # As many as other properties draw in the third tier.
@@ -67,12 +68,13 @@ NUM_BODIES, NUM_PATHS = (1000, 50) if hypothesis.settings().max_examples > 100 e
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def gateway():
+async def gateway(tmp_path_factory: pytest.TempPathFactory):
     tokenizer = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
     rule = scripted([*tokenizer.encode("It is so.", add_special_tokens=False).ids, id_of(tokenizer, "</s>")])
+    directory = tmp_path_factory.mktemp("batches")
     async with (
         FakeScheduler(rule=rule) as scheduler,
-        running_gateway(scheduler, max_stored_response_bytes=1 << 20) as running,
+        running_gateway(scheduler, max_stored_response_bytes=1 << 20, batch_dir=directory) as running,
     ):
         yield running
 
@@ -116,11 +118,22 @@ def statuses_of(operation: Any, url: str, parameters: dict[str, str]) -> Counter
 async def test_answers_to_drawn_requests_are_those_that_the_document_describes(gateway):
     document = (await gateway.http.get("/openapi.json")).json()
     stored = (await gateway.http.post("/v1/responses", json={"input": "hello"})).json()
-    parameters = {"model": "quire-tiny", "version": "1", "response_id": stored["id"], "request_id": stored["id"]}
+    lines = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "hello"}}'
+    upload = {"files": {"file": ("lines.jsonl", lines)}, "data": {"purpose": "batch"}}
+    file = (await gateway.http.post("/v1/files", **upload)).json()
+    batch = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    parameters = {
+        "model": "quire-tiny",
+        "version": "1",
+        "response_id": stored["id"],
+        "request_id": stored["id"],
+        "file_id": file["id"],
+        "batch_id": (await gateway.http.post("/v1/batches", json=batch)).json()["id"],
+    }
     found = list(schemathesis.openapi.from_dict(document).get_all_operations())
     operations = [each.ok() for each in found if isinstance(each, Ok)]
     assert len(operations) == len(found)
-    # The stored response is deleted last.
+    # The stored response and the file are deleted last.
     operations.sort(key=lambda operation: operation.method == "delete")
     statuses: dict[str, Counter[int]] = defaultdict(Counter)
     for operation in operations:

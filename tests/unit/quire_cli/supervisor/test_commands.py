@@ -23,6 +23,8 @@ OWN = {
     "workers",
     "schedulers",
     "metrics_port",
+    # Other replicas fetch blocks there; `quire serve` has one.
+    "transfer_endpoint",
     "reuse_port",
     "hand_over",
     # With one replica there is nothing to choose.
