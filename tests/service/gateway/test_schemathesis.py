@@ -60,7 +60,6 @@ RUNNING = {
     "/detokenize": {"tokens": [5, 6]},
     "/v1/load_lora_adapter": {"lora_name": "mine", "lora_path": "/adapters/mine"},
     "/v1/unload_lora_adapter": {"lora_name": "mine"},
-    "/v1/batches": {"input_file_id": "file-of-nobody", "endpoint": "/v1/completions", "completion_window": "24h"},
 }
 STREAMING = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
 # As many as other properties draw in the third tier.
