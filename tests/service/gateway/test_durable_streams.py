@@ -1,9 +1,9 @@
 """Server-sent events with ids: a reader that comes back with Last-Event-ID gets the rest, through any gateway."""
 
 import asyncio
-import re
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
