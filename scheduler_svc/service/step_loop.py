@@ -475,7 +475,9 @@ class StepLoop:
                 self._end_all(self.scheduler, ", ".join(changes))
                 if not info.has_tokenizer_of(before):
                     self._requests.forget_outputs()
-            if config != self.scheduler.config:
+            # What a step costs is measured at each start, and differs a little: that is no other pool.
+            before_start = self.scheduler.config
+            if replace(config, fixed_tokens=before_start.fixed_tokens) != before_start:
                 self._rebuild(self.scheduler, config)
         scheduler = self.scheduler
         failpoint("scheduler.attach.before_inventory")
@@ -488,7 +490,7 @@ class StepLoop:
         for awaited in (self._steps, self._preparations, self._moves):
             awaited.clear(clock.monotonic())
         self._prompt_logprobs.clear()
-        self.trace.attached(config, info.vocab_size)
+        self.trace.attached(scheduler.config, info.vocab_size)
         self.loading = None
         self._set_ready(is_attached=True)
         self._wake.set()

@@ -191,8 +191,10 @@ class ReplicaInfo:
         return self.vocab_size == before.vocab_size and not (ours and theirs and ours != theirs)
 
     def is_like(self, other: "ReplicaInfo | None") -> bool:
-        """Whether the other one is alike in all but the start of its workers."""
-        return other is not None and replace(other, worker_generation=self.worker_generation) == self
+        """Whether the other one is alike in all but the start of its workers, and what they measured then."""
+        if other is None:
+            return False
+        return replace(other, worker_generation=self.worker_generation, fixed_tokens=self.fixed_tokens) == self
 
 
 _MAX_INT32 = 2**31 - 1

@@ -150,3 +150,18 @@ async def test_requests_fail_where_the_worker_comes_back_with_another_model_and_
         assert again.outputs[3] == expected_tokens(3)
         again.close()
         await wait_nothing_in_use(stub)
+
+
+async def test_a_worker_that_measures_steps_anew_has_no_other_pool(
+    worker: FakeWorker, tmp_path, log: pytest.LogCaptureFixture
+) -> None:
+    worker.config = FakeWorkerConfig(fingerprint=OF_WORKER, step_seconds=0.005, max_drafts=7, fixed_tokens=16)
+    async with attached_scheduler(tmp_path, worker.address) as stub:
+        stream, _ = await GatewayStream.open(stub, "gateway-a", grace_period_ms=60_000, credit=10_000)
+        await stream.submit(make_submit(1, max_tokens=100))
+        while not stream.outputs[1]:
+            await stream.read()
+        await worker.restart(FakeWorkerConfig(fingerprint=OF_WORKER, max_drafts=7, fixed_tokens=17))
+        await stream.read_until_over(1)
+        assert stream.outputs[1] == expected_tokens(1, max_tokens=100)
+        assert not [each for each in log.messages if "another geometry" in each]
