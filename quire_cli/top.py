@@ -88,15 +88,17 @@ def headline(deployment: Deployment, url: str) -> str:
 
 def _draw(flags: TopFlags) -> None:
     console = Console()
-    deployment, drawn_at = Deployment(), 0.0
+    deployment, drawn_at, drawn_heard = Deployment(), 0.0, 0
     with Live(console=console, screen=True, auto_refresh=False) as live:
         for event in _events_for_ever(flags):
             if event is None:
                 live.update(Text(f"no gateway answers at {flags.url}; trying again", style="red"), refresh=True)
                 continue
             deployment.take(*event)
-            if time.monotonic() - drawn_at >= flags.interval:
-                drawn_at = time.monotonic()
+            # A replica that is heard for the first time is drawn at once: the next event may be long in coming.
+            heard = sum(each.numbers is not None for each in deployment.replicas.values())
+            if heard != drawn_heard or time.monotonic() - drawn_at >= flags.interval:
+                drawn_at, drawn_heard = time.monotonic(), heard
                 live.update(picture(deployment, flags.url, console.width, console.height), refresh=True)
 
 
