@@ -551,6 +551,8 @@ class Driver:
             self.compiled[told.need.parameters] = None
             if len(self.compiled) > preparation.NUM_KEPT:
                 del self.compiled[next(iter(self.compiled))]
+        elif not isinstance(told.need, Adapter):
+            raise AssertionError(f"{told.need} was to be prepared, which this driver does not know")
         elif told.need.digest in self.unloadable:
             failure = "its files are gone"
         else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import numpy as np
 import pytest
 
@@ -137,7 +138,7 @@ async def test_a_caller_of_another_kind_is_refused(pair: Pair, fields: dict[str,
     await pair.offer([7], HASHES[:1])
     request = {"kv_namespace": pair.source.info.kv_namespace, "lease": LEASE, "hashes": HASHES[0]} | fields
     async with worker_stub(pair.addresses[0]) as stub:
-        with pytest.raises(Exception) as raised:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
             async for _ in stub.FetchBlocks(worker_pb2.FetchBlocksRequest(**request)):
                 pass
     assert isinstance(from_rpc_error(raised.value), error)
@@ -147,7 +148,7 @@ async def test_a_caller_of_another_kind_is_refused(pair: Pair, fields: dict[str,
     ("blocks", "hashes"), [([40], HASHES[:1]), ([1, 1], HASHES[:2]), ([1, 2], HASHES[:1])], ids=str
 )
 async def test_blocks_that_make_no_sense_end_the_stream(pair: Pair, blocks: list[int], hashes: list[bytes]) -> None:
-    with pytest.raises(Exception) as raised:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
         await pair.move(blocks, hashes)
     assert isinstance(from_rpc_error(raised.value), InvalidArgument)
 

@@ -292,7 +292,7 @@ class Cluster:
         worker._sessions = CheckedSessions(node, worker.info.worker_generation, worker.info.limits.max_steps_in_flight)
         return worker
 
-    def _sent_by(self, host: str, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _sent_by(self, host: str, read: Callable[[Any], Any]) -> Any:
         """What a worker sends of its blocks, as it comes to others."""
 
         def send(part: Any) -> Any:

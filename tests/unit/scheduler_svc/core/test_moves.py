@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import EmittedSequence, Request
@@ -18,7 +19,7 @@ def running(driver: Driver, request: Request, num_steps: int = 3) -> None:
         driver.deliver()
 
 
-def hand_over(driver: Driver, request: Request) -> list[tuple[int, bytes]] | None:
+def hand_over(driver: Driver, request: Request) -> list[tuple[BlockId, BlockHash]] | None:
     sealed = driver.scheduler.hand_over(request.key, LEASE, driver.clock, LEASE_S)
     driver.check()
     return sealed

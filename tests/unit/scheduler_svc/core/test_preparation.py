@@ -241,4 +241,5 @@ def test_a_suspect_adapter_waits_for_a_slot_while_others_run() -> None:
 def needing(handle: int, need: Need) -> Request:
     if isinstance(need, Constraint):
         return constrained(handle, need.parameters)
+    assert isinstance(need, Adapter)
     return make_request(handle, adapter=need.digest)
