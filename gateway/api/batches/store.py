@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from gateway.sqlite import changing
 from quire import clock, entropy
 from quire.rpc.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from quire.settings import ConfigurationError
@@ -212,7 +213,7 @@ class BatchStore:
     def add_file(self, tenant: str, file_id: str, filename: str, purpose: str) -> FileRow:
         """Enters a file whose content was written. Raises ResourceExhausted if there is no room."""
         num_bytes = self.path_of(file_id).stat().st_size
-        with self._changing() as database:
+        with changing(self._database) as database:
             self.check_room(tenant, num_bytes)
             return self._enter_file(database, tenant, file_id, filename, purpose)
 
@@ -246,7 +247,7 @@ class BatchStore:
 
     def remove_file(self, tenant: str, file_id: str) -> None:
         """Raises NotFound, and FailedPrecondition while a batch reads it."""
-        with self._changing() as database:
+        with changing(self._database) as database:
             self.file(tenant, file_id)
             user = database.execute(
                 f"SELECT id FROM batches WHERE input_file = ? AND status IN {ACTIVE}", (file_id,)
@@ -271,7 +272,7 @@ class BatchStore:
             ResourceExhausted: the tenant has too many active ones.
         """
         batch_id, now = f"batch_{entropy.random_hex(16)}", int(clock.unix_s())
-        with self._changing() as database:
+        with changing(self._database) as database:
             self.file(tenant, input_file)
             (active,) = database.execute(
                 f"SELECT count(*) FROM batches WHERE tenant = ? AND status IN {ACTIVE}", (tenant,)
@@ -324,7 +325,7 @@ class BatchStore:
             return row
         if row.status not in (VALIDATING, IN_PROGRESS):
             raise FailedPrecondition(f'batch "{batch_id}" is {row.status}; it cannot be cancelled', reason="BATCH_DONE")
-        with self._changing() as database:
+        with changing(self._database) as database:
             database.execute(
                 f"UPDATE batches SET status = ?, facts = ? WHERE id = ? AND status IN {(VALIDATING, IN_PROGRESS)}",
                 (CANCELLING, json.dumps(row.facts | {"cancelling_at": int(clock.unix_s())}), batch_id),
@@ -339,7 +340,7 @@ class BatchStore:
         where = f"status IN {ACTIVE} AND leased_until < ? ORDER BY created LIMIT ?"
         if not most or not self._select(where, (now, 1)):
             return []
-        with self._changing() as database:
+        with changing(self._database) as database:
             found = self._select(where, (now, most))
             for row in found:
                 database.execute(
@@ -350,7 +351,7 @@ class BatchStore:
     def renew(self, batch_ids: Sequence[str]) -> dict[str, str]:
         """Renews the leases of batches; returns the states of those that this gateway still runs."""
         until = clock.unix_s() + LEASE_S
-        with self._changing() as database:
+        with changing(self._database) as database:
             states: dict[str, str] = {}
             for batch_id in batch_ids:
                 rows = database.execute(
@@ -364,7 +365,7 @@ class BatchStore:
 
     def give_up(self, batch_ids: Sequence[str]) -> None:
         """Leaves batches to other gateways, or to the next start."""
-        with self._changing() as database:
+        with changing(self._database) as database:
             database.executemany(
                 "UPDATE batches SET leased_until = 0 WHERE id = ? AND owner = ?",
                 [(batch_id, self.owner) for batch_id in batch_ids],
@@ -395,7 +396,7 @@ class BatchStore:
 
     def answer(self, batch_id: str, line: int, answer: bytes, *, is_good: bool) -> None:
         """Keeps the answer to a request, unless it has one. Raises NotOwnerError."""
-        with self._changing() as database:
+        with changing(self._database) as database:
             self._check_owner(database, batch_id)
             database.execute(
                 "UPDATE lines SET is_good = ?, answer = ? WHERE batch = ? AND line = ? AND is_good IS NULL",
@@ -448,7 +449,7 @@ class BatchStore:
         self, batch_id: str, status: str, before: Sequence[str], facts: dict[str, Any]
     ) -> Iterator[sqlite3.Connection]:
         """A transaction that changes the state of a batch which this gateway runs. Raises NotOwnerError."""
-        with self._changing() as database:
+        with changing(self._database) as database:
             found = database.execute(
                 f"SELECT facts FROM batches WHERE id = ? AND owner = ? AND status IN ({', '.join('?' * len(before))})",
                 (batch_id, self.owner, *before),
@@ -464,14 +465,3 @@ class BatchStore:
     def _check_owner(self, database: sqlite3.Connection, batch_id: str) -> None:
         if not database.execute("SELECT 1 FROM batches WHERE id = ? AND owner = ?", (batch_id, self.owner)).fetchall():
             raise NotOwnerError
-
-    @contextmanager
-    def _changing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction, which no other gateway's interrupts."""
-        self._database.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._database
-        except BaseException:
-            self._database.execute("ROLLBACK")
-            raise
-        self._database.execute("COMMIT")

@@ -10,14 +10,14 @@ events of a response are one sequence, whoever wrote them and however late.
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from gateway.sqlite import changing
 from quire import clock
 from quire.arrays import decode_int32, encode_int32
 from quire.rpc.errors import NotFound, ResourceExhausted, Unavailable
@@ -135,7 +135,7 @@ class BackgroundStore:
 
     def add(self, row: Background) -> None:
         """Enters a response, which this gateway runs. Raises ResourceExhausted if the tenant runs too many."""
-        with self._changing() as database:
+        with changing(self._database) as database:
             (running,) = database.execute(
                 f"SELECT count(*) FROM background WHERE tenant = ? AND status IN {RUNNING}", (row.tenant,)
             ).fetchone()
@@ -164,7 +164,7 @@ class BackgroundStore:
         self, tenant: str, response_id: str, piece: Piece, status: str = IN_PROGRESS, response: bytes | None = None
     ) -> None:
         """Appends events to a response that this gateway runs, and changes its state. Raises NotOwnerError."""
-        with self._changing() as database:
+        with changing(self._database) as database:
             changed = database.execute(
                 "UPDATE background SET status = ?, response = coalesce(?, response), leased_until = ?, "
                 f"bytes = bytes + ? WHERE tenant = ? AND id = ? AND owner = ? AND status IN {RUNNING}",
@@ -198,7 +198,7 @@ class BackgroundStore:
     def end(self, tenant: str, response_id: str, status: str, response: bytes, event: Callable[[int], bytes]) -> bool:
         """Ends a running response, whoever runs it, with an event that `event` makes of its number; returns whether it
         ran."""
-        with self._changing() as database:
+        with changing(self._database) as database:
             changed = database.execute(
                 "UPDATE background SET status = ?, response = ?, owner = NULL WHERE tenant = ? AND id = ? AND status "
                 f"IN {RUNNING}",
@@ -218,13 +218,13 @@ class BackgroundStore:
 
     def remove(self, tenant: str, response_id: str) -> bool:
         """Deletes a response, which ends if it runs; returns whether it was here."""
-        with self._changing() as database:
+        with changing(self._database) as database:
             return _delete(database, tenant, response_id)
 
     def renew(self, ids: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """Renews the leases of responses that run here; returns those that this gateway must not run any more."""
         until, lost = clock.unix_s() + LEASE_S, list[tuple[str, str]]()
-        with self._changing() as database:
+        with changing(self._database) as database:
             for tenant, response_id in ids:
                 changed = database.execute(
                     "UPDATE background SET leased_until = ? WHERE tenant = ? AND id = ? AND owner = ? AND status IN "
@@ -237,7 +237,7 @@ class BackgroundStore:
 
     def give_up(self, ids: Sequence[tuple[str, str]]) -> None:
         """Leaves responses to other gateways, or to the next start."""
-        with self._changing() as database:
+        with changing(self._database) as database:
             database.executemany(
                 "UPDATE background SET leased_until = 0 WHERE tenant = ? AND id = ? AND owner = ?",
                 [(tenant, response_id, self.owner) for tenant, response_id in ids],
@@ -249,7 +249,7 @@ class BackgroundStore:
         due = f"SELECT 1 FROM background WHERE status IN {RUNNING} AND leased_until < ? LIMIT 1"
         if not self._database.execute(due, (now,)).fetchall():
             return []
-        with self._changing() as database:
+        with changing(self._database) as database:
             found = database.execute(
                 "SELECT tenant, id, key_id, request, seed, status, response FROM background WHERE status IN "
                 f"{RUNNING} AND leased_until < ? ORDER BY created LIMIT ?",
@@ -281,17 +281,6 @@ class BackgroundStore:
             if not oldest:
                 return
             _delete(database, *oldest[0])
-
-    @contextmanager
-    def _changing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction, which no other gateway's interrupts."""
-        self._database.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._database
-        except BaseException:
-            self._database.execute("ROLLBACK")
-            raise
-        self._database.execute("COMMIT")
 
 
 def no_background(response_id: str) -> NotFound:

@@ -9,9 +9,8 @@ import sqlite3
 import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from pydantic_core import from_json
 
 from gateway.api.responses.items import input_items
 from gateway.settings import SQLITE
+from gateway.sqlite import changing
 from gateway.types import ChatMessage
 from quire import clock
 from quire.gateway.v1.generation_pb2 import ToolCall
@@ -270,7 +270,7 @@ class SqliteStore(ResponseStore):
         if num_bytes > self._max_bytes:
             return
         try:
-            with self._changing() as database:
+            with changing(self._database) as database:
                 database.execute(
                     "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)",
                     (tenant, response_id, clock.unix_s(), num_bytes, response.body, messages),
@@ -306,7 +306,7 @@ class SqliteStore(ResponseStore):
     def remove(self, tenant: str, response_id: str) -> None:
         self.find(tenant, response_id)
         try:
-            with self._changing() as database:
+            with changing(self._database) as database:
                 database.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, response_id))
         except sqlite3.Error as error:
             raise self._unusable(error) from error
@@ -314,17 +314,6 @@ class SqliteStore(ResponseStore):
     def _unusable(self, error: sqlite3.Error) -> Unavailable:
         _logger.warning("%s cannot be used: %s", self._path, error)
         return Unavailable("the store of responses cannot be used; the gateway's log says why")
-
-    @contextmanager
-    def _changing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction, which no other gateway's interrupts."""
-        self._database.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._database
-        except BaseException:
-            self._database.execute("ROLLBACK")
-            raise
-        self._database.execute("COMMIT")
 
     @property
     def _whose(self) -> str:
