@@ -159,9 +159,12 @@ async def test_only_operators_watch(capsys, tmp_path, monkeypatch):
 async def read_until(descriptor: int, text: str) -> str:
     """What a program wrote to its terminal, until it says this."""
     loop, found = asyncio.get_running_loop(), ""
-    async with asyncio.timeout(60):
-        while text not in found:
-            found += (await loop.run_in_executor(None, os.read, descriptor, 65536)).decode(errors="replace")
+    try:
+        async with asyncio.timeout(60):
+            while text not in found:
+                found += (await loop.run_in_executor(None, os.read, descriptor, 65536)).decode(errors="replace")
+    except (TimeoutError, OSError) as error:
+        raise AssertionError(f'it did not write "{text}" ({error!r}), but:\n{found}') from error
     return found
 
 
@@ -169,9 +172,12 @@ async def read_until(descriptor: int, text: str) -> str:
 async def test_top_draws_in_a_terminal_and_ctrl_c_ends_it(url):
     ours, theirs = pty.openpty()
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
-    environ = os.environ | {"TERM": "xterm"}
+    # Where the environment names a size, that one counts.
+    environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     command = [sys.executable, "-m", "quire_cli.main", "top", "--url", url]
-    program = await asyncio.create_subprocess_exec(*command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
+    program = await asyncio.create_subprocess_exec(
+        *command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ | {"TERM": "xterm"}
+    )
     os.close(theirs)
     assert "last steps of" in await read_until(ours, "who waits at")
     # Another size is drawn at the next picture.
