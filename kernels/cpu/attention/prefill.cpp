@@ -239,7 +239,8 @@ void prefill(const AttentionArgs& args, const Unit& unit, std::byte* scratch) {
   start(tile, work);
   const int64_t end = work.first_position + work.num_tokens;
   KeysAndValues<T> context;
-  for (int64_t at = work.window_begin(work.first_position); at < end; at += kKeyTile) {
+  // From a border of tiles on, so that sums of a token round alike whichever tokens it is computed with.
+  for (int64_t at = work.window_begin(work.first_position) / kKeyTile * kKeyTile; at < end; at += kKeyTile) {
     read(tile, work, at, end, context);
     attend(tile, work, context, at);
   }

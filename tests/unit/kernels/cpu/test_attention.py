@@ -124,6 +124,17 @@ def test_results_depend_on_neither_neighbours_nor_threads(dtype: torch.dtype, is
             assert torch.equal(attend(kernels, batch, rule), torch.cat(alone))
 
 
+@pytest.mark.parametrize("window", [None, 33, 130])
+def test_a_token_of_a_prompt_is_rounded_alike_in_any_chunk(window: int | None, isa: str) -> None:
+    kernels, rule = make_implementation(isa), ScoreRule(0.125, sliding_window=window)
+    batch = make_batch([(400, 400)], heads=(4, 2), head_dim=64, block_size=16, dtype=torch.bfloat16)
+    whole = attend(kernels, batch, rule)
+    for begin, end in ((0, 7), (7, 200), (200, 202), (202, 400)):
+        starts, lengths = torch.tensor([0, end - begin], dtype=torch.int32), torch.tensor([end], dtype=torch.int32)
+        part = replace(batch, query=batch.query[begin:end], query_start_loc=starts, seq_lens=lengths)
+        assert torch.equal(attend(kernels, part, rule), whole[begin:end])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_stays_in_its_head_and_is_not_lost(dtype: torch.dtype, isa: str) -> None:
     batch = make_batch([(1, 20), (1, 600), (5, 30)], heads=(4, 2), head_dim=40, block_size=16, dtype=dtype)
