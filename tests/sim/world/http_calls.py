@@ -357,14 +357,14 @@ class HttpClient:
             return
         if seen == 503 and self.circumstances.has_faults:
             return
+        if seen != status:
+            raise FalseAnswerError(f"{mistake} gets {seen}: {value}")
         if value is not None:
             front = Front.CHAT if "path" in how else mistake.front
             reason = _refusal_of(front, _STATUSES.get(seen, ""), value, answered).reason
             code = code if reason is not None else None
             if (reason or "").lower() != (code or ""):
                 raise FalseAnswerError(f"{mistake} gets {value}")
-        if seen != status:
-            raise FalseAnswerError(f"{mistake} gets {seen}: {value}")
 
     def _cut(self, what: str, error: _CutError) -> QuireError:
         if not self.circumstances.may_cut:
@@ -406,13 +406,15 @@ class HttpClient:
         raise _CutError("no gateway answers")
 
 
+_UNREAD = ("prompt_embeds", "conversation", "container")
+"""Each API refuses one of them."""
 _STATUSES = {
     400: "INVALID_ARGUMENT", 404: "NOT_FOUND", 409: "ABORTED", 429: "RESOURCE_EXHAUSTED", 499: "CANCELLED",
     500: "INTERNAL", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED",
 }  # fmt: skip
 _MISTAKES: Mapping[str, tuple[int, str, dict[str, Any]]] = {
     "no JSON": (400, "malformed_message", {"body": b'{"prompt": '}),
-    "field that is refused": (400, "invalid_argument", {"fields": {"prompt_embeds": "a"}}),
+    "field that is refused": (400, "invalid_argument", {"fields": dict.fromkeys(_UNREAD, "a")}),
     "wrong type": (400, "invalid_argument", {"fields": {"temperature": "hot"}}),
     "out of range": (400, "invalid_argument", {"fields": {"top_p": 2.0}}),
     "unknown model": (404, "model_not_found", {"fields": {"model": "another"}}),
