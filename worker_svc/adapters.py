@@ -6,10 +6,12 @@ then they are put into the slot between two steps.
 
 import ctypes
 import logging
+import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,10 @@ from worker_svc.layers.linear import Linear
 from worker_svc.models.base import CausalLM, NativeCausalLM
 
 _logger = logging.getLogger(__name__)
+
+_MAX_READERS = 16
+"""Loads at once. Schedulers have two underway; more are those that do not end, as of a network file system that is
+gone, or of sessions before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,7 @@ class AdapterSlots:
             linear.accept_adapters(model.token_slots, max_adapters, max_rank)
         self._parts = {name: shape for linear in self._linears for name, shape in linear.adapted_modules}
         self._loaded: list[LoadedAdapter | None] = [None] * max_adapters
-        self._reader = ThreadPoolExecutor(1, "adapters", initializer=_use_one_thread)
+        self._readers: list[threading.Thread] = []
 
     @property
     def num_bytes(self) -> int:
@@ -65,8 +71,25 @@ class AdapterSlots:
         return sum(each.num_bytes for each in self._loaded if each is not None)
 
     def start_load(self, directory: Path, digest: bytes) -> "Future[LoadedAdapter]":
-        """`load` in a thread of its own, one after the other."""
-        return self._reader.submit(self.load, directory, digest)
+        """`load` in a thread of its own, which holds up neither other loads nor the end of the process."""
+        future, load = Future[LoadedAdapter](), partial(self.load, directory, digest)
+
+        def read() -> None:
+            _use_one_thread()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(load())
+                except BaseException as error:
+                    future.set_exception(error)
+
+        self._readers = [thread for thread in self._readers if thread.is_alive()]
+        if len(self._readers) >= _MAX_READERS:
+            problem = f"adapter {directory}: {len(self._readers)} loads before it do not end; restart this worker"
+            future.set_exception(UnusableAdapterError(problem))
+            return future
+        self._readers.append(threading.Thread(target=read, name="adapter", daemon=True))
+        self._readers[-1].start()
+        return future
 
     def load(self, directory: Path, digest: bytes) -> LoadedAdapter:
         """Reads an adapter for this model.

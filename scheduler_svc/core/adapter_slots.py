@@ -56,6 +56,10 @@ class AdapterSlots:
         """The rows of each adapter that is loaded."""
         return {adapter: self._slots[slot].num_rows for adapter, slot in self._of_adapter.items()}
 
+    def loading(self) -> list[int]:
+        """The slots into which an adapter is being loaded."""
+        return [number for number, slot in enumerate(self._slots) if slot.is_loading]
+
     def take_empty(self) -> int | None:
         """A slot to load an adapter into, of those that hold none."""
         for number, slot in enumerate(self._slots):
@@ -88,7 +92,7 @@ class AdapterSlots:
         return self._begin(number)
 
     def loaded(self, number: int, adapter: Adapter | None) -> None:
-        """The load into a slot is answered; None if it failed."""
+        """The load into a slot is answered; None if it failed, or if nobody waits for it any more."""
         slot = self._slots[number]
         slot.is_loading, slot.adapter = False, adapter
         slot.last_used = slot.loaded = self._next_event()

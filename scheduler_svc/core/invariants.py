@@ -245,7 +245,7 @@ def _check_preparations(scheduler: Scheduler) -> None:
 
 
 def _check_adapters(scheduler: Scheduler) -> None:
-    """Each row has its adapter in a slot, whose users are counted."""
+    """Each row has its adapter in a slot, whose users are counted; and a slot is loaded while somebody waits for it."""
     users = Counter(each.request.adapter for each in scheduler.batch.rows.sequences if each is not None)
     del users[None]
     counted = scheduler.batch.adapters.num_rows()
@@ -253,6 +253,9 @@ def _check_adapters(scheduler: Scheduler) -> None:
         raise InvariantViolationError(f"adapters are used by {users}, {counted} are counted")
     if len(counted) > scheduler.config.max_adapters:
         raise InvariantViolationError(f"{len(counted)} adapters are in {scheduler.config.max_adapters} slots")
+    loading, awaited = scheduler.batch.adapters.loading(), scheduler.preparations.awaited_slots()
+    if loading != awaited:
+        raise InvariantViolationError(f"slots {loading} of adapters are being loaded, {awaited} are awaited")
 
 
 def _check_order(scheduler: Scheduler) -> None:

@@ -28,7 +28,7 @@ from scheduler_svc.core.request import Adapter, Constraint, MovedBlocks, Need, R
 NUM_KEPT = 64
 """What workers must keep; see PrepareConstraint."""
 _MAX_UNDERWAY = 2
-"""Of constraints, and of adapters. A worker does one after the other. More of them would only wait there, where tenants
+"""Of constraints, and of adapters. A worker compiles one after the other. More would only wait there, where tenants
 have no turns."""
 
 _MAX_WAITING = 16
@@ -147,6 +147,10 @@ class Preparations:
         known = (*self._underway.values(), *self._given_up.values())
         return [each.arriving.blocks for each in known if each.arriving is not None]
 
+    def awaited_slots(self) -> list[int]:
+        """The slots of the adapters that the workers load now, and are not late with."""
+        return sorted(each.slot for each in self._underway.values() if each.slot is not None)
+
     @property
     def num_underway(self) -> int:
         """How much of it is not late."""
@@ -253,14 +257,12 @@ class Preparations:
         Raises ValueError if nothing of this number is underway.
         """
         if (late := self._given_up.pop(number, None)) is not None:
+            # Whatever it loaded: the slot is another one's, or empty.
             self.trials.prepared(late.need)
             if isinstance(late.need, Constraint):
                 # It is one of those that workers keep, and may be in the place of another one.
                 self._note_compiled(late.need)
                 return self._take_held(late.need)
-            if late.slot is not None:
-                # Who needs the adapter now has another slot for it.
-                self._adapters.loaded(late.slot, None)
             return []
         if number not in self._underway:
             raise ValueError(f"preparation {number} was answered; underway are {sorted(self._underway)}")
@@ -278,9 +280,11 @@ class Preparations:
 
     def give_up(self, number: int) -> tuple[Need, list[RequestKey]]:
         """The workers take too long for it: others take its turn. Returns what it is, and the requests that waited for
-        it, which have to end, unless it is blocks: these are computed. KeyError if nothing of this number is
-        underway."""
+        it, which have to end, unless it is blocks: these are computed. The slot of an adapter is free: its next load
+        replaces this one. KeyError if nothing of this number is underway."""
         late = self._given_up[number] = self._underway.pop(number)
+        if late.slot is not None:
+            self._adapters.loaded(late.slot, None)
         if isinstance(late.need, MovedBlocks):
             return late.need, self._take_held(late.need)
         return late.need, list(self._held.get(late.need, ()))

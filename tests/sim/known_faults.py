@@ -18,6 +18,7 @@ from tests.sim.worlds import draw_plan, run_world
 
 _BATCH = "scheduler_svc.core.batch"
 _POOL = "scheduler_svc.core.block_pool"
+_INVARIANTS = "scheduler_svc.core.invariants"
 _KV = "scheduler_svc.core.kv_cache"
 _PLACEMENT = "scheduler_svc.core.placement"
 _RESULTS = "scheduler_svc.core.results"
@@ -675,6 +676,16 @@ FAULTS = (
         _PREPARATION,
         "                self._note_compiled(late.need)\n                return self._take_held(late.need)\n",
         "                return []\n",
+    ),
+    KnownFault(
+        "load-keeps-slot",
+        "a load that never ends keeps its slot of an adapter",
+        (
+            Patch(_PREPARATION, "            self._adapters.loaded(late.slot, None)\n", "            pass\n"),
+            # What finds it at once is younger than the fault.
+            Patch(_INVARIANTS, "    if loading != awaited:\n", "    if ():\n"),
+        ),
+        was_there=True,
     ),
     _mended(
         "adapters-after-constraints",

@@ -23,6 +23,12 @@ def test_answers_say_what_they_say_undisturbed(seeds: range) -> None:
         check_world(draw_plan(seed))
 
 
+def test_worlds_that_once_failed() -> None:
+    """By loads of adapters that never ended (288)."""
+    for seed in (288,):
+        check_world(draw_plan(seed))
+
+
 def test_without_faults_nothing_is_unavailable() -> None:
     plan = replace(draw_plan(7), faults=())
     assert plan.requests

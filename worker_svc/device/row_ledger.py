@@ -77,13 +77,7 @@ class RowLedger:
         self._is_loaded[:] = False
 
     def begin_load(self, slot: int) -> None:
-        """An adapter is loaded into a slot: rows of the one before it are computed no more.
-
-        Raises:
-            InvalidArgument: the slot is being loaded already.
-        """
-        if self._slot_loads[slot] and not self._is_loaded[slot]:
-            raise invalid_field("load_adapter.slot", f"is {slot}, into which another adapter is being loaded")
+        """An adapter is loaded into a slot: rows of the one before it are computed no more."""
         self._num_loads += 1
         self._slot_loads[slot], self._is_loaded[slot] = self._num_loads, False
 

@@ -123,7 +123,8 @@ class Worker:
         self._sessions = Sessions(info.worker_generation, info.limits.max_steps_in_flight)
         self._supersede: Callable[[QuireError], None] | None = None
         self._adapters = adapters
-        self._num_attached = 0
+        # The last load of each slot, until the worker is attached anew.
+        self._reads: dict[int, asyncio.Future[Any]] = {}
         self.transfers = None if blocks is None else Transfers(info, blocks, device_loop.call, tls)
 
     def attach(self, epoch: int, on_superseded: Callable[[QuireError], None]) -> Session:
@@ -140,7 +141,8 @@ class Worker:
             self._supersede(SupersededError(f"epoch {epoch} has taken this worker over"))
         self._supersede = on_superseded
         self._ledger.reset()
-        self._num_attached += 1
+        for slot in list(self._reads):
+            self._reads.pop(slot).cancel()
         return session
 
     async def sealed_blocks(self, epoch: int, ranks_timeout_s: float = _RANKS_TIMEOUT_S) -> SealedBlocks:
@@ -185,34 +187,42 @@ class Worker:
         else:
             compiled.add_done_callback(lambda _: on_done())
 
-    def load_adapter(self, load: LoadAdapter) -> Coroutine[Any, Any, AdapterLoaded | None]:
-        """Begins to load an adapter. What it returns reads it beside the steps, and puts it into its slot when the
-        steps queued before are finished; its result is None if the worker is attached anew meanwhile.
-
-        Raises:
-            InvalidArgument: its slot is being loaded already.
-        """
+    def load_adapter(self, load: LoadAdapter) -> Coroutine[Any, Any, AdapterLoaded]:
+        """Begins to load an adapter, which is read beside the steps. What it returns puts it into its slot when the
+        steps queued before are finished. A load of this slot that has not ended fails: it may never end."""
         assert self._adapters is not None, "a slot, which `StepDecoder` has checked"
         self._ledger.begin_load(load.slot)
-        return self._load(load, self._adapters, self._num_attached)
+        before = self._reads.get(load.slot)
+        read = self._reads[load.slot] = asyncio.wrap_future(self._adapters.start_load(load.directory, load.digest))
+        if before is not None:
+            before.cancel()
+        return self._load(load, self._adapters, read)
 
-    async def _load(self, load: LoadAdapter, adapters: Adapters, attached: int) -> AdapterLoaded | None:
+    async def _load(self, load: LoadAdapter, adapters: Adapters, read: asyncio.Future[Any]) -> AdapterLoaded:
+        def is_last() -> bool:
+            return self._reads.get(load.slot) is read
+
         def put(loaded: Any) -> None:
-            if attached == self._num_attached:
+            if is_last():
                 adapters.put(load.slot, loaded)
 
         failure: str | None = None
         try:
-            loaded = await asyncio.wrap_future(adapters.start_load(load.directory, load.digest))
+            loaded = await read
             await asyncio.wrap_future(self._device_loop.call(partial(put, loaded)))
+        except asyncio.CancelledError:
+            if is_last():
+                # It is the session that ends.
+                raise
         except Exception as error:
             failure = str(error)
             if not isinstance(error, UnusableAdapterError):
                 _logger.exception("adapter %s could not be loaded", load.directory)
                 failure = f"adapter {load.directory} could not be loaded: {type(error).__name__}: {error}"
             await asyncio.wrap_future(self._device_loop.call(partial(put, None)))
-        if attached != self._num_attached:
-            return None
+        if not is_last():
+            failure = f"adapter {load.directory}: the next load of slot {load.slot} came before it was read"
+            return AdapterLoaded(load.number, failure)
         self._ledger.end_load(load.slot, failure is None)
         return AdapterLoaded(load.number, failure)
 
@@ -323,8 +333,7 @@ class StepStream:
         loading = self._worker.load_adapter(load)
 
         async def answer() -> None:
-            if (loaded := await loading) is not None:
-                self._outgoing.put_nowait(adapter_loaded_message(loaded))
+            self._outgoing.put_nowait(adapter_loaded_message(await loading))
 
         self._start(answer())
 

@@ -278,7 +278,7 @@ class SimAdapters:
             else:
                 future.set_result(digest)
 
-        self._node.run_job(answer, self._devices.preparation_s(_LOAD_S, _SLOW_S))
+        self._node.run_job(answer, self._devices.preparation_s(_LOAD_S, _NEVER_S))
         return future
 
     def put(self, slot: int, loaded: bytes | None) -> None:

@@ -1,6 +1,7 @@
 """LoRA adapters of a model: as if they were merged into its weights, each row with its own."""
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,24 @@ def failure_of(slots: AdapterSlots, directory: Path) -> str:
         slots.load(directory, read_adapter(directory).digest)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_loads_that_do_not_end_hold_up_no_other_until_there_are_too_many(
+    make: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make("llama-mqa-80")
+    (_, slots), directory, gone = made.load(), made.adapters[0], threading.Event()
+    load, digest = slots.load, read_adapter(directory).digest
+    monkeypatch.setattr(slots, "load", lambda *_: gone.wait())
+    hung = [slots.start_load(directory, digest) for _ in range(15)]
+    monkeypatch.setattr(slots, "load", load)
+    assert slots.start_load(directory, digest).result(60).adapter == read_adapter(directory)
+    monkeypatch.setattr(slots, "load", lambda *_: gone.wait())
+    hung.append(slots.start_load(directory, digest))
+    with pytest.raises(UnusableAdapterError, match="16 loads before it do not end; restart this worker"):
+        slots.start_load(directory, digest).result(60)
+    gone.set()
+    assert all(each.result(60) for each in hung)
 
 
 def test_an_adapter_of_another_model_is_refused(make: Callable[[str], Made], tmp_path: Path) -> None:

@@ -169,20 +169,25 @@ def test_a_failed_load_fails_those_that_wait_and_no_other() -> None:
     driver.finish(again)
 
 
-def test_a_load_that_takes_too_long_blocks_its_slot_until_it_is_answered() -> None:
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_loads_that_take_too_long_leave_their_slots_to_others(is_answered: bool) -> None:
     driver = make_driver(2)
-    driver.submit(with_adapter(1, A))
+    driver.submit(with_adapter(1, A), with_adapter(2, B))
     driver.plan()
     driver.tell()
-    late = driver.told.popleft()
-    failures = driver.scheduler.give_up_preparation(late.number, 61.0)[CLIENT].failed
-    assert [(each.key.handle, each.reason) for each in failures] == [(1, "ADAPTER_NOT_LOADED")]
-    driver.submit(with_adapter(2, A), with_adapter(3, B))
+    late = [driver.told.popleft(), driver.told.popleft()]
+    for number, each in enumerate(late, 1):
+        failures = driver.scheduler.give_up_preparation(each.number, 61.0)[CLIENT].failed
+        assert [(each.key.handle, each.reason) for each in failures] == [(number, "ADAPTER_NOT_LOADED")]
+        driver.check()
+    driver.submit(with_adapter(3, A), with_adapter(4, C))
     driver.plan()
-    assert told(driver) == [(A, 1)]
-    driver.scheduler.prepared(late.number)
+    assert told(driver) == [(A, 0), (C, 1)]
+    for each in late if is_answered else ():
+        driver.scheduler.prepared(each.number)
+        driver.check()
     driver.run_until_idle()
-    assert driver.finished == {2, 3}
+    assert driver.finished == {3, 4}
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])

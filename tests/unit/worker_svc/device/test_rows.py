@@ -216,16 +216,6 @@ def test_a_row_is_assigned_to_a_loaded_adapter_alone() -> None:
     ledger.admit(make_step(assign_adapted(0, 1)))
 
 
-def test_a_slot_takes_one_load_at_a_time() -> None:
-    ledger = make_ledger()
-    ledger.begin_load(0)
-    with pytest.raises(InvalidArgument, match="is 0, into which another adapter is being loaded"):
-        ledger.begin_load(0)
-    ledger.begin_load(1)
-    ledger.end_load(0, True)
-    ledger.begin_load(0)
-
-
 def test_rows_of_an_adapter_that_was_replaced_are_computed_no_more() -> None:
     ledger = make_ledger()
     for slot in (0, 1):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.adapters import UnusableAdapterError
-from quire.rpc.errors import InvalidArgument, Unavailable
+from quire.rpc.errors import Unavailable
 from tests.support.fake_runner import FakeRunner
 from tests.support.fake_worker import FakeWorkerConfig
 from worker_svc.device.device_loop import DeviceLoop
@@ -144,16 +144,26 @@ async def test_an_adapter_of_the_session_before_does_not_get_into_a_slot(device_
     worker, adapters = make_adapted(device_loop)
     answer = asyncio.create_task(worker.load_adapter(load(1)))
     await asyncio.sleep(0)
+    adapters.reads[0].set_running_or_notify_cancel()
     worker.attach(1, lambda error: None)
     adapters.slots[0] = "left"
     await worker.sealed_blocks(1)
     adapters.reads[0].set_result("loaded")
-    assert await answer is None
+    assert (await answer).failure is not None
     assert adapters.slots == {}
 
 
-async def test_a_slot_that_is_being_loaded_is_refused_at_once(device_loop: DeviceLoop) -> None:
-    worker, _ = make_adapted(device_loop)
-    worker.load_adapter(load(1)).close()
-    with pytest.raises(InvalidArgument, match="into which another adapter is being loaded"):
-        worker.load_adapter(load(1)).close()
+async def test_a_load_that_does_not_end_leaves_its_slot_to_the_next_one(device_loop: DeviceLoop) -> None:
+    worker, adapters = make_adapted(device_loop)
+    answers = [asyncio.create_task(worker.load_adapter(load(slot))) for slot in (0, 1)]
+    await asyncio.sleep(0)
+    for read in adapters.reads:
+        read.set_running_or_notify_cancel()
+    answers.append(asyncio.create_task(worker.load_adapter(load(1))))
+    assert await answers[1] == AdapterLoaded(5, "adapter adapter: the next load of slot 1 came before it was read")
+    adapters.reads[2].set_result("second")
+    assert await answers[2] == AdapterLoaded(5)
+    adapters.reads[1].set_result("first, and late")
+    adapters.reads[0].set_result("other")
+    assert await answers[0] == AdapterLoaded(5)
+    assert adapters.slots == {0: "other", 1: "second"}
