@@ -30,8 +30,9 @@ from quire.rpc.tls import Role, TlsIdentity
 from quire.settings import ConfigurationError
 from worker_svc.adapters import AdapterSlots, takes_adapters
 from worker_svc.device.device_loop import DeviceLoop
-from worker_svc.device.draft_choice import PassCosts, PayingDrafts
+from worker_svc.device.draft_choice import PayingDrafts
 from worker_svc.device.kv_pool import KvPool, PoolPlace, PoolRequest, allocate_pool, pool_geometry
+from worker_svc.device.pass_times import PassCosts
 from worker_svc.device.pool_blocks import PoolBlocks
 from worker_svc.device.pool_file import KvNamespace, PoolFile
 from worker_svc.device.replay import check_cuda_graphs
@@ -74,7 +75,7 @@ _SAMPLING = RowSampling(
 )
 # On a GPU, attention always cuts a longer context into pieces (`kernels.cuda.attention`), by kernels of its own.
 _CUT_LENGTH = 2049
-_MEASURED_S, _MIN_MEASURED, _MAX_MEASURED = 1.0, 2, 40
+_MEASURED_S, _MIN_MEASURED, _MAX_MEASURED = 0.5, 2, 40
 _ROWS_MEASURED, _MAX_ROWS_MEASURED, _LONG_PASS_US = 8, 64, 25_000
 """Passes of more than so many rows are measured only where half as many take less than so long."""
 _CONTEXT_MEASURED = 512
@@ -184,10 +185,14 @@ def make_worker(
     device_loop.use(runner, is_lost=partial(is_lost, model.device), on_failure=ranks.fail)
     # One generation for all ranks, so that the same bytes of a step are right for each of them.
     (negative_generation,) = ranks.smallest(-clock.unix_ns())
-    if drafter is not None:
+    if drafter is not None or is_multi_step:
         costs = _measure_passes(runner, limits, geometry, pool, ranks)
-        runner.choose_drafts(PayingDrafts(limits.max_num_rows, costs))
-        limits = replace(limits, fixed_tokens=_fixed_tokens(costs))
+        if costs is not None:
+            runner.expect_costs(costs)
+        if drafter is not None:
+            costs = costs or PassCosts()
+            runner.choose_drafts(PayingDrafts(limits.max_num_rows, costs))
+            limits = replace(limits, fixed_tokens=_fixed_tokens(costs))
     info = WorkerInfo(-negative_generation, ranks.rank, ranks.size, pool.geometry, geometry, limits, fingerprint)
     info = replace(
         info,
@@ -473,8 +478,9 @@ def warm_up(runner: ModelRunner, pool: KvPool, max_model_len: int, limits: Worke
 
 def _measure_passes(
     runner: ModelRunner, limits: WorkerLimits, geometry: ModelGeometry, pool: KvPool, ranks: Ranks
-) -> PassCosts:
-    """What passes of decodes cost, each as short as it may be beside other processes. All ranks find the same."""
+) -> PassCosts | None:
+    """What passes of decodes cost, each as short as it may be beside other processes. All ranks find the same. None
+    where a step has one row at most."""
     block, block_size = _free_block(pool), pool.geometry.block_size
 
     def decodes(num_rows: int, length: int) -> AdmittedStep:
@@ -490,7 +496,7 @@ def _measure_passes(
                 break
         counts.append(2 * counts[-1])
     if len(counts) == 1:
-        return PassCosts()
+        return None
     few, length = counts[min(2, len(counts) - 1)], min(_CONTEXT_MEASURED, geometry.max_model_len)
     steps = [*(decodes(count, 1) for count in counts), decodes(few, length)]
     *micros, long = _least_micros(runner, steps, ranks, measured_s=_MEASURED_S)

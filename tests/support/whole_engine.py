@@ -20,7 +20,8 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import ClientEvents, StepPlan, Usage
 from scheduler_svc.service.worker_messages import StepAnswer, replica_info, step_answer, step_message
 from worker_svc.device.device_loop import DeviceLoop
-from worker_svc.device.draft_choice import Guesses, PassCosts, PayingDrafts
+from worker_svc.device.draft_choice import Guesses, PayingDrafts
+from worker_svc.device.pass_times import PassCosts
 from worker_svc.device.runner import ModelRunner
 from worker_svc.protocol.convert import StepDecoder, info_message, result_message
 from worker_svc.sampling.drafters import NO_DRAFT, Draft, Drafter, RowText

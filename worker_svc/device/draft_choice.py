@@ -12,12 +12,12 @@ All of it follows from what rows drew, and all ranks do the same.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from worker_svc.device.pass_times import PassCosts
 from worker_svc.sampling.drafters import EXPECTED_RIGHT
 
 _MIN_GAIN = 1.12
@@ -32,21 +32,6 @@ _WEIGHT_EXPECTED, _MAX_SEEN = 8.0, 512.0
 _SHARE_OF_GUESSING, _MAX_PERIOD, _LONGER = 0.005, 32, 4
 """To look for guesses that are not verified takes such a share of the time at most: a row that does not pay is looked
 at every few passes, together with the others, and each time after so many times as many."""
-
-
-@dataclass(frozen=True, slots=True)
-class PassCosts:
-    """How long a pass takes: `seconds` with `num_rows`, which rise, and so much more for each token of context."""
-
-    num_rows: Sequence[int] = (1, 64)
-    seconds: Sequence[float] = (1.0, 4.0)
-    context_s: float = 0.0
-
-    def of(self, num_rows: NDArray[np.integer]) -> NDArray[np.float64]:
-        """Without contexts. Beyond what was measured each row costs as much as the last ones did."""
-        within = np.interp(num_rows, self.num_rows, self.seconds)
-        slope = (self.seconds[-1] - self.seconds[-2]) / (self.num_rows[-1] - self.num_rows[-2])
-        return within + slope * np.maximum(num_rows - self.num_rows[-1], 0)
 
 
 class Guesses(NamedTuple):

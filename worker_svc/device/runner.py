@@ -32,6 +32,7 @@ from worker_svc.device.block_moves import BlockMoves
 from worker_svc.device.draft_choice import DraftChoice
 from worker_svc.device.drafts import Drafts, Kept
 from worker_svc.device.kv_pool import KvPool
+from worker_svc.device.pass_times import NextPass, PassCosts
 from worker_svc.device.replay import (
     CudaGraphRecorder,
     DecodeGraphs,
@@ -278,7 +279,7 @@ class ModelRunner:
         drafts = None
         if limits.max_drafts or limits.max_passes > 1:
             drafts = Drafts(self._rows, drafter, forced, limits)
-        self._drafts, self._multi_step_s = drafts, multi_step_s
+        self._drafts, self._multi_step_s, self._next_pass = drafts, multi_step_s, NextPass()
         self._seals = pool.seals or SealInventory(pool.gpu[0].shape[1])
         self._failed_prompts = FailedPrompts()
         self._num_launched = 0
@@ -292,6 +293,10 @@ class ModelRunner:
     def is_asynchronous(self) -> bool:
         """Whether `launch` returns before the work is done."""
         return self._model.device.type == "cuda"
+
+    def expect_costs(self, costs: PassCosts) -> None:
+        """Predicts passes by these costs from now on."""
+        self._next_pass = NextPass(costs)
 
     def choose_drafts(self, choice: DraftChoice) -> None:
         """Chooses drafts by this from now on. Without it there are none."""
@@ -340,8 +345,8 @@ class ModelRunner:
         stopwatch.mark()
 
         passes = [self._run(batch, step.row_changes, stopwatch)]
-        while (further := self._next_pass(batch, passes, stopwatch)) is not None:
-            passes.append(self._run(further, _NO_CHANGES))
+        if batch.max_passes > 1:
+            self._run_on(batch, passes, stopwatch)
         last = passes[-1] if len(passes) == 1 else _joined(passes, batch, self._rows.sampling, self._streams)
         stopwatch.mark()
         return LaunchedStep(
@@ -354,13 +359,21 @@ class ModelRunner:
             failed_prompts=self._failed_prompts,
         )
 
-    def _next_pass(self, batch: Batch, passes: Sequence["_Pass"], stopwatch: Stopwatch) -> Batch | None:
-        """The batch of decodes once more, after its latest draws; None where it may not run again, where its time is
-        up, where a row may have no further token, or where one reports more than tokens."""
-        if len(passes) == batch.max_passes:
-            return None
+    def _run_on(self, batch: Batch, passes: list["_Pass"], stopwatch: Stopwatch) -> None:
+        """Adds the further passes of a batch of decodes to its first one, as far as they fit the time."""
         elapsed_s = stopwatch.elapsed_s
-        if elapsed_s * (len(passes) + 1) > self._multi_step_s * len(passes):
+        self._next_pass.took(len(passes[0].batch.rows), elapsed_s, is_first=True)
+        while elapsed_s + self._next_pass.expected_s(len(passes[-1].batch.rows)) <= self._multi_step_s:
+            if (further := self._further(batch, passes)) is None:
+                return
+            passes.append(self._run(further, _NO_CHANGES))
+            before_s, elapsed_s = elapsed_s, stopwatch.elapsed_s
+            self._next_pass.took(len(passes[-1].batch.rows), elapsed_s - before_s, is_first=False)
+
+    def _further(self, batch: Batch, passes: Sequence["_Pass"]) -> Batch | None:
+        """The batch of decodes once more, after its latest draws; None where it may not run again, where a row may have
+        no further token, or where one reports more than tokens."""
+        if len(passes) == batch.max_passes:
             return None
         num_more = 1 + batch.max_drafts - sum(1 if each.kept is None else each.kept.num_tokens for each in passes)
         last = passes[-1]

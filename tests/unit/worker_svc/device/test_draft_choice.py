@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from worker_svc.device.draft_choice import Guesses, PassCosts, PayingDrafts
+from worker_svc.device.draft_choice import Guesses, PayingDrafts
+from worker_svc.device.pass_times import PassCosts
 
 FEW_ROWS_ARE_CHEAP = PassCosts([1, 2, 4, 8, 64], [10.0, 11.0, 13.0, 17.0, 73.0])
 ROWS_ARE_ALL = PassCosts([1, 2], [10.0, 20.0])
