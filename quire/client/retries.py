@@ -198,13 +198,14 @@ class _Progress:
 @dataclass(slots=True)
 class Resumption:
     """A durable stream, which goes on from where it was: by resuming its request while a scheduler has it, else by
-    submitting it anew with the tokens that came.
+    submitting it anew, with the tokens that came where that is possible.
 
     Attributes:
         request_id: The request's id.
         start: Submits the request.
         resume: Resumes it.
-        go_on: Submits it anew; None where sequences are chosen at the end, so that a part of them cannot be continued.
+        go_on: Submits it anew, to go on from what came; None where sequences are chosen at the end, so that a part of
+            them cannot be continued. Then all is generated again, and what came has to come once more.
         num_sequences: How many it has.
         attempts: How often it is submitted where it is refused.
     """
@@ -221,6 +222,8 @@ class Resumption:
     _delay_s: float = field(default=_FIRST_RESUME_DELAY_S, init=False)
     # Whether a scheduler may know the request.
     _is_submitted: bool = field(default=False, init=False)
+    # Why the whole answer comes again.
+    _again_after: NotFound | None = field(default=None, init=False)
 
     def accept(self, event: StreamEvent) -> bool:
         self._lost_at = self._lost_by = None
@@ -229,6 +232,12 @@ class Resumption:
             return True
         progress = self._sequences.setdefault(event.sequence_index, _Progress())
         if isinstance(event, TokenChunk):
+            if event.offset < len(progress.token_ids) and self._again_after is not None:
+                end = event.offset + len(event.token_ids)
+                if list(event.token_ids) != progress.token_ids[event.offset : end]:
+                    # Another answer, as a device that rounds otherwise may give.
+                    raise self._again_after from None
+                return False
             progress.token_ids += event.token_ids
             calls = sum(len(call.name) + len(call.arguments) for call in event.tool_calls)
             progress.num_characters += len(event.text) + len(event.reasoning) + calls
@@ -263,7 +272,8 @@ class Resumption:
         if isinstance(error, NotFound) and self._lost_at is not None:
             # The submission was lost, or every process that had the request is gone.
             self._is_submitted = False
-            return self.go_on is not None or not self._sequences
+            self._again_after = error if self.go_on is None else None
+            return True
         if isinstance(error, AlreadyExists) and self._lost_at is not None:
             # A gateway has not noticed yet that this client is gone, or has itself submitted the request again.
             self._is_submitted = True

@@ -132,6 +132,20 @@ def test_waits_grow_until_it_is_given_up_and_what_comes_forgives_them(
         resumption.delay_after(LOST)
 
 
+def test_an_answer_that_was_chosen_at_the_end_comes_again_and_must_be_the_same(gateway: Gateway) -> None:
+    """Once no process knows the request any more."""
+    resumption = gateway.resumption()
+    assert resumption.accept(chunk("ab"))
+    go_on(resumption, LOST)
+    go_on(resumption, UNKNOWN)
+    assert gateway.calls == ["start", [(0, 2, 2)], "start"]
+    assert not resumption.accept(chunk("ab"))
+    assert resumption.accept(TokenChunk(0, 2, (3,), "c", ()))
+    for other in (TokenChunk(0, 0, (1, 7), "ax", ()), TokenChunk(0, 2, (3, 4), "cd", ())):
+        with pytest.raises(NotFound):
+            resumption.accept(other)
+
+
 def test_a_plain_stream_is_started_again_only_while_nothing_came(gateway: Gateway) -> None:
     restart = Restart(gateway.start, gateway.attempts(RetryPolicy(lost_generations=True)))
     go_on(restart, FULL)
