@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from quire.common.v1.common_pb2 import Constraint, SamplingParameters
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
+from quire.constraints.thinking import ThinkingLimit
 from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import FailedPrecondition, invalid_field
 
@@ -193,14 +194,15 @@ class LogitRules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowConstraint:
-    """The constraint of a row's output."""
+    """What a row's output must match, and how long its reasoning may be; at least one of them."""
 
-    message: Constraint
-    """It is not changed any more."""
+    message: Constraint | None
+    """It is not changed any more. None where only the reasoning is limited."""
     ending_token_ids: tuple[int, ...]
     """Drawn only if the output is complete."""
     min_tokens: int = 0
     """None of them is drawn before this many output tokens, as long as another token may follow."""
+    thinking: ThinkingLimit | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,6 +225,8 @@ class RowSampling:
     """Why the parameters cannot be used: the row runs, and fails when it samples."""
     predicted: Int32Array | None = None
     """The output that its caller expects."""
+    logprob_token_ids: Int32Array | None = None
+    """With `logprobs`: reports these tokens, as many as it says, instead of the most likely ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,6 +231,10 @@ def _invalid(error: ValidationError, union_types: Mapping[str, str]) -> InvalidA
         description = f"has more than {limit:,} entries, which is the max"
     elif alternatives is not None:
         description = f"must be {alternatives}"
+    elif first["type"] in ("string_too_short", "string_too_long"):
+        (name, limit), *_ = first["ctx"].items()
+        bound = "least" if name == "min_length" else "most"
+        description = f"must have at {bound} {limit:,} character{'s' if limit > 1 else ''}"
     elif first["type"] == "union_tag_invalid":
         path, description = f"{path}.type", _wrong_tag(**first.get("ctx", {}))
     elif first["type"] == "union_tag_not_found":

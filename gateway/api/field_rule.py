@@ -80,8 +80,7 @@ _GENERATION = Unread(
         "guided_decoding_disable_additional_properties": (False,),
         **_never(
             *("audio", "guided_whitespace_pattern", "logits_processors"),
-            *("logprob_token_ids", "mm_processor_kwargs", "moderation", "prompt_embeds"),
-            *("thinking_token_budget", "web_search_options"),
+            *("mm_processor_kwargs", "moderation", "prompt_embeds", "web_search_options"),
         ),
     },
     {"functions": "; use tools", "function_call": "; use tool_choice"},
@@ -109,9 +108,6 @@ CHAT_PART = Unread(frozenset({"cache_control", "annotations"}))
 CHAT_CALL = Unread(frozenset({"index", "extra_content"}))
 CHAT_CALLED = Unread(frozenset({"parsed_arguments"}))
 CHAT_TOOL = Unread(frozenset({"cache_control"}))
-# Hints of agents, which change no text: how long an answer will be, whether its turn will be followed by others.
-AGENT_HINTS = Unread(frozenset({"osl", "latency_sensitivity", "speculative_prefill"}))
-NVEXT = Unread(frozenset({"annotations", "cache_control", "extra_fields"}))
 STREAM_OPTIONS = Unread(frozenset({"include_obfuscation"}))
 STRUCTURED_OUTPUTS = Unread(
     frozenset({"disable_fallback", "backend"}), {"disable_additional_properties": (False,), "whitespace_pattern": ()}
@@ -139,7 +135,7 @@ MESSAGES = Unread(
     # Edits of a long context by the server: without them all of it is read, or refused for its length.
     frozenset({"cache_control", "context_management", "metadata", "service_tier", "speed"}),
     # The code of the error for `thread` makes Anthropic's tool runner send all messages itself.
-    {"mcp_servers": ([],), **_never("cache_salt", "container", "diagnostics", "inference_geo", "thread")},
+    {"mcp_servers": ([],), **_never("container", "diagnostics", "inference_geo", "thread")},
 )
 BLOCK = Unread(frozenset({"cache_control"}))
 TEXT_BLOCK = BLOCK.plus(citations=([],))
@@ -149,7 +145,6 @@ RESULT_BLOCK = BLOCK.plus("is_error")
 MESSAGES_TOOL = BLOCK.plus(
     "eager_input_streaming", allowed_callers=(["direct"],), defer_loading=(False,), input_examples=([],)
 )
-THINKING = Unread(frozenset({"budget_tokens"}))
 
 
 class Strict(BaseModel):

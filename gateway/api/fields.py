@@ -4,9 +4,9 @@ the body."""
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from pydantic_core import PydanticCustomError, to_json
 
 from gateway.api.body import BodyLimits, load_json, validated, validated_by_turns
@@ -17,6 +17,8 @@ from gateway.types import ChatMessage
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoiceMode
 
 PartType = TypeVar("PartType", bound=Part)
+Salt = Annotated[str, Field(min_length=1, max_length=256)]
+"""vLLM's `cache_salt`."""
 _MESSAGE = re.compile(r"messages\[(\d+)\].*")
 _GROUP = re.compile(r"^(sampling|stopping|output)\.")
 _ASSISTANT, _SYSTEM = "assistant", "system"

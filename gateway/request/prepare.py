@@ -17,11 +17,12 @@ from gateway.request.limits import DRAWING, NUMBERS, Limits
 from gateway.request.served_model import ServedModel
 from gateway.request.validation import check_another, check_request, resolve_max_tokens
 from gateway.request.violations import Violations, renamed
-from gateway.text.formats.answer import PLAIN
+from gateway.text.formats.answer import PLAIN, thinking_marks_of
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import TOKENS_PER_TURN, Turns
 from gateway.types import ChatPrompt, HeldSequence, Prompt, RequestOptions, TextPrompt, TokenPrompt
 from quire import entropy
+from quire.arrays import encode_int32
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,
     Constraint,
@@ -29,6 +30,7 @@ from quire.common.v1.common_pb2 import (
     RowSampling,
     SamplingParameters,
     StoppingParameters,
+    ThinkingLimit,
     TokenIds,
 )
 from quire.prefix_hashes import salt_digest
@@ -40,7 +42,7 @@ _SAMPLING = SamplingParameters()
 for _name, _number in NUMBERS.items():
     setattr(_SAMPLING, _name, _number.default)
 # Fields that only the scheduler or the gateway reads.
-_NOT_FOR_WORKERS = ("seed", "n", "best_of", "beam_search", "bad_words")
+_NOT_FOR_WORKERS = ("seed", "n", "best_of", "beam_search", "bad_words", "thinking_token_budget")
 
 
 class CallParameters:
@@ -80,10 +82,13 @@ class CallParameters:
         if options.output.prediction:
             encoded = await model.tokenizer.encode(options.output.prediction, add_special_tokens=False)
             predicted = tuple(each for each in encoded[: limits.max_model_len] if each < limits.vocab_size)
-        parameters = resolve(options, model.sampling_defaults, model.eos_token_ids, bad_sequences)
+        thinking = await thinking_limit(options.sampling, model, limits.vocab_size)
+        parameters = resolve(options, model.sampling_defaults, model.eos_token_ids, bad_sequences, thinking)
         parameters = replace(parameters, predicted=predicted)
         await turns.pause()
         check_choice(parameters, bad_sequences)
+        if thinking is not None:
+            check_thinking(parameters, bad_sequences, thinking)
         if options.sampling.HasField("constraint"):
             check_end(options, parameters)
             await model.constraints.check(options.sampling.constraint, tenant)
@@ -252,8 +257,9 @@ def resolve(
     model_defaults: SamplingParameters,
     eos_token_ids: tuple[int, ...],
     bad_sequences: Sequence[Sequence[int]] = (),
+    thinking: ThinkingLimit | None = None,
 ) -> Parameters:
-    """The parameters of valid options. `bad_sequences` are the bad words as tokens."""
+    """The parameters of valid options. `bad_sequences` are the bad words as tokens, `thinking` limits the reasoning."""
     sampling = _sampling(options.sampling, model_defaults)
     stopping = StoppingParameters(min_tokens=0, ignore_eos=False, include_stop_string=False)
     stopping.MergeFrom(options.stopping)
@@ -261,8 +267,15 @@ def resolve(
     output.MergeFrom(options.output)
     output.ClearField("prediction")
     _keep_each_once(stopping.stop_token_ids)
+    _keep_each_once(output.logprob_token_ids)
+    if output.logprob_token_ids:
+        output.logprobs = len(output.logprob_token_ids)
     ending = () if stopping.ignore_eos else eos_token_ids
-    row_sampling = _row_sampling(sampling, stopping, ending, bad_sequences)
+    row = _row_sampling(sampling, stopping, ending, bad_sequences)
+    row.logprob_token_ids = encode_int32(output.logprob_token_ids)
+    if thinking is not None:
+        row.thinking.CopyFrom(thinking)
+    row_sampling = row.SerializeToString(deterministic=True)
     if sampling.HasField("constraint"):
         # Only the worker delays the end, because a text that cannot continue ends before min_tokens.
         stopping.min_tokens = 0
@@ -347,14 +360,41 @@ def _row_sampling(
     stopping: StoppingParameters,
     eos_token_ids: Sequence[int],
     bad_sequences: Sequence[Sequence[int]],
-) -> bytes:
+) -> RowSampling:
     row = RowSampling(sampling=sampling, bad_token_sequences=[TokenIds(ids=each) for each in bad_sequences])
     for name in _NOT_FOR_WORKERS:
         row.sampling.ClearField(name)
     if stopping.min_tokens or sampling.HasField("constraint"):
         row.stopping.min_tokens = stopping.min_tokens
         row.stopping.stop_token_ids.extend({*stopping.stop_token_ids, *eos_token_ids})
-    return row.SerializeToString(deterministic=True)
+    return row
+
+
+async def thinking_limit(sampling: SamplingParameters, model: ServedModel, vocab_size: int) -> ThinkingLimit | None:
+    """How long the reasoning may be; None if that is not limited, or if the model's answers have none."""
+    marks = thinking_marks_of(model.chat.reasoning_format)
+    if marks is None or not sampling.HasField("thinking_token_budget"):
+        return None
+    end_token_ids = await model.tokenizer.encode(marks.end, add_special_tokens=False)
+    if not end_token_ids or max(end_token_ids) >= vocab_size:
+        return None
+    # A label may follow the mark, which the reasoning of no other channel has.
+    begin = marks.begin + marks.label
+    budget = sampling.thinking_token_budget
+    return ThinkingLimit(max_tokens=budget, begin=begin, end=marks.end, end_token_ids=end_token_ids)
+
+
+def check_thinking(parameters: Parameters, bad_sequences: Sequence[Sequence[int]], thinking: ThinkingLimit) -> None:
+    """Raises InvalidArgument if the mark that ends the reasoning must not be generated."""
+    end, allowed = tuple(thinking.end_token_ids), parameters.sampling.allowed_token_ids
+    violations = Violations()
+    way_out = f"{thinking.end}, the mark that ends the reasoning after sampling.thinking_token_budget"
+    if allowed and not set(end).issubset(allowed):
+        violations.add("sampling.allowed_token_ids", f"lacks a token of {way_out}: add {sorted(set(end))}")
+    pieces = {end[begin:stop] for stop in range(1, len(end) + 1) for begin in range(stop)}
+    if not pieces.isdisjoint(map(tuple, bad_sequences)):
+        violations.add("sampling.bad_words", f"has a part of {way_out}: leave it out")
+    violations.raise_if_any()
 
 
 async def bad_token_sequences(

@@ -83,6 +83,7 @@ def check_request(request: RequestOptions, limits: Limits, served_model: str | N
         violations.check_range("output.prompt_logprobs_start", start, 1, limits.max_prompt_tokens)
         if request.asked("output.prompt_logprobs") is None:
             violations.add("output.prompt_logprobs_start", "is set without output.prompt_logprobs")
+    _check_logprob_token_ids(violations, request, limits)
     if prediction := request.asked("output.prediction"):
         violations.check_text("output.prediction", prediction)
         _check_prompt_size(violations, "output.prediction", [prediction], limits, is_truncated=True)
@@ -354,6 +355,8 @@ def _check_beam_search(violations: Violations, request: RequestOptions, limits: 
 def _check_sampling(violations: Violations, request: RequestOptions, limits: Limits) -> None:
     """Checks what applies to sampling and to beam search."""
     violations.check_range("sampling.seed", request.asked("sampling.seed"), MIN_SEED, MAX_SEED)
+    budget = request.asked("sampling.thinking_token_budget")
+    violations.check_range("sampling.thinking_token_budget", budget, 0, 2**32 - 1)
     check_numbers(violations, request, [name for name in NUMBERS if name not in DRAWING])
     _check_logit_bias(violations, request.asked("sampling.logit_bias"), limits)
     allowed = request.asked("sampling.allowed_token_ids")
@@ -394,6 +397,18 @@ def _check_stopping(violations: Violations, request: RequestOptions, limits: Lim
         _check_texts(violations, "stopping.stop", stop, limits.max_stop_string_bytes)
     if violations.check_count("stopping.stop_token_ids", stop_token_ids, min(limits.max_stop_token_ids, MAX_ENTRIES)):
         violations.check_token_ids("stopping.stop_token_ids", stop_token_ids, limits.vocab_size)
+
+
+def _check_logprob_token_ids(violations: Violations, request: RequestOptions, limits: Limits) -> None:
+    field, token_ids = "output.logprob_token_ids", request.asked("output.logprob_token_ids")
+    if not token_ids:
+        return
+    if request.asked("output.logprobs") is None:
+        violations.add(field, "is set without output.logprobs, which turns log probabilities on")
+    if request.sampling.HasField("beam_search"):
+        violations.add(field, "cannot be used with beam search, which reports the tokens of its beams")
+    if violations.check_count(field, token_ids, limits.max_logprobs):
+        violations.check_token_ids(field, token_ids, limits.vocab_size)
 
 
 def _check_texts(violations: Violations, field: str, texts: Sequence[str], max_bytes: int) -> None:

@@ -100,6 +100,7 @@ class GenerationOptions:
     allowed_token_ids: Sequence[int] = ()
     bad_words: str | Sequence[str] = ()
     constraint: Constraint | None = None
+    thinking_token_budget: int | None = None
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -113,6 +114,7 @@ class GenerationOptions:
     prompt_logprobs_start: int | None = None
     include_special_tokens: bool | None = None
     prediction: str | None = None
+    logprob_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,7 +237,9 @@ class LaunchedStep:
         excluded = draws & columns.has_constraint & columns.has_rules & ~columns.is_refused & ~is_finite
         if excluded.any():
             columns.refuse(
-                excluded, "sampling.constraint: no token may follow that allowed_token_ids and bad_words leave, too"
+                excluded,
+                "sampling.constraint or sampling.thinking_token_budget: no token may follow that allowed_token_ids and "
+                "bad_words leave, too",
             )
 
 
@@ -422,7 +424,8 @@ class ModelRunner:
             if masks is not None:
                 masks.refuse(columns)
             elif columns.has_constraint.any():
-                columns.refuse(columns.has_constraint, "sampling.constraint cannot be enforced by this worker")
+                problem = "sampling.constraint and sampling.thinking_token_budget cannot be enforced by this worker"
+                columns.refuse(columns.has_constraint, problem)
             logits = self._change_logits(logits, samples, columns, masks)
             drawn = self._draw(logits, samples, columns)
         kept = None

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from quire.common.v1.common_pb2 import Constraint, RowSampling
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import MaskMaker, Matcher, Template, Vocabulary
 from quire.constraints.program import program_of
+from quire.constraints.thinking import ThinkingState
 from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import Int32Array, RowChanges, RowConstraint
 from worker_svc.streams import to_device
@@ -67,11 +68,13 @@ class Masks:
     def refuse(self, columns: SamplingColumns) -> None:
         """Fails the samples without an allowed token."""
         for place, error in self.errors.items():
-            columns.refuse(np.array([place]), f"sampling.constraint: {error}")
+            columns.refuse(np.array([place]), error)
 
     def apply(self, logits: Tensor) -> None:
         """Sets the logits of excluded tokens to -infinity. `logits` is [s, vocab]."""
         width = logits.shape[1]
+        if not len(self.places):
+            return
         if logits.is_cpu:
             terms = Terms(width).of(self.bits) if self.terms is None else self.terms
             if len(terms) == len(logits):
@@ -129,45 +132,71 @@ class Terms:
 @dataclass(slots=True)
 class _Row:
     constraint: RowConstraint
-    template: "Future[Template]"
+    template: "Future[Template] | None"
+    """None where only the reasoning is limited."""
+    vocabulary: "Future[Vocabulary]"
     draws: bool
-    num_prompt_tokens: int
+    prompt: Int32Array
     output: list[int]
     matcher: Matcher | None = None
+    thinking: ThinkingState | None = None
     error: str | None = None
-    """The reason why there is no matcher."""
+    """The reason why there is no matcher or no state of the reasoning that there should be."""
 
     def ready(self) -> Matcher | None:
-        """The matcher after the output; waits until the constraint is compiled. None if there is none."""
-        if self.matcher is None and self.error is None:
+        """The matcher after the output, None if there is none; the state of the reasoning is up to date then, too.
+        Waits until the constraint is compiled."""
+        if self.error is None and self.matcher is None and self.template is not None:
             try:
                 self.matcher = self.template.result().matcher(self.constraint.ending_token_ids)
             except ConstraintError as error:
-                self.error = f"{error.field}{'' if error.field else 'it'} {error.description}"
+                name = "" if error.field else "it"
+                self.error = f"sampling.constraint: {error.field}{name} {error.description}"
             else:
-                for token_id in self.output:
-                    self.matcher.consume(token_id)
+                self._follow(self.matcher, self.output)
+        if self.error is None and self.thinking is None and (limit := self.constraint.thinking) is not None:
+            try:
+                token_bytes = self.vocabulary.result().token_bytes
+            except Exception as error:
+                self.error = f"sampling.thinking_token_budget cannot be enforced with this model's tokenizer: {error}"
+            else:
+                self.thinking = ThinkingState(limit, token_bytes, self.prompt.tolist())
+                self._follow(self.thinking, self.output)
         return self.matcher
+
+    @staticmethod
+    def _follow(state: Matcher | ThinkingState | None, token_ids: Sequence[int]) -> None:
+        if state is not None:
+            for token_id in token_ids:
+                state.consume(token_id)
 
     def append(self, token_ids: Sequence[int]) -> None:
         self.output.extend(token_ids)
-        if self.matcher is not None:
-            for token_id in token_ids:
-                self.matcher.consume(token_id)
+        self._follow(self.matcher, token_ids)
+        self._follow(self.thinking, token_ids)
 
     def replace(self, position: int, token_ids: Sequence[int]) -> None:
         """Replaces the tokens of the sequence from a position on."""
-        position -= self.num_prompt_tokens
+        position -= len(self.prompt)
         if position < len(self.output):
             del self.output[position:]
-            self.matcher = None
+            self.matcher = self.thinking = None
         self.append(token_ids)
 
     def copy(self) -> "_Row":
-        matcher = None if self.matcher is None else self.matcher.copy()
-        return _Row(
-            self.constraint, self.template, self.draws, self.num_prompt_tokens, list(self.output), matcher, self.error
+        return replace(
+            self,
+            output=list(self.output),
+            matcher=None if self.matcher is None else self.matcher.copy(),
+            thinking=None if self.thinking is None else self.thinking.copy(),
         )
+
+    def forced(self) -> list[int]:
+        """What must follow, as far as it is certain."""
+        matcher = self.ready()
+        if self.thinking is not None and (end := self.thinking.forced):
+            return list(end)
+        return [] if matcher is None else matcher.forced()
 
     @property
     def delays_end(self) -> bool:
@@ -295,8 +324,8 @@ class RowMatchers:
         return self._thread.submit(self._forced, rows).result()
 
     def _forced(self, rows: Sequence[int]) -> dict[int, list[int]]:
-        matchers = {row: held.ready() for row in rows if (held := self._rows.get(row)) is not None and held.draws}
-        return {row: forced for row, each in matchers.items() if each is not None and (forced := each.forced())}
+        held = {row: each for row in rows if (each := self._rows.get(row)) is not None and each.draws}
+        return {row: forced for row, each in held.items() if (forced := each.forced())}
 
     def drew(self, samplers: Int32Array, token_ids: DrawnTokens) -> None:
         """Passes the sampled tokens of the step of the last `begin`. Call it only if that returned masks."""
@@ -336,10 +365,11 @@ class RowMatchers:
             if (constraint := each.sampling.constraint) is None:
                 rows.pop(each.row, None)
             else:
-                output = each.token_ids[each.num_prompt_tokens :].tolist()
-                draws = each.sampling.num_candidates is None
-                template = self._templates.get(constraint.message)
-                rows[each.row] = _Row(constraint, template, draws, each.num_prompt_tokens, output)
+                prompt, output = np.split(each.token_ids, [each.num_prompt_tokens])
+                draws, message = each.sampling.num_candidates is None, constraint.message
+                template = None if message is None else self._templates.get(message)
+                vocabulary = self._templates.vocabulary
+                rows[each.row] = _Row(constraint, template, vocabulary, draws, prompt, output.tolist())
         pairs = changes.fork.tolist()
         parents = {parent: rows.get(parent) for parent, _ in pairs}
         for parent, child in pairs:
@@ -369,19 +399,22 @@ class RowMatchers:
                 assert inputs is not None
                 row.append([int(inputs[place])])
         width = max((len(mask) for _, mask in made.values()), default=0)
+        # A row whose reasoning is limited is mostly free.
+        places = [place for place in places if place not in made or place in errors or (made[place][1] != -1).any()]
         bits = np.zeros((len(places), width), np.int32)
         for index, place in enumerate(places):
             if place in made and len(mask := made[place][1]):
                 bits[index] = mask
-        return Masks(np.array(places), bits, errors, None if self._terms is None else self._terms.of(bits))
+        terms = None if self._terms is None or not places else self._terms.of(bits)
+        return Masks(np.array(places, np.int64), bits, errors, terms)
 
     def _masks_of(self, places: list[int], rows: list[_Row], errors: dict[int, str]) -> NDArray[np.int32]:
-        """[n, words], or [n, 0] if no row has a matcher. Adds why no token is allowed to `errors`."""
+        """[n, words], or [n, 0] if no row can go on. Adds why no token is allowed to `errors`."""
         matchers = [row.ready() for row in rows]
-        usable = [index for index, matcher in enumerate(matchers) if matcher is not None]
         errors |= {place: row.error for place, row in zip(places, rows, strict=True) if row.error is not None}
-        if not usable:
+        if all(row.error is not None for row in rows):
             return np.zeros((len(places), 0), np.int32)
+        usable = [index for index, matcher in enumerate(matchers) if matcher is not None]
         vocabulary = self._templates.vocabulary.result()
         if self._maker is None:
             self._maker = MaskMaker(vocabulary, self._num_threads)
@@ -389,9 +422,16 @@ class RowMatchers:
         made = [matcher for matcher in matchers if matcher is not None]
         bits[usable] = self._maker.make(made, [rows[index].delays_end for index in usable])
         for index, matcher in zip(usable, made, strict=True):
-            if matcher.error is not None:
-                errors[places[index]] = matcher.error
-                self._templates.drop(rows[index].constraint.message)
+            if matcher.error is not None and (message := rows[index].constraint.message) is not None:
+                errors[places[index]] = f"sampling.constraint: {matcher.error}"
+                self._templates.drop(message)
+        for mask, row in zip(bits, rows, strict=True):
+            if row.template is None and row.error is None:
+                mask[:] = -1
+            forced = () if row.thinking is None else row.thinking.forced
+            # Where a constraint of all text does not allow the end of the reasoning, the constraint goes before.
+            if forced and (both := mask & vocabulary.mask_of_set(frozenset(forced[:1]))).any():
+                mask[:] = both
         return bits
 
     def _append(self, samplers: Int32Array, token_ids: DrawnTokens) -> None:

@@ -9,7 +9,7 @@ p - 1.
 Only rows that ask for them cost anything.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -52,7 +52,11 @@ class LogprobValues(Generic[A]):
 
 
 def logprobs_of(
-    logits: Tensor, token_ids: Tensor, temperature: NDArray[np.floating], num_top: int
+    logits: Tensor,
+    token_ids: Tensor,
+    temperature: NDArray[np.floating],
+    num_top: int,
+    named: Mapping[int, Int32Array] | None = None,
 ) -> LogprobValues[Tensor]:
     """Log probabilities of one token a line, and of the `num_top` most likely tokens, or of all if there are fewer.
 
@@ -61,6 +65,7 @@ def logprobs_of(
         token_ids: [m] int64.
         temperature: [m]; 0 leaves a line as it is.
         num_top: at least 0.
+        named: lines that report these tokens, at most `num_top`, instead of the most likely ones.
     """
     divisor = to_device(np.where(temperature > 0, temperature, np.float32(1)), logits.device)
     scores = (logits - logits.amax(dim=1, keepdim=True)).div_(divisor[:, None])
@@ -70,6 +75,8 @@ def logprobs_of(
     token_order = torch.arange(logits.shape[1], device=logits.device)
     before = (logprobs > chosen) | ((logprobs == chosen) & (token_order < token_ids[:, None]))
     top_ids = best_tokens(logprobs, min(num_top, logits.shape[1]))
+    for line, tokens in (named or {}).items():
+        top_ids[line, : len(tokens)] = to_device(tokens.astype(np.int64), logits.device)
     return LogprobValues(chosen.squeeze(1), before.sum(dim=1) + 1, top_ids, logprobs.gather(1, top_ids))
 
 
@@ -91,7 +98,8 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, columns: SamplingColumns)
         return None
     index = to_device(rows, logits.device)
     num_top = int(columns.num_logprobs[rows].max())
-    return logprobs_of(logits[index], token_ids[index], columns.temperature[rows], num_top)
+    named = {line: each for line, each in enumerate(columns.logprob_token_ids[rows]) if each is not None}
+    return logprobs_of(logits[index], token_ids[index], columns.temperature[rows], num_top, named)
 
 
 def report_logprobs(

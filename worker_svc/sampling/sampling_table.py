@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from quire.arrays import decode_int32
 from quire.common.v1.common_pb2 import RowSampling as RowSamplingMessage
 from quire.common.v1.common_pb2 import SamplingParameters
+from quire.common.v1.common_pb2 import ThinkingLimit as ThinkingLimitMessage
 from quire.compatibility import unknown_field
+from quire.constraints.thinking import ThinkingLimit
 from quire.rpc.errors import InvalidArgument, invalid_field
 from quire.worker.v1 import worker_pb2
 from worker_svc.sampling.drafters import FollowedPrediction, PredictedTokens
@@ -83,16 +85,34 @@ class SamplingReader:
             rules=None if rules.is_neutral else rules,
             constraint=self._constraint(asked),
             predicted=self._predicted(asked.predicted_token_ids),
+            logprob_token_ids=self._logprob_token_ids(asked.logprob_token_ids, message.logprobs),
         )
 
     def _predicted(self, data: bytes) -> Int32Array | None:
         return decode_int32(data, "predicted_token_ids", minimum=0, below=self._vocab_size) if data else None
 
+    def _logprob_token_ids(self, data: bytes, num_reported: int) -> Int32Array | None:
+        if not data:
+            return None
+        token_ids = decode_int32(data, "logprob_token_ids", minimum=0, below=self._vocab_size)
+        if len(token_ids) != num_reported:
+            raise invalid_field("logprob_token_ids", f"has {len(token_ids)} tokens; output.logprobs is {num_reported}")
+        return token_ids
+
     def _constraint(self, asked: RowSamplingMessage) -> RowConstraint | None:
-        if not asked.sampling.HasField("constraint"):
+        message = asked.sampling.constraint if asked.sampling.HasField("constraint") else None
+        thinking = self._thinking(asked.thinking) if asked.HasField("thinking") else None
+        if message is None and thinking is None:
             return None
         endings = tuple(each for each in asked.stopping.stop_token_ids if each < self._vocab_size)
-        return RowConstraint(asked.sampling.constraint, endings, asked.stopping.min_tokens)
+        return RowConstraint(message, endings, asked.stopping.min_tokens, thinking)
+
+    def _thinking(self, asked: ThinkingLimitMessage) -> ThinkingLimit:
+        end_token_ids = self._token_ids("thinking.end_token_ids", asked.end_token_ids[:])
+        for name, value in (("begin", asked.begin), ("end", asked.end), ("end_token_ids", end_token_ids)):
+            if not len(value):
+                raise invalid_field(f"thinking.{name}", "is empty; the reasoning begins and ends with a mark")
+        return ThinkingLimit(asked.begin.encode(), asked.end.encode(), tuple(end_token_ids.tolist()), asked.max_tokens)
 
     def _rules(self, asked: RowSamplingMessage) -> LogitRules:
         sampling, stopping = asked.sampling, asked.stopping
@@ -152,6 +172,8 @@ class SamplingColumns:
     seed: NDArray[np.uint64]
     wants_logprobs: NDArray[np.bool_]
     num_logprobs: NDArray[np.int64]
+    logprob_token_ids: NDArray[np.object_]
+    """Of each row an array of the tokens that it reports, or None."""
     num_candidates: NDArray[np.int64]
     """0 if the row draws a token."""
     has_rules: NDArray[np.bool_]
@@ -183,6 +205,7 @@ class SamplingColumns:
             seed=np.zeros(num_rows, np.uint64),
             wants_logprobs=np.zeros(num_rows, np.bool_),
             num_logprobs=np.zeros(num_rows, np.int64),
+            logprob_token_ids=np.full(num_rows, None, np.object_),
             num_candidates=np.zeros(num_rows, np.int64),
             has_rules=np.zeros(num_rows, np.bool_),
             rules=np.full(num_rows, None, np.object_),
@@ -211,6 +234,7 @@ class SamplingColumns:
         self.seed[row] = sampling.seed
         self.wants_logprobs[row] = sampling.logprobs is not None
         self.num_logprobs[row] = sampling.logprobs or 0
+        self.logprob_token_ids[row] = sampling.logprob_token_ids
         self.num_candidates[row] = sampling.num_candidates or 0
         self.has_rules[row] = sampling.rules is not None
         self.rules[row] = sampling.rules
@@ -227,7 +251,7 @@ class SamplingColumns:
 
     def clear(self, rows: Int32Array) -> None:
         """Frees what rows without a sequence hold; their numbers stay until `put` replaces them."""
-        self.rules[rows] = self.refusal[rows] = self.followed[rows] = None
+        self.rules[rows] = self.refusal[rows] = self.followed[rows] = self.logprob_token_ids[rows] = None
         self.has_rules[rows] = self.has_constraint[rows] = self.is_refused[rows] = False
 
     def refuse(self, rows: NDArray[np.integer] | NDArray[np.bool_], reason: str) -> None:

@@ -18,6 +18,7 @@ from gateway.api.fields import (
     TOOL_CHOICES,
     Conversation,
     LongList,
+    Salt,
     as_parts,
     make_tool,
     parse,
@@ -33,6 +34,7 @@ from quire.gateway.v1.generation_pb2 import TemplateOptions, ToolCall, ToolChoic
 _TOOL_FIELD = re.compile(r"(tools\[\d+\])\.parameters(.*)")
 _STOP = re.compile(r"stopping\.stop(\[\d+\])?")
 _FORMAT = "output_config.format"
+_BUDGET = "sampling.thinking_token_budget"
 _TEMPLATE_ARGUMENTS = {
     "template_options.arguments.enable_thinking": "thinking",
     "template_options.arguments.reasoning_effort": "output_config.effort",
@@ -146,11 +148,10 @@ class ToolChoiceFields(Part):
 
 
 class ThinkingConfig(Part):
-    """The chat template decides whether the model reasons. There is no separate budget for reasoning."""
-
-    unread: ClassVar[Unread] = field_rule.THINKING
+    """The chat template decides whether the model reasons. The budget is a limit."""
 
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -189,6 +190,8 @@ class MessageBody(TokensBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    # vLLM's.
+    cache_salt: Salt | None = None
     # Quire's: the stream outlives its reader, and its events have ids.
     durable: bool | None = None
 
@@ -293,6 +296,8 @@ def options_of(body: MessageBody, prompt: ChatPrompt, request_id: str) -> Reques
     sampling, stopping = SamplingParameters(), StoppingParameters()
     for name in ("temperature", "top_p", "top_k"):
         write(sampling, f"sampling.{name}", getattr(body, name), as_written)
+    if body.thinking is not None and body.thinking.type == "enabled":
+        write(sampling, _BUDGET, body.thinking.budget_tokens, as_written)
     write(stopping, "stopping.max_tokens", body.max_tokens, as_written)
     write(stopping, "stopping.stop", body.stop_sequences, as_written)
     return RequestOptions(
@@ -302,6 +307,7 @@ def options_of(body: MessageBody, prompt: ChatPrompt, request_id: str) -> Reques
         stopping,
         as_written=as_written,
         request_id=request_id,
+        cache_salt=body.cache_salt,
         # Agents ask for as much as Anthropic's models write.
         clamp=Clamp.ALWAYS,
     )
@@ -317,6 +323,8 @@ def param_name(conversation: Conversation, field: str) -> str:
         return f"stop_sequences{match[1] or ''}"
     if field.startswith(("response_format", "sampling.constraint")):
         return _FORMAT
+    if field == _BUDGET:
+        return "thinking.budget_tokens"
     if field.startswith("template_options.continue_final_message"):
         return conversation.last_path
     return _TEMPLATE_ARGUMENTS.get(field) or without_group(field)

@@ -201,6 +201,7 @@ def _options(
     write(stopping, "stopping.stop_token_ids", body.stop_token_ids, as_written)
     output = OutputOptions(include_special_tokens=body.skip_special_tokens is False)
     write(output, "output.logprobs", logprobs, as_written)
+    write(output, "output.logprob_token_ids", body.logprob_token_ids, as_written)
     write(output, "output.prediction", body.prediction and body.prediction.text, as_written)
     write(output, "output.prompt_logprobs", prompt_logprobs, as_written)
     return RequestOptions(
@@ -231,11 +232,11 @@ def _hinted_priority(body: GenerationBody) -> int | None:
 
 
 def meant(name: str, value: Any) -> Any:
-    """Converts vLLM's values for "all tokens", which many of its clients send by default, and for "no seed"."""
+    """Converts vLLM's values for "all tokens", which many of its clients send by default, "no seed" and "no limit"."""
     match name, value:
         case "top_k", -1:
             return 0
-        case "seed", -1:
+        case "seed" | "thinking_token_budget", -1:
             return None
     return value
 

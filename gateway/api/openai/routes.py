@@ -12,6 +12,7 @@ from gateway.api.answers import OPENAI, as_json, error_answer, error_response
 from gateway.api.body import BodyLimits, read_model
 from gateway.api.durable_streams import last_event_id
 from gateway.api.event_shapes import ChatEvent, CompletionEvent
+from gateway.api.field_rule import FieldRule
 from gateway.api.openai.completion_calls import ChatCall, CompletionCall
 from gateway.api.openai.read import chat_prompt, read_request
 from gateway.api.openai.schemas import (
@@ -66,6 +67,12 @@ def openai_routes(
     ]
 
 
+def note_unlimited(generator: Generator, rule: FieldRule, api: str, budget: int | None) -> None:
+    """Notes that a budget of reasoning has no effect, where the answers of the model have no reasoning."""
+    if budget is not None and generator.model.chat.reasoning_format is None:
+        rule.note(api, "thinking_token_budget")
+
+
 def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive_s: float) -> list[ApiRoute]:
     model = generator.model.name
 
@@ -74,6 +81,7 @@ def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive
         if (last := last_event_id(request)) is not None:
             return resumed(generator, last, CompletionCall.read_back, keep_alive_s, OPENAI)
         body = await read_request(CompletionBody, request, body_limits)
+        note_unlimited(generator, body_limits.rule, body.api, body.thinking_token_budget)
         return respond(generator, CompletionCall(body, body.model or model), keep_alive_s)
 
     async def chat_completions(request: Request) -> Response:
@@ -81,6 +89,7 @@ def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive
         if (last := last_event_id(request)) is not None:
             return resumed(generator, last, ChatCall.read_back, keep_alive_s, OPENAI)
         body = await read_request(ChatBody, request, body_limits)
+        note_unlimited(generator, body_limits.rule, body.api, body.thinking_token_budget)
         return respond(generator, ChatCall(body, body.model or model), keep_alive_s)
 
     async def cancel(request: Request) -> Response:

@@ -11,6 +11,7 @@ from gateway.api import field_rule
 from gateway.api.body import max_entries
 from gateway.api.durable_streams import ONLY_STREAMS
 from gateway.api.field_rule import Part, Unread
+from gateway.api.fields import Salt
 from gateway.api.openai.constraint_fields import ConstraintFields, check_constraints
 from gateway.api.openai.conversation import (
     ContentPart,
@@ -55,21 +56,14 @@ class Prediction(Part):
         return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
 
 
-Salt = Annotated[str, Field(min_length=1, max_length=256)]
-
-
 class AgentHints(Part):
-    """A higher `priority` is more urgent. Expected lengths and the like have no effect."""
-
-    unread: ClassVar[Unread] = field_rule.AGENT_HINTS
+    """A higher `priority` is more urgent. Expected lengths and the like are ignored, and counted."""
 
     priority: int | None = None
 
 
 class Nvext(Part):
-    """Dynamo's extensions. What they ask for are hints, so nothing of them is refused."""
-
-    unread: ClassVar[Unread] = field_rule.NVEXT
+    """Dynamo's extensions. What they ask for are hints: those that are not read are ignored, and counted."""
 
     agent_hints: AgentHints | None = None
 
@@ -110,6 +104,8 @@ class GenerationBody(Body, ConstraintFields):
     early_stopping: bool | Literal["never"] | None = None
     priority: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: ListOf[int] | None = None
+    thinking_token_budget: int | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
@@ -222,6 +218,8 @@ def _check_combinations(violations: Violations, body: GenerationBody) -> None:
     # Checked here, because the validator's error would show the opposite sign.
     if body.durable and not body.stream:
         violations.add("durable", ONLY_STREAMS)
+    if body.logprob_token_ids and isinstance(body, CompletionBody) and body.echo and body.max_tokens == 0:
+        violations.add("logprob_token_ids", "is set where max_tokens is 0; it is for generated tokens alone")
     violations.check_range("priority", body.priority, -HIGHEST_PRIORITY, HIGHEST_PRIORITY)
     check_prediction(violations, body.prediction)
     if isinstance(body, ChatBody):

@@ -485,13 +485,13 @@ class CompletionShaper:
             CompletionLogprobs(
                 NamedByIds(self._texts) if self._body.return_tokens_as_token_ids else self._texts,
                 self._tokenizer.detokenizer(include_special_tokens=with_special_tokens),
-                self._body.logprobs,
+                num_top,
                 text_offset=text_offset,
             )
             # A prompt that came as text is echoed unchanged, without the special tokens that precede it.
-            for with_special_tokens, text_offset in (
-                (request.output.include_special_tokens and not isinstance(prompt, TextPrompt), 0),
-                (request.output.include_special_tokens, len(echo)),
+            for with_special_tokens, text_offset, num_top in (
+                (request.output.include_special_tokens and not isinstance(prompt, TextPrompt), 0, self._body.logprobs),
+                (request.output.include_special_tokens, len(echo), request.logprobs or 0),
             )
         ]
         return _Choice(live, echo, shapers[0] if self._body.echo else None, shapers[1])

@@ -19,6 +19,7 @@ from gateway.api.fields import (
     TOOL_CHOICES,
     Conversation,
     LongList,
+    Salt,
     as_parts,
     effort_arguments,
     make_tool,
@@ -34,7 +35,7 @@ from gateway.api.openai.constraint_fields import (
     constraint_of,
 )
 from gateway.api.openai.read import meant
-from gateway.api.openai.schemas import Prediction, Salt, check_prediction
+from gateway.api.openai.schemas import Prediction, check_prediction
 from gateway.auth.caller import HIGHEST_PRIORITY
 from gateway.request.limits import MAX_LOGIT_BIAS
 from gateway.request.violations import Violations, shortened
@@ -60,6 +61,7 @@ _RENAMED = {
 # Those but the seed; the fields have the same names in the contract.
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    "thinking_token_budget",
 )
 _ALLOWED = "tool_choice.allowed"
 _UNION_TYPES = {"tool_choice": 'a string, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}'}
@@ -315,6 +317,7 @@ class ResponseBody(InputBody):
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     top_k: int | None = None
     ignore_eos: bool | None = None
+    thinking_token_budget: int | None = None
     # OpenAI has it in chat completions only.
     prediction: Prediction | None = None
     priority: int | None = None

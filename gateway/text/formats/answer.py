@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from gateway.text.formats.harmony import HarmonyParser
+from gateway.text.formats.harmony import ANALYSIS, END, HarmonyParser
 from gateway.text.formats.json_calls import (
     DeepSeekV3Parser,
     DeepSeekV31Parser,
@@ -85,6 +85,13 @@ _REASONING_SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ("seed_oss", lambda source: "<seed:think>" in source),
     ("qwen3", lambda source: "<think>" in source or "</think>" in source),
 )
+
+
+def thinking_marks_of(reasoning_format: str | None) -> ThinkingMarks | None:
+    """The marks around the reasoning of an answer; None if it has none."""
+    if reasoning_format == HARMONY_REASONING:
+        return ThinkingMarks(ANALYSIS, END)
+    return THINKING_MARKS.get(reasoning_format or "")
 
 
 def tool_format_of(template: str) -> str | None:

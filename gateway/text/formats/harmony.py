@@ -8,7 +8,8 @@ from gateway.text.formats.parser import CallIds, OfferedTools, OutputParser
 from gateway.text.formats.scanning import first_marker, held_length
 
 ANALYSIS = "<|channel|>analysis<|message|>"
-AFTER_ANALYSIS = "<|end|><|start|>assistant"
+END = "<|end|>"
+AFTER_ANALYSIS = f"{END}<|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
 _MAX_HEADER = 512
 _MESSAGE = "<|message|>"

@@ -133,7 +133,7 @@ async def test_a_model_is_told_to_think_where_its_template_hears_it(thinking, is
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"container": "c"}, "container"),
-        ({"cache_salt": "a"}, "cache_salt"),
+        ({"cache_salt": ""}, "cache_salt"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"invented": 1}, "invented"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
