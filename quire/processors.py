@@ -6,6 +6,7 @@ from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
+_SYSTEM = Path("/sys/devices/system")
 
 
 def num_processors(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int:
@@ -14,10 +15,37 @@ def num_processors(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int:
     return max(1, min([available, *(int(limit) for limit in _limits(cgroups, own))]))
 
 
-def have_cores_of_their_own(processors: Collection[int], system: Path = Path("/sys/devices/system/cpu")) -> bool:
-    """Whether no two of these processors are threads of one core. False where the system does not say."""
-    cores = [_read(system / f"cpu{processor}/topology/thread_siblings_list") for processor in processors]
-    return all(cores) and len(set(cores)) == len(cores)
+def cores(processors: Collection[int], system: Path = _SYSTEM) -> list[list[int]]:
+    """The processors of each core, which are several where a core runs several threads; cores of one NUMA node are side
+    by side. Empty where the system does not say."""
+    node_of = {processor: number for number, node in enumerate(_nodes(system)) for processor in node}
+    siblings: dict[str, list[int]] = {}
+    for processor in sorted(processors):
+        siblings.setdefault(_read(system / f"cpu/cpu{processor}/topology/thread_siblings_list"), []).append(processor)
+    return [] if "" in siblings else sorted(siblings.values(), key=lambda core: (node_of.get(core[0], 0), core))
+
+
+def num_nodes(processors: Collection[int], system: Path = _SYSTEM) -> int:
+    """How many NUMA nodes, each with memory of its own, these processors belong to."""
+    return max(1, sum(not node.isdisjoint(processors) for node in _nodes(system)))
+
+
+def in_nodes_of(processors: Collection[int], available: Collection[int], system: Path = _SYSTEM) -> set[int]:
+    """Those of the `available` processors that share a NUMA node with one of `processors`."""
+    near = set[int]().union(*(node for node in _nodes(system) if not node.isdisjoint(processors)))
+    return near & set(available) or set(available)
+
+
+def _nodes(system: Path) -> list[set[int]]:
+    """The processors of each NUMA node, by the nodes' numbers."""
+    files = sorted((system / "node").glob("node*/cpulist"), key=lambda file: int(file.parent.name.removeprefix("node")))
+    return [_listed(_read(file)) for file in files]
+
+
+def _listed(text: str) -> set[int]:
+    """The numbers of a list such as 0-3,8."""
+    ranges = (part.partition("-") for part in text.split(",") if part)
+    return {number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)}
 
 
 def available_memory(

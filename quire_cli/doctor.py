@@ -18,7 +18,7 @@ from pathlib import Path
 from quire.finding import Finding, Verdict
 from quire.model_directory import HubName, ModelDirectory, weight_files
 from quire.model_source import hub_name, resolve_model
-from quire.processors import available_memory, num_processors
+from quire.processors import available_memory, cores, num_nodes, num_processors
 from quire.rpc.process import missing_package
 from quire.settings import ConfigurationError, load_settings, setting
 from quire.version import VERSION
@@ -74,10 +74,22 @@ def _processors() -> Finding:
     usable, there = num_processors(), os.cpu_count() or 1
     name = cpu_field("model name") or platform.machine()
     limit = "" if usable == there else f" (of {there}; the others are kept from this process)"
-    found = f"{usable}{limit}, {name}"
+    found = f"{usable}{limit}, {name}{_topology()}"
     if usable == 1:
         return Finding("processors", Verdict.NOTE, found, "worker, scheduler and gateway share one; give two or more")
     return Finding("processors", Verdict.OK, found)
+
+
+def _topology() -> str:
+    """How the processors lie, and what the threads of a worker make of it."""
+    available = os.sched_getaffinity(0)
+    known, nodes = cores(available), num_nodes(available)
+    if not known:
+        return "; the system does not say which are threads of one core"
+    place = f"; {len(known)} cores" + (f" in {nodes} NUMA nodes" if nodes > 1 else "")
+    if num_processors() < len(known):
+        return f"{place}; a worker's threads are not bound to cores, since not all may be used at once"
+    return f"{place}; a worker binds a thread to each"
 
 
 def _memory() -> Finding:

@@ -73,7 +73,7 @@ class WorkerFlags(StepFlags):
     )
     thread_binding: str = setting(
         "auto",
-        "on cpu, auto binds each thread of an operation to one processor if there are as many threads as processors",
+        "on cpu, auto binds each thread of an operation to a core if there are as many threads as cores or processors",
         choices=("auto", "off"),
     )
     max_adapters: int | None = setting(

@@ -23,7 +23,7 @@ from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.constraints.matcher import Vocabulary
 from quire.model_directory import ModelDirectory
 from quire.model_source import resolve_model
-from quire.processors import available_memory, num_processors
+from quire.processors import available_memory, cores, num_processors
 from quire.progress import PROFILING, READING, RECORDING, WARMING_UP, LoadProgress, Report, no_report
 from quire.rpc.address import is_local
 from quire.rpc.tls import Role, TlsIdentity
@@ -585,8 +585,7 @@ def bind_threads(ranks: Ranks) -> None:
     """Binds the calling thread and its OpenMP team if `processors_for` gives each a processor (ADR 0011)."""
     if any(name in os.environ for name in OWN_BINDING):
         return
-    available = sorted(os.sched_getaffinity(0))
-    processors = processors_for(ranks.rank, ranks.size, torch.get_num_threads(), available)
+    processors = processors_for(ranks.rank, ranks.size, torch.get_num_threads(), cores(os.sched_getaffinity(0)))
     if not processors:
         return
     try:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from quire.processors import have_cores_of_their_own, num_processors
+from quire.processors import cores, in_nodes_of, num_processors
 from worker_svc.settings import WorkerSettings
 
 OWN_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -12,14 +12,20 @@ OWN_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY
 _OWN_NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def processors_for(rank: int, num_ranks: int, num_threads: int, available: Sequence[int]) -> Sequence[int]:
-    """A processor for each thread of a rank; none if there are more or fewer threads than processors.
+def processors_for(rank: int, num_ranks: int, num_threads: int, cores: Sequence[Sequence[int]]) -> Sequence[int]:
+    """A processor for each thread of a rank, if the threads of all ranks are as many as cores or as processors; else
+    none.
 
-    With fewer threads, the system moves a thread to a free processor when another program runs, which is faster.
+    With fewer threads, the system moves a thread to a free core when another program runs, which is faster.
+
+    Args:
+        cores: The processors of each core (`quire.processors.cores`).
     """
-    if len(available) < 2 or num_threads * num_ranks != len(available):
+    first, every = [core[0] for core in cores], [processor for core in cores for processor in core]
+    chosen = next((each for each in (first, every) if len(each) == num_threads * num_ranks), [])
+    if len(every) < 2:
         return ()
-    return available[rank * num_threads : (rank + 1) * num_threads]
+    return chosen[rank * num_threads : (rank + 1) * num_threads]
 
 
 @contextmanager
@@ -40,19 +46,20 @@ def placed_threads(settings: WorkerSettings) -> Iterator[None]:
         yield
     finally:
         del os.environ["OMP_PLACES"], os.environ["OMP_PROC_BIND"]
-        # OpenMP has bound the thread that imports it. What this thread starts while it loads a model must not be bound.
-        os.sched_setaffinity(0, available)
+        # OpenMP has bound the thread that imports it. What this thread starts while it loads a model must not be bound,
+        # but stays near the memory of the threads that are: memory lies in the node of the thread that uses it first.
+        os.sched_setaffinity(0, in_nodes_of(processors, available))
 
 
 def _planned_processors(settings: WorkerSettings) -> Sequence[int]:
     """The processors that the threads will be bound to; none where that depends on what torch says."""
     if settings.thread_binding == "off" or settings.device == "cuda" or any(name in os.environ for name in OWN_BINDING):
         return ()
-    available = sorted(os.sched_getaffinity(0))
+    known = cores(os.sched_getaffinity(0))
     num_threads = settings.num_threads
     if num_threads is None:
-        # By default torch takes a thread for each core.
-        if any(name in os.environ for name in _OWN_NUMBER) or not have_cores_of_their_own(available):
+        if any(name in os.environ for name in _OWN_NUMBER):
             return ()
-        num_threads = num_processors()
-    return processors_for(settings.tensor_parallel_rank, settings.tensor_parallel_size, num_threads, available)
+        # As torch takes by itself.
+        num_threads = min(len(known), num_processors())
+    return processors_for(settings.tensor_parallel_rank, settings.tensor_parallel_size, num_threads, known)

@@ -10,7 +10,7 @@ from pathlib import Path
 import quire
 from gateway.settings import GatewaySettings
 from quire import failpoint
-from quire.processors import num_processors
+from quire.processors import cores, num_processors
 from quire.settings import to_argv
 from quire_cli.supervisor.settings import ServeSettings
 from scheduler_svc.settings import SchedulerSettings
@@ -94,11 +94,12 @@ class Commands:
         return {**shared, **own, "config": None}
 
     def _num_threads(self) -> int | None:
-        """The number of threads of one worker. By default each of several workers would use all processors."""
+        """The number of threads of one worker. By default each of several workers would use all cores."""
         size = self.settings.tensor_parallel_size
         if self.settings.num_threads is not None or size == 1:
             return self.settings.num_threads
-        return max(num_processors() // size, 1)
+        num_cores = len(cores(os.sched_getaffinity(0))) or num_processors()
+        return max(min(num_cores, num_processors()) // size, 1)
 
     @property
     def ranks(self) -> range:

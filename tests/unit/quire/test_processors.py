@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.processors import available_memory, have_cores_of_their_own, num_processors
+from quire.processors import available_memory, cores, in_nodes_of, num_nodes, num_processors
 
 AVAILABLE = len(os.sched_getaffinity(0))
 
@@ -63,11 +63,18 @@ def test_a_system_that_tells_nothing_has_no_limit(tmp_path: Path) -> None:
     assert num_processors(tmp_path, tmp_path / "missing") == AVAILABLE
 
 
-def test_threads_of_one_core_are_told_from_cores(tmp_path: Path) -> None:
-    for processor, siblings in enumerate(("0,2", "1", "0,2")):
-        topology = tmp_path / f"cpu{processor}" / "topology"
+def test_cores_are_told_from_their_threads_and_lie_by_numa_node(tmp_path: Path) -> None:
+    """Of a machine of two nodes, whose processors take turns in their numbers, with two cores of two threads each."""
+    for number, processors in enumerate(("0,2,4,6", "1,3,5,7")):
+        (tmp_path / f"node/node{number}").mkdir(parents=True)
+        (tmp_path / f"node/node{number}/cpulist").write_text(f"{processors}\n")
+    for processor, siblings in enumerate(("0,4", "1,5", "2,6", "3,7") * 2):
+        topology = tmp_path / f"cpu/cpu{processor}/topology"
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text(f"{siblings}\n")
-    assert have_cores_of_their_own([0, 1], tmp_path)
-    assert not have_cores_of_their_own([0, 1, 2], tmp_path)
-    assert not have_cores_of_their_own([0, 3], tmp_path)
+    assert cores(range(8), tmp_path) == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert cores([7, 1, 4, 2], tmp_path) == [[2], [4], [1], [7]]
+    assert [num_nodes(each, tmp_path) for each in ([0, 6], [0, 7])] == [1, 2]
+    assert in_nodes_of([1, 3], range(6), tmp_path) == {1, 3, 5}
+    assert cores([0, 8], tmp_path) == []
+    assert in_nodes_of([0], [0, 1], tmp_path / "nothing") == {0, 1}

@@ -87,22 +87,28 @@ def test_a_worker_of_the_least_size_starts(flag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "num_threads", "processors", "expected"),
+    ("rank", "size", "num_threads", "cores", "expected"),
     [
-        (0, 1, 3, [1, 4, 5], [1, 4, 5]),
-        # Ranks of one machine take processors of their own.
-        (0, 2, 2, [0, 1, 2, 3], [0, 1]),
-        (1, 2, 2, [0, 1, 2, 3], [2, 3]),
-        # Fewer or more threads than processors stay unbound, and a single processor needs no binding.
-        (0, 1, 1, [0, 1], []),
-        (0, 1, 3, [0, 1], []),
-        (0, 1, 1, [0], []),
+        (0, 1, 3, [[1], [4], [5]], [1, 4, 5]),
+        # Ranks of one machine take cores of their own.
+        (0, 2, 2, [[0], [1], [2], [3]], [0, 1]),
+        (1, 2, 2, [[0], [1], [2], [3]], [2, 3]),
+        # Where cores run two threads, each thread here gets a core, or all of them are used.
+        (0, 1, 2, [[0, 2], [1, 3]], [0, 1]),
+        (1, 2, 1, [[0, 2], [1, 3]], [1]),
+        (0, 1, 4, [[0, 2], [1, 3]], [0, 2, 1, 3]),
+        (0, 1, 1, [[0, 1]], [0]),
+        # Fewer or more threads than cores stay unbound, a single processor needs no binding, and nothing may be known.
+        (0, 1, 1, [[0], [1]], []),
+        (0, 1, 3, [[0, 2], [1, 3]], []),
+        (0, 1, 1, [[0]], []),
+        (0, 1, 2, [], []),
     ],
 )
-def test_as_many_threads_as_processors_take_one_each(
-    rank: int, size: int, num_threads: int, processors: list[int], expected: list[int]
+def test_as_many_threads_as_cores_take_one_each(
+    rank: int, size: int, num_threads: int, cores: list[list[int]], expected: list[int]
 ) -> None:
-    assert list(processors_for(rank, size, num_threads, processors)) == expected
+    assert list(processors_for(rank, size, num_threads, cores)) == expected
 
 
 @pytest.mark.parametrize(
@@ -128,7 +134,8 @@ def test_open_mp_has_a_place_for_each_thread_while_it_is_imported(
     restored: list[Collection[int]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 0})
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, processors: restored.append(processors))
-    monkeypatch.setattr(thread_binding, "have_cores_of_their_own", lambda processors: True)
+    monkeypatch.setattr(thread_binding, "cores", lambda processors: [[each] for each in sorted(processors)])
+    monkeypatch.setattr(thread_binding, "in_nodes_of", lambda processors, available: available)
     monkeypatch.setattr(thread_binding, "num_processors", lambda: 2)
     with placed_threads(WorkerSettings(**flags)):
         assert os.environ.get("OMP_PLACES") == places
