@@ -25,7 +25,14 @@ from quire.client.types import (
     TokenChunk,
     Tokenization,
 )
-from quire.client.waiting import AsyncEvent, async_call, async_next_response, cancelled_once, client_closed
+from quire.client.waiting import (
+    AsyncEvent,
+    async_call,
+    async_next_response,
+    async_was_accepted,
+    cancelled_once,
+    client_closed,
+)
 from quire.gateway.v1 import generation_pb2, model_pb2
 from quire.rpc.errors import QuireError, Unavailable
 
@@ -88,6 +95,8 @@ class AsyncStream:
 
     async def _go_on_after(self, error: QuireError) -> None:
         """Makes the next call; raises the error where there is none."""
+        if not self._is_cut and await async_was_accepted(self._call):
+            self._recovery.found()
         if not self._is_cut:
             await self._closing.wait(self._recovery.delay_after(error))
         if self._is_cut:

@@ -152,6 +152,10 @@ class Recovery(Protocol):
         """Notes an event; returns whether it is new to the caller."""
         ...
 
+    def found(self) -> None:
+        """Notes that a server accepted the call that has ended."""
+        ...
+
     def delay_after(self, error: QuireError) -> float:
         """Seconds to wait before `call`. Raises the error where the stream cannot go on."""
         ...
@@ -177,6 +181,9 @@ class Restart:
     def accept(self, event: StreamEvent) -> bool:
         self._has_begun = True
         return True
+
+    def found(self) -> None:
+        """Does not matter here: whether the request ran is not known."""
 
     def delay_after(self, error: QuireError) -> float:
         if self._has_begun:
@@ -217,6 +224,8 @@ class Resumption:
     num_sequences: int
     attempts: Attempts
     _sequences: dict[int, _Progress] = field(default_factory=dict[int, _Progress], init=False)
+    _is_lost: bool = field(default=False, init=False)
+    # Since when no server has accepted a call.
     _lost_at: float | None = field(default=None, init=False)
     _lost_by: Unavailable | None = field(default=None, init=False)
     _delay_s: float = field(default=_FIRST_RESUME_DELAY_S, init=False)
@@ -226,7 +235,7 @@ class Resumption:
     _again_after: NotFound | None = field(default=None, init=False)
 
     def accept(self, event: StreamEvent) -> bool:
-        self._lost_at = self._lost_by = None
+        self._is_lost, self._lost_at, self._lost_by = False, None, None
         self._delay_s = _FIRST_RESUME_DELAY_S
         if isinstance(event, RequestCompleted):
             return True
@@ -249,10 +258,13 @@ class Resumption:
         is_new, progress.is_finished = not progress.is_finished, True
         return is_new
 
+    def found(self) -> None:
+        self._lost_at = None
+
     def delay_after(self, error: QuireError) -> float:
         if isinstance(error, ResourceExhausted):
             # The request most likely runs, so a refusal to resume it is part of the loss.
-            is_of_loss = self._lost_at is not None and error.retry_after_ms is not None
+            is_of_loss = self._is_lost and error.retry_after_ms is not None
             delay_s = self._delay_of_loss(error) if is_of_loss else None
             return self.attempts.delay_after(error) if delay_s is None else delay_s
         delay_s = self._delay_of_loss(error) if self._may_go_on_after(error) else None
@@ -269,15 +281,15 @@ class Resumption:
             self._lost_by = error
             self._is_submitted = not has_ended
             return not (has_ended and self._sequences)
-        if isinstance(error, NotFound) and self._lost_at is not None:
+        if isinstance(error, NotFound) and self._is_lost:
             # The submission was lost, or every process that had the request is gone.
             self._is_submitted = False
             self._again_after = error if self.go_on is None else None
             return True
-        if isinstance(error, AlreadyExists) and self._lost_at is not None:
+        if isinstance(error, AlreadyExists) and self._is_lost:
             # A gateway has not noticed yet that this client is gone, or has itself submitted the request again.
             self._is_submitted = True
-        elif isinstance(error, Aborted) and error.reason == "REQUEST_TAKEN_OVER" and self._lost_at is not None:
+        elif isinstance(error, Aborted) and error.reason == "REQUEST_TAKEN_OVER" and self._is_lost:
             # By this client's call before, most likely: its gateway was back at the scheduler later than this one.
             self._is_submitted = True
         else:
@@ -288,7 +300,7 @@ class Resumption:
         """Seconds to wait, at least as long as the gateway says; None where the stream has been lost for too long."""
         time = self.attempts.time
         now = time.clock()
-        self._lost_at = now if self._lost_at is None else self._lost_at
+        self._is_lost, self._lost_at = True, now if self._lost_at is None else self._lost_at
         delay_s = max(self._delay_s, (error.retry_after_ms or 0) / 1000)
         self._delay_s = min(2 * self._delay_s, _MAX_RESUME_DELAY_S)
         policy = self.attempts.policy

@@ -25,7 +25,7 @@ from quire.client.types import (
     TokenChunk,
     Tokenization,
 )
-from quire.client.waiting import Event, call, cancelled_once, client_closed, next_response
+from quire.client.waiting import Event, call, cancelled_once, client_closed, next_response, was_accepted
 from quire.gateway.v1 import generation_pb2, model_pb2
 from quire.rpc.errors import QuireError, Unavailable
 
@@ -88,6 +88,8 @@ class Stream:
 
     def _go_on_after(self, error: QuireError) -> None:
         """Makes the next call; raises the error where there is none."""
+        if not self._is_cut and was_accepted(self._call):
+            self._recovery.found()
         if not self._is_cut:
             self._closing.wait(self._recovery.delay_after(error))
         if self._is_cut:

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from quire.rpc.errors import Cancelled, QuireError, from_rpc_error
+from quire.rpc.interceptors import REQUEST_ID_HEADER
 
 Event = threading.Event
 
@@ -94,6 +95,16 @@ def next_response(streaming: Any) -> Any:
         return next(streaming)
     except grpc.RpcError as error:
         raise from_rpc_error(error) from None
+
+
+async def async_was_accepted(streaming: Any) -> bool:
+    """Whether a gateway accepted the durable request of a stream that has ended, or still had it."""
+    return any(name == REQUEST_ID_HEADER for name, _ in await streaming.initial_metadata() or ())
+
+
+def was_accepted(streaming: Any) -> bool:
+    """As `async_was_accepted`."""
+    return any(name == REQUEST_ID_HEADER for name, _ in streaming.initial_metadata() or ())
 
 
 def _is_task_cancelled() -> bool:

@@ -27,6 +27,8 @@ _NUM_SILENCE_CHECKS = 20
 _HEALTH = f"{HEALTH_SERVICE}/"
 OTHER_METHODS = "other"
 """What the calls of methods that a server does not have are reported as."""
+REQUEST_ID_HEADER = "quire-request-id"
+"""The initial metadata of durable streams and of those that resume them, once the request is accepted or found."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):

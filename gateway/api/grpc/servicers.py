@@ -54,9 +54,9 @@ from quire.gateway.v1.model_pb2 import (
     UnloadAdapterResponse,
 )
 from quire.gateway.v1.prefix_pb2 import PinPrefixRequest, PinPrefixResponse, UnpinPrefixRequest, UnpinPrefixResponse
+from quire.rpc.interceptors import REQUEST_ID_HEADER
 from quire.version import VERSION
 
-REQUEST_ID_HEADER = "quire-request-id"
 Context = grpc.aio.ServicerContext
 Response = TypeVar("Response", GenerateResponse, ChatResponse)
 StreamResponse = TypeVar("StreamResponse", GenerateStreamResponse, ChatStreamResponse, ResumeStreamResponse)
@@ -93,7 +93,8 @@ class GenerationServicer:
 
     async def ResumeStream(self, request: ResumeStreamRequest, context: Context) -> AsyncIterator[ResumeStreamResponse]:
         async with self._generator.resume(request.request_id, gateway_messages.client_offsets(request)) as live:
-            async for response in self._responses(ResumeStreamResponse, live, _with_headers(live.events(), context)):
+            await context.send_initial_metadata(((REQUEST_ID_HEADER, request.request_id),))
+            async for response in self._responses(ResumeStreamResponse, live, live.events()):
                 yield response
 
     async def Cancel(self, request: CancelRequest, context: Context) -> CancelResponse:

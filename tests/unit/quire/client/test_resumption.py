@@ -132,6 +132,21 @@ def test_waits_grow_until_it_is_given_up_and_what_comes_forgives_them(
         resumption.delay_after(LOST)
 
 
+def test_a_stream_that_is_lost_again_before_its_first_token_has_its_whole_time_again(gateway: Gateway) -> None:
+    """A long prompt may take longer than processes live."""
+    resumption = gateway.resumption()
+    for _ in range(5):
+        go_on(resumption, LOST)
+        gateway.now += 25
+        resumption.found()
+    go_on(resumption, LOST)
+    gateway.now += 25
+    go_on(resumption, UNKNOWN)
+    gateway.now += 10
+    with pytest.raises(Unavailable):
+        resumption.delay_after(LOST)
+
+
 def test_an_answer_that_was_chosen_at_the_end_comes_again_and_must_be_the_same(gateway: Gateway) -> None:
     """Once no process knows the request any more."""
     resumption = gateway.resumption()
