@@ -21,6 +21,8 @@ from torch import Tensor
 
 HUGE_PAGE = 1 << 21
 """Bytes."""
+_MADV_DONTNEED = 4
+_MADV_REMOVE = 9
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
@@ -110,6 +112,19 @@ def populate(tensor: Tensor, start: int, num_bytes: int) -> bool:
     first = (tensor.data_ptr() + start) // page * page
     last = min(tensor.data_ptr() + start + num_bytes, tensor.data_ptr() + tensor.nbytes)
     return first >= last or _madvise(first, -(-(last - first) // page) * page, _MADV_POPULATE_WRITE)
+
+
+def release(tensor: Tensor, *, is_over_file: bool) -> bool:
+    """Gives the whole pages of a tensor in private memory, or in that of `map_file`, back to the system. What they held
+    is zero then, and the system allocates them again when they are touched.
+
+    Returns:
+        Whether the system did it.
+    """
+    page = mmap.PAGESIZE
+    first = -(-tensor.data_ptr() // page) * page
+    last = (tensor.data_ptr() + tensor.nbytes) // page * page
+    return first >= last or _madvise(first, last - first, _MADV_REMOVE if is_over_file else _MADV_DONTNEED)
 
 
 def swap_blocks(source: Sequence[Tensor], destination: Sequence[Tensor], pairs: Tensor) -> None:

@@ -27,6 +27,9 @@ RECORDING = "recording"
 WARMING_UP = "warming up"
 """The worker runs the first steps, which compile and initialize what later steps use."""
 
+ASLEEP = "asleep"
+"""The worker is loaded, and gave the memory of its KV pool back until it is to wake up."""
+
 _BYTES_DONE, _BYTES_TOTAL, _PHASE = "load_done_bytes", "load_total_bytes", "load_phase"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _LINE_EVERY_S = 5.0

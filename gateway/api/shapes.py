@@ -448,6 +448,10 @@ class ForgottenBlocks(Shape):
     forgotten_blocks: int
 
 
+class Sleeping(Shape):
+    is_sleeping: bool
+
+
 class ReplicaInfo(Shape):
     max_model_len: int
     block_size: int

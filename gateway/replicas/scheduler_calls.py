@@ -17,6 +17,7 @@ from quire.rpc.errors import DeadlineExceeded, FieldViolation, NotFound, QuireEr
 from quire.scheduler.v1 import scheduler_pb2
 
 _TIMEOUT_S = 5.0
+_SLEEP_TIMEOUT_S = 60.0
 _LOAD_TIMEOUT_S = 1.0
 # A replica that has a request keeps a copy of it when it moves to another one. The copies are compared if both replicas
 # answer; one that hangs does not delay the reader for longer.
@@ -171,12 +172,29 @@ class SchedulerCalls:
     async def reset_prefix_cache(self) -> int:
         """Forgets cached prefixes on every connected replica; returns how many blocks had some. Raises QuireError if
         one of them cannot."""
-        answers, errors = await self._ask_connected(
-            "ResetPrefixCache", scheduler_pb2.ResetPrefixCacheRequest(), _TIMEOUT_S
-        )
+        answers = await self._all("ResetPrefixCache", scheduler_pb2.ResetPrefixCacheRequest())
+        return sum(each.forgotten_blocks for each in answers)
+
+    async def sleep(self) -> None:
+        """Has every connected replica give the memory of its KV pool back. Raises QuireError if one of them cannot;
+        the others sleep then."""
+        await self._all("Sleep", scheduler_pb2.SleepRequest(), _SLEEP_TIMEOUT_S)
+
+    async def wake_up(self) -> None:
+        """Ends the sleep of every connected replica. Raises QuireError if one of them is not back in time."""
+        await self._all("WakeUp", scheduler_pb2.WakeUpRequest(), _SLEEP_TIMEOUT_S)
+
+    async def are_asleep(self) -> bool:
+        """Whether all connected replicas sleep. Raises QuireError if one of them does not answer."""
+        states = await self._all("GetState", scheduler_pb2.GetStateRequest())
+        return all(state.asleep for state in states)
+
+    async def _all(self, method: str, request: Message, timeout_s: float = _TIMEOUT_S) -> list[Any]:
+        """The answers of all connected replicas. Raises the first of their errors."""
+        answers, errors = await self._ask_connected(method, request, timeout_s)
         if errors:
             raise errors[0]
-        return sum(each.forgotten_blocks for each in answers)
+        return answers
 
     async def _ask_connected(
         self, method: str, request: Message, timeout_s: float | None

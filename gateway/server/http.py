@@ -3,7 +3,7 @@ Prometheus."""
 
 import dataclasses
 import ipaddress
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from http import HTTPStatus
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -27,7 +27,15 @@ from gateway.api.openapi import METRICS_PATH, OPEN_PATHS, ApiRoute, description_
 from gateway.api.responses.background import BackgroundResponses
 from gateway.api.responses.routes import response_routes
 from gateway.api.responses.store import ResponseStore
-from gateway.api.shapes import ForgottenBlocks, GatewayReadiness, GatewayVersion, Health, ServerInfo, ServerLoad
+from gateway.api.shapes import (
+    ForgottenBlocks,
+    GatewayReadiness,
+    GatewayVersion,
+    Health,
+    ServerInfo,
+    ServerLoad,
+    Sleeping,
+)
 from gateway.api.ui import access
 from gateway.api.ui.history import LoadHistory
 from gateway.api.ui.routes import ui_routes
@@ -43,7 +51,7 @@ from gateway.settings import GatewaySettings
 from gateway.turns import TenantTurns
 from quire import clock
 from quire.rpc.address import TcpAddress, is_local
-from quire.rpc.errors import QuireError, Unauthenticated
+from quire.rpc.errors import QuireError, Unauthenticated, invalid_field
 from quire.version import VERSION
 
 _ANY_HOST = "*"
@@ -366,6 +374,28 @@ def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute
         check_is_operator(current_caller(), "resets of the prefix cache")
         return JSONResponse({"forgotten_blocks": await generator.replicas.calls.reset_prefix_cache()})
 
+    async def sleep(request: Request) -> Response:
+        """Gives the memory of the KV pools of all replicas back, for operators. Requests wait until /wake_up."""
+        check_is_operator(current_caller(), "sleep")
+        _check_values(request, "level", {"1"}, "the model's weights stay loaded; stop the workers to free them")
+        _check_values(request, "mode", {"keep"}, "running requests wait and go on after /wake_up; cancel them yourself")
+        await generator.replicas.calls.sleep()
+        return JSONResponse({"is_sleeping": True})
+
+    async def wake_up(request: Request) -> Response:
+        """Ends the sleep of all replicas, for operators."""
+        check_is_operator(current_caller(), "sleep")
+        _check_values(request, "tags", {"weights", "kv_cache"}, "those are the parts that sleep")
+        tags = request.query_params.getlist("tags")
+        if not tags or "kv_cache" in tags:
+            await generator.replicas.calls.wake_up()
+        return JSONResponse({"is_sleeping": await generator.replicas.calls.are_asleep()})
+
+    async def is_sleeping(request: Request) -> Response:
+        """Whether all replicas sleep, for operators."""
+        check_is_operator(current_caller(), "sleep")
+        return JSONResponse({"is_sleeping": await generator.replicas.calls.are_asleep()})
+
     async def ready(request: Request) -> Response:
         """A request would run at once."""
         if generator.is_ready:
@@ -396,10 +426,20 @@ def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute
         ApiRoute("/load", load, answer=ServerLoad),
         ApiRoute("/server_info", server_info, answer=ServerInfo),
         ApiRoute("/reset_prefix_cache", reset_prefix_cache, method="POST", answer=ForgottenBlocks, errors=[400, 503]),
+        ApiRoute("/sleep", sleep, method="POST", answer=Sleeping, errors=[400, 503]),
+        ApiRoute("/wake_up", wake_up, method="POST", answer=Sleeping, errors=[400, 503]),
+        ApiRoute("/is_sleeping", is_sleeping, answer=Sleeping, errors=[503]),
         ApiRoute("/ready", ready, answer=GatewayReadiness, statuses=[HTTPStatus.SERVICE_UNAVAILABLE]),
         ApiRoute("/version", version, answer=GatewayVersion),
         ApiRoute(METRICS_PATH, prometheus_metrics, media_type="text/plain"),
     ]
+
+
+def _check_values(request: Request, name: str, known: Set[str], why: str) -> None:
+    """Raises InvalidArgument for a value of a parameter of the path that is not known."""
+    for value in request.query_params.getlist(name):
+        if value not in known:
+            raise invalid_field(name, f'is "{shortened(value)}"; it must be {" or ".join(sorted(known))}: {why}')
 
 
 def _reason_not_ready(generator: Generator) -> str:

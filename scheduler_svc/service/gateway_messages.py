@@ -316,6 +316,7 @@ async def state_message(
     message = scheduler_pb2.GetStateResponse(
         scheduler_epoch=loop.epoch,
         draining=loop.is_draining,
+        asleep=loop.is_asleep,
         connected_gateways=num_gateways,
         workers=_worker_messages(loop),
     )

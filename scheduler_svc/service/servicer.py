@@ -149,6 +149,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         assert scheduler is not None
         return scheduler_pb2.ResetPrefixCacheResponse(forgotten_blocks=scheduler.forget_cached())
 
+    async def Sleep(
+        self, request: scheduler_pb2.SleepRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.SleepResponse:
+        await self._loop.sleep()
+        return scheduler_pb2.SleepResponse()
+
+    async def WakeUp(
+        self, request: scheduler_pb2.WakeUpRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.WakeUpResponse:
+        await self._loop.wake_up()
+        return scheduler_pb2.WakeUpResponse()
+
     async def FindDurable(
         self, request: scheduler_pb2.FindDurableRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.FindDurableResponse:

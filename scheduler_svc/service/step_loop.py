@@ -15,7 +15,8 @@ from quire import clock, entropy
 from quire.failpoint import failpoint
 from quire.histograms import Distribution
 from quire.logs import REQUEST_ID
-from quire.progress import LoadProgress
+from quire.progress import ASLEEP, LoadProgress
+from quire.rpc.errors import Unavailable, Unimplemented
 from quire.rpc.tls import TlsIdentity
 from quire.settings import ConfigurationError
 from quire.tracing import TraceContext
@@ -49,6 +50,7 @@ from scheduler_svc.service.worker_link import (
     WorkerTakenError,
     attach_workers,
     epoch_of_start,
+    release_memory,
 )
 from scheduler_svc.service.worker_messages import (
     LEASE_S,
@@ -70,8 +72,42 @@ _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.05, 1.0
 _LAST_ATTACH_BACKOFF_S = 0.2
 _ATTACH_TIMEOUT_S = 5.0
 _LAST_READ_S = 0.1
+_RELEASE_TIMEOUT_S = 30.0
+_WAKE_TIMEOUT_S = 30.0
 _LEASE_BYTES = 16
 _AFTER_LEASE_S = 0.01
+
+
+class Sleep:
+    """Whether the workers are to stay detached."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.is_asked = asyncio.Event()
+        self.is_detached = asyncio.Event()
+        self.is_attached = asyncio.Event()
+        self._is_awake = asyncio.Event()
+        self._is_awake.set()
+
+    def begin(self) -> None:
+        self._is_awake.clear()
+        self.is_asked.set()
+
+    def end(self) -> None:
+        self.is_asked.clear()
+        self._is_awake.set()
+
+    async def pass_by(self) -> None:
+        """Waits, detached, until nothing sleeps."""
+        self.is_detached.set()
+        await self._is_awake.wait()
+        self.is_detached.clear()
+
+    def note_attached(self, is_attached: bool) -> None:
+        if is_attached:
+            self.is_attached.set()
+        else:
+            self.is_attached.clear()
 
 
 class StepLoop:
@@ -131,6 +167,7 @@ class StepLoop:
         self._tls = tls
         self._prompt_logprobs = PromptLogprobsRouter()
         self._wake = asyncio.Event()
+        self._sleep = Sleep()
         self._idle = asyncio.Event()
         self._idle.set()
         # Steps in flight, and what workers prepare beside them.
@@ -153,6 +190,11 @@ class StepLoop:
     def is_ready(self) -> bool:
         """Whether this replica is one to send requests to."""
         return self.is_attached and not self.is_draining
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether no worker is attached until `wake_up`."""
+        return self._sleep.is_asked.is_set()
 
     @property
     def step_tokens(self) -> Distribution:
@@ -258,6 +300,7 @@ class StepLoop:
 
         Returns how many are live at the timeout; None waits without limit.
         """
+        self._sleep.end()
         self._set_ready(is_draining=True)
         failpoint("scheduler.drain.begun")
         try:
@@ -267,6 +310,50 @@ class StepLoop:
             _logger.warning("%d requests still live after draining for %s s", self.num_live, timeout_s)
         return self.num_live
 
+    async def sleep(self) -> None:
+        """Has the workers give the memory of their pools back, and attaches none until `wake_up`. All requests wait
+        meanwhile, as after the loss of a worker. Idempotent.
+
+        Raises:
+            QuireError: no worker is attached, or one cannot do it; then requests go on.
+        """
+        async with self._sleep.lock:
+            if self.is_asleep:
+                return
+            if self.replica is None or not self.is_attached:
+                raise Unavailable("no worker is attached", reason="NO_WORKER", retry_after_ms=1000)
+            if self.replica.device not in ("", "cpu"):
+                raise Unimplemented(
+                    f"the KV pool is on {self.replica.device}, whose memory stays with the worker; stop it to free it",
+                    reason="POOL_STAYS",
+                )
+            self._sleep.begin()
+            try:
+                async with asyncio.timeout(_RELEASE_TIMEOUT_S):
+                    await self._sleep.is_detached.wait()
+                self.epoch += 1
+                await release_memory(self.worker_addresses, self.epoch, _RELEASE_TIMEOUT_S, self._tls)
+            except BaseException:
+                self._sleep.end()
+                raise
+            assert self.scheduler is not None
+            self.scheduler.forget_cached()
+            self.cache.tell()
+            self._set_loading(LoadProgress(ASLEEP))
+            _logger.info("asleep: the workers gave the memory of their KV pools back; %d requests wait", self.num_live)
+
+    async def wake_up(self) -> None:
+        """Ends a `sleep`, and waits until the workers are attached. Idempotent. Raises Unavailable where they do not
+        come back in time."""
+        async with self._sleep.lock:
+            self._sleep.end()
+            try:
+                async with asyncio.timeout(_WAKE_TIMEOUT_S):
+                    await self._sleep.is_attached.wait()
+            except TimeoutError:
+                text = f"the worker did not come back within {_WAKE_TIMEOUT_S:g} s"
+                raise Unavailable(text, reason="NO_WORKER", retry_after_ms=1000) from None
+
     # Steps
 
     async def run(self) -> None:
@@ -275,6 +362,7 @@ class StepLoop:
         step."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
+            await self._sleep.pass_by()
             link = await self._attach()
             self._has_heard = False
             try:
@@ -299,11 +387,13 @@ class StepLoop:
     async def _drive(self, link: WorkerLink | WorkerGroup) -> None:
         """Sends steps and receives results until one of the two fails. Raises WorkerLostError."""
         receiving = asyncio.create_task(self._receive_results(link))
-        halves = [receiving, asyncio.create_task(self._send_steps(link))]
+        sleeping = asyncio.create_task(self._sleep.is_asked.wait())
+        halves = [receiving, asyncio.create_task(self._send_steps(link)), sleeping]
         try:
             await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
-            # A write to a stream that broke does not say why it broke; the next read does.
-            await asyncio.wait([receiving], timeout=_LAST_READ_S)
+            if not sleeping.done():
+                # A write to a stream that broke does not say why it broke; the next read does.
+                await asyncio.wait([receiving], timeout=_LAST_READ_S)
         finally:
             self._set_ready(is_attached=False)
             for half in halves:
@@ -612,7 +702,9 @@ class StepLoop:
 
     def _set_ready(self, *, is_attached: bool | None = None, is_draining: bool = False) -> None:
         was_ready = self.is_ready
-        self.is_attached = self.is_attached if is_attached is None else is_attached
+        if is_attached is not None:
+            self.is_attached = is_attached
+            self._sleep.note_attached(is_attached)
         self.is_draining = self.is_draining or is_draining
         if self.is_ready != was_ready or is_draining:
             self._requests.report_readiness(self.is_ready, self.loading, is_draining=self.is_draining)

@@ -13,11 +13,11 @@ from quire.compatibility import check_model
 from quire.failpoint import failpoint
 from quire.progress import LoadProgress
 from quire.rpc.channel import open_channel
-from quire.rpc.errors import FailedPrecondition, InvalidArgument, QuireError, from_rpc_error
+from quire.rpc.errors import FailedPrecondition, InvalidArgument, QuireError, Unavailable, from_rpc_error
 from quire.rpc.server import UNLIMITED_MESSAGE_BYTES
 from quire.rpc.tls import TlsIdentity
 from quire.settings import ConfigurationError
-from quire.worker.v1 import worker_pb2
+from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.step import StepPlan
@@ -378,6 +378,30 @@ async def attach_workers(
         await asyncio.gather(*(outcome.close() for outcome in outcomes if isinstance(outcome, WorkerLink)))
         raise
     return links[0] if len(links) == 1 else WorkerGroup(links, epoch)
+
+
+async def release_memory(
+    addresses: Sequence[str], epoch: int, timeout_s: float, tls: TlsIdentity | None = None
+) -> None:
+    """Has all ranks of a replica, to none of which a link is open, give the memory of their KV pools back.
+
+    Raises:
+        QuireError: one of them cannot, or did not answer.
+    """
+
+    async def of(address: str) -> None:
+        try:
+            channel = _open(address, tls)
+        except WorkerLostError as error:
+            raise Unavailable(str(error), reason="NO_WORKER") from error
+        async with channel:
+            request = worker_pb2.ReleaseMemoryRequest(scheduler_epoch=epoch)
+            try:
+                await worker_pb2_grpc.WorkerServiceStub(channel).ReleaseMemory(request, timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from error
+
+    await asyncio.gather(*map(of, addresses))
 
 
 def _kind_of_refusal(error: Exception) -> type[WorkerLostError]:

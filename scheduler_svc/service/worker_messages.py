@@ -163,6 +163,7 @@ class ReplicaInfo:
     max_logprobs: int
     fingerprint: ModelFingerprint = UNKNOWN_MODEL
     prepares_constraints: bool = False
+    device: str = ""
     device_name: str = ""
     max_adapters: int = 0
     max_drafts: int = 0
@@ -247,6 +248,7 @@ def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
         max_logprobs=info.limits.max_logprobs,
         fingerprint=ModelFingerprint.of(info.fingerprint),
         prepares_constraints=theirs.newest >= PREPARES_CONSTRAINTS,
+        device=info.model.device,
         device_name=info.model.device_name,
         max_adapters=info.limits.max_adapters,
         max_drafts=info.limits.max_drafts,

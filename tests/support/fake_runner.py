@@ -115,6 +115,9 @@ class FakeRunner:
     def sealed_blocks(self) -> SealedBlocks:
         return self._seals.snapshot()
 
+    def release_memory(self) -> None:
+        self._seals.clear()
+
     @property
     def blocks(self) -> FakeBlocks:
         """What they hold, as other workers fetch it."""

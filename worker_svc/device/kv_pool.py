@@ -6,12 +6,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from kernels.host_memory import collapse, lazy_zeros, populate
+from kernels.host_memory import collapse, lazy_zeros, populate, release
 from kernels.int8 import line_bytes
 from quire import clock
 from quire.processors import available_memory
@@ -48,6 +48,18 @@ class KvPool:
     """An extra block of `gpu` that no sequence has: what is computed and not kept is written there."""
     seals: SealInventory | None = None
     """The inventory beside the blocks, where they lie in a file; None: no block is final at first."""
+    is_released: threading.Event = field(default_factory=threading.Event)
+    """Set once the memory was given back: it is not populated any more."""
+
+    def release(self) -> None:
+        """Gives the memory of a pool on the CPU back to the system. Its blocks hold zeros then, and take memory again
+        when they are written. To be called when no step is running."""
+        self.is_released.set()
+        for tensors, is_over_file in ((self.gpu, self.seals is not None), (self.host, False)):
+            # Each of them, also behind one that fails.
+            are_released = [release(tensor, is_over_file=is_over_file) for tensor in tensors]
+            if not all(are_released):
+                _logger.warning("the system did not take all of the KV pool's memory back")
 
     def populate(self, num_first_blocks: int) -> None:
         """Populates the pages of a pool on the CPU, since the first step that touches a page waits for it.
@@ -62,8 +74,9 @@ class KvPool:
         # A layer has all keys, then all values.
         half, num_blocks = self.gpu[0].nbytes // 2, self.gpu[0].shape[1]
         fill = populate if self.seals is None else _populate_and_collapse
-        if _populate(layers, min(num_first_blocks, num_blocks) * half // num_blocks, fill, max_s=_FIRST_PART_S):
-            arguments = (layers, half, fill)
+        end = min(num_first_blocks, num_blocks) * half // num_blocks
+        if _populate(layers, end, fill, self.is_released, max_s=_FIRST_PART_S):
+            arguments = (layers, half, fill, self.is_released)
             threading.Thread(target=_populate_beside, args=arguments, name="populate", daemon=True).start()
 
 
@@ -279,18 +292,27 @@ def _populate_and_collapse(tensor: Tensor, start: int, num_bytes: int) -> bool:
     return populate(tensor, start, num_bytes) and (collapse(tensor, start, num_bytes) or True)
 
 
-def _populate_beside(layers: Sequence["weakref.ref[Tensor]"], end: int, fill: Fill) -> None:
+def _populate_beside(
+    layers: Sequence["weakref.ref[Tensor]"], end: int, fill: Fill, is_released: threading.Event
+) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-    _populate(layers, end, fill, rest=_REST)
+    _populate(layers, end, fill, is_released, rest=_REST)
 
 
 def _populate(
-    layers: Sequence["weakref.ref[Tensor]"], end: int, fill: Fill, *, rest: float = 0.0, max_s: float = math.inf
+    layers: Sequence["weakref.ref[Tensor]"],
+    end: int,
+    fill: Fill,
+    is_released: threading.Event,
+    *,
+    rest: float = 0.0,
+    max_s: float = math.inf,
 ) -> bool:
     """Populates the first `end` bytes of keys and of values of all layers, in the order in which blocks are handed out.
 
     Args:
         fill: populates some bytes of a layer.
+        is_released: It stops where this is set.
         rest: After each part it sleeps this many times as long as the part took.
         max_s: It stops after that time.
 
@@ -309,7 +331,11 @@ def _populate(
             if started_at >= deadline:
                 return True
             tensor = layer()
-            if tensor is None or not all(fill(tensor, part + start, num_bytes) for part in (0, tensor.nbytes // 2)):
+            if (
+                is_released.is_set()
+                or tensor is None
+                or not all(fill(tensor, part + start, num_bytes) for part in (0, tensor.nbytes // 2))
+            ):
                 return False
             del tensor
             clock.sleep(rest * (clock.monotonic() - started_at))

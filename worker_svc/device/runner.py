@@ -309,6 +309,11 @@ class ModelRunner:
         """All blocks whose content is final. To be called when no step is running."""
         return self._seals.snapshot()
 
+    def release_memory(self) -> None:
+        """Gives the memory of a pool on the CPU back to the system. To be called when no step is running."""
+        self._seals.clear()
+        self._pool.release()
+
     @torch.inference_mode()
     def record_graphs(self, recorder: GraphRecorder) -> int:
         """Records graphs for decode batches, which run as graphs from then on. To be called before any step.

@@ -69,6 +69,12 @@ class SealInventory:
         """The content is there, and final."""
         self.add(sealed, int(self._last_written[sealed.block_ids].max()))
 
+    def clear(self) -> None:
+        """No block is final, since all have other content now."""
+        with self._lock:
+            self._sealed[:] = 0
+            self._num_writes += 1
+
     def snapshot(self) -> SealedBlocks:
         """All sealed blocks by rising block id."""
         block_ids = np.flatnonzero(self._sealed).astype(np.int32)

@@ -20,7 +20,15 @@ from quire import clock
 from quire.adapters import UnusableAdapterError
 from quire.failpoint import failpoint
 from quire.progress import STARTING, LoadProgress
-from quire.rpc.errors import FailedPrecondition, Internal, NotFound, QuireError, Unavailable, invalid_field
+from quire.rpc.errors import (
+    FailedPrecondition,
+    Internal,
+    NotFound,
+    QuireError,
+    Unavailable,
+    Unimplemented,
+    invalid_field,
+)
 from quire.rpc.server import UNLIMITED_MESSAGE_BYTES, RpcServer
 from quire.rpc.tls import TlsIdentity
 from quire.tracing import Tracer
@@ -76,6 +84,8 @@ class SealingRunner(StepRunner, Protocol):
     """A runner that knows the blocks whose content is final."""
 
     def sealed_blocks(self) -> SealedBlocks: ...
+
+    def release_memory(self) -> None: ...
 
 
 class Adapters(Protocol):
@@ -178,6 +188,25 @@ class Worker:
         finally:
             # Directly: the event loop's future would pass it on in the loop's next turn.
             inventory.cancel()
+
+    async def release_memory(self, epoch: int) -> None:
+        """Gives the memory of the KV pool back to the system, after all steps of earlier sessions.
+
+        Raises:
+            FailedPrecondition: as `attach`.
+            Unimplemented: the pool is on a device whose memory cannot be given back; nothing was changed.
+        """
+        device = self.info.model.device
+        if device != "cpu":
+            raise Unimplemented(
+                f"the KV pool is on {device}, whose memory stays with the worker; stop the worker to free it",
+                reason="POOL_STAYS",
+            )
+        session = self.attach(epoch, lambda error: None)
+        try:
+            await asyncio.wrap_future(self._device_loop.call(self.runner.release_memory))
+        finally:
+            session.end()
 
     def prepare(self, row_sampling: bytes, on_done: Callable[[], object]) -> None:
         """Compiles the constraint of a row to come; then calls `on_done`, in any thread, whether it could or not."""
@@ -455,6 +484,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         async with aclosing(transfers.fetched(request)) as responses:
             async for response in responses:
                 yield response
+
+    async def ReleaseMemory(
+        self, request: worker_pb2.ReleaseMemoryRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ReleaseMemoryResponse:
+        await self._worker().release_memory(request.scheduler_epoch)
+        return worker_pb2.ReleaseMemoryResponse()
 
     def _epoch_of(self, request: worker_pb2.RunRequest) -> int:
         try:

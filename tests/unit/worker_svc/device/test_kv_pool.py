@@ -179,6 +179,17 @@ def test_pools_and_rows_take_memory_only_as_they_are_used() -> None:
     assert resident_bytes() - before < 64 << 20
 
 
+def test_a_pool_that_is_given_back_takes_no_memory_until_it_is_written_again() -> None:
+    pool = make_large_pool()
+    pool.gpu[0].fill_(1)
+    before = resident_bytes()
+    pool.release()
+    assert before - resident_bytes() > 64 << 20
+    assert not pool.gpu[0][:, 7].any()
+    pool.gpu[0][:, 7] = 2
+    assert contents(pool.gpu[0][:, 6:9]) == [0, 2, 0]
+
+
 def test_moves_are_applied_out_in_copy() -> None:
     pool = make_pool()
     # Block 1 leaves and its place is taken at once; what came in is copied on.

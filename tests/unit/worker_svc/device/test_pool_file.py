@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.host_memory import release
 from quire.settings import ConfigurationError
 from tests.support.steps import int32
 from worker_svc.device import pool_file
@@ -193,6 +194,20 @@ def test_a_closed_file_takes_no_memory(path: Path) -> None:
     pool.file.close()
     file = PoolFile.open(path)
     assert (file.held_bytes, file.num_held(NAMESPACE)) == (0, None)
+
+
+def test_a_file_whose_blocks_are_given_back_holds_none_for_a_successor(path: Path) -> None:
+    pool = OpenPool(path, num_blocks=1000)
+    for layer in pool.layers:
+        layer[:] = 1
+    seal(pool.seals, [2, 200])
+    before = pool.file.held_bytes
+    pool.seals.clear()
+    assert all(release(layer, is_over_file=True) for layer in pool.layers)
+    assert pool.file.held_bytes < before // 2
+    assert not any(layer[:, 200].any() for layer in pool.layers)
+    pool.die()
+    assert OpenPool(path, num_blocks=1000).sealed == {}
 
 
 def test_parts_of_a_file_do_not_overlap() -> None:
