@@ -1,4 +1,4 @@
-# make serve   set up, then serve the embedded model (ARGS="--model DIR ..." passes flags on)
+# make serve   install what serving needs, then serve the embedded model (ARGS="--model DIR ..." passes flags on)
 # make test    set up, then run the tests that show each promise once (ARGS="-k name" runs others)
 # `make help` lists the rest.
 
@@ -19,7 +19,15 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
-INSTALLED := $(VENV)/.quire-installed
+# `make serve` installs what serving needs, where nothing else was installed before; all other targets need the tools.
+DEV_INSTALLED := $(VENV)/.quire-installed
+ifeq ($(MAKECMDGOALS) $(wildcard $(DEV_INSTALLED)),serve )
+INSTALLED := $(VENV)/.quire-serving-installed
+PACKAGES := '.[all]' grpcio-tools
+else
+INSTALLED := $(DEV_INSTALLED)
+PACKAGES := '.[dev]'
+endif
 STUBS := $(VENV)/.quire-stubs
 # An environment of its own below the first: Triton's client and the product pin different versions.
 TRITON_CLIENT := $(VENV)/triton-client
@@ -147,7 +155,7 @@ $(BIN)/python:
 # PIP_BUILD_CONSTRAINT is the name that newer versions of pip give to the pins of isolated builds.
 $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(CPU_KERNELS) | $(BIN)/python
 	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-		$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[dev]'
+		$(BIN)/python -m pip install $(PIP_FLAGS) --editable $(PACKAGES)
 	@touch $@
 
 $(TRITON_CLIENT_INSTALLED): tests/triton_client/requirements.txt | $(BIN)/python
