@@ -156,7 +156,7 @@ class _Model:
             for name, replica in self._replicas.items()
             if replica.is_up
         }
-        replica = self._replicas[self._router.choose(prompt, _TENANT, choices)]
+        replica = self._replicas[self._router.choose(prompt, _TENANT, choices).replica]
         job.blocks = [short(content) for content in prompt_hashes(prompt, _TENANT, _BLOCK_SIZE)]
         # At least one token is always computed.
         num_cached = min(replica.num_cached(job.blocks), (len(prompt) - 1) // _BLOCK_SIZE)

@@ -378,9 +378,11 @@ def _make_generator(
         failover_delay_s=settings.failover_delay,
         reconnect_grace_s=settings.reconnect_grace,
         routing=RoutingPolicy(settings.routing),
+        long_prompt=settings.long_prompt,
         tls=tls.inner,
         on_tokens=metrics.count_tokens,
         on_members=metrics.records.keep,
+        on_moved=metrics.count_move_from_prefill,
         resolver=resolver,
     )
     metrics.watch_schedulers(replicas.links, lambda: replicas.num_connected)

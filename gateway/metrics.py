@@ -286,6 +286,9 @@ class GatewayMetrics:
             "quire_gateway_live_requests", "Requests that are read here, waiting ones included.", registry=self.registry
         )
         self._resubmissions = self._counter("resubmissions", "Requests sent again after a scheduler was lost.")
+        self._moves_from_prefill = self._counter(
+            "moves_from_prefill", "Requests that left a replica for prefill to go on at another one."
+        )
         self.grpc_calls = CallCounts("gateway", self.registry)
         self.http_answers = HttpAnswers(self.registry)
         self.registry.register(_Records(self.records))
@@ -308,6 +311,10 @@ class GatewayMetrics:
 
     def _counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:
         return Counter(f"quire_gateway_{name}", help, labels, registry=self.registry)
+
+    def count_move_from_prefill(self) -> None:
+        """Counts a request whose prompt was computed at a replica for prefill, and which left it."""
+        self._moves_from_prefill.inc()
 
     def count_refused_connection(self) -> None:
         """Counts an HTTP connection that was one too many."""

@@ -299,6 +299,12 @@ class GatewaySettings(ModelFlags, GatewayFlags, DrainFlags, ProcessFlags):
         "after the other",
         choices=("cache", "affinity", "round-robin"),
     )
+    long_prompt: int = setting(
+        256,
+        "tokens from which on a prompt goes to replicas for prefill, where there are some; cached tokens do not count",
+        minimum=1,
+        metavar="TOKENS",
+    )
     reuse_port: bool = setting(False, "share both ports with other gateways of the same user on this machine")
     hand_over: bool = setting(
         False, "close both ports as soon as this gateway drains; other gateways that share them continue"

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quire.client import Client, Model, QuireError, Replica
+from quire.client import Client, Model, QuireError, Replica, ReplicaRole
 from quire.client.connection import open_channel, split_addresses
 from quire.rpc.errors import Unavailable, from_rpc_error
 from quire.settings import load_settings, setting
@@ -124,4 +124,5 @@ def _replica_line(replica: Replica) -> str:
         f"replica {replica.scheduler_address}: {replica.num_gpu_blocks} blocks of {replica.block_size} tokens, "
         f"{replica.max_num_seqs} sequences and {replica.max_num_batched_tokens} tokens a step"
         + (f", on {replica.device_name}" if replica.device_name else "")
+        + (f", for {replica.role.value}" if replica.role is not ReplicaRole.BOTH else "")
     )

@@ -69,6 +69,12 @@ class SchedulerFlags(QueueFlags, StepFlags, TenantFlags):
         "max tokens of durable requests, counting up to 1,024 to come for each sequence; more requests are refused",
         minimum=0,
     )
+    role: str = setting(
+        "both",
+        "what gateways send here by preference: long prompts (prefill), whose requests move with their first token, "
+        "requests that have tokens (decode), or both; see docs/kv.md",
+        choices=("both", "prefill", "decode"),
+    )
     max_steps_in_flight: int = setting(
         2, "max steps that are sent to workers before the first one is answered", minimum=1, maximum=4
     )

@@ -17,6 +17,7 @@ from quire.compatibility import ModelFingerprint, ProtocolVersions
 from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.logprob_columns import LogprobColumns
 from quire.prefix_hashes import SHORT_BYTES
+from quire.replica_role import ReplicaRole
 from quire.rpc.errors import InvalidArgument, QuireError, error_for_code
 from quire.scheduler.v1 import scheduler_pb2
 
@@ -189,6 +190,8 @@ class Welcome:
     max_adapters: int = 0
     max_drafts: int = 0
     takes_cache_salts: bool = False
+    role: ReplicaRole = field(default=ReplicaRole.BOTH, kw_only=True)
+    kv_namespace: str = ""
 
 
 @dataclass(slots=True)
@@ -328,7 +331,7 @@ _USAGE = fields(Usage)
 _MAX_SAMPLING_BITS = 8
 # Fields of a welcome that the message has under the same name, as the same type.
 _WELCOME_FIELDS = tuple(
-    field.name for field in fields(Welcome) if field.name not in ("durable_grace_s", "protocol", "model")
+    field.name for field in fields(Welcome) if field.name not in ("durable_grace_s", "protocol", "model", "role")
 )
 
 
@@ -338,6 +341,7 @@ def welcome_from(message: scheduler_pb2.Welcome) -> Welcome:
         durable_grace_s=message.durable_grace_ms / 1e3,
         protocol=ProtocolVersions.of(message.protocol),
         model=ModelFingerprint.of(message.model),
+        role=ReplicaRole.of(message.role),
     )
 
 

@@ -39,6 +39,7 @@ class Outcome:
             has yet to report their cost.
         sequences_ended_here: Sequences, by index, that the gateway ended likewise in requests that run on.
         failed: Requests that the scheduler refused or failed.
+        begun: Requests that got their first token.
         moved: Requests that the scheduler runs no longer, to go on at another one.
         over: Requests that ended with this batch and that no scheduler runs any more.
         broken: Requests that failed here because one of their events could not be applied. The scheduler may still run
@@ -51,6 +52,7 @@ class Outcome:
     ended_here: list[LiveRequest] = field(default_factory=list[LiveRequest])
     sequences_ended_here: list[tuple[LiveRequest, int]] = field(default_factory=list[tuple[LiveRequest, int]])
     failed: list[tuple[LiveRequest, QuireError]] = field(default_factory=list[tuple[LiveRequest, QuireError]])
+    begun: list[LiveRequest] = field(default_factory=list[LiveRequest])
     moved: list[LiveRequest] = field(default_factory=list[LiveRequest])
     over: list[LiveRequest] = field(default_factory=list[LiveRequest])
     broken: list[LiveRequest] = field(default_factory=list[LiveRequest])
@@ -196,6 +198,8 @@ class Ledger:
     ) -> None:
         match event:
             case TokenRun():
+                if live.seconds_to_first_token is None:
+                    outcome.begun.append(live)
                 if live.accept(event, outcome.arrivals):
                     touched.append(live)
                     outcome.sequences_ended_here.append((live, event.sequence_index))

@@ -11,11 +11,13 @@ from gateway.replicas.ledger import Ledger
 from gateway.replicas.link import SchedulerLink, SchedulerRefusedError
 from gateway.replicas.live import Arrivals, LiveRequest
 from gateway.replicas.members import Members, Resolver, may_be_several
+from gateway.replicas.roles import Stage, Work, has_room
 from gateway.replicas.routing import Candidate, Router, RoutingPolicy
 from gateway.replicas.scheduler_calls import SchedulerCalls
 from quire import compatibility, entropy
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, check_model, check_protocol, differing_parts
 from quire.failpoint import failpoint
+from quire.replica_role import ReplicaRole
 from quire.rpc.errors import FailedPrecondition, QuireError, ResourceExhausted, Unavailable
 from quire.rpc.patience import LAST_LOOK_S
 from quire.rpc.tls import TlsIdentity
@@ -26,6 +28,8 @@ _MAX_RETRY_S = 5.0
 _MAX_COUNTED_MOVES = 3
 # The wait for the answer to an abort. Without the answer, the usage lacks the values that only the scheduler has.
 _USAGE_TIMEOUT_S = 1.0
+# A request with fewer tokens to come is not worth a move.
+_MIN_TOKENS_TO_MOVE = 16
 _logger = logging.getLogger(__name__)
 
 
@@ -41,6 +45,7 @@ class Replicas:
       the workers, and one scheduler must see that often enough to find out.
     - A request that a scheduler refuses because it drains is placed anew. One that it runs is released, and goes on
       where another replica is ready.
+    - One with a long prompt leaves a replica for prefill likewise, with its first token (see `roles`).
     - A replica that a DNS name has no longer is left (see `members`).
 
     Attributes:
@@ -60,9 +65,11 @@ class Replicas:
         failover_delay_s: float,
         reconnect_grace_s: float,
         routing: RoutingPolicy = RoutingPolicy.CACHE,
+        long_prompt: int = 256,
         tls: TlsIdentity | None = None,
         on_tokens: Callable[[str, Arrivals], object] = lambda address, arrivals: None,
         on_members: Callable[[Collection[str]], object] = lambda addresses: None,
+        on_moved: Callable[[], object] = lambda: None,
         resolver: Resolver | None = None,
     ) -> None:
         """
@@ -70,6 +77,8 @@ class Replicas:
             targets: Addresses of schedulers, and names that stand for several, as `--schedulers` has them.
             on_tokens: Is called with the address of a replica and the tokens that a batch of its events brought.
             on_members: Is called with the addresses of all replicas when there are others than before.
+            long_prompt: The uncached tokens from which on a prompt goes to replicas for prefill.
+            on_moved: Is called when a request left a replica for prefill.
             resolver: Gives the addresses of names; by default the system does.
         """
         self._ledger = ledger
@@ -78,8 +87,9 @@ class Replicas:
         self._model = model
         self._connect_timeout_s = connect_timeout_s
         self._failover_delay_s = failover_delay_s
-        self._router = Router(routing)
+        self._router = Router(routing, long_prompt)
         self._on_members = on_members
+        self._on_moved = on_moved
         open_link = partial(
             SchedulerLink,
             gateway_id=gateway_id,
@@ -102,6 +112,7 @@ class Replicas:
         self._timers: dict[int, asyncio.TimerHandle] = {}
         # The handles of the requests on each replica.
         self._placed = defaultdict[str, set[int]](set)
+        self._work = defaultdict[str, Work](Work)
         # Durable requests that were released while their scheduler was away, by handle, with that scheduler's epoch.
         self._unended = defaultdict[str, dict[int, tuple[LiveRequest, int]]](dict)
         # Addresses of schedulers that refuse new requests until they end.
@@ -178,17 +189,63 @@ class Replicas:
 
     def _place_on(self, live: LiveRequest, candidates: Mapping[str, SchedulerLink]) -> None:
         if len(candidates) == 1:
-            self._submit(live, *candidates.values())
+            (link,) = candidates.values()
+            self._submit(live, link)
             return
         choices = {
-            address: Candidate(len(self._placed[address]), link.welcome.block_size, link.cached)
+            address: Candidate(
+                len(self._placed[address]),
+                link.welcome.block_size,
+                link.cached,
+                link.welcome.role,
+                self._work[address],
+            )
             for address, link in candidates.items()
             if link.welcome is not None
         }
         request = live.request
         digest = None if request.adapter is None else request.adapter.digest
-        chosen = self._router.choose(request.prompt_token_ids, request.tenant, choices, digest, request.cache_salt)
-        self._submit(live, candidates[chosen])
+        chosen = self._router.choose(
+            request.prompt_token_ids, request.tenant, choices, digest, request.cache_salt, _stage_of(live)
+        )
+        link = candidates[chosen.replica]
+        if not live.num_generated_tokens and chosen.num_new_tokens >= self._router.long_prompt:
+            self._clear_for_prompt(link)
+        self._submit(live, link, chosen.num_new_tokens)
+
+    def _clear_for_prompt(self, link: SchedulerLink) -> None:
+        """Streams leave a replica for prefill before a long prompt comes."""
+        if _role_of(link) is ReplicaRole.PREFILL and self._work[link.address].streams:
+            for live in self._ledger.of_replica(link.address):
+                if self._may_leave(live, link) and self._others_for_streams(live, link):
+                    link.release(live.handle)
+
+    def _leave_prefill(self, live: LiveRequest, link: SchedulerLink) -> None:
+        """A request got its first token: if its prompt was long, it goes on where prompts do not delay its tokens,
+        unless there are more streams there and no prompts here."""
+        work = self._work[link.address]
+        is_long = work.prompts.get(live.handle, 0) >= self._router.long_prompt
+        work.remove(live.handle)
+        if is_long and _role_of(link) is ReplicaRole.PREFILL and self._may_leave(live, link):
+            others = self._others_for_streams(live, link)
+            if others and not has_room(work, [self._work[other.address] for other in others]):
+                link.release(live.handle)
+        work.add_stream(live.handle)
+
+    def _may_leave(self, live: LiveRequest, link: SchedulerLink) -> bool:
+        num_left = live.max_generated_tokens - live.num_generated_tokens
+        is_running = not live.is_over and bool(live.num_generated_tokens) and num_left >= _MIN_TOKENS_TO_MOVE
+        return is_running and link.is_connected and live.replica == link.address and _stage_of(live) is not Stage.STAY
+
+    def _others_for_streams(self, live: LiveRequest, link: SchedulerLink) -> list[SchedulerLink]:
+        """The replicas that run steps, are not for prefill, and can fetch the request's blocks from where it is."""
+        namespace = "" if link.welcome is None else link.welcome.kv_namespace
+        return [
+            other
+            for other in self._candidates(live).values()
+            if other.is_ready and _role_of(other) is not ReplicaRole.PREFILL
+            if namespace and other.welcome is not None and other.welcome.kv_namespace == namespace
+        ]
 
     def release(self, live: LiveRequest) -> None:
         """Ends a request at its scheduler; if its stream is broken, when it is back. Idempotent."""
@@ -272,6 +329,7 @@ class Replicas:
         self._for_each(left, self._forget)
         self._for_each((live for live in left if not live.is_over), self.place)
         self._placed.pop(address, None)
+        self._work.pop(address, None)
         self._update_readiness()
         self._on_members(self.links.keys())
 
@@ -347,13 +405,20 @@ class Replicas:
             self._for_each([live], partial(self._refused, link, error))
         for live in outcome.moved:
             self._forget(live)
+            if _role_of(link) is ReplicaRole.PREFILL and not link.is_draining:
+                self._on_moved()
         self._for_each(outcome.moved, self.place)
         for live in outcome.over:
             self._forget(live)
         for live in outcome.broken:
             self.release(live)
+        self._for_each(outcome.begun, partial(self._begin, link))
         for handle in outcome.unknown_handles:
             link.abort(handle)
+
+    def _begin(self, link: SchedulerLink, live: LiveRequest) -> None:
+        if live.replica == link.address:
+            self._leave_prefill(live, link)
 
     def on_not_sent(self, live: LiveRequest, error: Exception) -> None:
         self._fail_unexpectedly(live, error)
@@ -374,14 +439,15 @@ class Replicas:
         fitting = {link.address: link for link in self._taking() if _fits(live, link)}
         return {address: link for address, link in fitting.items() if link.is_ready} or fitting
 
-    def _submit(self, live: LiveRequest, link: SchedulerLink) -> None:
+    def _submit(self, live: LiveRequest, link: SchedulerLink, num_new_tokens: int | None = None) -> None:
+        """`num_new_tokens` of its prompt are not cached there, None: all."""
         self._cancel_timer(live)
         if not _fits(live, link):
             # The scheduler came back with another model, or without adapters.
             self._assign(live, None)
             self.place(live)
             return
-        self._assign(live, link.address)
+        self._assign(live, link.address, num_new_tokens)
         self._note_model(live, link)
         live.submissions += 1
         failpoint("gateway.submit.before_send")
@@ -393,12 +459,18 @@ class Replicas:
         elif live.model == UNKNOWN_MODEL:
             live.model = link.model
 
-    def _assign(self, live: LiveRequest, replica: str | None) -> None:
+    def _assign(self, live: LiveRequest, replica: str | None, num_new_tokens: int | None = None) -> None:
         if live.replica in self._placed:
             self._placed[live.replica].discard(live.handle)
+            self._work[live.replica].remove(live.handle)
         if replica is not None:
             self._placed[replica].add(live.handle)
             live.last_replica = replica
+            if live.num_generated_tokens:
+                self._work[replica].add_stream(live.handle)
+            else:
+                num_tokens = len(live.request.prompt_token_ids) if num_new_tokens is None else num_new_tokens
+                self._work[replica].add_prompt(live.handle, num_tokens)
         live.replica = replica
 
     def _link_of(self, live: LiveRequest) -> SchedulerLink | None:
@@ -562,6 +634,17 @@ def _fits(live: LiveRequest, link: SchedulerLink) -> bool:
     if live.request.cache_salt:
         takes_it = takes_it and link.welcome is not None and link.welcome.takes_cache_salts
     return takes_it and live.fits(link.model)
+
+
+def _role_of(link: SchedulerLink) -> ReplicaRole:
+    return ReplicaRole.BOTH if link.welcome is None else link.welcome.role
+
+
+def _stage_of(live: LiveRequest) -> Stage:
+    """A beam search, or a choice of the best of several, goes nowhere else before its end."""
+    if live.request.chooses:
+        return Stage.STAY
+    return Stage.STREAM if live.num_generated_tokens else Stage.PROMPT
 
 
 def adapters_are_off() -> FailedPrecondition:

@@ -3,20 +3,25 @@
 Schedulers tell which blocks their prefix caches hold (`CachedBlocks`), and a prompt's blocks have the same names here
 (`quire.prefix_hashes`). What replicas have alike, or none of them has, is decided by affinity: prompts that go on alike
 go to the same replica, by rendezvous hashing. No replica may have much more than its fair share of requests.
+
+Where replicas have roles, these come first: see `roles`.
 """
 
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gateway.replicas.events import CacheUpdate
+from gateway.replicas.roles import Place, Stage, Work, narrowed
 from quire.prefix_hashes import BlockHash, hash_chain, root_hash, short
+from quire.replica_role import ReplicaRole
 
 # Prompts that agree on this many blocks behind what is cached go to the same replica. With more, requests that share
 # less would be separated.
@@ -76,18 +81,30 @@ class CachedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica that can take the request: its live requests here, and what it has cached, None if that is unknown."""
+    """A replica that can take the request: its live requests here, what it has cached, None if that is unknown, what it
+    is for and what it does."""
 
     load: int
     block_size: int
     cached: CachedBlocks | None = None
+    role: ReplicaRole = ReplicaRole.BOTH
+    work: Work = field(default_factory=Work)
+
+
+class Choice(NamedTuple):
+    """A replica by its address, and how many tokens of the prompt it has yet to compute, as far as that is known."""
+
+    replica: str
+    num_new_tokens: int
 
 
 class Router:
     """Chooses replicas by one policy."""
 
-    def __init__(self, policy: RoutingPolicy) -> None:
+    def __init__(self, policy: RoutingPolicy, long_prompt: int = 256) -> None:
+        """`long_prompt`: the uncached tokens from which on a prompt goes to replicas for prefill."""
         self.policy = policy
+        self.long_prompt = long_prompt
         self._turns = count()
 
     def choose(
@@ -97,43 +114,57 @@ class Router:
         candidates: Mapping[str, Candidate],
         adapter: bytes | None = None,
         salt: bytes = b"",
-    ) -> str:
+        stage: Stage = Stage.PROMPT,
+    ) -> Choice:
         """The replica for a prompt of token ids, of a request with the adapter and the salt of these digests.
         `candidates` has at least one, by address."""
+        cached_tokens = self._cached_tokens(prompt, tenant, candidates, adapter, salt)
+        places = {
+            address: Place(each.role, each.work, len(prompt) - cached_tokens.get(address, 0))
+            for address, each in candidates.items()
+        }
+        chosen = narrowed(places, stage, self.long_prompt)
+        if len(chosen) < len(candidates):
+            candidates = {address: candidates[address] for address in chosen}
+            cached_tokens = {address: num for address, num in cached_tokens.items() if address in candidates}
         match self.policy:
             case RoutingPolicy.ROUND_ROBIN:
                 addresses = sorted(candidates)
-                return addresses[next(self._turns) % len(addresses)]
-            case RoutingPolicy.AFFINITY:
-                return _by_affinity(prompt, candidates, adapter)
-            case RoutingPolicy.CACHE:
-                return _by_cache(prompt, tenant, candidates, adapter, salt)
+                replica = addresses[next(self._turns) % len(addresses)]
+            case RoutingPolicy.AFFINITY | RoutingPolicy.CACHE:
+                replica = _by_prefix(prompt, candidates, adapter, cached_tokens)
+        return Choice(replica, places[replica].num_new_tokens)
+
+    def _cached_tokens(
+        self,
+        prompt: Prompt,
+        tenant: str,
+        candidates: Mapping[str, Candidate],
+        adapter: bytes | None,
+        salt: bytes,
+    ) -> dict[str, int]:
+        """How many of the first tokens each has; nothing where no replica is known to have anything."""
+        if self.policy is not RoutingPolicy.CACHE or not any(each.cached for each in candidates.values()):
+            return {}
+        sizes = {each.block_size for each in candidates.values()}
+        chains = {size: prompt_hashes(prompt, tenant, size, adapter, salt) for size in sizes}
+        return {
+            address: each.block_size * (0 if each.cached is None else each.cached.num_cached(chains[each.block_size]))
+            for address, each in candidates.items()
+        }
 
 
-def _by_affinity(prompt: Prompt, candidates: Mapping[str, Candidate], adapter: bytes | None) -> str:
-    block_size = min(each.block_size for each in candidates.values())
-    key = affinity_key(prompt, block_size) + (adapter or b"")
-    return choose_replica(key, {name: each.load for name, each in candidates.items()})
-
-
-def _by_cache(
-    prompt: Prompt, tenant: str, candidates: Mapping[str, Candidate], adapter: bytes | None, salt: bytes
+def _by_prefix(
+    prompt: Prompt, candidates: Mapping[str, Candidate], adapter: bytes | None, cached_tokens: Mapping[str, int]
 ) -> str:
-    # None, or nothing: no replica is known to have anything.
-    if not any(each.cached for each in candidates.values()):
-        return _by_affinity(prompt, candidates, adapter)
-    sizes = {each.block_size for each in candidates.values()}
-    chains = {size: prompt_hashes(prompt, tenant, size, adapter, salt) for size in sizes}
-    cached_tokens = {
-        address: each.block_size * (0 if each.cached is None else each.cached.num_cached(chains[each.block_size]))
-        for address, each in candidates.items()
-    }
-    block_size = min(chains)
-    num_cached = max(cached_tokens.values()) // block_size
-    num_left = len(prompt) // block_size - num_cached
-    # Of a prompt that is cached but for a little, that little is its own: what is cached decides, so that a prefix
-    # stays at one replica though another one has it, too.
-    num_keyed = num_cached + _AFFINITY_BLOCKS if num_left >= _AFFINITY_BLOCKS else num_cached or _AFFINITY_BLOCKS
+    block_size = min(each.block_size for each in candidates.values())
+    num_keyed = _AFFINITY_BLOCKS
+    if cached_tokens:
+        num_cached = max(cached_tokens.values()) // block_size
+        num_left = len(prompt) // block_size - num_cached
+        # Of a prompt that is cached but for a little, that little is its own: what is cached decides, so that a prefix
+        # stays at one replica though another one has it, too.
+        num_keyed = num_cached + _AFFINITY_BLOCKS if num_left >= _AFFINITY_BLOCKS else num_cached or _AFFINITY_BLOCKS
     key = affinity_key(prompt, block_size, num_keyed) + (adapter or b"")
     return choose_replica(key, {address: each.load for address, each in candidates.items()}, cached_tokens)
 

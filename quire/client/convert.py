@@ -30,6 +30,7 @@ from quire.client.types import (
     PinnedPrefix,
     PositionLogprobs,
     Replica,
+    ReplicaRole,
     RequestCompleted,
     SequenceFinished,
     ServerInfo,
@@ -489,7 +490,7 @@ def _read(cls: type[T], message: Any, **given: Any) -> T:
 
 def _replica(message: model_pb2.Replica) -> Replica:
     loading = LoadProgress.of(message.loading) if message.HasField("loading") else None
-    return _read(Replica, message, loading=loading)
+    return _read(Replica, message, loading=loading, role=ReplicaRole.of(message.role))
 
 
 def _model(message: model_pb2.Model) -> Model:

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any, TypedDict
 
 from quire.progress import LoadProgress
+from quire.replica_role import ReplicaRole
 
 
 class FinishReason(StrEnum):
@@ -384,6 +385,8 @@ class Replica:
     """How far a worker that was lost is with loading its model anew."""
     device_name: str = ""
     """What the model runs on, for people; empty where the server does not say."""
+    role: ReplicaRole = ReplicaRole.BOTH
+    """Which work gateways send there by preference."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from quire.arrays import decode_int32, encode_int32, encode_logprobs
 from quire.common.v1 import common_pb2
 from quire.logprob_columns import LogprobLog
 from quire.prefix_hashes import SALT_BYTES
+from quire.replica_role import ReplicaRole
 from quire.rpc.errors import InvalidArgument, QuireError, invalid_field
 from quire.scheduler.v1 import scheduler_pb2
 from quire.tracing import TraceContext
@@ -171,7 +172,12 @@ def trace_context_of(submit: scheduler_pb2.Submit) -> TraceContext | None:
 
 
 def welcome_message(
-    epoch: int, info: ReplicaInfo, config: SchedulerConfig, durable_grace_s: float
+    epoch: int,
+    info: ReplicaInfo,
+    config: SchedulerConfig,
+    durable_grace_s: float,
+    role: ReplicaRole = ReplicaRole.BOTH,
+    kv_namespace: str = "",
 ) -> scheduler_pb2.ConnectResponse:
     """The properties of this replica that a gateway needs."""
     return scheduler_pb2.ConnectResponse(
@@ -194,6 +200,8 @@ def welcome_message(
             max_adapters=info.max_adapters,
             max_drafts=info.max_drafts,
             takes_cache_salts=True,
+            role=role.message,
+            kv_namespace=kv_namespace,
         )
     )
 

@@ -252,7 +252,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         scheduler, replica = self._loop.scheduler, self._loop.replica
         assert scheduler is not None
         assert replica is not None
-        return welcome_message(self._loop.epoch, replica, scheduler.config, self._requests.durable_grace_s)
+        return welcome_message(
+            self._loop.epoch,
+            replica,
+            scheduler.config,
+            self._requests.durable_grace_s,
+            self._loop.role,
+            self._loop.kv_source.kv_namespace,
+        )
 
     async def _read(self, messages: AsyncIterator[scheduler_pb2.ConnectRequest], connection: Connection) -> None:
         async for message in messages:

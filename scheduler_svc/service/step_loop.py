@@ -16,6 +16,7 @@ from quire.failpoint import failpoint
 from quire.histograms import Distribution
 from quire.logs import REQUEST_ID
 from quire.progress import ASLEEP, LoadProgress
+from quire.replica_role import ReplicaRole
 from quire.rpc.errors import Unavailable, Unimplemented
 from quire.rpc.tls import TlsIdentity
 from quire.settings import ConfigurationError
@@ -118,6 +119,7 @@ class StepLoop:
         is_attached: Whether workers are attached now.
         loading: How far the workers are with loading their model; None while they do not say.
         is_draining: Whether new requests are refused for good.
+        role: Which work gateways send here by preference.
         kv_source: Where other replicas find blocks of the attached workers, without a lease.
         epoch: Rises with every attempt to attach; see `epoch_of_start`.
         version: Rises where other workers are attached than before, by their pool, model or limits.
@@ -145,6 +147,7 @@ class StepLoop:
         self.loading: LoadProgress | None = None
         self.is_draining = False
         self.kv_source = KvSource()
+        self.role = ReplicaRole(settings.role)
         self.epoch = epoch_of_start(clock.unix_s())
         self.version = 0
         self.retry = RetryAdvisor()

@@ -59,6 +59,8 @@ ADDED = frozenset(
         "quire.worker.v1.WorkerInfo.10",
         "quire.scheduler.v1.Welcome.16",
         "quire.scheduler.v1.Welcome.18",
+        "quire.scheduler.v1.Welcome.19",
+        "quire.scheduler.v1.Welcome.20",
         "quire.scheduler.v1.ReplicaState.3",
     }
 )

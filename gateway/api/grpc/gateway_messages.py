@@ -189,7 +189,7 @@ def stream_response(kind: type[StreamResponse], request_id: str, model: str, eve
             )
 
 
-_NOT_OF_WELCOME = {"scheduler_address", "connected", "loading"}
+_NOT_OF_WELCOME = {"scheduler_address", "connected", "loading", "role"}
 
 
 def limits_message(limits: Limits) -> model_pb2.Limits:
@@ -207,7 +207,8 @@ def replica_message(
     )
     if welcome is not None:
         names = {each.name for each in model_pb2.Replica.DESCRIPTOR.fields} - _NOT_OF_WELCOME
-        replica.MergeFrom(model_pb2.Replica(**{name: getattr(welcome, name) for name in names}))
+        values = {name: getattr(welcome, name) for name in names}
+        replica.MergeFrom(model_pb2.Replica(role=welcome.role.message, **values))
     return replica
 
 

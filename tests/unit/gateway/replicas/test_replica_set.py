@@ -12,6 +12,7 @@ from gateway.replicas.events import (
     FinishReason,
     RequestEnded,
     RequestFailed,
+    RequestMoved,
     SequenceEnded,
     TokenRun,
     Usage,
@@ -20,7 +21,9 @@ from gateway.replicas.ledger import Ledger
 from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.replica_set import Replicas
+from quire.common.v1.common_pb2 import KvSource
 from quire.compatibility import UNKNOWN_MODEL
+from quire.replica_role import ReplicaRole
 from quire.rpc.errors import Internal, ResourceExhausted, Unavailable
 from tests.support.parameters import make_request
 from tests.support.processes import until_true
@@ -43,11 +46,14 @@ class Scheduler:
         self.address = address
         self.is_connected = self.is_ready = True
         self.is_draining = False
-        self.welcome = SimpleNamespace(block_size=4, scheduler_epoch=7, durable_grace_s=60.0)
+        self.welcome = SimpleNamespace(
+            block_size=4, scheduler_epoch=7, durable_grace_s=60.0, role=ReplicaRole.BOTH, kv_namespace="one"
+        )
         self.model = UNKNOWN_MODEL
         self.cached = None
         self.num_deaths = 0
         self.submitted: list[int] = []
+        self.released: list[int] = []
         self.has: dict[int, LiveRequest] = {}
         self._replicas = replicas
         self._serve = serve
@@ -59,6 +65,9 @@ class Scheduler:
 
     def abort(self, handle: int, *_: object, **__: object) -> None:
         self.has.pop(handle, None)
+
+    def release(self, handle: int) -> None:
+        self.released.append(handle)
 
     def tell(self, **happened: Any) -> None:
         fields = {"runs": [], "ended": [], "completed": [], "failed": []} | happened
@@ -105,11 +114,39 @@ class Cluster:
         for scheduler in self.schedulers:
             self.replicas.links[scheduler.address] = cast(SchedulerLink, scheduler)
 
-    def place(self, request_id: str, *, durable: bool = False) -> LiveRequest:
-        request = make_request(request_id, prompt=range(8), eos_token_ids=(), durable=durable)
+    def place(self, request_id: str, *, durable: bool = False, num_tokens: int = 8) -> LiveRequest:
+        request = make_request(request_id, prompt=range(num_tokens), eos_token_ids=(), durable=durable)
         live = self.ledger.open(request, TOKENIZER)
         self.replicas.place(live)
         return live
+
+
+async def test_a_request_leaves_prefill_with_its_first_token_or_for_the_next_prompt():
+    cluster = Cluster(2, lambda *_: None)
+    prefill, decode = cluster.schedulers
+    prefill.welcome.role, decode.welcome.role = ReplicaRole.PREFILL, ReplicaRole.DECODE
+
+    def begin(scheduler: Scheduler, live: LiveRequest) -> None:
+        scheduler.tell(runs=[TokenRun(live.handle, 0, 0, [7])])
+
+    first, short = cluster.place("first", num_tokens=300), cluster.place("short")
+    assert (prefill.submitted, decode.submitted) == ([first.handle], [short.handle])
+    begin(decode, short)
+    begin(prefill, first)
+    # The other one has a stream, and this one has no prompts: it stays until one comes.
+    assert prefill.released == []
+    second = cluster.place("second", num_tokens=300)
+    assert prefill.released == [first.handle]
+    source = KvSource(kv_namespace="one", endpoints=["there"], lease=b"l")
+    prefill.tell(moved=[RequestMoved(first.handle, source)])
+    assert (first.replica, first.kv_source, decode.submitted) == (decode.address, source, [short.handle, first.handle])
+    third = cluster.place("third", num_tokens=300)
+    begin(prefill, second)
+    assert prefill.released == [first.handle, second.handle]
+    # Where the blocks cannot be fetched it would be computed a second time.
+    decode.welcome.kv_namespace = "other"
+    begin(prefill, third)
+    assert prefill.released == [first.handle, second.handle]
 
 
 async def test_a_request_stays_where_the_worker_is_back_soon_and_leaves_where_it_is_not():

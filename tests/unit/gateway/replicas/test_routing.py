@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.replicas.events import cache_update_from
+from gateway.replicas.roles import Stage, Work
 from gateway.replicas.routing import (
     CachedBlocks,
     Candidate,
@@ -17,6 +18,7 @@ from gateway.replicas.routing import (
     prompt_hashes,
 )
 from quire.prefix_hashes import BlockHash, short
+from quire.replica_role import ReplicaRole
 from quire.rpc.errors import InvalidArgument
 from quire.scheduler.v1 import scheduler_pb2
 
@@ -46,7 +48,7 @@ def make_cached(*prompts: np.ndarray, tenant: str = "") -> CachedBlocks:
 
 
 def choose(prompt: np.ndarray, /, **candidates: Candidate) -> str:
-    return Router(RoutingPolicy.CACHE).choose(prompt, "", candidates)
+    return Router(RoutingPolicy.CACHE).choose(prompt, "", candidates).replica
 
 
 STORY = make_prompt(*range(40))
@@ -73,7 +75,7 @@ def test_the_next_best_replica_takes_what_the_best_has_no_room_for():
 def test_replicas_that_are_not_known_compete_by_affinity():
     unknown = {name: Candidate(0, SIZE) for name in "abc"}
     chosen = choose(STORY, **unknown)
-    assert chosen == Router(RoutingPolicy.AFFINITY).choose(STORY, "", unknown)
+    assert chosen == Router(RoutingPolicy.AFFINITY).choose(STORY, "", unknown).replica
     known = next(name for name in unknown if name != chosen)
     assert choose(STORY, **(unknown | {known: Candidate(0, SIZE, make_cached(STORY[:4]))})) == known
     # One that is known to have nothing is as good as one that is not known.
@@ -102,7 +104,7 @@ def test_a_prefix_that_several_have_stays_at_one():
 def test_round_robin_takes_turns_whatever_the_load():
     router = Router(RoutingPolicy.ROUND_ROBIN)
     candidates = {"a": Candidate(9, SIZE), "b": Candidate(0, SIZE)}
-    assert [router.choose(STORY, "", candidates) for _ in range(4)] == ["a", "b", "a", "b"]
+    assert [router.choose(STORY, "", candidates).replica for _ in range(4)] == ["a", "b", "a", "b"]
 
 
 def test_of_a_part_the_last_block_that_is_told_counts():
@@ -137,3 +139,51 @@ def test_no_replica_is_chosen_for_its_cache_that_is_much_busier_than_the_average
     }
     chosen = candidates[choose(STORY, **candidates)]
     assert chosen.load <= 1.25 * (sum(loads) + 1) / len(loads)
+
+
+def make_work(*prompts: int, streams: int = 0) -> Work:
+    work = Work()
+    for handle, num_tokens in enumerate(prompts):
+        work.add_prompt(handle, num_tokens)
+    for handle in range(streams):
+        work.add_stream(1000 + handle)
+    return work
+
+
+def role_for(
+    prefill: Work, decode: Work, *, stage: Stage = Stage.PROMPT, is_long: bool = True, cached: str = ""
+) -> ReplicaRole:
+    """The role of the one that is chosen of two replicas, for a story of ten blocks; `cached` names who has it."""
+    candidates = {
+        role.value: Candidate(0, SIZE, make_cached(STORY) if role.value == cached else CachedBlocks(), role, work)
+        for role, work in ((ReplicaRole.PREFILL, prefill), (ReplicaRole.DECODE, decode))
+    }
+    router = Router(RoutingPolicy.CACHE, long_prompt=40 if is_long else 41)
+    return ReplicaRole(router.choose(STORY, "", candidates, stage=stage).replica)
+
+
+def test_long_prompts_go_to_prefill_until_its_queue_delays_more_than_the_streams_elsewhere():
+    streams = make_work(streams=2)
+    assert role_for(make_work(), make_work()) is ReplicaRole.PREFILL
+    # 40 tokens delay two streams and themselves by 120.
+    assert role_for(make_work(60, 20), streams) is ReplicaRole.PREFILL
+    assert role_for(make_work(60, 21), streams) is ReplicaRole.DECODE
+    assert role_for(make_work(1), make_work()) is ReplicaRole.DECODE
+    # Those that leave for the prompt are not delayed by it.
+    assert role_for(make_work(streams=9), streams) is ReplicaRole.PREFILL
+    assert role_for(make_work(), streams, cached="decode") is ReplicaRole.DECODE
+
+
+@pytest.mark.parametrize(("stage", "is_long"), [(Stage.STREAM, True), (Stage.PROMPT, False)])
+def test_streams_and_short_prompts_go_to_prefill_only_while_it_has_no_prompts_and_fewer_streams(stage, is_long):
+    def where(prefill: Work, decode: Work) -> ReplicaRole:
+        return role_for(prefill, decode, stage=stage, is_long=is_long, cached="prefill")
+
+    assert where(make_work(), make_work()) is ReplicaRole.DECODE
+    assert where(make_work(), make_work(streams=1)) is ReplicaRole.PREFILL
+    assert where(make_work(streams=1), make_work(streams=1)) is ReplicaRole.DECODE
+    assert where(make_work(1), make_work(streams=9)) is ReplicaRole.DECODE
+    # What cannot leave again goes there for nothing but want of others.
+    assert role_for(make_work(), make_work(streams=9), stage=Stage.STAY) is ReplicaRole.DECODE
+    alone = {"a": Candidate(0, SIZE, None, ReplicaRole.PREFILL)}
+    assert Router(RoutingPolicy.AFFINITY).choose(STORY, "", alone, stage=Stage.STAY) == ("a", len(STORY))

@@ -29,6 +29,7 @@ OWN = {
     "hand_over",
     # With one replica there is nothing to choose.
     "routing",
+    "long_prompt",
     "demo_socket",
     "local_socket",
     "log_level",
