@@ -73,6 +73,7 @@ _SAMPLING = RowSampling(
     prompt_logprobs=1,
     rules=LogitRules(presence_penalty=0.5, repetition_penalty=1.1, bad_sequences=(np.zeros(2, np.int32),)),
 )
+_PLAIN_SAMPLING = RowSampling(SamplingParameters(temperature=1.0, top_p=1.0))
 # On a GPU, attention always cuts a longer context into pieces (`kernels.cuda.attention`), by kernels of its own.
 _CUT_LENGTH = 2049
 _MEASURED_S, _MIN_MEASURED, _MAX_MEASURED = 0.5, 2, 40
@@ -428,7 +429,12 @@ def _release_freed_memory() -> None:
 
 
 def _prefill_step(
-    lengths: list[int], num_new: list[int], block_size: int, block: int = 0, moves: CacheOperations = _NO_MOVES
+    lengths: list[int],
+    num_new: list[int],
+    block_size: int,
+    block: int = 0,
+    moves: CacheOperations = _NO_MOVES,
+    sampling: RowSampling = _SAMPLING,
 ) -> AdmittedStep:
     """A step that assigns sequences to the first rows, computes the last new tokens of each and samples from each.
 
@@ -440,7 +446,7 @@ def _prefill_step(
             row,
             np.zeros(length, np.int32),
             np.full(-(-length // block_size), block, np.int32),
-            _SAMPLING,
+            sampling,
             max(length - (new == 1), 1),
         )
         for row, (length, new) in enumerate(zip(lengths, num_new, strict=True))
@@ -485,7 +491,7 @@ def _measure_passes(
 
     def decodes(num_rows: int, length: int) -> AdmittedStep:
         """Each row computes the last of so many tokens."""
-        return _prefill_step([length] * num_rows, [1] * num_rows, block_size, block)
+        return _prefill_step([length] * num_rows, [1] * num_rows, block_size, block, sampling=_PLAIN_SAMPLING)
 
     max_rows = min(limits.max_num_rows, limits.max_num_batched_tokens, _MAX_ROWS_MEASURED)
     counts = [1]
@@ -518,18 +524,18 @@ def _measure_passes(
 def _least_micros(
     runner: ModelRunner, steps: Sequence[AdmittedStep], ranks: Ranks, *, measured_s: float
 ) -> tuple[int, ...]:
-    """How long each of these steps takes, run in turn."""
+    """How long the model and the draws of each of these steps take, run in turn. What the rows cost that a step
+    assigns, decodes do not have."""
     seconds = [math.inf] * len(steps)
 
     def measure() -> None:
         for index, step in enumerate(steps):
-            started = clock.monotonic()
-            runner.launch(step).wait()
-            seconds[index] = min(seconds[index], clock.monotonic() - started)
+            timings = runner.launch(step).wait().timings
+            seconds[index] = min(seconds[index], (timings.model_us + timings.sample_us) / 1e6)
 
     measure()
     # All ranks take part in each step, so they run as many.
-    (num_more,) = ranks.smallest(int(min(max(measured_s / sum(seconds), _MIN_MEASURED), _MAX_MEASURED)))
+    (num_more,) = ranks.smallest(int(min(max(measured_s / max(sum(seconds), 1e-6), _MIN_MEASURED), _MAX_MEASURED)))
     for _ in range(num_more):
         measure()
     return ranks.smallest(*(max(int(1e6 * each), 1) for each in seconds))

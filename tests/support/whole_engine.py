@@ -185,7 +185,7 @@ class EveryDraft:
     def enter(self, row: int) -> None:
         pass
 
-    def due(self, rows: np.ndarray, num_rows: int) -> np.ndarray:
+    def due(self, rows: np.ndarray, num_rows: int, *, is_first: bool) -> np.ndarray:
         return np.ones(len(rows), np.bool_)
 
     def found_nothing(self, rows: Sequence[int], max_periods: Sequence[int]) -> None:

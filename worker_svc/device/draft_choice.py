@@ -5,8 +5,9 @@ are: with the probability p ** k, where p is the share of drafts of its kind tha
 all rows. Each draft makes the pass longer, by what the worker measured at its start. The most probable drafts are taken
 until a further one would lower the tokens a second.
 
-A row whose drafts are not taken learns nothing by verification. So its next guess is compared with what it draws, and
-less and less often while that does not pay: then such a row costs what it costs without speculation.
+A row whose drafts are not taken learns nothing by verification. So its next guess is compared with what it draws, less
+and less often while that does not pay, and within a budget of time: a small share of the passes, and a part of what
+drafts saved lately. So rows that do not pay cost nearly what they cost without speculation, however many they are.
 
 All of it follows from what rows drew, and all ranks do the same.
 """
@@ -24,14 +25,25 @@ _MIN_GAIN = 1.12
 """What is expected of drafts at least, in tokens a second: expectations of what is chosen are too high on average."""
 _GUESSING_S, _GUESSING_ROW_S = 150e-6, 8e-6
 """What drafts cost a pass beside the model, for a pass and for each row that has a guess, measured on an EPYC."""
+_LOOKING_S, _LOOKING_ROW_S = 50e-6, 12e-6
+"""What it costs to look for guesses that are not verified, in a further pass of a step. In the first one, which shares
+the processors and the interpreter with the results of the step before, it takes three times as long: there it is only
+done where the step before had no further pass either."""
 _KEPT = 0.9
 """Of what a row showed, at its next draft."""
 _WEIGHT_OF_ALL = 2.0
 """What all rows showed counts for a row as much as so many drafts of its own."""
 _WEIGHT_EXPECTED, _MAX_SEEN = 8.0, 512.0
-_SHARE_OF_GUESSING, _MAX_PERIOD, _LONGER = 0.005, 32, 4
-"""To look for guesses that are not verified takes such a share of the time at most: a row that does not pay is looked
-at every few passes, together with the others, and each time after so many times as many."""
+_SHARE_OF_LOOKING, _SHARE_OF_SAVED = 0.005, 0.25
+"""Looking for guesses that are not verified takes so much of the time of passes, and of the time that drafts saved."""
+_NUM_HOPED = 4
+"""So many looks at a new row, or at one whose drafts paid, are free."""
+_MAX_LOOKS = 8
+"""What is not spent is kept for so many looks at all rows: where rows leave their predictions, a few looks, one after
+the other, find the place again."""
+_MAX_PERIOD, _LONGER = 32, 4
+"""A row that does not pay is looked at every few passes, together with the others, and each time after so many times as
+many."""
 
 
 class Guesses(NamedTuple):
@@ -52,8 +64,9 @@ class DraftChoice(Protocol):
         """Another sequence has the row."""
         ...
 
-    def due(self, rows: NDArray[np.integer], num_rows: int) -> NDArray[np.bool_]:
-        """Which of these rows to guess for in the next pass, which has `num_rows` rows without drafts."""
+    def due(self, rows: NDArray[np.integer], num_rows: int, *, is_first: bool) -> NDArray[np.bool_]:
+        """Which of these rows to guess for in the next pass, which has `num_rows` rows without drafts. `is_first` in
+        the first of several passes of a step."""
         ...
 
     def found_nothing(self, rows: Sequence[int], max_periods: Sequence[int]) -> None:
@@ -80,20 +93,27 @@ class PayingDrafts:
         self._checked_of_all = np.full(num_kinds, _WEIGHT_EXPECTED)
         # The next pass in which to look at each row, and every how many passes it is looked at.
         self._due_at, self._periods = np.zeros(max_num_rows, np.int64), np.ones(max_num_rows, np.int64)
-        self._num_passes, self._num_rows, self._max_period = 0, 0, 1
+        # Whether the last look at a row ended in drafts, and how many looks are free.
+        self._pays, self._num_hoped = np.zeros(max_num_rows, np.bool_), np.zeros(max_num_rows, np.int64)
+        self._num_passes, self._was_first = 0, True
+        # Of the pass, and what may be spent on looking; below 0 where more was spent.
+        self._num_rows, self._pass_s, self._budget_s = 0, 0.0, 0.0
 
     def enter(self, row: int) -> None:
         self._right[row] = self._checked[row] = 0.0
         self._due_at[row], self._periods[row] = 0, 1
+        self._pays[row], self._num_hoped[row] = False, _NUM_HOPED
 
-    def due(self, rows: NDArray[np.integer], num_rows: int) -> NDArray[np.bool_]:
+    def due(self, rows: NDArray[np.integer], num_rows: int, *, is_first: bool) -> NDArray[np.bool_]:
         self._num_passes += 1
         if num_rows != self._num_rows:
-            self._num_rows = num_rows
-            guessing_s = _GUESSING_S + _GUESSING_ROW_S * num_rows
-            needed = guessing_s / (_SHARE_OF_GUESSING * float(self._costs.of(np.array([num_rows]))[0]))
-            self._max_period = min(1 << max(int(needed), 1).bit_length(), _MAX_PERIOD)
-        return self._due_at[rows] <= self._num_passes
+            self._num_rows, self._pass_s = num_rows, float(self._costs.of(np.array([num_rows]))[0])
+        self._earn(_SHARE_OF_LOOKING * self._pass_s)
+        may_look = self._pays[rows]
+        if self._was_first or not is_first:
+            may_look = may_look | (self._num_hoped[rows] > 0) | (self._budget_s > 0)
+        self._was_first = is_first
+        return may_look & (self._due_at[rows] <= self._num_passes)
 
     def found_nothing(self, rows: Sequence[int], max_periods: Sequence[int]) -> None:
         self._put_off(np.array(rows), np.array(max_periods))
@@ -113,8 +133,11 @@ class PayingDrafts:
         taken = np.zeros(gains.size, np.int64)
         if rates[best] >= _MIN_GAIN * rates[0]:
             taken[order[:best]] = 1
+            # Without drafts so many tokens take longer by this part.
+            self._earn(_SHARE_OF_SAVED * float(costs[best] * (rates[best] / rates[0] - 1)))
         counts = taken.reshape(gains.shape).sum(1)
-        self._periods[rows[counts > 0]] = 1
+        paying = rows[counts > 0]
+        self._periods[paying], self._pays[paying], self._num_hoped[paying] = 1, True, _NUM_HOPED
         if not counts.all():
             self._put_off(rows[counts == 0], _MAX_PERIOD)
         return counts
@@ -132,8 +155,16 @@ class PayingDrafts:
             self._checked_of_all[is_full] /= 2
 
     def _put_off(self, rows: NDArray[np.integer], max_periods: NDArray[np.integer] | int) -> None:
+        num_charged = int(np.count_nonzero(self._num_hoped[rows] <= 0))
+        self._num_hoped[rows] -= 1
+        if num_charged:
+            self._budget_s -= _LOOKING_S + _LOOKING_ROW_S * num_charged
         before = self._periods[rows]
-        longest = np.minimum(np.maximum(max_periods, before), self._max_period)
-        periods = np.minimum(_LONGER * before, longest)
-        self._periods[rows] = periods
+        periods = np.minimum(_LONGER * before, np.minimum(np.maximum(max_periods, before), _MAX_PERIOD))
+        self._periods[rows], self._pays[rows] = periods, False
         self._due_at[rows] = (self._num_passes // periods + 1) * periods
+
+    def _earn(self, seconds: float) -> None:
+        """Adds to what may be spent on looking."""
+        all_rows_s = _LOOKING_S + _LOOKING_ROW_S * self._num_rows
+        self._budget_s = min(self._budget_s + seconds, _MAX_LOOKS * all_rows_s)

@@ -130,14 +130,15 @@ class Drafts:
             if followed[row] is not None:
                 followed[row] = followed[row].anew()
 
-    def expand(self, batch: Batch) -> DraftedBatch:
-        """Puts rows that sample where they are, and adds the drafts that they may have, which are written to them."""
+    def expand(self, batch: Batch, *, is_first: bool) -> DraftedBatch:
+        """Puts rows that sample where they are, and adds the drafts that they may have, which are written to them.
+        `is_first` in the first pass of a step."""
         samplers, sources = batch.samples.T
         places = sample_places(batch)
         computed = batch.num_computed_tokens.copy()
         computed[places] = self._num_tokens[sources] - batch.num_new_tokens[places]
         num_drafts = np.zeros(len(samplers), np.int32)
-        guessing, guesses, first = self._guess(batch, samplers)
+        guessing, guesses, first = self._guess(batch, samplers, is_first=is_first and batch.max_passes > 1)
         if guesses is not None and self.choice is not None:
             chosen = self.choice.choose(guesses, len(samplers))
             num_drafts[guessing] = np.clip(self._max_verified - (np.cumsum(chosen) - chosen), 0, chosen)
@@ -186,7 +187,7 @@ class Drafts:
         return self._forced(constrained) if constrained else {}
 
     def _guess(
-        self, batch: Batch, samplers: NDArray[np.integer]
+        self, batch: Batch, samplers: NDArray[np.integer], *, is_first: bool
     ) -> tuple[NDArray[np.int64], Guesses | None, NDArray[np.int32]]:
         """Writes guesses behind the tokens of rows that may have drafts: for which samples, what is known of each, and
         its first token."""
@@ -195,7 +196,7 @@ class Drafts:
             return none
         max_drafts = np.minimum(batch.max_drafts - (batch.max_passes - 1), self._max_drafts)
         drafting = np.flatnonzero(max_drafts > 0)
-        drafting = drafting[self.choice.due(samplers[drafting], len(samplers))]
+        drafting = drafting[self.choice.due(samplers[drafting], len(samplers), is_first=is_first)]
         if not len(drafting):
             return none
         forced = self._forced_of(samplers[drafting])

@@ -393,7 +393,7 @@ class ModelRunner:
         drafted, asked = None, batch
         if self._drafts is not None:
             self._drafts.apply(changes)
-            drafted = self._drafts.expand(batch)
+            drafted = self._drafts.expand(batch, is_first=stopwatch is not None)
             batch = drafted.batch
         places = None if drafted is None else drafted.places
         lone: NDArray[np.bool_] | None = None

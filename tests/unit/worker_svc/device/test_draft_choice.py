@@ -61,7 +61,7 @@ def test_a_row_that_does_not_pay_is_looked_at_less_and_less_until_its_guesses_ar
     show(choice, guesses, 0, 40)
     looks: list[int] = []
     for number in range(200):
-        if choice.due(row, 1)[0]:
+        if choice.due(row, 1, is_first=False)[0]:
             looks.append(number)
             assert choice.choose(guesses, 1).tolist() == [0]
             choice.saw(guesses, np.array([1]), np.array([0]))
@@ -69,25 +69,43 @@ def test_a_row_that_does_not_pay_is_looked_at_less_and_less_until_its_guesses_ar
     assert np.diff(looks).max() == np.diff(looks)[-1] == 32
     num_looks = 0
     for _ in range(1000):
-        if choice.due(row, 1)[0]:
+        if choice.due(row, 1, is_first=False)[0]:
             num_looks += 1
             if choice.choose(guesses, 1)[0]:
                 break
             choice.saw(guesses, np.array([1]), np.array([1]))
     assert num_looks < 20
-    assert choice.due(row, 1)[0]
+    assert choice.due(row, 1, is_first=False)[0]
 
 
-def test_rows_without_a_guess_are_looked_at_together_and_soon_where_that_is_wanted() -> None:
-    choice = PayingDrafts(3, PassCosts([1, 2], [1e-3, 1.2e-3]))
+@pytest.mark.parametrize("pass_s", [1e-3, 0.1], ids=["short", "long"])
+def test_rows_without_a_guess_are_looked_at_together_and_soon_where_that_is_wanted_and_cheap(pass_s: float) -> None:
+    choice = PayingDrafts(3, PassCosts([1, 2, 4], [pass_s, pass_s, pass_s]))
     rows = np.arange(3)
     due: list[list[int]] = []
     for _ in range(300):
-        is_due = choice.due(rows, 3)
+        is_due = choice.due(rows, 3, is_first=False)
         due.append(is_due.tolist())
         if is_due.any():
             found = rows[is_due].tolist()
             choice.found_nothing(found, [1 if row == 2 else 32 for row in found])
-    assert all(each[2] for each in due)
     assert all(each[0] == each[1] for each in due)
-    assert sum(each[0] for each in due) < 20
+    assert 4 < sum(each[0] for each in due) < 20
+    assert (sum(each[2] for each in due) == 300) is (pass_s == 0.1)
+
+
+def test_what_drafts_save_is_spent_on_looking_where_others_do_not_pay() -> None:
+    def num_looks(*, with_savings: bool) -> int:
+        choice = PayingDrafts(2, PassCosts([1, 2, 64], [1e-3, 1.1e-3, 2e-3]))
+        count = 0
+        for _ in range(300):
+            is_due = choice.due(np.arange(2), 2, is_first=False)
+            if is_due[1]:
+                count += 1
+                choice.found_nothing([1], [1])
+            if with_savings:
+                assert choice.choose(guesses_of([0], FOLLOWED), 2).all()
+        return count
+
+    assert num_looks(with_savings=False) < 40
+    assert num_looks(with_savings=True) > 280
