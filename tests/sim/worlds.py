@@ -76,6 +76,8 @@ _REPORTED = 100
 """After so many worlds it is told how many there were so far."""
 _DRAFTING = 0.4
 """The share of worlds whose workers draft tokens."""
+_PASSING = 0.3
+"""The share of worlds whose workers run the model several times in a step of decodes."""
 _KEEPING = 0.5
 """The share of worlds in which the pools of workers outlive them."""
 _MOVING = 0.05
@@ -160,6 +162,7 @@ def _draw_plan(seed: int) -> Plan:
         layout = replace(
             layout, worker=replace(layout.worker, max_drafts=drafting.choice((1, 3, 7)), fixed_tokens=1000)
         )
+    layout = _with_passes(Random(f"passes {seed}"), layout)
     layout = replace(layout, keeps_pools=Random(f"pools {seed}").random() < _KEEPING)
     if rare.random() < _RARE:
         other = draw_other_model(rare, layout.servers, over_s, layout.worker.fingerprint)
@@ -252,6 +255,7 @@ def draw_moving(seed: int, draw: Random) -> Plan:
     requests = draw_requests(draw, Kind.NETWORK, layout.clients, pool_tokens, over_s)
     if draw.random() < 0.2:
         layout = replace(layout, worker=replace(layout.worker, max_drafts=3, fixed_tokens=1000))
+    layout = _with_passes(draw, layout)
     return _plan(seed, layout, requests, draw_drains(draw, layout.hosts, over_s, layout.worker))
 
 
@@ -311,6 +315,12 @@ _RARITIES = (_searches_that_swap, _stops_in_recomputations, _clocks_set_back, _d
 def _with_ranks(draw: Random, layout: Layout) -> Layout:
     """Some workers have two ranks."""
     return replace(layout, worker=replace(layout.worker, world_size=1 + (draw.random() < _RANKED)))
+
+
+def _with_passes(draw: Random, layout: Layout) -> Layout:
+    """Some workers of one rank run the model several times in a step of decodes."""
+    passes = draw.choice((2, 4, 8)) if draw.random() < _PASSING and layout.worker.world_size == 1 else 1
+    return replace(layout, worker=replace(layout.worker, max_passes=passes))
 
 
 def _with_long_recomputations(layout: Layout) -> Layout:

@@ -181,31 +181,62 @@ class FakeRunner:
 
     def _verify(self, batch: Batch, output: StepOutput) -> StepOutput:
         """Drafts tokens of the rows that may have some, by a rule that is often right, and adds those that are right,
-        each with the token after it."""
+        each with the token after it. By another rule it goes on so, as often as the step may run the model."""
         if not batch.max_drafts.any():
             return output
-        of_samples: list[list[StepOutput]] = []
-        num_drafts = np.zeros_like(batch.max_drafts)
-        for place, row in enumerate(batch.samples[:, 0].tolist()):
-            of_samples.append([_of_sample(output, place)])
-            if max_drafts := 0 if row in output.failed_rows else int(batch.max_drafts[place]):
-                salt = (output.step_id * 31 + row * 17 + len(self._rows[row].prefixes.token_ids)) * 40_503 >> 4
-                num_drafts[place] = salt % (max_drafts + 1)
-                num_right = salt // 11 % (num_drafts[place] + 1)
-                of_samples[-1] += self._draft(row, int(num_right), int(num_drafts[place]), output.step_id)
-        parts = [part for parts in of_samples for part in parts]
+        parts = [[_of_sample(output, place)] for place in range(len(batch.samples))]
+        num_drafts, num_passes = np.zeros_like(batch.max_drafts), 0
+        failed = set(output.failed_rows)
+        while True:
+            num_passes += 1
+            num_kept_back = batch.max_passes - num_passes
+            rooms = [int(most) + 1 - len(each) for most, each in zip(batch.max_drafts, parts, strict=True)]
+            for place, row in enumerate(batch.samples[:, 0].tolist()):
+                if (room := 0 if row in failed else rooms[place] - num_kept_back) > 0:
+                    salt = (output.step_id * 31 + row * 17 + len(self._rows[row].prefixes.token_ids)) * 40_503 >> 4
+                    count = salt % (room + 1)
+                    parts[place] += self._draft(row, salt // 11 % (count + 1), count, output.step_id)
+                    num_drafts[place] += count
+            is_over = failed or not num_kept_back or (output.step_id * 7 + num_passes) * 40_503 >> 5 & 3 == 0
+            if is_over or any(len(each) > most for each, most in zip(parts, batch.max_drafts, strict=True)):
+                break
+            if any(self._reports_more(row) for row in batch.samples[:, 0].tolist()):
+                break
+            failed = self._go_on(batch, parts, output.step_id)
+        joined = [part for each in parts for part in each]
         reported = LogprobLog()
-        for part in parts:
+        for part in joined:
             if part.logprobs is not None:
                 reported.append(part.logprobs.columns)
-        places = np.flatnonzero([part.logprobs is not None for part in parts]).astype(np.int32)
+        places = np.flatnonzero([part.logprobs is not None for part in joined]).astype(np.int32)
         return replace(
             output,
-            token_ids=np.concatenate([part.token_ids for part in parts]),
+            token_ids=np.concatenate([part.token_ids for part in joined]),
             logprobs=TokenLogprobs(places, reported.columns()) if len(places) else None,
-            num_tokens=np.array(list(map(len, of_samples)), np.int32),
+            num_tokens=np.array(list(map(len, parts)), np.int32),
             num_drafts=num_drafts,
+            num_passes=num_passes,
         )
+
+    def _go_on(self, batch: Batch, parts: list[list[StepOutput]], step_id: int) -> set[int]:
+        """Runs the model once more, one token further in each row. Returns the rows that drew none: these fail in the
+        next step."""
+        rows = batch.samples[:, 0]
+        ends = np.array([len(self._rows[row].prefixes.token_ids) for row in rows.tolist()], np.int32)
+        further = Batch(rows, np.ones_like(rows), ends - 1, np.stack((rows, rows), axis=1))
+        self._compute(further)
+        output = self._sample(step_id, further)
+        for place, row in enumerate(rows.tolist()):
+            if row in output.failed_rows:
+                self._rows[row].prefixes.replace(int(ends[place]), ())
+            else:
+                parts[place].append(_of_sample(output, place))
+        return set(output.failed_rows)
+
+    def _reports_more(self, row: int) -> bool:
+        """Whether a row reports more than tokens, so that the model does not go on with it."""
+        sampling = self._rows[row].sampling
+        return sampling.logprobs is not None or sampling.num_candidates is not None
 
     def _draft(self, row: int, num_right: int, num_drafts: int, step_id: int) -> list[StepOutput]:
         """What a row draws after its first token: as many drafts of it are right as it could have."""

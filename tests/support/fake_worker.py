@@ -43,6 +43,7 @@ class FakeWorkerConfig:
     max_adapters: int = 0
     max_drafts: int = 0
     fixed_tokens: int = 0
+    max_passes: int = 1
     rank: int = 0
     world_size: int = 1
     generation: int | None = None
@@ -69,6 +70,7 @@ class FakeWorkerConfig:
             max_adapters=self.max_adapters,
             max_drafts=self.max_drafts,
             fixed_tokens=self.fixed_tokens,
+            max_passes=self.max_passes,
         )
         generation = self.generation or clock.unix_ns()
         weights, namespace = self.fingerprint.weights, ""

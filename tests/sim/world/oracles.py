@@ -287,7 +287,8 @@ class Circumstances:
 
     def check_takeover(self, request: Generate, error: QuireError) -> None:
         """A call that resumes a stream fails where there is none, or no longer, or where its client takes it back."""
-        if not isinstance(error, NotFound | Aborted) and not (self.has_faults and isinstance(error, DeadlineExceeded)):
+        may_wait = self.has_faults or self.deadly or self.deadly_need
+        if not isinstance(error, NotFound | Aborted) and not (may_wait and isinstance(error, DeadlineExceeded)):
             self.check_refusal(replace(request, verb=Verb.STREAM), error)
 
     def _reasons(self, request: Request, error: QuireError) -> Iterable[bool]:

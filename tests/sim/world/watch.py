@@ -264,6 +264,7 @@ class Watch:
         found |= dict.fromkeys(self._silent(tables), _SILENCE_S)
         found |= dict.fromkeys(self._left(gateways), self.patience_s + 2 * self.failover_delay_s)
         found |= dict.fromkeys(self._shunned(gateways), self.patience_s)
+        found |= dict.fromkeys(self._needless_timers(gateways), 0.0)
         self._since = {what: self._since.get(what, now) for what in found}
         return next((what for what, patience_s in found.items() if now - self._since[what] > patience_s), None)
 
@@ -295,9 +296,17 @@ class Watch:
                 for each in table._by_handle.values()
                 if each.reader is not None and each.reader.connection.gateway_id == gateway_id
             }
+            outboxes = [each.outbox for each in table._connections.values() if each.gateway_id == gateway_id]
+            # A durable request may be forgotten before a slow reader has its end.
+            sent = {handle for outbox in outboxes for handle in outbox._replays}
+            sent |= {handle for outbox in outboxes for each in outbox.untaken() for handle in each.ended}
             for each in gateway._ledger:
                 is_waited_for = each.replica == link.address and not (each.is_over or each.awaits_usage)
-                if is_waited_for and (each.request.tenant, each.request.request_id) not in read:
+                if (
+                    is_waited_for
+                    and each.handle not in sent
+                    and (each.request.tenant, each.request.request_id) not in read
+                ):
                     yield f"{gateway_host} waits for {each.request.request_id} at {host}, which sends it nothing"
 
     def _silent(self, tables: Mapping[str, Requests]) -> Iterator[str]:
@@ -324,7 +333,7 @@ class Watch:
                     yield f"{each.request.request_id} of {host} waits at {each.replica}, and {ready[0]} runs steps"
 
     def _shunned(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
-        """Schedulers that run steps and get nothing new, and timers of requests that are over or elsewhere."""
+        """Schedulers that run steps and get nothing new."""
         for host, gateway in gateways.items():
             replicas = gateway._generator.replicas
             if self.running[host].is_stopped:
@@ -332,8 +341,14 @@ class Watch:
             for address in sorted(replicas._draining):
                 if replicas.links[address].is_ready and not self._is_disturbed(host, address.partition(":")[0]):
                     yield f"{host} takes {address} for draining"
-            known = {each.handle for each in gateway._ledger if not each.is_over}
-            yield from (f"{host} has a timer for {handle}" for handle in replicas._timers if handle not in known)
+
+    def _needless_timers(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
+        """Timers of requests that are over, or that another entry of the same gateway goes on with."""
+        for host, gateway in gateways.items():
+            if not self.running[host].is_stopped:
+                known = {each.handle for each in gateway._ledger if not each.is_over}
+                timers = gateway._generator.replicas._timers
+                yield from (f"{host} has a timer for {handle}" for handle in timers if handle not in known)
 
     def _is_disturbed(self, one: str, other: str) -> bool:
         if self.running[one].is_stopped or self.running[other].is_stopped:
