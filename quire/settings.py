@@ -81,6 +81,7 @@ class _Setting:
     maximum: float | None
     positional: bool
     common: bool
+    aliases: tuple[str, ...]
 
 
 def setting(
@@ -96,6 +97,7 @@ def setting(
     maximum: float | None = None,
     positional: bool = False,
     common: bool = False,
+    aliases: Sequence[str] = (),
 ) -> Any:
     """A field of a settings class.
 
@@ -112,9 +114,12 @@ def setting(
         maximum: The greatest value allowed, inclusive.
         positional: An argument without a flag and without a variable, which may be left out; of a tuple, any number.
         common: Most users need it: `--help` lists it first.
+        aliases: Earlier names of the flag, which work as it does. Not of a bool.
     """
     choices = None if choices is None else tuple(choices)
-    described = _Setting(help, flag, variable, parse, choices, metavar, minimum, maximum, positional, common)
+    described = _Setting(
+        help, flag, variable, parse, choices, metavar, minimum, maximum, positional, common, tuple(aliases)
+    )
     return dataclasses.field(default=default, metadata={_METADATA_KEY: described})
 
 
@@ -336,7 +341,13 @@ def _add_option(section: argparse._ActionsContainer, option: Option, reads_envir
         )
     else:
         added = section.add_argument(
-            option.flag, dest=option.name, action="append", default=absent, metavar=option.metavar, help=help_text
+            option.flag,
+            *option.setting.aliases,
+            dest=option.name,
+            action="append",
+            default=absent,
+            metavar=option.metavar,
+            help=help_text,
         )
         added.choices = option.setting.choices
 

@@ -1,24 +1,25 @@
 """`quire batch`: answers a file of requests, with a server that serves nobody else and ends with them.
 
 The file and the answers are those of OpenAI's batches. The gateway finds them in its directory of batches, where this
-process puts the one and waits for the other.
+process puts the one and waits for the other. Answers are written as they come, in the order of the requests, so that a
+run which was interrupted goes on behind the last whole line of its output.
 """
 
 import asyncio
 import dataclasses
 import json
 import os
-import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Self
 
 from gateway.api.batches.lines import BatchLimits, read_lines
 from gateway.api.batches.routes import ENDPOINTS
-from gateway.api.batches.store import COMPLETED, BatchRow, BatchStore
+from gateway.api.batches.store import COMPLETED, BatchRow, BatchStore, Line
 from gateway.auth.caller import DEFAULT_TENANT
 from quire.progress import ProgressLine
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS
@@ -30,6 +31,7 @@ PROGRAM = "quire batch"
 _WINDOW_S = 365 * 24 * 3600
 _LOOK_S = 0.2
 _SHOWN_ERRORS = 10
+_WRITTEN_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,11 @@ class BatchSettings(ServeSettings):
     """Answers the requests of a file in the form of OpenAI's batches (custom_id, method, url, body), and ends."""
 
     file: str | None = setting(None, "the requests, one JSON object per line", positional=True)
-    output: str = setting("-", "where the answers go, in the order of the requests; - is stdout", metavar="FILE")
+    output: str = setting(
+        "-",
+        "where the answers go, in the order of the requests; - is stdout. A file that has some of them gets the others",
+        metavar="FILE",
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,14 +56,20 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigurationError(f"{source} is not a file")
     endpoint = _endpoint_of(source)
     limits = BatchLimits(settings.max_batch_requests, sys.maxsize, settings.max_message_bytes)
-    _, errors = read_lines(source, endpoint, limits)
+    lines, errors = read_lines(source, endpoint, limits)
     if errors:
         shown = [f"line {each.line}: {each.message}" for each in errors[:_SHOWN_ERRORS]]
         raise ConfigurationError(f"{source} is not a batch: {'; '.join(shown)}")
+    output = _Output(settings.output)
+    output.resume(source, lines)
+    if output.num_written == len(lines):
+        report_on_stderr(f"{settings.output} has all {len(lines):,} answers already; remove it to ask again")
+        return output.status
     own = tempfile.TemporaryDirectory(prefix="quire-batch-") if settings.batch_dir is None else None
     with own or nullcontext(str(settings.batch_dir)) as directory:
         try:
-            return asyncio.run(_run(settings, source, endpoint, Path(directory).absolute()))
+            with output:
+                return asyncio.run(_run(settings, source, lines, endpoint, Path(directory).absolute(), output))
         except ServiceRefused as refusal:
             print(refusal, file=sys.stderr, flush=True)
             return CONFIGURATION_EXIT_STATUS
@@ -76,7 +88,86 @@ def _endpoint_of(source: Path) -> str:
     return url
 
 
-async def _run(settings: BatchSettings, source: Path, endpoint: str, directory: Path) -> int:
+class _Output:
+    """Where the answers go: whole lines, in the order of the requests. As a context it is open.
+
+    Attributes:
+        num_written: How many there are, those of earlier runs included.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.num_written = 0
+        self._num_failed = 0
+        self._path = None if name == "-" else Path(name)
+        self._file: BinaryIO | None = None
+
+    def resume(self, source: Path, lines: Sequence[Line]) -> None:
+        """Counts the answers of earlier runs, and cuts off a last line that is not whole.
+
+        Raises:
+            ConfigurationError: the file has something else than answers to the first of these requests.
+        """
+        if self._path is None or not self._path.is_file():
+            return
+        end = 0
+        with self._path.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                if not text.endswith(b"\n"):
+                    break
+                expected = lines[number - 1].custom_id if number <= len(lines) else None
+                try:
+                    custom_id = json.loads(text)["custom_id"]
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    custom_id = None
+                if custom_id is None or custom_id != expected:
+                    has = "no answer" if custom_id is None else f"the answer to {custom_id!r:.80}"
+                    asked = "no further request" if expected is None else f"the request {expected!r:.80}"
+                    raise ConfigurationError(
+                        f"line {number:,} of {self._path} is {has}, where {source} has {asked}; the file is of another "
+                        "batch: remove it, or name another --output"
+                    )
+                self._count(text)
+                end += len(text)
+        os.truncate(self._path, end)
+
+    def __enter__(self) -> Self:
+        self._file = sys.stdout.buffer if self._path is None else self._path.open("ab")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None and self._path is not None:
+            self._file.close()
+
+    def write(self, answers: Iterable[bytes]) -> None:
+        """Answers as lines, to the next requests in turn."""
+        assert self._file is not None, "the output is open"
+        for text in answers:
+            self._file.write(text)
+            self._count(text)
+        self._file.flush()
+
+    def _count(self, text: bytes) -> None:
+        self.num_written += 1
+        self._num_failed += not _is_good(text)
+
+    @property
+    def status(self) -> int:
+        """0 if all answers are good, else 1."""
+        return 1 if self._num_failed else 0
+
+    def __str__(self) -> str:
+        num_good = self.num_written - self._num_failed
+        return f"{num_good:,} of {self.num_written:,} requests answered, {self._num_failed:,} failed"
+
+
+def _is_good(text: bytes) -> bool:
+    response = json.loads(text).get("response")
+    return response is not None and response["status_code"] == 200
+
+
+async def _run(
+    settings: BatchSettings, source: Path, lines: Sequence[Line], endpoint: str, directory: Path, output: _Output
+) -> int:
     values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(ServeSettings)}
     own = {"grpc_port": 0, "http_port": 0, "batch_dir": directory, "keys_files": (), "api_keys": (), "config": None}
     # The file is this user's own.
@@ -84,28 +175,37 @@ async def _run(settings: BatchSettings, source: Path, endpoint: str, directory: 
     store = BatchStore(directory, PROGRAM, sys.maxsize)
     try:
         file_id, path = store.new_path()
-        await asyncio.to_thread(shutil.copyfile, source, path)
+        await asyncio.to_thread(_copy, source, lines[output.num_written :], path)
         await store.run(store.add_file, DEFAULT_TENANT, file_id, source.name, "batch")
         batch = await store.run(store.add_batch, DEFAULT_TENANT, "", file_id, endpoint, _WINDOW_S, None)
         async with LocalServer(ServeSettings(**values | own), report=report_on_stderr) as server:
             await server.wait_ready()
-            batch = await _until_ended(store, batch)
+            batch = await _until_ended(store, batch, output)
         if batch.status != COMPLETED:
             report_on_stderr(f"the batch ended as {batch.status}: {json.dumps(batch.facts.get('errors'))}")
             return 1
-        await asyncio.to_thread(_write, store, batch, path, settings.output)
-        counts = batch.shown()["request_counts"]
-        report_on_stderr(
-            f"{counts['completed']:,} of {counts['total']:,} requests answered, {counts['failed']:,} failed"
-        )
-        return 1 if counts["failed"] else 0
+        rest = {line.custom_id for line in lines[output.num_written :]}
+        await asyncio.to_thread(output.write, _results(store, batch, path, rest))
+        report_on_stderr(str(output))
+        return output.status
     finally:
         store.close()
 
 
-async def _until_ended(store: BatchStore, batch: BatchRow) -> BatchRow:
-    line = ProgressLine()
+def _copy(source: Path, lines: Sequence[Line], target: Path) -> None:
+    with source.open("rb") as file, target.open("wb") as copy:
+        for line in lines:
+            file.seek(line.first)
+            copy.write(file.read(line.size).rstrip(b"\r\n") + b"\n")
+
+
+async def _until_ended(store: BatchStore, batch: BatchRow, output: _Output) -> BatchRow:
+    """Writes answers as they come. Those that are left when the batch has ended are in its results."""
+    line, last = ProgressLine(), 0
     while True:
+        while answers := await store.run(store.answers_behind, batch.id, last, _WRITTEN_AT_ONCE):
+            last = answers[-1][0]
+            await asyncio.to_thread(output.write, [text + b"\n" for _, text in answers])
         row = await store.run(store.batch, DEFAULT_TENANT, batch.id)
         if row.facts.get("request_counts") or row.facts.get("errors"):
             line.clear()
@@ -115,21 +215,21 @@ async def _until_ended(store: BatchStore, batch: BatchRow) -> BatchRow:
         await asyncio.sleep(_LOOK_S)
 
 
-def _write(store: BatchStore, batch: BatchRow, requests: Path, output: str) -> None:
-    """Writes good and other answers in the order of the requests."""
+def _results(store: BatchStore, batch: BatchRow, requests: Path, wanted: Set[str]) -> Iterator[bytes]:
+    """Good and other answers in the order of the requests, to those with the wanted ids."""
     results = {
         is_good: _lines_of(store.path_of(file_id))
         for is_good, file_id in ((True, batch.facts["output_file_id"]), (False, batch.facts["error_file_id"]))
         if file_id is not None
     }
     heads = {is_good: next(lines, None) for is_good, lines in results.items()}
-    with nullcontext(sys.stdout) if output == "-" else Path(output).open("w", encoding="utf-8") as target:
-        for request in _lines_of(requests):
-            for is_good, head in heads.items():
-                if head is not None and head[0] == request[0]:
-                    target.write(head[1])
-                    heads[is_good] = next(results[is_good], None)
-                    break
+    for custom_id, _ in _lines_of(requests):
+        for is_good, head in heads.items():
+            if head is not None and head[0] == custom_id:
+                if custom_id in wanted:
+                    yield head[1].encode()
+                heads[is_good] = next(results[is_good], None)
+                break
 
 
 def _lines_of(path: Path) -> Iterator[tuple[str, str]]:

@@ -50,7 +50,7 @@ def _watch(flags: StatusFlags) -> int:
     """Prints the numbers of all replicas every second, until Ctrl-C. Raises Unavailable where the gateway ends."""
     deployment = Deployment()
     try:
-        with closing(read_feed(flags, flags.url)) as events:
+        with closing(read_feed(flags, flags.url, flag="--url")) as events:
             for name, value in events:
                 deployment.take(name, value)
                 # The gateway's own event comes once a second.

@@ -179,10 +179,10 @@ def _make_server(flags: BenchFlags) -> Server:
     }
     if flags.backend == "grpc":
         if (flags.address or "").startswith(("http://", "https://")):
-            raise ConfigurationError(f'--url: "{flags.address}" is for --backend openai; gRPC takes HOST:PORT')
+            raise ConfigurationError(f'--address: "{flags.address}" is for --backend openai; gRPC takes HOST:PORT')
         return GrpcServer(flags.address or "127.0.0.1:50051", tls=flags.client_tls(), **common)
     if flags.client_tls() is not None:
-        raise ConfigurationError("the flags of TLS are for --backend grpc; give --url https://HOST:PORT")
+        raise ConfigurationError("the flags of TLS are for --backend grpc; give --address https://HOST:PORT")
     from quire_cli.bench.openai_client import OpenAiServer
 
     return OpenAiServer(flags.address or "http://127.0.0.1:8000", endpoint=flags.endpoint, **common)

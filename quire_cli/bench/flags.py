@@ -244,7 +244,8 @@ class BenchFlags(LoadFlags, CredentialFlags):
     address: str | None = setting(
         None,
         "the server: HOST:PORT of gRPC (127.0.0.1:50051), or http://HOST:PORT of an OpenAI API (http://127.0.0.1:8000)",
-        flag="--url",
+        aliases=("--url",),
+        variable="QUIRE_URL",
         metavar="URL",
     )
     endpoint: str | None = setting(

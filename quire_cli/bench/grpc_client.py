@@ -47,7 +47,7 @@ class GrpcServer:
                 info = await client.server_info(timeout_s=10)
         except Unavailable as error:
             why = " ".join(error.message.split())
-            raise CannotMeasureError(f"no gateway answers at {self._address} ({why}); is --url right?") from None
+            raise CannotMeasureError(f"no gateway answers at {self._address} ({why}); is --address right?") from None
         names = ", ".join(models) or "none"
         if self._model is None and len(models) != 1:
             raise ConfigurationError(f"--model is missing; {self._address} serves {names}")

@@ -65,7 +65,7 @@ class OpenAiServer:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         if not _is_url(url):
-            raise ConfigurationError(f'--url: "{url}" is not valid: expected http://HOST:PORT or https://HOST:PORT')
+            raise ConfigurationError(f'--address: "{url}" is not valid: expected http://HOST:PORT or https://HOST:PORT')
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise ConfigurationError("--api-key has characters that a header cannot have; expected printable ASCII")
         self._base = url.rstrip("/").removesuffix("/v1")
@@ -100,7 +100,7 @@ class OpenAiServer:
             response = await self._http.get("/v1/models", timeout=_MODELS_S)
         except httpx.HTTPError as error:
             why = _why(error, _MODELS_S)
-            raise CannotMeasureError(f"no server answers at {self._base} ({why}); is --url right?") from None
+            raise CannotMeasureError(f"no server answers at {self._base} ({why}); is --address right?") from None
         if response.status_code in (401, 403):
             raise CannotMeasureError(f"{self._base} asks for an API key, or for another one; set QUIRE_API_KEY")
         if response.status_code == 429 or response.status_code >= 500:

@@ -41,6 +41,20 @@ async def test_a_file_is_answered_in_its_order(tmp_path: Path) -> None:
     assert (
         found[0]["response"]["body"]["choices"][0]["message"] == found[2]["response"]["body"]["choices"][0]["message"]
     )
+    # A run that was interrupted within its second line goes on behind the first one.
+    whole = answers.read_bytes().splitlines(keepends=True)
+    answers.write_bytes(whole[0] + whole[1][:30])
+    status, _, err = await run(str(requests), f"--output={answers}", *flags)
+    assert (status, "2 of 3 requests answered, 1 failed" in err) == (1, True), err
+    resumed = answers.read_bytes().splitlines(keepends=True)
+    assert (resumed[0], len(resumed)) == (whole[0], 3)
+    assert [json.loads(line)["custom_id"] for line in resumed] == ["one", "bad", "two"]
+    status, _, err = await run(str(requests), f"--output={answers}", *flags)
+    assert (status, "has all 3 answers already" in err) == (1, True), err
+    assert answers.read_bytes() == b"".join(resumed)
+    answers.write_bytes(b"".join(resumed[1:]))
+    status, _, err = await run(str(requests), f"--output={answers}", *flags)
+    assert (status, "is the answer to 'bad', where" in err) == (2, True), err
 
 
 async def test_a_file_that_is_no_batch_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         frames: What Watch shows, and nothing more after these.
         blocks: What ReadBlock answers; there are no others.
         watches: The calls of Watch that came.
+        is_asleep: Whether it was told to sleep.
     """
 
     vocab_size: int = 2080
@@ -155,6 +156,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     pin_error: QuireError | None = None
     frames: list[scheduler_pb2.WatchResponse] = field(default_factory=list)
     blocks: dict[int, scheduler_pb2.ReadBlockResponse] = field(default_factory=dict)
+    is_asleep: bool = False
     watches: list[scheduler_pb2.WatchRequest] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -335,7 +337,19 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetState(
         self, request: scheduler_pb2.GetStateRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetStateResponse:
-        return scheduler_pb2.GetStateResponse()
+        return scheduler_pb2.GetStateResponse(asleep=self.is_asleep)
+
+    async def Sleep(
+        self, request: scheduler_pb2.SleepRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.SleepResponse:
+        self.is_asleep = True
+        return scheduler_pb2.SleepResponse()
+
+    async def WakeUp(
+        self, request: scheduler_pb2.WakeUpRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.WakeUpResponse:
+        self.is_asleep = False
+        return scheduler_pb2.WakeUpResponse()
 
     async def ResetPrefixCache(
         self, request: scheduler_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext

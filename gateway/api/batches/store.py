@@ -6,6 +6,7 @@ The contents are named by random ids; a client's name for a file is a text in th
 """
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -393,6 +394,14 @@ class BatchStore:
             (batch_id, after, most),
         )
         return [Line(*row) for row in rows.fetchall()]
+
+    def answers_behind(self, batch_id: str, after: int, most: int) -> list[tuple[int, bytes]]:
+        """The answers to the next requests behind the line `after`, up to the first that has none, with their lines.
+        None where the batch has ended: its results have them."""
+        rows = self._database.execute(
+            "SELECT line, answer FROM lines WHERE batch = ? AND line > ? ORDER BY line LIMIT ?", (batch_id, after, most)
+        )
+        return list(itertools.takewhile(lambda row: row[1] is not None, rows.fetchall()))
 
     def answer(self, batch_id: str, line: int, answer: bytes, *, is_good: bool) -> None:
         """Keeps the answer to a request, unless it has one. Raises NotOwnerError."""

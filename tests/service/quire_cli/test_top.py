@@ -135,7 +135,7 @@ def test_an_address_that_is_no_gateway_is_one_line(capsys: pytest.CaptureFixture
         ("ftp://x", "expected http://HOST:PORT"),
     ):
         assert main(["top", "--url", url]) == 2
-        assert capsys.readouterr().err.startswith(f'quire top: error: --url: "{url}" is not valid: {problem}')
+        assert capsys.readouterr().err.startswith(f'quire top: error: --address: "{url}" is not valid: {problem}')
     missing = tmp_path / "ca.pem"
     assert main(["top", "--url", "https://127.0.0.1:1", "--tls-ca-file", str(missing)]) == 2
     assert capsys.readouterr().err == f"quire top: error: {missing} cannot be used for TLS: No such file or directory\n"
