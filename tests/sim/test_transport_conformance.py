@@ -76,6 +76,15 @@ class Setting:
             for connection in list(self.network.connections):
                 connection.reset()
 
+    async def wait(self, *_: Any) -> Any:
+        """What a handler does that never answers."""
+        self.seen.append("began")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.seen.append("cancelled")
+            raise
+
     async def stop(self, grace_s: float) -> None:
         await self.in_server(lambda: self.servers[-1].stop(grace_s))
 
@@ -285,15 +294,7 @@ async def read_raises_what_ended_the_stream(setting: Setting) -> Any:
 
 @behaves(("cancelled", True, "CANCELLED", ["cancelled"]))
 async def cancel_reaches_the_handler(setting: Setting) -> Any:
-    async def wait(request: Any, context: Any) -> Any:
-        setting.seen.append("began")
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            setting.seen.append("cancelled")
-            raise
-
-    async with open_channel(await setting.serve("unary_unary", wait)) as channel:
+    async with open_channel(await setting.serve("unary_unary", setting.wait)) as channel:
         made = call(channel, "unary_unary")(text("hi"))
         waiting = asyncio.ensure_future(outcome(made))
         await until(lambda: bool(setting.seen))
@@ -422,13 +423,8 @@ async def a_call_fails_at_once_without_a_server_unless_it_waits(setting: Setting
 @behaves(("UNAVAILABLE", ["began", "cancelled"]))
 async def stop_ends_calls(setting: Setting) -> Any:
     async def wait(request: Any, context: Any) -> AsyncIterator[Any]:
-        setting.seen.append("began")
         yield text("a")
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            setting.seen.append("cancelled")
-            raise
+        await setting.wait()
 
     async with open_channel(await setting.serve("unary_stream", wait)) as channel:
         made = call(channel, "unary_stream")(text("go"))
@@ -461,15 +457,7 @@ async def stop_with_grace_lets_calls_end(setting: Setting) -> Any:
 
 @behaves(("cancelled", "UsageError", ["cancelled"]))
 async def closing_a_channel_ends_its_calls(setting: Setting) -> Any:
-    async def wait(request: Any, context: Any) -> Any:
-        setting.seen.append("began")
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            setting.seen.append("cancelled")
-            raise
-
-    channel = open_channel(await setting.serve("unary_unary", wait))
+    channel = open_channel(await setting.serve("unary_unary", setting.wait))
     made = call(channel, "unary_unary")
     waiting = asyncio.ensure_future(outcome(made(text("hi"))))
     await until(lambda: bool(setting.seen))
@@ -535,14 +523,7 @@ async def a_cancelled_reader_cancels_its_call(setting: Setting) -> Any:
 @behaves(("UNAVAILABLE", ["began", "cancelled"], "hi!"))
 async def a_lost_connection_ends_its_calls_and_the_next_one_connects_again(setting: Setting) -> Any:
     async def wait(request: Any, context: Any) -> Any:
-        if request.value == "hi":
-            return text("hi!")
-        setting.seen.append("began")
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            setting.seen.append("cancelled")
-            raise
+        return text("hi!") if request.value == "hi" else await setting.wait()
 
     async with open_channel(await setting.behind_a_link(await setting.serve("unary_unary", wait))) as channel:
         waiting = asyncio.ensure_future(outcome(call(channel, "unary_unary")(text("wait"))))
