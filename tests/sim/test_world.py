@@ -210,33 +210,29 @@ class Pair:
                 return f"{error.code().name}: {error.details()}", self.world.now - began
 
 
-def test_the_death_of_a_process_ends_its_connections_at_once() -> None:
+@pytest.mark.parametrize(
+    ("breaks", "how", "between_s", "server_learns"),
+    [
+        (lambda pair: pair.server.kill(), "Socket closed", (4, 5.1), False),
+        (lambda pair: pair.network.power_off("server"), "ping timeout", (14, 26), False),
+        (lambda pair: pair.network.cut("client", "server"), "ping timeout", (14, 60), True),
+        (lambda pair: pair.network.cut("server", "client"), "ping timeout", (14, 60), True),
+        (lambda pair: pair.network.connections[0].reset(), "Connection reset by peer", (4, 5.1), True),
+    ],
+    ids=["death of a process", "death of a machine", "cut there", "cut back", "reset"],
+)
+def test_the_ends_of_a_connection_learn_of_its_end(
+    breaks: Callable[[Pair], object], how: str, between_s: tuple[float, float], server_learns: bool
+) -> None:
     with World(1) as world:
         pair = Pair(world)
-        world.at(5, pair.server.kill)
-        how, after = run(world, pair.client, pair.read)
-        assert how == "UNAVAILABLE: Socket closed"
-        assert 4 < after < 5.1
-        assert not pair.ended
-
-
-def test_the_death_of_a_machine_is_noticed_by_pings() -> None:
-    with World(1) as world:
-        pair = Pair(world)
-        world.at(5, lambda: pair.network.power_off("server"))
-        how, after = run(world, pair.client, pair.read)
-        assert how == "UNAVAILABLE: ping timeout"
-        assert 14 < after < 26
-
-
-@pytest.mark.parametrize(("source", "destination"), [("client", "server"), ("server", "client")])
-def test_a_way_that_is_cut_for_long_ends_connections_on_both_sides(source: str, destination: str) -> None:
-    with World(1) as world:
-        pair = Pair(world)
-        world.at(5, lambda: pair.network.cut(source, destination))
-        how, _ = run(world, pair.client, pair.read)
-        assert how == "UNAVAILABLE: ping timeout"
-        world.run(lambda: bool(pair.ended), 100)
+        world.at(5, lambda: breaks(pair))
+        seen, after_s = run(world, pair.client, pair.read)
+        assert seen == f"UNAVAILABLE: {how}"
+        assert between_s[0] < after_s < between_s[1]
+        if server_learns:
+            world.run(lambda: bool(pair.ended), 100)
+        assert bool(pair.ended) == server_learns
 
 
 def test_a_way_that_is_cut_for_a_moment_loses_nothing() -> None:
@@ -254,15 +250,6 @@ def test_a_way_that_is_cut_for_a_moment_loses_nothing() -> None:
         run(world, pair.client, read)
         assert seen == [b"first", b"second"]
         assert world.now > 22
-
-
-def test_both_ends_learn_of_a_reset() -> None:
-    with World(1) as world:
-        pair = Pair(world)
-        world.at(5, lambda: pair.network.connections[0].reset())
-        how, _ = run(world, pair.client, pair.read)
-        assert how == "UNAVAILABLE: Connection reset by peer"
-        world.run(lambda: bool(pair.ended), 1)
 
 
 def test_messages_keep_their_order_over_a_way_that_is_cut_and_heals() -> None:
