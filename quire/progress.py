@@ -92,6 +92,13 @@ def of_bytes(done: int, total: int) -> tuple[str, str]:
     return f"{done / 1024**power:.{digits}f}", f"{total / 1024**power:.{digits}f} {_UNITS[power]}"
 
 
+def shown_bytes(num_bytes: int) -> str:
+    """A size for people: "1.5 GiB", or "64 B". Rounded down, so that what is available is never exceeded by it."""
+    power = max(min((max(num_bytes, 1).bit_length() - 1) // 10, len(_UNITS) - 1), 0)
+    tenths = num_bytes * 10 >> 10 * power
+    return f"{tenths // 10}.{tenths % 10} {_UNITS[power]}" if power else f"{num_bytes} B"
+
+
 class ProgressLine:
     """One line that changes, on a terminal; elsewhere, as in a log, a line of its own every few seconds.
 

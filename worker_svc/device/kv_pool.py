@@ -15,6 +15,7 @@ from kernels.host_memory import collapse, lazy_zeros, populate, release
 from kernels.int8 import line_bytes
 from quire import clock
 from quire.processors import available_memory
+from quire.progress import shown_bytes
 from quire.settings import ConfigurationError
 from worker_svc.device.pool_file import KvNamespace, PoolFile
 from worker_svc.device.seals import SealInventory
@@ -133,7 +134,7 @@ def num_gpu_blocks(request: PoolRequest, bytes_per_block: int, available_bytes: 
     count = max(memory, 0) // bytes_per_block - request.num_padding_blocks
     if count < 1:
         raise ConfigurationError(
-            f"the KV pool has {max(memory, 0)} bytes and one block takes {bytes_per_block}; "
+            f"the KV pool has {shown_bytes(max(memory, 0))} and one block takes {shown_bytes(bytes_per_block)}; "
             f"{advice or 'set --kv-cache-memory'} or lower --block-size"
         )
     return count if maximum is None else min(count, maximum)
@@ -163,12 +164,13 @@ def num_host_blocks(
     if left_bytes is not None and swap_space > left_bytes:
         beside = " beside the KV pool" if device.type == "cpu" else ""
         raise ConfigurationError(
-            f"--swap-space is {swap_space} bytes; {left_bytes} bytes of memory are available to "
+            f"--swap-space is {shown_bytes(swap_space)}; {shown_bytes(left_bytes)} of memory are available to "
             f"this worker{beside}; set it to at most that"
         )
     if 0 < swap_space < bytes_per_block:
         raise ConfigurationError(
-            f"--swap-space is {swap_space} bytes and one block takes {bytes_per_block}; raise it, or use 0 for none"
+            f"--swap-space is {shown_bytes(swap_space)} and one block takes {shown_bytes(bytes_per_block)}; raise it, "
+            "or use 0 for none"
         )
     return swap_space // bytes_per_block
 
@@ -188,11 +190,11 @@ def _check_memory(request: PoolRequest, pool_bytes: int) -> None:
     if request.host_memory is None or pool_bytes <= request.host_memory:
         return
     if request.num_gpu_blocks is not None:
-        given = f"--num-gpu-blocks is {request.num_gpu_blocks}, which take {pool_bytes} bytes"
+        given = f"--num-gpu-blocks is {request.num_gpu_blocks}, which take {shown_bytes(pool_bytes)}"
     else:
-        given = f"--kv-cache-memory is {request.kv_cache_memory} bytes"
+        given = f"--kv-cache-memory is {shown_bytes(request.kv_cache_memory or pool_bytes)}"
     raise ConfigurationError(
-        f"{given}; {request.host_memory} bytes of memory are available to this worker; set it to at most that"
+        f"{given}; {shown_bytes(request.host_memory)} of memory are available to this worker; set it to at most that"
     )
 
 
@@ -261,7 +263,7 @@ def allocate_pool(
         total = (geometry.num_gpu_blocks + geometry.num_host_blocks) * geometry.block_bytes
         raise ConfigurationError(
             f"cannot allocate the KV pool: {geometry.num_gpu_blocks} blocks on {device} and {geometry.num_host_blocks} "
-            f"on the host take {total} bytes"
+            f"on the host take {shown_bytes(total)}"
         ) from error
     return KvPool(geometry, gpu, host, geometry.num_gpu_blocks if with_padding else None, seals)
 
