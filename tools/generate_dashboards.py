@@ -1,7 +1,7 @@
 """Writes the Grafana dashboards in deploy/grafana/dashboards: `python -m tools.generate_dashboards [--check]`.
 
-A dashboard is a list of panels here; places, sizes and what all panels have in common follow from that. Expressions see
-the data source and the instances that are chosen at the top of the page.
+A dashboard is a row of tiles and a list of panels here; places, sizes and what all panels have in common follow from
+that. Expressions see the data source and the instances that are chosen at the top of the page.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from typing import Any
 DIRECTORY = Path(__file__).resolve().parents[1] / "deploy" / "grafana" / "dashboards"
 _COLUMNS = 24
 _WIDTH, _HEIGHT = 8, 8
+_TILE_WIDTH, _TILE_HEIGHT = 4, 4
 _PROMETHEUS = {"type": "prometheus", "uid": "${datasource}"}
 _LINKS = {
     "type": "dashboards",
@@ -43,6 +44,17 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True)
+class Tile:
+    """One number as it is now: green, and of another color from each of the `thresholds` on."""
+
+    title: str
+    description: str
+    unit: str
+    expression: str
+    thresholds: tuple[tuple[float, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Dashboard:
     """One page, of the services whose metrics begin with `metric`."""
 
@@ -50,6 +62,7 @@ class Dashboard:
     title: str
     metric: str
     panels: tuple[Panel, ...]
+    tiles: tuple[Tile, ...] = ()
 
 
 def rate(metric: str, by: str = "") -> str:
@@ -491,8 +504,46 @@ OVERVIEW = (
         ),
     ),
 )
+TILES = (
+    Tile(
+        "Alerts that fire",
+        "The runbook says what to do.",
+        "short",
+        f'count(ALERTS{{alertname=~"Quire.*", alertstate="firing", {_IN_NAMESPACE}}}) or vector(0)',
+        ((1, "red"),),
+    ),
+    Tile(
+        "Processes not reached",
+        "By Prometheus.",
+        "short",
+        f'sum(1 - up{{job=~"quire-.*", {_IN_NAMESPACE}}})',
+        ((1, "red"),),
+    ),
+    Tile(
+        "Requests that wait",
+        "At all schedulers.",
+        "short",
+        everywhere(gauge('quire_scheduler_live_requests{queue="waiting"}')),
+        ((32, "yellow"), (256, "red")),
+    ),
+    Tile(
+        "KV cache in use",
+        "Of the fullest replica.",
+        _SHARE,
+        everywhere(gauge("quire_scheduler_kv_cache_usage", how="max")),
+        ((0.8, "yellow"), (0.95, "red")),
+    ),
+    Tile(
+        "Time to first token, p90",
+        "From the arrival of a request to its first token.",
+        _SECONDS,
+        quantile(0.9, "quire_gateway_time_to_first_token_seconds"),
+        ((2, "yellow"), (10, "red")),
+    ),
+    Tile("Generated tokens", "A second.", _TOKENS_PER_S, rate("quire_gateway_generated_tokens_total")),
+)
 DASHBOARDS = (
-    Dashboard("overview", "Quire: overview", "quire_gateway_live_requests", OVERVIEW),
+    Dashboard("overview", "Quire: overview", "quire_gateway_live_requests", OVERVIEW, TILES),
     Dashboard("memory", "Quire: memory and scheduler", "quire_scheduler_steps_total", MEMORY),
     Dashboard("gateway", "Quire: gateways and tenants", "quire_gateway_live_requests", (*GATEWAY, *TENANTS)),
     Dashboard("worker", "Quire: workers", "quire_worker_steps_total", WORKER),
@@ -512,7 +563,7 @@ def json_of(dashboard: Dashboard) -> dict[str, Any]:
         "time": {"from": "now-30m", "to": "now"},
         "links": [_LINKS],
         "templating": {"list": list(_variables(dashboard.metric))},
-        "panels": list(_panels(dashboard.panels)),
+        "panels": [*_tiles(dashboard.tiles), *_panels(dashboard.panels, behind=len(dashboard.tiles))],
     }
 
 
@@ -538,16 +589,41 @@ def _variable(label: str, query: str) -> dict[str, Any]:
     }
 
 
-def _panels(panels: Sequence[Panel]) -> Iterator[dict[str, Any]]:
+def _tiles(tiles: Sequence[Tile]) -> Iterator[dict[str, Any]]:
+    for index, tile in enumerate(tiles):
+        steps = [{"color": "green", "value": None}, *({"color": color, "value": at} for at, color in tile.thresholds)]
+        yield {
+            "id": index + 1,
+            "type": "stat",
+            "title": tile.title,
+            "description": tile.description,
+            "datasource": _PROMETHEUS,
+            "gridPos": {"x": index * _TILE_WIDTH, "y": 0, "w": _TILE_WIDTH, "h": _TILE_HEIGHT},
+            "fieldConfig": {
+                "defaults": {"unit": tile.unit, "thresholds": {"mode": "absolute", "steps": steps}},
+                "overrides": [],
+            },
+            "options": {
+                "colorMode": "background" if tile.thresholds else "value",
+                "graphMode": "area",
+                "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+            },
+            "targets": [{"refId": "A", "datasource": _PROMETHEUS, "expr": tile.expression, "legendFormat": tile.title}],
+        }
+
+
+def _panels(panels: Sequence[Panel], *, behind: int) -> Iterator[dict[str, Any]]:
+    """The graphs, below so many tiles."""
+    top = _TILE_HEIGHT if behind else 0
     for index, panel in enumerate(panels):
         row, column = divmod(index, _COLUMNS // _WIDTH)
         yield {
-            "id": index + 1,
+            "id": behind + index + 1,
             "type": "timeseries",
             "title": panel.title,
             "description": panel.description,
             "datasource": _PROMETHEUS,
-            "gridPos": {"x": column * _WIDTH, "y": row * _HEIGHT, "w": _WIDTH, "h": _HEIGHT},
+            "gridPos": {"x": column * _WIDTH, "y": top + row * _HEIGHT, "w": _WIDTH, "h": _HEIGHT},
             "fieldConfig": {
                 "defaults": {
                     "unit": panel.unit,
