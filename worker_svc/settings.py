@@ -93,9 +93,10 @@ class WorkerFlags(StepFlags):
     speculate: tuple[str, ...] = setting(
         ("off",),
         "guesses of the next tokens, which a step verifies, so that it may give several; the text stays the same to "
-        "the bit; prediction guesses what the caller predicts, grammar what a constraint forces, ngram what followed "
-        "the last tokens where they occurred before; for cpu; auto is all of them on cpu, else off",
-        choices=("off", "auto", "prediction", "grammar", "ngram"),
+        "the bit; prediction guesses what the caller predicts, grammar what a constraint forces, shared what followed "
+        "the last tokens in earlier outputs of the same tenant and adapter, ngram what followed them in the sequence; "
+        "for cpu; auto is prediction,grammar,ngram on cpu, else off",
+        choices=("off", "auto", "prediction", "grammar", "shared", "ngram"),
         common=True,
     )
     max_drafts: int = setting(7, "maximum number of tokens that a step guesses for a row", minimum=1, maximum=64)

@@ -43,7 +43,7 @@ from worker_svc.parallel.ranks import Ranks
 from worker_svc.parallel.rendezvous import rendezvous
 from worker_svc.protocol.stream import Worker
 from worker_svc.sampling.constraints import RowMatchers, TemplateCache
-from worker_svc.sampling.drafters import KINDS, Drafter, Drafters
+from worker_svc.sampling.drafters import AUTO, KINDS, Drafter, Drafters
 from worker_svc.settings import WorkerSettings
 from worker_svc.step import (
     AdmittedStep,
@@ -275,7 +275,7 @@ def _check_head_dim(model: CausalLM) -> None:
 
 def _make_drafter(model: CausalLM, settings: WorkerSettings) -> Drafter | None:
     if "auto" in settings.speculate:
-        return Drafters([make() for make in KINDS.values()]) if model.device.type == "cpu" else None
+        return Drafters([KINDS[name]() for name in AUTO]) if model.device.type == "cpu" else None
     drafters = [make() for name, make in KINDS.items() if name in settings.speculate]
     if not drafters:
         return None

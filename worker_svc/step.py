@@ -241,6 +241,8 @@ class AssignRow:
     """How many of `token_ids` are prompt."""
     adapter_slot: int | None = None
     """The slot of its adapter; None runs the model as it is."""
+    draft_scope: bytes = b""
+    """Rows of one scope may have each other's outputs as guesses; empty: no others."""
 
 
 @dataclass(frozen=True, slots=True)

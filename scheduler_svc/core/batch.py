@@ -361,6 +361,8 @@ class Batch:
             len(sequence.request.prompt),
             sequence.request.traceparent,
             None if sequence.request.adapter is None else self.adapters.slot_of(sequence.request.adapter),
+            # Who shares cached prefixes may share guesses: others would learn by the time what was answered.
+            bytes(sequence.request.cache_root) if self._max_drafts and sequence.request.beam is None else b"",
         )
         return row
 

@@ -28,6 +28,7 @@ class RowAssignment:
     num_prompt_tokens: int
     traceparent: str | None = None
     adapter_slot: int | None = None
+    draft_scope: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,7 @@ def _assign_message(assigned: RowAssignment) -> worker_pb2.AssignRow:
         logprobs=sampling.logprobs,
         num_candidates=sampling.num_candidates,
         adapter_slot=assigned.adapter_slot,
+        draft_scope=assigned.draft_scope,
     )
     if sampling.prompt_logprobs is not None and len(assigned.token_ids) == assigned.num_prompt_tokens:
         # They are delivered before the first output token, so a sequence that has output needs none.

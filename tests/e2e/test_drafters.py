@@ -1,11 +1,14 @@
 """The drafters of a worker: what they guess comes true where it should, and no text changes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from quire.common.v1.common_pb2 import Constraint
 from scheduler_svc.core.request import Request
 from tests.support.whole_engine import Text, WholeEngine, make_request
+from worker_svc.sampling.drafters import SharedDrafter
 
 FLAGS = ["--max-num-seqs", "16", "--num-gpu-blocks", "400", "--max-model-len", "512", "--num-threads", "1"]
 SCHEMA = (
@@ -16,7 +19,7 @@ SCHEMA = (
 
 @pytest.fixture(scope="module")
 def engines() -> tuple[WholeEngine, WholeEngine]:
-    return WholeEngine(*FLAGS), WholeEngine(*FLAGS, "--speculate", "prediction,grammar,ngram")
+    return WholeEngine(*FLAGS), WholeEngine(*FLAGS, "--speculate", "prediction,grammar,shared,ngram")
 
 
 def run(engine: WholeEngine, *requests: Request) -> dict[tuple[int, int], Text]:
@@ -62,3 +65,17 @@ def test_a_schema_gives_several_tokens_a_step_and_the_same_text(engines) -> None
     assert on.num_accepted >= 8
     usage = on.usages[1]
     assert usage.accepted_draft_tokens >= 8
+
+
+def test_what_a_tenant_was_answered_is_guessed_for_this_tenant_only(engines) -> None:
+    off, on = engines[0], WholeEngine(*FLAGS, "--speculate", "shared")
+    on.use(SharedDrafter())
+    prompt = np.random.default_rng(8).integers(20, 400, 20).tolist()
+    requests = [
+        replace(make_request(number, prompt, max_tokens=60, seed=6, sampling={"temperature": 0.8}), tenant=tenant)
+        for number, tenant in enumerate(("anna", "ben", "anna"))
+    ]
+    # One after the other.
+    assert on.run(requests, max_num_seqs=1) == off.run(requests)
+    assert [on.usages[number].accepted_draft_tokens for number in (0, 1)] == [0, 0]
+    assert on.usages[2].accepted_draft_tokens >= 25

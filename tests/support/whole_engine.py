@@ -198,7 +198,7 @@ class EveryDraft:
         assert (num_right <= num_checked).all()
 
 
-class RightDrafter:
+class RightDrafter(Drafter):
     """Drafts what the sequences of a run said."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
@@ -212,7 +212,7 @@ class RightDrafter:
         return NO_DRAFT
 
 
-class WrongDrafter:
+class WrongDrafter(Drafter):
     """Drafts what another one does, and a wrong token at a place that its seed and the tokens give; of nothing,
     tokens by chance. Draws the lowest and the highest token id, too."""
 

@@ -25,7 +25,7 @@ _MIN_GAIN = 1.12
 """What is expected of drafts at least, in tokens a second: expectations of what is chosen are too high on average."""
 _GUESSING_S, _GUESSING_ROW_S = 150e-6, 8e-6
 """What drafts cost a pass beside the model, for a pass and for each row that has a guess, measured on an EPYC."""
-_LOOKING_S, _LOOKING_ROW_S = 50e-6, 12e-6
+_LOOKING_S, _LOOKING_ROW_S = 130e-6, 20e-6
 """What it costs to look for guesses that are not verified, in a further pass of a step. In the first one, which shares
 the processors and the interpreter with the results of the step before, it takes three times as long: there it is only
 done where the step before had no further pass either."""
@@ -36,7 +36,7 @@ _WEIGHT_OF_ALL = 2.0
 _WEIGHT_EXPECTED, _MAX_SEEN = 8.0, 512.0
 _SHARE_OF_LOOKING, _SHARE_OF_SAVED = 0.005, 0.25
 """Looking for guesses that are not verified takes so much of the time of passes, and of the time that drafts saved."""
-_NUM_HOPED = 4
+_NUM_HOPED = 3
 """So many looks at a new row, or at one whose drafts paid, are free."""
 _MAX_LOOKS = 8
 """What is not spent is kept for so many looks at all rows: where rows leave their predictions, a few looks, one after
@@ -66,7 +66,7 @@ class DraftChoice(Protocol):
 
     def due(self, rows: NDArray[np.integer], num_rows: int, *, is_first: bool) -> NDArray[np.bool_]:
         """Which of these rows to guess for in the next pass, which has `num_rows` rows without drafts. `is_first` in
-        the first of several passes of a step."""
+        the first pass of a step."""
         ...
 
     def found_nothing(self, rows: Sequence[int], max_periods: Sequence[int]) -> None:
@@ -95,7 +95,7 @@ class PayingDrafts:
         self._due_at, self._periods = np.zeros(max_num_rows, np.int64), np.ones(max_num_rows, np.int64)
         # Whether the last look at a row ended in drafts, and how many looks are free.
         self._pays, self._num_hoped = np.zeros(max_num_rows, np.bool_), np.zeros(max_num_rows, np.int64)
-        self._num_passes, self._was_first = 0, True
+        self._num_passes, self._was_first, self._max_period = 0, True, 1
         # Of the pass, and what may be spent on looking; below 0 where more was spent.
         self._num_rows, self._pass_s, self._budget_s = 0, 0.0, 0.0
 
@@ -108,6 +108,9 @@ class PayingDrafts:
         self._num_passes += 1
         if num_rows != self._num_rows:
             self._num_rows, self._pass_s = num_rows, float(self._costs.of(np.array([num_rows]))[0])
+            # Where passes are long, it is worth to look at rows each time.
+            needed = (_LOOKING_S + _LOOKING_ROW_S * num_rows) / (_SHARE_OF_LOOKING * self._pass_s)
+            self._max_period = min(1 << max(int(needed), 1).bit_length(), _MAX_PERIOD)
         self._earn(_SHARE_OF_LOOKING * self._pass_s)
         may_look = self._pays[rows]
         if self._was_first or not is_first:
@@ -160,7 +163,7 @@ class PayingDrafts:
         if num_charged:
             self._budget_s -= _LOOKING_S + _LOOKING_ROW_S * num_charged
         before = self._periods[rows]
-        periods = np.minimum(_LONGER * before, np.minimum(np.maximum(max_periods, before), _MAX_PERIOD))
+        periods = np.minimum(_LONGER * before, np.minimum(np.maximum(max_periods, before), self._max_period))
         self._periods[rows], self._pays[rows] = periods, False
         self._due_at[rows] = (self._num_passes // periods + 1) * periods
 

@@ -22,7 +22,7 @@ from worker_svc.device.rows import Rows
 from worker_svc.sampling.drafters import Drafter, RowText
 from worker_svc.sampling.sampler import Drawn
 from worker_svc.sampling.sampling_table import SamplingColumns
-from worker_svc.step import Batch, RowChanges, WorkerLimits
+from worker_svc.step import Batch, Int32Array, RowChanges, WorkerLimits
 
 _MAX_PERIOD = 32
 """Where there is no guess, one is looked for again within so many passes."""
@@ -111,8 +111,18 @@ class Drafts:
         self._drafter = drafter
         self._forced = forced
         self._max_drafts, self._max_verified = limits.max_drafts, limits.max_verified
+        self._scopes: dict[int, bytes] = {}
         # Rows whose matcher does not know yet what they have.
         self._changed: set[int] = set()
+
+    def end(self, rows: Int32Array) -> None:
+        """These rows are released. To be called before others have them."""
+        if self._drafter is None:
+            return
+        for row in rows.tolist():
+            if scope := self._scopes.pop(row, b""):
+                text = RowText(self._token_ids[row, : self._num_tokens[row]], scope=scope)
+                self._drafter.ended(text, int(self._rows.sampling.num_prompt_tokens[row]))
 
     def apply(self, changes: RowChanges) -> None:
         """The changes of a step, which `Rows` has."""
@@ -120,6 +130,9 @@ class Drafts:
         self._changed.update(each.row for each in changes.set_tokens)
         for each in changes.assign:
             self._num_tokens[each.row] = len(each.token_ids)
+            self._scopes[each.row] = each.draft_scope
+        for parent, child in changes.fork.tolist():
+            self._scopes[child] = self._scopes.get(parent, b"")
         self._num_tokens[changes.fork[:, 1]] = self._num_tokens[changes.fork[:, 0]]
         for each in changes.set_tokens:
             self._num_tokens[each.row] = each.position + len(each.token_ids)
@@ -138,7 +151,7 @@ class Drafts:
         computed = batch.num_computed_tokens.copy()
         computed[places] = self._num_tokens[sources] - batch.num_new_tokens[places]
         num_drafts = np.zeros(len(samplers), np.int32)
-        guessing, guesses, first = self._guess(batch, samplers, is_first=is_first and batch.max_passes > 1)
+        guessing, guesses, first = self._guess(batch, samplers, is_first=is_first)
         if guesses is not None and self.choice is not None:
             chosen = self.choice.choose(guesses, len(samplers))
             num_drafts[guessing] = np.clip(self._max_verified - (np.cumsum(chosen) - chosen), 0, chosen)
@@ -207,7 +220,7 @@ class Drafts:
             row = int(samplers[sample])
             end = int(self._num_tokens[row])
             followed = self._rows.sampling.followed[row]
-            text = RowText(self._token_ids[row, :end], followed, forced.get(row, ()))
+            text = RowText(self._token_ids[row, :end], followed, forced.get(row, ()), self._scopes.get(row, b""))
             token_ids, kind = self._drafter.draft(text, int(max_drafts[sample]))
             if len(token_ids):
                 self._token_ids[row, end : end + len(token_ids)] = token_ids

@@ -348,6 +348,8 @@ class ModelRunner:
         stopwatch = Stopwatch(self._model.device)
         self._moves.apply(admitted)
         failpoint("worker.step.moved")
+        if self._drafts is not None:
+            self._drafts.end(step.row_changes.release)
         self._rows.apply(step.row_changes, admitted.max_forked)
         stopwatch.mark()
 

@@ -159,7 +159,8 @@ class StepDecoder:
             raise invalid_field(f"{field}.num_candidates", "is 0; it must be at least 1 if it is set")
         row = self._row(message.row, f"{field}.row")
         slot = self._slot(message.adapter_slot, f"{field}.adapter_slot") if message.HasField("adapter_slot") else None
-        return AssignRow(row, token_ids, block_table, self._sampling.read(message), message.num_prompt_tokens, slot)
+        sampling, scope = self._sampling.read(message), message.draft_scope
+        return AssignRow(row, token_ids, block_table, sampling, message.num_prompt_tokens, slot, scope)
 
     def _set_tokens(self, message: worker_pb2.SetTokens, field: str) -> SetTokens:
         row = self._row(message.row, f"{field}.row")

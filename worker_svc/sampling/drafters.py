@@ -4,8 +4,6 @@ A drafter is a function of the row's tokens, so that all ranks draft alike. What
 step gives, never which: a draft counts only where the row draws that very token.
 """
 
-import bisect
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -20,9 +18,17 @@ _FRESH_RUN, _FOLLOWED_RUN = 2, 8
 """A prediction is trusted more after so many tokens that followed it."""
 _GRAMMAR = 3
 _NGRAM = 4
-EXPECTED_RIGHT = (0.4, 0.8, 0.95, 0.8, 0.3, 0.5, 0.6, 0.75)
+_SHARED = 8
+EXPECTED_RIGHT = (0.4, 0.8, 0.95, 0.8, 0.3, 0.5, 0.6, 0.75, 0.5, 0.6, 0.75)
 """By kind of draft: how probably its next token is right, before anything was seen. Three kinds are from predictions,
-one from constraints, four from repetitions, by how many tokens matched."""
+one from constraints, four from repetitions and three from earlier outputs, by how many tokens matched."""
+_MIN_SHARED_MATCH = 4
+_MAX_SCOPES, _MAX_TOKENS_OF_SCOPE = 64, 16384
+"""Of earlier outputs, so many scopes are kept, and of each so many of its last tokens: 4 MiB."""
+_NUM_LED_BY = 6
+"""So many tokens of the prompt are kept before an output, so that its beginning is found."""
+_BETWEEN = -1
+"""Between two outputs; no token."""
 _MIN_MATCH, _MAX_MATCH = 2, 6
 """Of the last tokens of a row, so many at least occur before, and the place where most of them do, up to so many, is
 taken."""
@@ -51,27 +57,30 @@ class PredictedTokens:
 
     def __init__(self, token_ids: Int32Array) -> None:
         self.token_ids = token_ids
-        self._places: dict[int, list[int]] = {}
-        self._pairs: set[tuple[int, int]] = set()
+        # Made when first needed: the tokens in order with their places, and all pairs in order.
+        self._index: tuple[Int32Array, NDArray[np.intp], NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def may_be_found(self, last: Sequence[int], begin: int, end: int) -> bool:
         """Whether the last two tokens are anywhere in it, or the last one from `begin` to before `end`. Of most text
-        that is another one neither is, and to search for it takes ten times as long."""
-        if not self._places:
-            token_ids: list[int] = self.token_ids.tolist()
-            for place, token_id in enumerate(token_ids):
-                self._places.setdefault(token_id, []).append(place)
-            self._pairs.update(itertools.pairwise(token_ids))
-        places = self._places.get(last[-1])
-        if places is None:
+        that is another one neither is, and to search for it takes longer."""
+        if self._index is None:
+            # Dictionaries and lists take five times as long to make.
+            order = np.argsort(self.token_ids, kind="stable")
+            self._index = self.token_ids[order], order, np.sort(_pairs_of(self.token_ids))
+        tokens, order, pairs = self._index
+        first, stop = tokens.searchsorted(last[-1]), tokens.searchsorted(last[-1], "right")
+        if first == stop:
             return False
-        if (last[0], last[-1]) in self._pairs:
+        pair = (last[0] << 32) + last[-1]
+        at = pairs.searchsorted(pair)
+        if at < len(pairs) and pairs[at] == pair:
             return True
-        at = bisect.bisect_left(places, begin)
-        return at < len(places) and places[at] < end
+        places = order[first:stop]
+        at = places.searchsorted(begin)
+        return bool(at < len(places) and places[at] < end)
 
 
 @dataclass(slots=True)
@@ -153,6 +162,8 @@ class RowText:
     followed: FollowedPrediction | None = None
     forced: Sequence[int] = field(default=())
     """What its constraint leaves no choice about, in the tokens of the tokenizer: others may have the same text."""
+    scope: bytes = b""
+    """Of rows whose outputs may be guesses for it; empty: there are none."""
 
 
 class Drafter(Protocol):
@@ -162,8 +173,11 @@ class Drafter(Protocol):
         """At most so many tokens, each of the vocabulary, that may follow the text."""
         ...
 
+    def ended(self, text: RowText, num_prompt_tokens: int) -> None:
+        """The row ends with this text, or is preempted."""
 
-class PredictionDrafter:
+
+class PredictionDrafter(Drafter):
     """The tokens that the caller predicts, from where the output follows them, again behind what is another text."""
 
     def draft(self, text: RowText, max_drafts: int) -> Draft:
@@ -173,14 +187,14 @@ class PredictionDrafter:
         return Draft(token_ids, (followed.run >= _FRESH_RUN) + (followed.run >= _FOLLOWED_RUN))
 
 
-class GrammarDrafter:
+class GrammarDrafter(Drafter):
     """The tokens that the row's constraint forces."""
 
     def draft(self, text: RowText, max_drafts: int) -> Draft:
         return Draft(np.array(text.forced[:max_drafts], np.int32), _GRAMMAR)
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Prompt lookup: what followed the last tokens of the row where they occurred before, in its prompt or output.
 
     Of equally long matches it takes the last. A match that reaches the end of the tokens is a repetition, which goes
@@ -197,7 +211,67 @@ class NgramDrafter:
         return Draft(drafts, _NGRAM + min(num_matched - _MIN_MATCH, 3))
 
 
-class Drafters:
+class _Outputs:
+    """The last tokens of the outputs of one scope, one after the other."""
+
+    def __init__(self) -> None:
+        self._token_ids = np.full(_MAX_TOKENS_OF_SCOPE, _BETWEEN, np.int32)
+        self._num_tokens = 0
+
+    @property
+    def token_ids(self) -> Int32Array:
+        return self._token_ids[: self._num_tokens]
+
+    def add(self, token_ids: Int32Array) -> None:
+        """One more output. Forgets the older half where there is no room."""
+        half = _MAX_TOKENS_OF_SCOPE // 2
+        token_ids = token_ids[-(half - 1) :]
+        if self._num_tokens + len(token_ids) + 1 > _MAX_TOKENS_OF_SCOPE:
+            newer = self.token_ids[-half:].copy()
+            self._token_ids[:half], self._num_tokens = newer, half
+        end = self._num_tokens + len(token_ids)
+        self._token_ids[self._num_tokens : end], self._token_ids[end] = token_ids, _BETWEEN
+        self._num_tokens = end + 1
+
+
+class SharedDrafter(Drafter):
+    """What followed the last tokens of the row in earlier outputs of its scope, where most of them match; of equally
+    long matches the last. A scan of 16,384 tokens takes less time than an index would take to maintain.
+
+    Scopes are kept apart: a guess of another tenant's text would tell by the time of an answer what that tenant was
+    answered.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: dict[bytes, _Outputs] = {}
+
+    def draft(self, text: RowText, max_drafts: int) -> Draft:
+        if (outputs := self._outputs.get(text.scope)) is None:
+            return NO_DRAFT
+        token_ids = outputs.token_ids
+        ends, num_matched = _longest_matches(token_ids, text.token_ids)
+        if num_matched < _MIN_SHARED_MATCH:
+            return NO_DRAFT
+        ends = ends[token_ids[ends + 1] != _BETWEEN]
+        if not len(ends):
+            return NO_DRAFT
+        begin = int(ends[-1]) + 1
+        following = token_ids[begin : begin + max_drafts]
+        following = following[: int((following != _BETWEEN).cumprod().sum())]
+        return Draft(following, _SHARED + num_matched - _MIN_SHARED_MATCH)
+
+    def ended(self, text: RowText, num_prompt_tokens: int) -> None:
+        if not text.scope or len(text.token_ids) == num_prompt_tokens:
+            return
+        # The scope that was used longest ago is the first.
+        outputs = self._outputs.pop(text.scope, None) or _Outputs()
+        outputs.add(text.token_ids[max(num_prompt_tokens - _NUM_LED_BY, 0) :])
+        self._outputs[text.scope] = outputs
+        if len(self._outputs) > _MAX_SCOPES:
+            del self._outputs[next(iter(self._outputs))]
+
+
+class Drafters(Drafter):
     """The first of several drafters that has a guess."""
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
@@ -209,9 +283,25 @@ class Drafters:
                 return draft
         return NO_DRAFT
 
+    def ended(self, text: RowText, num_prompt_tokens: int) -> None:
+        for drafter in self._drafters:
+            drafter.ended(text, num_prompt_tokens)
 
-KINDS = {"prediction": PredictionDrafter, "grammar": GrammarDrafter, "ngram": NgramDrafter}
+
+KINDS = {
+    "prediction": PredictionDrafter,
+    "grammar": GrammarDrafter,
+    "shared": SharedDrafter,
+    "ngram": NgramDrafter,
+}
 """By the names of `--speculate`, in the order in which they are asked."""
+AUTO = ("prediction", "grammar", "ngram")
+"""Those of `--speculate auto`."""
+
+
+def _pairs_of(token_ids: Int32Array) -> NDArray[np.int64]:
+    """Each token with the next one, as one number."""
+    return (token_ids[:-1].astype(np.int64) << 32) + token_ids[1:]
 
 
 def _longest_matches(token_ids: Int32Array, last: Int32Array) -> tuple[NDArray[np.intp], int]:

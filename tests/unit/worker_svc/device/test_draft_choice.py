@@ -56,7 +56,7 @@ def test_of_several_rows_those_get_drafts_whose_guesses_were_right() -> None:
 
 
 def test_a_row_that_does_not_pay_is_looked_at_less_and_less_until_its_guesses_are_right() -> None:
-    choice = PayingDrafts(1, PassCosts([1, 2], [1e-3, 1.2e-3]))
+    choice = PayingDrafts(1, PassCosts([1, 2], [1.5e-3, 1.8e-3]))
     row, guesses = np.array([0]), guesses_of([0], PAIR)
     show(choice, guesses, 0, 40)
     looks: list[int] = []
@@ -90,8 +90,13 @@ def test_rows_without_a_guess_are_looked_at_together_and_soon_where_that_is_want
             found = rows[is_due].tolist()
             choice.found_nothing(found, [1 if row == 2 else 32 for row in found])
     assert all(each[0] == each[1] for each in due)
-    assert 4 < sum(each[0] for each in due) < 20
-    assert (sum(each[2] for each in due) == 300) is (pass_s == 0.1)
+    num_looks, num_wanted = (sum(each[row] for each in due) for row in (0, 2))
+    if pass_s == 0.1:
+        assert num_looks >= 150
+        assert num_wanted == 300
+    else:
+        assert 4 < num_looks < 20
+        assert num_wanted < 30
 
 
 def test_what_drafts_save_is_spent_on_looking_where_others_do_not_pay() -> None:

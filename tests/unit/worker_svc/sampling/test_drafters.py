@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from worker_svc.sampling.drafters import FollowedPrediction, NgramDrafter, PredictedTokens, PredictionDrafter, RowText
+from worker_svc.sampling.drafters import (
+    FollowedPrediction,
+    NgramDrafter,
+    PredictedTokens,
+    PredictionDrafter,
+    RowText,
+    SharedDrafter,
+)
 
 PROMPT = [7, 7, 7]
 PREDICTED = list(range(100, 160))
@@ -74,3 +81,32 @@ def test_the_longest_and_last_occurrence_is_what_follows() -> None:
     assert ngram(1, 2, 3, 4, 9, 2, 3, 5, 8, 1, 2, 3) == [4, 9]
     assert ngram(4, 4, 4, max_drafts=3) == [4, 4, 4]
     assert ngram(1, 2, 3) == []
+
+
+def test_earlier_outputs_are_guesses_within_their_scope_only_and_the_oldest_are_forgotten() -> None:
+    drafter = SharedDrafter()
+
+    def end(output: list[int], scope: bytes = b"a") -> None:
+        drafter.ended(RowText(np.array([*PROMPT, *output], np.int32), scope=scope), len(PROMPT))
+
+    def guess(output: list[int], scope: bytes = b"a") -> list[int]:
+        return drafter.draft(RowText(np.array([*PROMPT, *output], np.int32), scope=scope), 3).token_ids.tolist()
+
+    end(PREDICTED)
+    end([8, *PREDICTED[5:20]])
+    end([])
+    end(list(range(500, 520)), scope=b"")
+    assert guess([8]) == [105, 106, 107]
+    assert guess([1, 2, *PREDICTED[17:20]]) == []
+    assert guess([1, *PREDICTED[16:20]]) == [120, 121, 122]
+    assert guess([1, *PREDICTED[50:60]]) == []
+    assert guess([1, *PREDICTED[:57]]) == [157, 158, 159]
+    assert guess([8], scope=b"b") == guess([500, 501, 502, 503, 504], scope=b"") == []
+    for number in range(5):
+        end([2000 + number] * 4000)
+    assert guess([1, *PREDICTED[16:20]]) == []
+    assert guess([2004, 2004, 2004, 2004, 2004])
+    for number in range(64):
+        end(PREDICTED, scope=bytes([number]))
+    assert not guess([2004, 2004, 2004, 2004, 2004])
+    assert guess([1, *PREDICTED[16:20]], scope=bytes([63]))
