@@ -67,7 +67,7 @@ class PredictedTokens:
         """Whether the last two tokens are anywhere in it, or the last one from `begin` to before `end`. Of most text
         that is another one neither is, and to search for it takes longer."""
         if self._index is None:
-            # Dictionaries and lists take five times as long to make.
+            # Dictionaries and lists of the places take ten times as long to make.
             order = np.argsort(self.token_ids, kind="stable")
             self._index = self.token_ids[order], order, np.sort(_pairs_of(self.token_ids))
         tokens, order, pairs = self._index
