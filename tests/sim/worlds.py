@@ -255,7 +255,7 @@ def draw_moving(seed: int, draw: Random) -> Plan:
     requests = draw_requests(draw, Kind.NETWORK, layout.clients, pool_tokens, over_s)
     if draw.random() < 0.2:
         layout = replace(layout, worker=replace(layout.worker, max_drafts=3, fixed_tokens=1000))
-    layout = _with_passes(draw, layout)
+    layout = replace(_with_passes(draw, layout), keeps_pools=Random(f"pools {seed}").random() < _KEEPING)
     return _plan(seed, layout, requests, draw_drains(draw, layout.hosts, over_s, layout.worker))
 
 
