@@ -74,7 +74,7 @@ def _told(events: Sequence[Any]) -> list[tuple[int, str, str]]:
     return [(event.sequence_number, event.type, getattr(event, "delta", "")) for event in events]
 
 
-@pytest.mark.parametrize("victims", [("gateway", "gateway-1"), ("scheduler",), ("worker", "gateway")])
+@pytest.mark.parametrize("victims", [("gateway", "gateway-1"), ("worker", "gateway")])
 async def test_responses_in_the_background_survive(shared: Served, victims: tuple[str, ...]) -> None:
     await shared.server.wait_ready()
     url = f"http://{shared.server.http_address}/v1"

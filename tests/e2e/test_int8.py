@@ -1,4 +1,4 @@
-"""Int8 weights and an int8 KV pool behind their flags: answers stay right. Requests together: test_mixed_batch.py."""
+"""Int8 weights and an int8 KV pool behind their flags: answers stay right. Requests together: test_recomputation.py."""
 
 from typing import Any
 

@@ -1,20 +1,15 @@
-"""Models of a hub and GGUF files, served by whole servers as a user would."""
+"""A model of a hub, served by a whole server as a user would."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import gguf
 import pytest
-import tokenizers
 
 from quire.client import Client, GenerationOptions
-from quire.model_directory import ModelDirectory
 from quire.model_source import resolve_model
-from tests.support.gguf_files import write_gguf
 from tests.support.hub import LocalHub, commit_of
-from tests.support.serving import serving
 
 pytestmark = pytest.mark.extended
 QUESTION = "What is the capital of France?"
@@ -49,27 +44,3 @@ def test_a_model_is_downloaded_once_for_all_processes_and_served_by_its_name(tmp
         assert server.returncode == 0
         assert sorted(name for name, _ in hub.sent) == sorted(set(files) - {"heldout.txt"})
     assert list(tmp_path.glob(f"hub/models--org--tiny/snapshots/{commit_of(files)}/model.safetensors"))
-
-
-@pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
-async def test_a_gguf_file_answers_as_the_directory_that_it_was_made_of(tmp_path: Path, kind: str) -> None:
-    tiny = resolve_model(None)
-    file = write_gguf(
-        tmp_path / "tiny.gguf",
-        tiny,
-        quantization=gguf.GGMLQuantizationType[kind],
-        pre="smollm",
-        template=ModelDirectory.open(tiny).chat_template,
-        further={
-            "tokenizer.ggml.eot_token_id": ModelDirectory.open(tiny).eos_token_ids[1],
-            "tokenizer.ggml.add_bos_token": True,
-        },
-    )
-    async with serving(model=str(file), num_gpu_blocks=64) as served:
-        (model,) = await served.client.list_models()
-        assert (model.name, model.has_chat_template) == ("tiny", True)
-        answered = await served.client.chat([{"role": "user", "content": QUESTION}], GREEDY)
-        assert "Paris" in answered.text
-        prompt = "The old lighthouse, built in 1874, stood"
-        tokenizer = tokenizers.Tokenizer.from_buffer(ModelDirectory.open(tiny).tokenizer_json())
-        assert list((await served.client.tokenize(prompt)).token_ids) == tokenizer.encode(prompt).ids

@@ -131,3 +131,10 @@ def test_predictions_and_grammars_and_repetitions_save_steps_and_change_nothing(
         assert on.run([drafting]) == expected, name
         assert on.num_accepted >= num_saved, name
         assert on.num_steps <= off.num_steps - on.num_accepted // 2, name
+        usage = on.usages[0]
+        assert (usage.drafted_tokens, usage.accepted_draft_tokens) == (on.num_drafts, on.num_accepted), name
+    # Each of several sequences follows the prediction as far as it says the same.
+    several = {"seed": 2, "sampling": {"temperature": 0.3}, "num_sequences": 3}
+    expected = off.run([make_request(0, prompt, **several)])
+    assert on.run([make_request(0, prompt, **several, predicted=expected[0, 1].token_ids)]) == expected
+    assert on.num_accepted >= len(expected[0, 1].token_ids) // 2

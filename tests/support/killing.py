@@ -76,7 +76,6 @@ class Stream:
         async with client.generate_stream(
             prompt, self._options, request_id=request_id, durable=self._durable
         ) as stream:
-            self.request_id = request_id
             async for event in stream:
                 if isinstance(event, TokenChunk):
                     output = self.outputs.setdefault(event.sequence_index, [])

@@ -45,16 +45,6 @@ def make_server(
     return LocalServer(ServeSettings(**values), programs=programs, report=lines.append)
 
 
-async def test_services_that_are_killed_come_back_and_the_gateway_at_the_same_ports(model_directory: Path) -> None:
-    async with make_server(model_directory) as server:
-        addresses = (server.grpc_address, server.http_address)
-        for name in ("worker", "gateway"):
-            os.kill(server.process(name).pid, signal.SIGKILL)
-        await until_true(lambda: server.process("worker").starts == server.process("gateway").starts == 2)
-        await asyncio.wait_for(server.wait_ready(), 30)
-        assert (server.grpc_address, server.http_address) == addresses
-
-
 async def test_a_failed_canary_is_told_and_nothing_is_left_behind(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
