@@ -9,7 +9,6 @@ import torch
 
 from kernels import ops
 from kernels.reference import ScoreRule
-from tests.support.cpu_kernels import IMPLEMENTATIONS, parametrize_pairwise
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -122,18 +121,6 @@ def assert_matches_naive(batch: Batch, **options: Any) -> None:
 # Of six heads: those that nobody minds, those that take most, and those in between.
 SINKS = torch.tensor([-20.0, 0.0, 1.5, 8.0, -1.0, 3.0])
 MIXED = [(1, 1), (3, 3), (1, 17), (4, 11), (1, 5), (7, 7), (1, 90)]
-
-
-@pytest.mark.usefixtures("implementation")
-@parametrize_pairwise(
-    "implementation,heads,head_dim,block_size",
-    IMPLEMENTATIONS,
-    [(4, 4), (4, 2), (3, 1)],
-    [32, 64, 80, 128],
-    [1, 5, 16],
-)
-def test_mixed_batch_matches_naive(heads: tuple[int, int], head_dim: int, block_size: int) -> None:
-    assert_matches_naive(make_batch(MIXED, heads=heads, head_dim=head_dim, block_size=block_size))
 
 
 @pytest.mark.usefixtures("implementation")

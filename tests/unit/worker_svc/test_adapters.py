@@ -4,7 +4,6 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -146,38 +145,6 @@ def test_adapters_add_to_int8_weights(quantization: Quantization, make: Callable
         actual = adapted.step(*spans) - plain.step(*spans)
         expected = exact_adapted.step(*spans) - exact_plain.step(*spans)
         assert torch.nn.functional.cosine_similarity(actual.flatten(), expected.flatten(), dim=0) > 0.98
-
-
-def greedy(model: CausalLM, prompts: list[list[int]], adapter_slots: list[int], count: int) -> list[list[int]]:
-    runner = PagedRunner(model, prompts, block_size=16)
-    runner.adapter_slots = adapter_slots
-    spans = [Span(row, 0, len(prompt)) for row, prompt in enumerate(prompts)]
-    for _ in range(count):
-        logits = runner.step(*spans)
-        last = torch.tensor([span.end - span.start for span in spans]).cumsum(0) - 1
-        for sequence, token in zip(runner.sequences, logits[last].argmax(-1).tolist(), strict=True):
-            sequence.append(token)
-        spans = [Span(row, len(sequence) - 1, len(sequence)) for row, sequence in enumerate(runner.sequences)]
-    return [sequence[len(prompt) :] for sequence, prompt in zip(runner.sequences, prompts, strict=True)]
-
-
-def test_64_prompts_of_mixed_adapters_continue_as_merged_models_do(make: Callable[[str], Made]) -> None:
-    made, count = make("llama-gqa-untied-32"), 8
-    model, _ = made.load()
-    generator = torch.Generator().manual_seed(9)
-    prompts = [torch.randint(3, VOCAB_SIZE, (3 + i % 17,), generator=generator).tolist() for i in range(64)]
-    slots = [i % (NUM_ADAPTERS + 1) for i in range(64)]
-    together = greedy(model, prompts, slots, count)
-    for number, (prompt, slot) in enumerate(zip(prompts, slots, strict=True)):
-        assert greedy(model, [prompt], [slot], count) == [together[number]]
-    for slot in range(NUM_ADAPTERS + 1):
-        merged: Any = made.merged(slot)
-        for number in range(slot, 64, NUM_ADAPTERS + 1):
-            expected = merged.generate(
-                torch.tensor([prompts[number]]), do_sample=False, max_new_tokens=count, min_new_tokens=count,
-                eos_token_id=None, pad_token_id=0,
-            )  # fmt: skip
-            assert together[number] == expected[0, len(prompts[number]) :].tolist()
 
 
 def test_a_slot_is_emptied_and_filled_anew(make: Callable[[str], Made]) -> None:

@@ -19,7 +19,6 @@ from tests.support.quantized_files import Quantize, Tensors, awq, compressed, fp
 from tests.support.tiers import parametrize_once
 from worker_svc.layers.linear import Linear
 from worker_svc.models.registry import load_model
-from worker_svc.parallel.ranks import Ranks
 from worker_svc.quantized_weights import with_quantized_weights
 from worker_svc.weights import Checkpoint, TensorSpec
 
@@ -115,13 +114,6 @@ def test_weights_are_multiplied_as_the_file_has_them(
     assert None in codings[True]
     assert len(codings[True]) > 1
     assert codings[False] == {None}
-
-
-def test_groups_in_mixed_order_are_served_from_bfloat16(tmp_path: Path) -> None:
-    make(tmp_path, "gptq-in-mixed-order")
-    model = load_model(tmp_path, device=CPU, dtype=torch.bfloat16, ranks=Ranks(1, 2))
-    layers = [module for module in model.modules() if isinstance(module, Linear)]
-    assert {coding for layer in layers for coding in codings_of(layer)} == {None}
 
 
 def test_in_float16_weights_are_those_of_awq_and_gptq_themselves(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,18 +27,6 @@ def test_admission_stops_at_the_watermark_and_a_lone_group_does_not():
     lone = make_request(3, prompt_len=70, max_tokens=10)
     driver.submit(lone)
     driver.finish(lone)
-
-
-def test_a_group_larger_than_host_memory_is_recomputed_while_smaller_ones_are_swapped():
-    driver = Driver(make_config(num_host_blocks=5, block_size=4, preemption_mode=PreemptionMode.SWAP), max_in_flight=1)
-    large = make_request(1, prompt_len=12, max_tokens=12, num_sequences=4)
-    small = make_request(2, prompt_len=8, max_tokens=12)
-    driver.submit(large, small)
-    driver.run_steps(4)
-    driver.preempt(small)
-    driver.preempt(large)
-    assert [len(queue) for queue in (driver.scheduler.swapped, driver.scheduler.waiting)] == [1, 1]
-    driver.finish(large, small)
 
 
 @st.composite
@@ -165,48 +152,6 @@ def test_what_the_prefix_cache_still_has_is_not_moved_back():
     driver.finish(request)
 
 
-def test_samples_that_have_not_parted_yet_copy_their_tail_after_they_are_back():
-    driver = make_driver(block_size=4)
-    request = make_request(1, prompt_len=6, max_tokens=6, num_sequences=3)
-    driver.submit(request)
-    driver.run_steps(1)
-    # Forked, each with a first token of its own, and nothing written yet: figure 8 before its second step.
-    driver.preempt(request)
-    assert driver.scheduler.swap_space.pool.num_used == 2
-    plan = driver.next_plan()
-    assert len(plan.copies) == 2
-    driver.deliver()
-    driver.finish(request)
-
-
-def test_a_group_comes_back_only_with_room_for_the_copies_that_it_makes_then():
-    driver = make_driver(num_blocks=7, block_size=4)
-    other = make_request(1, prompt_len=14, max_tokens=3)
-    request = make_request(2, prompt_len=6, max_tokens=3, num_sequences=3)
-    driver.submit(other, request)
-    driver.run_steps(1)
-    driver.preempt(request)
-    # 3 blocks are free: enough for the 2 of the prompt, not for those and 2 copies of the second.
-    driver.run_steps(1)
-    assert request.key in driver.scheduler.swapped
-    driver.finish(other, request)
-
-
-def test_while_something_is_swapped_nothing_is_admitted():
-    driver = make_driver(num_blocks=8, block_size=4)
-    old = make_request(1, prompt_len=8, max_tokens=12)
-    group = make_request(2, prompt_len=8, max_tokens=6, num_sequences=2)
-    driver.submit(old, group)
-    while group.key not in driver.scheduler.swapped:
-        driver.run_steps(1)
-    newcomer = make_request(3, prompt_len=2, max_tokens=2)
-    driver.submit(newcomer)
-    while group.key in driver.scheduler.swapped:
-        assert newcomer.key in driver.scheduler.waiting
-        driver.run_steps(1)
-    driver.finish(old, group, newcomer)
-
-
 def test_a_prompt_that_is_half_computed_goes_on_where_it_was():
     driver = make_driver(preemption_mode=PreemptionMode.SWAP, max_num_batched_tokens=8, block_size=4)
     request = make_request(1, prompt_len=30, max_tokens=4)
@@ -218,14 +163,3 @@ def test_a_prompt_that_is_half_computed_goes_on_where_it_was():
     computed = driver.device.num_computed
     driver.finish(request)
     assert driver.device.num_computed - computed == 30 - 16 + 3
-
-
-@pytest.mark.parametrize("prompt_logprobs_start", [None, 1])
-def test_a_request_that_comes_back_with_output_of_some_sequences_fits_as_it_did_at_first(prompt_logprobs_start):
-    first = make_request(1, prompt_len=16, max_tokens=4, num_sequences=8, prompt_logprobs_start=prompt_logprobs_start)
-    config = make_config(num_blocks=4 + 8, block_size=4, max_num_seqs=8)
-    for counts in ([0] * 8, [2, 0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 4]):
-        driver = Driver(config)
-        request = continued(first, counts)
-        driver.submit(request)
-        driver.finish(request)

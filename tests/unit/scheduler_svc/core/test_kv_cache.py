@@ -36,16 +36,6 @@ def test_a_second_request_computes_only_what_is_not_cached():
     assert driver.usage[3].cached_tokens == 8
 
 
-def test_a_prompt_is_shared_chunk_by_chunk():
-    driver = Driver(make_config(max_num_batched_tokens=16), max_in_flight=1)
-    long = make_request(1, prompt_len=70, max_tokens=2)
-    driver.submit(long)
-    driver.run_steps(3)
-    assert driver.scheduler.abort(long.key)
-    run(driver, 2, prompt=[*long.prompt[:66], 1, 2], max_tokens=2)
-    assert driver.usage[2].cached_tokens == 48
-
-
 def test_blocks_of_a_chunk_that_is_not_finite_are_never_shared():
     driver = Driver(make_config(max_num_batched_tokens=16), max_in_flight=1)
     driver.failing[1] = 40
@@ -131,25 +121,6 @@ def test_a_shared_block_counts_as_free_with_the_last_of_its_holders_that_leaves(
         pool.touch(table)
     tables = VictimTables(pool, taken=table[1:])
     assert [tables.free(table) for _ in range(num_holders)] == [0] * (num_holders - 1) + [1]
-
-
-def test_a_hit_takes_a_cached_block_out_of_the_free_ones():
-    pool = BlockPool(2)
-    (block,) = pool.allocate(1)
-    pool.seal(block, BlockHash(b"x" * 32))
-    pool.free([block])
-    pool.touch([block])
-    assert (pool.num_free, pool.num_cached, pool.ref_count(block)) == (1, 0, 1)
-
-
-def test_the_same_content_is_found_in_the_block_that_was_sealed_first():
-    pool = BlockPool(2)
-    first, second = pool.allocate(2)
-    assert pool.seal(first, BlockHash(b"x" * 32))
-    assert not pool.seal(second, BlockHash(b"x" * 32))
-    assert pool.hits([BlockHash(b"x" * 32)]) == [first]
-    pool.free([second])
-    assert pool.num_cached == 0
 
 
 def test_hashes_chain_over_tenant_parent_and_tokens():

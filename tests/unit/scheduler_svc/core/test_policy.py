@@ -58,31 +58,6 @@ def test_a_higher_priority_displaces_a_lower_one_that_runs_where_there_is_no_roo
     assert driver.scheduler.num_preemptions == 1
 
 
-def test_nobody_is_displaced_for_a_request_that_does_not_fit_then_either():
-    driver = make_driver(PolicyKind.PRIORITY, num_blocks=12, block_size=4, max_num_seqs=8, max_model_len=48)
-    kept, low = make_request(0, prompt_len=24, max_tokens=9, priority=5), make_request(1, prompt_len=7, priority=0)
-    driver.submit(kept, low)
-    driver.run_steps(1)
-    driver.submit(make_request(2, prompt_len=30, max_tokens=2, priority=3))
-    driver.plan()
-    assert running(driver) == {0, 1}
-    driver.run_until_idle()
-    assert driver.finished == {0, 1, 2}
-    assert driver.usage[1].preemptions == 0
-
-
-def test_a_high_priority_takes_the_place_of_as_many_as_it_needs():
-    driver = make_driver(PolicyKind.PRIORITY, num_blocks=12, block_size=4, max_num_seqs=8, max_model_len=48)
-    for handle in range(3):
-        driver.submit(make_request(handle, prompt_len=7, max_tokens=4, priority=0))
-    driver.run_steps(1)
-    driver.submit(make_request(3, prompt_len=30, max_tokens=2, priority=3))
-    driver.plan()
-    assert running(driver) == {0, 3}
-    driver.run_until_idle()
-    assert driver.finished == {0, 1, 2, 3}
-
-
 def test_under_memory_pressure_the_lowest_priority_gives_way():
     driver = make_driver(PolicyKind.PRIORITY, num_blocks=6, block_size=4, max_num_seqs=4)
     important = make_request(1, prompt_len=7, max_tokens=12, priority=3)

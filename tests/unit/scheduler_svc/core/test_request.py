@@ -25,13 +25,6 @@ def fill(scheduler: Scheduler, tenant: str, prompt_len: int = 5) -> int:
     raise AssertionError("nothing bounds the queue")
 
 
-def test_a_tenant_alone_has_the_whole_queue_and_nothing_beyond_it():
-    scheduler = make_scheduler()
-    assert fill(scheduler, "a") == 8
-    with pytest.raises(QueueFullError, match=r"^9 requests would be waiting; there is room for 8$"):
-        scheduler.submit(make_request(99, tenant="a"), 0.0)
-
-
 def test_who_comes_to_a_queue_that_another_filled_has_an_equal_share():
     scheduler = make_scheduler()
     assert fill(scheduler, "a") == 8

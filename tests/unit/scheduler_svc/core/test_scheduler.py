@@ -18,22 +18,6 @@ from scheduler_svc.core.sequence import FinishReason, Milestone, Timeline
 from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request, token_logprob
 
 
-def test_a_request_joins_and_another_leaves_between_two_steps():
-    driver = Driver(make_config(), max_in_flight=1)
-    driver.submit(make_request(1, max_tokens=3))
-    driver.run_steps(1)
-    driver.submit(make_request(2, max_tokens=8))
-    plan = driver.next_plan()
-    assert sorted(plan.rows.tolist()) == [0, 1]
-    assert plan.num_new_tokens.tolist() == [1, 5]
-    driver.deliver()
-    driver.run_steps(1)
-    assert driver.finished == {1}
-    plan = driver.next_plan()
-    assert plan.release.tolist() == [0]
-    assert plan.rows.tolist() == [1]
-
-
 def test_prefill_is_cut_into_chunks_and_mixed_with_decodes_under_the_budget():
     driver = Driver(make_config(max_num_batched_tokens=10), max_in_flight=1)
     driver.submit(make_request(1, prompt_len=4, max_tokens=10))
@@ -50,25 +34,6 @@ def test_prefill_is_cut_into_chunks_and_mixed_with_decodes_under_the_budget():
     driver.finish(long)
 
 
-def test_the_second_step_is_planned_before_the_first_result():
-    driver = Driver(make_config(), max_in_flight=2)
-    driver.submit(make_request(1))
-    first, second = driver.plan(), driver.plan()
-    assert first is not None
-    assert second is not None
-    assert second.num_computed_tokens.tolist() == [5]
-    assert second.num_new_tokens.tolist() == [1]
-
-
-def test_no_step_is_planned_past_max_tokens():
-    driver = Driver(make_config(), max_in_flight=2)
-    driver.submit(make_request(1, max_tokens=2))
-    assert driver.plan() is not None
-    assert driver.plan() is not None
-    driver.results.clear()
-    assert driver.scheduler.schedule(0.0) is None
-
-
 def test_a_finished_sequence_reports_reason_and_stop_token():
     request = make_request(1, max_tokens=1)
     driver = Driver(make_config())
@@ -83,18 +48,6 @@ def test_a_finished_sequence_reports_reason_and_stop_token():
     driver.plan()
     (end,) = driver.deliver()[CLIENT].finished
     assert (end.num_tokens, end.reason, end.stop_token_id) == (1, FinishReason.STOP, stop)
-
-
-def test_preemption_takes_the_newest_and_spares_the_oldest():
-    driver = Driver(make_config(num_blocks=4, block_size=4, max_model_len=16), max_in_flight=1)
-    old, new = make_request(1, prompt_len=6, max_tokens=8), make_request(2, prompt_len=6, max_tokens=8)
-    driver.submit(old, new)
-    # Both fill their second block with the eighth token.
-    driver.run_steps(3)
-    plan = driver.next_plan()
-    assert plan.rows.tolist() == [0]
-    assert [group.request.key.handle for group in driver.scheduler.waiting] == [2]
-    assert driver.scheduler.waiting.first().preemptions == 1
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
@@ -201,15 +154,6 @@ def test_a_group_that_waits_again_counts_its_prompt_once_and_the_output_of_each_
     assert driver.scheduler.waiting.num_tokens == 10 + 3 * 4
     driver.run_until_idle()
     assert driver.scheduler.waiting.num_tokens == 0
-
-
-def test_where_no_host_memory_is_configured_nothing_is_swapped():
-    driver, request = Driver(make_config(preemption_mode=PreemptionMode.SWAP)), make_request(1, prompt_len=2)
-    driver.submit(request)
-    driver.run_steps(1)
-    driver.preempt(request)
-    assert request.key in driver.scheduler.waiting
-    driver.finish(request)
 
 
 def test_a_handle_in_use_is_refused():
