@@ -232,7 +232,7 @@ def _invalid(error: ValidationError, union_types: Mapping[str, str]) -> InvalidA
     elif alternatives is not None:
         description = f"must be {alternatives}"
     elif first["type"] in ("string_too_short", "string_too_long"):
-        (name, limit), *_ = first["ctx"].items()
+        (name, limit), *_ = first.get("ctx", {}).items()
         bound = "least" if name == "min_length" else "most"
         description = f"must have at {bound} {limit:,} character{'s' if limit > 1 else ''}"
     elif first["type"] == "union_tag_invalid":
