@@ -186,6 +186,8 @@ def test_tokens_that_end_a_turn_end_a_text_too(directory: Path, tmp_path: Path) 
     described = ModelDirectory.open(write_gguf(tmp_path / "m.gguf", model))
     assert described.eos_token_ids == (2, 0)
     assert described.config["eos_token_id"] == [2, 0]
+    named = write_gguf(tmp_path / "n.gguf", model, further={"tokenizer.ggml.eot_token_id": 1})
+    assert ModelDirectory.open(named).eos_token_ids == (2, 1, 0)
 
 
 def test_how_to_sample_and_a_sliding_window_are_what_the_file_says(directory: Path, tmp_path: Path) -> None:
