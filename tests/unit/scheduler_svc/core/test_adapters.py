@@ -203,6 +203,19 @@ def test_a_preempted_request_has_its_adapter_loaded_again(mode: PreemptionMode) 
     driver.finish(first, second)
 
 
+def test_after_a_loss_of_the_worker_slots_are_empty() -> None:
+    driver = make_driver(2)
+    requests = [with_adapter(1, A), with_adapter(2, B), make_request(3)]
+    driver.submit(*requests)
+    driver.tell()
+    while driver.compile_next():
+        pass
+    driver.run_steps(2)
+    driver.crash()
+    assert not loaded(driver)
+    driver.finish(*requests)
+
+
 def test_what_adapters_computed_is_shared_within_a_tenant_and_an_adapter() -> None:
     driver = make_driver(2)
     prompt = [7] * 17
