@@ -123,7 +123,7 @@ def test_predictions_and_grammars_and_repetitions_save_steps_and_change_nothing(
             make_request(0, prompt, predicted=predicted, sampling=greedy),
             15,
         ),
-        "grammar": (make_request(0, prompt, sampling=constrained), make_request(0, prompt, sampling=constrained), 1),
+        "grammar": (make_request(0, prompt, sampling=constrained), make_request(0, prompt, sampling=constrained), 8),
         "ngram": (make_request(0, prompt * 3, sampling=greedy), make_request(0, prompt * 3, sampling=greedy), 0),
     }
     for name, (plain, drafting, num_saved) in cases.items():
