@@ -416,6 +416,7 @@ class StepLoop:
             await self._wake.wait()
             self._wake.clear()
             while len(scheduler.in_flight) < depth:
+                await self._send_offers(link)
                 started = clock.monotonic()
                 plan = scheduler.schedule(started)
                 if plan is None:
@@ -434,10 +435,15 @@ class StepLoop:
                 awaited = self._preparations if preparation.arriving is None else self._moves
                 awaited.sent(preparation.number, clock.monotonic())
                 await link.prepare(preparation)
-            while self._offers:
-                await link.write(self._offers.pop(0))
+            await self._send_offers(link)
             # A lease may be over.
             self._note_idle()
+
+    async def _send_offers(self, link: WorkerLink | WorkerGroup) -> None:
+        """Before a step is planned, which may take the room of a lease: a worker leaves out what is written behind an
+        offer, and cannot know what was written before it."""
+        while self._offers:
+            await link.write(self._offers.pop(0))
 
     async def _receive_results(self, link: WorkerLink | WorkerGroup) -> None:
         """Receives results, applies them to the core, and emits the events."""
