@@ -72,6 +72,8 @@ async def serve(settings: WorkerSettings) -> None:
         if metrics_server is not None:
             metrics_server.stop()
         has_finished = await _stop_device(device_loop)
+        if has_finished:
+            await servicer.stop_disk()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
         if not has_finished:

@@ -44,6 +44,14 @@ class WorkerMetrics:
         )
         for what in ("sent", "received", "failed"):
             self._moved.labels(what)
+        self._on_disk = Counter(
+            "quire_worker_kv_disk_bytes",
+            "Bytes of KV blocks that went to --kv-disk and came back from it; a failed write is the last one.",
+            ("what",),
+            registry=self.registry,
+        )
+        for what in ("written", "read", "failed"):
+            self._on_disk.labels(what)
         self._busy = Gauge(
             "quire_worker_device_busy_seconds", "How long the device is in its current step.", registry=self.registry
         )
@@ -84,6 +92,10 @@ class WorkerMetrics:
     def moved(self, what: str, num_bytes: int) -> None:
         """Blocks went to another worker ("sent"), came from one ("received"), or did not come ("failed")."""
         self._moved.labels(what).inc(num_bytes)
+
+    def on_disk(self, what: str, num_bytes: int) -> None:
+        """Blocks went to disk ("written"), came from there ("read"), or could not be written ("failed")."""
+        self._on_disk.labels(what).inc(num_bytes)
 
     def step_failed(self) -> None:
         """A step failed on the device."""

@@ -52,6 +52,18 @@ class WorkerFlags(StepFlags):
         "of a worker; auto: on cpu where such memory gets huge pages, since steps are slower without; off: never",
         choices=("auto", "on", "off"),
     )
+    kv_disk: Path | None = setting(
+        None,
+        "directory on disk where full KV blocks are kept, so that a server that starts again with the same model and "
+        "flags begins with them; for cpu",
+        metavar="DIR",
+    )
+    kv_disk_space: int = setting(
+        10 << 30,
+        "disk space of all workers in --kv-disk; the blocks written longest ago give way",
+        parse=parse_bytes,
+        metavar="BYTES",
+    )
     gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use", minimum=0.05, maximum=1.0)
     num_gpu_blocks: int | None = setting(None, "blocks of the KV pool, instead of sizing it by memory", minimum=1)
     swap_space: int | None = setting(

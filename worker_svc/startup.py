@@ -30,6 +30,7 @@ from quire.rpc.tls import Role, TlsIdentity
 from quire.settings import ConfigurationError
 from worker_svc.adapters import AdapterSlots, takes_adapters
 from worker_svc.device.device_loop import DeviceLoop
+from worker_svc.device.disk_tier import BlockFile, DiskTier
 from worker_svc.device.draft_choice import PayingDrafts
 from worker_svc.device.kv_pool import KvPool, PoolPlace, PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.pass_times import PassCosts
@@ -204,10 +205,11 @@ def make_worker(
         transfer_endpoint=settings.transfer_endpoint or "",
     )
     blocks = PoolBlocks(pool, runner.seals) if info.kv_namespace else None
+    disk = None if blocks is None else _open_disk_tier(model, settings, fingerprint, blocks, pool)
     tls = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.WORKER)
     if templates is None:
-        return Worker(info, runner, device_loop, ranks.agree, adapters=adapters, blocks=blocks, tls=tls)
-    return Worker(info, runner, device_loop, ranks.agree, templates.prepare, adapters, blocks, tls)
+        return Worker(info, runner, device_loop, ranks.agree, adapters=adapters, blocks=blocks, tls=tls, disk=disk)
+    return Worker(info, runner, device_loop, ranks.agree, templates.prepare, adapters, blocks, tls, disk)
 
 
 def make_adapter_slots(model: CausalLM, settings: WorkerSettings) -> tuple[AdapterSlots | None, int]:
@@ -319,6 +321,24 @@ def _place_of_pool(model: CausalLM, settings: WorkerSettings, fingerprint: Model
         return None
     namespace = kv_namespace(model, settings, fingerprint)
     return PoolPlace(PoolFile.open(settings.kv_cache_file), namespace, settings.persistent_kv_cache == "auto")
+
+
+def _open_disk_tier(
+    model: CausalLM, settings: WorkerSettings, fingerprint: ModelFingerprint, blocks: PoolBlocks, pool: KvPool
+) -> DiskTier | None:
+    """The blocks on disk, of which the pool has the newest then."""
+    if settings.kv_disk is None:
+        return None
+    if model.device.type != "cpu" or model.ranks.size > 1:
+        raise ConfigurationError(
+            f"--kv-disk is for workers on cpu with one rank; this one is on {model.device.type} with "
+            f"{model.ranks.size}; leave it out"
+        )
+    namespace = kv_namespace(model, settings, fingerprint)
+    file = BlockFile(settings.kv_disk / "blocks.kv", settings.kv_disk_space, namespace.digest(), blocks.block_bytes)
+    tier = DiskTier(file, blocks, pool.geometry.num_gpu_blocks)
+    tier.restore()
+    return tier
 
 
 def _make_pool(

@@ -75,6 +75,14 @@ class SealInventory:
             self._sealed[:] = 0
             self._num_writes += 1
 
+    def sealed_since(self, seen: NDArray[np.int64]) -> tuple[SealedBlocks, NDArray[np.int64]]:
+        """The sealed ones of the first `len(seen)` blocks whose number of writes is not that in `seen`, and theirs."""
+        with self._lock:
+            number = len(seen)
+            is_new = (self._sealed[:number] != 0) & (self._num_writes[:number] != seen)
+            block_ids = np.flatnonzero(is_new).astype(np.int32)
+            return SealedBlocks(block_ids, self._hashes[block_ids]), self._num_writes[block_ids]
+
     def snapshot(self) -> SealedBlocks:
         """All sealed blocks by rising block id."""
         block_ids = np.flatnonzero(self._sealed).astype(np.int32)

@@ -34,6 +34,7 @@ from quire.rpc.tls import TlsIdentity
 from quire.tracing import Tracer
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc.device.device_loop import DeviceLoop, StepLane, StepRunner
+from worker_svc.device.disk_tier import DiskTier
 from worker_svc.device.row_ledger import RowLedger
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.convert import (
@@ -114,6 +115,7 @@ class Worker:
         adapters: Adapters | None = None,
         blocks: BlockStore | None = None,
         tls: TlsIdentity | None = None,
+        disk: DiskTier | None = None,
     ) -> None:
         """
         Args:
@@ -122,6 +124,7 @@ class Worker:
             adapters: there are some if `info.limits.max_adapters` is above 0.
             blocks: what blocks hold, if `info.kv_namespace` says what that means; `tls` identifies this worker to
                 others that it fetches some from.
+            disk: where final blocks are kept, too.
         """
         self.info = info
         self.decoder = StepDecoder(info)
@@ -135,6 +138,7 @@ class Worker:
         self._adapters = adapters
         # The last load of each slot, until the worker is attached anew.
         self._reads: dict[int, asyncio.Future[Any]] = {}
+        self.disk = disk
         self.transfers = None if blocks is None else Transfers(info, blocks, device_loop.call, tls)
 
     def attach(self, epoch: int, on_superseded: Callable[[QuireError], None]) -> Session:
@@ -456,6 +460,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._loaded = worker
         if worker.transfers is not None:
             worker.transfers.metrics = self._metrics
+        if worker.disk is not None:
+            worker.disk.start(self._metrics.on_disk)
+
+    async def stop_disk(self) -> None:
+        """Brings what is final to disk, after the last step."""
+        if self._loaded is not None and self._loaded.disk is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._loaded.disk.stop)
 
     async def wait_until_fetched(self, timeout_s: float) -> None:
         """Waits until no block is offered to other workers any more."""

@@ -1,0 +1,226 @@
+"""What a worker finds of its blocks on disk: each whole and its own, or none."""
+
+import errno
+import os
+import stat
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from quire.settings import ConfigurationError
+from tests.support.steps import int32
+from tests.unit.worker_svc.device.test_pool_file import NAMESPACE, OTHERS, hashes
+from worker_svc.device.disk_tier import BlockFile, DiskTier
+from worker_svc.device.seals import SealInventory
+from worker_svc.step import Int32Array, SealedBlocks
+
+SIZE = 5000
+NUM_BLOCKS = 6
+
+
+def name(number: int) -> bytes:
+    return hashes(number).tobytes()
+
+
+def content(number: int) -> bytes:
+    return np.random.default_rng(number).bytes(SIZE)
+
+
+def open_file(path: Path, num_slots: int = 3, **changes: object) -> BlockFile:
+    file = BlockFile(path, 4096 + num_slots * (SIZE + 48), replace(NAMESPACE, **changes).digest(), SIZE)
+    assert file.num_slots == num_slots
+    return file
+
+
+def contents_of(file: BlockFile) -> dict[int, bool | None]:
+    """Of each block whether it is as it was written; None if it cannot be read."""
+    found = {each[0]: file.read(each) for each in file.names}
+    return {number: None if data is None else data == content(number) for number, data in found.items()}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kv" / "blocks.kv"
+
+
+def test_file_keeps_the_blocks_written_last_for_its_namespace_only(path: Path) -> None:
+    file = open_file(path)
+    for number in range(1, 6):
+        file.write(name(number), content(number))
+    assert contents_of(file) == {5: True, 4: True, 3: True}
+    assert file.read(name(1)) is None
+    assert path.stat().st_size == 4096 + 3 * (SIZE + 48)
+    assert (stat.S_IMODE(path.stat().st_mode), stat.S_IMODE(path.parent.stat().st_mode)) == (0o600, 0o700)
+    with pytest.raises(ConfigurationError, match="in use by another worker"):
+        open_file(path)
+    file.close()
+    again = open_file(path)
+    assert contents_of(again) == {5: True, 4: True, 3: True}
+    again.write(name(6), content(6))
+    assert contents_of(again) == {6: True, 5: True, 4: True}
+    again.close()
+    smaller = open_file(path, 2)
+    assert len(smaller) == 2
+    assert path.stat().st_size == 4096 + 2 * (SIZE + 48)
+    smaller.close()
+    with pytest.raises(ConfigurationError, match="--kv-disk-space is 5000 bytes"):
+        BlockFile(path, 5000, NAMESPACE.digest(), SIZE)
+
+
+@pytest.mark.parametrize("field_name", OTHERS)
+def test_file_of_another_namespace_is_empty(path: Path, field_name: str) -> None:
+    file = open_file(path)
+    file.write(name(1), content(1))
+    file.close()
+    other = open_file(path, **{field_name: OTHERS[field_name]})
+    assert other.names == []
+    other.close()
+    assert open_file(path).names == []
+
+
+def test_no_damaged_byte_is_ever_read(path: Path) -> None:
+    file = open_file(path)
+    for number in (1, 2):
+        file.write(name(number), content(number))
+    file.close()
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    # Each byte of a slot's head, some of its content, and of the file's header.
+    places = [*range(52), *range(4096, 4096 + 48), *(4096 + 48 + rng.integers(0, SIZE, 50)).tolist()]
+    for place in places:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged)
+        file = open_file(path)
+        found = contents_of(file)
+        assert found.get(1) is None, place
+        assert found.get(2) is (True if place >= 4096 else None)
+        assert file.read(name(1)) is None
+        file.write(name(1), content(1))
+        assert file.read(name(1)) == content(1)
+        file.close()
+    for length in (0, 1, 4000, 4100, 4096 + SIZE, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        file = open_file(path)
+        assert False not in contents_of(file).values()
+        file.close()
+
+
+def test_worker_killed_at_any_write_leaves_whole_blocks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, left = BlockFile._write, [0]
+
+    class Killed(BaseException):
+        pass
+
+    def write_until_killed(file: BlockFile, data: bytes, start: int) -> None:
+        # Half of the last write is there.
+        left[0] -= 1
+        write(file, data[: len(data) // 2] if left[0] < 0 else data, start)
+        if left[0] < 0:
+            raise Killed
+
+    for number_of_writes in range(3):
+        path.unlink(missing_ok=True)
+        file = open_file(path, 1)
+        file.write(name(1), content(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockFile, "_write", write_until_killed)
+            left[0] = number_of_writes
+            with pytest.raises(Killed):
+                file.write(name(2), content(2))
+        os.close(file._file)
+        again = open_file(path, 1)
+        assert contents_of(again) == {}, "block 1 gave way, and block 2 was not whole"
+        again.write(name(3), content(3))
+        assert contents_of(again) == {3: True}
+        again.close()
+
+
+@dataclass
+class Pool:
+    """Blocks of SIZE bytes."""
+
+    seals: SealInventory = field(default_factory=lambda: SealInventory(NUM_BLOCKS))
+    block_bytes: int = SIZE
+    blocks: dict[int, bytes] = field(default_factory=dict[int, bytes])
+    writes_while_read: list[int] = field(default_factory=list[int])
+
+    def read(self, blocks: Int32Array) -> NDArray[np.uint8]:
+        contents = np.stack([np.frombuffer(self.blocks[each], np.uint8) for each in blocks.tolist()])
+        if self.writes_while_read:
+            self.seals.begin_write(int32(self.writes_while_read), 9)
+        return contents
+
+    def write(self, blocks: Int32Array, contents: NDArray[np.uint8]) -> None:
+        self.blocks |= {block: each.tobytes() for block, each in zip(blocks.tolist(), contents, strict=True)}
+
+    def fill(self, block: int, number: int, step: int = 1) -> None:
+        self.seals.begin_write(int32([block]), step)
+        self.blocks[block] = content(number)
+        self.seals.add(SealedBlocks(int32([block]), hashes(number)), step)
+
+    def holds(self) -> set[int]:
+        sealed = self.seals.snapshot()
+        numbers = [int(each[0]) for each in sealed.hashes]
+        assert all(self.blocks[b] == content(n) for b, n in zip(sealed.block_ids.tolist(), numbers, strict=True))
+        return set(numbers)
+
+
+def test_pool_begins_with_what_was_sealed(path: Path) -> None:
+    pool = Pool()
+    tier = DiskTier(open_file(path, 8), pool, NUM_BLOCKS)
+    counted: list[tuple[str, int]] = []
+    tier._count = lambda what, num_bytes: counted.append((what, num_bytes))
+    for block in range(4):
+        pool.fill(block, 10 + block)
+    tier.write_behind()
+    tier.write_behind()
+    assert counted == [("written", SIZE)] * 4
+    # Block 0 is written anew, and block 4 while it is read.
+    pool.fill(0, 20, step=2)
+    pool.fill(4, 21, step=2)
+    pool.writes_while_read = [4]
+    tier.write_behind()
+    pool.writes_while_read = []
+    pool.fill(5, 22, step=10)
+    tier.stop()
+
+    held = Pool()
+    held.fill(3, 22)
+    tier = DiskTier(open_file(path, 8), held, NUM_BLOCKS)
+    assert tier.restore() == 5
+    assert held.holds() == {10, 11, 12, 13, 20, 22}
+    tier.stop()
+
+
+def test_full_disk_ends_writing_with_one_line(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = Pool()
+    tier = DiskTier(open_file(path), pool, NUM_BLOCKS)
+    counted: list[str] = []
+    tier._count = lambda what, num_bytes: counted.append(what)
+    pool.fill(0, 1)
+    tier.write_behind()
+    write = BlockFile._write
+
+    def write_head_only(file: BlockFile, data: bytes, start: int) -> None:
+        if len(data) == SIZE:
+            write(file, data[:100], start)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(file, data, start)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockFile, "_write", write_head_only)
+        for number in (2, 3):
+            pool.fill(number, number)
+            tier.write_behind()
+    tier.stop()
+    assert counted == ["written", "failed"]
+    assert [each.getMessage() for each in caplog.records] == ["no more KV blocks go to disk: No space left on device"]
+    again = Pool()
+    assert DiskTier(open_file(path), again, NUM_BLOCKS).restore() == 1
+    assert again.holds() == {1}

@@ -1,0 +1,271 @@
+"""Sealed KV blocks in a file on disk, where they outlive the pool, the worker and `quire serve`.
+
+A thread writes blocks there soon after they were sealed, and a worker that starts reads the newest of them back into
+its pool. Blocks are found by their hash; the block that was written longest ago gives way to a new one.
+
+    0                   `_HEADER`: magic, version, bytes of a block, digest of the `KvNamespace`
+    4096 + slot * size  `_SLOT`: CRC-32 of hash and content, a number that rises with each write, the hash, and the
+                        CRC-32 of all that; the content
+
+A slot loses its head before it is written and gets a new one behind the content, so that a process that is killed
+leaves an empty slot. What a machine leaves that lost its power, or a disk that forgets, the CRC-32 finds.
+"""
+
+import fcntl
+import logging
+import os
+import struct
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.settings import ConfigurationError
+from worker_svc.device.seals import SealInventory
+from worker_svc.step import HASH_BYTES, Int32Array, SealedBlocks
+
+_HEADER = struct.Struct("<8sIQ32s")
+_MAGIC, _VERSION = b"quirekvd", 1
+_SLOTS_AT = 4096
+_SLOT = struct.Struct(f"<IQ{HASH_BYTES}sI")
+_HEAD_CRC_BYTES = 4
+_EMPTY = bytes(_SLOT.size)
+_EVERY_S = 0.05
+_AT_ONCE = 16
+_logger = logging.getLogger(__name__)
+
+
+class BlockStore(Protocol):
+    """`PoolBlocks`, or a fake."""
+
+    seals: SealInventory
+    block_bytes: int
+
+    def read(self, blocks: Int32Array) -> NDArray[np.uint8]: ...
+    def write(self, blocks: Int32Array, contents: NDArray[np.uint8]) -> None: ...
+
+
+class BlockFile:
+    """Blocks by their hashes in a file that this process alone uses. For one thread at a time.
+
+    Attributes:
+        num_slots: How many blocks it has room for.
+    """
+
+    def __init__(self, path: Path, space: int, namespace: bytes, block_bytes: int) -> None:
+        """Takes over what is there of the same namespace; anything else in the file is erased.
+
+        Args:
+            path: its directory is made with mode 0700, the file with 0600.
+            space: Bytes that the file takes at most.
+            namespace: the digest of the `KvNamespace`, 32 bytes.
+
+        Raises:
+            ConfigurationError: the file cannot be opened, another process has it, or no block fits.
+        """
+        self._block_bytes, self._slot_bytes = block_bytes, _SLOT.size + block_bytes
+        self.num_slots = (space - _SLOTS_AT) // self._slot_bytes
+        if self.num_slots < 1:
+            raise ConfigurationError(
+                f"--kv-disk-space is {space} bytes for each worker and one block takes {self._slot_bytes}; raise it"
+            )
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigurationError(f"--kv-disk: {path} cannot be opened: {error.strerror}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            header = _HEADER.pack(_MAGIC, _VERSION, block_bytes, namespace)
+            if os.pread(self._file, _HEADER.size, 0) != header:
+                os.ftruncate(self._file, 0)
+                os.pwrite(self._file, header, 0)
+            # A file of more space than it has now loses the slots behind its end.
+            os.ftruncate(self._file, min(os.fstat(self._file).st_size, self._offset(self.num_slots)))
+            self._slots = self._read_index()
+        except BlockingIOError as error:
+            os.close(self._file)
+            raise ConfigurationError(f"--kv-disk: {path} is in use by another worker") from error
+        except OSError as error:
+            os.close(self._file)
+            raise ConfigurationError(f"--kv-disk: {path} cannot be used: {error.strerror}") from error
+
+    def _offset(self, slot: int) -> int:
+        return _SLOTS_AT + slot * self._slot_bytes
+
+    def _read_index(self) -> OrderedDict[bytes, int]:
+        """The slot of each block, those written longest ago first."""
+        number = max(0, -(-(os.fstat(self._file).st_size - _SLOTS_AT) // self._slot_bytes))
+        heads = ((slot, _unpack(os.pread(self._file, _SLOT.size, self._offset(slot)))) for slot in range(number))
+        found = sorted((head[1], head[2], slot) for slot, head in heads if head is not None)
+        slots = OrderedDict((name, slot) for _, name, slot in found)
+        self._newest = found[-1][0] if found else 0
+        taken = set(slots.values())
+        self._free = [slot for slot in range(number) if slot not in taken]
+        self._num_used = number
+        return slots
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def names(self) -> list[bytes]:
+        """The hashes of all blocks, those written last first."""
+        return list(reversed(self._slots))
+
+    def write(self, name: bytes, content: bytes) -> None:
+        """Keeps a block that it does not have. OSError if the disk does not take it: then the block is not there."""
+        assert name not in self._slots, "a block is written once"
+        slot = self._take_slot()
+        start = self._offset(slot)
+        try:
+            self._write(_EMPTY, start)
+            self._write(content, start + _SLOT.size)
+            self._newest += 1
+            self._write(_pack(_crc32(name, content), self._newest, name), start)
+        except OSError:
+            self._free.append(slot)
+            raise
+        self._slots[name] = slot
+
+    def _take_slot(self) -> int:
+        if self._free:
+            return self._free.pop()
+        if self._num_used < self.num_slots:
+            self._num_used += 1
+            return self._num_used - 1
+        return self._slots.popitem(last=False)[1]
+
+    def _write(self, data: bytes, start: int) -> None:
+        written = 0
+        while written < len(data):
+            written += os.pwrite(self._file, memoryview(data)[written:], start + written)
+
+    def read(self, name: bytes) -> bytes | None:
+        """The content of a block; None if the file does not have it, or not as it was written."""
+        if (slot := self._slots.get(name)) is None:
+            return None
+        try:
+            data = os.pread(self._file, self._slot_bytes, self._offset(slot))
+        except OSError as error:
+            _logger.warning("a KV block on disk cannot be read: %s", error.strerror)
+            data = b""
+        content = data[_SLOT.size :]
+        if len(data) == self._slot_bytes:
+            head = _unpack(data[: _SLOT.size])
+            if head is not None and head[2] == name and head[0] == _crc32(name, content):
+                return content
+        del self._slots[name]
+        self._free.append(slot)
+        return None
+
+
+def _pack(crc: int, number: int, name: bytes) -> bytes:
+    head = _SLOT.pack(crc, number, name, 0)[:-_HEAD_CRC_BYTES]
+    return head + zlib.crc32(head).to_bytes(_HEAD_CRC_BYTES, "little")
+
+
+def _unpack(head: bytes) -> tuple[int, int, bytes] | None:
+    """CRC-32, number and hash of a slot; None of an empty or damaged one."""
+    if len(head) < _SLOT.size or head == _EMPTY:
+        return None
+    crc, number, name, own_crc = _SLOT.unpack(head)
+    return (crc, number, name) if own_crc == zlib.crc32(head[:-_HEAD_CRC_BYTES]) else None
+
+
+def _crc32(name: bytes, content: bytes) -> int:
+    return zlib.crc32(content, zlib.crc32(name))
+
+
+Count = Callable[[str, int], object]
+"""Is told what happened to how many bytes: "written", "read" or "failed"."""
+
+
+class DiskTier:
+    """Keeps a file filled with what a pool seals, beside its steps."""
+
+    def __init__(self, file: BlockFile, store: BlockStore, num_blocks: int) -> None:
+        """`num_blocks` are those of the pool that sequences may have."""
+        self._count: Count = lambda what, num_bytes: None
+        self._num_restored = 0
+        self._file, self._store, self._num_blocks = file, store, num_blocks
+        self._saved = np.full(num_blocks, -1, np.int64)
+        self._is_writing = True
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def restore(self) -> int:
+        """Fills blocks of the pool that are not final with the newest blocks of the file, before the first step.
+        Returns how many."""
+        sealed = self._store.seals.snapshot()
+        held = {each.tobytes() for each in sealed.hashes}
+        free = np.setdiff1d(np.arange(self._num_blocks, dtype=np.int32), sealed.block_ids).tolist()
+        names = [name for name in self._file.names if name not in held][: len(free)]
+        number = 0
+        # Those written first get the first blocks.
+        for name in reversed(names):
+            if (content := self._file.read(name)) is None:
+                continue
+            blocks = np.array([free[number]], np.int32)
+            self._store.seals.begin_transfer(blocks)
+            self._store.write(blocks, np.frombuffer(content, np.uint8).reshape(1, -1))
+            self._store.seals.end_transfer(SealedBlocks(blocks, np.frombuffer(name, np.uint8).reshape(1, -1)))
+            number += 1
+        self._num_restored = number
+        if names:
+            _logger.info("%d of %d KV blocks on disk are in the pool", number, len(self._file))
+        return number
+
+    def start(self, count: Count) -> None:
+        """Writes from now on, in a thread."""
+        self._count = count
+        count("read", self._num_restored * self._store.block_bytes)
+        self._thread = threading.Thread(target=self._run, name="kv-disk", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Writes what is final now, and closes the file. For a worker that takes no more steps."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.write_behind()
+        self._file.close()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_EVERY_S):
+            self.write_behind()
+
+    def write_behind(self) -> None:
+        """Writes the blocks that became final since the last call. Never raises for a disk that fails: it then writes
+        no more."""
+        if not self._is_writing:
+            return
+        sealed, writes = self._store.seals.sealed_since(self._saved)
+        for start in range(0, len(sealed.block_ids), _AT_ONCE):
+            part = slice(start, start + _AT_ONCE)
+            blocks, names = sealed.block_ids[part], [each.tobytes() for each in sealed.hashes[part]]
+            contents = self._store.read(blocks)
+            # A block that is written again meanwhile may be half of each.
+            is_current = self._store.seals.num_writes(blocks) == writes[part]
+            try:
+                for index in np.flatnonzero(is_current):
+                    if names[index] not in self._file:
+                        self._file.write(names[index], contents[index].tobytes())
+                        self._count("written", self._store.block_bytes)
+            except OSError as error:
+                self._is_writing = False
+                self._count("failed", self._store.block_bytes)
+                _logger.warning("no more KV blocks go to disk: %s", error.strerror)
+                return
+            self._saved[blocks] = writes[part]
