@@ -25,7 +25,14 @@ from quire.client.types import (
     TokenChunk,
     Tokenization,
 )
-from quire.client.waiting import Event, call, cancelled_once, client_closed, next_response, was_accepted
+from quire.client.waiting import (
+    Event,
+    call,
+    cancelled_once,
+    client_closed,
+    next_response,
+    was_accepted,
+)
 from quire.gateway.v1 import generation_pb2, model_pb2
 from quire.rpc.errors import QuireError, Unavailable
 

@@ -221,7 +221,7 @@ async def test_more_tokens_than_are_left_are_cut_down_as_the_operator_says(sched
         ("{{ messages", True, "is invalid"),
         ("{{ raise_exception('no') }}", True, "refuses the conversation: no"),
         ("{{ ''.__class__.__mro__ }}", True, "refuses the conversation"),
-        ("a" * 70_000, True, "at most 65536 characters"),
+        ("a" * 70_000, True, "at most 65,536 characters"),
         ("a", False, "--request-chat-templates"),
     ],
 )

@@ -198,8 +198,7 @@ def test_a_closed_file_takes_no_memory(path: Path) -> None:
 
 def test_a_file_whose_blocks_are_given_back_holds_none_for_a_successor(path: Path) -> None:
     pool = OpenPool(path, num_blocks=1000)
-    for layer in pool.layers:
-        layer[:] = 1
+    assert all(layer.fill_(1).all() for layer in pool.layers)
     seal(pool.seals, [2, 200])
     before = pool.file.held_bytes
     pool.seals.clear()
