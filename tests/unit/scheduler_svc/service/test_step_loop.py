@@ -1,6 +1,7 @@
 """What is counted of requests that are ended from outside, when an answer of a worker is late, and when a refused
 caller should come back."""
 
+import asyncio
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from quire.rpc.patience import LAST_LOOK_S
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service.awaited import Awaited
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.refusals import RetryAdvisor
@@ -49,6 +51,34 @@ async def test_aborted_requests_count_once_each_with_their_last_sequence_and_lea
     assert loop.retry.retry_after_ms(time.monotonic()) < UNKNOWN_MS
     assert loop.num_live == 0
     assert await loop.drain(timeout_s=None) == 0
+
+
+class Link:
+    """Of a worker that takes two steps at once. While a step is sent, a request leaves."""
+
+    address, info = "w:1", SimpleNamespace(max_steps_in_flight=2)
+
+    def __init__(self, loop: StepLoop) -> None:
+        self.sent: list[object] = []
+        self._loop = loop
+
+    async def write(self, offer: bytes) -> None:
+        self.sent.append(offer)
+
+    async def send(self, plan: StepPlan) -> None:
+        self.sent.append(plan.step_id)
+        self._loop._offers.append(b"another offer")
+
+
+async def test_what_is_offered_is_told_before_a_step_that_may_take_its_room(loop):
+    """A worker leaves out blocks that were written since they were offered."""
+    link: Any = Link(loop)
+    loop._offers.append(b"an offer")
+    loop._wake.set()
+    sending = asyncio.create_task(loop._send_steps(link))
+    await asyncio.sleep(0.01)
+    sending.cancel()
+    assert link.sent == [b"an offer", 1, b"another offer", 2, b"another offer"]
 
 
 TIMEOUT_S = 60.0
