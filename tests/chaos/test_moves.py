@@ -24,8 +24,11 @@ def options_of(index: int) -> GenerationOptions:
     )
 
 
-def make_streams() -> list[Stream]:
-    return [Stream(index, options_of(index), durable=index % 3 == 0) for index in range(NUM_STREAMS)]
+def make_streams(prompt: str = "Once upon a time") -> list[Stream]:
+    return [
+        Stream(index, options_of(index), durable=index % 3 == 0, prompt=f"{index} {prompt}")
+        for index in range(NUM_STREAMS)
+    ]
 
 
 async def read(replicas: TwoReplicas, streams: list[Stream]) -> Outputs:
@@ -79,3 +82,30 @@ async def test_a_worker_that_dies_while_blocks_move_changes_no_stream(
         if name == "worker-1":
             replicas.start_again(name)
         assert await reading == await read(replicas, make_streams())
+
+
+LONG = " ".join(["Once upon a time there was a little girl who had a red ball"] * 10)
+
+
+@pytest.mark.parametrize(
+    "killed", [None, *(pytest.param(each, marks=pytest.mark.extended) for each in ("worker-0", "worker-1"))]
+)
+async def test_streams_with_long_prompts_move_from_prefill_to_decode_whatever_dies(
+    tmp_path: Path, killed: str | None
+) -> None:
+    # In bfloat16: what is computed twice is rounded as it was.
+    flags = ("--multi-step-ms=0", "--dtype=bfloat16")
+    async with two_replicas(tmp_path, *flags, roles=("prefill", "decode")) as replicas:
+        streams = make_streams(LONG)
+        reading = asyncio.create_task(read(replicas, streams))
+        await until_true(lambda: any(each.token_ids for each in streams), timeout_s=100)
+        if killed is not None:
+            replicas.signal(killed, signal.SIGKILL)
+            await ended(replicas.processes[killed])
+            replicas.start_again(killed)
+        outputs = await reading
+        fetched = (await replicas.metrics(1)).get('quire_scheduler_moved_blocks_total{outcome="fetched"}', 0)
+        assert fetched > 0 or killed is not None
+        # One replica alone, where nothing moves.
+        assert await asyncio.to_thread(drain, [replicas.socket("scheduler-0")]) == 0
+        assert outputs == await read(replicas, make_streams(LONG))

@@ -246,8 +246,13 @@ def _deaths_between_ranks(seed: int, draw: Random) -> Plan:
 
 
 def draw_moving(seed: int, draw: Random) -> Plan:
-    """Replicas are drained while requests run, and what moves between them is disturbed."""
+    """Replicas are drained while requests run, and what moves between them is disturbed; as often as not, requests move
+    with their first token, too."""
     layout = replace(_with_ranks(draw, draw_layout(draw, draw.choice((Kind.MIXED, Kind.RESTARTS)))), num_replicas=2)
+    roles = Random(f"roles {seed}")
+    if roles.random() < 0.5:
+        options = replace(layout.gateway, long_prompt=roles.choice((1, 10, 30)))
+        layout = replace(layout, first_role="prefill", gateway=options)
     if draw.random() < 0.3:
         layout = replace(layout, weather=replace(layout.weather, bytes_per_s=2e4))
     over_s = draw.choice((0.3, 1.0))

@@ -57,13 +57,16 @@ async def kill(served: Served, name: str) -> None:
 class Stream:
     """One stream, and what its client has of it so far."""
 
-    def __init__(self, index: int, options: GenerationOptions, *, durable: bool) -> None:
+    def __init__(
+        self, index: int, options: GenerationOptions, *, durable: bool, prompt: str = "Once upon a time"
+    ) -> None:
         self.index = index
         self.outputs: dict[int, list[int]] = {}
         self.texts: dict[int, str] = {}
         self.has_ended = False
         self._options = options
         self._durable = durable
+        self._prompt = prompt
 
     @property
     def token_ids(self) -> list[int]:
@@ -72,7 +75,7 @@ class Stream:
 
     async def read(self, client: AsyncClient) -> None:
         """Checks that offsets are consecutive and that exactly one end comes."""
-        prompt, request_id = f"Once upon a time, story {self.index}", f"story-{next(_numbers)}"
+        prompt, request_id = f"{self._prompt}, story {self.index}", f"story-{next(_numbers)}"
         async with client.generate_stream(
             prompt, self._options, request_id=request_id, durable=self._durable
         ) as stream:

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +29,7 @@ class TwoReplicas:
 
     directory: Path
     worker_flags: tuple[str, ...]
+    roles: tuple[str, str]
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     stubs: list[scheduler_pb2_grpc.SchedulerServiceStub] = field(default_factory=list)
     client: AsyncClient = field(init=False)
@@ -36,7 +39,10 @@ class TwoReplicas:
         return f"unix:{self.directory}/{name}.sock"
 
     def start_again(self, name: str) -> None:
-        """Starts a process that has ended."""
+        """Starts a process that has ended, once nobody listens on its socket: a fork may end after its parent."""
+        path = self.socket(name).removeprefix("unix:")
+        while _is_listening(path):
+            time.sleep(0.01)
         self.start(forked_programs(), name)
 
     def start(self, programs: Programs, name: str, environ: dict[str, str] | None = None) -> None:
@@ -46,6 +52,7 @@ class TwoReplicas:
             "scheduler": [
                 f"--workers={self.socket(f'worker-{number}')}",
                 f"--metrics-port={self.metrics_ports[int(number or 0)]}",
+                f"--role={self.roles[int(number or 0)]}",
             ],
         }[kind]
         listen = f"--listen={self.socket(name)}"
@@ -59,7 +66,7 @@ class TwoReplicas:
         schedulers = ",".join(self.socket(f"scheduler-{number}") for number in range(2))
         flags = [f"--schedulers={schedulers}", f"--model={_MODEL}", f"--grpc-port={port}", f"--http-port={free_port()}"]
         self.processes["gateway"] = subprocess.Popen(
-            [*programs.gateway, *flags, "--routing=round-robin"], process_group=0
+            [*programs.gateway, *flags, "--routing=round-robin", "--long-prompt=64"], process_group=0
         )
 
     def signal(self, name: str, number: int) -> None:
@@ -78,12 +85,15 @@ class TwoReplicas:
 
 @contextlib.asynccontextmanager
 async def two_replicas(
-    directory: Path, *worker_flags: str, environs: dict[str, dict[str, str]] | None = None
+    directory: Path,
+    *worker_flags: str,
+    environs: dict[str, dict[str, str]] | None = None,
+    roles: tuple[str, str] = ("both", "both"),
 ) -> AsyncIterator[TwoReplicas]:
     """Runs all until the block ends. `environs` has variables of single processes."""
     programs = forked_programs()
     flags = ("--dtype=float32", "--num-gpu-blocks=512", *worker_flags)
-    replicas = TwoReplicas(directory, flags, metrics_ports=(free_port(), free_port()))
+    replicas = TwoReplicas(directory, flags, roles, metrics_ports=(free_port(), free_port()))
     port = free_port()
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(lambda: [_end(process) for process in replicas.processes.values()])
@@ -104,6 +114,11 @@ async def two_replicas(
             await until(is_there, timeout_s=120)
         replicas.client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{port}"))
         yield replicas
+
+
+def _is_listening(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return not probe.connect_ex(path)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

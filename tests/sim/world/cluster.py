@@ -73,6 +73,7 @@ class GatewayOptions:
     failover_delay: float
     reconnect_grace: float
     max_chunk_tokens: int
+    long_prompt: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class Layout:
         preparations_are_slow: Whether some constraints and adapters take longer than schedulers wait for them.
         deadly: The adapter, or the pattern of a constraint, that no worker prepares without dying.
         keeps_pools: Whether the pool of a worker outlives its process, if the machine has power.
+        first_role: Of the first replica; with another one than "both", the others decode.
     """
 
     num_replicas: int
@@ -103,6 +105,7 @@ class Layout:
     preparations_are_slow: bool = False
     deadly: str | None = None
     keeps_pools: bool = False
+    first_role: str = "both"
 
     @property
     def replicas(self) -> list[str]:
@@ -307,7 +310,10 @@ class Cluster:
 
     async def _run_scheduler(self, node: Node) -> None:
         listen, workers = f"{node.host}:{_SCHEDULER_PORT}", self.layout.workers_of(node.host)
-        settings = replace(self.layout.settings, listen=listen, workers=workers)
+        role = self.layout.first_role
+        if role != "both" and not node.host.endswith("-0"):
+            role = "decode"
+        settings = replace(self.layout.settings, listen=listen, workers=workers, role=role)
         if (recording := self.layout.recording) is not None:
             trace = "/dev/full" if recording.traces else None
             settings = replace(settings, record=str(self.disks[node.host].recording), trace_steps=trace)
