@@ -107,6 +107,9 @@ class PacedRunner:
     def sealed_blocks(self) -> SealedBlocks:
         return self._seals.snapshot()
 
+    def release_memory(self) -> None:
+        self._seals.clear()
+
 
 def _info(settings: WorkerSettings) -> WorkerInfo:
     config = json.loads((resolve_model(settings.model) / "config.json").read_text())

@@ -222,7 +222,7 @@ class Pair:
     ids=["death of a process", "death of a machine", "cut there", "cut back", "reset"],
 )
 def test_the_ends_of_a_connection_learn_of_its_end(
-    breaks: Callable[[Pair], object], how: str, between_s: tuple[float, float], server_learns: bool
+    breaks: Callable[[Pair], None], how: str, between_s: tuple[float, float], server_learns: bool
 ) -> None:
     with World(1) as world:
         pair = Pair(world)
