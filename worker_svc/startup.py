@@ -30,7 +30,7 @@ from quire.rpc.tls import Role, TlsIdentity
 from quire.settings import ConfigurationError
 from worker_svc.adapters import AdapterSlots, takes_adapters
 from worker_svc.device.device_loop import DeviceLoop
-from worker_svc.device.disk_tier import BlockFile, DiskTier
+from worker_svc.device.disk_tier import BlockFile, DiskFailsError, DiskTier
 from worker_svc.device.draft_choice import PayingDrafts
 from worker_svc.device.kv_pool import KvPool, PoolPlace, PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.pass_times import PassCosts
@@ -335,7 +335,11 @@ def _open_disk_tier(
             f"{model.ranks.size}; leave it out"
         )
     namespace = kv_namespace(model, settings, fingerprint)
-    file = BlockFile(settings.kv_disk / "blocks.kv", settings.kv_disk_space, namespace.digest(), blocks.block_bytes)
+    try:
+        file = BlockFile(settings.kv_disk / "blocks.kv", settings.kv_disk_space, namespace.digest(), blocks.block_bytes)
+    except DiskFailsError as error:
+        _logger.warning("no KV blocks go to disk: %s", error)
+        return None
     tier = DiskTier(file, blocks, pool.geometry.num_gpu_blocks)
     tier.restore()
     return tier

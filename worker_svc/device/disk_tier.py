@@ -11,7 +11,6 @@ A slot loses its head before it is written and gets a new one behind the content
 leaves an empty slot. What a machine leaves that lost its power, or a disk that forgets, the CRC-32 finds.
 """
 
-import fcntl
 import logging
 import os
 import struct
@@ -26,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.settings import ConfigurationError
+from worker_svc.device.pool_file import open_alone
 from worker_svc.device.seals import SealInventory
 from worker_svc.step import HASH_BYTES, Int32Array, SealedBlocks
 
@@ -50,6 +50,10 @@ class BlockStore(Protocol):
     def write(self, blocks: Int32Array, contents: NDArray[np.uint8]) -> None: ...
 
 
+class DiskFailsError(Exception):
+    """The disk is full or fails: workers go on without it."""
+
+
 class BlockFile:
     """Blocks by their hashes in a file that this process alone uses. For one thread at a time.
 
@@ -67,6 +71,7 @@ class BlockFile:
 
         Raises:
             ConfigurationError: the file cannot be opened, another process has it, or no block fits.
+            DiskFailsError: it can be neither read nor written, for example since the disk is full.
         """
         self._block_bytes, self._slot_bytes = block_bytes, _SLOT.size + block_bytes
         self.num_slots = (space - _SLOTS_AT) // self._slot_bytes
@@ -76,11 +81,10 @@ class BlockFile:
             )
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise ConfigurationError(f"--kv-disk: {path} cannot be opened: {error.strerror}") from error
+            raise ConfigurationError(f"--kv-disk {path.parent} cannot be made: {error.strerror}") from error
+        self._file = open_alone(path, "--kv-disk")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             header = _HEADER.pack(_MAGIC, _VERSION, block_bytes, namespace)
             if os.pread(self._file, _HEADER.size, 0) != header:
                 os.ftruncate(self._file, 0)
@@ -88,12 +92,9 @@ class BlockFile:
             # A file of more space than it has now loses the slots behind its end.
             os.ftruncate(self._file, min(os.fstat(self._file).st_size, self._offset(self.num_slots)))
             self._slots = self._read_index()
-        except BlockingIOError as error:
-            os.close(self._file)
-            raise ConfigurationError(f"--kv-disk: {path} is in use by another worker") from error
         except OSError as error:
             os.close(self._file)
-            raise ConfigurationError(f"--kv-disk: {path} cannot be used: {error.strerror}") from error
+            raise DiskFailsError(f"--kv-disk: {path} cannot be used: {error.strerror}") from error
 
     def _offset(self, slot: int) -> int:
         return _SLOTS_AT + slot * self._slot_bytes

@@ -96,6 +96,29 @@ def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
 
 
+def open_alone(path: Path, flag: str) -> int:
+    """The descriptor of a file that this process alone uses until it closes it or ends, made with mode 0600. Waits a
+    moment for another process that uses it: a worker that was killed may still end.
+
+    Raises:
+        ConfigurationError: it cannot be opened, or another process keeps it; `flag` named it.
+    """
+    deadline = clock.monotonic() + _LOCK_TIMEOUT_S
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigurationError(f"{flag} {path} cannot be opened: {error.strerror}") from error
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError as error:
+            if clock.monotonic() > deadline:
+                os.close(file)
+                raise ConfigurationError(f"{flag} {path} is in use by another worker") from error
+            clock.sleep(_LOCK_EVERY_S)
+
+
 class PoolFile:
     """An open file that this process alone uses, as long as it lives."""
 
@@ -106,22 +129,7 @@ class PoolFile:
     @classmethod
     def open(cls, path: Path) -> Self:
         """Waits a moment for another process that uses it. Raises ConfigurationError."""
-        deadline = clock.monotonic() + _LOCK_TIMEOUT_S
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return cls(path, file)
-                except BlockingIOError:
-                    if clock.monotonic() > deadline:
-                        os.close(file)
-                        raise
-                    clock.sleep(_LOCK_EVERY_S)
-        except BlockingIOError as error:
-            raise ConfigurationError(f"--kv-cache-file {path} is in use by another worker") from error
-        except OSError as error:
-            raise ConfigurationError(f"--kv-cache-file {path} cannot be opened: {error.strerror}") from error
+        return cls(path, open_alone(path, "--kv-cache-file"))
 
     def close(self) -> None:
         """Gives all memory back, and lets others use the file."""

@@ -5,16 +5,23 @@ import os
 import stat
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from quire.settings import ConfigurationError
 from tests.support.steps import int32
 from tests.unit.worker_svc.device.test_pool_file import NAMESPACE, OTHERS, hashes
-from worker_svc.device.disk_tier import BlockFile, DiskTier
+from worker_svc.device import pool_file
+from worker_svc.device.disk_tier import BlockFile, DiskFailsError, DiskTier
 from worker_svc.device.seals import SealInventory
+from worker_svc.parallel.ranks import Ranks
+from worker_svc.settings import WorkerSettings
+from worker_svc.startup import _open_disk_tier
 from worker_svc.step import Int32Array, SealedBlocks
 
 SIZE = 5000
@@ -46,7 +53,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "kv" / "blocks.kv"
 
 
-def test_file_keeps_the_blocks_written_last_for_its_namespace_only(path: Path) -> None:
+def test_file_keeps_the_blocks_written_last_for_its_namespace_only(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = open_file(path)
     for number in range(1, 6):
         file.write(name(number), content(number))
@@ -54,6 +61,7 @@ def test_file_keeps_the_blocks_written_last_for_its_namespace_only(path: Path) -
     assert file.read(name(1)) is None
     assert path.stat().st_size == 4096 + 3 * (SIZE + 48)
     assert (stat.S_IMODE(path.stat().st_mode), stat.S_IMODE(path.parent.stat().st_mode)) == (0o600, 0o700)
+    monkeypatch.setattr(pool_file, "_LOCK_TIMEOUT_S", 0.0)
     with pytest.raises(ConfigurationError, match="in use by another worker"):
         open_file(path)
     file.close()
@@ -194,6 +202,32 @@ def test_pool_begins_with_what_was_sealed(path: Path) -> None:
     assert tier.restore() == 5
     assert held.holds() == {10, 11, 12, 13, 20, 22}
     tier.stop()
+
+
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "message"), [("cuda", 1, "this one is on cuda with 1"), ("cpu", 2, "is on cpu with 2")]
+)
+def test_only_a_worker_on_cpu_with_one_rank_has_a_tier(device: str, num_ranks: int, message: str, path: Path) -> None:
+    model: Any = SimpleNamespace(device=torch.device(device), ranks=Ranks(0, num_ranks))
+    settings = WorkerSettings(model="m", listen="127.0.0.1:1", kv_disk=path.parent)
+    unused: Any = None
+    with pytest.raises(ConfigurationError, match=message):
+        _open_disk_tier(model, settings, unused, unused, unused)
+    assert not path.parent.exists()
+
+
+def test_a_disk_that_is_full_at_the_start_is_told_of_and_nothing_else(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", is_full)
+        with pytest.raises(DiskFailsError, match="No space left on device"):
+            open_file(path)
+    # Nothing keeps the file.
+    assert len(open_file(path)) == 0
 
 
 def test_full_disk_ends_writing_with_one_line(
