@@ -37,7 +37,8 @@ async def test_server_that_starts_again_is_warm_from_disk(tmp_path: Path) -> Non
             await served.client.generate(prompt, OPTIONS)
 
         async def are_written() -> bool:
-            return file.stat().st_size >= 2 * size - 4096
+            # The newest block of a request becomes final with a later step, of another request.
+            return file.stat().st_size - size >= (size - 4096) * 11 // 13
 
         await until(are_written)
         await kill(served, "worker")

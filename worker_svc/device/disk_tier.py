@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.settings import ConfigurationError
-from worker_svc.device.pool_file import open_alone
+from worker_svc.device.file_lock import open_alone
 from worker_svc.device.seals import SealInventory
 from worker_svc.step import HASH_BYTES, Int32Array, SealedBlocks
 

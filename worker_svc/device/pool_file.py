@@ -13,7 +13,6 @@ is worth nothing. Blocks lose their seal before they are written (`SealInventory
 behind what it wrote, in the order in which it did.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -28,8 +27,7 @@ import torch
 from torch import Tensor
 
 from kernels.host_memory import HUGE_PAGE, collapse, map_file, populate
-from quire import clock
-from quire.settings import ConfigurationError
+from worker_svc.device.file_lock import open_alone
 from worker_svc.device.seals import SealInventory
 from worker_svc.step import HASH_BYTES
 
@@ -37,7 +35,6 @@ _MAGIC = b"quire-kv"
 _DIGEST_BYTES = 32
 _HEADER_BYTES = len(_MAGIC) + 8 + _DIGEST_BYTES
 _INVENTORY_AT = 4096
-_LOCK_TIMEOUT_S, _LOCK_EVERY_S = 5.0, 0.1
 _logger = logging.getLogger(__name__)
 
 
@@ -94,29 +91,6 @@ class FileLayout:
 
 def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
-
-
-def open_alone(path: Path, flag: str) -> int:
-    """The descriptor of a file that this process alone uses until it closes it or ends, made with mode 0600. Waits a
-    moment for another process that uses it: a worker that was killed may still end.
-
-    Raises:
-        ConfigurationError: it cannot be opened, or another process keeps it; `flag` named it.
-    """
-    deadline = clock.monotonic() + _LOCK_TIMEOUT_S
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigurationError(f"{flag} {path} cannot be opened: {error.strerror}") from error
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError as error:
-            if clock.monotonic() > deadline:
-                os.close(file)
-                raise ConfigurationError(f"{flag} {path} is in use by another worker") from error
-            clock.sleep(_LOCK_EVERY_S)
 
 
 class PoolFile:

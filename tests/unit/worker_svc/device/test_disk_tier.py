@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from quire.settings import ConfigurationError
 from tests.support.steps import int32
 from tests.unit.worker_svc.device.test_pool_file import NAMESPACE, OTHERS, hashes
-from worker_svc.device import pool_file
+from worker_svc.device import file_lock
 from worker_svc.device.disk_tier import BlockFile, DiskFailsError, DiskTier
 from worker_svc.device.seals import SealInventory
 from worker_svc.parallel.ranks import Ranks
@@ -61,7 +61,7 @@ def test_file_keeps_the_blocks_written_last_for_its_namespace_only(path: Path, m
     assert file.read(name(1)) is None
     assert path.stat().st_size == 4096 + 3 * (SIZE + 48)
     assert (stat.S_IMODE(path.stat().st_mode), stat.S_IMODE(path.parent.stat().st_mode)) == (0o600, 0o700)
-    monkeypatch.setattr(pool_file, "_LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(file_lock, "_LOCK_TIMEOUT_S", 0.0)
     with pytest.raises(ConfigurationError, match="in use by another worker"):
         open_file(path)
     file.close()

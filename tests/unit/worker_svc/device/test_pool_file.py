@@ -14,7 +14,7 @@ import torch
 from kernels.host_memory import release
 from quire.settings import ConfigurationError
 from tests.support.steps import int32
-from worker_svc.device import pool_file
+from worker_svc.device import file_lock, pool_file
 from worker_svc.device.pool_file import FileLayout, KvNamespace, PoolFile
 from worker_svc.device.seals import SealInventory
 from worker_svc.step import HASH_BYTES, SealedBlocks
@@ -173,7 +173,7 @@ def test_every_byte_of_the_inventory_that_is_not_0_is_a_seal(path: Path) -> None
 
 
 def test_a_file_has_one_worker_at_a_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_file, "_LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(file_lock, "_LOCK_TIMEOUT_S", 0.0)
     first = OpenPool(path)
     with pytest.raises(ConfigurationError, match="is in use by another worker"):
         PoolFile.open(path)

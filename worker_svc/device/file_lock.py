@@ -1,0 +1,33 @@
+"""Files of a worker that no other process uses at the same time. Needs no torch."""
+
+import fcntl
+import os
+from pathlib import Path
+
+from quire import clock
+from quire.settings import ConfigurationError
+
+_LOCK_TIMEOUT_S, _LOCK_EVERY_S = 5.0, 0.1
+
+
+def open_alone(path: Path, flag: str) -> int:
+    """The descriptor of a file that this process alone uses until it closes it or ends, made with mode 0600. Waits a
+    moment for another process that uses it: a worker that was killed may still end.
+
+    Raises:
+        ConfigurationError: it cannot be opened, or another process keeps it; `flag` named it.
+    """
+    deadline = clock.monotonic() + _LOCK_TIMEOUT_S
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigurationError(f"{flag} {path} cannot be opened: {error.strerror}") from error
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError as error:
+            if clock.monotonic() > deadline:
+                os.close(file)
+                raise ConfigurationError(f"{flag} {path} is in use by another worker") from error
+            clock.sleep(_LOCK_EVERY_S)
