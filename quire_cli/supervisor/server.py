@@ -91,6 +91,7 @@ class LocalServer:
         self._pools: HeldPools | None = None
         self._not_listening = {gateway_name(number) for number in range(settings.gateways)}
         self._all_listen = asyncio.Event()
+        self._has_served = asyncio.Event()
         self._stages: list[list[SupervisedProcess]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._watches: list[asyncio.Task[None]] = []
@@ -151,9 +152,10 @@ class LocalServer:
             QuireError: a request failed for another reason than that no process serves yet.
         """
         await self._unless_failed(asyncio.ensure_future(self._canaries()))
+        self._has_served.set()
 
     async def wait_failed(self) -> None:
-        """Waits until a service refuses its configuration and raises ServiceRefused; for ever where none does."""
+        """Waits until a service refuses a configuration that never worked and raises ServiceRefused; else for ever."""
         await self._unless_failed(asyncio.get_running_loop().create_future())
 
     async def stop(self) -> None:
@@ -305,9 +307,19 @@ class LocalServer:
             )
             for number in commands.gateways
         ]
+        # A second scheduler of its worker is one that refuses, for good.
         scheduler = ServiceSpec("scheduler", commands.scheduler, environ)
         # All ranks at once: one that is not being stopped leaves when another one ends, and would be started again.
-        workers = [ServiceSpec(worker_name(rank), partial(commands.worker, rank), environ) for rank in commands.ranks]
+        workers = [
+            ServiceSpec(
+                worker_name(rank),
+                partial(commands.worker, rank),
+                environ,
+                # What it refuses then is often of a moment: memory that others have, a pool whose last user still ends.
+                is_proven=self._has_served.is_set,
+            )
+            for rank in commands.ranks
+        ]
         stages = [gateways, [scheduler], workers]
         return [
             [SupervisedProcess(spec, report=self._report, backoff=RestartBackoff()) for spec in stage]

@@ -66,7 +66,8 @@ class Forks:
     def serve(self) -> bool:
         """True in each process that was forked, and False at the end."""
         while True:
-            for key, _ in self._selector.select():
+            # Ends first: who asks may want the address of one that has just been killed.
+            for key, _ in sorted(self._selector.select(), key=lambda each: each[0].fileobj is self._listener):
                 if key.fileobj == 0:
                     return False
                 if key.fileobj is self._listener:
@@ -105,15 +106,14 @@ class Forks:
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             self._selector.unregister(handle)
             os.close(handle)
-            with suppress(KeyError):
-                self._selector.unregister(link)
+            self._selector.unregister(link)
             with suppress(OSError):
                 link.send(str(status).encode())
             link.close()
 
         def asker_has_ended() -> None:
-            self._selector.unregister(link)
             _send(pid, signal.SIGKILL)
+            fork_has_ended()
 
         self._selector.register(handle, selectors.EVENT_READ, fork_has_ended)
         self._selector.register(link, selectors.EVENT_READ, asker_has_ended)

@@ -93,10 +93,6 @@ async def test_a_package_that_is_not_installed_is_one_line(
 # Several gateways share their ports.
 
 
-def gateway_with(flag: str) -> Programs:
-    return Programs(worker=WAITS, scheduler=WAITS, gateway=(*GATEWAY, flag))
-
-
 async def id_behind(address: str) -> str:
     """Which gateway a new connection to the address reaches; the stand-ins call themselves by their process groups."""
     # Channels of one process share connections otherwise.
@@ -126,15 +122,20 @@ async def test_the_loss_of_one_leaves_connections_to_the_others_and_the_ports_al
         assert (server.grpc_address, server.http_address) == addresses
 
 
+@pytest.mark.parametrize("refusing", ["gateway-1", "worker"])
 async def test_one_that_refuses_what_worked_before_is_started_again_until_it_is_mended(
-    model_directory: Path, tmp_path: Path
+    model_directory: Path, tmp_path: Path, refusing: str
 ) -> None:
     wrong = tmp_path / "wrong"
+    waits = (*WAITS[:-1], f"import os, signal; os.path.exists({str(wrong)!r}) and os._exit(2); signal.pause()")
+    programs = Programs(worker=waits, scheduler=WAITS, gateway=(*GATEWAY, f"--refuse-if={wrong}"))
     report: list[str] = []
-    async with make_server(model_directory, gateway_with(f"--refuse-if={wrong}"), gateways=2, report=report) as server:
+    async with make_server(model_directory, programs, gateways=2, report=report) as server:
+        await asyncio.wait_for(server.wait_ready(), 30)
         wrong.touch()
-        os.killpg(server.process("gateway-1").pid, signal.SIGKILL)
-        await until_true(lambda: any("gateway-1 ended with status 2" in line for line in report))
-        assert await id_behind(server.grpc_address) == str(server.process("gateway").pid)
+        os.killpg(server.process(refusing).pid, signal.SIGKILL)
+        await until_true(lambda: any(f"{refusing} ended with status 2" in line for line in report))
+        left = {"gateway", "gateway-1"} - {refusing}
+        assert await id_behind(server.grpc_address) in {str(server.process(name).pid) for name in left}
         wrong.unlink()
         await asyncio.wait_for(server.wait_ready(), 30)
