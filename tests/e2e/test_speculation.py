@@ -2,15 +2,19 @@
 
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from quire.common.v1.common_pb2 import Constraint
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.request import Request
 from tests.support.tiers import parametrize_once
 from tests.support.whole_engine import RightDrafter, Text, WholeEngine, WrongDrafter, make_request
+from worker_svc.device.replay import RecordedDecodes
 
 FLAGS = ["--max-num-seqs=24", "--num-gpu-blocks=400", "--max-model-len=512", "--num-threads=1", "--multi-step-ms=0"]
 MULTI_STEP = ["--multi-step-ms", "1000", "--max-drafts", "5"]
@@ -97,6 +101,24 @@ def test_text_is_that_of_one_token_a_step(config: dict[str, Any]) -> None:
     plain = WholeEngine(*several)
     assert plain.run(requests, **config) | plain.run(requests[:1]) == expected
     assert plain.num_passes > 3 * plain.num_steps
+    # Rows that need nothing but a draw, one of which once gets logits that are none in the middle of a step.
+    simple = [
+        make_request(number, [*range(30, 40 + number)], seed=number, max_tokens=50, sampling=sampling)
+        for number, sampling in enumerate([{"temperature": 0.0}, {"temperature": 0.9}, {"top_p": 0.9, "min_p": 0.01}])
+    ]
+    expected_of_simple, run, num_spoiled = off.run(simple, **config), RecordedDecodes.run, 0
+
+    def spoil(decodes: RecordedDecodes, *arguments: Any) -> Tensor:
+        nonlocal num_spoiled
+        logits = run(decodes, *arguments)
+        if len(logits) == len(simple) and not num_spoiled:
+            num_spoiled += 1
+            logits[1] = torch.nan
+        return logits
+
+    with patch.object(RecordedDecodes, "run", spoil):
+        assert plain.run(simple, **config) == expected_of_simple
+    assert num_spoiled == 1
     drafting = WholeEngine(*several, "--speculate", "ngram")
     drafting.use(WrongDrafter(3, off.worker.info.model.vocab_size, RightDrafter(texts_of(requests, expected))))
     assert drafting.run(requests, **config) | drafting.run(requests[:1]) == expected

@@ -76,6 +76,11 @@ class Kept:
     """How many times the model ran."""
 
     @classmethod
+    def where(cls, are_kept: NDArray[np.bool_]) -> "Kept":
+        """Of draws without drafts, those that are kept."""
+        return cls(np.flatnonzero(are_kept), are_kept.astype(np.int32), np.zeros(len(are_kept), np.int32))
+
+    @classmethod
     def of_passes(cls, passes: Sequence["Kept | None"], num_samples: int) -> "Kept":
         """Of several passes, whose draws follow each other. Their places are put sample by sample."""
         ones, zeros = np.ones(num_samples, np.int32), np.zeros(num_samples, np.int32)
@@ -114,6 +119,19 @@ class Drafts:
         self._scopes: dict[int, bytes] = {}
         # Rows whose matcher does not know yet what they have.
         self._changed: set[int] = set()
+
+    @property
+    def may_guess(self) -> bool:
+        """Whether there may ever be drafts."""
+        return self._drafter is not None and self.choice is not None
+
+    def num_tokens(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
+        """How many tokens these rows have."""
+        return self._num_tokens[rows]
+
+    def extend(self, rows: NDArray[np.integer]) -> None:
+        """Each of these rows got a token."""
+        self._num_tokens[rows] += 1
 
     def end(self, rows: Int32Array) -> None:
         """These rows are released. To be called before others have them."""

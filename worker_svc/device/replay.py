@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeGuard
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.recording import NotRecordableError, record
@@ -258,8 +260,43 @@ def check_cuda_graphs(model: CausalLM) -> None:
 Forward = Callable[[ModelInput], torch.Tensor]
 """Returns a step's hidden states after the final norm, [T, hidden], which the next step may overwrite."""
 
-Decodes = Callable[[ModelInput], torch.Tensor]
-"""Returns the logits of all rows, [R, vocab] float32, of a step in which each row has one token."""
+
+class RecordedDecodes:
+    """The layers and the output layer in one recording, for passes in which each row has one token.
+
+    In one recording the threads go on from the layers to the output layer instead of sleeping and waking between them.
+    """
+
+    def __init__(self, model: NativeCausalLM, room: ModelInput) -> None:
+        """Raises NotRecordableError."""
+        self._model = model
+        self._recorded = RecordedForward(model, room, model.outputs)
+
+    def __call__(self, inputs: ModelInput) -> torch.Tensor:
+        """The logits of all rows, [R, vocab] float32."""
+        return self._model.finish(self._recorded(inputs))
+
+    def begin(self, block_tables: NDArray[np.int32], adapter_slots: NDArray[np.int64]) -> None:
+        """The rows of the passes that `run` runs next.
+
+        Args:
+            block_tables: [R, columns], with the blocks of all these passes.
+            adapter_slots: [R], as `Rows` has them.
+        """
+        (num_rows, num_columns), room = block_tables.shape, self._recorded
+        room.block_tables[:num_rows, :num_columns] = block_tables
+        room.query_start_loc[: num_rows + 1] = np.arange(num_rows + 1)
+        room.adapter_slots[:num_rows] = adapter_slots
+
+    def run(
+        self, token_ids: NDArray[np.integer], positions: NDArray[np.int64], slots: NDArray[np.int64]
+    ) -> torch.Tensor:
+        """The logits of a token of each row, [R, vocab] float32. `slots` get its keys and values. All are [R]."""
+        num_rows, room = len(token_ids), self._recorded
+        room.token_ids[:num_rows], room.positions[:num_rows] = token_ids, positions
+        room.slot_mapping[:num_rows] = slots
+        np.add(positions, 1, out=room.seq_lens[:num_rows], casting="same_kind")
+        return self._model.finish(room.run(num_rows))
 
 
 def make_forward(model: CausalLM, pool: KvPool, max_model_len: int, limits: WorkerLimits) -> Forward:
@@ -276,20 +313,16 @@ def make_forward(model: CausalLM, pool: KvPool, max_model_len: int, limits: Work
         return model
 
 
-def make_decodes(model: CausalLM, pool: KvPool, max_model_len: int, limits: WorkerLimits) -> Decodes | None:
-    """The layers and the output layer in one recording, for steps of decodes alone; None if that is not possible.
-
-    In one recording the threads go on from the layers to the output layer instead of sleeping and waking between them.
-    """
+def make_decodes(model: CausalLM, pool: KvPool, max_model_len: int, limits: WorkerLimits) -> RecordedDecodes | None:
+    """The model for passes of decodes alone, over this pool; None if it cannot be recorded."""
     if not _is_recordable(model):
         return None
     try:
         num_rows = _max_batch_rows(limits)
         room = room_for(pool, max_model_len, num_tokens=num_rows, num_rows=num_rows)
-        logits = RecordedForward(model, room, model.outputs)
+        return RecordedDecodes(model, room)
     except NotRecordableError:
         return None
-    return lambda inputs: model.finish(logits(inputs))
 
 
 def _max_batch_rows(limits: WorkerLimits) -> int:
@@ -307,6 +340,9 @@ class RecordedForward:
     Args:
         room: tensors of the size of the largest step, over the pool of all steps.
         finish: applied to the hidden states, and recorded too.
+
+    Attributes:
+        token_ids, positions, adapter_slots, slot_mapping, block_tables, query_start_loc, seq_lens: the room, as arrays.
 
     Raises:
         NotRecordableError: the layers compute something that is not an operation of the library.
@@ -327,28 +363,36 @@ class RecordedForward:
             outputs.append(hidden if finish is None else finish(hidden))
 
         self._recording = record(num_tokens, run)
-        self._embedded, (self._output,) = embedded, outputs
+        self._embedded, (self._output,), self._room = embedded, outputs, room
         assert room.adapter_slots is not None
-        self._adapter_slots = room.adapter_slots.numpy()
         attention = room.attention
-        self._positions, self._slot_mapping = room.positions.numpy(), attention.slot_mapping.numpy()
-        self._block_tables = attention.block_tables.numpy()
-        self._query_start_loc, self._seq_lens = attention.query_start_loc.numpy(), attention.seq_lens.numpy()
+        # numpy takes a fraction of torch's time for a few numbers.
+        self.token_ids, self.positions = room.token_ids.numpy(), room.positions.numpy()
+        self.adapter_slots, self.slot_mapping = room.adapter_slots.numpy(), attention.slot_mapping.numpy()
+        self.block_tables = attention.block_tables.numpy()
+        self.query_start_loc, self.seq_lens = attention.query_start_loc.numpy(), attention.seq_lens.numpy()
 
     @torch.inference_mode()
     def __call__(self, inputs: ModelInput) -> torch.Tensor:
         num_tokens, num_rows = inputs.token_ids.shape[0], inputs.attention.seq_lens.shape[0]
         attention = inputs.attention
         self._embedded[:num_tokens] = self._model.embed(inputs)
-        # numpy takes a fraction of torch's time for a few numbers.
-        self._positions[:num_tokens] = inputs.positions
-        self._adapter_slots[:num_tokens] = 0 if inputs.adapter_slots is None else inputs.adapter_slots
-        self._slot_mapping[:num_tokens] = attention.slot_mapping
-        self._block_tables[:num_rows, : attention.block_tables.shape[1]] = attention.block_tables
-        self._query_start_loc[: num_rows + 1] = attention.query_start_loc
-        self._seq_lens[:num_rows] = attention.seq_lens
+        self.positions[:num_tokens] = inputs.positions
+        self.adapter_slots[:num_tokens] = 0 if inputs.adapter_slots is None else inputs.adapter_slots
+        self.slot_mapping[:num_tokens] = attention.slot_mapping
+        self.block_tables[:num_rows, : attention.block_tables.shape[1]] = attention.block_tables
+        self.query_start_loc[: num_rows + 1] = attention.query_start_loc
+        self.seq_lens[:num_rows] = attention.seq_lens
         self._recording.run(num_tokens, num_rows)
         return self._output[:num_tokens]
+
+    @torch.inference_mode()
+    def run(self, num_rows: int) -> torch.Tensor:
+        """The output for so many rows of one token each, as the room has them."""
+        tokens = ModelInput(self._room.token_ids[:num_rows], self._room.positions[:num_rows], self._room.attention, ())
+        self._embedded[:num_rows] = self._model.embed(tokens)
+        self._recording.run(num_rows, num_rows)
+        return self._output[:num_rows]
 
 
 def room_for(pool: KvPool, max_model_len: int, *, num_tokens: int, num_rows: int) -> ModelInput:

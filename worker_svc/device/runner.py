@@ -29,6 +29,7 @@ from worker_svc.device.batch import (
     split_outputs,
 )
 from worker_svc.device.block_moves import BlockMoves
+from worker_svc.device.decode_run import DecodeRun, are_plain
 from worker_svc.device.draft_choice import DraftChoice
 from worker_svc.device.drafts import Drafts, Kept
 from worker_svc.device.kv_pool import KvPool
@@ -156,7 +157,6 @@ class _Pass:
     drawn: Drawn
     kept: Kept | None
     prompts: PromptPlan | None
-    copy: HostCopy
 
     @property
     def reports_more(self) -> bool:
@@ -170,18 +170,17 @@ class _Pass:
         return none_is_left_out and bool(self.drawn.is_finite.all()) and not self.columns.is_refused.any()
 
 
-def _joined(passes: Sequence[_Pass], batch: Batch, sampling: SamplingColumns, streams: Streams) -> _Pass:
+def _joined(passes: Sequence[_Pass], batch: Batch, sampling: SamplingColumns) -> _Pass:
     """Passes of a batch of decodes as one, on the host."""
     kept = Kept.of_passes([each.kept for each in passes], len(batch.samples))
     drawn = Drawn(*(torch.cat([getattr(each.drawn, name) for each in passes]) for name in ("token_ids", "is_finite")))
     drawn, rows = drawn.take(kept.draws), np.concatenate([each.rows for each in passes])[kept.draws]
-    copy = HostCopy(StepValues(drawn.token_ids, drawn.is_finite), streams.compute, streams.results)
     rows_ran, num_new, computed, samples = (
         np.concatenate([getattr(each.batch, name) for each in passes])
         for name in ("rows", "num_new_tokens", "num_computed_tokens", "samples")
     )
     ran = Batch(rows_ran, num_new, computed, samples)
-    return _Pass(ran, rows, sampling.take(rows), drawn, kept, None, copy)
+    return _Pass(ran, rows, sampling.take(rows), drawn, kept, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +189,7 @@ class LaunchedStep:
 
     step: Step
     ran: _Pass
+    copy: HostCopy
     number: int
     queue_us: int
     stopwatch: Stopwatch
@@ -198,7 +198,7 @@ class LaunchedStep:
 
     def wait(self) -> StepOutput:
         """The output, when the device has it; then the step's blocks are sealed. To be called once."""
-        step, ran, values = self.step, self.ran, self.ran.copy.wait()
+        step, ran, values = self.step, self.ran, self.copy.wait()
         plan = ran.prompts
         scored = values.prompt_logprobs
         failed_prompts = () if plan is None or scored is None else find_failed_prompts(plan, scored)
@@ -353,14 +353,15 @@ class ModelRunner:
         self._rows.apply(step.row_changes, admitted.max_forked)
         stopwatch.mark()
 
-        passes = [self._run(batch, step.row_changes, stopwatch)]
-        if batch.max_passes > 1:
-            self._run_on(batch, passes, stopwatch)
-        last = passes[-1] if len(passes) == 1 else _joined(passes, batch, self._rows.sampling, self._streams)
+        ran, copy = self._run(batch, step.row_changes, stopwatch)
+        if batch.max_passes > 1 and len(passes := self._run_on(batch, ran, stopwatch)) > 1:
+            ran = _joined(passes, batch, self._rows.sampling)
+            copy = self._copied(StepValues(ran.drawn.token_ids, ran.drawn.is_finite))
         stopwatch.mark()
         return LaunchedStep(
             step=step,
-            ran=last,
+            ran=ran,
+            copy=copy,
             number=self._num_launched,
             queue_us=queue_us,
             stopwatch=stopwatch,
@@ -368,16 +369,48 @@ class ModelRunner:
             failed_prompts=self._failed_prompts,
         )
 
-    def _run_on(self, batch: Batch, passes: list["_Pass"], stopwatch: Stopwatch) -> None:
-        """Adds the further passes of a batch of decodes to its first one, as far as they fit the time."""
-        elapsed_s = stopwatch.elapsed_s
-        self._next_pass.took(len(passes[0].batch.rows), elapsed_s, is_first=True)
+    def _copied(self, values: StepValues[Tensor]) -> HostCopy:
+        return HostCopy(values, self._streams.compute, self._streams.results)
+
+    def _run_on(self, batch: Batch, first: "_Pass", stopwatch: Stopwatch) -> Sequence["_Pass"]:
+        """The first pass of a batch of decodes, and those after it, as far as they fit the time."""
+        passes, elapsed_s = [first], stopwatch.elapsed_s
+        self._next_pass.took(len(first.batch.rows), elapsed_s, is_first=True)
+        run: DecodeRun | None = None
         while elapsed_s + self._next_pass.expected_s(len(passes[-1].batch.rows)) <= self._multi_step_s:
-            if (further := self._further(batch, passes)) is None:
-                return
-            passes.append(self._run(further, _NO_CHANGES))
+            if run is not None and run.num_left and passes[-1].is_usable:
+                passes.append(self._run_plain(run, first))
+            elif (further := self._further(batch, passes)) is None:
+                break
+            elif (run := self._plain_run(further, first.columns)) is not None:
+                passes.append(self._run_plain(run, first))
+            else:
+                passes.append(self._run(further, _NO_CHANGES)[0])
             before_s, elapsed_s = elapsed_s, stopwatch.elapsed_s
             self._next_pass.took(len(passes[-1].batch.rows), elapsed_s - before_s, is_first=False)
+        return passes
+
+    def _plain_run(self, batch: Batch, columns: SamplingColumns) -> DecodeRun | None:
+        """All passes that a batch of decodes may have, where its rows need no more than a draw and have no drafts."""
+        drafts, decodes = self._drafts, self._run_decodes
+        if drafts is None or drafts.may_guess or decodes is None or not samples_every_token(batch):
+            return None
+        if len(columns.seed) != len(batch.rows) or not are_plain(columns):
+            return None
+        num_passes = min(batch.max_passes, 1 + int(batch.max_drafts.min()))
+        starts = drafts.num_tokens(batch.rows) - 1
+        return DecodeRun(decodes, self._rows, batch.rows, columns, starts, num_passes, self._pool.geometry.block_size)
+
+    def _run_plain(self, run: DecodeRun, first: "_Pass") -> "_Pass":
+        """One pass of `_plain_run`, for the rows of the first pass of the step."""
+        assert self._drafts is not None
+        drawn, kept, rows, columns = run.next(), None, first.rows, first.columns
+        is_usable = drawn.is_finite.numpy()
+        if not is_usable.all():
+            kept = Kept.where(is_usable)
+            rows, columns, drawn = rows[kept.draws], columns.take(kept.draws), drawn.take(kept.draws)
+        self._drafts.extend(rows)
+        return _Pass(first.batch, rows, columns, drawn, kept, None)
 
     def _further(self, batch: Batch, passes: Sequence["_Pass"]) -> Batch | None:
         """The batch of decodes once more, after its latest draws; None where it may not run again, where a row may have
@@ -390,7 +423,7 @@ class ModelRunner:
             return None
         return replace(batch, max_drafts=num_more - 1, max_passes=batch.max_passes - len(passes))
 
-    def _run(self, batch: Batch, changes: RowChanges, stopwatch: Stopwatch | None = None) -> "_Pass":
+    def _run(self, batch: Batch, changes: RowChanges, stopwatch: Stopwatch | None = None) -> "tuple[_Pass, HostCopy]":
         """Runs the model once. `stopwatch`, in the first pass of a step, is marked behind the model."""
         drafted, asked = None, batch
         if self._drafts is not None:
@@ -446,10 +479,10 @@ class ModelRunner:
             logprobs = gather_logprobs(logits, drawn.token_ids, columns)
             candidates = gather_candidates(logits, columns)
         values = StepValues(drawn.token_ids, drawn.is_finite, finite, logprobs, candidates, prompt_logprobs)
-        copy = HostCopy(values, self._streams.compute, self._streams.results)
+        copy = self._copied(values)
         if self._matchers is not None and masks_made is not None:
             self._matchers.drew(rows, copy.token_ids)
-        return _Pass(batch, rows, columns, drawn, kept, prompts, copy)
+        return _Pass(batch, rows, columns, drawn, kept, prompts), copy
 
     def _forward(self, batch: Batch, lone: NDArray[np.bool_] | None) -> torch.Tensor:
         """Hidden states of the batch's tokens, and of padding after them. `lone` are those of `find_lone_tokens`."""

@@ -59,11 +59,11 @@ def draw(logits: Tensor, columns: SamplingColumns, positions: NDArray[np.integer
         columns: Parameters of the n rows. Rows that ask for candidates are treated as greedy.
         positions: [n], index in the sequence of the token that is drawn.
     """
-    sampled = (columns.temperature > 0) & (columns.num_candidates == 0)
     # Their logits are log probabilities, so -infinity alone comes from a ban: it would be NaN if the model said it.
     may_be_banned = (columns.num_candidates > 0) & columns.changes_logits
     if ops.can_draw(logits.device):
-        return _draw_here(logits, columns, sampled, may_be_banned, positions)
+        return RowDraws.of(columns, positions).draw(logits, may_be_banned=may_be_banned)
+    sampled = (columns.temperature > 0) & (columns.num_candidates == 0)
     token_ids, highest = _draw_by_torch(logits, columns, sampled, positions)
     # The highest logit is NaN or infinite exactly when the row is not usable.
     is_finite = highest.isfinite()
@@ -72,28 +72,39 @@ def draw(logits: Tensor, columns: SamplingColumns, positions: NDArray[np.integer
     return Drawn(torch.where(is_finite, token_ids, 0), is_finite)
 
 
-def _draw_here(
-    logits: Tensor,
-    columns: SamplingColumns,
-    sampled: NDArray[np.bool_],
-    may_be_banned: NDArray[np.bool_],
-    positions: NDArray[np.integer],
-) -> Drawn:
-    """By one pass of the CPU library over each row, and numpy, whose operations on a few numbers take a fraction of the
-    time of torch's."""
-    rules = DrawRules(
-        temperature=np.where(sampled, columns.temperature, np.float32(0)),
-        top_k=columns.top_k,
-        top_p=columns.top_p.astype(np.float64),
-        min_score=columns.min_score,
-    )
-    numbers = uniform(columns.seed, positions) if sampled.any() else np.zeros(len(logits))
-    token_ids, highest = ops.draw(logits, rules, numbers)
-    highest = highest.numpy()
-    is_finite = np.isfinite(highest)
-    if not is_finite.all():
-        is_finite |= may_be_banned & (highest == -np.inf)
-    return Drawn(token_ids, torch.from_numpy(is_finite))
+@dataclass(frozen=True, slots=True)
+class RowDraws:
+    """How n rows draw by the CPU library, in one or several passes: one pass over each row, and numpy, whose operations
+    on a few numbers take a fraction of the time of torch's."""
+
+    _rules: DrawRules
+    _numbers: NDArray[np.float64]
+    """[passes, n]"""
+
+    @classmethod
+    def of(cls, columns: SamplingColumns, positions: NDArray[np.integer], num_passes: int = 1) -> "RowDraws":
+        """`positions`, [n], are those of what the first pass draws; each further pass is one position behind."""
+        sampled = (columns.temperature > 0) & (columns.num_candidates == 0)
+        rules = DrawRules(
+            temperature=np.where(sampled, columns.temperature, np.float32(0)),
+            top_k=columns.top_k,
+            top_p=columns.top_p.astype(np.float64),
+            min_score=columns.min_score,
+        )
+        numbers = np.zeros((num_passes, len(sampled)))
+        if sampled.any():
+            of_passes = (positions + np.arange(num_passes)[:, None]).ravel()
+            numbers = uniform(np.tile(columns.seed, num_passes), of_passes).reshape(numbers.shape)
+        return cls(rules, numbers)
+
+    def draw(self, logits: Tensor, index: int = 0, may_be_banned: NDArray[np.bool_] | None = None) -> Drawn:
+        """The draws of a pass. Rows of `may_be_banned` may have no token left."""
+        token_ids, highest = ops.draw(logits, self._rules, self._numbers[index])
+        highest = highest.numpy()
+        is_finite = np.isfinite(highest)
+        if may_be_banned is not None and not is_finite.all():
+            is_finite |= may_be_banned & (highest == -np.inf)
+        return Drawn(token_ids, torch.from_numpy(is_finite))
 
 
 def _draw_by_torch(
