@@ -113,7 +113,9 @@ def test_quotas_hold_for_a_tenant_and_for_all():
     pinned(driver, token_ids=[8] * 32, tenant="b")
     with pytest.raises(PinQuotaError, match="13 are pinned by all; together they can pin 16"):
         pin(driver, [9] * 16, tenant="c")
-    assert driver.scheduler.pins.num_pinned == 13
+    pin(driver, [9] * 12, tenant="c")
+    with pytest.raises(PinQuotaError, match="16 are pinned by all"):
+        pin(driver, [6] * 4, tenant="c")
 
 
 def test_a_prefix_that_no_request_could_have_is_refused_and_leaves_nothing():
