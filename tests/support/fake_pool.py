@@ -91,7 +91,7 @@ class FakePool:
 
 
 class FakeBlocks:
-    """A `worker_svc.protocol.transfers.BlockStore` over slots, [number of blocks, block size] int64."""
+    """A `worker_svc.device.seals.BlockStore` over slots, [number of blocks, block size] int64."""
 
     def __init__(self, slots: np.ndarray, seals: SealInventory) -> None:
         self._slots, self.seals = slots, seals

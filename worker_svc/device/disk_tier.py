@@ -19,15 +19,13 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quire.settings import ConfigurationError
 from worker_svc.device.file_lock import open_alone
-from worker_svc.device.seals import SealInventory
-from worker_svc.step import HASH_BYTES, Int32Array, SealedBlocks
+from worker_svc.device.seals import BlockStore
+from worker_svc.step import HASH_BYTES, SealedBlocks
 
 _HEADER = struct.Struct("<8sIQ32s")
 _MAGIC, _VERSION = b"quirekvd", 1
@@ -38,16 +36,6 @@ _EMPTY = bytes(_SLOT.size)
 _EVERY_S = 0.05
 _AT_ONCE = 16
 _logger = logging.getLogger(__name__)
-
-
-class BlockStore(Protocol):
-    """`PoolBlocks`, or a fake."""
-
-    seals: SealInventory
-    block_bytes: int
-
-    def read(self, blocks: Int32Array) -> NDArray[np.uint8]: ...
-    def write(self, blocks: Int32Array, contents: NDArray[np.uint8]) -> None: ...
 
 
 class DiskFailsError(Exception):

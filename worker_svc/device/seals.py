@@ -1,12 +1,13 @@
-"""Which blocks of the GPU pool are final. Needs no torch, so that workers without a model do not import it."""
+"""Which blocks of the GPU pool are final, and what they hold. Needs no torch, so that processes without a model do not
+import it."""
 
 import threading
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_svc.step import HASH_BYTES, SealedBlocks
+from worker_svc.step import HASH_BYTES, Int32Array, SealedBlocks
 
 
 class SealInventory:
@@ -87,3 +88,13 @@ class SealInventory:
         """All sealed blocks by rising block id."""
         block_ids = np.flatnonzero(self._sealed).astype(np.int32)
         return SealedBlocks(block_ids, self._hashes[block_ids])
+
+
+class BlockStore(Protocol):
+    """`PoolBlocks`, or a fake: contents of whole blocks, [n, block_bytes]."""
+
+    seals: SealInventory
+    block_bytes: int
+
+    def read(self, blocks: Int32Array) -> NDArray[np.uint8]: ...
+    def write(self, blocks: Int32Array, contents: NDArray[np.uint8]) -> None: ...

@@ -36,6 +36,7 @@ from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc.device.device_loop import DeviceLoop, StepLane, StepRunner
 from worker_svc.device.disk_tier import DiskTier
 from worker_svc.device.row_ledger import RowLedger
+from worker_svc.device.seals import BlockStore
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.convert import (
     MoveBlocks,
@@ -58,7 +59,7 @@ from worker_svc.protocol.convert import (
 )
 from worker_svc.protocol.session import Session, Sessions
 from worker_svc.protocol.tracing import PrefillSpans
-from worker_svc.protocol.transfers import BlockStore, Transfers
+from worker_svc.protocol.transfers import Transfers
 from worker_svc.step import (
     AdapterLoaded,
     AdmittedStep,

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import grpc.aio
 import numpy as np
@@ -36,7 +36,7 @@ from quire.rpc.server import UNLIMITED_MESSAGE_BYTES
 from quire.rpc.tls import TlsIdentity
 from quire.settings import ConfigurationError
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
-from worker_svc.device.seals import SealInventory
+from worker_svc.device.seals import BlockStore
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.step import HASH_BYTES, Int32Array, SealedBlocks, WorkerInfo, check_distinct
 
@@ -46,16 +46,6 @@ _OFFER_WAIT_S = 1.0
 """A fetch may come before the offer that it is about, which takes another way."""
 _TOLD_EVERY_S = 0.5
 _logger = logging.getLogger(__name__)
-
-
-class BlockStore(Protocol):
-    """`PoolBlocks`, or a fake."""
-
-    seals: SealInventory
-    block_bytes: int
-
-    def read(self, blocks: Int32Array) -> NDArray[np.uint8]: ...
-    def write(self, blocks: Int32Array, contents: NDArray[np.uint8]) -> None: ...
 
 
 @dataclass(slots=True)
