@@ -65,6 +65,13 @@ def hash_chain(parent: BlockHash, packed: bytes, block_bytes: int) -> list[Block
     return cast(list[BlockHash], hashes)
 
 
+def hashes_of(data: bytes) -> list[BlockHash]:
+    """Hashes that follow each other in a message. Raises ValueError where the last one is not whole."""
+    if len(data) % HASH_BYTES:
+        raise ValueError(f"{len(data)} bytes are no hashes of {HASH_BYTES} bytes")
+    return [BlockHash(data[start : start + HASH_BYTES]) for start in range(0, len(data), HASH_BYTES)]
+
+
 def short(content: BlockHash) -> bytes:
     """The last SHORT_BYTES of a hash."""
     return content[-SHORT_BYTES:]

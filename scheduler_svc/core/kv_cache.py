@@ -8,7 +8,7 @@ import heapq
 import math
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Self
@@ -174,15 +174,22 @@ class BlockManager:
             if log.is_unread(content):
                 log.read(content, self._cached_tokens(sequence, index))
 
-    def missing_hashes(self, sequences: SequenceOf[Sequence]) -> tuple[list[BlockId], list[BlockHash]]:
+    def missing_hashes(
+        self, sequences: SequenceOf[Sequence], tier: Container[BlockHash] | None = None
+    ) -> tuple[list[BlockId], list[BlockHash]]:
         """The cached blocks at the start of sequences that wait, and the names of those behind them that they may take
-        from others and that are not cached, each once."""
+        from others and that are not cached, each once; with a tier as far as it has them."""
         cached, missing = dict[BlockId, None](), dict[BlockHash, None]()
         for sequence in sequences:
-            start, end = self.cached_start(sequence).blocks, self.num_shareable(sequence)
+            start = self.cached_start(sequence).blocks
             cached.update(dict.fromkeys(start))
-            hashes = sequence.prefix_hashes.between(len(start), max(len(start), end), sequence.token_ids)
-            missing.update(dict.fromkeys(content for content in hashes if not self.pool.hits([content])))
+            for index in range(len(start), self.num_shareable(sequence)):
+                (content,) = sequence.prefix_hashes.between(index, index + 1, sequence.token_ids)
+                if self.pool.hits([content]):
+                    continue
+                if tier is not None and content not in tier:
+                    break
+                missing[content] = None
         return list(cached), list(missing)
 
     def allocate_beside(self, cached: list[BlockId], count: int) -> list[BlockId]:

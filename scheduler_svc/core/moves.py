@@ -1,12 +1,13 @@
-"""Blocks that move between replicas: where those of a request are, and which of ours another replica may fetch.
+"""Blocks that move: where those of a request are, and which of ours another replica may fetch.
 
 A request that goes on at another replica leaves its sealed blocks here under a lease: they stay until they were
 fetched, the lease is over, or somebody else needs the room. The other replica gives them new blocks, which nobody else
 holds until the workers have their content, and then they are cached like any others. So a request never needs a block
-that moves: what does not come is computed.
+that moves: what does not come is computed. Blocks come from a tier below the pool in the same way.
 """
 
 from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NewType
 
@@ -73,11 +74,45 @@ class Leases:
         return False
 
 
+class Tier:
+    """Which blocks the workers keep below the pool, as far as they said."""
+
+    def __init__(self) -> None:
+        self._by_slot: dict[int, BlockHash] = {}
+        self._slots: dict[BlockHash, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, content: BlockHash) -> bool:
+        return content in self._slots
+
+    def change(self, slots: SequenceOf[int], hashes: SequenceOf[BlockHash]) -> None:
+        """The first of these slots hold these blocks now, and the others none."""
+        for slot in slots:
+            before = self._by_slot.pop(slot, None)
+            if before is not None and self._slots[before] == slot:
+                del self._slots[before]
+        for slot, content in zip(slots, hashes, strict=False):
+            self._by_slot[slot], self._slots[content] = content, slot
+
+    def forget(self, content: BlockHash) -> None:
+        """The block did not come, and is not worth another try."""
+        if (slot := self._slots.pop(content, None)) is not None:
+            del self._by_slot[slot]
+
+    def rename(self, content: BlockHash, name: BlockHash) -> None:
+        """Gives a block another name, if there is such a block."""
+        if (slot := self._slots.pop(content, None)) is not None:
+            self._by_slot[slot], self._slots[name] = name, slot
+
+
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """Blocks of this pool that get their content from another replica, with the names of what they will hold."""
+    """Blocks of this pool that get their content from another replica, or without a `source` from the tier, with the
+    names of what they will hold."""
 
-    source: KvSource
+    source: KvSource | None
     blocks: tuple[BlockId, ...]
     hashes: tuple[BlockHash, ...]
 

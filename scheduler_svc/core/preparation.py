@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from scheduler_svc.core.adapter_slots import AdapterSlots
-from scheduler_svc.core.block_pool import BlockId
+from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.moves import Arriving
 from scheduler_svc.core.request import Adapter, Constraint, MovedBlocks, Need, Request, RequestKey
@@ -53,12 +53,13 @@ class Preparations:
         self,
         adapters: AdapterSlots,
         trials: Trials,
-        make_room: Callable[[RequestKey], Arriving | None],
+        make_room: Callable[[RequestKey], Arriving | MovedBlocks | None],
         *,
         compiles: bool,
     ) -> None:
         """Without `compiles` every constraint counts as compiled: workers compile when rows need it. `make_room` takes
-        blocks for those of a request that can be fetched now; None where there are none, or no room for them."""
+        blocks for those of a request that can be fetched now, or says with whose blocks they come already; None where
+        there are none, or no room for them."""
         self.trials = trials
         self._make_room = make_room
         self._adapters = adapters
@@ -88,7 +89,7 @@ class Preparations:
 
     def arrived(self, request: Request, num_waiting: int) -> None:
         """A request joined the queue. Prepares what it needs now, unless it will wait for long."""
-        self._begin_move(request)
+        self._fetch(request)
         if num_waiting <= _MAX_WAITING:
             for need in self._missing(request):
                 self._want(request, need)
@@ -96,11 +97,9 @@ class Preparations:
     def hold(self, request: Request, *, may_compile: bool = False) -> bool:
         """Whether a request that is next must wait for something. `done` returns it then. With `may_compile` its row
         may compile its constraint, and nothing is fetched for it."""
-        if not may_compile:
-            self._begin_move(request)
-        missing = [
-            need for need in self._missing(request) if not (may_compile and isinstance(need, Constraint | MovedBlocks))
-        ]
+        missing = [need for need in self._missing(request) if not (may_compile and isinstance(need, Constraint))]
+        if not may_compile and (moved := self._fetch(request)) is not None:
+            missing.append(moved)
         if not missing:
             self._next = request.adapter
             if self._owed:
@@ -141,6 +140,13 @@ class Preparations:
         """The blocks that a preparation fetches, be it late; None for any other."""
         known = self._underway.get(number) or self._given_up.get(number)
         return None if known is None else known.arriving
+
+    def fetching(self, content: BlockHash) -> MovedBlocks | None:
+        """With which blocks this one comes that is fetched now; None if it is not."""
+        for each in self._underway.values():
+            if isinstance(each.need, MovedBlocks) and each.arriving is not None and content in each.arriving.hashes:
+                return each.need
+        return None
 
     def held_tables(self) -> list[tuple[BlockId, ...]]:
         """The blocks that are being fetched, of each preparation."""
@@ -229,13 +235,19 @@ class Preparations:
         begun = self._underway[self._num_begun] = Preparation(self._num_begun, need, slot)
         return begun
 
-    def _begin_move(self, request: Request) -> None:
-        """Begins to fetch blocks of a request, where some can be fetched and there is room."""
-        if request.source is not None and (arriving := self._make_room(request.key)) is not None:
-            self._num_begun += 1
-            begun = Preparation(self._num_begun, MovedBlocks(request.key), arriving=arriving)
-            self._underway[begun.number] = begun
-            self._begun_alone.append(begun)
+    def _fetch(self, request: Request) -> MovedBlocks | None:
+        """Begins to fetch blocks of a request, where some can be fetched and there is room. Returns what it has to wait
+        for."""
+        own = MovedBlocks(request.key)
+        if any(each.need == own and each.arriving and each.arriving.blocks for each in self._underway.values()):
+            return own
+        arriving = self._make_room(request.key)
+        if not isinstance(arriving, Arriving):
+            return arriving
+        self._num_begun += 1
+        begun = self._underway[self._num_begun] = Preparation(self._num_begun, own, arriving=arriving)
+        self._begun_alone.append(begun)
+        return own if arriving.blocks else None
 
     def _slot_for(self, adapter: Adapter, stuck: set[type[Need]]) -> int | None:
         """A slot for an adapter: an empty one, or if a request waits for it that is next, one that is not used."""
@@ -314,10 +326,7 @@ class Preparations:
         """Whether the workers have prepared it."""
         if isinstance(need, Constraint):
             return not self._compiles or need in self._compiled
-        if isinstance(need, MovedBlocks):
-            waits = (each for each in self._underway.values() if each.arriving is not None and each.arriving.blocks)
-            return all(each.need != need for each in waits)
-        return self._adapters.is_ready(need)
+        return isinstance(need, MovedBlocks) or self._adapters.is_ready(need)
 
     def _want(self, request: Request, need: Need) -> None:
         if not self._is_known(need):

@@ -78,7 +78,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class MovedBlocks:
-    """Blocks of one request that are at another replica, and that workers fetch."""
+    """Blocks of one request that are at another replica or in a tier, and that workers fetch."""
 
     key: RequestKey
 
@@ -154,12 +154,10 @@ class Request:
 
     @property
     def needs(self) -> list[Need]:
-        """What workers prepare for it."""
+        """What workers prepare for it, beside blocks that they may fetch."""
         needs: list[Need] = [Constraint(self.sampling.parameters)] if self.has_constraint else []
         if self.adapter is not None:
             needs.append(self.adapter)
-        if self.source is not None:
-            needs.append(MovedBlocks(self.key))
         return needs
 
     @property

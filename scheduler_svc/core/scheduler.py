@@ -13,7 +13,8 @@ compiled and which adapters are loaded, and `fault_isolation` finds requests tha
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 
 import numpy as np
@@ -26,7 +27,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.drafts import DraftCounts
 from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.kv_cache import BlockManager, SwapSpace
-from scheduler_svc.core.moves import Arriving, Lease, Leases
+from scheduler_svc.core.moves import Arriving, Lease, Leases, Tier
 from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.pins import PIN_CLIENT, Pin, Pins
 from scheduler_svc.core.placement import Placement
@@ -106,6 +107,7 @@ class Scheduler:
         config = self.config
         self.batch = Batch(config, self._make_blocks(config))
         self.leases = Leases()
+        self.tier = Tier()
         self.preparations = Preparations(
             self.batch.adapters, self.trials, self._make_room, compiles=config.prepares_constraints
         )
@@ -282,7 +284,8 @@ class Scheduler:
 
     def forget_cached(self) -> int:
         """Forgets what is cached in blocks that nobody holds; returns their number. Blocks of sequences and of pins
-        keep their names."""
+        keep their names. What the tier has is not fetched until workers are attached again."""
+        self.tier = Tier()
         pool = self.batch.blocks.pool
         num_before = pool.num_cached
         pool.free(pool.allocate(pool.num_free))
@@ -298,7 +301,7 @@ class Scheduler:
         if pin is not None and not self.pins.hold(pin, self.batch.blocks.pool):
             self.pins.remove(pin, self.batch.blocks.pool)
 
-    # Requests move between replicas
+    # Requests move between replicas, and blocks between the pool and the tier
 
     def hand_over(
         self, key: RequestKey, lease: Lease, now: float, lease_s: float
@@ -331,12 +334,19 @@ class Scheduler:
         else:
             self.leases.end(lease, self.batch.blocks.pool)
 
-    def _make_room(self, key: RequestKey) -> Arriving | None:
+    def tier_changed(self, slots: SequenceOf[int], hashes: SequenceOf[BlockHash]) -> None:
+        """The first of these slots of the workers' tier hold these blocks now, and the others none."""
+        self.tier.change(slots, hashes)
+
+    def _make_room(self, key: RequestKey) -> Arriving | MovedBlocks | None:
         """Takes blocks for those of a request that waits which another replica has and which are not cached. They are
-        fetched once. Where all are cached it is none, and the call that fetches them ends the lease."""
+        fetched once. Where all are cached it is none, and the call that fetches them ends the lease. Of a request that
+        no other replica has, those that the tier has: once it fits, so that no other one takes the room again."""
         group, blocks = self.waiting.get(key) if key in self.waiting else None, self.batch.blocks
-        if group is None or group.source is None or self.trials.are_on:
+        if group is None or self.trials.are_on:
             return None
+        if group.source is None:
+            return self._make_room_from_tier(group) if len(self.tier) else None
         cached, hashes = blocks.missing_hashes(group.computing)
         num_free = len(hashes) + blocks.pool.num_free_of(cached)
         source = group.source
@@ -344,6 +354,17 @@ class Scheduler:
             return None
         group.source = None
         return Arriving(source, tuple(blocks.allocate_beside(cached, len(hashes))), tuple(hashes))
+
+    def _make_room_from_tier(self, group: SequenceGroup) -> Arriving | MovedBlocks | None:
+        blocks = self.batch.blocks
+        cached, hashes = blocks.missing_hashes(group.computing, self.tier)
+        if not hashes:
+            return None
+        if (others := self.preparations.fetching(hashes[0])) is not None:
+            return others
+        if not self._room.fits(group, self._room.to_grow()):
+            return None
+        return Arriving(None, tuple(blocks.allocate_beside(cached, len(hashes))), tuple(hashes))
 
     def _give_way(self) -> bool:
         """Frees blocks that are kept for others than requests that run, the least important first. Returns whether
@@ -515,12 +536,20 @@ class Scheduler:
             blocks = self.batch.blocks
             blocks.seal_moved(arriving.came(failed))
             blocks.pool.free(arriving.blocks)
+            self._forget_failed(arriving, failed)
         keys = self.preparations.done(number, failure)
         if failure is not None and arriving is None:
             detail = f"the adapter of this request cannot be loaded: {failure}"
             return self._fail_all(keys, detail, reason="ADAPTER_NOT_LOADED")
         self._release(keys)
         return {}
+
+    def _forget_failed(self, arriving: Arriving, failed: Collection[int]) -> None:
+        """Blocks with these indices did not come. Of the tier they are not fetched again: it may be slow."""
+        if arriving.source is None:
+            for index, content in enumerate(arriving.hashes):
+                if index in failed:
+                    self.tier.forget(content)
 
     def _release(self, keys: Iterable[RequestKey]) -> None:
         """These requests need not wait any more."""
@@ -530,6 +559,8 @@ class Scheduler:
     def give_up_preparation(self, number: int, seconds: float) -> dict[ClientId, ClientEvents]:
         """The workers take too long, `seconds` by now, to prepare something. Returns the failures of the requests that
         waited for it; others that need it have it prepared again when they are next."""
+        if (arriving := self.preparations.arriving(number)) is not None:
+            self._forget_failed(arriving, range(len(arriving.hashes)))
         need, keys = self.preparations.give_up(number)
         if isinstance(need, MovedBlocks):
             self._release(keys)

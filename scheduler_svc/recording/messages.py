@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.arrays import encode_int32
 from quire.logprob_columns import LogprobColumns
-from quire.prefix_hashes import HASH_BYTES, hash_chain, pack
+from quire.prefix_hashes import HASH_BYTES, hash_chain, hashes_of, pack
 from quire.scheduler.v1 import recording_pb2
 from scheduler_svc.core.beam_search import BeamParameters, Candidates, EarlyStopping
 from scheduler_svc.core.block_pool import BlockHash, BlockId
@@ -395,12 +395,14 @@ def sealed_message(sealed: SequenceOf[tuple[BlockId, BlockHash]], hider: TokenHi
     return Operation(restore_sealed=recording_pb2.RecordedSealed(blocks=encode_int32(blocks), hashes=b"".join(hashes)))
 
 
+def tier_message(slots: SequenceOf[int], hashes: SequenceOf[BlockHash], hider: TokenHider | None) -> Operation:
+    names = [content if hider is None else hider.name_of(content) for content in hashes]
+    return Operation(tier_changed=recording_pb2.RecordedTier(slots=encode_int32(slots), hashes=b"".join(names)))
+
+
 def sealed_of(message: recording_pb2.RecordedSealed) -> list[tuple[BlockId, BlockHash]]:
-    blocks, hashes = tokens_of(message.blocks), message.hashes
-    return [
-        (BlockId(block), BlockHash(hashes[at : at + HASH_BYTES]))
-        for block, at in zip(blocks, range(0, len(hashes), HASH_BYTES), strict=True)
-    ]
+    blocks = map(BlockId, tokens_of(message.blocks))
+    return list(zip(blocks, hashes_of(message.hashes), strict=True))
 
 
 class HiddenHashes:

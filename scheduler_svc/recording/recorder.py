@@ -334,7 +334,21 @@ class _RecordedScheduler(Scheduler):
             lambda _: messages.sealed_message(blocks, hider),
         )
         if self._restored is not None:
-            self._restored.hashes = {content for _, content in blocks}
+            self._restored.hashes.clear()
+            self._expect(content for _, content in blocks)
+
+    def tier_changed(self, slots: Sequence[int], hashes: Sequence[BlockHash]) -> None:
+        hider = self._hider
+        self._tell(
+            lambda: super(_RecordedScheduler, self).tier_changed(slots, hashes),
+            lambda _: messages.tier_message(slots, hashes, hider),
+        )
+        self._expect(hashes)
+
+    def _expect(self, hashes: Iterable[BlockHash]) -> None:
+        """Blocks have these names that came from outside."""
+        if self._restored is not None:
+            self._restored.hashes.update(hashes)
             for group in self.groups():
                 for sequence in group.unfinished:
                     assert isinstance(sequence.prefix_hashes, _ObservedHashes)

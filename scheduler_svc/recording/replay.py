@@ -14,6 +14,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from quire.prefix_hashes import hashes_of
 from scheduler_svc.core import invariants
 from scheduler_svc.core.block_pool import BlockHash
 from scheduler_svc.core.kv_cache import BlockManager
@@ -183,7 +184,11 @@ class Replayer:
                 scheduler.restore_sealed(sealed_of(operation.restore_sealed))
             case "rename":
                 rename = operation.rename
-                scheduler.batch.blocks.pool.rename(BlockHash(rename.name), BlockHash(rename.hash))
+                for named in (scheduler.batch.blocks.pool, scheduler.tier):
+                    named.rename(BlockHash(rename.name), BlockHash(rename.hash))
+            case "tier_changed":
+                tier = operation.tier_changed
+                scheduler.tier_changed(tokens_of(tier.slots), hashes_of(tier.hashes))
             case "prepared":
                 prepared = operation.prepared
                 failed = frozenset(tokens_of(prepared.failed_blocks))

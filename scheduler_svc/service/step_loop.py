@@ -60,6 +60,7 @@ from scheduler_svc.service.worker_messages import (
     Prepared,
     PromptLogprobsRouter,
     ReplicaInfo,
+    TierChanged,
     offer_message,
 )
 from scheduler_svc.settings import SchedulerSettings
@@ -456,6 +457,9 @@ class StepLoop:
             if answer is None:
                 self._check_progress(now, link)
                 self._check_preparations(scheduler, now)
+                continue
+            if isinstance(answer, TierChanged):
+                scheduler.tier_changed(answer.slots, answer.hashes)
                 continue
             if isinstance(answer, Fetched):
                 scheduler.renew_lease(answer.lease, now, 0 if answer.is_done else LEASE_S)

@@ -26,6 +26,7 @@ from scheduler_svc.service.worker_messages import (
     Prepared,
     RankPlace,
     StepAnswer,
+    TierChanged,
     attach_message,
     prepare_message,
     replica_info,
@@ -198,7 +199,7 @@ class WorkerLink:
         except _CALL_ERRORS as error:
             raise WorkerLostError(f"worker {self.address} left: {_describe(error)}") from error
 
-    async def receive(self) -> StepAnswer | Prepared | Fetched | None:
+    async def receive(self) -> StepAnswer | Prepared | Fetched | TierChanged | None:
         """The next answer, or None for a heartbeat. Raises WorkerLostError."""
         try:
             response = await self._call.read()
@@ -223,6 +224,8 @@ class WorkerLink:
             if response.HasField("moved"):
                 failed = decode_int32(response.moved.failed, "failed", minimum=0).tolist()
                 return Prepared(response.moved.number, failed=frozenset(failed))
+            if response.HasField("tier_changed"):
+                return TierChanged.of(response.tier_changed)
             if not response.HasField("result"):
                 return None
             return step_answer(response.result, self.info.vocab_size)
@@ -265,7 +268,9 @@ class WorkerGroup:
             tuple(endpoint for source in sources for endpoint in source.endpoints),
         )
         self._epoch = epoch
-        self._answers: asyncio.Queue[tuple[int, StepAnswer | Prepared | Fetched | Exception | None]] = asyncio.Queue()
+        self._answers: asyncio.Queue[tuple[int, StepAnswer | Prepared | Fetched | TierChanged | Exception | None]] = (
+            asyncio.Queue()
+        )
         # Of each rank, the answers to steps that not all ranks have answered.
         self._unmatched: list[deque[StepAnswer]] = [deque() for _ in links]
         # What ranks answered that have compiled a constraint or loaded an adapter, by its number.
@@ -286,7 +291,7 @@ class WorkerGroup:
         """Sends what is serialized already to all ranks. Raises WorkerLostError."""
         await self._write(message)
 
-    async def receive(self) -> StepAnswer | Prepared | Fetched | None:
+    async def receive(self) -> StepAnswer | Prepared | Fetched | TierChanged | None:
         """The next answer of rank 0, once all ranks have answered that, or None for a heartbeat of rank 0.
 
         Raises:
@@ -304,6 +309,9 @@ class WorkerGroup:
                 del self._prepared[answer.number]
                 failed = frozenset[int]().union(*(each.failed for each in answers))
                 return replace(next((each for each in answers if each.failure), answer), failed=failed)
+            if isinstance(answer, TierChanged):
+                # A block counts that all ranks have; only workers of one rank have a tier.
+                continue
             if isinstance(answer, Fetched):
                 self._num_fetched[answer.lease] += answer.is_done
                 is_done = self._num_fetched[answer.lease] == len(self._links)

@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from quire.compatibility import (
     differing_parts,
 )
 from quire.logprob_columns import LogprobColumns
-from quire.prefix_hashes import HASH_BYTES
+from quire.prefix_hashes import hashes_of
 from quire.rpc.errors import InvalidArgument, invalid_field
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.batch import RowTable
@@ -53,7 +53,7 @@ def prepare_message(preparation: Preparation) -> bytes:
 def _move_message(number: int, arriving: Arriving) -> worker_pb2.MoveBlocks:
     return worker_pb2.MoveBlocks(
         number=number,
-        source=source_message(arriving.source),
+        source=None if arriving.source is None else source_message(arriving.source),
         hashes=b"".join(arriving.hashes),
         block_ids=encode_int32(arriving.blocks),
         timeout_ms=round(MOVE_TIMEOUT_S * 1e3),
@@ -261,12 +261,17 @@ def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
 def sealed_blocks(attached: worker_pb2.Attached) -> list[tuple[BlockId, BlockHash]]:
     """The worker's inventory of final blocks. Raises InvalidArgument when the arrays of the message make no sense."""
     blocks = decode_int32(attached.sealed_block_ids, "sealed_block_ids", minimum=0).tolist()
-    hashes = attached.sealed_hashes
-    if len(hashes) != HASH_BYTES * len(blocks):
-        raise InvalidArgument(f"sealed_hashes has {len(hashes)} bytes for {len(blocks)} blocks")
-    starts = range(0, len(hashes), HASH_BYTES)
-    contents = [BlockHash(hashes[start : start + HASH_BYTES]) for start in starts]
+    contents = _hashes(attached.sealed_hashes, "sealed_hashes")
+    if len(contents) != len(blocks):
+        raise InvalidArgument(f"sealed_hashes has {len(attached.sealed_hashes)} bytes for {len(blocks)} blocks")
     return [(BlockId(block), content) for block, content in zip(blocks, contents, strict=True)]
+
+
+def _hashes(data: bytes, field: str) -> list[BlockHash]:
+    try:
+        return hashes_of(data)
+    except ValueError as error:
+        raise invalid_field(field, str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +308,20 @@ class Fetched:
 
     lease: Lease
     is_done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TierChanged:
+    """The first of these slots of the worker's tier hold these blocks now, and the others none."""
+
+    slots: list[int]
+    hashes: list[BlockHash]
+
+    @classmethod
+    def of(cls, message: worker_pb2.TierChanged) -> Self:
+        """Raises InvalidArgument when the arrays of the message make no sense."""
+        slots = decode_int32(message.slots, "slots", minimum=0).tolist()
+        return cls(slots, _hashes(message.hashes, "hashes")[: len(slots)])
 
 
 @dataclass(frozen=True, slots=True)

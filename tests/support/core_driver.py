@@ -13,6 +13,7 @@ from scheduler_svc.core import invariants, preparation
 from scheduler_svc.core.beam_search import BeamParameters, BeamSearch, Candidates
 from scheduler_svc.core.block_pool import BlockHash, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.moves import Arriving
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import (
@@ -21,6 +22,7 @@ from scheduler_svc.core.request import (
     Constraint,
     EmittedSequence,
     Handle,
+    MovedBlocks,
     Need,
     Request,
     RequestKey,
@@ -244,6 +246,29 @@ class FakeDevice:
     contexts: Contexts = field(default_factory=Contexts)
     adapters: dict[int, bytes] = field(default_factory=dict[int, bytes])
     """The digest of the adapter that is loaded, by slot."""
+    disk: dict[int, tuple[BlockHash, list[Content | None]]] = field(default_factory=dict)
+    """Blocks that are kept below the pool, by slot."""
+    num_written: int = 0
+
+    def keep_on_disk(self, num_slots: int) -> list[int]:
+        """Writes the blocks that are sealed and not there yet, over the oldest. Returns the slots that changed."""
+        changed: list[int] = []
+        for block, content in self.seals.items():
+            if all(content != name for name, _ in self.disk.values()):
+                slot = self.num_written % num_slots
+                self.num_written += 1
+                self.disk[slot] = content, list(self.blocks[block])
+                changed.append(slot)
+        return list(dict.fromkeys(changed))
+
+    def fetch(self, arriving: Arriving) -> frozenset[int]:
+        """Fills blocks from the disk. Returns the indices of those that are not there."""
+        on_disk = dict(self.disk.values())
+        for block, content in zip(arriving.blocks, arriving.hashes, strict=True):
+            self.seals.pop(block, None)
+            if content in on_disk:
+                self.blocks[block], self.seals[block] = list(on_disk[content]), content
+        return frozenset(index for index, content in enumerate(arriving.hashes) if content not in on_disk)
 
     def run(
         self,
@@ -534,6 +559,12 @@ class Driver:
                 # No row of a later step may have what was there before.
                 self.device.adapters.pop(told.slot, None)
 
+    def tell_disk(self, changed: Sequence[int]) -> None:
+        """The worker says what these slots of its disk hold now."""
+        kept = [slot for slot in changed if slot in self.device.disk]
+        empty = [slot for slot in changed if slot not in self.device.disk]
+        self.scheduler.tier_changed([*kept, *empty], [self.device.disk[slot][0] for slot in kept])
+
     def compile_next(self) -> bool:
         """The worker compiles a constraint or loads an adapter, and answers. Returns whether there was one."""
         if not self.told:
@@ -545,20 +576,22 @@ class Driver:
         return True
 
     def _answer(self, told: Preparation) -> None:
-        failure = None
+        failure, failed = None, frozenset[int]()
         if isinstance(told.need, Constraint):
             self.compiled.pop(told.need.parameters, None)
             self.compiled[told.need.parameters] = None
             if len(self.compiled) > preparation.NUM_KEPT:
                 del self.compiled[next(iter(self.compiled))]
-        elif not isinstance(told.need, Adapter):
-            raise AssertionError(f"{told.need} was to be prepared, which this driver does not know")
+        elif isinstance(told.need, MovedBlocks):
+            assert told.arriving is not None
+            assert told.arriving.source is None, "this driver knows no other replica"
+            failed = self.device.fetch(told.arriving)
         elif told.need.digest in self.unloadable:
             failure = "its files are gone"
         else:
             assert told.slot is not None
             self.device.adapters[told.slot] = told.need.digest
-        self._record(self.scheduler.prepared(told.number, failure))
+        self._record(self.scheduler.prepared(told.number, failure, failed))
         self.check()
 
     def give_up_next(self) -> None:

@@ -45,3 +45,4 @@ async def running_worker(
     finally:
         await server.stop(grace_s=0)
         assert await asyncio.to_thread(device_loop.stop, 60)
+        await servicer.stop_disk()

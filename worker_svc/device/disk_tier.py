@@ -1,7 +1,8 @@
 """Sealed KV blocks in a file on disk, where they outlive the pool, the worker and `quire serve`.
 
-A thread writes blocks there soon after they were sealed, and a worker that starts reads the newest of them back into
-its pool. Blocks are found by their hash; the block that was written longest ago gives way to a new one.
+A thread writes blocks there soon after they were sealed, a worker that starts reads the newest of them back into its
+pool, and the scheduler, which is told what is there, has others read that a prompt needs. Blocks are found by their
+hash; the block that was written or read longest ago gives way to a new one.
 
     0                   `_HEADER`: magic, version, bytes of a block, digest of the `KvNamespace`
     4096 + slot * size  `_SLOT`: CRC-32 of hash and content, a number that rises with each write, the hash, and the
@@ -17,8 +18,10 @@ import struct
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -35,6 +38,7 @@ _HEAD_CRC_BYTES = 4
 _EMPTY = bytes(_SLOT.size)
 _EVERY_S = 0.05
 _AT_ONCE = 16
+T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 
@@ -89,6 +93,7 @@ class BlockFile:
 
     def _read_index(self) -> OrderedDict[bytes, int]:
         """The slot of each block, those written longest ago first."""
+        self._changes: dict[int, bytes | None] = {}
         number = max(0, -(-(os.fstat(self._file).st_size - _SLOTS_AT) // self._slot_bytes))
         heads = ((slot, _unpack(os.pread(self._file, _SLOT.size, self._offset(slot)))) for slot in range(number))
         found = sorted((head[1], head[2], slot) for slot, head in heads if head is not None)
@@ -100,6 +105,8 @@ class BlockFile:
         return slots
 
     def close(self) -> None:
+        """It has nothing from now on."""
+        self._slots.clear()
         os.close(self._file)
 
     def __contains__(self, name: bytes) -> bool:
@@ -110,8 +117,17 @@ class BlockFile:
 
     @property
     def names(self) -> list[bytes]:
-        """The hashes of all blocks, those written last first."""
+        """The hashes of all blocks, those written or read last first."""
         return list(reversed(self._slots))
+
+    def entries(self) -> list[tuple[int, bytes]]:
+        """The slot and the hash of each block."""
+        return [(slot, name) for name, slot in self._slots.items()]
+
+    def take_changes(self) -> list[tuple[int, bytes | None]]:
+        """The slots that changed since the last call, with the hashes that they have now; None without a block."""
+        changes, self._changes = list(self._changes.items()), {}
+        return changes
 
     def write(self, name: bytes, content: bytes) -> None:
         """Keeps a block that it does not have. OSError if the disk does not take it: then the block is not there."""
@@ -124,9 +140,13 @@ class BlockFile:
             self._newest += 1
             self._write(_pack(_crc32(name, content), self._newest, name), start)
         except OSError:
-            self._free.append(slot)
+            self._empty(slot)
             raise
-        self._slots[name] = slot
+        self._slots[name], self._changes[slot] = slot, name
+
+    def _empty(self, slot: int) -> None:
+        self._free.append(slot)
+        self._changes[slot] = None
 
     def _take_slot(self) -> int:
         if self._free:
@@ -154,9 +174,10 @@ class BlockFile:
         if len(data) == self._slot_bytes:
             head = _unpack(data[: _SLOT.size])
             if head is not None and head[2] == name and head[0] == _crc32(name, content):
+                self._slots.move_to_end(name)
                 return content
         del self._slots[name]
-        self._free.append(slot)
+        self._empty(slot)
         return None
 
 
@@ -180,19 +201,26 @@ def _crc32(name: bytes, content: bytes) -> int:
 Count = Callable[[str, int], object]
 """Is told what happened to how many bytes: "written", "read" or "failed"."""
 
+Tell = Callable[[Sequence[tuple[int, bytes | None]]], object]
+"""Is told, in any thread, which block each of these slots holds now; None for one that holds none any more."""
+
 
 class DiskTier:
-    """Keeps a file filled with what a pool seals, beside its steps."""
+    """Keeps a file filled with what a pool seals, beside its steps, and reads blocks of it."""
 
     def __init__(self, file: BlockFile, store: BlockStore, num_blocks: int) -> None:
         """`num_blocks` are those of the pool that sequences may have."""
         self._count: Count = lambda what, num_bytes: None
+        self._tell: Tell = lambda changes: None
         self._num_restored = 0
         self._file, self._store, self._num_blocks = file, store, num_blocks
         self._saved = np.full(num_blocks, -1, np.int64)
         self._is_writing = True
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        # Held while the file is used. One thread reads, so that a disk that hangs takes no other ones.
+        self._lock = threading.Lock()
+        self._reader = ThreadPoolExecutor(1, "kv-disk-read")
 
     def restore(self) -> int:
         """Fills blocks of the pool that are not final with the newest blocks of the file, before the first step.
@@ -226,10 +254,40 @@ class DiskTier:
     def stop(self) -> None:
         """Writes what is final now, and closes the file. For a worker that takes no more steps."""
         self._stopping.set()
+        self._reader.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
             self._thread.join()
         self.write_behind()
-        self._file.close()
+        with self._lock:
+            self._file.close()
+
+    def follow(self, tell: Tell) -> None:
+        """Has `tell` told of all slots that hold a block, and then of those that change; others are told no more."""
+
+        def begin() -> None:
+            with self._lock:
+                self._tell = tell
+                self._file.take_changes()
+                tell(self._file.entries())
+
+        self.submit(begin)
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Runs something that reads, one after the other."""
+        return self._reader.submit(call)
+
+    def read(self, name: bytes) -> bytes | None:
+        """The content of a block; None if it is not there, or not as it was written. May take long."""
+        with self._lock:
+            content = self._file.read(name)
+            self._tell_changes()
+        if content is not None:
+            self._count("read", len(content))
+        return content
+
+    def _tell_changes(self) -> None:
+        if changes := self._file.take_changes():
+            self._tell(changes)
 
     def _run(self) -> None:
         while not self._stopping.wait(_EVERY_S):
@@ -247,14 +305,17 @@ class DiskTier:
             contents = self._store.read(blocks)
             # A block that is written again meanwhile may be half of each.
             is_current = self._store.seals.num_writes(blocks) == writes[part]
-            try:
-                for index in np.flatnonzero(is_current):
-                    if names[index] not in self._file:
-                        self._file.write(names[index], contents[index].tobytes())
-                        self._count("written", self._store.block_bytes)
-            except OSError as error:
-                self._is_writing = False
-                self._count("failed", self._store.block_bytes)
-                _logger.warning("no more KV blocks go to disk: %s", error.strerror)
-                return
+            with self._lock:
+                try:
+                    for index in np.flatnonzero(is_current):
+                        if names[index] not in self._file:
+                            self._file.write(names[index], contents[index].tobytes())
+                            self._count("written", self._store.block_bytes)
+                except OSError as error:
+                    self._is_writing = False
+                    self._count("failed", self._store.block_bytes)
+                    _logger.warning("no more KV blocks go to disk: %s", error.strerror)
+                    return
+                finally:
+                    self._tell_changes()
             self._saved[blocks] = writes[part]

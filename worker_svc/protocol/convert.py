@@ -6,6 +6,7 @@ the sampling parameters of a row are wrong, the step runs and that row alone fai
 """
 
 import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -51,6 +52,8 @@ LoadAdapterMessage = worker_pb2.LoadAdapter
 MoveBlocks = worker_pb2.MoveBlocks
 
 _MAX_UINT32 = 0xFFFFFFFF
+_SLOTS_AT_ONCE = 4096
+"""Of a tier in one message: a scheduler takes it in between steps."""
 
 
 def epoch_of(request: RunRequest) -> int:
@@ -357,6 +360,14 @@ def moved_message(number: int, failed: list[int]) -> RunResponse:
 def fetched_message(lease: bytes, *, is_done: bool) -> RunResponse:
     """Another worker has fetched blocks of a lease."""
     return RunResponse(fetched=worker_pb2.BlocksFetched(lease=lease, done=is_done))
+
+
+def tier_messages(changes: Sequence[tuple[int, bytes | None]]) -> Iterator[RunResponse]:
+    """What slots of a tier hold; None for one that is empty."""
+    for start in range(0, len(changes), _SLOTS_AT_ONCE):
+        part = sorted(changes[start : start + _SLOTS_AT_ONCE], key=lambda change: change[1] is None)
+        slots, hashes = encode_int32([slot for slot, _ in part]), b"".join(name for _, name in part if name is not None)
+        yield RunResponse(tier_changed=worker_pb2.TierChanged(slots=slots, hashes=hashes))
 
 
 def heartbeat_message(last_step_id: int, busy_ms: int) -> RunResponse:

@@ -7,7 +7,7 @@ that the scheduler knows the last step that ran.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from functools import partial
@@ -56,6 +56,7 @@ from worker_svc.protocol.convert import (
     result_message,
     step_header,
     step_of,
+    tier_messages,
 )
 from worker_svc.protocol.session import Session, Sessions
 from worker_svc.protocol.tracing import PrefillSpans
@@ -140,7 +141,7 @@ class Worker:
         # The last load of each slot, until the worker is attached anew.
         self._reads: dict[int, asyncio.Future[Any]] = {}
         self.disk = disk
-        self.transfers = None if blocks is None else Transfers(info, blocks, device_loop.call, tls)
+        self.transfers = None if blocks is None else Transfers(info, blocks, device_loop.call, tls, disk)
 
     def attach(self, epoch: int, on_superseded: Callable[[QuireError], None]) -> Session:
         """Gives the worker to a scheduler: the previous session ends and all rows are released.
@@ -319,6 +320,8 @@ class StepStream:
             failpoint("worker.attach.before_inventory")
             self._metrics.attached()
             yield attached_message(session.epoch, self._worker.info, sealed)
+            if self._worker.disk is not None:
+                self._worker.disk.follow(self._tell_tier)
             tasks = [asyncio.create_task(self._read(requests)), asyncio.create_task(self._send_heartbeats())]
             while not isinstance(item := await self._outgoing.get(), _End):
                 if isinstance(item, QuireError):
@@ -355,13 +358,18 @@ class StepStream:
         await self._idle.wait()
         self._outgoing.put_nowait(end)
 
-    def _start_preparing(self, message: PrepareConstraint) -> None:
-        def answer() -> None:
-            # The loop may be closed by then: this process ends.
-            with suppress(RuntimeError):
-                self._post(self._outgoing.put_nowait, prepared_message(message.number))
+    def _tell_tier(self, changes: Sequence[tuple[int, bytes | None]]) -> None:
+        for message in tier_messages(changes):
+            self._put(message)
 
-        self._worker.prepare(message.row_sampling, answer)
+    def _put(self, message: RunResponse) -> None:
+        """Sends a message; for other threads."""
+        # The loop may be closed by then: this process ends.
+        with suppress(RuntimeError):
+            self._post(self._outgoing.put_nowait, message)
+
+    def _start_preparing(self, message: PrepareConstraint) -> None:
+        self._worker.prepare(message.row_sampling, lambda: self._put(prepared_message(message.number)))
 
     def _start_loading(self, load: LoadAdapter) -> None:
         loading = self._worker.load_adapter(load)

@@ -1,7 +1,9 @@
-"""Blocks that move between workers: those that this worker's scheduler offers to others, and those that it wants.
+"""Blocks that move: those that this worker's scheduler offers to other workers, and those that it wants from them or
+from a tier below the pool.
 
-Who fetches asks for blocks by their hashes, under a lease. What comes is checked by its CRC-32, and then written in a
-thread beside the steps. Nothing that goes wrong here is an error of a request: what does not come is computed.
+Who fetches asks for blocks by their hashes, of other workers under a lease. What comes is checked by its CRC-32, and
+then written in a thread beside the steps. Nothing that goes wrong here is an error of a request: what does not come is
+computed.
 
 What must never be wrong is a byte, so:
 
@@ -9,7 +11,8 @@ What must never be wrong is a byte, so:
 - A block that was written since it was offered is not sent: the inventory counts the writes of each block, before and
   after it is read.
 - Blocks are written after all steps that came before the move. No later step names them until the move is answered.
-- The next scheduler that attaches may use all blocks. From then on nothing of a session before is written.
+- A move that took too long is answered, and the next scheduler that attaches may use all blocks. From then on nothing
+  of that move, or of a session before, is written.
 """
 
 import asyncio
@@ -21,7 +24,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
 import numpy as np
@@ -36,15 +39,18 @@ from quire.rpc.server import UNLIMITED_MESSAGE_BYTES
 from quire.rpc.tls import TlsIdentity
 from quire.settings import ConfigurationError
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
+from worker_svc.device.disk_tier import DiskTier
 from worker_svc.device.seals import BlockStore
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.step import HASH_BYTES, Int32Array, SealedBlocks, WorkerInfo, check_distinct
 
 _MESSAGE_BYTES = 1 << 19
 """As many blocks as fit go in one message; at least one."""
+_READ_AT_ONCE = 16
 _OFFER_WAIT_S = 1.0
 """A fetch may come before the offer that it is about, which takes another way."""
 _TOLD_EVERY_S = 0.5
+T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 
@@ -59,12 +65,11 @@ class _Offer:
     num_calls: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """Blocks to fetch: of each its id here, and its hash."""
+    """Blocks to fetch: of each its id here, and its hash. Without a `source` they come from the tier."""
 
-    number: int
-    source: Any
+    source: Any | None
     block_ids: Int32Array
     hashes: NDArray[np.uint8]
     timeout_s: float
@@ -83,6 +88,7 @@ class Transfers:
         store: BlockStore,
         call_device: Callable[[Callable[[], object]], "Future[Any]"],
         tls: TlsIdentity | None = None,
+        tier: DiskTier | None = None,
     ) -> None:
         """`call_device` runs a function when all steps before it are finished; `tls` identifies this worker."""
         self.metrics: WorkerMetrics | None = None
@@ -90,17 +96,18 @@ class Transfers:
         self._store = store
         self._call_device = call_device
         self._tls = tls
+        self._tier = tier
         self._offers: dict[bytes, _Offer] = {}
         self._news = asyncio.Event()
         self._tell: Tell = lambda lease, is_done: None
-        # Held while blocks are written; the number of the session whose moves may write.
+        # Held while blocks are written, which only these moves may do.
         self._lock = threading.Lock()
-        self._session = 0
+        self._moving = set[Move]()
 
     def attached(self, tell: Tell) -> None:
         """Another scheduler has the worker: nothing is offered, and no move that began before writes any more."""
         with self._lock:
-            self._session += 1
+            self._moving.clear()
         self._offers.clear()
         self._tell = tell
 
@@ -184,7 +191,7 @@ class Transfers:
         """InvalidArgument for blocks that the pool does not have."""
         blocks, hashes = self._blocks_of(message.block_ids, message.hashes, "move_blocks")
         check_distinct(blocks, "move_blocks.block_ids", "block")
-        return Move(message.number, message.source, blocks, hashes, message.timeout_ms / 1e3)
+        return Move(message.source if message.HasField("source") else None, blocks, hashes, message.timeout_ms / 1e3)
 
     def _blocks_of(self, block_ids: bytes, hashes: bytes, field: str) -> tuple[Int32Array, NDArray[np.uint8]]:
         blocks = decode_int32(block_ids, f"{field}.block_ids", minimum=0, below=self._info.pool.num_gpu_blocks)
@@ -195,20 +202,21 @@ class Transfers:
     def move(self, move: Move) -> Coroutine[Any, Any, list[int]]:
         """What it returns fetches blocks for the present session and seals those that came. Its result are the indices
         of the others."""
-        return self._move(move, self._session)
+        self._moving.add(move)
+        return self._move(move)
 
-    async def _move(self, move: Move, session: int) -> list[int]:
+    async def _move(self, move: Move) -> list[int]:
         came = set[int]()
         # In a task of its own: a gRPC call that is cancelled while it starts swallows the cancellation of its caller.
-        fetching = asyncio.create_task(self._fetch(move, session, came))
+        fetching = asyncio.create_task(self._fetch(move, came))
         try:
             await asyncio.wait([fetching], timeout=move.timeout_s)
             problem = str(fetching.exception() or "") if fetching.done() else f"took over {move.timeout_s:g} s"
         finally:
             fetching.cancel()
             await asyncio.wait([fetching])
-        indices = np.array(sorted(came), np.int64)
-        self._seal(session, SealedBlocks(move.block_ids[indices], move.hashes[indices]))
+            indices = np.array(sorted(came), np.int64)
+            self._end(move, SealedBlocks(move.block_ids[indices], move.hashes[indices]))
         failed = [index for index in range(len(move.block_ids)) if index not in came]
         if failed:
             self._count("failed", len(failed) * self._store.block_bytes)
@@ -220,13 +228,14 @@ class Transfers:
             )
         return failed
 
-    async def _fetch(self, move: Move, session: int, came: set[int]) -> None:
+    async def _fetch(self, move: Move, came: set[int]) -> None:
         """Adds to `came` the blocks that are there. Raises what keeps the others from coming."""
-        source = move.source
+        if (source := move.source) is None:
+            return await self._fetch_from_tier(move, came)
         if source.kv_namespace != self._info.kv_namespace or len(source.endpoints) != self._info.world_size:
             raise ConfigurationError("the blocks are of another kind")
         if len(move.block_ids):
-            await asyncio.wrap_future(self._call_device(partial(self._begin, session, move.block_ids)))
+            await self._begin(move)
         request = worker_pb2.FetchBlocksRequest(
             kv_namespace=source.kv_namespace, lease=source.lease, hashes=move.hashes.tobytes()
         )
@@ -235,7 +244,7 @@ class Transfers:
             call: Any = worker_pb2_grpc.WorkerServiceStub(channel).FetchBlocks(request)
             try:
                 async for response in call:
-                    keep = partial(self._keep, move, session, response)
+                    keep = partial(self._keep, move, response)
                     came.update(await asyncio.get_running_loop().run_in_executor(None, keep))
                     failpoint("worker.move.written")
             except grpc.aio.AioRpcError as error:
@@ -243,13 +252,40 @@ class Transfers:
             finally:
                 call.cancel()
 
-    def _begin(self, session: int, blocks: Int32Array) -> None:
-        """Runs in the device's thread: all earlier steps are finished."""
-        with self._lock:
-            self._check(session)
-            self._store.seals.begin_transfer(blocks)
+    async def _fetch_from_tier(self, move: Move, came: set[int]) -> None:
+        if (tier := self._tier) is None:
+            raise ConfigurationError("this worker has no tier")
+        await self._begin(move)
+        for part in _parts(range(len(move.hashes)), _READ_AT_ONCE):
+            came.update(await asyncio.wrap_future(tier.submit(partial(self._copy, move, tier, part))))
+            failpoint("worker.move.written")
 
-    def _keep(self, move: Move, session: int, response: worker_pb2.FetchBlocksResponse) -> list[int]:
+    async def _begin(self, move: Move) -> None:
+        """Waits until all earlier steps are finished."""
+
+        def begin() -> None:
+            with self._lock:
+                self._check(move)
+                self._store.seals.begin_transfer(move.block_ids)
+
+        await asyncio.wrap_future(self._call_device(begin))
+
+    def _copy(self, move: Move, tier: DiskTier, part: Sequence[int]) -> list[int]:
+        """Runs in a thread: writes the blocks with these indices that the tier has, and returns which these are."""
+        contents = {
+            index: content for index in part if (content := tier.read(move.hashes[index].tobytes())) is not None
+        }
+        found = list(contents)
+        if found:
+            self._write(move, np.array(found), np.frombuffer(b"".join(contents.values()), np.uint8))
+        return found
+
+    def _write(self, move: Move, indices: NDArray[np.integer], contents: NDArray[np.uint8]) -> None:
+        with self._lock:
+            self._check(move)
+            self._store.write(move.block_ids[indices], contents.reshape(len(indices), self._store.block_bytes))
+
+    def _keep(self, move: Move, response: worker_pb2.FetchBlocksResponse) -> list[int]:
         """Runs in a thread: writes the blocks of one message that are whole, and returns their indices."""
         count, size = len(move.block_ids), self._store.block_bytes
         indices = decode_int32(response.indices, "indices", minimum=0, below=count)
@@ -258,20 +294,20 @@ class Transfers:
             raise InvalidArgument(f"{len(indices)} blocks came with {len(response.content)} bytes")
         contents = np.frombuffer(response.content, np.uint8).reshape(len(indices), size)
         is_whole = np.array(_crc32s(contents), np.uint32) == np.array(response.crc32, np.uint32)
-        with self._lock:
-            self._check(session)
-            self._store.write(move.block_ids[indices[is_whole]], contents[is_whole])
+        self._write(move, indices[is_whole], contents[is_whole])
         self._count("received", int(is_whole.sum()) * size)
         return indices[is_whole].tolist()
 
-    def _seal(self, session: int, sealed: SealedBlocks) -> None:
+    def _end(self, move: Move, sealed: SealedBlocks) -> None:
+        """Whatever comes from now on is not written."""
         with self._lock:
-            if session == self._session and len(sealed.block_ids):
+            if move in self._moving and len(sealed.block_ids):
                 self._store.seals.end_transfer(sealed)
+            self._moving.discard(move)
 
-    def _check(self, session: int) -> None:
-        if session != self._session:
-            raise ConnectionError("another scheduler has the worker")
+    def _check(self, move: Move) -> None:
+        if move not in self._moving:
+            raise ConnectionError("it took too long, or another scheduler has the worker")
 
     def _count(self, what: str, num_bytes: int) -> None:
         if self.metrics is not None:
@@ -282,6 +318,6 @@ def _crc32s(contents: NDArray[np.uint8]) -> list[int]:
     return [zlib.crc32(each.data) for each in np.ascontiguousarray(contents)]
 
 
-def _parts(wanted: Sequence[tuple[int, int, int]], size: int) -> Iterator[Sequence[tuple[int, int, int]]]:
+def _parts(wanted: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     for start in range(0, len(wanted), size):
         yield wanted[start : start + size]

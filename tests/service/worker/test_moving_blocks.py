@@ -2,8 +2,9 @@
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from quire.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, from
 from quire.worker.v1 import worker_pb2
 from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_client import StepClient, attached_client, make_assign, make_batch, worker_stub
-from tests.support.worker_server import running_worker
+from tests.support.worker_server import SMALL_WORKER, running_worker
+from worker_svc.device.disk_tier import BlockFile
 
 MODEL = ModelFingerprint("a", "b", "c")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
@@ -74,11 +76,13 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
         yield Pair([first, second], source, target)
 
 
-async def compute(client: StepClient, blocks: list[int], computed: int = 0, row: int = 0) -> tuple[bytes, bytes]:
+async def compute(
+    client: StepClient, blocks: list[int], computed: int = 0, row: int = 0, prompt: list[int] = PROMPT
+) -> tuple[bytes, bytes]:
     """The token that follows the prompt, of which the first tokens are in the pool, and its log probability."""
     result = await client.run(
-        assign=[make_assign(row, PROMPT, blocks, logprobs=0)],
-        batch=make_batch([row], [len(PROMPT) - computed], [computed]),
+        assign=[make_assign(row, prompt, blocks, logprobs=0)],
+        batch=make_batch([row], [len(prompt) - computed], [computed]),
     )
     return result.token_ids, result.token_logprobs.chosen_logprobs
 
@@ -151,6 +155,90 @@ async def test_blocks_that_make_no_sense_end_the_stream(pair: Pair, blocks: list
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await pair.move(blocks, hashes)
     assert isinstance(from_rpc_error(raised.value), InvalidArgument)
+
+
+@pytest.fixture
+async def with_disk(tmp_path: Path) -> AsyncIterator[StepClient]:
+    settings = replace(SMALL_WORKER, kv_disk=tmp_path / "kv", kv_disk_space=1 << 20)
+    async with (
+        running_worker(tmp_path, TinyCausalLM(), settings, fingerprint=MODEL) as address,
+        attached_client(address, 1) as client,
+    ):
+        yield client
+
+
+async def ask(client: StepClient, blocks: list[int], hashes: list[bytes], timeout_ms: int) -> None:
+    move = worker_pb2.MoveBlocks(
+        number=1, hashes=b"".join(hashes), block_ids=encode_int32(blocks), timeout_ms=timeout_ms
+    )
+    await client.write(worker_pb2.RunRequest(move_blocks=move))
+
+
+async def from_disk(client: StepClient, blocks: list[int], hashes: list[bytes], timeout_ms: int = 5_000) -> list[int]:
+    """The indices of the blocks that did not come."""
+    await ask(client, blocks, hashes, timeout_ms)
+    return decode_int32((await answer(client, "moved")).failed, "failed").tolist()
+
+
+async def seal(client: StepClient, blocks: list[int]) -> worker_pb2.TierChanged:
+    """Computes the prompt into these blocks and seals the full ones. Returns what the disk has then."""
+    await client.run(
+        assign=[make_assign(0, PROMPT, blocks)],
+        batch=make_batch([0], [len(PROMPT)], [0]),
+        sealed_block_ids=encode_int32(blocks[:2]),
+        sealed_hashes=b"".join(HASHES[:2]),
+    )
+    return await answer(client, "tier_changed")
+
+
+async def test_a_sequence_goes_on_from_the_blocks_on_disk(with_disk: StepClient) -> None:
+    told = await seal(with_disk, [7, 3, 5])
+    assert (decode_int32(told.slots, "slots").tolist(), told.hashes) == ([0, 1], HASHES[1] + HASHES[0])
+    drawn = await compute(with_disk, [7, 3, 6], computed=8, row=1)
+    assert await from_disk(with_disk, [11, 12, 13], HASHES) == [2]
+    assert await compute(with_disk, [11, 12, 14], computed=8, row=2) == drawn
+
+
+async def test_a_scheduler_that_attaches_is_told_what_is_on_disk(with_disk: StepClient, tmp_path: Path) -> None:
+    await seal(with_disk, [7, 3, 5])
+    async with attached_client(f"unix:{tmp_path / 'worker'}", 2) as later:
+        assert (await answer(later, "tier_changed")).hashes == HASHES[1] + HASHES[0]
+
+
+async def test_damage_on_disk_is_told_and_is_no_error(with_disk: StepClient, tmp_path: Path) -> None:
+    await seal(with_disk, [7, 3, 5])
+    path = tmp_path / "kv" / "blocks.kv"
+    data = bytearray(path.read_bytes())
+    data[4096 + 48 + 100] ^= 1
+    path.write_bytes(data)
+    await ask(with_disk, [11, 12], HASHES[:2], 5_000)
+    told = await answer(with_disk, "tier_changed")
+    assert (decode_int32(told.slots, "slots").tolist(), told.hashes) == ([0], b"")
+    assert decode_int32((await answer(with_disk, "moved")).failed, "failed").tolist() == [1]
+
+
+async def test_what_comes_from_a_slow_disk_after_its_time_is_not_written(
+    with_disk: StepClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await seal(with_disk, [7, 3, 5])
+    is_reading, may_read = threading.Event(), threading.Event()
+    read = BlockFile.read
+
+    def read_late(file: BlockFile, name: bytes) -> bytes | None:
+        is_reading.set()
+        assert may_read.wait(60)
+        return read(file, name)
+
+    monkeypatch.setattr(BlockFile, "read", read_late)
+    assert await from_disk(with_disk, [11, 12], HASHES[:2], timeout_ms=1_000) == [0, 1]
+    assert is_reading.is_set()
+    # Another sequence has the blocks now.
+    other = PROMPT[::-1]
+    await compute(with_disk, [11, 12, 14], row=1, prompt=other)
+    drawn = await compute(with_disk, [11, 12, 15], computed=8, row=2, prompt=other)
+    may_read.set()
+    assert await from_disk(with_disk, [20], HASHES[:1]) == []
+    assert await compute(with_disk, [11, 12, 16], computed=8, row=3, prompt=other) == drawn
 
 
 def test_bytes_are_those_of_the_pool_layer_by_layer() -> None:

@@ -168,3 +168,81 @@ def test_where_there_is_no_room_blocks_are_fetched_once_their_request_is_next() 
     driver.scheduler.prepared(preparation.number, failed=frozenset({0, 1, 2}))
     run(driver)
     assert driver.outputs[1] == expected_output(request)
+
+
+def of_prefix(handle: int) -> Request:
+    return make_request(handle, prompt=[*range(17)])
+
+
+def on_disk(driver: Driver, request: Request) -> None:
+    """The request ran, its blocks are on the worker's disk, and no more in the pool."""
+    driver.submit(request)
+    run(driver)
+    driver.tell_disk(driver.device.keep_on_disk(100))
+    pool = driver.scheduler.batch.blocks.pool
+    pool.free(pool.allocate(pool.num_free))
+
+
+def test_blocks_that_the_pool_evicted_come_back_from_the_tier() -> None:
+    driver, first, again = Driver(make_config()), of_prefix(1), of_prefix(2)
+    on_disk(driver, first)
+    driver.submit(again)
+    (preparation,) = told(driver)
+    assert preparation.arriving is not None
+    assert (preparation.arriving.source, len(preparation.arriving.blocks)) == (None, 4)
+    driver.plan()
+    assert not driver.results
+    driver._answer(preparation)
+    assert driver.next_plan().num_computed_tokens.tolist() == [16]
+    driver.finish(again)
+
+
+def test_prompts_that_share_a_prefix_fetch_it_once() -> None:
+    driver, first = Driver(make_config()), of_prefix(1)
+    on_disk(driver, first)
+    others = [of_prefix(number) for number in (2, 3)]
+    driver.submit(*others)
+    (preparation,) = told(driver)
+    driver.plan()
+    assert not driver.results
+    driver._answer(preparation)
+    assert driver.next_plan().num_computed_tokens.tolist() == [16, 16]
+    driver.finish(*others)
+
+
+def test_what_the_tier_does_not_give_is_computed_and_not_asked_for_again() -> None:
+    driver, first, again = Driver(make_config()), of_prefix(1), of_prefix(2)
+    on_disk(driver, first)
+    names = [content for content, _ in driver.device.disk.values()]
+    driver.submit(again)
+    (preparation,) = told(driver)
+    assert preparation.arriving is not None
+    driver.device.fetch(preparation.arriving)
+    driver.scheduler.prepared(preparation.number, failed=frozenset({1, 2, 3}))
+    driver.check()
+    assert [name in driver.scheduler.tier for name in names[:4]] == [True, False, False, False]
+    driver.finish(again)
+    assert not driver.told
+
+
+def test_a_tier_that_takes_too_long_is_not_waited_for_again() -> None:
+    driver, first, again = Driver(make_config()), of_prefix(1), of_prefix(2)
+    on_disk(driver, first)
+    driver.submit(again)
+    (preparation,) = told(driver)
+    driver.scheduler.give_up_preparation(preparation.number, 5.0)
+    driver.check()
+    run(driver)
+    assert driver.outputs[2] == expected_output(again)
+    driver.scheduler.prepared(preparation.number)
+    driver.finish(again)
+
+
+def test_blocks_of_the_tier_come_only_where_their_request_fits() -> None:
+    driver, first, other = Driver(make_config(num_blocks=8)), of_prefix(1), make_request(2, prompt_len=21)
+    on_disk(driver, first)
+    running(driver, other, num_steps=1)
+    again = of_prefix(3)
+    driver.submit(again)
+    assert told(driver) == []
+    driver.finish(other, again)

@@ -243,6 +243,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.give_up_next()
         self.killed |= self.driver.failed - before
 
+    @precondition(lambda self: self.requests and not (self.driver.deadly or self.driver.deadly_needs))
+    @rule(num_slots=st.integers(1, 90), is_only_there=st.booleans())
+    def keep_on_disk(self, num_slots, is_only_there):
+        """All requests end, the worker writes blocks to its disk, they may be cached nowhere else, and the longest
+        prompt comes again."""
+        before = set(self.driver.failed)
+        self.driver.run_until_idle()
+        self.killed |= self.driver.failed - before
+        changed = self.driver.device.keep_on_disk(num_slots)
+        if is_only_there:
+            self.driver.scheduler.forget_cached()
+            changed = list(self.driver.device.disk)
+        self.driver.tell_disk(changed)
+        request = max(self.requests.values(), key=lambda each: len(each.prompt))
+        self._submit(replace(request, key=request.key._replace(handle=len(self.requests) + len(self.aborted))))
+
+    @precondition(lambda self: self.driver.device.disk)
+    @rule(data=st.data(), is_told=st.booleans())
+    def lose_on_disk(self, data, is_told):
+        """A block on disk is damaged, which the worker finds or has yet to find."""
+        slot = data.draw(st.sampled_from(sorted(self.driver.device.disk)))
+        del self.driver.device.disk[slot]
+        if is_told:
+            self.driver.tell_disk([slot])
+
     def _at_stake(self):
         """How many tokens each request has that a loss of the worker would count for."""
         scheduler = self.driver.scheduler

@@ -39,6 +39,7 @@ class RecordedMachine(SchedulerMachine):
         driver._is_dead = False
         driver.scheduler.restore_sealed((BlockId(block), content) for block, content in driver.device.seals.items())
         driver.scheduler.judge_loss(was_alive=True)
+        driver.tell_disk(list(driver.device.disk))
 
     def teardown(self):
         max_reclaimed, num_kept = kv_cache._MAX_RECLAIMED, preparation.NUM_KEPT

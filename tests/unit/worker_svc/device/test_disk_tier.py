@@ -44,7 +44,8 @@ def open_file(path: Path, num_slots: int = 3, **changes: object) -> BlockFile:
 
 def contents_of(file: BlockFile) -> dict[int, bool | None]:
     """Of each block whether it is as it was written; None if it cannot be read."""
-    found = {each[0]: file.read(each) for each in file.names}
+    # Those read last stay longest.
+    found = {each[0]: file.read(each) for each in reversed(file.names)}
     return {number: None if data is None else data == content(number) for number, data in found.items()}
 
 
@@ -76,6 +77,20 @@ def test_file_keeps_the_blocks_written_last_for_its_namespace_only(path: Path, m
     smaller.close()
     with pytest.raises(ConfigurationError, match="--kv-disk-space is 5000 bytes"):
         BlockFile(path, 5000, NAMESPACE.digest(), SIZE)
+
+
+def test_the_block_read_longest_ago_gives_way_and_each_change_is_told(path: Path) -> None:
+    file = open_file(path)
+    for number in (1, 2, 3):
+        file.write(name(number), content(number))
+    assert file.take_changes() == [(0, name(1)), (1, name(2)), (2, name(3))]
+    assert file.read(name(1)) == content(1)
+    file.write(name(4), content(4))
+    assert file.take_changes() == [(1, name(4))]
+    assert sorted(file.entries()) == [(0, name(1)), (1, name(4)), (2, name(3))]
+    os.pwrite(file._file, b"damage", 4096 + 60)
+    assert file.read(name(1)) is None
+    assert file.take_changes() == [(0, None)]
 
 
 @pytest.mark.parametrize("field_name", OTHERS)
