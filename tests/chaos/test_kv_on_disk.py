@@ -1,5 +1,8 @@
-"""A server that starts again is warm from disk, after an ordered stop and after kill -9; damage is computed anew."""
+"""Prompts come back from disk while a server runs and when it starts again, after an ordered stop and after kill -9;
+damage is computed anew, and a disk that is full ends nothing but its own filling."""
 
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +55,50 @@ async def test_server_that_starts_again_is_warm_from_disk(tmp_path: Path) -> Non
     file.write_bytes(data)
     async with serving(**settings) as served:
         assert await generate(served) == (expected, [0, 0, 0])
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_prompts_come_back_from_disk_while_the_server_runs(tmp_path: Path) -> None:
+    file = tmp_path / "kv" / "blocks.kv"
+    # Room for one prompt and its output.
+    settings: dict[str, Any] = {"kv_disk": file.parent, "num_gpu_blocks": 16, "dtype": "bfloat16"}
+    async with serving(**settings) as served:
+        expected, cached = await generate(served)
+        assert cached == [0, 0, 0]
+
+        async def come_back() -> bool:
+            # The last block of a prompt is written a moment after it was sealed, or its room is another one's by then.
+            outputs, cached = await generate(served)
+            assert outputs == expected
+            return min(cached) >= NUM_CACHED - 16
+
+        await until(come_back)
+        # A bit of each block is another, and the disk takes nothing more.
+        size = file.stat().st_size
+        limit_file_size(served, size)
+        with file.open("r+b") as damaged:
+            for place in range(4096 + 100, size, 1000):
+                damaged.seek(place)
+                (byte,) = damaged.read(1)
+                damaged.seek(place)
+                damaged.write(bytes([byte ^ 1]))
+        assert await generate(served) == (expected, [0, 0, 0])
+        for number in range(1, 4):
+            other = [[each + number for each in prompt] for prompt in PROMPTS]
+            for prompt in other:
+                await served.client.generate(prompt, OPTIONS)
+        assert file.stat().st_size <= size
+        assert (await generate(served))[0] == expected
+        assert served.server.process("worker").starts == 1
+
+
+def limit_file_size(served: Served, size: int) -> None:
+    """No file of the worker grows beyond that many bytes, as on a full disk."""
+    group = served.server.process("worker").pid
+    for process in (int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()):
+        try:
+            is_of_group = os.getpgid(process) == group
+        except ProcessLookupError:
+            continue
+        if is_of_group:
+            resource.prlimit(process, resource.RLIMIT_FSIZE, (size, size))
