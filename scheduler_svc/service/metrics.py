@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from quire import clock
 from quire.histograms import COUNTS, SECONDS, SMALL_COUNTS, Histograms, TenantLabels
 from quire.metrics import CallCounts
+from scheduler_svc.core.moves import Arriving
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import ClientEvents, RequestEnd, RequestFailure, StepPlan
@@ -47,17 +48,19 @@ class SchedulerMetrics:
         self._at_fault = Counter("requests_at_fault", "Requests that the worker was lost for.", ["reason"], **make)
         help_text = "Requests that went on at another replica, and those that came with blocks to fetch."
         self._moved = Counter("moved_requests", help_text, ["direction"], **make)
-        help_text = "Blocks that were to be fetched from another replica; those that failed were computed."
-        self._moved_blocks = Counter("moved_blocks", help_text, ["outcome"], **make)
+        help_text = "Blocks that were to be fetched from another replica or from disk; those that failed were computed."
+        self._moved_blocks = Counter("moved_blocks", help_text, ["source", "outcome"], **make)
         help_text = "From telling the workers to fetch the blocks of a request to their answer."
-        self._move_time = Histogram("move_seconds", help_text, buckets=_STEP, **make)
+        self._move_time = Histogram("move_seconds", help_text, ["source"], buckets=_STEP, **make)
         # There from the start: the first one is an increase, too.
         for outcome in ("completed", "failed", "aborted"):
             self._ended.labels(outcome)
         for direction in ("in", "out"):
             self._moved.labels(direction)
-        for outcome in ("fetched", "failed"):
-            self._moved_blocks.labels(outcome)
+        for source in ("replica", "disk"):
+            self._move_time.labels(source)
+            for outcome in ("fetched", "failed"):
+                self._moved_blocks.labels(source, outcome)
         for reason in ("STEP_REFUSED", "WORKER_LOST"):
             self._at_fault.labels(reason)
         self._plan_time = Histogram("plan_seconds", "Time to plan a step.", buckets=_FAST, **make)
@@ -113,12 +116,14 @@ class SchedulerMetrics:
         """A request goes on at another replica."""
         self._moved.labels("out").inc()
 
-    def fetched(self, num_blocks: int, num_failed: int, seconds: float) -> None:
-        """The workers fetched blocks of a request from another replica, all but those that failed."""
-        self._moved.labels("in").inc()
-        self._moved_blocks.labels("fetched").inc(num_blocks)
-        self._moved_blocks.labels("failed").inc(num_failed)
-        self._move_time.observe(seconds)
+    def fetched(self, arriving: Arriving, num_failed: int, seconds: float) -> None:
+        """The workers fetched blocks of a request, all but those that failed."""
+        source = "disk" if arriving.source is None else "replica"
+        if arriving.source is not None:
+            self._moved.labels("in").inc()
+        self._moved_blocks.labels(source, "fetched").inc(len(arriving.blocks) - num_failed)
+        self._moved_blocks.labels(source, "failed").inc(num_failed)
+        self._move_time.labels(source).observe(seconds)
 
     def lost_worker(self) -> None:
         self._losses.inc()
@@ -169,6 +174,7 @@ class _State(Collector):
         yield _gauges(
             "host_blocks", "Blocks of the host pool.", "state", {"free": host.num_free, "used": host.num_used}
         )
+        yield _gauge("disk_blocks", "Blocks that the workers keep on disk.", len(scheduler.tier))
         yield CounterMetricFamily(f"{_PREFIX}preemptions", "Preemptions.", scheduler.num_preemptions)
         yield CounterMetricFamily(f"{_PREFIX}swap_outs", "Preemptions by swap.", scheduler.num_swap_outs)
         help_text = "Prompt tokens that were looked up in the prefix cache, once for each request."

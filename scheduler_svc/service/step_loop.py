@@ -469,9 +469,7 @@ class StepLoop:
             if isinstance(answer, Prepared):
                 self._preparations.answered(answer.number, now)
                 if (arriving := scheduler.preparations.arriving(answer.number)) is not None:
-                    num_failed = len(answer.failed)
-                    seconds = self._moves.answered(answer.number, now)
-                    self._metrics.fetched(len(arriving.blocks) - num_failed, num_failed, seconds)
+                    self._metrics.fetched(arriving, len(answer.failed), self._moves.answered(answer.number, now))
                 self._take_prepared(scheduler, answer, link)
                 continue
             result = answer.result

@@ -57,8 +57,8 @@ async def test_streams_of_a_drained_replica_go_on_at_the_other_one(replicas: Two
     assert await reading == await read(replicas, make_streams())
     moved, fetched = await replicas.metrics(0), await replicas.metrics(1)
     assert moved['quire_scheduler_moved_requests_total{direction="out"}'] > 0
-    assert fetched['quire_scheduler_moved_blocks_total{outcome="fetched"}'] > 0
-    assert fetched['quire_scheduler_moved_blocks_total{outcome="failed"}'] == 0
+    assert fetched['quire_scheduler_moved_blocks_total{outcome="fetched",source="replica"}'] > 0
+    assert fetched['quire_scheduler_moved_blocks_total{outcome="failed",source="replica"}'] == 0
     replicas.signal("scheduler-0", signal.SIGTERM)
     assert await ended(replicas.processes["scheduler-0"]) == 0
 
@@ -104,7 +104,9 @@ async def test_streams_with_long_prompts_move_from_prefill_to_decode_whatever_di
             await ended(replicas.processes[killed])
             replicas.start_again(killed)
         outputs = await reading
-        fetched = (await replicas.metrics(1)).get('quire_scheduler_moved_blocks_total{outcome="fetched"}', 0)
+        fetched = (await replicas.metrics(1)).get(
+            'quire_scheduler_moved_blocks_total{outcome="fetched",source="replica"}', 0
+        )
         assert fetched > 0 or killed is not None
         # One replica alone, where nothing moves.
         assert await asyncio.to_thread(drain, [replicas.socket("scheduler-0")]) == 0

@@ -219,7 +219,8 @@ class Transfers:
             self._end(move, SealedBlocks(move.block_ids[indices], move.hashes[indices]))
         failed = [index for index in range(len(move.block_ids)) if index not in came]
         if failed:
-            self._count("failed", len(failed) * self._store.block_bytes)
+            if move.source is not None:
+                self._count("failed", len(failed) * self._store.block_bytes)
             _logger.info(
                 "%d of %d blocks did not come and are computed: %s",
                 len(failed),
