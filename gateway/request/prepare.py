@@ -4,7 +4,7 @@ the caller already has."""
 import copy
 import math
 from collections.abc import Awaitable, Callable, MutableSequence, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -17,7 +17,7 @@ from gateway.request.limits import DRAWING, NUMBERS, Limits
 from gateway.request.served_model import ServedModel
 from gateway.request.validation import check_another, check_request, resolve_max_tokens
 from gateway.request.violations import Violations, renamed
-from gateway.text.formats.answer import PLAIN, thinking_marks_of
+from gateway.text.formats.answer import PLAIN, AnswerFormat, thinking_marks_of
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import TOKENS_PER_TURN, Turns
 from gateway.types import ChatPrompt, HeldSequence, Prompt, RequestOptions, TextPrompt, TokenPrompt
@@ -124,29 +124,8 @@ async def prepare(
         ResourceExhausted: too many long texts wait to be tokenized.
     """
     turns = Turns()
-    answer_format, constraint_field = PLAIN, ""
-    if isinstance(options.prompt, ChatPrompt):
-        has_constraint = options.sampling.HasField("constraint")
-        prompt = options.prompt
-        make = partial(
-            prepare_chat,
-            chat=model.chat,
-            tokenizer=model.tokenizer,
-            executor=model.executor,
-            is_constrained=has_constraint,
-        )
-        chat = await make(prompt)
-        if prompt.drops_turns:
-            chat = await _without_oldest(prompt, chat, make, _longest_prompt(options, limits))
-        field, token_ids, answer_format = "messages", chat.token_ids, chat.answer_format
-        if chat.constraint is not None:
-            options = _with_constraint(options, chat.constraint)
-            constraint_field = "response_format" if prompt.response_format is not None else "tools"
-    else:
-        field, token_ids = await encode_prompt(options.prompt, model)
-    if (kept := options.truncate_prompt_tokens) is not None:
-        num_kept = limits.max_prompt_tokens if kept == -1 else kept
-        token_ids = token_ids[:num_kept] if options.truncation_side == "right" else token_ids[-num_kept:]
+    encoded = await _encoded(options, model, limits)
+    options, token_ids = encoded.options, encoded.token_ids
     if options.output.prompt_logprobs_start >= max(len(token_ids), 2):
         start = options.output.prompt_logprobs_start
         raise invalid_field(
@@ -157,25 +136,21 @@ async def prepare(
     if limits.clamps(options) and len(token_ids) + asked_max_tokens > limits.max_model_len:
         # As if it were absent: all that is left.
         asked_max_tokens = None
-    max_tokens = resolve_max_tokens(field, token_ids, asked_max_tokens, _num_candidates(options.sampling), limits)
+    candidates = _num_candidates(options.sampling)
+    max_tokens = resolve_max_tokens(encoded.field, token_ids, asked_max_tokens, candidates, limits)
     try:
         parameters = await call.complete(options, model, limits, tenant)
     except QuireError as error:
-        if not constraint_field:
+        if not encoded.constraint_field:
             raise
-        raise renamed(error, partial(_field_of_constraint, constraint_field)) from error
+        raise renamed(error, partial(_field_of_constraint, encoded.constraint_field)) from error
     await turns.pause()
-    stopping = parameters.stopping
-    if stopping.max_tokens != max_tokens:
-        stopping = StoppingParameters()
-        stopping.CopyFrom(parameters.stopping)
-        stopping.max_tokens = max_tokens
     request = GenerationRequest(
         request_id=request_id,
         tenant=tenant,
         prompt_token_ids=np.asarray(token_ids, dtype=np.int32),
         sampling=parameters.sampling,
-        stopping=stopping,
+        stopping=_with_max_tokens(parameters.stopping, max_tokens),
         output=parameters.output,
         seed=drawn_seed(options.sampling),
         eos_token_ids=parameters.eos_token_ids,
@@ -186,7 +161,7 @@ async def prepare(
         cache_salt=salt_digest(options.cache_salt or ""),
         front_end=options.front_end,
         is_steady=options.is_steady or bool(options.front_end),
-        answer_format=answer_format,
+        answer_format=encoded.answer_format,
         nonce=entropy.random_bits(64),
         trace=trace,
         adapter=adapter,
@@ -194,6 +169,57 @@ async def prepare(
     check_answer_size(request)
     await _check_continuation(options, request, limits)
     return request
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """The tokens of a prompt, from the caller's `field`, and the request with the constraint that its chat makes of
+    `constraint_field`."""
+
+    options: RequestOptions
+    field: str
+    token_ids: Sequence[int]
+    answer_format: AnswerFormat = PLAIN
+    constraint_field: str = ""
+
+
+async def _encoded(options: RequestOptions, model: ServedModel, limits: Limits) -> _Encoded:
+    if isinstance(options.prompt, ChatPrompt):
+        encoded = await _encoded_chat(options, options.prompt, model, limits)
+    else:
+        encoded = _Encoded(options, *await encode_prompt(options.prompt, model))
+    if (kept := options.truncate_prompt_tokens) is None:
+        return encoded
+    num_kept, token_ids = limits.max_prompt_tokens if kept == -1 else kept, encoded.token_ids
+    token_ids = token_ids[:num_kept] if options.truncation_side == "right" else token_ids[-num_kept:]
+    return replace(encoded, token_ids=token_ids)
+
+
+async def _encoded_chat(options: RequestOptions, prompt: ChatPrompt, model: ServedModel, limits: Limits) -> _Encoded:
+    make = partial(
+        prepare_chat,
+        chat=model.chat,
+        tokenizer=model.tokenizer,
+        executor=model.executor,
+        is_constrained=options.sampling.HasField("constraint"),
+    )
+    chat = await make(prompt)
+    if prompt.drops_turns:
+        chat = await _without_oldest(prompt, chat, make, _longest_prompt(options, limits))
+    encoded = _Encoded(options, "messages", chat.token_ids, chat.answer_format)
+    if chat.constraint is None:
+        return encoded
+    field = "response_format" if prompt.response_format is not None else "tools"
+    return replace(encoded, options=_with_constraint(options, chat.constraint), constraint_field=field)
+
+
+def _with_max_tokens(stopping: StoppingParameters, max_tokens: int) -> StoppingParameters:
+    if stopping.max_tokens == max_tokens:
+        return stopping
+    changed = StoppingParameters()
+    changed.CopyFrom(stopping)
+    changed.max_tokens = max_tokens
+    return changed
 
 
 def _longest_prompt(options: RequestOptions, limits: Limits) -> int:

@@ -46,15 +46,36 @@ class BatchBody(Part):
 
 def batch_routes(batches: Batches | None, body_limits: BodyLimits) -> list[ApiRoute]:
     """Without `batches` all paths are refused, and say what turns them on."""
+    routes = _BatchRoutes(batches, body_limits)
+    return [
+        ApiRoute("/v1/files", routes.list_files, answer=AnyObject, errors=HTTP_STATUSES),
+        ApiRoute("/v1/files", routes.upload, method="POST", answer=AnyObject, errors=HTTP_STATUSES),
+        ApiRoute("/v1/files/{file_id}", routes.get_file, answer=AnyObject, errors=HTTP_STATUSES),
+        ApiRoute("/v1/files/{file_id}", routes.delete, method="DELETE", answer=AnyObject, errors=HTTP_STATUSES),
+        ApiRoute(
+            "/v1/files/{file_id}/content", routes.content, media_type="application/octet-stream", errors=HTTP_STATUSES
+        ),
+        ApiRoute("/v1/batches", routes.list_batches, answer=AnyObject, errors=HTTP_STATUSES),
+        ApiRoute("/v1/batches", routes.create, method="POST", body=BatchBody, answer=AnyObject, errors=HTTP_STATUSES),
+        ApiRoute("/v1/batches/{batch_id}", routes.get_batch, answer=AnyObject, errors=HTTP_STATUSES),
+        ApiRoute("/v1/batches/{batch_id}/cancel", routes.cancel, method="POST", answer=AnyObject, errors=HTTP_STATUSES),
+    ]
 
-    def here() -> Batches:
-        if batches is None:
+
+class _BatchRoutes:
+    def __init__(self, batches: Batches | None, body_limits: BodyLimits) -> None:
+        self._batches = batches
+        self._body_limits = body_limits
+
+    @property
+    def _here(self) -> Batches:
+        if self._batches is None:
             raise Unimplemented("this gateway keeps no files and batches; --batch-dir turns them on")
-        return batches
+        return self._batches
 
-    async def upload(request: Request) -> Response:
+    async def upload(self, request: Request) -> Response:
         """Stores a file with requests of a batch."""
-        store, tenant, limit = here().store, current_caller().tenant, here().limits.max_file_bytes
+        store, tenant, limit = self._here.store, current_caller().tenant, self._here.limits.max_file_bytes
         await store.run(store.check_room, tenant, 0)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "multipart/form-data":
@@ -82,36 +103,36 @@ def batch_routes(batches: Batches | None, body_limits: BodyLimits) -> list[ApiRo
             await form.close()
         return JSONResponse(row.shown())
 
-    async def list_files(request: Request) -> Response:
+    async def list_files(self, request: Request) -> Response:
         """The files of the caller's tenant, the newest first."""
-        store, query = here().store, request.query_params
+        store, query = self._here.store, request.query_params
         rows = await store.run(store.files, current_caller().tenant, query.get("purpose"))
         return JSONResponse(_page("file", [row.shown() for row in rows], query))
 
-    async def get_file(request: Request) -> Response:
+    async def get_file(self, request: Request) -> Response:
         """A file, without its content."""
-        store = here().store
+        store = self._here.store
         row = await store.run(store.file, current_caller().tenant, request.path_params["file_id"])
         return JSONResponse(row.shown())
 
-    async def content(request: Request) -> Response:
+    async def content(self, request: Request) -> Response:
         """The content of a file."""
-        store = here().store
+        store = self._here.store
         row = await store.run(store.file, current_caller().tenant, request.path_params["file_id"])
         return FileResponse(store.path_of(row.id), media_type="application/octet-stream")
 
-    async def delete(request: Request) -> Response:
+    async def delete(self, request: Request) -> Response:
         """Deletes a file that no running batch reads."""
-        store, file_id = here().store, request.path_params["file_id"]
+        store, file_id = self._here.store, request.path_params["file_id"]
         await store.run(store.remove_file, current_caller().tenant, file_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
-    async def create(request: Request) -> Response:
+    async def create(self, request: Request) -> Response:
         """Begins a batch: the requests of a file run when there is room."""
-        store, caller = here().store, current_caller()
-        body = await read_model(BatchBody, request, body_limits, {})
+        store, caller = self._here.store, current_caller()
+        body = await read_model(BatchBody, request, self._body_limits, {})
         violations = Violations()
-        await body_limits.rule.check_by_turns(violations, body, "batches", Turns())
+        await self._body_limits.rule.check_by_turns(violations, body, "batches", Turns())
         if body.endpoint not in ENDPOINTS:
             known = ", ".join(ENDPOINTS)
             why = "is for other kinds of models" if body.endpoint in _OTHER_ENDPOINTS else "is not known"
@@ -125,35 +146,23 @@ def batch_routes(batches: Batches | None, body_limits: BodyLimits) -> list[ApiRo
         )
         return JSONResponse(row.shown())
 
-    async def list_batches(request: Request) -> Response:
+    async def list_batches(self, request: Request) -> Response:
         """The batches of the caller's tenant, the newest first."""
-        store = here().store
+        store = self._here.store
         rows: list[BatchRow] = await store.run(store.batches, current_caller().tenant)
         return JSONResponse(_page("batch", [row.shown() for row in rows], request.query_params))
 
-    async def get_batch(request: Request) -> Response:
+    async def get_batch(self, request: Request) -> Response:
         """The state of a batch."""
-        store = here().store
+        store = self._here.store
         row = await store.run(store.batch, current_caller().tenant, request.path_params["batch_id"])
         return JSONResponse(row.shown())
 
-    async def cancel(request: Request) -> Response:
+    async def cancel(self, request: Request) -> Response:
         """Ends a batch. What was answered until then is in its results."""
-        store = here().store
+        store = self._here.store
         row = await store.run(store.cancel, current_caller().tenant, request.path_params["batch_id"])
         return JSONResponse(row.shown())
-
-    return [
-        ApiRoute("/v1/files", list_files, answer=AnyObject, errors=HTTP_STATUSES),
-        ApiRoute("/v1/files", upload, method="POST", answer=AnyObject, errors=HTTP_STATUSES),
-        ApiRoute("/v1/files/{file_id}", get_file, answer=AnyObject, errors=HTTP_STATUSES),
-        ApiRoute("/v1/files/{file_id}", delete, method="DELETE", answer=AnyObject, errors=HTTP_STATUSES),
-        ApiRoute("/v1/files/{file_id}/content", content, media_type="application/octet-stream", errors=HTTP_STATUSES),
-        ApiRoute("/v1/batches", list_batches, answer=AnyObject, errors=HTTP_STATUSES),
-        ApiRoute("/v1/batches", create, method="POST", body=BatchBody, answer=AnyObject, errors=HTTP_STATUSES),
-        ApiRoute("/v1/batches/{batch_id}", get_batch, answer=AnyObject, errors=HTTP_STATUSES),
-        ApiRoute("/v1/batches/{batch_id}/cancel", cancel, method="POST", answer=AnyObject, errors=HTTP_STATUSES),
-    ]
 
 
 async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:

@@ -1,6 +1,7 @@
 """The Open Inference Protocol v2 over HTTP, with tensors as JSON: the methods of the gRPC servicer under paths."""
 
 import asyncio
+import functools
 import math
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -58,6 +59,7 @@ _UNION_TYPES = {
 # What a stream of the generate extension is, for the description of its route.
 _EVENTS: Mapping[str, Any] = {"answer": None, "media_type": "text/event-stream"}
 Element = str | bool
+Endpoint = Callable[["_KServeRoutes", Request], Awaitable[Response]]
 
 
 Parameters = Annotated[dict[str, bool | int | float | str] | None, max_entries(MAX_PARAMETERS)]
@@ -115,51 +117,89 @@ class InferenceError(BaseModel):
 def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits, *, keep_alive_s: float) -> list[ApiRoute]:
     """All paths need a key if the gateway has keys, as the methods over gRPC do. `keep_alive_s` is the longest silence
     of a stream; 0 sets no limit."""
+    routes = _KServeRoutes(servicer, body_limits, keep_alive_s)
+    return [
+        _route("/v2", routes.server, answer=InferenceServer),
+        _route("/v2/health/live", routes.live, answer=Liveness),
+        _route("/v2/health/ready", routes.ready, answer=Readiness, statuses=[503]),
+        _route("/v2/models/stats", routes.statistics, answer=AnyObject),
+        _route("/v2/repository/index", routes.index, method="POST", body=IndexBody, answer=list[AnyObject]),
+        *(
+            route
+            # The name of a model may have slashes, so the longer paths come first.
+            for path in ("/v2/models/{model:path}/versions/{version}", "/v2/models/{model:path}")
+            for route in (
+                _route(f"{path}/infer", routes.infer, method="POST", body=InferBody, answer=InferenceAnswer),
+                _route(f"{path}/generate", routes.generate, method="POST", body=GenerateBody, answer=AnyObject),
+                _route(f"{path}/generate_stream", routes.generate_stream, method="POST", body=GenerateBody, **_EVENTS),
+                _route(f"{path}/ready", routes.model_ready, answer=ModelReadiness, statuses=[503]),
+                _route(f"{path}/config", routes.config, answer=AnyObject),
+                _route(f"{path}/stats", routes.statistics, answer=AnyObject),
+                _route(path, routes.model, answer=InferenceModel),
+            )
+        ),
+    ]
 
-    async def server(request: Request) -> Response:
-        """The name and the version of the server."""
-        metadata = await servicer.ServerMetadata(pb.ServerMetadataRequest(), None)
-        return JSONResponse({"name": metadata.name, "version": metadata.version, "extensions": []})
 
-    async def live(request: Request) -> Response:
-        """Whether the server runs."""
-        answer = await servicer.ServerLive(pb.ServerLiveRequest(), None)
-        return JSONResponse({"live": answer.live})
+def _in_protocol(endpoint: Endpoint) -> Endpoint:
+    """Answers errors before the answer begins in the protocol's shape."""
 
-    async def ready(request: Request) -> Response:
-        """Whether a request would run at once."""
-        answer = await servicer.ServerReady(pb.ServerReadyRequest(), None)
-        return JSONResponse({"ready": answer.ready}, 200 if answer.ready else 503)
-
-    async def model(request: Request) -> Response:
-        """The tensors of a model."""
-        asked = pb.ModelMetadataRequest(**_model(request))
-        return await _answered(lambda: servicer.ModelMetadata(asked, None), _metadata_json)
-
-    async def model_ready(request: Request) -> Response:
-        """Whether a request for a model would run at once."""
-        asked = pb.ModelMetadataRequest(**_model(request))
-        answer = await servicer.ModelReady(pb.ModelReadyRequest(**_model(request)), None)
-        # Another model is not found, as on all other paths.
-        return await _answered(
-            lambda: servicer.ModelMetadata(asked, None),
-            lambda metadata: {"name": metadata.name, "ready": answer.ready},
-            200 if answer.ready else 503,
-        )
-
-    async def infer(request: Request) -> Response:
-        """The text that follows one or several prompts."""
+    @functools.wraps(endpoint)
+    async def answer(routes: "_KServeRoutes", request: Request) -> Response:
         try:
-            data = await read_body(request, body_limits, media_types=(_BINARY,))
-            data, binary = _parts(data, request)
-            body = validated(InferBody, await load_json(data, body_limits), _UNION_TYPES)
-            asked = _request_message(body, request, body_limits.rule, binary)
+            return await endpoint(routes, request)
         except (HttpError, QuireError) as error:
             return error_response(error_answer(error, str), _DIALECT)
+
+    return answer
+
+
+class _KServeRoutes:
+    def __init__(self, servicer: KServeServicer, body_limits: BodyLimits, keep_alive_s: float) -> None:
+        self._servicer = servicer
+        self._body_limits = body_limits
+        self._keep_alive_s = keep_alive_s
+
+    async def server(self, request: Request) -> Response:
+        """The name and the version of the server."""
+        metadata = await self._servicer.ServerMetadata(pb.ServerMetadataRequest(), None)
+        return JSONResponse({"name": metadata.name, "version": metadata.version, "extensions": []})
+
+    async def live(self, request: Request) -> Response:
+        """Whether the server runs."""
+        answer = await self._servicer.ServerLive(pb.ServerLiveRequest(), None)
+        return JSONResponse({"live": answer.live})
+
+    async def ready(self, request: Request) -> Response:
+        """Whether a request would run at once."""
+        answer = await self._servicer.ServerReady(pb.ServerReadyRequest(), None)
+        return JSONResponse({"ready": answer.ready}, 200 if answer.ready else 503)
+
+    @_in_protocol
+    async def model(self, request: Request) -> Response:
+        """The tensors of a model."""
+        metadata = await self._servicer.ModelMetadata(pb.ModelMetadataRequest(**_model(request)), None)
+        return JSONResponse(_metadata_json(metadata))
+
+    @_in_protocol
+    async def model_ready(self, request: Request) -> Response:
+        """Whether a request for a model would run at once."""
+        answer = await self._servicer.ModelReady(pb.ModelReadyRequest(**_model(request)), None)
+        # Another model is not found, as on all other paths.
+        metadata = await self._servicer.ModelMetadata(pb.ModelMetadataRequest(**_model(request)), None)
+        return JSONResponse({"name": metadata.name, "ready": answer.ready}, 200 if answer.ready else 503)
+
+    @_in_protocol
+    async def infer(self, request: Request) -> Response:
+        """The text that follows one or several prompts."""
+        data = await read_body(request, self._body_limits, media_types=(_BINARY,))
+        data, binary = _parts(data, request)
+        body = validated(InferBody, await load_json(data, self._body_limits), _UNION_TYPES)
+        asked = _request_message(body, request, self._body_limits.rule, binary)
         headers: dict[str, str] = {}
 
         async def make() -> AsyncGenerator[bytes, None]:
-            response = await servicer.ModelInfer(asked, None)
+            response = await self._servicer.ModelInfer(asked, None)
             # It may have a thousand long texts.
             answer, size = await asyncio.to_thread(_answer, response, _binary_outputs(body))
             if size is not None:
@@ -168,76 +208,48 @@ def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits, *, keep_ali
 
         return WholeResponse(make, str, headers, _DIALECT)
 
-    async def generate(request: Request) -> Response:
+    @_in_protocol
+    async def generate(self, request: Request) -> Response:
         """The text that follows one prompt, as Triton's generate extension has it."""
-        try:
-            asked = await _generate_message(request, body_limits, streams=False)
-        except (HttpError, QuireError) as error:
-            return error_response(error_answer(error, str), _DIALECT)
+        asked = await _generate_message(request, self._body_limits, streams=False)
 
         async def make() -> AsyncGenerator[bytes, None]:
-            response = await servicer.ModelInfer(asked, None)
+            response = await self._servicer.ModelInfer(asked, None)
             yield await asyncio.to_thread(lambda: as_json(_generated_json(response)))
 
         return WholeResponse(make, str, {}, _DIALECT)
 
-    async def generate_stream(request: Request) -> Response:
+    @_in_protocol
+    async def generate_stream(self, request: Request) -> Response:
         """The same as a stream of server-sent events, one for each piece of the text."""
-        try:
-            asked = await _generate_message(request, body_limits, streams=True)
-        except (HttpError, QuireError) as error:
-            return error_response(error_answer(error, str), _DIALECT)
+        asked = await _generate_message(request, self._body_limits, streams=True)
 
         async def make() -> AsyncGenerator[bytes, None]:
-            async with aclosing(servicer.answer(asked)) as pieces:
+            async with aclosing(self._servicer.answer(asked)) as pieces:
                 async for piece in pieces:
                     yield _DIALECT.event(_generated_json(piece.infer_response))
 
-        return StreamedResponse(make, lambda: True, keep_alive_s, str, {}, _DIALECT)
+        return StreamedResponse(make, lambda: True, self._keep_alive_s, str, {}, _DIALECT)
 
-    async def config(request: Request) -> Response:
+    @_in_protocol
+    async def config(self, request: Request) -> Response:
         """The configuration of such a model in Triton."""
-        asked = pb.ModelConfigRequest(**_model(request))
-        return await _answered(lambda: servicer.ModelConfig(asked, None), lambda answer: _plain(answer.config))
+        answer = await self._servicer.ModelConfig(pb.ModelConfigRequest(**_model(request)), None)
+        return JSONResponse(_plain(answer.config))
 
-    async def statistics(request: Request) -> Response:
+    @_in_protocol
+    async def statistics(self, request: Request) -> Response:
         """How many inferences there were and how long they took, for operators."""
         named = _model(request) if "model" in request.path_params else {}
-        asked = pb.ModelStatisticsRequest(**named)
-        return await _answered(lambda: servicer.ModelStatistics(asked, None), _plain)
+        return JSONResponse(_plain(await self._servicer.ModelStatistics(pb.ModelStatisticsRequest(**named), None)))
 
-    async def index(request: Request) -> Response:
+    @_in_protocol
+    async def index(self, request: Request) -> Response:
         """The models that are served."""
-        data = await read_body(request, body_limits)
-        body = validated(IndexBody, {} if not data else await load_json(data, body_limits), {})
-        asked = pb.RepositoryIndexRequest(ready=bool(body.ready))
-        try:
-            answer = await servicer.RepositoryIndex(asked, None)
-        except QuireError as error:
-            return error_response(error_answer(error, str), _DIALECT)
+        data = await read_body(request, self._body_limits)
+        body = validated(IndexBody, {} if not data else await load_json(data, self._body_limits), {})
+        answer = await self._servicer.RepositoryIndex(pb.RepositoryIndexRequest(ready=bool(body.ready)), None)
         return JSONResponse([_plain(each) for each in answer.models])
-
-    return [
-        _route("/v2", server, answer=InferenceServer),
-        _route("/v2/health/live", live, answer=Liveness),
-        _route("/v2/health/ready", ready, answer=Readiness, statuses=[503]),
-        _route("/v2/models/stats", statistics, answer=AnyObject),
-        _route("/v2/repository/index", index, method="POST", body=IndexBody, answer=list[AnyObject]),
-        *(
-            route
-            # The name of a model may have slashes, so the longer paths come first.
-            for path in ("/v2/models/{model:path}/versions/{version}", "/v2/models/{model:path}")
-            for route in (
-                _route(f"{path}/infer", infer, method="POST", body=InferBody, answer=InferenceAnswer),
-                _route(f"{path}/generate", generate, method="POST", body=GenerateBody, answer=AnyObject),
-                _route(f"{path}/generate_stream", generate_stream, method="POST", body=GenerateBody, **_EVENTS),
-                _route(f"{path}/ready", model_ready, answer=ModelReadiness, statuses=[503]),
-                _route(f"{path}/config", config, answer=AnyObject),
-                _route(f"{path}/stats", statistics, answer=AnyObject),
-                _route(path, model, answer=InferenceModel),
-            )
-        ),
-    ]
 
 
 def _route(path: str, endpoint: Callable[..., Any], **fields: Any) -> ApiRoute:
@@ -451,12 +463,3 @@ def _protocol_error(answer: ErrorAnswer) -> dict[str, Any]:
 
 
 _DIALECT = Dialect(_protocol_error, says_done=False)
-
-
-async def _answered(
-    call: Callable[[], Awaitable[Any]], to_json: Callable[[Any], Mapping[str, Any]], status: int = 200
-) -> Response:
-    try:
-        return JSONResponse(to_json(await call()), status)
-    except QuireError as error:
-        return error_response(error_answer(error, str), _DIALECT)

@@ -45,86 +45,11 @@ def response_routes(
     keep_alive_s: float,
 ) -> list[ApiRoute]:
     """Responses are kept in `store`. `keep_alive_s` is the longest silence of a stream; 0 sets no limit."""
-    model, texts = generator.model.name, TextService(generator)
-
-    async def create(request: Request) -> Response:
-        """Makes a response: answers a text, or a conversation of items."""
-        if (last := last_event_id(request)) is not None:
-            if await background.get(current_caller().tenant, last.request_id) is not None:
-                return events_of(last.request_id, last.number)
-            read_back = partial(ResponseCall.read_back, store=store)
-            return resumed(generator, last, read_back, keep_alive_s, _EVENTS)
-        body = await parse_body(ResponseBody, await read_body(request, body_limits), body_limits)
-        call = ResponseCall(body, body.model or model, store, await conversation_with(store, body))
-        if not call.runs_in_background:
-            return respond(generator, call, keep_alive_s)
-        if not store.keeps_any:
-            raise invalid_field(
-                "background", "is true, and this gateway keeps no responses (--max-stored-response-bytes is 0)"
-            )
-        state = await background.begin(call)
-        return events_of(call.id, -1) if call.streams else _json(state)
-
-    def events_of(response_id: str, after: int) -> Response:
-        """The events of a response in the background behind the number `after`."""
-        read = partial(background.events, current_caller().tenant, response_id, after)
-        return StreamedResponse(read, lambda: True, keep_alive_s, str, {"x-request-id": response_id}, _EVENTS)
-
-    async def retrieve(request: Request) -> Response:
-        """A stored response, or one that runs in the background; with `stream=true` the events of the latter, behind
-        the number `starting_after`."""
-        tenant, response_id = current_caller().tenant, request.path_params["response_id"]
-        row = await background.get(tenant, response_id)
-        if request.query_params.get("stream", "").lower() == "true":
-            if row is None:
-                await store.run(store.find, tenant, response_id)
-                raise invalid_field("stream", "is true; only a response that was made with background has its events")
-            return events_of(response_id, _starting_after(request))
-        if row is not None:
-            return _json(row.response)
-        found = await store.run(store.find, current_caller().tenant, request.path_params["response_id"])
-        return Response(found.body, media_type="application/json")
-
-    async def delete(request: Request) -> Response:
-        """Deletes a stored response."""
-        response_id = request.path_params["response_id"]
-        tenant = current_caller().tenant
-        was_in_background = await background.remove(tenant, response_id)
-        if not was_in_background or await store.run(store.get, tenant, response_id) is not None:
-            await store.run(store.remove, tenant, response_id)
-        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
-
-    async def cancel(request: Request) -> Response:
-        """Ends a running response of any gateway. A finished response is not changed."""
-        response_id, tenant = request.path_params["response_id"], current_caller().tenant
-        if (state := await background.cancel(tenant, response_id)) is not None:
-            return _json(state)
-        if (ended := await store.run(store.get, tenant, response_id)) is not None:
-            return Response(ended.body, media_type="application/json")
-        if not response_id.startswith(ID_PREFIX):
-            await store.run(store.find, tenant, response_id)
-        await generator.cancel(response_id)
-        return JSONResponse(cancelled_response(ResponseHead(response_id, int(clock.unix_s()), model)))
-
-    async def list_input_items(request: Request) -> Response:
-        """The items that a response answers, those of earlier turns included, the last one first."""
-        response_id = request.path_params["response_id"]
-        # Its last message is the answer.
-        asked = (await store.run(store.find, current_caller().tenant, response_id)).messages[:-1]
-        return JSONResponse(item_page(input_items(response_id, asked), request.query_params))
-
-    async def count_input_tokens(request: Request) -> Response:
-        """The number of tokens of the prompt that a response would have."""
-        body = await parse_body(InputBody, await read_body(request, body_limits), body_limits)
-        conversation = await conversation_with(store, body)
-        prompt = prompt_of(body, conversation.prompt)
-        count = await texts.count_tokens(body.model or None, prompt, partial(param_name, conversation))
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
-
+    routes = _ResponseRoutes(generator, body_limits, store, background, keep_alive_s)
     return [
         ApiRoute(
             "/v1/responses",
-            create,
+            routes.create,
             method="POST",
             body=ResponseBody,
             answer=ResponseObject,
@@ -132,21 +57,120 @@ def response_routes(
             names_events=True,
         ),
         # Before the path of any response.
-        ApiRoute("/v1/responses/input_tokens", count_input_tokens, method="POST", body=InputBody, answer=InputTokens),
+        ApiRoute(
+            "/v1/responses/input_tokens", routes.count_input_tokens, method="POST", body=InputBody, answer=InputTokens
+        ),
         ApiRoute(
             _PATH,
-            retrieve,
+            routes.retrieve,
             answer=ResponseObject | CancelledResponse,
             events=ResponseEvent,
             names_events=True,
             errors=HTTP_STATUSES,
         ),
-        ApiRoute(_PATH, delete, method="DELETE", answer=DeletedResponse, errors=HTTP_STATUSES),
+        ApiRoute(_PATH, routes.delete, method="DELETE", answer=DeletedResponse, errors=HTTP_STATUSES),
         ApiRoute(
-            f"{_PATH}/cancel", cancel, method="POST", answer=ResponseObject | CancelledResponse, errors=HTTP_STATUSES
+            f"{_PATH}/cancel",
+            routes.cancel,
+            method="POST",
+            answer=ResponseObject | CancelledResponse,
+            errors=HTTP_STATUSES,
         ),
-        ApiRoute(f"{_PATH}/input_items", list_input_items, answer=InputItems),
+        ApiRoute(f"{_PATH}/input_items", routes.list_input_items, answer=InputItems),
     ]
+
+
+class _ResponseRoutes:
+    def __init__(
+        self,
+        generator: Generator,
+        body_limits: BodyLimits,
+        store: ResponseStore,
+        background: BackgroundResponses,
+        keep_alive_s: float,
+    ) -> None:
+        self._generator, self._texts = generator, TextService(generator)
+        self._body_limits = body_limits
+        self._store, self._background = store, background
+        self._keep_alive_s = keep_alive_s
+
+    async def create(self, request: Request) -> Response:
+        """Makes a response: answers a text, or a conversation of items."""
+        if (last := last_event_id(request)) is not None:
+            if await self._background.get(current_caller().tenant, last.request_id) is not None:
+                return self._events_of(last.request_id, last.number)
+            read_back = partial(ResponseCall.read_back, store=self._store)
+            return resumed(self._generator, last, read_back, self._keep_alive_s, _EVENTS)
+        body = await parse_body(ResponseBody, await read_body(request, self._body_limits), self._body_limits)
+        call = ResponseCall(
+            body, body.model or self._generator.model.name, self._store, await conversation_with(self._store, body)
+        )
+        if not call.runs_in_background:
+            return respond(self._generator, call, self._keep_alive_s)
+        if not self._store.keeps_any:
+            raise invalid_field(
+                "background", "is true, and this gateway keeps no responses (--max-stored-response-bytes is 0)"
+            )
+        state = await self._background.begin(call)
+        return self._events_of(call.id, -1) if call.streams else _json(state)
+
+    def _events_of(self, response_id: str, after: int) -> Response:
+        """The events of a response in the background behind the number `after`."""
+        read = partial(self._background.events, current_caller().tenant, response_id, after)
+        return StreamedResponse(read, lambda: True, self._keep_alive_s, str, {"x-request-id": response_id}, _EVENTS)
+
+    async def retrieve(self, request: Request) -> Response:
+        """A stored response, or one that runs in the background; with `stream=true` the events of the latter, behind
+        the number `starting_after`."""
+        tenant, response_id = current_caller().tenant, request.path_params["response_id"]
+        row = await self._background.get(tenant, response_id)
+        if request.query_params.get("stream", "").lower() == "true":
+            if row is None:
+                await self._store.run(self._store.find, tenant, response_id)
+                raise invalid_field("stream", "is true; only a response that was made with background has its events")
+            return self._events_of(response_id, _starting_after(request))
+        if row is not None:
+            return _json(row.response)
+        found = await self._store.run(self._store.find, current_caller().tenant, request.path_params["response_id"])
+        return Response(found.body, media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        """Deletes a stored response."""
+        response_id = request.path_params["response_id"]
+        tenant = current_caller().tenant
+        was_in_background = await self._background.remove(tenant, response_id)
+        if not was_in_background or await self._store.run(self._store.get, tenant, response_id) is not None:
+            await self._store.run(self._store.remove, tenant, response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        """Ends a running response of any gateway. A finished response is not changed."""
+        response_id, tenant = request.path_params["response_id"], current_caller().tenant
+        if (state := await self._background.cancel(tenant, response_id)) is not None:
+            return _json(state)
+        if (ended := await self._store.run(self._store.get, tenant, response_id)) is not None:
+            return Response(ended.body, media_type="application/json")
+        if not response_id.startswith(ID_PREFIX):
+            await self._store.run(self._store.find, tenant, response_id)
+        await self._generator.cancel(response_id)
+        return JSONResponse(
+            cancelled_response(ResponseHead(response_id, int(clock.unix_s()), self._generator.model.name))
+        )
+
+    async def list_input_items(self, request: Request) -> Response:
+        """The items that a response answers, those of earlier turns included, the last one first."""
+        response_id = request.path_params["response_id"]
+        # Its last message is the answer.
+        asked = (await self._store.run(self._store.find, current_caller().tenant, response_id)).messages[:-1]
+        return JSONResponse(item_page(input_items(response_id, asked), request.query_params))
+
+    async def count_input_tokens(self, request: Request) -> Response:
+        """The number of tokens of the prompt that a response would have."""
+        body = await parse_body(InputBody, await read_body(request, self._body_limits), self._body_limits)
+        conversation = await conversation_with(self._store, body)
+        prompt = prompt_of(body, conversation.prompt)
+        count = await self._texts.count_tokens(body.model or None, prompt, partial(param_name, conversation))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
 def _json(body: bytes) -> Response:
