@@ -19,11 +19,13 @@ from gateway.replicas.replica_set import Replicas
 from gateway.replicas.scheduler_calls import ReplicaLoad
 from quire import clock
 from quire.histograms import Distribution
+from quire.progress import ASLEEP, ASLEEP_WITHOUT_WEIGHTS
 
 _LABELS = ("model_name", "engine")
 # Requests that no replica has are of no engine.
 _NO_ENGINE = "none"
-_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+_SLEEP_STATES = {"awake": None, "weights_offloaded": ASLEEP, "discard_all": ASLEEP_WITHOUT_WEIGHTS}
+"""By vLLM's names the phases of a replica's workers. Its lighter sleep offloads the weights, which stay loaded here."""
 _REASONS = {
     "stop": (FinishReason.STOP, FinishReason.TOOL_CALLS),
     "length": (FinishReason.LENGTH,),
@@ -138,7 +140,7 @@ class VllmMetrics(Collector):
         yield from self._drafts(loads)
         yield self._cache_config(engines)
         yield self._adapters()
-        yield self._sleep(loads)
+        yield self._sleep({engines[address]: address for address in self._loads if address in engines})
         yield from self._http()
 
     def _step_tokens(self, loads: Mapping[str, ReplicaLoad]) -> Metric:
@@ -163,9 +165,13 @@ class VllmMetrics(Collector):
         name = "spec_decode_num_accepted_tokens_per_pos"
         yield self._family("counter", name, help_text, by_place, ["position"])
 
-    def _sleep(self, engines: Iterable[str]) -> Metric:
-        """Replicas do not sleep. vLLM's dashboards show a model without this series as down."""
-        states = {(engine, state): int(state == "awake") for engine in engines for state in _SLEEP_STATES}
+    def _sleep(self, engines: Mapping[str, str]) -> Metric:
+        """Of replicas that answer, by their addresses. vLLM's dashboards show a model without this series as down."""
+        links, states = self._replicas.links, dict[tuple[str, str], int]()
+        for engine, address in engines.items():
+            loading = links[address].loading if address in links else None
+            phase = None if loading is None or loading.phase not in _SLEEP_STATES.values() else loading.phase
+            states |= {(engine, state): int(phase == own) for state, own in _SLEEP_STATES.items()}
         return self._family("gauge", "engine_sleep_state", "Whether a replica is in a state.", states, ["sleep_state"])
 
     def _http(self) -> Iterable[Metric]:

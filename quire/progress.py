@@ -29,6 +29,8 @@ WARMING_UP = "warming up"
 
 ASLEEP = "asleep"
 """The worker is loaded, and gave the memory of its KV pool back until it is to wake up."""
+ASLEEP_WITHOUT_WEIGHTS = "asleep without weights"
+"""The worker loads its model when a scheduler attaches it."""
 
 _BYTES_DONE, _BYTES_TOTAL, _PHASE = "load_done_bytes", "load_total_bytes", "load_phase"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -1,6 +1,7 @@
 """`python -m worker_svc`, and what `quire worker` calls."""
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -13,11 +14,15 @@ PROGRAM = "quire worker"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the worker until a signal comes; the exit status."""
+    """Runs the worker until a signal comes; the exit status. Where a sleep discards the weights, this process becomes
+    another one that loads them when it is attached: no other way gives all memory back."""
+    flags = list(sys.argv[1:] if argv is None else argv)
+    is_discarded = False
 
     async def run() -> None:
+        nonlocal is_discarded
         failpoint.arm(os.environ)
-        settings = load_settings(WorkerSettings, sys.argv[1:] if argv is None else argv, os.environ, program=PROGRAM)
+        settings = load_settings(WorkerSettings, flags, os.environ, program=PROGRAM)
         # OpenMP reads it when torch is imported. Threads that spin at the end of each operation wait for a partner that
         # has lost its core to another process, which costs a time slice, again and again (ADR 0005).
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -26,8 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             from worker_svc.app import serve
 
         await serve(settings)
+        is_discarded = True
 
-    return run_service(run, program=PROGRAM)
+    status = run_service(run, program=PROGRAM)
+    if is_discarded:
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+        interpreter = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
+        os.execv(sys.executable, [*interpreter, "-m", "worker_svc", *flags, "--load=when-attached"])
+    return status
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from quire.failpoint import failpoint
 from quire.logs import configure_logging
 from quire.metrics import MetricsServer, register_process
 from quire.model_source import check_local_model
+from quire.progress import ASLEEP_WITHOUT_WEIGHTS, STARTING, LoadProgress
 from quire.rpc.process import imports_that_stay
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
@@ -28,8 +29,8 @@ _logger = logging.getLogger(__name__)
 
 
 async def serve(settings: WorkerSettings) -> None:
-    """Serves until it is cancelled, or the device hangs, which ends the process. Listens from the start, and tells
-    how far the model is loaded; health says SERVING when it is.
+    """Serves until it is cancelled, a sleep discards the weights, or the device hangs, which ends the process. Listens
+    from the start, and tells how far the model is loaded; health says SERVING when it is.
 
     Raises:
         ConfigurationError: an address is in use, or the model, the device or the memory is not available.
@@ -40,7 +41,7 @@ async def serve(settings: WorkerSettings) -> None:
     device_loop = DeviceLoop()
     stopping = threading.Event()
     tracer = open_tracer(settings.otlp_traces_endpoint, "worker")
-    servicer = WorkerServicer(metrics, tracer)
+    servicer = WorkerServicer(metrics, tracer, stopping=stopping)
     server, operators = await _start_server(settings, servicer, metrics)
     device_loop.start()
     metrics_server = None
@@ -59,12 +60,22 @@ async def serve(settings: WorkerSettings) -> None:
             failpoint("worker.load.begun")
             return build_worker(settings, device_loop, stopping, servicer.report_loading)
 
+        if settings.load == "when-attached":
+            servicer.report_loading(LoadProgress(ASLEEP_WITHOUT_WEIGHTS))
+            _logger.info("the model is loaded when a scheduler attaches this worker")
+            await servicer.wanted.wait()
+            servicer.report_loading(LoadProgress(STARTING))
         worker = await asyncio.wrap_future(device_loop.call(load))
         metrics.describe(worker.info, worker.busy_ms, worker.adapter_bytes)
         servicer.open(worker)
         server.set_serving(True)
         _logger.info("ready on %s, generation %d", server.address, worker.info.worker_generation)
-        await end_when_hung(worker.busy_ms, settings.step_timeout)
+        watching = asyncio.create_task(end_when_hung(worker.busy_ms, settings.step_timeout))
+        try:
+            await servicer.discarded.wait()
+        finally:
+            watching.cancel()
+        _logger.info("the weights are discarded; this process begins anew, without them")
     finally:
         stopping.set()
         await servicer.wait_until_fetched(_FETCH_S)

@@ -134,6 +134,12 @@ class WorkerSettings(ModelFlags, WorkerFlags, ProcessFlags):
         "file in memory for the KV pool, as on /dev/shm, that outlives this process: its next start with the same "
         "model and flags finds the blocks in it; for cpu",
     )
+    load: str = setting(
+        "at-start",
+        "when the model is loaded; when-attached: with the first scheduler that attaches the worker, as after a sleep "
+        "that discarded the weights",
+        choices=("at-start", "when-attached"),
+    )
     transfer_endpoint: str | None = setting(
         None,
         "address at which workers of other replicas fetch KV blocks from this one; not given, that of --workers of the "

@@ -17,7 +17,7 @@ from quire.rpc.errors import DeadlineExceeded, FieldViolation, NotFound, QuireEr
 from quire.scheduler.v1 import scheduler_pb2
 
 _TIMEOUT_S = 5.0
-_SLEEP_TIMEOUT_S = 60.0
+_SLEEP_TIMEOUT_S, _WAKE_UP_TIMEOUT_S = 60.0, 630.0
 _LOAD_TIMEOUT_S = 1.0
 # A replica that has a request keeps a copy of it when it moves to another one. The copies are compared if both replicas
 # answer; one that hangs does not delay the reader for longer.
@@ -175,14 +175,14 @@ class SchedulerCalls:
         answers = await self._all("ResetPrefixCache", scheduler_pb2.ResetPrefixCacheRequest())
         return sum(each.forgotten_blocks for each in answers)
 
-    async def sleep(self) -> None:
-        """Has every connected replica give the memory of its KV pool back. Raises QuireError if one of them cannot;
-        the others sleep then."""
-        await self._all("Sleep", scheduler_pb2.SleepRequest(), _SLEEP_TIMEOUT_S)
+    async def sleep(self, *, discard_weights: bool) -> None:
+        """Has every connected replica give the memory of its KV pool back, or also that of the weights. Raises
+        QuireError if one of them cannot; the others sleep then."""
+        await self._all("Sleep", scheduler_pb2.SleepRequest(discard_weights=discard_weights), _SLEEP_TIMEOUT_S)
 
     async def wake_up(self) -> None:
         """Ends the sleep of every connected replica. Raises QuireError if one of them is not back in time."""
-        await self._all("WakeUp", scheduler_pb2.WakeUpRequest(), _SLEEP_TIMEOUT_S)
+        await self._all("WakeUp", scheduler_pb2.WakeUpRequest(), _WAKE_UP_TIMEOUT_S)
 
     async def are_asleep(self) -> bool:
         """Whether all connected replicas sleep. Raises QuireError if one of them does not answer."""

@@ -330,31 +330,56 @@ def _with_rates(send: Send, account: Account) -> Send:
 
 def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute]:
     """GET and HEAD, which some load balancers send; uvicorn then sends the headers of the answer alone."""
+    routes = _ProbeRoutes(generator, metrics)
+    return [
+        *(
+            ApiRoute(path, routes.health, answer=Health, statuses=[HTTPStatus.SERVICE_UNAVAILABLE])
+            for path in ("/health", "/ping")
+        ),
+        ApiRoute("/live", routes.live, answer=Health),
+        ApiRoute("/load", routes.load, answer=ServerLoad),
+        ApiRoute("/server_info", routes.server_info, answer=ServerInfo),
+        ApiRoute(
+            "/reset_prefix_cache", routes.reset_prefix_cache, method="POST", answer=ForgottenBlocks, errors=[400, 503]
+        ),
+        ApiRoute("/sleep", routes.sleep, method="POST", answer=Sleeping, errors=[400, 503]),
+        ApiRoute("/wake_up", routes.wake_up, method="POST", answer=Sleeping, errors=[400, 503]),
+        ApiRoute("/is_sleeping", routes.is_sleeping, answer=Sleeping, errors=[503]),
+        ApiRoute("/ready", routes.ready, answer=GatewayReadiness, statuses=[HTTPStatus.SERVICE_UNAVAILABLE]),
+        ApiRoute("/version", routes.version, answer=GatewayVersion),
+        ApiRoute(METRICS_PATH, routes.prometheus_metrics, media_type="text/plain"),
+    ]
 
-    async def health(request: Request) -> Response:
+
+class _ProbeRoutes:
+    def __init__(self, generator: Generator, metrics: GatewayMetrics) -> None:
+        self._generator = generator
+        self._metrics = metrics
+
+    async def health(self, request: Request) -> Response:
         """Some replica can serve."""
-        if generator.replicas.is_ready:
+        if self._generator.replicas.is_ready:
             return JSONResponse({"status": "ok"})
-        answer = {"status": "failing", "reason": _reason_not_ready(generator)}
+        answer = {"status": "failing", "reason": _reason_not_ready(self._generator)}
         return JSONResponse(answer, HTTPStatus.SERVICE_UNAVAILABLE)
 
-    async def live(request: Request) -> Response:
+    async def live(self, request: Request) -> Response:
         """The process is up, whether replicas are or not."""
         return JSONResponse({"status": "ok"})
 
-    async def load(request: Request) -> Response:
+    async def load(self, request: Request) -> Response:
         """How many requests run at this gateway, those that wait included."""
-        return JSONResponse({"server_load": generator.num_live})
+        return JSONResponse({"server_load": self._generator.num_live})
 
-    async def server_info(request: Request) -> Response:
+    async def server_info(self, request: Request) -> Response:
         """What this server is, for operators."""
         check_is_operator(current_caller(), "facts about the server")
-        welcomes = generator.replicas.welcomes
+        welcomes = self._generator.replicas.welcomes
         return JSONResponse(
             {
                 "version": VERSION,
-                "model": generator.model.name,
-                "architecture": generator.model.architecture,
+                "model": self._generator.model.name,
+                "architecture": self._generator.model.architecture,
                 "replicas": [
                     {
                         "max_model_len": each.max_model_len,
@@ -369,70 +394,54 @@ def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute
             }
         )
 
-    async def reset_prefix_cache(request: Request) -> Response:
+    async def reset_prefix_cache(self, request: Request) -> Response:
         """Forgets cached prefixes on all replicas, but those that requests and pins hold, for operators."""
         check_is_operator(current_caller(), "resets of the prefix cache")
-        return JSONResponse({"forgotten_blocks": await generator.replicas.calls.reset_prefix_cache()})
+        return JSONResponse({"forgotten_blocks": await self._generator.replicas.calls.reset_prefix_cache()})
 
-    async def sleep(request: Request) -> Response:
-        """Gives the memory of the KV pools of all replicas back, for operators. Requests wait until /wake_up."""
+    async def sleep(self, request: Request) -> Response:
+        """Gives the memory of the KV pools of all replicas back, at level 2 also that of the weights, for operators.
+        Requests wait until /wake_up."""
         check_is_operator(current_caller(), "sleep")
-        _check_values(request, "level", {"1"}, "the model's weights stay loaded; stop the workers to free them")
+        _check_values(request, "level", {"1", "2"}, "at level 1 the weights stay loaded, at 2 they are discarded")
         _check_values(request, "mode", {"keep"}, "running requests wait and go on after /wake_up; cancel them yourself")
-        await generator.replicas.calls.sleep()
+        await self._generator.replicas.calls.sleep(discard_weights="2" in request.query_params.getlist("level"))
         return JSONResponse({"is_sleeping": True})
 
-    async def wake_up(request: Request) -> Response:
+    async def wake_up(self, request: Request) -> Response:
         """Ends the sleep of all replicas, for operators."""
         check_is_operator(current_caller(), "sleep")
         _check_values(request, "tags", {"weights", "kv_cache"}, "those are the parts that sleep")
         tags = request.query_params.getlist("tags")
         if not tags or "kv_cache" in tags:
-            await generator.replicas.calls.wake_up()
-        return JSONResponse({"is_sleeping": await generator.replicas.calls.are_asleep()})
+            await self._generator.replicas.calls.wake_up()
+        return await self.is_sleeping(request)
 
-    async def is_sleeping(request: Request) -> Response:
+    async def is_sleeping(self, request: Request) -> Response:
         """Whether all replicas sleep, for operators."""
         check_is_operator(current_caller(), "sleep")
-        return JSONResponse({"is_sleeping": await generator.replicas.calls.are_asleep()})
+        return JSONResponse({"is_sleeping": await self._generator.replicas.calls.are_asleep()})
 
-    async def ready(request: Request) -> Response:
+    async def ready(self, request: Request) -> Response:
         """A request would run at once."""
-        if generator.is_ready:
+        if self._generator.is_ready:
             return JSONResponse({"status": "ready"})
         replicas = [
             {"scheduler": address, **dataclasses.asdict(link.loading), "percent": link.loading.percent}
-            for address, link in generator.replicas.links.items()
+            for address, link in self._generator.replicas.links.items()
             if link.loading is not None
         ]
-        answer = {"status": "not ready", "reason": _reason_not_ready(generator), "loading": replicas}
+        answer = {"status": "not ready", "reason": _reason_not_ready(self._generator), "loading": replicas}
         return JSONResponse(answer, HTTPStatus.SERVICE_UNAVAILABLE)
 
-    async def version(request: Request) -> Response:
+    async def version(self, request: Request) -> Response:
         """The version of the gateway."""
         return JSONResponse({"version": VERSION})
 
-    async def prometheus_metrics(request: Request) -> Response:
+    async def prometheus_metrics(self, request: Request) -> Response:
         """Metrics of this gateway, as Prometheus reads them."""
-        await metrics.refresh()
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-    return [
-        *(
-            ApiRoute(path, health, answer=Health, statuses=[HTTPStatus.SERVICE_UNAVAILABLE])
-            for path in ("/health", "/ping")
-        ),
-        ApiRoute("/live", live, answer=Health),
-        ApiRoute("/load", load, answer=ServerLoad),
-        ApiRoute("/server_info", server_info, answer=ServerInfo),
-        ApiRoute("/reset_prefix_cache", reset_prefix_cache, method="POST", answer=ForgottenBlocks, errors=[400, 503]),
-        ApiRoute("/sleep", sleep, method="POST", answer=Sleeping, errors=[400, 503]),
-        ApiRoute("/wake_up", wake_up, method="POST", answer=Sleeping, errors=[400, 503]),
-        ApiRoute("/is_sleeping", is_sleeping, answer=Sleeping, errors=[503]),
-        ApiRoute("/ready", ready, answer=GatewayReadiness, statuses=[HTTPStatus.SERVICE_UNAVAILABLE]),
-        ApiRoute("/version", version, answer=GatewayVersion),
-        ApiRoute(METRICS_PATH, prometheus_metrics, media_type="text/plain"),
-    ]
+        await self._metrics.refresh()
+        return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def _check_values(request: Request, name: str, known: Set[str], why: str) -> None:

@@ -152,7 +152,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Sleep(
         self, request: scheduler_pb2.SleepRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.SleepResponse:
-        await self._loop.sleep()
+        await self._loop.sleep(discard_weights=request.discard_weights)
         return scheduler_pb2.SleepResponse()
 
     async def WakeUp(

@@ -15,7 +15,7 @@ from quire import clock, entropy
 from quire.failpoint import failpoint
 from quire.histograms import Distribution
 from quire.logs import REQUEST_ID
-from quire.progress import ASLEEP, LoadProgress
+from quire.progress import ASLEEP, ASLEEP_WITHOUT_WEIGHTS, LoadProgress
 from quire.replica_role import ReplicaRole
 from quire.rpc.errors import Unavailable, Unimplemented
 from quire.rpc.tls import TlsIdentity
@@ -75,15 +75,16 @@ _LAST_ATTACH_BACKOFF_S = 0.2
 _ATTACH_TIMEOUT_S = 5.0
 _LAST_READ_S = 0.1
 _RELEASE_TIMEOUT_S = 30.0
-_WAKE_TIMEOUT_S = 30.0
+_WAKE_TIMEOUT_S, _LOAD_TIMEOUT_S = 30.0, 600.0
 _LEASE_BYTES = 16
 _AFTER_LEASE_S = 0.01
 
 
 class Sleep:
-    """Whether the workers are to stay detached."""
+    """Whether the workers are to stay detached, and whether they have no weights meanwhile."""
 
     def __init__(self) -> None:
+        self.has_no_weights = False
         self.lock = asyncio.Lock()
         self.is_asked = asyncio.Event()
         self.is_detached = asyncio.Event()
@@ -96,6 +97,7 @@ class Sleep:
         self.is_asked.set()
 
     def end(self) -> None:
+        self.has_no_weights = False
         self.is_asked.clear()
         self._is_awake.set()
 
@@ -314,21 +316,23 @@ class StepLoop:
             _logger.warning("%d requests still live after draining for %s s", self.num_live, timeout_s)
         return self.num_live
 
-    async def sleep(self) -> None:
-        """Has the workers give the memory of their pools back, and attaches none until `wake_up`. All requests wait
-        meanwhile, as after the loss of a worker. Idempotent.
+    async def sleep(self, *, discard_weights: bool) -> None:
+        """Has the workers give the memory of their pools back, also that of the weights where those are to be
+        discarded, and attaches none until `wake_up`. All requests wait meanwhile, as after the loss of a worker.
+        Idempotent; a second call may discard what the first one kept.
 
         Raises:
             QuireError: no worker is attached, or one cannot do it; then requests go on.
         """
         async with self._sleep.lock:
-            if self.is_asleep:
+            if self.is_asleep and (self._sleep.has_no_weights or not discard_weights):
                 return
-            if self.replica is None or not self.is_attached:
+            if self.replica is None or not (self.is_attached or self.is_asleep):
                 raise Unavailable("no worker is attached", reason="NO_WORKER", retry_after_ms=1000)
-            if self.replica.device not in ("", "cpu"):
+            if self.replica.device not in ("", "cpu") and not discard_weights:
                 raise Unimplemented(
-                    f"the KV pool is on {self.replica.device}, whose memory stays with the worker; stop it to free it",
+                    f"the KV pool is on {self.replica.device}, whose memory goes back only with the weights: use "
+                    "level 2",
                     reason="POOL_STAYS",
                 )
             self._sleep.begin()
@@ -336,26 +340,31 @@ class StepLoop:
                 async with asyncio.timeout(_RELEASE_TIMEOUT_S):
                     await self._sleep.is_detached.wait()
                 self.epoch += 1
-                await release_memory(self.worker_addresses, self.epoch, _RELEASE_TIMEOUT_S, self._tls)
+                await release_memory(
+                    self.worker_addresses, self.epoch, _RELEASE_TIMEOUT_S, self._tls, discard_weights=discard_weights
+                )
             except BaseException:
                 self._sleep.end()
                 raise
+            self._sleep.has_no_weights = discard_weights
             assert self.scheduler is not None
             self.scheduler.forget_cached()
             self.cache.tell()
-            self._set_loading(LoadProgress(ASLEEP))
-            _logger.info("asleep: the workers gave the memory of their KV pools back; %d requests wait", self.num_live)
+            self._set_loading(LoadProgress(ASLEEP_WITHOUT_WEIGHTS if discard_weights else ASLEEP))
+            what = "KV pools and weights" if discard_weights else "KV pools"
+            _logger.info("asleep: the workers gave the memory of their %s back; %d requests wait", what, self.num_live)
 
     async def wake_up(self) -> None:
         """Ends a `sleep`, and waits until the workers are attached. Idempotent. Raises Unavailable where they do not
         come back in time."""
         async with self._sleep.lock:
+            timeout_s = _LOAD_TIMEOUT_S if self._sleep.has_no_weights else _WAKE_TIMEOUT_S
             self._sleep.end()
             try:
-                async with asyncio.timeout(_WAKE_TIMEOUT_S):
+                async with asyncio.timeout(timeout_s):
                     await self._sleep.is_attached.wait()
             except TimeoutError:
-                text = f"the worker did not come back within {_WAKE_TIMEOUT_S:g} s"
+                text = f"the worker did not come back within {timeout_s:g} s"
                 raise Unavailable(text, reason="NO_WORKER", retry_after_ms=1000) from None
 
     # Steps

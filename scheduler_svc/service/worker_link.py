@@ -389,9 +389,10 @@ async def attach_workers(
 
 
 async def release_memory(
-    addresses: Sequence[str], epoch: int, timeout_s: float, tls: TlsIdentity | None = None
+    addresses: Sequence[str], epoch: int, timeout_s: float, tls: TlsIdentity | None = None, *, discard_weights: bool
 ) -> None:
-    """Has all ranks of a replica, to none of which a link is open, give the memory of their KV pools back.
+    """Has all ranks of a replica, to none of which a link is open, give the memory of their KV pools back, or also that
+    of the weights.
 
     Raises:
         QuireError: one of them cannot, or did not answer.
@@ -403,7 +404,7 @@ async def release_memory(
         except WorkerLostError as error:
             raise Unavailable(str(error), reason="NO_WORKER") from error
         async with channel:
-            request = worker_pb2.ReleaseMemoryRequest(scheduler_epoch=epoch)
+            request = worker_pb2.ReleaseMemoryRequest(scheduler_epoch=epoch, discard_weights=discard_weights)
             try:
                 await worker_pb2_grpc.WorkerServiceStub(channel).ReleaseMemory(request, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:

@@ -7,6 +7,7 @@ that the scheduler knows the last step that ran.
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
@@ -19,7 +20,7 @@ import grpc.aio
 from quire import clock
 from quire.adapters import UnusableAdapterError
 from quire.failpoint import failpoint
-from quire.progress import STARTING, LoadProgress
+from quire.progress import ASLEEP_WITHOUT_WEIGHTS, STARTING, LoadProgress
 from quire.rpc.errors import (
     FailedPrecondition,
     Internal,
@@ -195,22 +196,32 @@ class Worker:
             # Directly: the event loop's future would pass it on in the loop's next turn.
             inventory.cancel()
 
-    async def release_memory(self, epoch: int) -> None:
+    async def release_memory(self, epoch: int, *, is_last: bool = False) -> None:
         """Gives the memory of the KV pool back to the system, after all steps of earlier sessions.
+
+        Args:
+            is_last: this process ends then; it waits until all ranks are to end.
 
         Raises:
             FailedPrecondition: as `attach`.
-            Unimplemented: the pool is on a device whose memory cannot be given back; nothing was changed.
+            Unimplemented: the pool is on a device whose memory goes back only when the process ends; nothing was
+                changed.
         """
         device = self.info.model.device
-        if device != "cpu":
+        if device != "cpu" and not is_last:
             raise Unimplemented(
-                f"the KV pool is on {device}, whose memory stays with the worker; stop the worker to free it",
+                f"the KV pool is on {device}, whose memory goes back only with the weights: use level 2",
                 reason="POOL_STAYS",
             )
         session = self.attach(epoch, lambda error: None)
+
+        def release() -> None:
+            if is_last:
+                self._agree(epoch, _NO_STEP)
+            self.runner.release_memory()
+
         try:
-            await asyncio.wrap_future(self._device_loop.call(self.runner.release_memory))
+            await asyncio.wrap_future(self._device_loop.call(release))
         finally:
             session.end()
 
@@ -443,7 +454,12 @@ class StepStream:
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """quire.worker.v1.WorkerService of one worker. Until it is loaded, every call is UNAVAILABLE, with
-    the progress of that."""
+    the progress of that.
+
+    Attributes:
+        wanted: A scheduler has called Run.
+        discarded: The process is to end, and with it the weights; no more calls will come.
+    """
 
     def __init__(
         self,
@@ -451,7 +467,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         tracer: Tracer | None = None,
         *,
         heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
+        stopping: threading.Event | None = None,
     ) -> None:
+        """`stopping` is set before other ranks may end, where the weights are discarded."""
+        self.wanted, self.discarded = asyncio.Event(), asyncio.Event()
+        self._stopping = stopping or threading.Event()
         self._metrics = metrics
         self._tracer = tracer
         self._heartbeat_interval_s = heartbeat_interval_s
@@ -488,6 +508,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[worker_pb2.RunRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.RunResponse]:
         epoch = self._epoch_of(await anext(request_iterator, worker_pb2.RunRequest()))
+        self.wanted.set()
         stream = StepStream(
             self._worker(), self._metrics, self._tracer, epoch, heartbeat_interval_s=self._heartbeat_interval_s
         )
@@ -508,7 +529,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def ReleaseMemory(
         self, request: worker_pb2.ReleaseMemoryRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.ReleaseMemoryResponse:
-        await self._worker().release_memory(request.scheduler_epoch)
+        if not request.discard_weights:
+            await self._worker().release_memory(request.scheduler_epoch)
+        elif self._loading.phase != ASLEEP_WITHOUT_WEIGHTS:
+            worker = self._worker()
+            self._stopping.set()
+            try:
+                await worker.release_memory(request.scheduler_epoch, is_last=True)
+            except BaseException:
+                self._stopping.clear()
+                raise
+            self.discarded.set()
         return worker_pb2.ReleaseMemoryResponse()
 
     def _epoch_of(self, request: worker_pb2.RunRequest) -> int:

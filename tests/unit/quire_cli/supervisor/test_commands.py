@@ -36,6 +36,8 @@ OWN = {
     "tensor_parallel_rank",
     "tensor_parallel_address",
     "kv_cache_file",
+    # A worker adds it to its own command, where a sleep discards its weights.
+    "load",
 }
 PROGRAMS = Programs(worker=("/w",), scheduler=("/s",), gateway=("/g",))
 
