@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, TypeVarTuple
 
 from gateway.turns import LONG_BYTES
+from quire.progress import shown_bytes
 from quire.rpc.errors import ResourceExhausted
 
 MAX_WAITING_BYTES = 64 << 20
@@ -106,14 +107,14 @@ class FairExecutor:
         if not own:
             return
         if own + cost > self._max_waiting_bytes // 2:
-            fact, limit = f"{own:,} bytes of this tenant's requests wait", self._max_waiting_bytes // 2
+            fact, limit = f"{shown_bytes(own)} of this tenant's requests wait", self._max_waiting_bytes // 2
         elif total + cost > self._max_waiting_bytes:
-            fact, limit = f"{total:,} bytes of requests wait", self._max_waiting_bytes
+            fact, limit = f"{shown_bytes(total)} of requests wait", self._max_waiting_bytes
         else:
             return
         raise ResourceExhausted(
-            f"{fact} to be processed, and {cost:,} more would exceed {limit:,}; try again, and send fewer "
-            "long ones at once",
+            f"{fact} to be processed, and {shown_bytes(cost)} more would exceed {shown_bytes(limit)}; try again, and "
+            "send fewer long ones at once",
             reason="WORK_QUEUE_FULL",
             retry_after_ms=_RETRY_AFTER_MS,
         )

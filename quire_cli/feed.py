@@ -37,16 +37,14 @@ class FeedFlags(CredentialFlags):
     )
 
 
-def read_feed(
-    flags: CredentialFlags, url: str, *, flag: str = "--address"
-) -> Generator[tuple[str, dict[str, Any]], None, None]:
+def read_feed(flags: CredentialFlags, url: str) -> Generator[tuple[str, dict[str, Any]], None, None]:
     """Names and objects of the events, without the memory of replicas, until the gateway ends the feed.
 
     Raises:
         ConfigurationError: the URL or a file of TLS is wrong.
         QuireError: no gateway answers, or it refuses the key.
     """
-    connection = _connection(flags, url, flag)
+    connection = _connection(flags, url)
     headers = {} if flags.api_key is None else {"authorization": f"Bearer {flags.api_key}"}
     with closing(connection):
         try:
@@ -62,19 +60,19 @@ def read_feed(
             raise Unavailable(f"{url}: {reason}") from error
 
 
-def _connection(flags: CredentialFlags, url: str, flag: str) -> http.client.HTTPConnection:
+def _connection(flags: CredentialFlags, url: str) -> http.client.HTTPConnection:
     if "://" not in url:
         url = f"{'http' if flags.client_tls() is None else 'https'}://{url}"
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise ConfigurationError(f'{flag}: "{url}" is not valid: {error}') from error
+        raise ConfigurationError(f'--address: "{url}" is not valid: {error}') from error
     if parts.scheme not in ("http", "https") or not host or parts.path.strip("/"):
-        raise ConfigurationError(f'{flag}: "{url}" is not valid: expected http://HOST:PORT or https://HOST:PORT')
+        raise ConfigurationError(f'--address: "{url}" is not valid: expected http://HOST:PORT or https://HOST:PORT')
     if parts.scheme == "http":
         if flags.client_tls() is not None:
-            raise ConfigurationError(f'{flag}: "{url}" is not encrypted, but flags of TLS are given; use https://')
+            raise ConfigurationError(f'--address: "{url}" is not encrypted, but flags of TLS are given; use https://')
         return http.client.HTTPConnection(host, port, timeout=_SILENCE_S)
     used = flags.tls_ca_file
     try:

@@ -7,6 +7,8 @@ from pathlib import Path
 from quire.client import BeamSearch, ClientTls, EarlyStopping, GenerationOptions
 from quire.settings import ConfigurationError, setting
 
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
 
 def _one_text(text: str) -> tuple[str, ...]:
     return (text,)
@@ -39,7 +41,7 @@ class ConnectionFlags(CredentialFlags):
     """The gateway, or several."""
 
     address: str = setting(
-        "127.0.0.1:50051",
+        DEFAULT_ADDRESS,
         "gRPC address of the gateway; of several, with commas, calls go to each in turn",
         metavar="HOST:PORT",
     )

@@ -18,19 +18,25 @@ from quire.client.connection import open_channel, split_addresses
 from quire.rpc.errors import Unavailable, from_rpc_error
 from quire.settings import load_settings, setting
 from quire_cli.feed import DEFAULT_URL, Deployment, ReplicaNumbers, line_of, object_of, read_feed
-from quire_cli.flags import ConnectionFlags
+from quire_cli.flags import DEFAULT_ADDRESS, CredentialFlags
 from quire_cli.main import explain
 
 PROGRAM = "quire status"
 
 
 @dataclass(frozen=True, slots=True)
-class StatusFlags(ConnectionFlags):
+class StatusFlags(CredentialFlags):
     """Shows health, models and replicas of gateways; the exit status is 0 when all serve."""
 
+    address: str | None = setting(
+        None,
+        f"gRPC address of the gateway, {DEFAULT_ADDRESS} by default, or of several, with commas; with --watch its HTTP "
+        f"address, {DEFAULT_URL} by default",
+        metavar="HOST:PORT",
+    )
     format: str = setting("text", "how to print", choices=("text", "json"))
-    watch: bool = setting(False, "print a line of numbers for each replica of --url every second, until Ctrl-C")
-    url: str = setting(DEFAULT_URL, "HTTP address of the gateway for --watch, which does not use --address")
+    watch: bool = setting(False, "print a line of numbers for each replica every second, until Ctrl-C")
+    url: str | None = setting(None, "earlier name of --address with --watch", metavar="URL")
     timeout: float = setting(5.0, "seconds to wait for an answer", minimum=0.1, metavar="SECONDS")
 
 
@@ -39,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     flags = load_settings(StatusFlags, argv, os.environ, program=PROGRAM)
     if flags.watch:
         return _watch(flags)
-    addresses = split_addresses(flags.address)
+    addresses = split_addresses(flags.address or DEFAULT_ADDRESS)
     if len(addresses) == 1:
         return 0 if _show(addresses[0], flags) else 1
     serving = [_show_or_explain(address, flags) for address in addresses]
@@ -48,9 +54,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _watch(flags: StatusFlags) -> int:
     """Prints the numbers of all replicas every second, until Ctrl-C. Raises Unavailable where the gateway ends."""
-    deployment = Deployment()
+    deployment, url = Deployment(), flags.url or flags.address or DEFAULT_URL
     try:
-        with closing(read_feed(flags, flags.url, flag="--url")) as events:
+        with closing(read_feed(flags, url)) as events:
             for name, value in events:
                 deployment.take(name, value)
                 # The gateway's own event comes once a second.
@@ -59,7 +65,7 @@ def _watch(flags: StatusFlags) -> int:
                         print(_numbers_line(flags.format, deployment, replica), flush=True)
     except KeyboardInterrupt:
         return 0
-    raise Unavailable(f"{flags.url}: it ended the feed")
+    raise Unavailable(f"{url}: it ended the feed")
 
 
 def _numbers_line(form: str, deployment: Deployment, replica: ReplicaNumbers) -> str:

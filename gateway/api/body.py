@@ -17,6 +17,7 @@ from gateway.auth.caller import current_tenant
 from gateway.request.counting import EntryLimits, check_json, check_values
 from gateway.request.violations import shortened
 from gateway.turns import LONG_BYTES, TenantTurns, Turns
+from quire.progress import shown_bytes
 from quire.rpc.errors import InvalidArgument, invalid_field
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -217,7 +218,7 @@ def _unsupported(message: str) -> HttpError:
 
 
 def _too_large(max_bytes: int) -> HttpError:
-    return HttpError(ErrorAnswer(413, f"the body is too large; the max is {max_bytes:,} bytes", "body_too_large"))
+    return HttpError(ErrorAnswer(413, f"the body is too large; the max is {shown_bytes(max_bytes)}", "body_too_large"))
 
 
 def _invalid(error: ValidationError, union_types: Mapping[str, str]) -> InvalidArgument:

@@ -17,6 +17,7 @@ from pydantic_core import from_json, to_json
 from starlette.requests import Request
 
 from gateway.api.answers import Dialect
+from quire.progress import shown_bytes
 from quire.rpc.errors import NotFound, invalid_field
 
 MAX_FRONT_END_BYTES = 256 << 10
@@ -100,8 +101,8 @@ class FrontEnd:
         if max_bytes is not None and len(data) > max_bytes:
             raise invalid_field(
                 "durable",
-                f"is true, and what the answer needs of this body has {len(data):,} bytes; a durable stream keeps at "
-                f"most {max_bytes:,}",
+                f"is true, and what the answer needs of this body has {shown_bytes(len(data))}; a durable stream keeps "
+                f"at most {shown_bytes(max_bytes)}",
             )
         return data
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.live import LiveRequest, TokenBytes
 from quire.logprob_columns import POSITION_BYTES, TOP_BYTES
+from quire.progress import shown_bytes
 from quire.rpc.errors import FailedPrecondition, QuireError, invalid_field
 
 # Measured: an id in one list, and a piece of text in another.
@@ -121,8 +122,8 @@ class CallMemory:
         raise invalid_field(
             name,
             f"is {value:,}; with {request.sampling.n:,} sequences of up to {asked_max_tokens:,} tokens the answer "
-            f"to the call takes at least {self._num_expected:,} bytes; one that is not streamed may take at most "
-            f"{limit:,} (--max-answer-bytes); {self.form.way_out}",
+            f"to the call takes at least {shown_bytes(self._num_expected)}; one that is not streamed may take at most "
+            f"{shown_bytes(limit)} (--max-answer-bytes); {self.form.way_out}",
         )
 
     def count(self, live: LiveRequest) -> None:
@@ -210,14 +211,14 @@ class AnswerMemory:
         if num_bytes <= 0:
             return
         if call.num_bytes > self.per_call:
-            self._end(call, f"the answer holds {call.num_bytes:,} bytes; --max-answer-bytes is {self.per_call:,}")
+            self._end(call, f"the answer holds more than {shown_bytes(self.per_call)} (--max-answer-bytes)")
         elif use.num_bytes > self._per_key:
-            held = f"answers to this API key hold {use.num_bytes:,} bytes, this one most"
-            self._end(_largest(use), f"{held}; --max-key-answer-bytes is {self._per_key:,}")
+            limit = f"{shown_bytes(self._per_key)} (--max-key-answer-bytes)"
+            self._end(_largest(use), f"answers to this API key hold more than {limit}, this one most")
         elif self.num_bytes > self._total:
             largest = max(self._keys.values(), key=lambda each: each.num_bytes)
-            held = f"all answers hold {self.num_bytes:,} bytes, this one most"
-            self._end(_largest(largest), f"{held}; --max-total-answer-bytes is {self._total:,}")
+            limit = f"{shown_bytes(self._total)} (--max-total-answer-bytes)"
+            self._end(_largest(largest), f"all answers hold more than {limit}, this one most")
 
     def _end(self, call: CallMemory, reason: str) -> None:
         self._close(call)

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gateway.api.answers import ErrorAnswer, HttpError, send_answer
 from gateway.api.body import COUNT_BODY
 from gateway.settings import GatewaySettings
+from quire.progress import shown_bytes
 from quire.rpc.address import TcpAddress, check_bindable
 from quire.rpc.errors import QuireError, ResourceExhausted
 from quire.rpc.patience import LAST_LOOK_S, PatientTimer
@@ -68,7 +69,7 @@ class BodyMemory:
     def refusal(self) -> ResourceExhausted:
         """The error of a body for which there is no memory."""
         return ResourceExhausted(
-            f"the bodies of all requests may take {self.max_bytes:,} bytes together (--max-total-body-bytes), and "
+            f"the bodies of all requests may take {shown_bytes(self.max_bytes)} together (--max-total-body-bytes), and "
             "there is no room for this one; try again",
             reason="BODIES_FULL",
             retry_after_ms=_RETRY_MS,

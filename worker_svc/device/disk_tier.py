@@ -25,6 +25,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from quire.progress import shown_bytes
 from quire.settings import ConfigurationError
 from worker_svc.device.file_lock import open_alone
 from worker_svc.device.seals import BlockStore
@@ -69,7 +70,8 @@ class BlockFile:
         self.num_slots = (space - _SLOTS_AT) // self._slot_bytes
         if self.num_slots < 1:
             raise ConfigurationError(
-                f"--kv-disk-space is {space} bytes for each worker and one block takes {self._slot_bytes}; raise it"
+                f"--kv-disk-space is {shown_bytes(space)} for each worker and one block takes "
+                f"{shown_bytes(self._slot_bytes)}; raise it"
             )
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

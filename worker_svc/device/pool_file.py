@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from kernels.host_memory import HUGE_PAGE, collapse, map_file, populate
+from quire.progress import shown_bytes
 from worker_svc.device.file_lock import open_alone
 from worker_svc.device.seals import SealInventory
 from worker_svc.step import HASH_BYTES
@@ -147,7 +148,7 @@ class PoolFile:
                 os.ftruncate(self._file, 0)
             os.ftruncate(self._file, layout.num_bytes)
         except OSError as error:
-            raise MemoryError(f"{self._path} cannot have {layout.num_bytes} bytes: {error.strerror}") from error
+            raise MemoryError(f"{self._path} cannot have {shown_bytes(layout.num_bytes)}: {error.strerror}") from error
         memory = map_file(self._file, layout.num_bytes)
         if not is_held:
             first = memory[layout.layer(0)]

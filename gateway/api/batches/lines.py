@@ -7,6 +7,7 @@ from typing import Any, BinaryIO
 from pydantic_core import from_json
 
 from gateway.api.batches.store import Line
+from quire.progress import shown_bytes
 
 MAX_CUSTOM_ID = 512
 _MAX_ERRORS = 50
@@ -45,7 +46,7 @@ def read_lines(path: Path, endpoint: str, limits: BatchLimits) -> tuple[list[Lin
     with path.open("rb") as file:
         for number, first, data in _pieces(file, limits.max_line_bytes):
             if len(data) > limits.max_line_bytes:
-                message = f"the line has more than {limits.max_line_bytes:,} bytes (--max-message-bytes)"
+                message = f"the line has more than {shown_bytes(limits.max_line_bytes)} (--max-message-bytes)"
                 errors.append(LineError(number, "line_too_long", message))
                 break
             if not data.strip():

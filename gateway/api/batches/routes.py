@@ -21,6 +21,7 @@ from gateway.api.shapes import AnyObject
 from gateway.auth.caller import current_caller
 from gateway.request.violations import Violations, shortened
 from gateway.turns import Turns
+from quire.progress import shown_bytes
 from quire.rpc.errors import Unimplemented, invalid_field
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -176,7 +177,9 @@ async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
 
 
 def _too_large(limit: int) -> HttpError:
-    return HttpError(ErrorAnswer(413, f"the file has more than {limit:,} bytes (--max-batch-file-bytes)", "too_large"))
+    return HttpError(
+        ErrorAnswer(413, f"the file has more than {shown_bytes(limit)} (--max-batch-file-bytes)", "too_large")
+    )
 
 
 def _copy(file: UploadFile, path: Path, limit: int) -> None:

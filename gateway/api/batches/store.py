@@ -21,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from gateway.sqlite import changing
 from quire import clock, entropy
+from quire.progress import shown_bytes
 from quire.rpc.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from quire.settings import ConfigurationError
 
@@ -206,8 +207,8 @@ class BatchStore:
         (size,) = self._database.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()
         if size + num_bytes > self._max_bytes:
             raise ResourceExhausted(
-                f"all files have {size:,} bytes, and with {num_bytes:,} more they would exceed {self._max_bytes:,} "
-                "(--max-batch-dir-bytes); delete some",
+                f"all files have {shown_bytes(size)}, and with {shown_bytes(num_bytes)} more they would exceed "
+                f"{shown_bytes(self._max_bytes)} (--max-batch-dir-bytes); delete some",
                 reason="FILE_LIMIT",
             )
 

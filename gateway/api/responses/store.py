@@ -25,6 +25,7 @@ from gateway.sqlite import changing
 from gateway.types import ChatMessage
 from quire import clock
 from quire.gateway.v1.generation_pb2 import ToolCall
+from quire.progress import shown_bytes
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, Unavailable
 from quire.settings import ConfigurationError
 
@@ -159,7 +160,7 @@ class ResponseStore(ABC):
             return "is not known: this gateway keeps no responses (--max-stored-response-bytes is 0)"
         return (
             f"is not known to this gateway: it keeps {self._whose}, as long as all together take at most "
-            f"{self._max_bytes:,} bytes (--max-stored-response-bytes)"
+            f"{shown_bytes(self._max_bytes)} (--max-stored-response-bytes)"
         )
 
     @property

@@ -25,7 +25,7 @@ async def test_an_answer_that_is_asked_to_be_too_large_is_refused_with_the_way_o
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"] == "logprobs"
-    assert "one that is not streamed may take at most 200,000" in error["message"]
+    assert "one that is not streamed may take at most 195.3 KiB" in error["message"]
     assert "stream the answer, or ask for fewer" in error["message"]
     streamed = await post(small_gateway, **LARGE, max_tokens=900, stream=True)
     assert streamed.status_code == 200
@@ -39,7 +39,7 @@ async def test_an_answer_that_grows_too_large_ends_alone_and_its_requests_are_ab
     body = {"messages": [{"role": "user", "content": "x"}], "n": 1, "logprobs": True, "top_logprobs": 20}
     large, *answers = await asyncio.gather(small_gateway.http.post("/v1/chat/completions", json=body), *others)
     assert large.status_code == 400
-    assert "--max-answer-bytes is 200,000; stream the answer" in large.json()["error"]["message"]
+    assert "more than 195.3 KiB (--max-answer-bytes); stream the answer" in large.json()["error"]["message"]
     assert [len(answer.json()["choices"][0]["logprobs"]["tokens"]) for answer in answers] == [200] * 3
     await scheduler.until(lambda: len(scheduler.aborted) == 1)
     # What it held is free again.

@@ -58,10 +58,9 @@ def test_a_feed_in_clear_is_refused_where_flags_of_tls_are_given(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        named = "--address" if command == ["top"] else "--url"
         assert main([*command, "--api-key=secret", flag, "--url", url]) == 2
         with pytest.raises(BlockingIOError):
             listener.accept()
     assert capsys.readouterr().err.splitlines() == [
-        f'quire {command[0]}: error: {named}: "{url}" is not encrypted, but flags of TLS are given; use https://'
+        f'quire {command[0]}: error: --address: "{url}" is not encrypted, but flags of TLS are given; use https://'
     ]

@@ -193,7 +193,7 @@ async def test_top_draws_in_a_terminal_and_ctrl_c_ends_it(url):
 async def test_status_prints_a_line_a_second_until_it_is_interrupted(url):
     program = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "quire_cli.main", "status", "--watch", "--url", url, "--format", "json"),
+        *("-m", "quire_cli.main", "status", "--watch", "--address", url, "--format", "json"),
         stdout=asyncio.subprocess.PIPE,
     )
     assert program.stdout is not None

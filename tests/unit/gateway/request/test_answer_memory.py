@@ -130,7 +130,7 @@ async def test_a_call_that_holds_too_much_is_ended_and_says_what_helps(ledger, m
             assert num_tokens < 1000
         assert most <= num_tokens < 2 * most
         with pytest.raises(
-            FailedPrecondition, match=r"--max-answer-bytes is 50,000; stream the answer, or ask for fewer"
+            FailedPrecondition, match=r"more than 48.8 KiB \(--max-answer-bytes\); stream the answer, or ask for fewer"
         ):
             await live.result()
         with pytest.raises(FailedPrecondition):
@@ -156,7 +156,7 @@ def test_of_a_key_that_holds_too_much_the_largest_call_is_ended(memory):
         for call, num_bytes in ((small, 1_000), (large, 45_000), (other, 10_000), (growing, 35_000)):
             call.add(num_bytes)
         assert ended(small, large, growing, other) == [False, True, False, False]
-        assert "answers to this API key hold 81,000 bytes, this one most; --max-key-answer-bytes is 80,000" in str(
+        assert "answers to this API key hold more than 78.1 KiB (--max-key-answer-bytes), this one most" in str(
             reasons[0]
         )
         assert memory.num_bytes == 46_000
@@ -186,7 +186,7 @@ def test_what_a_call_asks_for_in_so_many_words_is_refused_before_it_runs_where_i
         (violation,) = refused.value.violations
         assert violation.field == "output.logprobs"
         assert "is 20; with 2 sequences of up to 50 tokens" in violation.description
-        assert "not streamed may take at most 50,000 (--max-answer-bytes); stream" in violation.description
+        assert "not streamed may take at most 48.8 KiB (--max-answer-bytes); stream" in violation.description
         with pytest.raises(InvalidArgument) as refused:
             call.expect(make_request(num_sequences=4, max_tokens=9999), 9999)
         assert refused.value.violations[0].field == "stopping.max_tokens"

@@ -43,9 +43,7 @@ def test_bodies_that_came_whole_stay_and_the_new_one_is_refused():
     whole.add(60)
     whole.complete()
     late = bodies.begin("late")
-    with pytest.raises(
-        ResourceExhausted, match=r"take 100 bytes together.*--max-total-body-bytes.*try again"
-    ) as refused:
+    with pytest.raises(ResourceExhausted, match=r"take 100 B together.*--max-total-body-bytes.*try again") as refused:
         late.add(41)
     assert refused.value.reason == "BODIES_FULL"
     assert refused.value.retry_after_ms == 1000

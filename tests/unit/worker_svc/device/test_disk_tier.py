@@ -75,7 +75,7 @@ def test_file_keeps_the_blocks_written_last_for_its_namespace_only(path: Path, m
     assert len(smaller) == 2
     assert path.stat().st_size == 4096 + 2 * (SIZE + 48)
     smaller.close()
-    with pytest.raises(ConfigurationError, match="--kv-disk-space is 5000 bytes"):
+    with pytest.raises(ConfigurationError, match=r"--kv-disk-space is 4\.8 KiB"):
         BlockFile(path, 5000, NAMESPACE.digest(), SIZE)
 
 
