@@ -113,6 +113,8 @@ class RequestOptions:
     durable: bool = False
     cache_salt: str | None = None
     """Requests with different salts share no cached prefixes."""
+    retain_ms: int | None = None
+    """For how long the blocks of prompt and answer are kept after it, if that is possible."""
     front_end: bytes = b""
     """As in GenerationRequest, as is the next one."""
     is_steady: bool = False

@@ -137,8 +137,9 @@ class SchedulerCalls:
         *,
         timeout_s: float | None,
         adapter: NamedAdapter | None = None,
+        replica: str | None = None,
     ) -> Pin:
-        """Pins a prefix on every connected replica; returns the shortest pin.
+        """Pins a prefix on this replica, or on every connected one; returns the shortest pin.
 
         Raises:
             QuireError: a replica refuses it or does not answer, or none is connected.
@@ -149,7 +150,7 @@ class SchedulerCalls:
             time_to_live_ms=time_to_live_ms,
             adapter=adapter_message(adapter),
         )
-        answers, errors = await self._ask_connected("PinPrefix", request, timeout_s)
+        answers, errors = await self._ask_connected("PinPrefix", request, timeout_s, replica)
         if errors:
             raise errors[0]
         pins = [Pin(each.pin_id, each.pinned_tokens, each.pinned_blocks, time_to_live_ms) for each in answers]
@@ -197,10 +198,10 @@ class SchedulerCalls:
         return answers
 
     async def _ask_connected(
-        self, method: str, request: Message, timeout_s: float | None
+        self, method: str, request: Message, timeout_s: float | None, replica: str | None = None
     ) -> tuple[list[Any], list[QuireError]]:
-        """The answers and the errors of all connected replicas. Raises Unavailable if there is none."""
-        links = [link for link in self._links.values() if link.is_connected]
+        """The answers and the errors of all connected replicas, or of this one. Raises Unavailable if there is none."""
+        links = [each for each in self._links.values() if each.is_connected and replica in (None, each.address)]
         if not links:
             raise Unavailable("no scheduler is connected", reason="NO_SCHEDULER")
         outcomes = await asyncio.gather(*(_outcome(link, method, request, timeout_s) for link in links))

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter, abc
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -55,6 +55,7 @@ MAX_PREPARED = 4096
 """The maximum number of requests that calls with several prompts prepare at once. A scheduler's queue bounds requests
 once they are submitted, and none of a call is before all are valid."""
 _RETRY_AFTER_MS = 1000
+_PIN_TIMEOUT_S = 10.0
 
 
 class Preparations:
@@ -108,6 +109,7 @@ class Generator:
         self.is_draining = False
         self.preparations = Preparations()
         self._takes_nothing = False
+        self._pinning: set[asyncio.Task[None]] = set()
         self._ledger = ledger
         self._settings = settings
         self.metrics = metrics
@@ -223,6 +225,28 @@ class Generator:
                     yield live
             finally:
                 self._leave(live)
+                if options.retain_ms is not None and live.is_completed and not options.cache_salt:
+                    self._retain(live, options.retain_ms)
+
+    def _retain(self, live: LiveRequest, lifetime_ms: int) -> None:
+        """Pins prompt and first answer at the replica that has their blocks. A hint: nothing happens where the key may
+        not pin, or the replica refuses it."""
+
+        async def pin() -> None:
+            request = live.request
+            token_ids = [*request.prompt_token_ids.tolist(), *live.sequences[0].token_ids]
+            with suppress(QuireError):
+                await self.replicas.calls.pin(
+                    *(request.tenant, token_ids, lifetime_ms),
+                    timeout_s=_PIN_TIMEOUT_S,
+                    adapter=request.adapter,
+                    replica=live.last_replica,
+                )
+
+        if current_caller().access.may_pin:
+            task = asyncio.create_task(pin())
+            self._pinning.add(task)
+            task.add_done_callback(self._pinning.discard)
 
     def name_of(self, live: LiveRequest) -> str:
         """The name of the model that answers a request."""

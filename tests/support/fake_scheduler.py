@@ -304,6 +304,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.PinPrefixRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.PinPrefixResponse:
         self.pin_requests.append(request)
+        self._heard.set()
         self._admit()
         token_ids = decode_int32(request.token_ids, "token_ids", minimum=0).tolist()
         num_blocks = len(token_ids) // self.block_size

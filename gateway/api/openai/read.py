@@ -32,6 +32,7 @@ from gateway.api.openai.schemas import (
     check_body,
 )
 from gateway.auth.caller import LOWEST_PRIORITY, current_caller
+from gateway.request.limits import MAX_TIME_TO_LIVE_MS
 from gateway.request.violations import Violations
 from gateway.types import ChatPrompt, Clamp, Prompt, RequestOptions, TextPrompt, TokenPrompt, write
 from quire.common.v1 import common_pb2
@@ -49,6 +50,8 @@ _EARLY_STOPPING = {
     True: common_pb2.EARLY_STOPPING_TRUE,
     "never": common_pb2.EARLY_STOPPING_NEVER,
 }
+_DEFAULT_RETENTION, _RETENTION = "5m", re.compile(r"([1-9][0-9]{0,6})([smh])")
+_UNIT_MS = {"s": 1000, "m": 60_000, "h": 3_600_000}
 # Fields with the same name and meaning in bodies and in the contract.
 _SAMPLING = SamplingParameters.DESCRIPTOR.fields_by_name.keys() & GenerationBody.model_fields.keys()
 # Fields of tools and of earlier calls. In OpenAI's bodies they are nested one level deeper.
@@ -217,6 +220,7 @@ def _options(
         truncation_side=body.truncation_side or "left",
         clamp=Clamp.AS_SET if isinstance(body, ChatBody) else Clamp.NEVER,
         request_id=request_id,
+        retain_ms=_hinted_retention_ms(body),
         # In vLLM's API lower values run earlier, in Quire's higher ones.
         priority=_hinted_priority(body) if body.priority is None else -body.priority,
         priority_sign=-1,
@@ -229,6 +233,14 @@ def _hinted_priority(body: GenerationBody) -> int | None:
     if hints is None or hints.priority is None:
         return None
     return max(LOWEST_PRIORITY, min(hints.priority, current_caller().access.max_priority))
+
+
+def _hinted_retention_ms(body: GenerationBody) -> int | None:
+    """How long the blocks of the conversation are to be kept, at most as long as a pin; None without such a hint."""
+    control = None if body.nvext is None else body.nvext.cache_control
+    if control is None or (found := _RETENTION.fullmatch(control.ttl or _DEFAULT_RETENTION)) is None:
+        return None
+    return min(int(found[1]) * _UNIT_MS[found[2]], MAX_TIME_TO_LIVE_MS)
 
 
 def meant(name: str, value: Any) -> Any:

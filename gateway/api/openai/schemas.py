@@ -62,10 +62,18 @@ class AgentHints(Part):
     priority: int | None = None
 
 
+class CacheControl(Part):
+    """How long the blocks of the conversation are kept after the answer: `ttl` is 30s, 5m or 1h, 5m by default."""
+
+    type: str | None = None
+    ttl: str | None = None
+
+
 class Nvext(Part):
     """Dynamo's extensions. What they ask for are hints: those that are not read are ignored, and counted."""
 
     agent_hints: AgentHints | None = None
+    cache_control: CacheControl | None = None
 
 
 class GenerationBody(Body, ConstraintFields):

@@ -421,3 +421,27 @@ async def test_an_agents_hint_of_priority_is_heard_as_far_as_its_key_allows(sche
             # What is not heard is not silent either.
             ignored = "nvext.agent_hints.osl" if "osl" in hints else None
             assert answer.headers.get("x-quire-ignored-fields") == ignored
+
+
+async def test_blocks_are_kept_for_as_long_as_an_agent_hints_where_its_key_may_pin(scheduler, tmp_path):
+    keys = KeysFile(tmp_path / "keys.json")
+    may_pin, may_not = (keys.add(name, access=Access(may_pin=name == "acme")) for name in ("acme", "other"))
+    async with running_gateway(scheduler, keys_files=(keys.path,)) as gateway:
+
+        async def ask(key: str, nvext: dict) -> None:
+            body = {"messages": HELLO, "max_tokens": 40, "ignore_eos": True, "nvext": nvext}
+            answer = await gateway.http.post(CHAT, json=body, headers={"authorization": f"Bearer {key}"})
+            assert (answer.status_code, answer.headers.get("x-quire-ignored-fields")) == (200, None)
+
+        for key, nvext in [
+            (may_not, {"cache_control": {"type": "ephemeral", "ttl": "30s"}}),
+            (may_pin, {"cache_control": {"ttl": "soon"}}),
+            (may_pin, {"agent_hints": {"priority": 0}}),
+            (may_pin, {"cache_control": {"type": "ephemeral"}}),
+            (may_pin, {"cache_control": {"ttl": "90h"}}),
+        ]:
+            await ask(key, nvext)
+        await scheduler.until(lambda: len(scheduler.pin_requests) >= 2)
+        assert [each.time_to_live_ms for each in scheduler.pin_requests] == [300_000, 24 * 3_600_000]
+        prompt = len(scheduler.submits[-1].prompt_token_ids) // 4
+        assert {len(each.token_ids) // 4 for each in scheduler.pin_requests} == {prompt + 40}
