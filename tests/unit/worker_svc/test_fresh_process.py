@@ -6,11 +6,16 @@ from one that has imported a worker.
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.models import FOREIGN, Family, make_model
 from tests.support.serving import forked_worker, running_fork
+from worker_svc.thread_binding import OWN_BINDING
 
 TIMEOUT_S = 120
 PROCESSORS = sorted(os.sched_getaffinity(0))
@@ -46,3 +51,16 @@ def test_a_model_of_our_own_family_does_without_transformers_and_a_refusal_says_
 def test_each_thread_of_the_team_is_bound_to_its_processor() -> None:
     expected = [[processor] for processor in PROCESSORS] if len(PROCESSORS) > 1 else [PROCESSORS]
     assert told("team", str(len(PROCESSORS))) == expected
+
+
+@pytest.mark.skipif(len(PROCESSORS) < 2, reason="the threads of a single processor are not bound")
+def test_threads_that_a_team_ends_and_the_next_one_creates_again_are_bound_as_before() -> None:
+    """Without a place of its own, the new thread would have the processor of the thread that creates it."""
+    command = (sys.executable, "-m", "tests.support.fresh_team")
+    free = {name: value for name, value in os.environ.items() if name not in OWN_BINDING}
+    ran = subprocess.run(command, env=free, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert ran.returncode == 0, ran.stderr
+    (loading,), *teams = json.loads(ran.stdout)
+    assert set(PROCESSORS[:2]) <= set(loading)
+    team = [[PROCESSORS[0]], [PROCESSORS[1]], [PROCESSORS[1]]]
+    assert teams == [team, team[:2], team]
