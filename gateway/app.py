@@ -181,7 +181,9 @@ class Gateway:
             batches,
             started_at_s=started_at_s,
         )
-        bodies = BodyMemory(settings.max_total_body_bytes)
+        # Without files of keys all callers are one tenant.
+        share = settings.max_total_body_bytes // 2 if settings.keys_files else None
+        bodies = BodyMemory(settings.max_total_body_bytes, share)
         http = HttpServer(app, settings, bodies, metrics.count_refused_connection, tls.public)
         idle_calls = IdleCalls()
         interceptors: list[grpc.aio.ServerInterceptor] = [

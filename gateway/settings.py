@@ -138,7 +138,8 @@ class RequestLimits(ServiceFlags):
     )
     max_total_body_bytes: int = setting(
         256 * 1024 * 1024,
-        "maximum bytes of all requests that are held at once, as clients send them; see docs/security.md",
+        "maximum memory of all requests that are held at once, as sent and as parsed, of which one tenant may take "
+        "half; see docs/security.md",
         parse=parse_bytes,
         minimum=1024,
     )

@@ -3,7 +3,7 @@
 import codecs
 import re
 import zlib
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -14,7 +14,7 @@ from starlette.requests import Request
 from gateway.api.answers import ErrorAnswer, HttpError
 from gateway.api.field_rule import FieldRule
 from gateway.auth.caller import current_tenant
-from gateway.request.counting import EntryLimits, check_json, check_values
+from gateway.request.counting import EntryLimits, check_json, check_values, checking_json, count_memory
 from gateway.request.violations import shortened
 from gateway.turns import LONG_BYTES, TenantTurns, Turns
 from quire.progress import shown_bytes
@@ -24,8 +24,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 _JSON = re.compile(r"application/json|[\w.-]+/[\w.-]+\+json", re.ASCII)
 _ENTRIES_AT_ONCE = 512
-COUNT_BODY = "quire.count_body"
-"""In the scope of a request: counts bytes that its body has more than were sent."""
+_DONE = object()
 # zlib's window for each encoding of a body; deflate has zlib's header.
 _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _PIECE_BYTES = 1 << 16
@@ -79,7 +78,7 @@ async def read_body(request: Request, limits: BodyLimits, *, media_types: Collec
     _check_announced_size(request, limits.max_bytes)
     body = bytearray()
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    inflate = None if encoding == "identity" else _Inflating(_WINDOWS[encoding], request.scope.get(COUNT_BODY))
+    inflate = None if encoding == "identity" else _Inflating(_WINDOWS[encoding])
     async for chunk in request.stream():
         if inflate is None:
             body += chunk
@@ -98,10 +97,8 @@ async def read_body(request: Request, limits: BodyLimits, *, media_types: Collec
 class _Inflating:
     """Unpacks a compressed body in small pieces: a kilobyte may hold a megabyte."""
 
-    def __init__(self, window: int, count: Callable[[int], None] | None) -> None:
-        """`count` counts the bytes that the pieces have, besides those that came."""
+    def __init__(self, window: int) -> None:
         self._stream = zlib.decompressobj(window)
-        self._count = count
         self._turns = Turns()
 
     @property
@@ -116,8 +113,7 @@ class _Inflating:
             except zlib.error as error:
                 raise _malformed(f"it cannot be unpacked: {error}") from error
             data = self._stream.unconsumed_tail
-            if self._count is not None:
-                self._count(len(piece))
+            count_memory(len(piece))
             yield piece
             await self._turns.pause()
 
@@ -168,16 +164,20 @@ async def load_json(data: bytes, limits: BodyLimits) -> Any:
 
     Raises:
         InvalidArgument: it is not JSON, or has too many entries.
+        ResourceExhausted: the gateway has no memory for its values.
     """
     if len(data) <= LONG_BYTES:
-        check_values(data, limits.entries)
+        count_memory(check_values(data, limits.entries))
         value = _parsed(data)
-        _check_entries(value, limits.entries)
+        if isinstance(value, dict):
+            check_json(cast(dict[str, Any], value), limits.entries)
         return value
     tenant, turns = current_tenant(), limits.turns
-    await turns.call(tenant, check_values, data, limits.entries)
+    count_memory(await turns.call(tenant, check_values, data, limits.entries))
     value = await turns.call(tenant, _parsed, data)
-    await turns.call(tenant, _check_entries, value, limits.entries)
+    if isinstance(value, dict):
+        steps = checking_json(cast(dict[str, Any], value), limits.entries)
+        await turns.do(tenant, lambda: next(steps, _DONE) is _DONE)
     return value
 
 
@@ -186,11 +186,6 @@ def _parsed(data: bytes) -> Any:
         return from_json(data.removeprefix(codecs.BOM_UTF8))
     except ValueError as error:
         raise _malformed(str(error)) from error
-
-
-def _check_entries(value: Any, limits: EntryLimits) -> None:
-    if isinstance(value, dict):
-        check_json(cast(dict[str, Any], value), limits)
 
 
 def _check_media_type(request: Request, others: Collection[str]) -> None:

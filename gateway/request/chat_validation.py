@@ -96,6 +96,10 @@ def _check_tools(violations: Violations, prompt: ChatPrompt, scope: str) -> None
         elif tool.name in names:
             violations.add(f"{path}.name", f'is "{tool.name}", as that of a tool before it; names must be unique')
         names.add(tool.name)
+        size = utf8_size(tool.parameters)
+        if size > MAX_TOOL_SCHEMA_BYTES:
+            violations.add(f"{path}.parameters", f"has {size:,} bytes; the max is {MAX_TOOL_SCHEMA_BYTES:,}")
+            continue
         num_values += num_values_in(tool.parameters)
         if num_values > MAX_VALUES_OF_TEXTS:
             _add_too_many_values(violations, f"{path}.parameters", num_values)
@@ -126,10 +130,7 @@ def _check_tool_choice(violations: Violations, choice: ToolChoice, names: Set[st
 
 
 def _check_parameters(violations: Violations, path: str, tool: Tool) -> None:
-    size = utf8_size(tool.parameters)
-    if size > MAX_TOOL_SCHEMA_BYTES:
-        violations.add(path, f"has {size:,} bytes; the max is {MAX_TOOL_SCHEMA_BYTES:,}")
-    elif tool.parameters:
+    if tool.parameters:
         schema = _object_in(tool.parameters)
         if schema is None:
             violations.add(path, f"is {shortened(tool.parameters)!r}; it must be a JSON schema, which is a JSON object")

@@ -8,9 +8,11 @@ depend on the model, are the validator's.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -39,11 +41,17 @@ MAX_VALUES_OF_TEXTS = 1 << 16
 MAX_NUMBERS = 1 << 20
 """The maximum number of all values of a body, which may be token ids."""
 _CONVERSATIONS = frozenset({"input", "messages"})
-# Lists of numbers that may be as long as a message: the tokens of a prompt, or of the whole vocabulary.
+# Lists of numbers that may have MAX_NUMBERS: the tokens of a prompt, or of the whole vocabulary.
 _TOKENS = frozenset({"allowed_token_ids", "ids", "prompt", "stop_token_ids", "token_ids", "tokens"})
 _MAX_VALUES = 1 << 17
 _VALUES_OF_A_MESSAGE = 8
 _MAX_PATH = 256
+_CONTAINERS_PER_STEP = 512
+# About what Python takes for a value besides its text, in bytes.
+_STRING_BYTES, _OBJECT_BYTES, _LIST_BYTES, _VALUE_BYTES, _FIELD_BYTES = 64, 256, 64, 40, 128
+# In UTF-8, of characters beyond U+FFFF, and beyond U+00FF; and escapes of JSON of the former.
+_WIDE, _BROAD = bytes(range(0xF0, 256)), bytes(range(0xC4, 256))
+_WIDE_ESCAPE = re.compile(rb"\\u[dD][89abAB]")
 
 _OBJECT: type = dict
 _CONTAINERS: tuple[type, ...] = (dict, list)
@@ -58,6 +66,34 @@ _PACKED_WIDTHS = {
     **dict.fromkeys((FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_SFIXED64), 8),
     **dict.fromkeys((FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_FIXED32, FieldDescriptor.TYPE_SFIXED32), 4),
 }
+
+
+class MessageMemory(Protocol):
+    """The memory of one message, which a server counts from its arrival until its request is over."""
+
+    def add(self, num_bytes: int) -> None:
+        """Raises ResourceExhausted where there is no memory for so many bytes more."""
+        ...
+
+    def keep(self) -> Callable[[], None]:
+        """Counts it until the returned function is called, also if further messages of the same call arrive before."""
+        ...
+
+
+message_memory: ContextVar[MessageMemory] = ContextVar("message_memory")
+"""Set by servers: that of the message that is read in the current context."""
+
+
+def count_memory(num_bytes: int) -> None:
+    """Counts memory that the current message takes besides its bytes. Raises ResourceExhausted where there is none."""
+    if (memory := message_memory.get(None)) is not None:
+        memory.add(num_bytes)
+
+
+def keep_memory() -> Callable[[], None]:
+    """As `MessageMemory.keep`, for the current message."""
+    memory = message_memory.get(None)
+    return memory.keep() if memory is not None else lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +116,47 @@ NO_MESSAGES = EntryLimits(max_messages=0)
 """The limits of JSON without a conversation."""
 
 
-def check_values(data: bytes, limits: EntryLimits, name: str = "the body") -> None:
+def check_values(data: bytes, limits: EntryLimits, name: str = "the body", *, max_numbers: int = MAX_NUMBERS) -> int:
     """Counts the values of JSON in its bytes, which takes a tenth of what parsing takes.
+
+    Returns:
+        About how many bytes of memory the values take: up to 20 times those of `data`.
 
     Raises:
         InvalidArgument: `name` has too many strings, lists and objects, or too many numbers.
     """
     limit = limits.max_values
-    if len(data) <= 2 * limit:
-        return
-    data = _without_escapes(data)
-    num_strings, num_containers, num_commas = _count_marks(data)
-    if num_strings <= limit and (num_strings + num_containers > limit or num_commas > MAX_NUMBERS):
-        _, num_containers, num_commas = _count_marks(_without_strings(data))
-    if num_strings + num_containers > limit:
+    plain = _without_escapes(data)
+    num_strings = plain.count(b'"') // 2
+    num_objects = num_lists = num_commas = 0
+    if num_strings <= limit:
+        _, num_objects, num_lists, num_commas = _count_marks(_without_strings(plain))
+    if num_strings + num_objects + num_lists > limit:
         raise InvalidArgument(
             f"{name} has more than {limit:,} strings, lists and objects, which is the max", reason="MALFORMED_MESSAGE"
         )
-    if num_commas > MAX_NUMBERS:
+    if num_commas > max_numbers:
         raise InvalidArgument(
-            f"{name} has {num_commas:,} values; at most {MAX_NUMBERS:,} are allowed, for tokens",
+            f"{name} has {num_commas:,} values; at most {max_numbers:,} are allowed, for tokens",
             reason="MALFORMED_MESSAGE",
         )
+    return (
+        len(data) * _bytes_of_character(data)
+        + num_strings * _STRING_BYTES
+        + num_objects * _OBJECT_BYTES
+        + num_lists * _LIST_BYTES
+        + num_commas * _VALUE_BYTES
+    )
+
+
+def _bytes_of_character(data: bytes) -> int:
+    """The most bytes that Python takes for a character of the texts in `data`: one wide one makes all of its text
+    wide."""
+    if data.isascii():
+        return 1 if b"\\u" not in data else 4 if _WIDE_ESCAPE.search(data) else 2
+    if len(data.translate(None, _WIDE)) < len(data):
+        return 4
+    return 2 if len(data.translate(None, _BROAD)) < len(data) or b"\\u" in data else 1
 
 
 def num_values_in(text: str) -> int:
@@ -122,10 +177,9 @@ def _without_strings(data: bytes) -> bytes:
     return b"".join(data.split(b'"')[::2])
 
 
-def _count_marks(data: bytes) -> tuple[int, int, int]:
-    """The number of strings, of lists and objects, and of commas, in JSON of no strings or without those marks in
-    them."""
-    return data.count(b'"') // 2, data.count(b"[") + data.count(b"{"), data.count(b",")
+def _count_marks(data: bytes) -> tuple[int, int, int, int]:
+    """The number of strings, objects, lists and commas, in JSON of no strings or without those marks in them."""
+    return data.count(b'"') // 2, data.count(b"{"), data.count(b"["), data.count(b",")
 
 
 def check_json(fields: Mapping[str, Any], limits: EntryLimits) -> None:
@@ -134,12 +188,21 @@ def check_json(fields: Mapping[str, Any], limits: EntryLimits) -> None:
     Raises:
         InvalidArgument: a field has too many of them.
     """
+    deque(checking_json(fields, limits), maxlen=0)
+
+
+def checking_json(fields: Mapping[str, Any], limits: EntryLimits) -> Iterator[None]:
+    """`check_json` in steps of less than a millisecond."""
     if len(fields) > DEFAULT_MAX_ENTRIES:
         raise InvalidArgument(f"the body has {len(fields):,} fields; the max is {DEFAULT_MAX_ENTRIES:,}")
     counts: dict[str, int] = {}
     # Containers that are still to be counted: the path, the name, and the limit of the object of any shape around them.
     waiting: list[tuple[str, str, int | None, Any]] = _containers("", fields)
+    num_counted = 0
     while waiting:
+        num_counted += 1
+        if num_counted % _CONTAINERS_PER_STEP == 0:
+            yield
         path, name, shapeless, container = waiting.pop()
         is_object = isinstance(container, _OBJECT)
         if shapeless is None and not is_object and name in _TOKENS and container and type(container[0]) is int:
@@ -182,12 +245,14 @@ class _CountedField:
         path: Its path in the request, without positions.
         max_entries: The maximum number of its entries; None if it is not counted.
         width: Of an entry that may be packed with others, in bytes; 0 for integers of any width, None for others.
+        is_text: Whether each entry is a text.
         inner: The fields of its messages, by their numbers.
     """
 
     path: str
     max_entries: int | None
     width: int | None
+    is_text: bool
     inner: dict[int, "_CountedField"] | None
 
 
@@ -205,14 +270,16 @@ class CountedMessage:
 
         Raises:
             InvalidArgument: it has too many fields, or a list or map of it has too many entries.
+            ResourceExhausted: there is no memory for it.
             google.protobuf.message.DecodeError: the bytes are no such message.
         """
-        self._check(data)
+        num_fields = self._check(data)
+        count_memory(len(data) * _bytes_of_character(data) + num_fields * _FIELD_BYTES)
         return self._parse(data)
 
-    def _check(self, data: bytes) -> None:
+    def _check(self, data: bytes) -> int:
         """Follows the wire format: a tag, which is the number of a field and a wire type, and its value. Stops at bytes
-        that are no message, which the parser refuses."""
+        that are no message, which the parser refuses. Returns the number of fields."""
         counts: dict[str, int] = {}
         num_fields = 0
         waiting = [(0, len(data), self._fields)]
@@ -254,6 +321,18 @@ class CountedMessage:
                         continue
                     if field.max_entries is not None:
                         count = counts.get(field.path, 0) + _num_entries(data, begin, position, field.width)
+                        if field.is_text and tag < _CONTINUES:
+                            # The texts of a list follow each other. In a short one, tag and size have one byte each.
+                            before = count
+                            while (
+                                count <= field.max_entries
+                                and position < end
+                                and data[position] == tag
+                                and (size := data[position + 1]) < _CONTINUES
+                            ):
+                                position += 2 + size
+                                count += 1
+                            num_fields += count - before
                         counts[field.path] = count
                         if count > field.max_entries:
                             description = f"has more than {field.max_entries:,} entries, which is the max"
@@ -262,7 +341,12 @@ class CountedMessage:
                         waiting.append((position, end, fields))
                         end, position, fields = position, begin, field.inner
         except (IndexError, KeyError):
-            return
+            pass
+        return num_fields
+
+
+def _limit_of(name: str, limits: EntryLimits) -> int:
+    return MAX_NUMBERS if name in _TOKENS else limits.of(name)
 
 
 def _num_entries(data: bytes, begin: int, end: int, width: int | None) -> int:
@@ -314,8 +398,9 @@ def _counted_fields(
         if message is not None or field.is_repeated:
             found[field.number] = _CountedField(
                 path,
-                limits.of(field.name) if field.is_repeated and field.name not in _TOKENS else None,
+                _limit_of(field.name, limits) if field.is_repeated else None,
                 None if message is not None or is_text else _PACKED_WIDTHS.get(field.type, 0),
+                is_text,
                 None if message is None else _counted_fields(message, limits, f"{path}.", inner_above),
             )
     return found

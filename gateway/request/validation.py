@@ -26,7 +26,8 @@ from gateway.request.limits import (
 )
 from gateway.request.violations import Violations, shortened, shown, utf8_size
 from gateway.types import MAX_ENTRIES, ChatPrompt, Prompt, RequestOptions, TextPrompt, TokenPrompt
-from quire.common.v1.common_pb2 import EarlyStopping
+from quire.common.v1.common_pb2 import Constraint, EarlyStopping
+from quire.constraints.program import MAX_CONSTRAINT_BYTES
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
 
 _MISSING_PROMPT = FieldViolation("prompt", "is missing; set text or token_ids")
@@ -69,8 +70,13 @@ def check_request(request: RequestOptions, limits: Limits, served_model: str | N
     check_model(request.model, served_model)
     violations = Violations()
     check_prompt(violations, request.prompt, limits, is_truncated=request.is_truncated)
+    has_constraint = request.sampling.HasField("constraint")
+    if has_constraint:
+        _check_constraint_size(violations, "sampling.constraint", request.sampling.constraint)
     if isinstance(request.prompt, ChatPrompt):
-        check_constraints(violations, request.prompt, has_constraint=request.sampling.HasField("constraint"))
+        check_constraints(violations, request.prompt, has_constraint=has_constraint)
+        if request.prompt.response_format is not None:
+            _check_constraint_size(violations, "response_format", request.prompt.response_format)
     if request.sampling.HasField("beam_search"):
         _check_beam_search(violations, request, limits)
     else:
@@ -365,6 +371,12 @@ def _check_sampling(violations: Violations, request: RequestOptions, limits: Lim
     bad_words = request.asked("sampling.bad_words")
     if bad_words and violations.check_count("sampling.bad_words", bad_words, MAX_BAD_WORDS):
         _check_texts(violations, "sampling.bad_words", bad_words, MAX_BAD_WORD_BYTES)
+
+
+def _check_constraint_size(violations: Violations, field: str, constraint: Constraint) -> None:
+    """A constraint is copied several times, so one that is too large is refused before."""
+    if (size := constraint.ByteSize()) > MAX_CONSTRAINT_BYTES:
+        violations.add(field, f"has {size:,} bytes; the max is {MAX_CONSTRAINT_BYTES:,}")
 
 
 def _check_logit_bias(violations: Violations, logit_bias: Mapping[int, float], limits: Limits) -> None:

@@ -64,6 +64,8 @@ class Violations:
 
     def check_text(self, field: str, text: str) -> None:
         """Adds a violation for text that UTF-8 cannot encode: JSON can hold lone surrogates."""
+        if text.isascii():
+            return
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -84,7 +86,7 @@ def _single(value: float) -> float:
 
 def utf8_size(text: str) -> int:
     """The number of bytes of a text in UTF-8; a lone surrogate counts as three."""
-    return len(text.encode(errors="surrogatepass"))
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
 
 
 def summary(violations: Sequence[FieldViolation]) -> str:

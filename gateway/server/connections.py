@@ -10,6 +10,7 @@ import contextlib
 import logging
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,8 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gateway.api.answers import ErrorAnswer, HttpError, send_answer
-from gateway.api.body import COUNT_BODY
+from gateway.auth.caller import current_tenant
+from gateway.request.counting import message_memory
 from gateway.settings import GatewaySettings
 from quire.progress import shown_bytes
 from quire.rpc.address import TcpAddress, check_bindable
@@ -47,16 +49,21 @@ _MAX_DRAIN_S = 2.0
 
 
 class BodyMemory:
-    """Counts the bytes of all request bodies that are held, including those that still arrive.
+    """Counts the bytes of all request bodies that are held, including those that still arrive, and the memory of their
+    values once they are parsed.
 
     When they are too many, the body that has been arriving for longest is given up, and not the newest one: a client
     that sends half a body and waits takes memory from nobody, and a body is refused only if it comes more slowly than
-    all others together. Complete bodies are kept; where they alone fill the memory, a new one is refused.
+    all others together. Complete bodies are kept; where they alone fill the memory, a new one is refused. So is one of
+    a tenant whose bodies take its share, so that there is room for those of others.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, max_tenant_bytes: int | None = None) -> None:
+        """A tenant may hold `max_tenant_bytes`, and always one body; None is no limit."""
         self.max_bytes = max_bytes
+        self.max_tenant_bytes = max_tenant_bytes
         self.num_bytes = 0
+        self.bytes_of_tenants: Counter[str] = Counter()
         # In order of their beginning.
         self.arriving: dict[HeldBody, None] = {}
 
@@ -66,10 +73,11 @@ class BodyMemory:
         self.arriving[body] = None
         return body
 
-    def refusal(self) -> ResourceExhausted:
-        """The error of a body for which there is no memory."""
+    def refusal(self, *, of_tenant: bool = False) -> ResourceExhausted:
+        """The error of a body for which there is no memory, or none of its tenant's share."""
+        whose, limit = ("all", self.max_bytes) if not of_tenant else ("one tenant's", self.max_tenant_bytes)
         return ResourceExhausted(
-            f"the bodies of all requests may take {shown_bytes(self.max_bytes)} together (--max-total-body-bytes), and "
+            f"the bodies of {whose} requests may take {shown_bytes(limit)} of memory together (--max-total-body-bytes), and "
             "there is no room for this one; try again",
             reason="BODIES_FULL",
             retry_after_ms=_RETRY_MS,
@@ -77,35 +85,66 @@ class BodyMemory:
 
 
 class HeldBody:
-    """One body: `add` what arrives, then `complete` it, and `release` it when its request is over."""
+    """One body: `add` what arrives, then `complete` it, and `release` it when its request is over. Its tenant is that
+    of the call that adds."""
 
-    __slots__ = ("_memory", "num_bytes", "on_refusal")
+    __slots__ = ("_is_released", "_memory", "_tenant", "is_kept", "num_bytes", "on_refusal")
 
     def __init__(self, memory: BodyMemory, on_refusal: Callable[[], None]) -> None:
         self._memory = memory
+        self._is_released = False
+        self._tenant = ""
+        self.is_kept = False
         self.num_bytes = 0
         self.on_refusal = on_refusal
 
     def add(self, num_bytes: int) -> None:
-        """Counts bytes that arrived. Raises ResourceExhausted, and releases the body, where there is no room."""
+        """Counts bytes that arrived, or that its values take. Raises ResourceExhausted, and releases the body, where
+        there is no room."""
+        if self._is_released:
+            return
         memory = self._memory
-        while memory.num_bytes + num_bytes > memory.max_bytes:
-            longest = next((each for each in memory.arriving if each.num_bytes or each is self), self)
+        self._tenant = self._tenant or current_tenant()
+        while (takes_share := self._takes_share(num_bytes)) or self._takes_too_much(num_bytes):
+            others = (each for each in memory.arriving if not takes_share or each._tenant == self._tenant)
+            longest = next((each for each in others if each.num_bytes or each is self), self)
             longest.release()
             if longest is self:
-                raise memory.refusal()
+                raise memory.refusal(of_tenant=takes_share)
             longest.on_refusal()
         memory.num_bytes += num_bytes
+        memory.bytes_of_tenants[self._tenant] += num_bytes
         self.num_bytes += num_bytes
+
+    def _takes_share(self, num_bytes: int) -> bool:
+        """Whether its tenant would hold more than its share, by other bodies as well."""
+        share, of_tenant = self._memory.max_tenant_bytes, self._memory.bytes_of_tenants[self._tenant]
+        return share is not None and of_tenant > self.num_bytes and of_tenant + num_bytes > share
+
+    def _takes_too_much(self, num_bytes: int) -> bool:
+        """Whether all would take too much. The values of a body that is alone may take what they need."""
+        memory = self._memory
+        is_alone = self not in memory.arriving and memory.num_bytes == self.num_bytes
+        return not is_alone and memory.num_bytes + num_bytes > memory.max_bytes
 
     def complete(self) -> None:
         """It has arrived, and is no longer given up for others."""
         self._memory.arriving.pop(self, None)
 
+    def keep(self) -> Callable[[], None]:
+        """See `MessageMemory`."""
+        self.is_kept = True
+        return self.release
+
     def release(self) -> None:
         """No longer counts it. Idempotent."""
         self.complete()
+        self._is_released = True
         self._memory.num_bytes -= self.num_bytes
+        of_tenants = self._memory.bytes_of_tenants
+        of_tenants[self._tenant] -= self.num_bytes
+        if not of_tenants[self._tenant]:
+            del of_tenants[self._tenant]
         self.num_bytes = 0
 
 
@@ -120,14 +159,14 @@ class IncomingBody:
     def __init__(
         self, receive: Receive, send: Send, memory: BodyMemory, timeout_s: float, has_come: Callable[[], bool]
     ) -> None:
-        """`has_come` returns whether the server has the whole body, read or not."""
+        """`has_come` returns whether the server has the whole body, read or not. `held` is its memory."""
         self._receive = receive
         self._send = send
         self._memory = memory
         self._timeout_s = timeout_s
         self._due_at = asyncio.get_running_loop().time() + timeout_s
         self._has_come = has_come
-        self._held = memory.begin(self._give_up)
+        self.held = memory.begin(self._give_up)
         self._is_given_up = False
         self._is_overdue = False
         self._is_read = False
@@ -142,10 +181,10 @@ class IncomingBody:
             raise self._memory.refusal()
         message = await self._receive_in_time()
         if message["type"] == "http.request":
-            self._held.add(len(message.get("body", b"")))
+            self.held.add(len(message.get("body", b"")))
         if not message.get("more_body", False):
             self._is_read = True
-            self._held.complete()
+            self.held.complete()
         return message
 
     async def _receive_in_time(self) -> Message:
@@ -173,13 +212,9 @@ class IncomingBody:
             message = {"type": "http.response.body", "body": b""}
         await self._send(message)
 
-    def count(self, num_bytes: int) -> None:
-        """Counts bytes that came compressed. Raises ResourceExhausted where there is no room for them."""
-        self._held.add(num_bytes)
-
     def release(self) -> None:
         """The request is over."""
-        self._held.release()
+        self.held.release()
 
     def _give_up(self) -> None:
         """Called while another request runs."""
@@ -194,7 +229,7 @@ class IncomingBody:
 
     async def _drain(self) -> None:
         """Drops what arrives, until the body ends or the client leaves, or it is too much or takes too long."""
-        self._held.release()
+        self.held.release()
         ends_at = min(self._due_at, asyncio.get_running_loop().time() + _MAX_DRAIN_S)
         num_bytes = 0
         try:
@@ -520,8 +555,9 @@ class HttpConnection(H11Protocol):
 
         timeout_s = self._settings.slow_sender_timeout
         body = IncomingBody(receive, send_and_note, self._bodies, timeout_s, self._has_whole_body)
+        message_memory.set(body.held)
         try:
-            await self._application({**scope, COUNT_BODY: body.count}, body.receive, body.send)
+            await self._application(scope, body.receive, body.send)
         except asyncio.CancelledError:
             # Only a server that stops cancels requests.
             if has_started:

@@ -8,7 +8,7 @@ import asyncio
 import functools
 import inspect
 import logging
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import aclosing
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2
 
 from gateway.auth.caller import current_tenant, set_caller
 from gateway.auth.keys import Authenticator
-from gateway.request.counting import CountedMessage, EntryLimits
+from gateway.request.counting import CountedMessage, EntryLimits, message_memory
 from gateway.request.spans import set_incoming_context
 from gateway.server.connections import BodyMemory
 from gateway.turns import LONG_BYTES, TenantTurns
@@ -187,9 +187,8 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
         behavior = handler.stream_stream if handler.request_streaming else handler.unary_stream
         if inspect.isasyncgenfunction(behavior):
             behavior = self._writing(behavior)
-        if not handler.request_streaming:
-            behavior, deserialize = self._reading(behavior, deserialize), None
-        return grpc.stream_stream_rpc_method_handler(behavior, deserialize, serializer)
+        reading = self._reading_each if handler.request_streaming else self._reading
+        return grpc.stream_stream_rpc_method_handler(reading(behavior, deserialize), None, serializer)
 
     def _reading(self, behavior: Behavior, deserialize: Callable[[bytes], Any] | None) -> Behavior:
         """Takes the one request out of a stream of them, and decodes it."""
@@ -213,11 +212,36 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
             try:
                 held.add(len(data))
                 held.complete()
+                message_memory.set(held)
                 return await behavior(await self._decoded(decode, data), context)
             finally:
                 held.release()
 
         return handle
+
+    def _reading_each(self, behavior: Behavior, deserialize: Callable[[bytes], Any] | None) -> Behavior:
+        """Decodes each request of a stream."""
+        decode = decoder(deserialize)
+
+        async def handle(requests: Any, context: grpc.aio.ServicerContext) -> None:
+            async with aclosing(self._decoded_each(decode, requests)) as decoded:
+                await behavior(decoded, context)
+
+        return handle
+
+    async def _decoded_each(self, decode: Callable[[bytes], Any], requests: Any) -> AsyncGenerator[Any]:
+        """The requests. Each counts in the memory of bodies until the next one is read, or for as long as it is kept
+        (`keep_memory`)."""
+        async for data in requests:
+            held = self._bodies.begin(lambda: None)
+            held.complete()
+            try:
+                held.add(len(data))
+                message_memory.set(held)
+                yield await self._decoded(decode, data)
+            finally:
+                if not held.is_kept:
+                    held.release()
 
     async def _decoded(self, decode: Callable[[bytes], Any], data: bytes) -> Any:
         return decode(data) if len(data) <= LONG_BYTES else await self._turns.call(current_tenant(), decode, data)

@@ -25,6 +25,7 @@ from gateway.request.counting import (
     NO_MESSAGES,
     check_json,
     check_values,
+    count_memory,
     num_values_in,
 )
 from gateway.request.generator import Result
@@ -61,6 +62,8 @@ INPUT_NAME = "sampling_parameters"
 _SERVER_PREFIX = "triton_"
 # Longer than any parameter; errors show no more of a name.
 _MAX_NAME = 80
+# Of all lists in `sampling_parameters`: the tokens of two large vocabularies.
+_MAX_NUMBERS = 1 << 19
 MAX_PARAMETERS = 1024
 OUTPUTS = {
     "text_output": "BYTES",
@@ -331,7 +334,7 @@ def _json_fields(violations: Violations, tensor: Tensor) -> dict[str, Any]:
         return {}
     try:
         data = bytes(tensor.values[0])
-        check_values(data, NO_MESSAGES, tensor.element(0))
+        count_memory(check_values(data, NO_MESSAGES, tensor.element(0), max_numbers=_MAX_NUMBERS))
         fields = from_json(data)
     except ValueError as error:
         violations.add(tensor.element(0), f"is not valid JSON: {error}")

@@ -30,6 +30,7 @@ from gateway.auth.caller import current_caller
 from gateway.metrics import Durations, RequestStatistics
 from gateway.replicas.events import Chunk, Completed, Finished
 from gateway.request.answer_memory import AS_TENSORS, STREAMED
+from gateway.request.counting import keep_memory
 from gateway.request.generator import Generator, answer, running
 from gateway.request.validation import wrong_model
 from gateway.request.violations import renamed, shortened
@@ -277,7 +278,9 @@ class _Answers(Generic[Request, Response]):
         async with asyncio.TaskGroup() as running:
             await self._places.acquire()
             async for request in requests:
-                running.create_task(self._run(request))
+                release_memory = keep_memory()
+                # A task that is cancelled before it begins runs none of its code.
+                running.create_task(self._run(request)).add_done_callback(lambda _, release=release_memory: release())
                 await self._places.acquire()
 
     async def _run(self, request: Request) -> None:

@@ -12,6 +12,7 @@ from quire.gateway.v1 import generation_pb2
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, QuireError, from_rpc_error
 from tests.support.fake_scheduler import counting_rule
+from tests.support.gateway_process import running_gateway
 from tests.support.parameters import row_sampling
 
 SERVICE = "/inference.GRPCInferenceService/"
@@ -307,3 +308,25 @@ async def test_a_stream_refuses_several_prompts_texts_and_the_input(gateway):
         "including": "inputs[3].contents.bool_contents[0] is false; a streamed text never has its prompt",
         "texts": f'{JSON}["n"] is 2; a streamed request has one text',
     }
+
+
+async def test_requests_of_a_stream_count_in_the_memory_of_bodies_until_they_are_answered(scheduler):
+    request = make_request("hello", stream=True)
+    request.parameters["user"].string_param = "x" * 6000
+    async with running_gateway(scheduler, max_message_bytes=10_000, max_total_body_bytes=20_000) as gateway:
+        has_ended = asyncio.Event()
+
+        async def one_by_one():
+            for _ in range(3):
+                yield request
+                await has_ended.wait()
+                has_ended.clear()
+
+        async for response in stream_call(gateway)(one_by_one(), timeout=30):
+            if response.infer_response.parameters["triton_final_response"].bool_param:
+                has_ended.set()
+        scheduler.emits.clear()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await infer_stream(gateway, request, request)
+        scheduler.emits.set()
+    assert from_rpc_error(raised.value).reason == "BODIES_FULL"

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,11 @@ from gateway.request.counting import (
     EntryLimits,
     check_json,
     check_values,
+    checking_json,
+    message_memory,
     num_values_in,
 )
+from gateway.server.connections import BodyMemory
 from quire.gateway.v1.generation_pb2 import (
     ChatRequest,
     DetokenizeRequest,
@@ -51,7 +55,8 @@ def full_request() -> ChatRequest:
     request.sampling.logit_bias.update({1: 0.5, 1000: -1})
     request.sampling.allowed_token_ids.extend([1, 200, 100_000])
     request.sampling.constraint.structural_tags.tags.add(begin="<").lark = "start: A"
-    request.stopping.stop.extend(["", "b"])
+    request.stopping.stop.extend(["", "b", "c" * 130, "d"])
+    request.stopping.stop_token_ids.extend([7, 300])
     request.template_options.arguments.update({"a": [1, [2, {"b": None}]], "c": "d"})
     return request
 
@@ -99,7 +104,7 @@ def test_bytes_that_protobuf_parses_have_no_more_entries_than_were_counted(data)
     except DecodeError:
         return
     flat = {path: count for path, count in entries(parsed).items() if "arguments.fields.value" not in path}
-    # Lists of token ids are bounded by their bytes.
+    # Lists of token ids have a maximum of their own.
     flat.pop("sampling.allowed_token_ids", None)
     flat.pop("stopping.stop_token_ids", None)
     most = max(flat.values(), default=0)
@@ -183,10 +188,48 @@ def test_paths_of_deeply_nested_objects_stay_short():
     assert len(refused(inner).violations[0].field) <= 256
 
 
+def test_a_body_is_counted_in_steps():
+    steps = checking_json({"guided_json": {str(number): {"a": 1} for number in range(30_000)}}, LIMITS)
+    assert 30 < sum(1 for _ in steps) < 100
+
+
 def test_more_numbers_than_any_prompt_needs_are_refused_before_they_are_parsed():
     with pytest.raises(InvalidArgument, match=r"the body has 1,048,577 values; at most 1,048,576"):
         check_values(b"[" + b"1," * (MAX_NUMBERS + 1) + b"1]", LIMITS)
     check_values(json.dumps({"prompt": "1, 2, " * 700_000}).encode(), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("body", "fewest", "most"),
+    [
+        ({"a": "x" * 10_000}, 10_000, 11_000),
+        ({"a": "x, {} []" * 1000}, 8000, 9000),
+        ({"a": "é" * 1000}, 6000, 13_000),
+        ({"a": [7] * 10_000}, 400_000, 450_000),
+        ({"a": [{}] * 1000}, 200_000, 310_000),
+        ({"a": ["b"] * 1000}, 64_000, 120_000),
+    ],
+)
+def test_memory_is_estimated_by_what_a_body_has(body: dict[str, Any], fewest: int, most: int):
+    assert fewest <= check_values(json.dumps(body).encode(), LIMITS) <= most
+
+
+@pytest.mark.parametrize(("text", "factor"), [("a", 1), ("aé", 1), ("a€", 2), ("a😀", 4)])
+def test_one_wide_character_makes_a_text_wide(text: str, factor: int):
+    data = json.dumps({"a": text * 10_000}, ensure_ascii=False).encode()
+    assert check_values(data, LIMITS) == pytest.approx(factor * len(data), rel=0.05)
+
+
+def test_what_a_message_takes_is_counted_before_it_is_parsed():
+    memory = BodyMemory(1 << 20)
+    held = memory.begin(lambda: None)
+
+    def call() -> None:
+        message_memory.set(held)
+        CountedMessage(ChatRequest, LIMITS).parse(b"\x12\x00" * 8)
+
+    copy_context().run(call)
+    assert 8 * 64 <= memory.num_bytes <= 8 * 200
 
 
 @pytest.mark.parametrize(
@@ -219,7 +262,21 @@ def test_bodies_that_people_send_pass():
     )
 
 
-def test_token_ids_may_take_all_of_a_message():
+def test_more_token_ids_than_any_prompt_needs_are_refused_in_messages_too():
+    counted = CountedMessage(GenerateRequest, LIMITS)
     request = GenerateRequest()
-    request.token_ids.ids.extend([1] * 500_000)
-    assert CountedMessage(GenerateRequest, LIMITS).parse(request.SerializeToString()) == request
+    request.token_ids.ids.extend([300] * MAX_NUMBERS)
+    assert counted.parse(request.SerializeToString()) == request
+    request.token_ids.ids.append(1)
+    with pytest.raises(InvalidArgument, match=r"token_ids.ids has more than 1,048,576 entries, which is the max"):
+        counted.parse(request.SerializeToString())
+
+
+@pytest.mark.parametrize("num_texts", [2, 3, 100])
+def test_texts_in_a_row_are_counted_whatever_comes_after_them(num_texts: int):
+    request = GenerateRequest(continue_from=[HeldSequence()])
+    request.stopping.stop.extend(["", "a", "b" * 200, *"c" * num_texts])
+    data = request.SerializeToString()
+    assert CountedMessage(GenerateRequest, _Exactly(8, num_texts + 3)).parse(data) == request
+    with pytest.raises(InvalidArgument, match=r"stopping\.stop has more than"):
+        CountedMessage(GenerateRequest, _Exactly(8, num_texts + 2)).parse(data)

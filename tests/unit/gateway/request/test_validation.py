@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gateway.request.limits import MAX_CALL_PARAMETER_ENTRIES, MAX_CALL_STOP_BYTES, Limits, Pool
 from gateway.request.validation import check_call, check_request, resolve_max_tokens
 from gateway.types import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from quire.common.v1.common_pb2 import EARLY_STOPPING_NEVER
+from quire.common.v1.common_pb2 import EARLY_STOPPING_NEVER, Constraint
 from quire.rpc.errors import InvalidArgument
 from tests.support.parameters import make_options
 
@@ -152,6 +152,15 @@ def test_a_bad_prompt_or_name_is_named_with_its_value_and_its_limit(prompt, fiel
     assert [violation.field for violation in caught.value.violations] == [field]
     assert says in caught.value.violations[0].description
     assert len(caught.value.message) < 300
+
+
+def test_a_large_constraint_is_refused_before_it_is_copied():
+    large = Constraint(lark="x" * (1 << 20))
+    assert fields_refused(ChatPrompt([ChatMessage("user", "")], response_format=large)) == ["response_format"]
+    options = make_options(PLAIN_PROMPT)
+    options.sampling.constraint.CopyFrom(large)
+    with pytest.raises(InvalidArgument, match=r"sampling.constraint has 1,048,580 bytes; the max is 1,048,576"):
+        check_request(options, LIMITS, "served")
 
 
 def test_values_at_the_limits_pass():
