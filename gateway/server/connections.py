@@ -77,8 +77,8 @@ class BodyMemory:
         """The error of a body for which there is no memory, or none of its tenant's share."""
         whose, limit = ("all", self.max_bytes) if not of_tenant else ("one tenant's", self.max_tenant_bytes)
         return ResourceExhausted(
-            f"the bodies of {whose} requests may take {shown_bytes(limit)} of memory together (--max-total-body-bytes), and "
-            "there is no room for this one; try again",
+            f"the bodies of {whose} requests may take {shown_bytes(limit)} of memory together "
+            "(--max-total-body-bytes), and there is no room for this one; try again",
             reason="BODIES_FULL",
             retry_after_ms=_RETRY_MS,
         )
