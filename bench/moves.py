@@ -1,8 +1,11 @@
-"""KV that moves: what is left of it when a worker is killed, and what the memory costs that outlives it.
+"""KV that moves: what is left of it when a worker is killed, what it saves, and what it costs others.
 
 `kill` serves a model, lets streams of long prompts run, kills the worker and counts how many of the tokens that were
-computed before need not be computed again. `attention` decodes over pools in private memory and in a file, with huge
-pages and without, in turn.
+computed before need not be computed again. `first` is the time to the first token of a long prompt that is computed, or
+comes from the pool or from disk. `drain` is the pause of streams that move to another server with their blocks.
+`beside` is the time between tokens of streams while blocks come from disk, beside that with prompts from the pool.
+`roles` is that under long prompts, with two servers for both and with one for prefill and one for decode. `attention`
+decodes over pools in private memory and in a file, with huge pages and without, in turn. `all` is all but `attention`.
 """
 
 import argparse
@@ -13,58 +16,92 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from bench import moves_served
+from bench.models import write_model
+from bench.report import Series, write_results
 from kernels import ops
 from kernels.host_memory import HUGE_PAGE, collapse, lazy_zeros, map_file, populate
 from quire.client import AsyncClient, GenerationOptions
 from quire.rpc.channel import open_channel
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from quire_cli.supervisor import LocalServer, ServeSettings
+from quire_cli.supervisor import LocalServer
 
 _HEADS, _HEAD_DIM, _BLOCK_SIZE, _LAYERS = 12, 64, 16, 2
 _READY_TIMEOUT_S = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("part", choices=("kill", "attention"))
-    parser.add_argument("--model", help="of kill; without it the embedded one")
+    parser.add_argument("part", choices=("all", *_PARTS, "attention"))
+    parser.add_argument(
+        "--shape", default="llama-160m", help="of a model with random weights; quire-tiny: the embedded"
+    )
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompt-len", type=int, default=300, help="tokens of each stream's prompt")
     parser.add_argument("--output-len", type=int, default=300)
-    parser.add_argument("--repeats", type=int, default=3, help="kills, or times that each pool is measured")
+    parser.add_argument("--long-prompt", type=int, default=1000, help="tokens of a long prompt")
+    parser.add_argument("--num-long", type=int, default=8, help="long prompts of a run of roles")
+    parser.add_argument("--num-decoded", type=int, default=1500, help="tokens of each stream of roles, at most")
+    parser.add_argument("--every", type=float, default=0.5, help="seconds between long prompts of beside and roles")
+    parser.add_argument("--runs", type=int, default=5, help="of each part, and kills")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--repeats", type=int, default=60, help="times that attention over each pool is measured")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence of attention")
     parser.add_argument("--rows", type=int, default=64, help="sequences of attention")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    if arguments.part == "kill":
-        asyncio.run(_kill(arguments))
-    else:
+    if arguments.part == "attention":
         _measure_attention(arguments)
+        return
+    with tempfile.TemporaryDirectory(prefix="quire-bench-") as directory:
+        model, arguments.vocab_size = None, 500
+        if arguments.shape != "quire-tiny":
+            write_model(arguments.shape, Path(directory))
+            model, arguments.vocab_size = directory, 30000
+        series: list[Series] = []
+        for part in _PARTS if arguments.part == "all" else (arguments.part,):
+            found = asyncio.run(_PARTS[part](arguments, model, Path(directory)))
+            print(*found, sep="\n", flush=True)
+            series += found
+    if arguments.out is not None:
+        flags = {name: value for name, value in vars(arguments).items() if name not in ("out", "repeats", "context")}
+        write_results(arguments.out, "KV that moves", series, **flags)
 
 
-async def _kill(arguments: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        trace = Path(directory) / "steps.json"
-        values: dict[str, Any] = {} if arguments.model is None else {"model": arguments.model}
-        # One token a step, so that the trace says how many are computed.
-        settings = ServeSettings(
-            grpc_port=0, http_port=0, persistent_kv_cache="on", multi_step_ms=0, trace_steps=str(trace), **values
-        )
-        async with LocalServer(settings) as server:
-            for number in range(arguments.repeats):
-                await server.wait_ready()
-                before, again, pause_s = await _kill_once(server, trace, arguments, number)
-                print(
-                    f"{before} tokens computed before the kill, {again} of them again: {1 - again / before:.1%} kept; "
-                    f"longest pause {pause_s:.2f} s"
-                )
+async def _kill(arguments: argparse.Namespace, model: str | None, directory: Path) -> list[Series]:
+    trace = directory / "steps.json"
+    found: dict[str, list[float]] = {"kept": [], "computed again": [], "longest pause": []}
+    # One token a step, so that the trace says how many are computed.
+    settings = moves_served.settings_of(model, persistent_kv_cache="on", trace_steps=str(trace))
+    async with LocalServer(settings, report=lambda _: None) as server:
+        for number in range(arguments.runs):
+            await server.wait_ready()
+            before, again, pause_s = await _kill_once(server, trace, arguments, number)
+            print(f"{before} tokens computed before the kill, {again} of them again; longest pause {pause_s:.2f} s")
+            for name, value in zip(found, (100 * (1 - again / before), again, pause_s), strict=True):
+                found[name].append(value)
+    units = ("%", "tokens", "s")
+    return [
+        Series(f"after a kill, {name}", unit, tuple(values))
+        for (name, values), unit in zip(found.items(), units, strict=True)
+    ]
+
+
+_Part = Callable[[argparse.Namespace, str | None, Path], Coroutine[Any, Any, list[Series]]]
+_PARTS: dict[str, _Part] = {
+    "kill": _kill,
+    "first": moves_served.first_tokens,
+    "drain": lambda arguments, model, _: moves_served.drains(arguments, model),
+    "beside": moves_served.beside_disk,
+    "roles": lambda arguments, model, _: moves_served.roles(arguments, model),
+}
 
 
 async def _kill_once(
@@ -76,7 +113,7 @@ async def _kill_once(
     received, pauses = [0] * arguments.streams, [0.0] * arguments.streams
 
     async def read(client: AsyncClient, index: int) -> None:
-        prompt, last = rng.integers(20, 500, arguments.prompt_len).tolist(), time.monotonic()
+        prompt, last = rng.integers(20, arguments.vocab_size, arguments.prompt_len).tolist(), time.monotonic()
         async with client.generate_stream(prompt, options) as stream:
             async for _ in stream:
                 now = time.monotonic()
