@@ -103,7 +103,7 @@ class Stream:
 
 async def begun(streams: Sequence[Stream], reading: "asyncio.Future[Any]") -> None:
     """Waits until all have some tokens. Raises what ended them before."""
-    while min(len(each.times) for each in streams) <= _BEGUN:  # noqa: ASYNC110
+    while min(len(each.times) for each in streams) <= _BEGUN:
         if reading.done():
             raise RuntimeError("a stream ended before it began") from reading.exception()
         await asyncio.sleep(0.002)
