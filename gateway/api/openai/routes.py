@@ -73,6 +73,17 @@ def note_unlimited(generator: Generator, rule: FieldRule, api: str, budget: int 
         rule.note(api, "thinking_token_budget")
 
 
+def _without_unread_switch(generator: Generator, rule: FieldRule, body: ChatBody) -> ChatBody:
+    """Where the chat template has no thinking to turn on or off, the switch changes no answer: it is only noted."""
+    template = generator.model.chat.template
+    if body.enable_thinking is None or body.chat_template is not None or template is None or rule.is_strict:
+        return body
+    if "enable_thinking" in template.variables:
+        return body
+    rule.note(body.api, "enable_thinking")
+    return body.model_copy(update={"enable_thinking": None})
+
+
 def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive_s: float) -> list[ApiRoute]:
     model = generator.model.name
 
@@ -90,6 +101,7 @@ def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive
             return resumed(generator, last, ChatCall.read_back, keep_alive_s, OPENAI)
         body = await read_request(ChatBody, request, body_limits)
         note_unlimited(generator, body_limits.rule, body.api, body.thinking_token_budget)
+        body = _without_unread_switch(generator, body_limits.rule, body)
         return respond(generator, ChatCall(body, body.model or model), keep_alive_s)
 
     async def cancel(request: Request) -> Response:

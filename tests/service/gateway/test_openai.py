@@ -445,3 +445,12 @@ async def test_blocks_are_kept_for_as_long_as_an_agent_hints_where_its_key_may_p
         assert [each.time_to_live_ms for each in scheduler.pin_requests] == [300_000, 24 * 3_600_000]
         prompt = len(scheduler.submits[-1].prompt_token_ids) // 4
         assert {len(each.token_ids) // 4 for each in scheduler.pin_requests} == {prompt + 40}
+
+
+async def test_thinking_is_turned_on_and_off_where_there_is_none(gateway):
+    for value in (True, False):
+        body = {"messages": HELLO, "max_tokens": 1, "enable_thinking": value}
+        answer = await gateway.http.post(CHAT, json=body)
+        assert (answer.status_code, answer.headers.get("x-quire-ignored-fields")) == (200, "enable_thinking")
+    answer = await gateway.http.post(CHAT, json=body | {"chat_template_kwargs": {"enable_thinking": True}})
+    assert answer.status_code == 400
