@@ -14,6 +14,8 @@ shape (`--shape`), so that steps cost what those of the shape cost:
 Predictions are made of answers that servers gave before: how much of a prediction is right is what the task says, and
 does not depend on what the model can. Ratios are those of the seconds of the same requests, one by one with one stream
 and round by round with several.
+
+`--exact N` measures nothing: it compares the texts of N requests of all tasks, in groups of `--streams` in turn.
 """
 
 import argparse
@@ -56,6 +58,7 @@ _SCHEMA = {
 }
 _MIXED = "mixed"
 _NUM_WARM_UPS = 2
+_NUM_COMPARED = 384
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="with several streams, which all requests of a round are")
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--exact", type=int, metavar="N", help="compare the texts of so many requests instead")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
@@ -191,6 +195,9 @@ async def _measure(arguments: argparse.Namespace, model: Path | None) -> None:
             await server.wait_ready()
             clients.append(await stack.enter_async_context(AsyncClient(server.grpc_address)))
         measured = _Measured(arguments, clients)
+        if arguments.exact is not None:
+            await measured.compare(arguments.exact)
+            return
         for streams in arguments.streams:
             for task in arguments.tasks:
                 if streams > 1 or task != _MIXED:
@@ -223,6 +230,23 @@ class _Measured:
             for side in sides if index % 2 else sides[::-1]:
                 await side.ask_all(of_round)
         self._note(f"{streams} stream{'s' * (streams > 1)}, {task}", *sides)
+
+    async def compare(self, count: int) -> None:
+        """Asks the server with drafts so many requests, some of each task, and prints how many were equal so far, after
+        each group."""
+        side, num_equal, streams = Side(self._clients[1]), 0, itertools.cycle(self._arguments.streams)
+        # One part after the other, so that a run that is ended early has some of each task.
+        for end in itertools.chain(range(_NUM_COMPARED, count, _NUM_COMPARED), [count]):
+            requests = (await self._requests(_MIXED, end))[num_equal:]
+            while requests:
+                of_group, requests = requests[: (size := next(streams))], requests[size:]
+                await side.ask_all(of_group)
+                num_equal += len(of_group)
+                print(
+                    f"{num_equal} equal texts, {side.num_tokens} tokens; of {side.num_drafted} verified drafts "
+                    f"{side.num_accepted} were right",
+                    flush=True,
+                )
 
     async def _requests(self, task: str, count: int) -> list[Asked]:
         """Answered ones, with the predictions of the task."""

@@ -33,7 +33,7 @@ from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.disk_tier import BlockFile, DiskFailsError, DiskTier
 from worker_svc.device.draft_choice import PayingDrafts
 from worker_svc.device.kv_pool import KvPool, PoolPlace, PoolRequest, allocate_pool, pool_geometry
-from worker_svc.device.pass_times import PassCosts
+from worker_svc.device.pass_times import PassCosts, PassTimes
 from worker_svc.device.pool_blocks import PoolBlocks
 from worker_svc.device.pool_file import KvNamespace, PoolFile
 from worker_svc.device.replay import check_cuda_graphs
@@ -189,11 +189,11 @@ def make_worker(
     (negative_generation,) = ranks.smallest(-clock.unix_ns())
     if drafter is not None or is_multi_step:
         costs = _measure_passes(runner, limits, geometry, pool, ranks)
-        if costs is not None:
-            runner.expect_costs(costs)
+        times = PassTimes(costs)
+        runner.predict_passes(times)
         if drafter is not None:
-            costs = costs or PassCosts()
-            runner.choose_drafts(PayingDrafts(limits.max_num_rows, costs))
+            costs, times = (PassCosts(), PassTimes(PassCosts())) if costs is None else (costs, times)
+            runner.choose_drafts(PayingDrafts(limits.max_num_rows, times))
             limits = replace(limits, fixed_tokens=_fixed_tokens(costs))
     info = WorkerInfo(-negative_generation, ranks.rank, ranks.size, pool.geometry, geometry, limits, fingerprint)
     info = replace(

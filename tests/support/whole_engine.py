@@ -21,7 +21,7 @@ from scheduler_svc.core.step import ClientEvents, StepPlan, Usage
 from scheduler_svc.service.worker_messages import StepAnswer, replica_info, step_answer, step_message
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.draft_choice import Guesses, PayingDrafts
-from worker_svc.device.pass_times import PassCosts
+from worker_svc.device.pass_times import PassCosts, PassTimes
 from worker_svc.device.runner import ModelRunner
 from worker_svc.protocol.convert import StepDecoder, info_message, result_message
 from worker_svc.sampling.drafters import NO_DRAFT, Draft, Drafter, RowText
@@ -94,7 +94,7 @@ class WholeEngine:
         runner = self.worker.runner
         if isinstance(runner, ModelRunner) and runner._drafts is not None:
             # What the worker measured differs from run to run.
-            runner.choose_drafts(PayingDrafts(self.worker.info.limits.max_num_rows, _COSTS))
+            runner.choose_drafts(PayingDrafts(self.worker.info.limits.max_num_rows, PassTimes(_COSTS)))
         self.num_drafts = self.num_accepted = self.num_steps = self.num_passes = 0
         self.usages: dict[int, Usage] = {}
 
@@ -185,7 +185,10 @@ class EveryDraft:
     def enter(self, row: int) -> None:
         pass
 
-    def due(self, rows: np.ndarray, num_rows: int, *, is_first: bool) -> np.ndarray:
+    def begin_pass(self, num_rows: int, *, is_first: bool) -> bool:
+        return True
+
+    def due(self, rows: np.ndarray) -> np.ndarray:
         return np.ones(len(rows), np.bool_)
 
     def found_nothing(self, rows: Sequence[int], max_periods: Sequence[int]) -> None:

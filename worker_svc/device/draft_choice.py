@@ -9,7 +9,8 @@ A row whose drafts are not taken learns nothing by verification. So its next gue
 and less often while that does not pay, and within a budget of time: a small share of the passes, and a part of what
 drafts saved lately. So rows that do not pay cost nearly what they cost without speculation, however many they are.
 
-All of it follows from what rows drew, and all ranks do the same.
+All of it follows from what rows drew, and all ranks do the same: with several of them a step is one pass, and how long
+passes take is only measured at the start.
 """
 
 from collections.abc import Sequence
@@ -18,14 +19,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_svc.device.pass_times import PassCosts
+from worker_svc.device.pass_times import PassTimes
 from worker_svc.sampling.drafters import EXPECTED_RIGHT
 
 _MIN_GAIN = 1.12
 """What is expected of drafts at least, in tokens a second: expectations of what is chosen are too high on average."""
-_GUESSING_S, _GUESSING_ROW_S = 150e-6, 8e-6
-"""What drafts cost a pass beside the model, for a pass and for each row that has a guess, measured on an EPYC."""
-_LOOKING_S, _LOOKING_ROW_S = 130e-6, 20e-6
+_LOOKING_S, _LOOKING_ROW_S = 130e-6, 25e-6
 """What it costs to look for guesses that are not verified, in a further pass of a step. In the first one, which shares
 the processors and the interpreter with the results of the step before, it takes three times as long: there it is only
 done where the step before had no further pass either."""
@@ -36,14 +35,16 @@ _WEIGHT_OF_ALL = 2.0
 _WEIGHT_EXPECTED, _MAX_SEEN = 8.0, 512.0
 _SHARE_OF_LOOKING, _SHARE_OF_SAVED = 0.005, 0.25
 """Looking for guesses that are not verified takes so much of the time of passes, and of the time that drafts saved."""
-_NUM_HOPED = 3
-"""So many looks at a new row, or at one whose drafts paid, are free."""
 _MAX_LOOKS = 8
 """What is not spent is kept for so many looks at all rows: where rows leave their predictions, a few looks, one after
 the other, find the place again."""
 _MAX_PERIOD, _LONGER = 32, 4
 """A row that does not pay is looked at every few passes, together with the others, and each time after so many times as
 many."""
+
+
+_MAX_RIGHT, _MAX_OF_ROW = 0.9, 7
+"""Where so many right ones of so many drafts of each row would not pay, no row is looked at."""
 
 
 class Guesses(NamedTuple):
@@ -64,9 +65,13 @@ class DraftChoice(Protocol):
         """Another sequence has the row."""
         ...
 
-    def due(self, rows: NDArray[np.integer], num_rows: int, *, is_first: bool) -> NDArray[np.bool_]:
-        """Which of these rows to guess for in the next pass, which has `num_rows` rows without drafts. `is_first` in
-        the first pass of a step."""
+    def begin_pass(self, num_rows: int, *, is_first: bool) -> bool:
+        """Whether there may be a row to guess for in the next pass, which has `num_rows` rows without drafts.
+        `is_first` in the first pass of a step."""
+        ...
+
+    def due(self, rows: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Which of these rows to guess for in the pass that began."""
         ...
 
     def found_nothing(self, rows: Sequence[int], max_periods: Sequence[int]) -> None:
@@ -85,38 +90,42 @@ class DraftChoice(Protocol):
 class PayingDrafts:
     """Those that give more tokens a second."""
 
-    def __init__(self, max_num_rows: int, costs: PassCosts) -> None:
-        self._costs = costs
+    def __init__(self, max_num_rows: int, times: PassTimes) -> None:
+        self._times = times
         num_kinds = len(EXPECTED_RIGHT)
         self._right, self._checked = np.zeros((2, max_num_rows, num_kinds))
         self._right_of_all = np.array(EXPECTED_RIGHT) * _WEIGHT_EXPECTED
         self._checked_of_all = np.full(num_kinds, _WEIGHT_EXPECTED)
         # The next pass in which to look at each row, and every how many passes it is looked at.
         self._due_at, self._periods = np.zeros(max_num_rows, np.int64), np.ones(max_num_rows, np.int64)
-        # Whether the last look at a row ended in drafts, and how many looks are free.
-        self._pays, self._num_hoped = np.zeros(max_num_rows, np.bool_), np.zeros(max_num_rows, np.int64)
-        self._num_passes, self._was_first, self._max_period = 0, True, 1
-        # Of the pass, and what may be spent on looking; below 0 where more was spent.
-        self._num_rows, self._pass_s, self._budget_s = 0, 0.0, 0.0
+        # Whether the last look at a row ended in drafts, and whether that is so of any row. No row is due earlier than
+        # in pass `due_from`.
+        self._pays, self._any_pays, self._due_from = np.zeros(max_num_rows, np.bool_), False, 0
+        self._num_passes, self._was_first, self._may_look, self._max_period = 0, True, True, 1
+        # Of passes of so many rows: what each adds to what may be spent on looking, up to which maximum, and whether
+        # any drafts may pay. The budget is below 0 where more was spent.
+        self._num_rows, self._share_s, self._max_budget_s, self._may_pay = 0, 0.0, 0.0, True
+        self._budget_s = 0.0
 
     def enter(self, row: int) -> None:
         self._right[row] = self._checked[row] = 0.0
-        self._due_at[row], self._periods[row] = 0, 1
-        self._pays[row], self._num_hoped[row] = False, _NUM_HOPED
+        self._due_at[row], self._periods[row], self._pays[row], self._due_from = 0, 1, False, 0
 
-    def due(self, rows: NDArray[np.integer], num_rows: int, *, is_first: bool) -> NDArray[np.bool_]:
+    def begin_pass(self, num_rows: int, *, is_first: bool) -> bool:
         self._num_passes += 1
-        if num_rows != self._num_rows:
-            self._num_rows, self._pass_s = num_rows, float(self._costs.of(np.array([num_rows]))[0])
-            # Where passes are long, it is worth to look at rows each time.
-            needed = (_LOOKING_S + _LOOKING_ROW_S * num_rows) / (_SHARE_OF_LOOKING * self._pass_s)
-            self._max_period = min(1 << max(int(needed), 1).bit_length(), _MAX_PERIOD)
-        self._earn(_SHARE_OF_LOOKING * self._pass_s)
-        may_look = self._pays[rows]
-        if self._was_first or not is_first:
-            may_look = may_look | (self._num_hoped[rows] > 0) | (self._budget_s > 0)
+        if num_rows != self._num_rows or self._num_passes % _MAX_PERIOD == 0:
+            self._note_pass(num_rows)
+        self._earn(self._share_s)
+        self._may_look = self._budget_s > 0 and (self._was_first or not is_first)
         self._was_first = is_first
-        return may_look & (self._due_at[rows] <= self._num_passes)
+        return self._may_pay and (self._may_look or self._any_pays) and self._due_from <= self._num_passes
+
+    def due(self, rows: NDArray[np.integer]) -> NDArray[np.bool_]:
+        due_at = self._due_at[rows]
+        is_due = due_at <= self._num_passes
+        if not is_due.any():
+            self._due_from = int(due_at.min())
+        return is_due if self._may_look else is_due & self._pays[rows]
 
     def found_nothing(self, rows: Sequence[int], max_periods: Sequence[int]) -> None:
         self._put_off(np.array(rows), np.array(max_periods))
@@ -128,9 +137,9 @@ class PayingDrafts:
         places = np.arange(1, int(guesses.num_tokens.max()) + 1)
         gains = np.where(places <= guesses.num_tokens[:, None], p[:, None] ** places, 0.0)
         order = np.argsort(-gains, axis=None, kind="stable")[: int(guesses.num_tokens.sum())]
-        reads = self._costs.context_s * guesses.lengths
-        costs = self._costs.of(num_rows + np.arange(len(order) + 1)) + num_rows * reads.mean()
-        costs[1:] += np.cumsum(reads[order // len(places)]) + _GUESSING_S + _GUESSING_ROW_S * len(rows)
+        reads = self._times.context_s * guesses.lengths
+        costs = self._times.with_drafts(num_rows, np.arange(len(order) + 1), len(rows)) + num_rows * reads.mean()
+        costs[1:] += np.cumsum(reads[order // len(places)])
         rates = (num_rows + np.concatenate(([0.0], np.cumsum(gains.ravel()[order])))) / costs
         best = int(np.argmax(rates))
         taken = np.zeros(gains.size, np.int64)
@@ -140,7 +149,8 @@ class PayingDrafts:
             self._earn(_SHARE_OF_SAVED * float(costs[best] * (rates[best] / rates[0] - 1)))
         counts = taken.reshape(gains.shape).sum(1)
         paying = rows[counts > 0]
-        self._periods[paying], self._pays[paying], self._num_hoped[paying] = 1, True, _NUM_HOPED
+        self._periods[paying], self._pays[paying] = 1, True
+        self._any_pays = self._any_pays or len(paying) > 0
         if not counts.all():
             self._put_off(rows[counts == 0], _MAX_PERIOD)
         return counts
@@ -157,17 +167,27 @@ class PayingDrafts:
             self._right_of_all[is_full] /= 2
             self._checked_of_all[is_full] /= 2
 
+    def _note_pass(self, num_rows: int) -> None:
+        """What a pass of so many rows takes now, and how often rows that do not pay are looked at for that."""
+        counts = np.arange(_MAX_OF_ROW * num_rows + 1)
+        seconds = self._times.with_drafts(num_rows, counts, num_rows)
+        rates = (num_rows + _MAX_RIGHT * counts) / seconds
+        self._num_rows, self._may_pay = num_rows, bool(rates.max() >= _MIN_GAIN * rates[0])
+        all_rows_s = _LOOKING_S + _LOOKING_ROW_S * num_rows
+        self._share_s, self._max_budget_s = _SHARE_OF_LOOKING * float(seconds[0]), _MAX_LOOKS * all_rows_s
+        # Where passes are long, it is worth to look at rows each time.
+        needed = all_rows_s / self._share_s
+        self._max_period = min(1 << max(int(needed), 1).bit_length(), _MAX_PERIOD)
+
     def _put_off(self, rows: NDArray[np.integer], max_periods: NDArray[np.integer] | int) -> None:
-        num_charged = int(np.count_nonzero(self._num_hoped[rows] <= 0))
-        self._num_hoped[rows] -= 1
-        if num_charged:
-            self._budget_s -= _LOOKING_S + _LOOKING_ROW_S * num_charged
+        self._budget_s -= _LOOKING_S + _LOOKING_ROW_S * len(rows)
         before = self._periods[rows]
         periods = np.minimum(_LONGER * before, np.minimum(np.maximum(max_periods, before), self._max_period))
         self._periods[rows], self._pays[rows] = periods, False
-        self._due_at[rows] = (self._num_passes // periods + 1) * periods
+        self._any_pays = bool(self._pays.any())
+        self._due_at[rows] = due_at = (self._num_passes // periods + 1) * periods
+        self._due_from = min(self._due_from, int(due_at.min()))
 
     def _earn(self, seconds: float) -> None:
         """Adds to what may be spent on looking."""
-        all_rows_s = _LOOKING_S + _LOOKING_ROW_S * self._num_rows
-        self._budget_s = min(self._budget_s + seconds, _MAX_LOOKS * all_rows_s)
+        self._budget_s = min(self._budget_s + seconds, self._max_budget_s)

@@ -225,9 +225,11 @@ class Drafts:
         none = np.zeros(0, np.int64), None, np.zeros(0, np.int32)
         if self._drafter is None or self.choice is None:
             return none
+        if not self.choice.begin_pass(len(samplers), is_first=is_first):
+            return none
         max_drafts = np.minimum(batch.max_drafts - (batch.max_passes - 1), self._max_drafts)
         drafting = np.flatnonzero(max_drafts > 0)
-        drafting = drafting[self.choice.due(samplers[drafting], len(samplers), is_first=is_first)]
+        drafting = drafting[self.choice.due(samplers[drafting])] if len(drafting) else drafting
         if not len(drafting):
             return none
         forced = self._forced_of(samplers[drafting])

@@ -33,7 +33,7 @@ from worker_svc.device.decode_run import DecodeRun, are_plain
 from worker_svc.device.draft_choice import DraftChoice
 from worker_svc.device.drafts import Drafts, Kept
 from worker_svc.device.kv_pool import KvPool
-from worker_svc.device.pass_times import NextPass, PassCosts
+from worker_svc.device.pass_times import PassTimes
 from worker_svc.device.replay import (
     CudaGraphRecorder,
     DecodeGraphs,
@@ -159,6 +159,11 @@ class _Pass:
     prompts: PromptPlan | None
 
     @property
+    def num_drafts(self) -> Int32Array:
+        """How many drafts of each sample it verified; empty: none of any."""
+        return _NONE if self.kept is None else self.kept.num_drafts
+
+    @property
     def reports_more(self) -> bool:
         """Whether a row reports more than tokens."""
         return bool((self.columns.wants_logprobs | (self.columns.num_candidates > 0)).any())
@@ -281,7 +286,7 @@ class ModelRunner:
         drafts = None
         if limits.max_drafts or limits.max_passes > 1:
             drafts = Drafts(self._rows, drafter, forced, limits)
-        self._drafts, self._multi_step_s, self._next_pass = drafts, multi_step_s, NextPass()
+        self._drafts, self._multi_step_s, self._pass_times = drafts, multi_step_s, PassTimes()
         self._seals = pool.seals or SealInventory(pool.gpu[0].shape[1])
         self._failed_prompts = FailedPrompts()
         self._num_launched = 0
@@ -296,9 +301,9 @@ class ModelRunner:
         """Whether `launch` returns before the work is done."""
         return self._model.device.type == "cuda"
 
-    def expect_costs(self, costs: PassCosts) -> None:
-        """Predicts passes by these costs from now on."""
-        self._next_pass = NextPass(costs)
+    def predict_passes(self, times: PassTimes) -> None:
+        """Predicts passes by this from now on, and tells it what they took."""
+        self._pass_times = times
 
     def choose_drafts(self, choice: DraftChoice) -> None:
         """Chooses drafts by this from now on. Without it there are none."""
@@ -374,10 +379,10 @@ class ModelRunner:
 
     def _run_on(self, batch: Batch, first: "_Pass", stopwatch: Stopwatch) -> Sequence["_Pass"]:
         """The first pass of a batch of decodes, and those after it, as far as they fit the time."""
-        passes, elapsed_s = [first], stopwatch.elapsed_s
-        self._next_pass.took(len(first.batch.rows), elapsed_s, is_first=True)
+        passes, elapsed_s, num_rows = [first], stopwatch.elapsed_s, len(batch.rows)
+        self._pass_times.took(num_rows, elapsed_s, first.num_drafts, is_first=True)
         run: DecodeRun | None = None
-        while elapsed_s + self._next_pass.expected_s(len(passes[-1].batch.rows)) <= self._multi_step_s:
+        while elapsed_s + self._pass_times.expected_s(num_rows, passes[-1].num_drafts) <= self._multi_step_s:
             if run is not None and run.num_left and passes[-1].is_usable:
                 passes.append(self._run_plain(run, first))
             elif (further := self._further(batch, passes)) is None:
@@ -387,7 +392,7 @@ class ModelRunner:
             else:
                 passes.append(self._run(further, _NO_CHANGES)[0])
             before_s, elapsed_s = elapsed_s, stopwatch.elapsed_s
-            self._next_pass.took(len(passes[-1].batch.rows), elapsed_s - before_s, is_first=False)
+            self._pass_times.took(num_rows, elapsed_s - before_s, passes[-1].num_drafts, is_first=False)
         return passes
 
     def _plain_run(self, batch: Batch, columns: SamplingColumns) -> DecodeRun | None:

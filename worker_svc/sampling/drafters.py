@@ -36,8 +36,8 @@ _WINDOW = 2048
 """A prediction is searched for the row's last tokens this far before and behind where they are expected."""
 _MAX_CATCH_UP = 64
 """Of a row that comes with output, so many last tokens tell the place in its prediction."""
-_FAR = 16
-"""A row that left its prediction so many tokens ago looks for its newest ones only."""
+_FAR, _NUM_SOUGHT = 16, 4
+"""A row that left its prediction looks for its newest tokens, so many; after so many tokens for the last one only."""
 _NEAR = 8
 """Up to this distance from where it is expected a single token tells the place, else `_MIN_MATCH` do."""
 
@@ -114,8 +114,6 @@ class FollowedPrediction:
         if self.num_seen is None:
             self.num_seen = max(self.num_prompt_tokens, len(token_ids) - _MAX_CATCH_UP)
             self.place = self.num_seen - self.num_prompt_tokens
-        if self.num_beside >= _FAR and (num_skipped := len(token_ids) - self.num_seen - 1) > 0:
-            self.num_seen, self.place = self.num_seen + num_skipped, self.place + num_skipped
         while self.num_seen < len(token_ids):
             num_equal = self._num_equal(token_ids[self.num_seen :], predicted[self.place :])
             if num_equal:
@@ -123,7 +121,13 @@ class FollowedPrediction:
                 self.run += num_equal
             else:
                 num_equal = 1
-                self._find(token_ids[: self.num_seen + 1])
+                if self.left_at is None:
+                    self.left_at = self.place
+                # A row that is looked at after many tokens: the newest tell the place, and each search takes time.
+                num_sought = 1 if self.num_beside >= _FAR else _NUM_SOUGHT
+                if (num_skipped := len(token_ids) - self.num_seen - num_sought) > 0:
+                    self.num_seen, self.place = self.num_seen + num_skipped, self.place + num_skipped
+                self._find(token_ids[: self.num_seen + 1], self.left_at)
             self.num_seen += num_equal
             self.place += num_equal
         return _NONE if self.left_at is not None else predicted[self.place : self.place + max_drafts]
@@ -135,18 +139,16 @@ class FollowedPrediction:
         differ = np.flatnonzero(new[:length] != expected[:length])
         return int(differ[0]) if len(differ) else length
 
-    def _find(self, token_ids: Int32Array) -> None:
+    def _find(self, token_ids: Int32Array, left_at: int) -> None:
         """The last of these is not what was predicted. Sets `place` to where it is, near where the output should be if
         it left out or added tokens."""
-        if self.left_at is None:
-            self.left_at = self.place
         last: list[int] = token_ids[-2:].tolist()
-        if not self.predicted.may_be_found(last, self.left_at - _NEAR, self.place + _NEAR + 1):
+        if not self.predicted.may_be_found(last, left_at - _NEAR, self.place + _NEAR + 1):
             return
-        begin = max(self.left_at - _WINDOW, 0)
+        begin = max(left_at - _WINDOW, 0)
         ends, num_matched = _longest_matches(self.predicted.token_ids[begin : self.place + _WINDOW], token_ids)
         if num_matched:
-            distances = np.maximum(self.left_at - begin - ends, 0) + np.maximum(ends + begin - self.place, 0)
+            distances = np.maximum(left_at - begin - ends, 0) + np.maximum(ends + begin - self.place, 0)
             nearest = int(np.argmin(distances))
             if num_matched >= _MIN_MATCH or distances[nearest] <= _NEAR:
                 self.place, self.left_at = begin + int(ends[nearest]), None

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from worker_svc.device.draft_choice import Guesses, PayingDrafts
-from worker_svc.device.pass_times import PassCosts
+from worker_svc.device.pass_times import PassCosts, PassTimes
 
 FEW_ROWS_ARE_CHEAP = PassCosts([1, 2, 4, 8, 64], [10.0, 11.0, 13.0, 17.0, 73.0])
 ROWS_ARE_ALL = PassCosts([1, 2], [10.0, 20.0])
@@ -23,8 +23,15 @@ def show(choice: PayingDrafts, guesses: Guesses, num_right: int, times: int) -> 
         choice.saw(guesses, checked, np.minimum(num_right, checked))
 
 
+def due(choice: PayingDrafts, num_rows: int, *, is_first: bool = False) -> np.ndarray:
+    """Which of all rows the next pass looks at."""
+    if choice.begin_pass(num_rows, is_first=is_first):
+        return choice.due(np.arange(num_rows))
+    return np.zeros(num_rows, np.bool_)
+
+
 def test_one_row_gets_all_that_is_probable_and_less_of_what_is_not() -> None:
-    choice = PayingDrafts(4, FEW_ROWS_ARE_CHEAP)
+    choice = PayingDrafts(4, PassTimes(FEW_ROWS_ARE_CHEAP))
     assert choice.choose(guesses_of([0], FOLLOWED), 1).tolist() == [7]
     assert 0 < choice.choose(guesses_of([1], PAIR), 1)[0] < 3
 
@@ -33,18 +40,20 @@ def test_one_row_gets_all_that_is_probable_and_less_of_what_is_not() -> None:
     ("costs", "num_rows", "length"), [(FEW_ROWS_ARE_CHEAP, 60, 0), (ROWS_ARE_ALL, 1, 0)], ids=["full", "compute-bound"]
 )
 def test_where_a_draft_costs_as_much_as_a_token_there_is_none(costs: PassCosts, num_rows: int, length: int) -> None:
-    choice = PayingDrafts(64, costs)
+    choice = PayingDrafts(64, PassTimes(costs))
     assert not choice.choose(guesses_of(list(range(num_rows)), FOLLOWED, length=length), num_rows).any()
 
 
 def test_long_contexts_are_read_for_each_draft() -> None:
     costs = PassCosts(FEW_ROWS_ARE_CHEAP.num_rows, FEW_ROWS_ARE_CHEAP.seconds, context_s=0.1)
-    short, long = (PayingDrafts(1, costs).choose(guesses_of([0], PAIR, length=each), 1)[0] for each in (1, 1000))
+    short, long = (
+        PayingDrafts(1, PassTimes(costs)).choose(guesses_of([0], PAIR, length=each), 1)[0] for each in (1, 1000)
+    )
     assert short > long == 0
 
 
 def test_of_several_rows_those_get_drafts_whose_guesses_were_right() -> None:
-    choice = PayingDrafts(3, FEW_ROWS_ARE_CHEAP)
+    choice = PayingDrafts(3, PassTimes(FEW_ROWS_ARE_CHEAP))
     show(choice, guesses_of([0], FOLLOWED), 7, 10)
     show(choice, guesses_of([1], FOLLOWED), 0, 10)
     counts = choice.choose(guesses_of([0, 1], FOLLOWED), 2)
@@ -56,12 +65,12 @@ def test_of_several_rows_those_get_drafts_whose_guesses_were_right() -> None:
 
 
 def test_a_row_that_does_not_pay_is_looked_at_less_and_less_until_its_guesses_are_right() -> None:
-    choice = PayingDrafts(1, PassCosts([1, 2], [1.5e-3, 1.8e-3]))
-    row, guesses = np.array([0]), guesses_of([0], PAIR)
+    choice = PayingDrafts(1, PassTimes(PassCosts([1, 2], [1.5e-3, 1.8e-3])))
+    guesses = guesses_of([0], PAIR)
     show(choice, guesses, 0, 40)
     looks: list[int] = []
     for number in range(200):
-        if choice.due(row, 1, is_first=False)[0]:
+        if due(choice, 1)[0]:
             looks.append(number)
             assert choice.choose(guesses, 1).tolist() == [0]
             choice.saw(guesses, np.array([1]), np.array([0]))
@@ -69,28 +78,28 @@ def test_a_row_that_does_not_pay_is_looked_at_less_and_less_until_its_guesses_ar
     assert np.diff(looks).max() == np.diff(looks)[-1] == 32
     num_looks = 0
     for _ in range(1000):
-        if choice.due(row, 1, is_first=False)[0]:
+        if due(choice, 1)[0]:
             num_looks += 1
             if choice.choose(guesses, 1)[0]:
                 break
             choice.saw(guesses, np.array([1]), np.array([1]))
     assert num_looks < 20
-    assert choice.due(row, 1, is_first=False)[0]
+    assert due(choice, 1)[0]
 
 
 @pytest.mark.parametrize("pass_s", [1e-3, 0.1], ids=["short", "long"])
 def test_rows_without_a_guess_are_looked_at_together_and_soon_where_that_is_wanted_and_cheap(pass_s: float) -> None:
-    choice = PayingDrafts(3, PassCosts([1, 2, 4], [pass_s, pass_s, pass_s]))
+    choice = PayingDrafts(3, PassTimes(PassCosts([1, 2, 4], [pass_s, pass_s, pass_s])))
     rows = np.arange(3)
-    due: list[list[int]] = []
+    looks: list[list[int]] = []
     for _ in range(300):
-        is_due = choice.due(rows, 3, is_first=False)
-        due.append(is_due.tolist())
+        is_due = due(choice, 3)
+        looks.append(is_due.tolist())
         if is_due.any():
             found = rows[is_due].tolist()
             choice.found_nothing(found, [1 if row == 2 else 32 for row in found])
-    assert all(each[0] == each[1] for each in due)
-    num_looks, num_wanted = (sum(each[row] for each in due) for row in (0, 2))
+    assert all(each[0] == each[1] for each in looks)
+    num_looks, num_wanted = (sum(each[row] for each in looks) for row in (0, 2))
     if pass_s == 0.1:
         assert num_looks >= 150
         assert num_wanted == 300
@@ -101,10 +110,10 @@ def test_rows_without_a_guess_are_looked_at_together_and_soon_where_that_is_want
 
 def test_what_drafts_save_is_spent_on_looking_where_others_do_not_pay() -> None:
     def num_looks(*, with_savings: bool) -> int:
-        choice = PayingDrafts(2, PassCosts([1, 2, 64], [1e-3, 1.1e-3, 2e-3]))
+        choice = PayingDrafts(2, PassTimes(PassCosts([1, 2, 64], [1e-3, 1.1e-3, 2e-3])))
         count = 0
         for _ in range(300):
-            is_due = choice.due(np.arange(2), 2, is_first=False)
+            is_due = due(choice, 2)
             if is_due[1]:
                 count += 1
                 choice.found_nothing([1], [1])
@@ -114,3 +123,9 @@ def test_what_drafts_save_is_spent_on_looking_where_others_do_not_pay() -> None:
 
     assert num_looks(with_savings=False) < 40
     assert num_looks(with_savings=True) > 280
+
+
+@pytest.mark.parametrize(("num_rows", "is_looked_at"), [(1, True), (60, False)])
+def test_no_row_is_looked_at_where_right_drafts_would_not_pay(num_rows: int, is_looked_at: bool) -> None:
+    choice = PayingDrafts(64, PassTimes(FEW_ROWS_ARE_CHEAP))
+    assert due(choice, num_rows).any() == is_looked_at
