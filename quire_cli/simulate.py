@@ -19,6 +19,7 @@ from quire_cli.bench.progress import Progress
 from quire_cli.bench.table import make_errors, make_table
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
 from simulator.costs import CostModel
+from simulator.drafts import SyntheticDrafts, fixed_tokens
 from simulator.hardware import Hardware
 from simulator.load import check_simulated
 from simulator.measured import Measured, Trace
@@ -26,6 +27,7 @@ from simulator.models import DTYPE_BYTES, MODELS, ModelShape
 from simulator.replica import Outcome, Replica
 from simulator.roofline import Roofline
 from simulator.sweep import GREATEST_RATE, Found, combinations, draw, highest_rate, parse_sweep
+from simulator.tokens import fake_tokens
 
 PROGRAM = "quire simulate"
 _SWAP_SPACE = 4 << 30
@@ -131,6 +133,12 @@ class CoreFlags:
         maximum=1,
     )
     max_steps_in_flight: int = setting(2, "max steps that are planned before the first is over", minimum=1, maximum=4)
+    max_drafts: int = setting(
+        0, "max drafts of a sequence that a step verifies, each right by --acceptance; 0: none", minimum=0, maximum=64
+    )
+    acceptance: float = setting(
+        0.7, "probability that a draft is right if all before it are, for --max-drafts", minimum=0, maximum=1
+    )
     num_tenants: int = setting(1, "tenants that the requests belong to, in turn, for --policy fair", minimum=1)
 
 
@@ -249,6 +257,8 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags):
                 policy=PolicyKind(self.policy),
                 preemption_mode=PreemptionMode(self.preemption_mode),
                 max_prefill_share=self.max_prefill_share,
+                max_drafts=self.max_drafts,
+                fixed_tokens=fixed_tokens(costs),
             )
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
@@ -260,6 +270,7 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags):
             self.max_steps_in_flight,
             self.num_tenants,
             self.frontend_latency,
+            SyntheticDrafts(costs, self.acceptance) if self.max_drafts else fake_tokens,
         )
 
     @property
@@ -378,9 +389,13 @@ _SHOWN = {
 
 def _counters(outcomes: Sequence[Outcome]) -> dict[str, list[float | None]]:
     counted = [outcome.counters() for outcome in outcomes]
-    return {
+    shown = {
         title: [each[name] * factor if each else None for each in counted] for name, (title, factor) in _SHOWN.items()
     }
+    if any(each.get("draft_tokens") for each in counted):
+        right = [each.get("accepted_draft_tokens", 0.0) / (each.get("draft_tokens") or 1.0) for each in counted]
+        shown["drafts right, %"] = [100 * share for share in right]
+    return shown
 
 
 def _limits(outcome: Outcome) -> str:

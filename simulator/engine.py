@@ -28,6 +28,7 @@ from scheduler_svc.core.request import (
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import ClientEvents, StepResult, StepWork, Usage
 from simulator.costs import CostModel
+from simulator.drafts import work_with
 from simulator.memory import Limit, MemoryUse, limit_of, paged_memory
 from simulator.tokens import TokenSource, fake_tokens
 
@@ -93,12 +94,15 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """All requests by their number, all steps in order, and how many preemptions there were."""
+    """All requests by their number, all steps in order, how many preemptions there were, and how many drafts were
+    verified and right."""
 
     lives: list[Life]
     steps: list[Step]
     num_preemptions: int
     num_swap_outs: int
+    num_drafts: int = 0
+    num_right_drafts: int = 0
 
     @property
     def seconds(self) -> float:
@@ -145,7 +149,9 @@ def simulate(
     while run.take_next():
         while len(run.scheduler.in_flight) < max_steps_in_flight and run.plan():
             pass
-    return Simulation(run.lives, run.steps, run.scheduler.num_preemptions, run.scheduler.num_swap_outs)
+    scheduler, drafts = run.scheduler, run.scheduler.draft_counts
+    preempted = (scheduler.num_preemptions, scheduler.num_swap_outs)
+    return Simulation(run.lives, run.steps, *preempted, drafts.num_drafts, sum(drafts.right_at))
 
 
 class _Run:
@@ -190,13 +196,14 @@ class _Run:
         plan = scheduler.schedule(now)
         if plan is None:
             return False
-        work = StepWork.of(plan)
+        result = self._tokens(plan, scheduler.batch.rows)
+        work = work_with(plan, result.num_drafts)
         took = self._costs.seconds(work)
         began = max(now + took.launch, self._device_free_at)
         self._device_free_at = over = began + took.device
         # Results come in order, whatever each of them takes on its way.
         applied = max(over + took.answer, self._answers[-1][0] if self._answers else 0.0)
-        self._answers.append((applied, self._tokens(plan, scheduler.batch.rows)))
+        self._answers.append((applied, result))
         self.steps.append(
             Step(
                 planned=now,

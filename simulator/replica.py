@@ -11,6 +11,7 @@ from simulator.costs import CostModel
 from simulator.engine import MAX_STEPS_IN_FLIGHT, Simulation, simulate
 from simulator.load import LoadArrivals, records
 from simulator.memory import Limit
+from simulator.tokens import TokenSource, fake_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Replica:
     Attributes:
         facts: What the figures depend on, by name.
         num_tenants: Requests belong to so many tenants, in turn.
+        tokens: What the device samples.
         frontend_latency_s: What clients, gateways and the network add to the time of each answer.
     """
 
@@ -30,6 +32,7 @@ class Replica:
     max_steps_in_flight: int = MAX_STEPS_IN_FLIGHT
     num_tenants: int = 1
     frontend_latency_s: float = 0.0
+    tokens: TokenSource = fake_tokens
 
     def run(
         self,
@@ -50,7 +53,9 @@ class Replica:
             num_tenants=self.num_tenants,
             on_end=on_end,
         )
-        simulation = simulate(arrivals, self.config, self.costs, max_steps_in_flight=self.max_steps_in_flight)
+        simulation = simulate(
+            arrivals, self.config, self.costs, tokens=self.tokens, max_steps_in_flight=self.max_steps_in_flight
+        )
         return Outcome(simulation, records(simulation, arrivals, self.frontend_latency_s), max_concurrency)
 
 
@@ -106,6 +111,8 @@ class Outcome:
             "computed_tokens": float(column("num_tokens").sum()),
             "preemptions": simulation.num_preemptions,
             "swap_outs": simulation.num_swap_outs,
+            "draft_tokens": simulation.num_drafts,
+            "accepted_draft_tokens": simulation.num_right_drafts,
             **{f"kv_{name}_share": share for name, share in shares.items()},
             **{f"limited_by_{limit.value}_share": limits.get(limit, 0.0) for limit in Limit},
         }

@@ -27,6 +27,8 @@ DEFAULTS: Mapping[str, Sequence[str]] = {
     "max_num_batched_tokens": ("1024", "2048", "4096", "8192"),
     "max_prefill_share": ("0.25", "0.5", "1"),
     "preemption_mode": ("recompute", "swap"),
+    "max_drafts": ("0", "3", "7"),
+    "acceptance": ("0.3", "0.6", "0.9"),
 }
 """What can be swept, and the values where none are given. A share of blocks is of those that there are without it."""
 

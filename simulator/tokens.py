@@ -19,14 +19,15 @@ _MAX_GAP = 4.0
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def fake_tokens(plan: StepPlan, rows: RowTable) -> StepResult:
-    """One token for each sample, always the same; and where the scheduler chooses, candidates that follow from the
-    request's seed, the step and the row, so that beams fork and are dropped."""
+def fake_tokens(plan: StepPlan, rows: RowTable, num_tokens: np.ndarray | None = None) -> StepResult:
+    """One token for each sample, or as many as `num_tokens` says, always the same; and where the scheduler chooses,
+    candidates that follow from the request's seed, the step and the row, so that beams fork and are dropped."""
     sampling = plan.samples[:, 0]
+    drawing = sampling if num_tokens is None else sampling.repeat(num_tokens)
     return StepResult(
         plan.step_id,
-        np.full(len(sampling), TOKEN_ID),
-        logprobs=_logprobs(sampling, rows) if rows.wants_logprobs[sampling].any() else None,
+        np.full(len(drawing), TOKEN_ID),
+        logprobs=_logprobs(drawing, rows) if rows.wants_logprobs[sampling].any() else None,
         candidates=_candidates(plan.step_id, sampling[rows.dependent[sampling]], rows),
     )
 
@@ -38,14 +39,14 @@ def _candidates(step_id: int, beams: np.ndarray, rows: RowTable) -> dict[int, Ca
     requests = [sequence.request for row in beams.tolist() if (sequence := rows.sequences[row]) is not None]
     counts = [num_candidates(each.beam.width, len(each.stop_token_ids)) for each in requests if each.beam is not None]
     seeds = np.array([request.sampling.seed for request in requests], np.uint64)
-    logprobs = -np.cumsum(_MAX_GAP * _uniform(seeds, step_id, beams, max(counts)), axis=1)
+    logprobs = -np.cumsum(_MAX_GAP * uniform(seeds, step_id, beams, max(counts)), axis=1)
     return {
         row: Candidates(range(TOKEN_ID, TOKEN_ID + count), values[:count])
         for row, count, values in zip(beams.tolist(), counts, logprobs.tolist(), strict=True)
     }
 
 
-def _uniform(seeds: np.ndarray, step_id: int, rows: np.ndarray, count: int) -> np.ndarray:
+def uniform(seeds: np.ndarray, step_id: int, rows: np.ndarray, count: int) -> np.ndarray:
     """float64[rows, count] in [0, 1). Each follows from seed, step, row and place alone, as the hash SplitMix64 of
     them: a generator for each row takes most of the time of a simulated step."""
     bits = _mixed(seeds) ^ np.uint64(step_id)

@@ -197,3 +197,16 @@ def test_bad_input_is_refused_in_one_line(
     assert message in error
     assert error.startswith("quire simulate: error: ")
     assert error.count("\n") == 1
+
+
+def test_drafts_are_simulated_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, drafts = tmp_path / "plain.json", tmp_path / "drafts.json"
+    assert run("--request-rate", "4", "--out", str(plain)) == 0
+    assert "drafts right" not in capsys.readouterr().out
+    assert run("--request-rate", "4", "--max-drafts", "7", "--acceptance", "0.8", "--out", str(drafts)) == 0
+    assert "drafts right" in capsys.readouterr().out
+    before, after = (LoadResult.read(path).runs[0].report for path in (plain, drafts))
+    assert (after.counters or {})["accepted_draft_tokens"] > 0 == (before.counters or {})["draft_tokens"]
+    assert before.tpot is not None
+    assert after.tpot is not None
+    assert after.tpot.p50 < before.tpot.p50
