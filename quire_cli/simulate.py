@@ -389,13 +389,9 @@ _SHOWN = {
 
 def _counters(outcomes: Sequence[Outcome]) -> dict[str, list[float | None]]:
     counted = [outcome.counters() for outcome in outcomes]
-    shown = {
+    return {
         title: [each[name] * factor if each else None for each in counted] for name, (title, factor) in _SHOWN.items()
     }
-    if any(each.get("draft_tokens") for each in counted):
-        right = [each.get("accepted_draft_tokens", 0.0) / (each.get("draft_tokens") or 1.0) for each in counted]
-        shown["drafts right, %"] = [100 * share for share in right]
-    return shown
 
 
 def _limits(outcome: Outcome) -> str:

@@ -102,7 +102,7 @@ class Report:
         send_delay: How late requests were sent: waiting for a slot under a limit on concurrency, or for the client.
         goodput: Requests a second that kept the SLO; None without one. `slo_share` is their share of all requests.
         client_cpu_share: Processor time of the load generator by duration: 1.0 is a whole core. None in simulations.
-        counters: What a simulation counted besides, by name.
+        counters: What a simulation or a server counted besides, by name.
     """
 
     request_rate: float

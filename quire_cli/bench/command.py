@@ -133,6 +133,7 @@ class _Bench:
             max_concurrency=planned.max_concurrency,
             slo=self.flags.slo,
             client_cpu_s=outcome.cpu_s,
+            counters=dict(outcome.counters) or None,
         )
         self.labels.append(planned.label)
         self.runs.append(Run.of(report, records))

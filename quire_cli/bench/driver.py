@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -78,12 +79,15 @@ class Answer:
 
     Attributes:
         history: What the next turn of the conversation carries, for the same server's `send`.
+        draft_tokens: How many guessed tokens were verified, and `accepted_draft_tokens` how many of them were right.
     """
 
     prompt_tokens: int | None
     cached_tokens: int | None
     preemptions: int | None
     history: Any = None
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,7 @@ class Outcome:
         num_sent: Requests that were sent.
         num_failed: Of the records.
         cpu_s: Processor time of this process, once the run is over.
+        counters: What servers said of all requests besides, by name.
     """
 
     records: list[RequestRecord] = field(default_factory=list)
@@ -127,6 +132,7 @@ class Outcome:
     num_sent: int = 0
     num_failed: int = 0
     cpu_s: float = 0.0
+    counters: Counter[str] = field(default_factory=Counter[str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +213,9 @@ class Driver:
         except RequestFailedError as failure:
             error = failure.reason
             self.outcome.messages.setdefault(error, failure.message)
+        if answer is not None and answer.draft_tokens:
+            drafts = {"draft_tokens": answer.draft_tokens, "accepted_draft_tokens": answer.accepted_draft_tokens}
+            self.outcome.counters.update(drafts)
         known = len(request.prompt) if isinstance(request.prompt, np.ndarray) else None
         record = RequestRecord(
             request.index,

@@ -81,7 +81,8 @@ class GrpcServer:
                     usage = response.completed.usage
                     # Of no use to the next turn where there is no conversation.
                     carried = (request.prompt, np.concatenate(answer)) if answer else None
-                    return Answer(usage.prompt_tokens, usage.cached_tokens, usage.preemptions, carried)
+                    drafts = (usage.drafted_tokens, usage.accepted_draft_tokens)
+                    return Answer(usage.prompt_tokens, usage.cached_tokens, usage.preemptions, carried, *drafts)
         except grpc.RpcError as error:
             failure = from_rpc_error(error)
             known = f"{failure.code.name} ({failure.reason})"

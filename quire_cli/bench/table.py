@@ -34,6 +34,9 @@ def make_table(
     add("cached tokens", [report.cached_tokens for report in reports])
     add("output tokens", [report.output_tokens for report in reports])
     add("preemptions", [report.preemptions for report in reports])
+    drafts = [_drafts(report) for report in reports]
+    add("drafts verified", [each and each[0] for each in drafts])
+    add("drafts right, %", [each and 100 * each[1] for each in drafts], 1)
     for name, field, unit in _LATENCIES:
         statistics: list[Statistics | None] = [getattr(report, field) for report in reports]
         for part in ("mean", "p50", "p90", "p99"):
@@ -63,6 +66,13 @@ def make_errors(reports: Sequence[Report], messages: Mapping[str, str]) -> list[
         f"{count:,} failed, {reason}{f': {messages[reason]:.200}' if reason in messages else ''}"
         for reason, count in sorted(counts.items(), key=lambda item: -item[1])
     ]
+
+
+def _drafts(report: Report) -> tuple[float, float] | None:
+    """How many drafts were verified, and the share of right ones; None where there were none."""
+    counters = report.counters or {}
+    verified = counters.get("draft_tokens", 0.0)
+    return (verified, counters["accepted_draft_tokens"] / verified) if verified else None
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -47,7 +47,7 @@ class FakeServer:
             raise
         finally:
             self.num_running -= 1
-        return Answer(None, 3, 0, history=request.index)
+        return Answer(None, 3, 0, history=request.index, draft_tokens=4, accepted_draft_tokens=3)
 
     async def close(self) -> None:
         pass
@@ -98,6 +98,7 @@ async def test_a_turn_follows_the_one_before_and_none_follows_one_that_failed() 
     # Each turn is sent with the history of the one before.
     assert sorted(server.sent) == [(0, None), (1, 0), (3, None), (4, 3), (5, 4)]
     assert outcome.messages == {"REFUSED": "not request 1"}
+    assert outcome.counters == {"draft_tokens": 16, "accepted_draft_tokens": 12}
 
 
 async def test_a_run_that_is_cancelled_cancels_its_requests_and_keeps_what_has_ended() -> None:
