@@ -8,7 +8,9 @@ from numpy.typing import NDArray
 
 _WEIGHT_OF_LATEST, _FORGOTTEN = 0.1, 0.005
 _NONE = np.zeros(0, np.int64)
-_LEAST, _MOST = 1 / 16, 64.0
+_WEIGHT_OF_DRAFTS = 0.05
+"""Of the latest pass with drafts: what some rows add is little beside what passes differ in."""
+_LEAST, _MOST = 1 / 16, 16.0
 """Of a factor."""
 _GUESSING_S, _GUESSING_ROW_S = 150e-6, 8e-6
 """What drafts cost a pass beside the model, for a pass and for each row that has a guess, measured on an EPYC."""
@@ -44,7 +46,9 @@ class PassTimes:
     def __init__(self, costs: PassCosts | None = None) -> None:
         """Without costs, the next pass is expected to take as long as the last one."""
         self._costs = costs
-        self._slowdown, self._of_drafts, self._latest_s = 1.0, 1.0, 0.0
+        self._slowdown, self._latest_s = 1.0, 0.0
+        # What drafts added to passes lately, and what they were expected to add.
+        self._added_s, self._expected_to_add_s = 0.0, 0.0
 
     @property
     def context_s(self) -> float:
@@ -59,9 +63,13 @@ class PassTimes:
         count, num_guesses = int(num_drafts.sum()), np.count_nonzero(num_drafts)
         if count and not is_first:
             plain, drafted = self._costs.of(num_rows + np.array([0, count]))
-            took_more = seconds / self._slowdown - plain - _GUESSING_S - _GUESSING_ROW_S * num_guesses
-            of_drafts = min(max(took_more / (drafted - plain), _LEAST), _MOST)
-            self._of_drafts += _WEIGHT_OF_LATEST * (of_drafts - self._of_drafts)
+            added_s = seconds / self._slowdown - plain - _GUESSING_S - _GUESSING_ROW_S * num_guesses
+            expected_s = drafted - plain
+            if not self._expected_to_add_s:
+                self._added_s = self._expected_to_add_s = expected_s
+            # One that was interrupted says nothing.
+            self._added_s += _WEIGHT_OF_DRAFTS * (min(added_s, _MOST * expected_s) - self._added_s)
+            self._expected_to_add_s += _WEIGHT_OF_DRAFTS * (expected_s - self._expected_to_add_s)
             return
         slowdown = self._slowdown * seconds / self.expected_s(num_rows, num_drafts)
         if is_first:
@@ -71,18 +79,19 @@ class PassTimes:
         else:
             self._slowdown += _WEIGHT_OF_LATEST * (slowdown - self._slowdown)
             # Nor drafts, which are not verified while they seem to cost too much.
-            self._of_drafts = max((1 - _FORGOTTEN) * self._of_drafts, min(self._of_drafts, 1.0))
+            self._added_s = max((1 - _FORGOTTEN) * self._added_s, min(self._added_s, self._expected_to_add_s))
 
     def expected_s(self, num_rows: int, num_drafts: NDArray[np.integer] = _NONE) -> float:
         """The seconds of one more pass with so many rows, and drafts of some of them."""
         if self._costs is None:
             return self._latest_s
-        return float(self.with_drafts(num_rows, num_drafts.sum(keepdims=True), np.count_nonzero(num_drafts))[0])
+        return float(self.with_drafts(num_rows, num_drafts.sum(keepdims=True), int(np.count_nonzero(num_drafts)))[0])
 
     def with_drafts(self, num_rows: int, num_drafts: NDArray[np.integer], num_guesses: int) -> NDArray[np.float64]:
         """The seconds of passes with so many rows and each of these numbers of drafts, without contexts. So many rows
         have a guess."""
         assert self._costs is not None, "costs"
         plain = self._costs.of(np.array([num_rows]))
-        more = self._of_drafts * (self._costs.of(num_rows + num_drafts) - plain)
+        of_drafts = self._added_s / self._expected_to_add_s if self._expected_to_add_s else 1.0
+        more = min(max(of_drafts, _LEAST), _MOST) * (self._costs.of(num_rows + num_drafts) - plain)
         return self._slowdown * (plain + more + (num_drafts > 0) * (_GUESSING_S + _GUESSING_ROW_S * num_guesses))
