@@ -116,14 +116,18 @@ class Drafts:
         self._drafter = drafter
         self._forced = forced
         self._max_drafts, self._max_verified = limits.max_drafts, limits.max_verified
+        self._may_guess = False
         self._scopes: dict[int, bytes] = {}
         # Rows whose matcher does not know yet what they have.
         self._changed: set[int] = set()
 
-    @property
-    def may_guess(self) -> bool:
-        """Whether there may ever be drafts."""
-        return self._drafter is not None and self.choice is not None
+    def begin_pass(self, num_samples: int, *, is_first: bool) -> bool:
+        """Whether the next pass may have drafts. To be called before each; `is_first` of its step."""
+        if not is_first:
+            self._changed.clear()
+        choice = None if self._drafter is None else self.choice
+        self._may_guess = choice is not None and choice.begin_pass(num_samples, is_first=is_first)
+        return self._may_guess
 
     def num_tokens(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
         """How many tokens these rows have."""
@@ -161,15 +165,14 @@ class Drafts:
             if followed[row] is not None:
                 followed[row] = followed[row].anew()
 
-    def expand(self, batch: Batch, *, is_first: bool) -> DraftedBatch:
-        """Puts rows that sample where they are, and adds the drafts that they may have, which are written to them.
-        `is_first` in the first pass of a step."""
+    def expand(self, batch: Batch) -> DraftedBatch:
+        """Puts rows that sample where they are, and adds the drafts that they may have, which are written to them."""
         samplers, sources = batch.samples.T
         places = sample_places(batch)
         computed = batch.num_computed_tokens.copy()
         computed[places] = self._num_tokens[sources] - batch.num_new_tokens[places]
         num_drafts = np.zeros(len(samplers), np.int32)
-        guessing, guesses, first = self._guess(batch, samplers, is_first=is_first)
+        guessing, guesses, first = self._guess(batch, samplers)
         if guesses is not None and self.choice is not None:
             chosen = self.choice.choose(guesses, len(samplers))
             num_drafts[guessing] = np.clip(self._max_verified - (np.cumsum(chosen) - chosen), 0, chosen)
@@ -218,14 +221,12 @@ class Drafts:
         return self._forced(constrained) if constrained else {}
 
     def _guess(
-        self, batch: Batch, samplers: NDArray[np.integer], *, is_first: bool
+        self, batch: Batch, samplers: NDArray[np.integer]
     ) -> tuple[NDArray[np.int64], Guesses | None, NDArray[np.int32]]:
         """Writes guesses behind the tokens of rows that may have drafts: for which samples, what is known of each, and
         its first token."""
         none = np.zeros(0, np.int64), None, np.zeros(0, np.int32)
-        if self._drafter is None or self.choice is None:
-            return none
-        if not self.choice.begin_pass(len(samplers), is_first=is_first):
+        if self._drafter is None or self.choice is None or not self._may_guess:
             return none
         max_drafts = np.minimum(batch.max_drafts - (batch.max_passes - 1), self._max_drafts)
         drafting = np.flatnonzero(max_drafts > 0)

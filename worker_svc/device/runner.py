@@ -358,6 +358,9 @@ class ModelRunner:
         self._rows.apply(step.row_changes, admitted.max_forked)
         stopwatch.mark()
 
+        if self._drafts is not None:
+            self._drafts.apply(step.row_changes)
+            self._drafts.begin_pass(len(batch.samples), is_first=True)
         ran, copy = self._run(batch, step.row_changes, stopwatch)
         if batch.max_passes > 1 and len(passes := self._run_on(batch, ran, stopwatch)) > 1:
             ran = _joined(passes, batch, self._rows.sampling)
@@ -383,13 +386,17 @@ class ModelRunner:
         self._pass_times.took(num_rows, elapsed_s, first.num_drafts, is_first=True)
         run: DecodeRun | None = None
         while elapsed_s + self._pass_times.expected_s(num_rows, passes[-1].num_drafts) <= self._multi_step_s:
-            if run is not None and run.num_left and passes[-1].is_usable:
-                passes.append(self._run_plain(run, first))
-            elif (further := self._further(batch, passes)) is None:
+            goes_on = run is not None and run.num_left > 0 and passes[-1].is_usable
+            further = None if goes_on else self._further(batch, passes)
+            if not goes_on and further is None:
                 break
-            elif (run := self._plain_run(further, first.columns)) is not None:
-                passes.append(self._run_plain(run, first))
-            else:
+            if self._drafts is not None and self._drafts.begin_pass(len(batch.samples), is_first=False):
+                run, further = None, further or self._further(batch, passes)
+            elif further is not None:
+                run = self._plain_run(further, first.columns)
+            if run is not None:
+                passes.append(self._run_plain(run, batch, first))
+            elif further is not None:
                 passes.append(self._run(further, _NO_CHANGES)[0])
             before_s, elapsed_s = elapsed_s, stopwatch.elapsed_s
             self._pass_times.took(num_rows, elapsed_s - before_s, passes[-1].num_drafts, is_first=False)
@@ -398,7 +405,7 @@ class ModelRunner:
     def _plain_run(self, batch: Batch, columns: SamplingColumns) -> DecodeRun | None:
         """All passes that a batch of decodes may have, where its rows need no more than a draw and have no drafts."""
         drafts, decodes = self._drafts, self._run_decodes
-        if drafts is None or drafts.may_guess or decodes is None or not samples_every_token(batch):
+        if drafts is None or decodes is None or not samples_every_token(batch):
             return None
         if len(columns.seed) != len(batch.rows) or not are_plain(columns):
             return None
@@ -406,8 +413,8 @@ class ModelRunner:
         starts = drafts.num_tokens(batch.rows) - 1
         return DecodeRun(decodes, self._rows, batch.rows, columns, starts, num_passes, self._pool.geometry.block_size)
 
-    def _run_plain(self, run: DecodeRun, first: "_Pass") -> "_Pass":
-        """One pass of `_plain_run`, for the rows of the first pass of the step."""
+    def _run_plain(self, run: DecodeRun, batch: Batch, first: "_Pass") -> "_Pass":
+        """One pass of `_plain_run`. The rows and their parameters are those of the first pass of the step."""
         assert self._drafts is not None
         drawn, kept, rows, columns = run.next(), None, first.rows, first.columns
         is_usable = drawn.is_finite.numpy()
@@ -415,7 +422,7 @@ class ModelRunner:
             kept = Kept.where(is_usable)
             rows, columns, drawn = rows[kept.draws], columns.take(kept.draws), drawn.take(kept.draws)
         self._drafts.extend(rows)
-        return _Pass(first.batch, rows, columns, drawn, kept, None)
+        return _Pass(batch, rows, columns, drawn, kept, None)
 
     def _further(self, batch: Batch, passes: Sequence["_Pass"]) -> Batch | None:
         """The batch of decodes once more, after its latest draws; None where it may not run again, where a row may have
@@ -432,8 +439,7 @@ class ModelRunner:
         """Runs the model once. `stopwatch`, in the first pass of a step, is marked behind the model."""
         drafted, asked = None, batch
         if self._drafts is not None:
-            self._drafts.apply(changes)
-            drafted = self._drafts.expand(batch, is_first=stopwatch is not None)
+            drafted = self._drafts.expand(batch)
             batch = drafted.batch
         places = None if drafted is None else drafted.places
         lone: NDArray[np.bool_] | None = None
