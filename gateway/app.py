@@ -32,11 +32,12 @@ from gateway.replicas.members import Resolver
 from gateway.replicas.replica_set import Replicas
 from gateway.replicas.routing import RoutingPolicy
 from gateway.request.adapters import Adapters
+from gateway.request.body_memory import BodyMemory
 from gateway.request.counting import EntryLimits
 from gateway.request.generator import Generator
 from gateway.request.served_model import ServedModel
 from gateway.request.text_service import TextService
-from gateway.server.connections import BodyMemory, HttpServer
+from gateway.server.connections import HttpServer
 from gateway.server.grpc import AuthInterceptor, IdleCalls, SlowClientInterceptor, TraceInterceptor, add_service
 from gateway.server.http import body_limits_of, make_http_app
 from gateway.settings import GatewaySettings
@@ -412,7 +413,16 @@ def _open_batches(
         BatchStore(settings.batch_dir, gateway_id, settings.max_batch_dir_bytes),
         authenticator,
         read_call,
-        BatchLimits(settings.max_batch_requests, settings.max_batch_file_bytes, settings.max_message_bytes),
+        BatchLimits(
+            settings.max_batch_requests,
+            settings.max_batch_file_bytes,
+            settings.max_message_bytes,
+            EntryLimits(settings.max_chat_messages),
+        ),
+        # Of their own, so that they take none of that of callers who wait.
+        BodyMemory(
+            settings.max_total_body_bytes // 4, settings.max_total_body_bytes // 8 if settings.keys_files else None
+        ),
         gateway_id=gateway_id,
         concurrency=settings.batch_concurrency,
     )

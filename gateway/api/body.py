@@ -14,7 +14,8 @@ from starlette.requests import Request
 from gateway.api.answers import ErrorAnswer, HttpError
 from gateway.api.field_rule import FieldRule
 from gateway.auth.caller import current_tenant
-from gateway.request.counting import EntryLimits, check_json, check_values, checking_json, count_memory
+from gateway.request.body_memory import count_memory
+from gateway.request.counting import EntryLimits, check_json, check_values, checking_json
 from gateway.request.violations import shortened
 from gateway.turns import LONG_BYTES, TenantTurns, Turns
 from quire.progress import shown_bytes

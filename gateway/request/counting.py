@@ -9,14 +9,14 @@ depend on the model, are the validator's.
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+from gateway.request.body_memory import count_memory
 from gateway.request.limits import MAX_PROMPTS, MAX_TOOLS
 from quire.constraints.program import MAX_CHOICES
 from quire.rpc.errors import InvalidArgument, invalid_field
@@ -66,34 +66,6 @@ _PACKED_WIDTHS = {
     **dict.fromkeys((FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_SFIXED64), 8),
     **dict.fromkeys((FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_FIXED32, FieldDescriptor.TYPE_SFIXED32), 4),
 }
-
-
-class MessageMemory(Protocol):
-    """The memory of one message, which a server counts from its arrival until its request is over."""
-
-    def add(self, num_bytes: int) -> None:
-        """Raises ResourceExhausted where there is no memory for so many bytes more."""
-        ...
-
-    def keep(self) -> Callable[[], None]:
-        """Counts it until the returned function is called, also if further messages of the same call arrive before."""
-        ...
-
-
-message_memory: ContextVar[MessageMemory] = ContextVar("message_memory")
-"""Set by servers: that of the message that is read in the current context."""
-
-
-def count_memory(num_bytes: int) -> None:
-    """Counts memory that the current message takes besides its bytes. Raises ResourceExhausted where there is none."""
-    if (memory := message_memory.get(None)) is not None:
-        memory.add(num_bytes)
-
-
-def keep_memory() -> Callable[[], None]:
-    """As `MessageMemory.keep`, for the current message."""
-    memory = message_memory.get(None)
-    return memory.keep() if memory is not None else lambda: None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,12 +20,10 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gateway.api.answers import ErrorAnswer, HttpError, send_answer
-from gateway.auth.caller import current_tenant
-from gateway.request.counting import message_memory
+from gateway.request.body_memory import BodyMemory, message_memory
 from gateway.settings import GatewaySettings
-from quire.progress import shown_bytes
 from quire.rpc.address import TcpAddress, check_bindable
-from quire.rpc.errors import QuireError, ResourceExhausted
+from quire.rpc.errors import QuireError
 from quire.rpc.patience import LAST_LOOK_S, PatientTimer
 from quire.rpc.tls import HttpsFiles, ServerTls
 
@@ -41,111 +38,10 @@ _ACCEPT_PAUSE_S = 0.5
 _MAX_SHORT_CHUNKS = 1 << 13
 _MIN_MEAN_CHUNK_BYTES = 256
 _logger = logging.getLogger(__name__)
-_RETRY_MS = 1000
 _CLOSE = (b"connection", b"close")
 # Read and dropped behind an answer: most clients read an answer only when they have sent their whole body.
 _MAX_DRAINED_BYTES = 16 * 1024 * 1024
 _MAX_DRAIN_S = 2.0
-
-
-class BodyMemory:
-    """Counts the bytes of all request bodies that are held, including those that still arrive, and the memory of their
-    values once they are parsed.
-
-    When they are too many, the body that has been arriving for longest is given up, and not the newest one: a client
-    that sends half a body and waits takes memory from nobody, and a body is refused only if it comes more slowly than
-    all others together. Complete bodies are kept; where they alone fill the memory, a new one is refused. So is one of
-    a tenant whose bodies take its share, so that there is room for those of others.
-    """
-
-    def __init__(self, max_bytes: int, max_tenant_bytes: int | None = None) -> None:
-        """A tenant may hold `max_tenant_bytes`, and always one body; None is no limit."""
-        self.max_bytes = max_bytes
-        self.max_tenant_bytes = max_tenant_bytes
-        self.num_bytes = 0
-        self.bytes_of_tenants: Counter[str] = Counter()
-        # In order of their beginning.
-        self.arriving: dict[HeldBody, None] = {}
-
-    def begin(self, on_refusal: Callable[[], None]) -> "HeldBody":
-        """A body of which nothing has arrived. `on_refusal` is called when it is given up for others."""
-        body = HeldBody(self, on_refusal)
-        self.arriving[body] = None
-        return body
-
-    def refusal(self, *, of_tenant: bool = False) -> ResourceExhausted:
-        """The error of a body for which there is no memory, or none of its tenant's share."""
-        whose, limit = ("all", self.max_bytes) if not of_tenant else ("one tenant's", self.max_tenant_bytes)
-        return ResourceExhausted(
-            f"the bodies of {whose} requests may take {shown_bytes(limit)} of memory together "
-            "(--max-total-body-bytes), and there is no room for this one; try again",
-            reason="BODIES_FULL",
-            retry_after_ms=_RETRY_MS,
-        )
-
-
-class HeldBody:
-    """One body: `add` what arrives, then `complete` it, and `release` it when its request is over. Its tenant is that
-    of the call that adds."""
-
-    __slots__ = ("_is_released", "_memory", "_tenant", "is_kept", "num_bytes", "on_refusal")
-
-    def __init__(self, memory: BodyMemory, on_refusal: Callable[[], None]) -> None:
-        self._memory = memory
-        self._is_released = False
-        self._tenant = ""
-        self.is_kept = False
-        self.num_bytes = 0
-        self.on_refusal = on_refusal
-
-    def add(self, num_bytes: int) -> None:
-        """Counts bytes that arrived, or that its values take. Raises ResourceExhausted, and releases the body, where
-        there is no room."""
-        if self._is_released:
-            return
-        memory = self._memory
-        self._tenant = self._tenant or current_tenant()
-        while (takes_share := self._takes_share(num_bytes)) or self._takes_too_much(num_bytes):
-            others = (each for each in memory.arriving if not takes_share or each._tenant == self._tenant)
-            longest = next((each for each in others if each.num_bytes or each is self), self)
-            longest.release()
-            if longest is self:
-                raise memory.refusal(of_tenant=takes_share)
-            longest.on_refusal()
-        memory.num_bytes += num_bytes
-        memory.bytes_of_tenants[self._tenant] += num_bytes
-        self.num_bytes += num_bytes
-
-    def _takes_share(self, num_bytes: int) -> bool:
-        """Whether its tenant would hold more than its share, by other bodies as well."""
-        share, of_tenant = self._memory.max_tenant_bytes, self._memory.bytes_of_tenants[self._tenant]
-        return share is not None and of_tenant > self.num_bytes and of_tenant + num_bytes > share
-
-    def _takes_too_much(self, num_bytes: int) -> bool:
-        """Whether all would take too much. The values of a body that is alone may take what they need."""
-        memory = self._memory
-        is_alone = self not in memory.arriving and memory.num_bytes == self.num_bytes
-        return not is_alone and memory.num_bytes + num_bytes > memory.max_bytes
-
-    def complete(self) -> None:
-        """It has arrived, and is no longer given up for others."""
-        self._memory.arriving.pop(self, None)
-
-    def keep(self) -> Callable[[], None]:
-        """See `MessageMemory`."""
-        self.is_kept = True
-        return self.release
-
-    def release(self) -> None:
-        """No longer counts it. Idempotent."""
-        self.complete()
-        self._is_released = True
-        self._memory.num_bytes -= self.num_bytes
-        of_tenants = self._memory.bytes_of_tenants
-        of_tenants[self._tenant] -= self.num_bytes
-        if not of_tenants[self._tenant]:
-            del of_tenants[self._tenant]
-        self.num_bytes = 0
 
 
 class IncomingBody:

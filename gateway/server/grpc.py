@@ -20,9 +20,9 @@ from grpc_health.v1 import health_pb2
 
 from gateway.auth.caller import current_tenant, set_caller
 from gateway.auth.keys import Authenticator
-from gateway.request.counting import CountedMessage, EntryLimits, message_memory
+from gateway.request.body_memory import BodyMemory, message_memory
+from gateway.request.counting import CountedMessage, EntryLimits
 from gateway.request.spans import set_incoming_context
-from gateway.server.connections import BodyMemory
 from gateway.turns import LONG_BYTES, TenantTurns
 from quire.rpc.errors import DeadlineExceeded, InvalidArgument, PermissionDenied, QuireError, Unavailable
 from quire.rpc.health import REFLECTION_SERVICES

@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from gateway.api.batches.store import Line
+from gateway.request.counting import EntryLimits, check_values
 from quire.progress import shown_bytes
+from quire.rpc.errors import InvalidArgument
 
 MAX_CUSTOM_ID = 512
 _MAX_ERRORS = 50
@@ -16,11 +18,12 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Of one input: how many requests it may have, and bytes of a file and of one line."""
+    """Of one input: how many requests it may have, bytes of a file and of one line, and entries of a line."""
 
     max_requests: int
     max_file_bytes: int
     max_line_bytes: int
+    entries: EntryLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ def read_lines(path: Path, endpoint: str, limits: BatchLimits) -> tuple[list[Lin
                 message = f"the file has more than {limits.max_requests:,} requests (--max-batch-requests)"
                 errors.append(LineError(number, "too_many_requests", message))
                 break
-            found = _read(number, data, endpoint)
+            found = _read(number, data, endpoint, limits.entries)
             if isinstance(found, LineError):
                 errors.append(found)
             elif found in seen:
@@ -71,11 +74,11 @@ def read_lines(path: Path, endpoint: str, limits: BatchLimits) -> tuple[list[Lin
     return lines, errors
 
 
-def body_of(path: Path, line: Line) -> Any:
-    """The body of a request of a file that was read before."""
+def body_of(path: Path, line: Line) -> bytes:
+    """The body of a request of a file that was read before, as JSON."""
     with path.open("rb") as file:
         file.seek(line.first)
-        return from_json(file.read(line.size).removeprefix(_BOM), allow_inf_nan=False)["body"]
+        return to_json(from_json(file.read(line.size).removeprefix(_BOM), allow_inf_nan=False)["body"])
 
 
 def _pieces(file: BinaryIO, max_bytes: int) -> Any:
@@ -90,14 +93,17 @@ def _pieces(file: BinaryIO, max_bytes: int) -> Any:
         first += size
 
 
-def _read(number: int, data: bytes, endpoint: str) -> str | LineError:
+def _read(number: int, data: bytes, endpoint: str, limits: EntryLimits) -> str | LineError:
     """The custom_id of a line, or what is wrong with it."""
 
     def wrong(code: str, message: str, param: str | None = None) -> LineError:
         return LineError(number, code, message, param)
 
     try:
+        check_values(data, limits, "the line")
         fields = from_json(data.removeprefix(_BOM) if number == 1 else data, allow_inf_nan=False)
+    except InvalidArgument as error:
+        return wrong("too_many_values", error.message)
     except ValueError as error:
         return wrong("invalid_json_line", f"the line is not valid JSON: {error!s:.200}")
     if not isinstance(fields, dict):

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pydantic_core import to_json
-
 from gateway.api.answers import OPENAI, ErrorAnswer, as_json, error_answer
 from gateway.api.batches.lines import BatchLimits, LineError, body_of, read_lines
 from gateway.api.batches.store import (
@@ -30,6 +28,7 @@ from gateway.api.batches.store import (
 from gateway.api.respond import Call, whole_answer
 from gateway.auth.caller import LOWEST_PRIORITY, set_caller
 from gateway.auth.keys import Authenticator
+from gateway.request.body_memory import BodyMemory, message_memory
 from gateway.request.generator import Generator
 from quire import clock, entropy
 from quire.rpc.errors import QuireError
@@ -64,18 +63,20 @@ class Batches:
         authenticator: Authenticator,
         read_call: ReadCall,
         limits: BatchLimits,
+        memory: BodyMemory,
         *,
         gateway_id: str,
         concurrency: int,
     ) -> None:
-        """`read_call` makes a call of the body of a request at an endpoint. At most `concurrency` requests run at
-        once."""
+        """`read_call` makes a call of the body of a request at an endpoint. At most `concurrency` requests run at once,
+        and as many as `memory` has room for."""
         self.store = store
         self.limits = limits
         self._generator = generator
         self._authenticator = authenticator
         self._read_call = read_call
         self._gateway_id = gateway_id
+        self._memory = memory
         self._room = asyncio.Semaphore(concurrency)
         self._runs: dict[str, _Run] = {}
         self._is_stopping = False
@@ -173,16 +174,22 @@ class Batches:
         await self.store.run(self.store.answer, row.id, line.line, answer, is_good=is_good)
 
     async def _answer_of(self, row: BatchRow, line: Line) -> tuple[bytes, bool]:
-        body = to_json(await asyncio.to_thread(body_of, self.store.path_of(row.input_file), line))
         while True:
             await self._wait_for_others()
             call: Call | None = None
+            held = self._memory.begin(lambda: None)
+            held.complete()
             try:
+                held.add(line.size)
+                message_memory.set(held)
+                body = await asyncio.to_thread(body_of, self.store.path_of(row.input_file), line)
                 call = await self._read_call(row.endpoint, body)
                 whole = await whole_answer(self._generator, call, LOWEST_PRIORITY)
                 return _answered(line.custom_id, 200, call.id, whole), True
             except Exception as error:
                 failed = error_answer(error, str if call is None else partial(call.param_name, 0))
+            finally:
+                held.release()
             if not _is_retried(failed):
                 call_id = "" if call is None else call.id
                 return _answered(line.custom_id, failed.status, call_id, OPENAI.error_body(failed)), False

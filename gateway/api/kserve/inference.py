@@ -20,12 +20,12 @@ from gateway.api.openai.read import body_of, completion_options, param_name
 from gateway.api.openai.schemas import CompletionBody
 from gateway.api.openai.write import logprobs_by_token_id
 from gateway.replicas.events import Chunk, Finished, PositionLogprobs, Usage
+from gateway.request.body_memory import count_memory
 from gateway.request.counting import (
     MAX_VALUES_OF_TEXTS,
     NO_MESSAGES,
     check_json,
     check_values,
-    count_memory,
     num_values_in,
 )
 from gateway.request.generator import Result

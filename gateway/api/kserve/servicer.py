@@ -30,7 +30,7 @@ from gateway.auth.caller import current_caller
 from gateway.metrics import Durations, RequestStatistics
 from gateway.replicas.events import Chunk, Completed, Finished
 from gateway.request.answer_memory import AS_TENSORS, STREAMED
-from gateway.request.counting import keep_memory
+from gateway.request.body_memory import keep_memory
 from gateway.request.generator import Generator, answer, running
 from gateway.request.validation import wrong_model
 from gateway.request.violations import renamed, shortened

@@ -130,6 +130,7 @@ async def test_files_are_stored_listed_and_deleted(client, rig, tmp_path):
         (line("a", body=[]), "invalid_body", 1),
         (line("a", body=BODIES[CHAT] | {"stream": True}), "invalid_body", 1),
         (line("a") + b"x" * (5 << 20), "line_too_long", 2),
+        (line("a", body={"prompt": [[]] * 150_000}), "too_many_values", 1),
     ],
 )
 async def test_a_hostile_input_fails_with_its_line(client, content, code, number):
@@ -175,6 +176,30 @@ async def test_limits_are_named(tmp_path, model):
                 await client.files.create(file=("a", b"x" * 2048), purpose="batch")
             assert (refused.value.status_code, "--max-batch-dir-bytes" in refused.value.message) == (429, True)
     assert len(list((tmp_path / "b" / "files").iterdir())) == 2
+
+
+async def test_requests_of_batches_run_as_far_as_there_is_memory_for_their_bodies(scheduler, tmp_path):
+    limits = {"max_message_bytes": 10_000, "max_total_body_bytes": 10_000}
+    content = b"".join(line(name, COMPLETION, BODIES[COMPLETION] | {"user": "x" * 2000}) for name in "abc")
+    most = 0
+    async with (
+        running_gateway(scheduler, batch_dir=tmp_path / "batches", **limits) as gateway,
+        client_of(gateway) as client,
+    ):
+        scheduler.emits.clear()
+        batch = await begin(client, content, COMPLETION)
+        await scheduler.until(lambda: scheduler.live)
+
+        async def has_ended() -> bool:
+            nonlocal most
+            most = max(most, len(scheduler.live))
+            scheduler.emits.set()
+            return (await client.batches.retrieve(batch.id)).status in ENDS
+
+        await until(has_ended)
+        counts = (await client.batches.retrieve(batch.id)).request_counts
+    # A body has almost all of it: a quarter of what bodies may take.
+    assert (most, counts.completed) == (1, 3)
 
 
 async def test_a_batch_is_cancelled_with_what_was_answered(client, rig):

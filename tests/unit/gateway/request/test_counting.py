@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.request.body_memory import BodyMemory, message_memory
 from gateway.request.counting import (
     MAX_NUMBERS,
     CountedMessage,
@@ -18,10 +19,8 @@ from gateway.request.counting import (
     check_json,
     check_values,
     checking_json,
-    message_memory,
     num_values_in,
 )
-from gateway.server.connections import BodyMemory
 from quire.gateway.v1.generation_pb2 import (
     ChatRequest,
     DetokenizeRequest,

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.auth.caller import Access, Caller, set_caller
 from gateway.auth.quota import Account, Limits
-from gateway.server.connections import BodyMemory, HeldBody
+from gateway.request.body_memory import BodyMemory, HeldBody
 from quire.rpc.errors import ResourceExhausted
 
 
