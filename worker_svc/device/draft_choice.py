@@ -41,8 +41,6 @@ the other, find the place again."""
 _MAX_PERIOD, _LONGER = 32, 4
 """A row that does not pay is looked at every few passes, together with the others, and each time after so many times as
 many."""
-
-
 _MAX_RIGHT, _MAX_OF_ROW = 0.9, 7
 """Where so many right ones of so many drafts of each row would not pay, no row is looked at."""
 
