@@ -22,6 +22,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import shlex
 import tempfile
 import time
@@ -65,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="model directory, with quire-tiny's texts; none takes quire-tiny")
     parser.add_argument("--shape", choices=PADDED_SHAPES, help="runs quire-tiny within a model of this shape")
     parser.add_argument("--drafts", default="prediction,grammar,ngram", help="`--speculate` of the second server")
+    parser.add_argument("--draft-model", type=Path, help="of the second server; a LLaMA smaller than --draft-shape")
+    parser.add_argument("--draft-shape", choices=PADDED_SHAPES, help="runs the draft model within one of this shape")
     parser.add_argument("--serve", default="", metavar="FLAGS", help="flags of `quire serve` for both, as one string")
     parser.add_argument("--tasks", nargs="+", choices=(*_TASKS, _MIXED), default=[*_TASKS, _MIXED])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64], help="requests at once")
@@ -82,7 +85,11 @@ def main(arguments: argparse.Namespace) -> None:
         if arguments.shape is not None:
             model = Path(directory) / arguments.shape
             write_padded_model(arguments.shape, model)
-        asyncio.run(_measure(arguments, model))
+        draft_model = arguments.draft_model
+        if arguments.draft_shape is not None:
+            draft_model = Path(directory) / f"draft-{arguments.draft_shape}"
+            write_padded_model(arguments.draft_shape, draft_model, arguments.draft_model)
+        asyncio.run(_measure(arguments, model, draft_model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,9 @@ class Side:
     """One server, and what it did with the requests of one task."""
 
     client: AsyncClient
+    worker_pid: int
+    busy: list[float] = field(default_factory=list[float])
+    """Seconds of processors that the worker took for each round: what a busy machine adds to times is not in them."""
     seconds: list[float] = field(default_factory=list[float])
     gaps: list[float] = field(default_factory=list[float])
     num_tokens: int = 0
@@ -133,9 +143,16 @@ class Side:
 
     async def ask_all(self, requests: Sequence[Asked]) -> None:
         """All at once; counts how long they take together."""
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), _processor_seconds(self.worker_pid)
         await asyncio.gather(*map(self.ask, requests))
         self.seconds.append(time.perf_counter() - started)
+        self.busy.append(_processor_seconds(self.worker_pid) - busy)
+
+
+def _processor_seconds(pid: int) -> float:
+    """What all threads of a process have used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def stories(seed: int, max_tokens: int) -> Iterator[Asked]:
@@ -184,17 +201,20 @@ _TASKS: dict[str, tuple[Requests, Prediction]] = {
 }
 
 
-async def _measure(arguments: argparse.Namespace, model: Path | None) -> None:
+async def _measure(arguments: argparse.Namespace, model: Path | None, draft_model: Path | None) -> None:
     flags = [*shlex.split(arguments.serve), *(["--model", str(model)] if model is not None else [])]
     async with AsyncExitStack() as stack:
-        clients: list[AsyncClient] = []
+        sides: list[tuple[AsyncClient, int]] = []
         for drafts in ("off", arguments.drafts):
-            ports = ["--grpc-port=0", "--http-port=0", f"--speculate={drafts}"]
-            settings = load_settings(ServeSettings, [*flags, *ports], None, program="quire serve")
+            own = ["--grpc-port=0", "--http-port=0", f"--speculate={drafts}"]
+            if drafts != "off" and draft_model is not None:
+                own.append(f"--draft-model={draft_model}")
+            settings = load_settings(ServeSettings, [*flags, *own], None, program="quire serve")
             server = await stack.enter_async_context(LocalServer(settings))
             await server.wait_ready()
-            clients.append(await stack.enter_async_context(AsyncClient(server.grpc_address)))
-        measured = _Measured(arguments, clients)
+            client = await stack.enter_async_context(AsyncClient(server.grpc_address))
+            sides.append((client, server.process("worker").pid))
+        measured = _Measured(arguments, sides)
         if arguments.exact is not None:
             await measured.compare(arguments.exact)
             return
@@ -204,27 +224,29 @@ async def _measure(arguments: argparse.Namespace, model: Path | None) -> None:
                     await measured.run(task, streams)
     if arguments.out is not None:
         facts = {"shape": arguments.shape, "drafts": arguments.drafts, "serve": arguments.serve}
+        if draft_model is not None:
+            facts |= {"draft_model": draft_model.name, "draft_shape": arguments.draft_shape}
         write_results(arguments.out, "several tokens a step", measured.series, tasks=measured.tasks, **facts)
 
 
 class _Measured:
     """All figures so far."""
 
-    def __init__(self, arguments: argparse.Namespace, clients: Sequence[AsyncClient]) -> None:
+    def __init__(self, arguments: argparse.Namespace, sides: Sequence[tuple[AsyncClient, int]]) -> None:
         self.series: list[Series] = []
         self.tasks: dict[str, dict[str, float]] = {}
         self._arguments = arguments
-        self._clients = clients
+        self._sides = sides
         self._answered: dict[str, list[Asked]] = {}
 
     async def run(self, task: str, streams: int) -> None:
         """One task with so many streams."""
-        arguments, sides = self._arguments, [Side(client) for client in self._clients]
+        arguments, sides = self._arguments, [Side(*each) for each in self._sides]
         num_rounds = arguments.requests if streams == 1 else arguments.rounds
         requests = await self._requests(task, streams * (num_rounds + _NUM_WARM_UPS))
         for index in range(num_rounds + _NUM_WARM_UPS):
             if index == _NUM_WARM_UPS:
-                sides = [Side(client) for client in self._clients]
+                sides = [Side(*each) for each in self._sides]
             of_round = requests[index * streams : (index + 1) * streams]
             # Each is the first one in every other round.
             for side in sides if index % 2 else sides[::-1]:
@@ -234,7 +256,7 @@ class _Measured:
     async def compare(self, count: int) -> None:
         """Asks the server with drafts so many requests, some of each task, and prints how many were equal so far, after
         each group."""
-        side, num_equal, streams = Side(self._clients[1]), 0, itertools.cycle(self._arguments.streams)
+        side, num_equal, streams = Side(*self._sides[1]), 0, itertools.cycle(self._arguments.streams)
         # One part after the other, so that a run that is ended early has some of each task.
         for end in itertools.chain(range(_NUM_COMPARED, count, _NUM_COMPARED), [count]):
             requests = (await self._requests(_MIXED, end))[num_equal:]
@@ -260,7 +282,7 @@ class _Measured:
         for start in range(0, len(fresh), 64):
             part = fresh[start : start + 64]
             # Both, so that both have the prompts in their caches.
-            plain, drafted = [await asyncio.gather(*map(Side(client).ask, part)) for client in self._clients]
+            plain, drafted = [await asyncio.gather(*map(Side(*each).ask, part)) for each in self._sides]
             if plain != drafted:
                 raise SystemExit("the text with drafts differs from the text without")
             answered += plain
@@ -278,6 +300,7 @@ class _Measured:
         rates = [side.num_tokens / sum(side.seconds) for side in (plain, drafting)]
         figures = {
             "ratio": median_ratio(*pair),
+            "ratio by processor time": sum(plain.busy) / sum(drafting.busy),
             "tokens/s, plain": rates[0],
             "tokens/s, drafts": rates[1],
             "p99 between tokens, plain, ms": p99[0],
@@ -287,7 +310,8 @@ class _Measured:
         }
         self.tasks[name] = {key: round(value, 4) for key, value in figures.items()}
         print(
-            f"{name:<22} {figures['ratio']:5.2f} times   {rates[0]:7.1f} and {rates[1]:7.1f} tok/s   p99 {p99[0]:5.1f} "
+            f"{name:<22} {figures['ratio']:5.2f} times   {rates[0]:7.1f} and {rates[1]:7.1f} tok/s   "
+            f"by processor time {figures['ratio by processor time']:.2f}   p99 {p99[0]:5.1f} "
             f"and {p99[1]:5.1f} ms   drafts a token {figures['drafts per token']:.2f}, right "
             f"{figures['right drafts per token']:.2f}",
             flush=True,

@@ -106,10 +106,16 @@ class WorkerFlags(StepFlags):
         ("off",),
         "guesses of the next tokens, which a step verifies, so that it may give several; the text stays the same to "
         "the bit; prediction guesses what the caller predicts, grammar what a constraint forces, shared what followed "
-        "the last tokens in earlier outputs of the same tenant and adapter, ngram what followed them in the sequence; "
-        "for cpu; auto is prediction,grammar,ngram on cpu, else off",
-        choices=("off", "auto", "prediction", "grammar", "shared", "ngram"),
+        "the last tokens in earlier outputs of the same tenant and adapter, ngram what followed them in the sequence, "
+        "draft what --draft-model says; for cpu; auto is prediction,grammar,ngram on cpu, else off",
+        choices=("off", "auto", "prediction", "grammar", "shared", "ngram", "draft"),
         common=True,
+    )
+    draft_model: str | None = setting(
+        None,
+        "a small model with the tokenizer of --model, which guesses what that says where no other guess is found; for "
+        "--speculate draft, one rank and cpu",
+        metavar="DIR",
     )
     max_drafts: int = setting(7, "maximum number of tokens that a step guesses for a row", minimum=1, maximum=64)
     multi_step_ms: float = setting(

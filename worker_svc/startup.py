@@ -6,11 +6,12 @@ import math
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 
 import quire
 from kernels import ops
@@ -32,7 +33,7 @@ from worker_svc.adapters import AdapterSlots, takes_adapters
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.disk_tier import BlockFile, DiskFailsError, DiskTier
 from worker_svc.device.draft_choice import PayingDrafts
-from worker_svc.device.kv_pool import KvPool, PoolPlace, PoolRequest, allocate_pool, pool_geometry
+from worker_svc.device.kv_pool import KvPool, PoolPlace, PoolRequest, allocate_pool, block_bytes, pool_geometry
 from worker_svc.device.pass_times import PassCosts, PassTimes
 from worker_svc.device.pool_blocks import PoolBlocks
 from worker_svc.device.pool_file import KvNamespace, PoolFile
@@ -111,20 +112,25 @@ def build_worker(
     directory = ModelDirectory.open(resolve_model(settings.model, report=report))
     dtype = resolve_dtype(directory.config, settings.dtype, device)
     _logger.info("loading %s from %s in %s on %s", directory.architecture, directory.path, dtype, device)
+    load = partial(
+        load_model,
+        device=device,
+        dtype=dtype,
+        ranks=ranks,
+        progress=lambda done, total: report(LoadProgress(READING, done, total)),
+        model_impl=settings.model_impl,
+        quantization=Quantization(settings.quantization),
+        max_model_len=settings.max_model_len,
+    )
+    draft_directory = _draft_directory(settings, directory, device)
     try:
-        model = load_model(
-            directory.path,
-            device=device,
-            dtype=dtype,
-            ranks=ranks,
-            progress=lambda done, total: report(LoadProgress(READING, done, total)),
-            model_impl=settings.model_impl,
-            quantization=Quantization(settings.quantization),
-            max_model_len=settings.max_model_len,
-        )
+        model = load(directory.path)
+        draft = None
+        if draft_directory is not None:
+            draft = DraftPart(load(draft_directory.path), ModelFingerprint.read(draft_directory))
         _release_freed_memory()
         templates = TemplateCache(partial(Vocabulary.of_model, directory, model.vocab_size))
-        worker = make_worker(model, settings, device_loop, ModelFingerprint.read(directory), templates, report)
+        worker = make_worker(model, settings, device_loop, ModelFingerprint.read(directory), templates, report, draft)
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
             f"the model and a step of {settings.max_num_batched_tokens} tokens do not fit on {device}; "
@@ -135,6 +141,14 @@ def build_worker(
     return worker
 
 
+@dataclass(frozen=True, slots=True)
+class DraftPart:
+    """A draft model that was loaded."""
+
+    model: CausalLM
+    fingerprint: ModelFingerprint
+
+
 def make_worker(
     model: CausalLM,
     settings: WorkerSettings,
@@ -142,6 +156,7 @@ def make_worker(
     fingerprint: ModelFingerprint = UNKNOWN_MODEL,
     templates: TemplateCache | None = None,
     report: Report = no_report,
+    draft: DraftPart | None = None,
 ) -> Worker:
     """The worker of a loaded model; without `templates` no row has a constraint.
 
@@ -168,7 +183,9 @@ def make_worker(
         max_passes=_MAX_PASSES if is_multi_step else 1,
     )
     report(LoadProgress(PROFILING))
-    pool = _make_pool(model, geometry, limits, settings, fingerprint)
+    draft_model = None if draft is None else _checked_draft_model(draft.model, geometry)
+    namespace = kv_namespace(model, settings, fingerprint, draft)
+    pool = _make_pool(model, geometry, limits, settings, namespace, draft_model)
     # The masks of a step are made while a GPU runs the model, or beside it on the same processors.
     on_host = model.device.type == "cpu"
     num_threads, host_width = (1, model.vocab_size) if on_host else (max(1, num_processors() // 2), None)
@@ -176,7 +193,16 @@ def make_worker(
     if templates is not None:
         matchers = RowMatchers(templates, num_threads=num_threads, host_width=host_width)
     multi_step_s = settings.multi_step_ms / 1e3 if is_multi_step else 0.0
-    runner = ModelRunner(model, pool, geometry, limits, matchers=matchers, drafter=drafter, multi_step_s=multi_step_s)
+    runner = ModelRunner(
+        model,
+        pool,
+        geometry,
+        limits,
+        matchers=matchers,
+        drafter=drafter,
+        multi_step_s=multi_step_s,
+        draft_model=draft_model,
+    )
     if with_graphs:
         report(LoadProgress(RECORDING))
         record_cuda_graphs(runner, model.device)
@@ -193,19 +219,20 @@ def make_worker(
         runner.predict_passes(times)
         if drafter is not None:
             costs, times = (PassCosts(), PassTimes(PassCosts())) if costs is None else (costs, times)
-            runner.choose_drafts(PayingDrafts(limits.max_num_rows, times))
+            # A context is read in the time that its bytes take.
+            share = pool.geometry.block_bytes / block_bytes(model, settings.block_size, pool.gpu[0].dtype) - 1
+            model_costs = runner.measure_draft_model(share * costs.context_s)
+            runner.choose_drafts(PayingDrafts(limits.max_num_rows, times, model_costs))
             limits = replace(limits, fixed_tokens=_fixed_tokens(costs))
     info = WorkerInfo(-negative_generation, ranks.rank, ranks.size, pool.geometry, geometry, limits, fingerprint)
     info = replace(
         info,
         # That of the whole group: each rank fetches from the same rank.
-        kv_namespace=replace(kv_namespace(model, settings, fingerprint), rank=0).digest().hex()
-        if fingerprint.weights
-        else "",
+        kv_namespace=replace(namespace, rank=0).digest().hex() if fingerprint.weights else "",
         transfer_endpoint=settings.transfer_endpoint or "",
     )
     blocks = PoolBlocks(pool, runner.seals) if info.kv_namespace else None
-    disk = None if blocks is None else _open_disk_tier(model, settings, fingerprint, blocks, pool)
+    disk = None if blocks is None else _open_disk_tier(model, settings, namespace, blocks, pool)
     tls = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.WORKER)
     if templates is None:
         return Worker(info, runner, device_loop, ranks.agree, adapters=adapters, blocks=blocks, tls=tls, disk=disk)
@@ -279,7 +306,7 @@ def _make_drafter(model: CausalLM, settings: WorkerSettings) -> Drafter | None:
     if "auto" in settings.speculate:
         return Drafters([KINDS[name]() for name in AUTO]) if model.device.type == "cpu" else None
     drafters = [make() for name, make in KINDS.items() if name in settings.speculate]
-    if not drafters:
+    if not drafters and "draft" not in settings.speculate:
         return None
     if model.device.type != "cpu":
         raise ConfigurationError(
@@ -289,10 +316,49 @@ def _make_drafter(model: CausalLM, settings: WorkerSettings) -> Drafter | None:
     return Drafters(drafters)
 
 
-def kv_namespace(model: CausalLM, settings: WorkerSettings, fingerprint: ModelFingerprint) -> KvNamespace:
+def _draft_directory(
+    settings: WorkerSettings, directory: ModelDirectory, device: torch.device
+) -> ModelDirectory | None:
+    """Where the draft model is. ConfigurationError if it cannot guess for the model of `directory`."""
+    if ("draft" in settings.speculate) != (settings.draft_model is not None):
+        given = f"--speculate is {','.join(settings.speculate)} and --draft-model is {settings.draft_model}"
+        raise ConfigurationError(f"{given}; give both --draft-model and --speculate draft, or neither")
+    if settings.draft_model is None:
+        return None
+    if device.type != "cpu" or settings.tensor_parallel_size > 1:
+        raise ConfigurationError(
+            f"--draft-model is for workers on cpu with one rank; this one is on {device.type} with "
+            f"{settings.tensor_parallel_size}; leave it out"
+        )
+    draft = ModelDirectory.open(resolve_model(settings.draft_model))
+    if _vocabulary(draft) != _vocabulary(directory):
+        raise ConfigurationError(
+            f"the tokenizer of --draft-model {draft.path} has another vocabulary than that of --model "
+            f"{directory.path}; a draft model must have the same tokens"
+        )
+    return draft
+
+
+def _vocabulary(directory: ModelDirectory) -> dict[str, int]:
+    return Tokenizer.from_buffer(directory.tokenizer_json()).get_vocab()
+
+
+def _checked_draft_model(model: CausalLM, geometry: ModelGeometry) -> CausalLM:
+    if model.max_model_len < geometry.max_model_len:
+        raise ConfigurationError(
+            f"--draft-model has {model.max_model_len} positions and sequences have up to {geometry.max_model_len} "
+            f"tokens; set --max-model-len to {model.max_model_len} at most"
+        )
+    return model
+
+
+def kv_namespace(
+    model: CausalLM, settings: WorkerSettings, fingerprint: ModelFingerprint, draft: DraftPart | None = None
+) -> KvNamespace:
     """What the blocks of this rank mean."""
+    of_draft = () if draft is None else (draft.fingerprint.config, draft.fingerprint.weights)
     return KvNamespace(
-        model=(fingerprint.config, fingerprint.tokenizer, fingerprint.weights),
+        model=(fingerprint.config, fingerprint.tokenizer, fingerprint.weights, *of_draft),
         dtype=str(model.dtype),
         kv_dtype=str(requested_pool_dtype(settings.kv_cache_dtype, model)),
         block_size=settings.block_size,
@@ -311,20 +377,20 @@ def kv_namespace(model: CausalLM, settings: WorkerSettings, fingerprint: ModelFi
     )
 
 
-def _place_of_pool(model: CausalLM, settings: WorkerSettings, fingerprint: ModelFingerprint) -> PoolPlace | None:
+def _place_of_pool(model: CausalLM, settings: WorkerSettings, namespace: KvNamespace) -> PoolPlace | None:
     """The file of the pool. A model that is not known has none: its blocks might be another's."""
-    is_known = fingerprint.config and fingerprint.weights
+    config, _, *weights = namespace.model
+    is_known = config and all(weights)
     if settings.kv_cache_file is None or settings.persistent_kv_cache == "off" or not is_known:
         return None
     if model.device.type != "cpu":
         _logger.info("the KV pool is on %s and ends with this worker", model.device)
         return None
-    namespace = kv_namespace(model, settings, fingerprint)
     return PoolPlace(PoolFile.open(settings.kv_cache_file), namespace, settings.persistent_kv_cache == "auto")
 
 
 def _open_disk_tier(
-    model: CausalLM, settings: WorkerSettings, fingerprint: ModelFingerprint, blocks: PoolBlocks, pool: KvPool
+    model: CausalLM, settings: WorkerSettings, namespace: KvNamespace, blocks: PoolBlocks, pool: KvPool
 ) -> DiskTier | None:
     """The blocks on disk, of which the pool has the newest then."""
     if settings.kv_disk is None:
@@ -334,7 +400,6 @@ def _open_disk_tier(
             f"--kv-disk is for workers on cpu with one rank; this one is on {model.device.type} with "
             f"{model.ranks.size}; leave it out"
         )
-    namespace = kv_namespace(model, settings, fingerprint)
     try:
         file = BlockFile(settings.kv_disk / "blocks.kv", settings.kv_disk_space, namespace.digest(), blocks.block_bytes)
     except DiskFailsError as error:
@@ -350,10 +415,11 @@ def _make_pool(
     geometry: ModelGeometry,
     limits: WorkerLimits,
     settings: WorkerSettings,
-    fingerprint: ModelFingerprint,
+    namespace: KvNamespace,
+    draft_model: CausalLM | None,
 ) -> KvPool:
     dtype = requested_pool_dtype(settings.kv_cache_dtype, model)
-    place = _place_of_pool(model, settings, fingerprint)
+    place = _place_of_pool(model, settings, namespace)
     # On the CPU it holds what is computed and not kept (`ModelRunner._forward_pairs`), a block beside the others.
     with_padding = settings.cuda_graphs == "on" or model.device.type == "cpu"
     count, host_memory = settings.num_gpu_blocks, _memory_of_each_rank(settings)
@@ -376,11 +442,11 @@ def _make_pool(
     available = None
     if model.device.type == "cuda" and request.num_gpu_blocks is None and request.kv_cache_memory is None:
         available = memory_for_pool(model, geometry, limits, settings.block_size, settings.gpu_memory_utilization)
-    shape = pool_geometry(model, request, available)
+    shape = pool_geometry(model, request, available, draft_model)
     # The rank with the least memory decides for all: each block is on every rank.
     num_gpu_blocks, num_host_blocks = model.ranks.smallest(shape.num_gpu_blocks, shape.num_host_blocks)
     shape = replace(shape, num_gpu_blocks=num_gpu_blocks, num_host_blocks=num_host_blocks)
-    pool = allocate_pool(shape, model.device, dtype, with_padding=with_padding, place=place)
+    pool = allocate_pool(shape, model.device, dtype, with_padding=with_padding, place=place, draft_model=draft_model)
     tokens = shape.num_gpu_blocks * shape.block_size
     _logger.info(
         "KV pool: %d blocks of %d tokens in %s (%.1f MiB), %d on the host",

@@ -27,6 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "two ranks": {"tensor_parallel_size": 2},
     "int8 pool": {"kv_cache_dtype": "int8"},
     "several tokens a step": {"speculate": ("ngram",), "multi_step_ms": 24},
+    # The model itself.
+    "draft model": {"speculate": ("draft",), "draft_model": "quire-tiny", "multi_step_ms": 24},
 }
 
 
@@ -70,6 +72,7 @@ def num_computed_since_attach(trace: Path) -> int:
         pytest.param("two ranks", "worker-1", marks=pytest.mark.extended),
         pytest.param("int8 pool", "worker", marks=pytest.mark.extended),
         pytest.param("several tokens a step", "worker", marks=pytest.mark.extended),
+        pytest.param("draft model", "worker", marks=pytest.mark.extended),
     ],
     indirect=["survivor"],
 )

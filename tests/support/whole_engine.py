@@ -94,7 +94,7 @@ class WholeEngine:
         runner = self.worker.runner
         if isinstance(runner, ModelRunner) and runner._drafts is not None:
             # What the worker measured differs from run to run.
-            runner.choose_drafts(PayingDrafts(self.worker.info.limits.max_num_rows, PassTimes(_COSTS)))
+            runner.choose_drafts(PayingDrafts(self.worker.info.limits.max_num_rows, PassTimes(_COSTS), _COSTS))
         self.num_drafts = self.num_accepted = self.num_steps = self.num_passes = 0
         self.usages: dict[int, Usage] = {}
 
@@ -195,6 +195,10 @@ class EveryDraft:
         pass
 
     def choose(self, guesses: Guesses, num_rows: int) -> np.ndarray:
+        return guesses.num_tokens
+
+    def plan(self, guesses: Guesses, num_rows: int, num_missing: int) -> np.ndarray:
+        assert num_missing >= len(guesses.rows)
         return guesses.num_tokens
 
     def saw(self, guesses: Guesses, num_checked: np.ndarray, num_right: np.ndarray) -> None:

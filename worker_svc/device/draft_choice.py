@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_svc.device.pass_times import PassTimes
+from worker_svc.device.pass_times import PassCosts, PassTimes
 from worker_svc.sampling.drafters import EXPECTED_RIGHT
 
 _MIN_GAIN = 1.12
@@ -80,6 +80,11 @@ class DraftChoice(Protocol):
         """How many tokens of each guess the pass verifies. It has `num_rows` rows without drafts."""
         ...
 
+    def plan(self, guesses: Guesses, num_rows: int, num_missing: int) -> NDArray[np.int64]:
+        """How many tokens a draft model guesses for each of these rows, `num_tokens` at most. It has to compute so many
+        tokens first, at least one for each row."""
+        ...
+
     def saw(self, guesses: Guesses, num_checked: NDArray[np.int64], num_right: NDArray[np.int64]) -> None:
         """Of the first so many tokens of each guess, so many were drawn, in order."""
         ...
@@ -88,8 +93,10 @@ class DraftChoice(Protocol):
 class PayingDrafts:
     """Those that give more tokens a second."""
 
-    def __init__(self, max_num_rows: int, times: PassTimes) -> None:
+    def __init__(self, max_num_rows: int, times: PassTimes, model_costs: PassCosts | None = None) -> None:
+        """`model_costs` are those of a draft model."""
         self._times = times
+        self._model_costs, self._model_budget_s = model_costs or PassCosts(), 0.0
         num_kinds = len(EXPECTED_RIGHT)
         self._right, self._checked = np.zeros((2, max_num_rows, num_kinds))
         self._right_of_all = np.array(EXPECTED_RIGHT) * _WEIGHT_EXPECTED
@@ -115,6 +122,7 @@ class PayingDrafts:
             self._note_pass(num_rows)
         self._earn(self._share_s)
         self._may_look = self._budget_s > 0 and (self._was_first or not is_first)
+        self._model_budget_s += self._share_s
         self._was_first = is_first
         return self._may_pay and (self._may_look or self._any_pays) and self._due_from <= self._num_passes
 
@@ -128,7 +136,32 @@ class PayingDrafts:
     def found_nothing(self, rows: Sequence[int], max_periods: Sequence[int]) -> None:
         self._put_off(np.array(rows), np.array(max_periods))
 
+    def plan(self, guesses: Guesses, num_rows: int, num_missing: int) -> NDArray[np.int64]:
+        counts, _ = self._best(guesses, num_rows, self._model_costs)
+        look_s = float(self._model_costs.of(np.array([num_missing]))[0])
+        self._model_budget_s = min(self._model_budget_s, _MAX_LOOKS * look_s)
+        if not counts.any() and self._model_budget_s >= look_s:
+            # One token of each, to know when it begins to pay.
+            self._model_budget_s -= look_s
+            counts = np.minimum(guesses.num_tokens, 1)
+        return counts
+
     def choose(self, guesses: Guesses, num_rows: int) -> NDArray[np.int64]:
+        rows = guesses.rows
+        counts, saved_s = self._best(guesses, num_rows)
+        self._earn(_SHARE_OF_SAVED * saved_s)
+        paying = rows[counts > 0]
+        self._periods[paying], self._pays[paying] = 1, True
+        self._any_pays = self._any_pays or len(paying) > 0
+        if not counts.all():
+            self._put_off(rows[counts == 0], _MAX_PERIOD)
+        return counts
+
+    def _best(
+        self, guesses: Guesses, num_rows: int, model_costs: PassCosts | None = None
+    ) -> tuple[NDArray[np.int64], float]:
+        """How many tokens of each guess give the most tokens a second, none where that is too little, and the time that
+        this saves. With `model_costs` the guesses are still to be made: for each place by a pass of the draft model."""
         rows, kinds = guesses.rows, guesses.kinds
         of_all = self._right_of_all[kinds] / self._checked_of_all[kinds] * _WEIGHT_OF_ALL
         p = (self._right[rows, kinds] + of_all) / (self._checked[rows, kinds] + _WEIGHT_OF_ALL)
@@ -138,20 +171,18 @@ class PayingDrafts:
         reads = self._times.context_s * guesses.lengths
         costs = self._times.with_drafts(num_rows, np.arange(len(order) + 1), len(rows)) + num_rows * reads.mean()
         costs[1:] += np.cumsum(reads[order // len(places)])
+        if model_costs is not None:
+            num_passes = np.maximum.accumulate(order % len(places)) + 1
+            of_pass = model_costs.of(np.arange(1, len(order) + 1) / num_passes)
+            costs[1:] += num_passes * of_pass + model_costs.context_s * np.cumsum(guesses.lengths[order // len(places)])
         rates = (num_rows + np.concatenate(([0.0], np.cumsum(gains.ravel()[order])))) / costs
         best = int(np.argmax(rates))
-        taken = np.zeros(gains.size, np.int64)
+        taken, saved_s = np.zeros(gains.size, np.int64), 0.0
         if rates[best] >= _MIN_GAIN * rates[0]:
             taken[order[:best]] = 1
             # Without drafts so many tokens take longer by this part.
-            self._earn(_SHARE_OF_SAVED * float(costs[best] * (rates[best] / rates[0] - 1)))
-        counts = taken.reshape(gains.shape).sum(1)
-        paying = rows[counts > 0]
-        self._periods[paying], self._pays[paying] = 1, True
-        self._any_pays = self._any_pays or len(paying) > 0
-        if not counts.all():
-            self._put_off(rows[counts == 0], _MAX_PERIOD)
-        return counts
+            saved_s = float(costs[best] * (rates[best] / rates[0] - 1))
+        return taken.reshape(gains.shape).sum(1), saved_s
 
     def saw(self, guesses: Guesses, num_checked: NDArray[np.int64], num_right: NDArray[np.int64]) -> None:
         rows, kinds = guesses.rows, guesses.kinds

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from worker_svc.device.batch import count_up, sample_places
 from worker_svc.device.draft_choice import DraftChoice, Guesses
+from worker_svc.device.draft_model import DraftModel
 from worker_svc.device.rows import Rows
-from worker_svc.sampling.drafters import Drafter, RowText
+from worker_svc.sampling.drafters import OF_MODEL, Drafter, RowText
 from worker_svc.sampling.sampler import Drawn
 from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import Batch, Int32Array, RowChanges, WorkerLimits
@@ -100,6 +101,7 @@ class Drafts:
         drafter: Drafter | None,
         forced: Callable[[Sequence[int]], Mapping[int, Sequence[int]]],
         limits: WorkerLimits,
+        model: DraftModel | None = None,
     ) -> None:
         """
         Args:
@@ -107,6 +109,7 @@ class Drafts:
             drafter: None for no drafts.
             forced: the next tokens of these constrained rows as far as there is no choice; those without any are left
                 out.
+            model: guesses for rows of which the drafter has no guess.
         """
         self.choice: DraftChoice | None = None
         """Set before the first step that may have drafts."""
@@ -114,6 +117,7 @@ class Drafts:
         self._token_ids = rows.token_ids.numpy()
         self._num_tokens = np.zeros(len(self._token_ids), np.int64)
         self._drafter = drafter
+        self._model = model
         self._forced = forced
         self._max_drafts, self._max_verified = limits.max_drafts, limits.max_verified
         self._may_guess = False
@@ -148,6 +152,8 @@ class Drafts:
 
     def apply(self, changes: RowChanges) -> None:
         """The changes of a step, which `Rows` has."""
+        if self._model is not None:
+            self._model.apply(changes)
         self._changed = {*(each.row for each in changes.assign), *changes.fork[:, 1].tolist()}
         self._changed.update(each.row for each in changes.set_tokens)
         for each in changes.assign:
@@ -212,7 +218,15 @@ class Drafts:
             self._compare(drafted, drafted.guesses, drawn, num_tokens)
         draws = self._rows.sampling.num_candidates[samplers] == 0
         self._num_tokens[samplers[draws]] += num_tokens[draws]
+        if self._model is not None:
+            self._model.keep(samplers, self._num_tokens[samplers])
         return kept
+
+    def end_step(self, batch: Batch) -> None:
+        """All passes of this batch have run."""
+        if self._model is not None:
+            rows = batch.samples[:, 0].astype(np.int64)
+            self._model.end_step(rows, self._num_tokens[rows])
 
     def _forced_of(self, rows: NDArray[np.integer]) -> Mapping[int, Sequence[int]]:
         constrained = [
@@ -236,7 +250,6 @@ class Drafts:
         forced = self._forced_of(samplers[drafting])
         found: list[tuple[int, int, int, int, int]] = []
         missing: list[int] = []
-        max_periods: list[int] = []
         for sample in drafting.tolist():
             row = int(samplers[sample])
             end = int(self._num_tokens[row])
@@ -247,15 +260,42 @@ class Drafts:
                 self._token_ids[row, end : end + len(token_ids)] = token_ids
                 found.append((sample, row, kind, len(token_ids), end))
             else:
-                # A prediction goes on soon behind a few tokens that are others.
-                missing.append(row)
-                max_periods.append(_MAX_PERIOD if followed is None else max(followed.num_beside // 4, 1))
+                missing.append(sample)
+        if missing and self._model is not None:
+            places = np.array(missing)
+            found += self._guess_by_model(self._model, places, samplers[places], max_drafts[places], len(samplers))
+            missing = sorted({*missing}.difference(each[0] for each in found))
         if missing:
-            self.choice.found_nothing(missing, max_periods)
+            rows_missing = [int(samplers[sample]) for sample in missing]
+            self.choice.found_nothing(rows_missing, list(map(self._max_period, rows_missing)))
         if not found:
             return none
         guessing, rows, kinds, num_tokens, ends = np.array(found).T
         return guessing, Guesses(rows, kinds, num_tokens, ends), self._token_ids[rows, ends]
+
+    def _max_period(self, row: int) -> int:
+        """A prediction goes on soon behind a few tokens that are others."""
+        followed = self._rows.sampling.followed[row]
+        return _MAX_PERIOD if followed is None else max(followed.num_beside // 4, 1)
+
+    def _guess_by_model(
+        self,
+        model: DraftModel,
+        places: NDArray[np.int64],
+        rows: NDArray[np.integer],
+        max_drafts: NDArray[np.integer],
+        num_rows: int,
+    ) -> list[tuple[int, int, int, int, int]]:
+        """Guesses of the draft model, as far as they are expected to pay: sample, row, kind, number, end."""
+        assert self.choice is not None
+        rows = rows.astype(np.int64)
+        ends = self._num_tokens[rows]
+        guesses = Guesses(rows, np.full(len(rows), OF_MODEL), max_drafts.astype(np.int64), ends)
+        counts = self.choice.plan(guesses, num_rows, model.num_missing(rows, ends))
+        model.guess(rows, ends, counts)
+        chosen = np.flatnonzero(counts)
+        columns = (places, rows, guesses.kinds, counts, ends)
+        return list(zip(*(each[chosen].tolist() for each in columns), strict=True))
 
     def _compare(self, drafted: DraftedBatch, guesses: Guesses, drawn: Drawn, num_tokens: NDArray[np.integer]) -> None:
         """Tells what was right of the guesses, of those without drafts the first token."""

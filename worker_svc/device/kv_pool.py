@@ -6,7 +6,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -40,7 +41,8 @@ Fill = Callable[[Tensor, int, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class KvPool:
-    """The tensors of all layers, each [2, num_blocks, num_kv_heads, block_size, head_dim]; in int8 with wider lines."""
+    """The tensors of all layers, each [2, num_blocks, num_kv_heads, block_size, head_dim]; in int8 with wider lines.
+    Behind the layers of the model are those of its draft model, if there is one, with heads of its own."""
 
     geometry: PoolGeometry
     gpu: tuple[Tensor, ...]
@@ -51,6 +53,16 @@ class KvPool:
     """The inventory beside the blocks, where they lie in a file; None: no block is final at first."""
     is_released: threading.Event = field(default_factory=threading.Event)
     """Set once the memory was given back: it is not populated any more."""
+
+    @property
+    def of_model(self) -> tuple[Tensor, ...]:
+        """The layers of the model on the device."""
+        return self.gpu[: self.geometry.num_layers]
+
+    def of_draft_model(self) -> "KvPool":
+        """The layers of its draft model, as a pool of the same blocks."""
+        layers = self.gpu[self.geometry.num_layers :]
+        return replace(self, geometry=replace(self.geometry, num_layers=len(layers)), gpu=layers)
 
     def release(self) -> None:
         """Gives the memory of a pool on the CPU back to the system. Its blocks hold zeros then, and take memory again
@@ -72,11 +84,11 @@ class KvPool:
         layers = [weakref.ref(layer) for layer in self.gpu if layer.device.type == "cpu"]
         if not layers:
             return
-        # A layer has all keys, then all values.
+        # A layer has all keys, then all values. All are as large as the first, but for those of a draft model.
         half, num_blocks = self.gpu[0].nbytes // 2, self.gpu[0].shape[1]
         fill = populate if self.seals is None else _populate_and_collapse
         end = min(num_first_blocks, num_blocks) * half // num_blocks
-        if _populate(layers, end, fill, self.is_released, max_s=_FIRST_PART_S):
+        if _populate(layers, end, half, fill, self.is_released, max_s=_FIRST_PART_S):
             arguments = (layers, half, fill, self.is_released)
             threading.Thread(target=_populate_beside, args=arguments, name="populate", daemon=True).start()
 
@@ -198,10 +210,13 @@ def _check_memory(request: PoolRequest, pool_bytes: int) -> None:
     )
 
 
-def pool_geometry(model: CausalLM, request: PoolRequest, available_bytes: int | None) -> PoolGeometry:
+def pool_geometry(
+    model: CausalLM, request: PoolRequest, available_bytes: int | None, draft_model: CausalLM | None = None
+) -> PoolGeometry:
     """The shape of the pool for a model. ConfigurationError when not one block fits."""
     dtype = request.dtype or model.dtype
-    bytes_per_block = block_bytes(model, request.block_size, dtype)
+    models = (model,) if draft_model is None else (model, draft_model)
+    bytes_per_block = sum(block_bytes(each, request.block_size, dtype) for each in models)
     gpu_blocks = num_gpu_blocks(request, bytes_per_block, available_bytes)
     left_bytes = request.host_memory
     if model.device.type == "cpu":
@@ -236,6 +251,7 @@ def allocate_pool(
     *,
     with_padding: bool = False,
     place: PoolPlace | None = None,
+    draft_model: CausalLM | None = None,
 ) -> KvPool:
     """Allocates all tensors: the device's zero, the host's untouched, and pinned if the device copies by DMA.
 
@@ -245,20 +261,27 @@ def allocate_pool(
         dtype: of keys and values.
         with_padding: adds a block on the device for what is computed and not kept.
         place: of a pool on the CPU that may hold blocks already. Without one it is private memory.
+        draft_model: has further layers.
 
     Raises:
         ConfigurationError: there is not enough memory.
     """
-    gpu_shape = _layer_shape(geometry, geometry.num_gpu_blocks + with_padding, dtype)
-    host_shape = (geometry.num_layers, *_layer_shape(geometry, geometry.num_host_blocks, dtype))
+    gpu_shapes, host_shapes = (
+        _layer_shapes(geometry, num_blocks, dtype, draft_model)
+        for num_blocks in (geometry.num_gpu_blocks + with_padding, geometry.num_host_blocks)
+    )
     try:
-        gpu, seals = _map_layers(place, gpu_shape, dtype) or (
-            tuple(zeros(gpu_shape, dtype, device) for _ in range(geometry.num_layers)),
+        gpu, seals = _map_layers(place, gpu_shapes, dtype) or (
+            tuple(zeros(shape, dtype, device) for shape in gpu_shapes),
             None,
         )
         pinned = device.type == "cuda" and geometry.num_host_blocks > 0
-        # One allocation for all layers: torch rounds each pinned one up to a power of two.
-        host = torch.empty(host_shape, dtype=dtype, pin_memory=pinned).unbind(0)
+        # One allocation for all layers of a shape: torch rounds each pinned one up to a power of two.
+        host = tuple(
+            layer
+            for shape, layers in groupby(host_shapes)
+            for layer in torch.empty((len(list(layers)), *shape), dtype=dtype, pin_memory=pinned)
+        )
     except (RuntimeError, MemoryError) as error:
         total = (geometry.num_gpu_blocks + geometry.num_host_blocks) * geometry.block_bytes
         raise ConfigurationError(
@@ -269,12 +292,12 @@ def allocate_pool(
 
 
 def _map_layers(
-    place: PoolPlace | None, shape: tuple[int, ...], dtype: torch.dtype
+    place: PoolPlace | None, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
 ) -> tuple[tuple[Tensor, ...], SealInventory] | None:
     """The layers in their file; None where they are better off elsewhere."""
     if place is None:
         return None
-    mapped = place.file.map(place.namespace, shape[1], shape, dtype, needs_huge_pages=place.needs_huge_pages)
+    mapped = place.file.map(place.namespace, shapes[0][1], shapes, dtype, needs_huge_pages=place.needs_huge_pages)
     if mapped is None:
         _logger.info(
             "the KV pool ends with this worker: a file in memory gets no huge pages here, and steps would be slower; "
@@ -295,15 +318,16 @@ def _populate_and_collapse(tensor: Tensor, start: int, num_bytes: int) -> bool:
 
 
 def _populate_beside(
-    layers: Sequence["weakref.ref[Tensor]"], end: int, fill: Fill, is_released: threading.Event
+    layers: Sequence["weakref.ref[Tensor]"], half: int, fill: Fill, is_released: threading.Event
 ) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-    _populate(layers, end, fill, is_released, rest=_REST)
+    _populate(layers, half, half, fill, is_released, rest=_REST)
 
 
 def _populate(
     layers: Sequence["weakref.ref[Tensor]"],
     end: int,
+    half: int,
     fill: Fill,
     is_released: threading.Event,
     *,
@@ -313,6 +337,7 @@ def _populate(
     """Populates the first `end` bytes of keys and of values of all layers, in the order in which blocks are handed out.
 
     Args:
+        end, half: of a layer that has `half` bytes of keys; of one that has fewer, as large a part.
         fill: populates some bytes of a layer.
         is_released: It stops where this is set.
         rest: After each part it sleeps this many times as long as the part took.
@@ -333,16 +358,21 @@ def _populate(
             if started_at >= deadline:
                 return True
             tensor = layer()
-            if (
-                is_released.is_set()
-                or tensor is None
-                or not all(fill(tensor, part + start, num_bytes) for part in (0, tensor.nbytes // 2))
-            ):
+            if is_released.is_set() or tensor is None:
+                return False
+            values = tensor.nbytes // 2
+            first, last = (place * values // half for place in (start, start + num_bytes))
+            if not all(fill(tensor, part + first, last - first) for part in (0, values)):
                 return False
             del tensor
             clock.sleep(rest * (clock.monotonic() - started_at))
     return True
 
 
-def _layer_shape(geometry: PoolGeometry, num_blocks: int, dtype: torch.dtype) -> tuple[int, ...]:
-    return (2, num_blocks, geometry.num_kv_heads, geometry.block_size, line_width(geometry.head_dim, dtype))
+def _layer_shapes(
+    geometry: PoolGeometry, num_blocks: int, dtype: torch.dtype, draft_model: CausalLM | None
+) -> list[tuple[int, ...]]:
+    heads = [(geometry.num_kv_heads, geometry.head_dim)] * geometry.num_layers
+    if draft_model is not None:
+        heads += [(draft_model.num_kv_heads, draft_model.head_dim)] * draft_model.num_layers
+    return [(2, num_blocks, count, geometry.block_size, line_width(head_dim, dtype)) for count, head_dim in heads]

@@ -24,7 +24,7 @@ class PassCosts:
     seconds: Sequence[float] = (1.0, 4.0)
     context_s: float = 0.0
 
-    def of(self, num_rows: NDArray[np.integer]) -> NDArray[np.float64]:
+    def of(self, num_rows: NDArray[np.integer] | NDArray[np.floating]) -> NDArray[np.float64]:
         """Without contexts. Beyond what was measured each row costs as much as the last ones did."""
         within = np.interp(num_rows, self.num_rows, self.seconds)
         slope = (self.seconds[-1] - self.seconds[-2]) / (self.num_rows[-1] - self.num_rows[-2])

@@ -27,41 +27,41 @@ class PoolBlocks:
         self._on_host = all(layer.is_cpu for layer in self._layers)
         # numpy copies in the calling thread, where torch would start a team of threads beside that of the steps.
         self._arrays = [layer.numpy() for layer in self._layers] if self._on_host else []
-        two, _, *rest = self._layers[0].shape
-        self._shape = (len(self._layers), two, *rest)
-        self.block_bytes = int(np.prod(self._shape))
+        # Where each layer ends within a block.
+        self._ends = np.cumsum([layer.nbytes // layer.shape[1] for layer in self._layers])
+        self.block_bytes = int(self._ends[-1])
         self._stream = None if self._on_host else torch.cuda.Stream(self._layers[0].device)
 
     def read(self, blocks: Int32Array) -> NDArray[np.uint8]:
         """[n, block_bytes]."""
-        if self._on_host:
-            content = np.empty((len(blocks), *self._shape), np.uint8)
-            for index, layer in enumerate(self._arrays):
-                content[:, index] = layer[:, blocks].swapaxes(0, 1)
-        else:
-            content = self._read_from_device(torch.from_numpy(blocks.astype(np.int64))).numpy()
-        return content.reshape(len(blocks), self.block_bytes)
+        if not self._on_host:
+            return self._read_from_device(torch.from_numpy(blocks.astype(np.int64))).numpy()
+        content = np.empty((len(blocks), self.block_bytes), np.uint8)
+        for layer, part in zip(self._arrays, np.split(content, self._ends[:-1], axis=1), strict=True):
+            part[:] = layer[:, blocks].swapaxes(0, 1).reshape(part.shape)
+        return content
 
     def write(self, blocks: Int32Array, contents: NDArray[np.uint8]) -> None:
         """`contents` is as `read` returns it."""
-        parts = contents.reshape(len(blocks), *self._shape)
-        if self._on_host:
-            for index, layer in enumerate(self._arrays):
-                layer[:, blocks] = parts[:, index].swapaxes(0, 1)
-        else:
-            self._write_to_device(torch.from_numpy(blocks.astype(np.int64)), torch.from_numpy(parts.copy()))
+        contents = contents.reshape(len(blocks), self.block_bytes)
+        if not self._on_host:
+            self._write_to_device(torch.from_numpy(blocks.astype(np.int64)), torch.from_numpy(contents.copy()))
+            return
+        for layer, part in zip(self._arrays, np.split(contents, self._ends[:-1], axis=1), strict=True):
+            layer[:, blocks] = part.reshape(len(blocks), 2, *layer.shape[2:]).swapaxes(0, 1)
 
     def _read_from_device(self, blocks: Tensor) -> Tensor:
         with torch.inference_mode(), self._beside_steps():
             there = blocks.to(self._layers[0].device)
-            content = torch.stack([layer[:, there].transpose(0, 1) for layer in self._layers], dim=1)
-            return content.cpu()
+            parts = [layer[:, there].transpose(0, 1).reshape(len(blocks), -1) for layer in self._layers]
+            return torch.cat(parts, dim=1).cpu()
 
-    def _write_to_device(self, blocks: Tensor, parts: Tensor) -> None:
+    def _write_to_device(self, blocks: Tensor, contents: Tensor) -> None:
         with torch.inference_mode(), self._beside_steps():
-            there, parts = blocks.to(self._layers[0].device), parts.to(self._layers[0].device)
-            for index, layer in enumerate(self._layers):
-                layer.index_copy_(1, there, parts[:, index].transpose(0, 1).contiguous())
+            there, contents = blocks.to(self._layers[0].device), contents.to(self._layers[0].device)
+            for layer, part in zip(self._layers, contents.tensor_split(self._ends[:-1].tolist(), dim=1), strict=True):
+                part = part.reshape(len(blocks), 2, *layer.shape[2:])
+                layer.index_copy_(1, there, part.transpose(0, 1).contiguous())
             if self._stream is not None:
                 self._stream.synchronize()
 

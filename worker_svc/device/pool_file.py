@@ -44,15 +44,16 @@ class KvNamespace:
     """What the bytes of a block mean: blocks of two namespaces are never taken for each other.
 
     Attributes:
-        model: fingerprint of config, tokenizer and weights. Adapter and tenant are in the hash of each block.
+        model: fingerprint of config, tokenizer and weights, and config and weights of a draft model.
+            Adapter and tenant are in the hash of each block.
         dtype, kv_dtype: of the model and of the pool.
-        block_size, num_layers, num_kv_heads, head_dim: the shape of a block, of one rank.
+        block_size, num_layers, num_kv_heads, head_dim: the shape of a block, of one rank, without a draft model.
         rank, world_size: which part of the model.
         numerics: what rounding follows from: release, implementation of the model, quantization, kernels and their
             instruction set, torch.
     """
 
-    model: tuple[str, str, str]
+    model: tuple[str, ...]
     dtype: str
     kv_dtype: str
     block_size: int
@@ -74,8 +75,8 @@ class FileLayout:
     """Where everything lies in the file of a pool, in bytes."""
 
     num_blocks: int
-    layer_bytes: int
-    num_layers: int
+    layer_bytes: Sequence[int]
+    """Of each layer."""
 
     @property
     def layers_at(self) -> int:
@@ -83,11 +84,11 @@ class FileLayout:
 
     @property
     def num_bytes(self) -> int:
-        return self.layers_at + self.num_layers * _whole_pages(self.layer_bytes)
+        return self.layers_at + sum(map(_whole_pages, self.layer_bytes))
 
     def layer(self, index: int) -> slice:
-        start = self.layers_at + index * _whole_pages(self.layer_bytes)
-        return slice(start, start + self.layer_bytes)
+        start = self.layers_at + sum(map(_whole_pages, self.layer_bytes[:index]))
+        return slice(start, start + self.layer_bytes[index])
 
 
 def _whole_pages(num_bytes: int) -> int:
@@ -126,21 +127,21 @@ class PoolFile:
         self,
         namespace: KvNamespace,
         num_blocks: int,
-        shape: Sequence[int],
+        shapes: Sequence[Sequence[int]],
         dtype: torch.dtype,
         *,
         needs_huge_pages: bool,
     ) -> tuple[tuple[Tensor, ...], SealInventory] | None:
-        """The layers, each of this shape, and the inventory of the blocks, those of before if they can be used.
+        """The layers of these shapes, and the inventory of the blocks, those of before if they can be used.
 
         Args:
-            num_blocks: of each layer; `namespace` says how many layers there are.
+            num_blocks: of each layer.
             needs_huge_pages: None if the file gets none and layers are so large that this matters.
 
         Raises:
             MemoryError: the file cannot be mapped.
         """
-        layout = FileLayout(num_blocks, math.prod(shape) * dtype.itemsize, namespace.num_layers)
+        layout = FileLayout(num_blocks, [math.prod(shape) * dtype.itemsize for shape in shapes])
         is_held = self.num_held(namespace) == num_blocks and os.fstat(self._file).st_size >= layout.num_bytes
         try:
             if not is_held:
@@ -160,7 +161,7 @@ class PoolFile:
             os.pwrite(self._file, header[-_DIGEST_BYTES:], _HEADER_BYTES - _DIGEST_BYTES)
         inventory = memory.numpy()[_INVENTORY_AT : _INVENTORY_AT + num_blocks * (1 + HASH_BYTES)]
         seals = SealInventory.over(inventory[:num_blocks], inventory[num_blocks:].reshape(num_blocks, HASH_BYTES))
-        layers = tuple(memory[layout.layer(index)].view(dtype).view(*shape) for index in range(layout.num_layers))
+        layers = tuple(memory[layout.layer(index)].view(dtype).view(*shape) for index, shape in enumerate(shapes))
         if is_held:
             _logger.info("%d of %d blocks are final since before", len(seals.snapshot().block_ids), num_blocks)
         return layers, seals

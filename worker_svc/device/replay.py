@@ -398,4 +398,4 @@ class RecordedForward:
 def room_for(pool: KvPool, max_model_len: int, *, num_tokens: int, num_rows: int) -> ModelInput:
     """The room of a recording on the CPU, over the pool of all steps."""
     num_columns = pool.geometry.blocks_for(max_model_len)
-    return make_room(num_tokens, num_rows, num_columns, pool.gpu, max_model_len, torch.device("cpu"))
+    return make_room(num_tokens, num_rows, num_columns, pool.of_model, max_model_len, torch.device("cpu"))

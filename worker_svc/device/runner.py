@@ -31,9 +31,10 @@ from worker_svc.device.batch import (
 from worker_svc.device.block_moves import BlockMoves
 from worker_svc.device.decode_run import DecodeRun, are_plain
 from worker_svc.device.draft_choice import DraftChoice
+from worker_svc.device.draft_model import DraftModel
 from worker_svc.device.drafts import Drafts, Kept
 from worker_svc.device.kv_pool import KvPool
-from worker_svc.device.pass_times import PassTimes
+from worker_svc.device.pass_times import PassCosts, PassTimes
 from worker_svc.device.replay import (
     CudaGraphRecorder,
     DecodeGraphs,
@@ -261,6 +262,7 @@ class ModelRunner:
         matchers: RowMatchers | None = None,
         drafter: Drafter | None = None,
         multi_step_s: float = 0.0,
+        draft_model: CausalLM | None = None,
     ) -> None:
         """Without `streams` it takes those of the model's device; without `matchers` no row has a constraint.
 
@@ -268,6 +270,7 @@ class ModelRunner:
             drafter: guesses up to `limits.max_drafts` further tokens of a sample.
             multi_step_s: decodes go on for so long, up to `limits.max_passes` times. Both are for a model on the CPU,
                 and the latter for one without further ranks.
+            draft_model: whose layers the pool has, too; guesses where the drafter has no guess.
         """
         self._model = model
         self._pool = pool
@@ -283,9 +286,12 @@ class ModelRunner:
         self._run_decodes = make_decodes(model, pool, geometry.max_model_len, limits)
         self._matchers = matchers
         forced = matchers.forced if matchers is not None else lambda rows: {}
-        drafts = None
+        self._draft_model, drafts = None, None
+        if draft_model is not None:
+            length = geometry.max_model_len
+            self._draft_model = DraftModel(draft_model, pool, self._rows, model.vocab_size, length, limits)
         if limits.max_drafts or limits.max_passes > 1:
-            drafts = Drafts(self._rows, drafter, forced, limits)
+            drafts = Drafts(self._rows, drafter, forced, limits, self._draft_model)
         self._drafts, self._multi_step_s, self._pass_times = drafts, multi_step_s, PassTimes()
         self._seals = pool.seals or SealInventory(pool.gpu[0].shape[1])
         self._failed_prompts = FailedPrompts()
@@ -304,6 +310,11 @@ class ModelRunner:
     def predict_passes(self, times: PassTimes) -> None:
         """Predicts passes by this from now on, and tells it what they took."""
         self._pass_times = times
+
+    @torch.inference_mode()
+    def measure_draft_model(self, context_s: float) -> PassCosts | None:
+        """What its passes cost, to be called after the first steps; None if there is none."""
+        return None if self._draft_model is None else self._draft_model.measured_costs(context_s)
 
     def choose_drafts(self, choice: DraftChoice) -> None:
         """Chooses drafts by this from now on. Without it there are none."""
@@ -365,6 +376,8 @@ class ModelRunner:
         if batch.max_passes > 1 and len(passes := self._run_on(batch, ran, stopwatch)) > 1:
             ran = _joined(passes, batch, self._rows.sampling)
             copy = self._copied(StepValues(ran.drawn.token_ids, ran.drawn.is_finite))
+        if self._drafts is not None:
+            self._drafts.end_step(batch)
         stopwatch.mark()
         return LaunchedStep(
             step=step,
@@ -441,6 +454,7 @@ class ModelRunner:
         if self._drafts is not None:
             drafted = self._drafts.expand(batch)
             batch = drafted.batch
+        of_model = batch
         places = None if drafted is None else drafted.places
         lone: NDArray[np.bool_] | None = None
         if not self.is_asynchronous:
@@ -465,6 +479,8 @@ class ModelRunner:
                 prompt_logprobs = compute_prompt_logprobs(self._model, hidden, prompts, self._rows.token_ids)
             if len(samples.rows):
                 logits = self._model.logits(hidden[to_device(samples.logit_tokens, hidden.device)])
+        if self._draft_model is not None:
+            self._draft_model.follow(of_model)
         if stopwatch is not None:
             stopwatch.mark()
 
@@ -518,7 +534,7 @@ class ModelRunner:
         return self._run_model(inputs)[torch.from_numpy(np.delete(np.arange(new.sum()), firsts))]
 
     def _model_input(self, batch: Batch) -> ModelInput:
-        return build_model_input(batch, self._rows, self._pool.gpu, self._pool.geometry.block_size)
+        return build_model_input(batch, self._rows, self._pool.of_model, self._pool.geometry.block_size)
 
     def _change_logits(
         self, logits: torch.Tensor, samples: SamplePlan, columns: SamplingColumns, masks: Masks | None

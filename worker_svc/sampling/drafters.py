@@ -19,9 +19,11 @@ _FRESH_RUN, _FOLLOWED_RUN = 2, 8
 _GRAMMAR = 3
 _NGRAM = 4
 _SHARED = 8
-EXPECTED_RIGHT = (0.4, 0.8, 0.95, 0.8, 0.3, 0.5, 0.6, 0.75, 0.5, 0.6, 0.75)
+OF_MODEL = 11
+EXPECTED_RIGHT = (0.4, 0.8, 0.95, 0.8, 0.3, 0.5, 0.6, 0.75, 0.5, 0.6, 0.75, 0.7)
 """By kind of draft: how probably its next token is right, before anything was seen. Three kinds are from predictions,
-one from constraints, four from repetitions and three from earlier outputs, by how many tokens matched."""
+one from constraints, four from repetitions and three from earlier outputs, by how many tokens matched, and one from a
+draft model."""
 _MIN_SHARED_MATCH = 4
 _MAX_SCOPES, _MAX_TOKENS_OF_SCOPE = 64, 16384
 """Of earlier outputs, so many scopes are kept, and of each so many of its last tokens: 4 MiB."""

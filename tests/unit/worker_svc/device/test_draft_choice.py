@@ -5,6 +5,7 @@ import pytest
 
 from worker_svc.device.draft_choice import Guesses, PayingDrafts
 from worker_svc.device.pass_times import PassCosts, PassTimes
+from worker_svc.sampling.drafters import OF_MODEL
 
 FEW_ROWS_ARE_CHEAP = PassCosts([1, 2, 4, 8, 64], [10.0, 11.0, 13.0, 17.0, 73.0])
 ROWS_ARE_ALL = PassCosts([1, 2], [10.0, 20.0])
@@ -129,3 +130,38 @@ def test_what_drafts_save_is_spent_on_looking_where_others_do_not_pay() -> None:
 def test_no_row_is_looked_at_where_right_drafts_would_not_pay(num_rows: int, is_looked_at: bool) -> None:
     choice = PayingDrafts(64, PassTimes(FEW_ROWS_ARE_CHEAP))
     assert due(choice, num_rows).any() == is_looked_at
+
+
+def asked(rows: list[int]) -> Guesses:
+    return guesses_of(rows, OF_MODEL)
+
+
+def test_a_draft_model_guesses_what_pays_for_its_own_passes_too() -> None:
+    cheap, dear = (
+        PayingDrafts(64, PassTimes(FEW_ROWS_ARE_CHEAP), PassCosts([1, 8], [each, each])) for each in (1.0, 9.0)
+    )
+    for choice in (cheap, dear):
+        show(choice, asked([0]), 5, 10)
+        # Once there are guesses, they are verified in any case.
+        assert choice.choose(asked([0]), 1)[0] > 3
+    assert cheap.plan(asked([0]), 1, 1)[0] > 3
+    assert dear.plan(asked([0]), 1, 1)[0] == 0
+    # A few right ones do not pay for a pass of 60 rows.
+    assert not cheap.plan(asked(list(range(60))), 60, 60).any()
+
+
+def test_a_draft_model_that_is_wrong_takes_a_small_part_of_the_time_until_it_is_right() -> None:
+    pass_s, of_model_s = 10.0, 2.0
+    choice = PayingDrafts(1, PassTimes(PassCosts([1, 2], [pass_s, 10.5])), PassCosts([1, 8], [of_model_s, 2.5]))
+    show(choice, asked([0]), 0, 40)
+    num_looks = 0
+    for _ in range(2000):
+        choice.begin_pass(1, is_first=False)
+        counts = choice.plan(asked([0]), 1, 1)
+        assert counts[0] <= 1
+        if counts[0]:
+            num_looks += 1
+            choice.saw(guesses_of([0], OF_MODEL, num_tokens=1), np.array([1]), np.array([0]))
+    assert 0 < num_looks * of_model_s < 0.01 * 2000 * pass_s
+    show(choice, asked([0]), 7, 20)
+    assert choice.plan(asked([0]), 1, 1)[0] > 3

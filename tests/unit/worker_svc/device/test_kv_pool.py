@@ -19,7 +19,9 @@ from worker_svc.device.kv_pool import (
     num_host_blocks,
     pool_geometry,
 )
+from worker_svc.device.pool_blocks import PoolBlocks
 from worker_svc.device.rows import Rows
+from worker_svc.device.seals import SealInventory
 from worker_svc.step import AdmittedStep, CacheOperations
 from worker_svc.streams import IN_ORDER
 
@@ -200,3 +202,29 @@ def test_moves_are_applied_out_in_copy() -> None:
     assert contents(pool.host[0]) == [5.0, 1.0, 2.0]
     assert contents(pool.gpu[0]) == [5.0, 2.0, 5.0, 1.0, 5.0, 1.0]
     assert sorted(operations.written_blocks.tolist()) == [0, 2, 3, 5]
+
+
+def test_blocks_have_the_layers_of_a_draft_model_wherever_they_go() -> None:
+    model, draft_model = TinyCausalLM(), TinyCausalLM()
+    draft_model.num_layers, draft_model.num_kv_heads, draft_model.head_dim = 2, 1, 4
+    request = make_request(num_gpu_blocks=4, swap_space=2 * 2 * BLOCK_BYTES)
+    geometry = pool_geometry(model, request, None, draft_model)
+    # Two layers with a quarter of the numbers.
+    assert geometry.block_bytes == BLOCK_BYTES * 3 // 2
+    pool = allocate_pool(geometry, model.device, model.dtype, draft_model=draft_model)
+    assert [tuple(layer.shape) for layer in pool.gpu] == [(2, 4, 2, 4, 8), *[(2, 4, 1, 4, 4)] * 2]
+    assert pool.of_draft_model().gpu == pool.gpu[1:]
+    for index, layer in enumerate(pool.gpu):
+        for block in range(4):
+            layer[:, block] = 10 * index + block
+    apply_moves(make_operations(swap_out=[(1, 0)], swap_in=[(0, 2)], copy=[(3, 0)]), pool)
+    assert [contents(layer) for layer in pool.gpu] == [
+        [10 * index + each for each in (3, 1, 1, 3)] for index in range(3)
+    ]
+
+    blocks = PoolBlocks(pool, SealInventory(4))
+    assert blocks.block_bytes == geometry.block_bytes
+    blocks.write(int32([0, 3]), blocks.read(int32([1, 0])))
+    assert [contents(layer) for layer in pool.gpu] == [
+        [10 * index + each for each in (1, 1, 1, 3)] for index in range(3)
+    ]

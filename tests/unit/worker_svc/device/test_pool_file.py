@@ -44,7 +44,7 @@ OTHERS = {
 }
 NUM_BLOCKS = 10
 SHAPE = (2, NUM_BLOCKS, 2, 4, 8)
-LAYOUT = FileLayout(NUM_BLOCKS, 2 * NUM_BLOCKS * 2 * 4 * 8 * 2, 3)
+LAYOUT = FileLayout(NUM_BLOCKS, [2 * NUM_BLOCKS * 2 * 4 * 8 * 2] * 3)
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ class OpenPool:
     def __init__(self, path: Path, namespace: KvNamespace = NAMESPACE, num_blocks: int = NUM_BLOCKS) -> None:
         self.file = PoolFile.open(path)
         self.num_held = self.file.num_held(namespace)
-        shape = (2, num_blocks, *SHAPE[2:])
-        mapped = self.file.map(namespace, num_blocks, shape, torch.bfloat16, needs_huge_pages=False)
+        shapes = [(2, num_blocks, *SHAPE[2:])] * NAMESPACE.num_layers
+        mapped = self.file.map(namespace, num_blocks, shapes, torch.bfloat16, needs_huge_pages=False)
         assert mapped is not None
         self.layers, self.seals = mapped
 
@@ -210,9 +210,9 @@ def test_a_file_whose_blocks_are_given_back_holds_none_for_a_successor(path: Pat
 
 
 def test_parts_of_a_file_do_not_overlap() -> None:
-    for layout in (FileLayout(1, 512, 2), FileLayout(100_000, 5 << 20, 3), LAYOUT):
+    for layout in (FileLayout(1, [512, 256]), FileLayout(100_000, [5 << 20] * 3), LAYOUT):
         parts = [(0, pool_file._INVENTORY_AT + layout.num_blocks * (1 + HASH_BYTES))]
-        parts += [(each.start, each.stop) for each in map(layout.layer, range(layout.num_layers))]
+        parts += [(each.start, each.stop) for each in map(layout.layer, range(len(layout.layer_bytes)))]
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(parts))
         assert parts[-1][1] <= layout.num_bytes
         assert all(start % pool_file.HUGE_PAGE == 0 for start, _ in parts)

@@ -1,0 +1,167 @@
+"""A small model of the same vocabulary, which guesses what the model says next.
+
+Its layers are further layers of the pool, under the same block ids, so that its keys and values go where the model's
+go: copies of blocks, swaps, seals, files and moves need nothing of their own. It computes prompts behind the model, in
+the same pass. Tokens of the output it computes when it guesses for their row, and before a step ends that filled a
+block: so a full block has all of it for whoever finds the block in the prefix cache.
+
+It draws as the row draws, by the same random numbers, so that it is mostly right where its distribution is nearly the
+model's, whatever the temperature. Penalties, constraints and adapters it does not know.
+
+What it computes decides how many tokens a step gives, never which. So where its keys and values are missing, in blocks
+that were filled while it did not pay, nothing is wrong but its guesses.
+"""
+
+import logging
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire import clock
+from worker_svc.device.batch import build_model_input, count_up
+from worker_svc.device.kv_pool import KvPool
+from worker_svc.device.pass_times import PassCosts
+from worker_svc.device.replay import make_decodes, make_forward
+from worker_svc.device.rows import Rows
+from worker_svc.models.base import CausalLM, ModelInput
+from worker_svc.sampling.sampler import draw
+from worker_svc.step import Batch, RowChanges, WorkerLimits
+
+_NOT_BEGUN = -1
+_MAX_BESIDE = 2
+"""A row that lacks so many tokens computes them in the pass that makes its first guess."""
+_MEASURED_ROWS, _NUM_MEASURED = 8, 20
+_logger = logging.getLogger(__name__)
+
+
+class DraftModel:
+    """Knows how many tokens of each row it has computed, and guesses those that follow. For models on the CPU."""
+
+    def __init__(
+        self, model: CausalLM, pool: KvPool, rows: Rows, vocab_size: int, max_model_len: int, limits: WorkerLimits
+    ) -> None:
+        """`vocab_size` is that of the model for which it guesses."""
+        self._model, self._rows, self._vocab_size = model, rows, vocab_size
+        self._token_ids = rows.token_ids.numpy()
+        pool = pool.of_draft_model()
+        self._layers, self._block_size = pool.gpu, pool.geometry.block_size
+        self._forward = make_forward(model, pool, max_model_len, limits)
+        self._decodes = make_decodes(model, pool, max_model_len, limits)
+        self._max_new, self._max_decodes = limits.max_num_batched_tokens, limits.max_num_rows + limits.max_verified
+        # How many tokens of each row are in the pool, and whether its guesses for the row do not pay.
+        self._num_known = np.full(len(self._token_ids), _NOT_BEGUN, np.int64)
+        self._is_declined = np.zeros(len(self._token_ids), np.bool_)
+
+    def apply(self, changes: RowChanges) -> None:
+        """The changes of a step, which `Rows` has."""
+        if changes.are_none:
+            return
+        assigned = [each.row for each in changes.assign]
+        self._num_known[assigned], self._is_declined[assigned] = _NOT_BEGUN, False
+        for of_rows in (self._num_known, self._is_declined):
+            of_rows[changes.fork[:, 1]] = of_rows[changes.fork[:, 0]]
+        for each in changes.set_tokens:
+            self._num_known[each.row] = min(self._num_known[each.row], each.position)
+
+    def follow(self, batch: Batch) -> None:
+        """Computes the prompt tokens of a batch, which the model has computed."""
+        self._begin(batch.rows, batch.num_computed_tokens)
+        num_prompt = self._rows.sampling.num_prompt_tokens[batch.rows]
+        of_prompts = (batch.num_new_tokens > 1) | (batch.num_computed_tokens < num_prompt)
+        if of_prompts.any():
+            self._catch_up(batch.rows[of_prompts].astype(np.int64), batch.ends[of_prompts])
+
+    def num_missing(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
+        """How many of the tokens of these rows it has to compute before it guesses."""
+        return int((lengths - np.maximum(self._num_known[rows], 0)).sum())
+
+    def guess(self, rows: NDArray[np.int64], lengths: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """Writes so many guesses behind the tokens of each of these rows. Those of which it guesses nothing do not
+        pay."""
+        self._is_declined[rows] = counts == 0
+        rows, lengths, counts = (each[counts > 0] for each in (rows, lengths, counts))
+        if not len(rows):
+            return
+        self._begin(rows, lengths - 1)
+        new = lengths - self._num_known[rows]
+        if new.max() > _MAX_BESIDE or new.sum() > self._max_decodes:
+            self._catch_up(rows, lengths - 1)
+            new = np.ones(len(rows), np.int64)
+        lasts = np.cumsum(new) - 1
+        logits = self._logits(rows.repeat(new), self._num_known[rows].repeat(new) + count_up(new))
+        if len(lasts) < len(logits):
+            logits = logits[torch.from_numpy(lasts)]
+        for place in range(int(counts.max())):
+            if place:
+                rows, lengths, counts = (each[counts > place] for each in (rows, lengths, counts))
+                logits = self._logits(rows, lengths + place - 1)
+            self._draw(rows, logits, lengths + place)
+            self._num_known[rows] = lengths + place
+
+    def keep(self, rows: NDArray[np.integer], lengths: NDArray[np.int64]) -> None:
+        """These rows have so many tokens after a pass. The last one was drawn and not guessed."""
+        self._num_known[rows] = np.minimum(self._num_known[rows], lengths - 1)
+
+    def end_step(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+        """Completes the full blocks of rows that may pay."""
+        self._begin(rows, lengths - 1)
+        is_behind = self._num_known[rows] < (lengths - 1) // self._block_size * self._block_size
+        chosen = is_behind & ~self._is_declined[rows]
+        if chosen.any():
+            self._catch_up(rows[chosen], lengths[chosen] - 1)
+
+    def measured_costs(self, context_s: float) -> PassCosts:
+        """How long its passes take; `context_s` as there. To be called when the first row has a token."""
+        seconds: list[float] = []
+        counts = (1, min(_MEASURED_ROWS, self._max_decodes))
+        for count in counts:
+            times: list[float] = []
+            for _ in range(_NUM_MEASURED):
+                started = clock.monotonic()
+                self._draw(
+                    np.zeros(count, np.int64), self._logits(*np.zeros((2, count), np.int64)), np.ones(count, np.int64)
+                )
+                times.append(clock.monotonic() - started)
+            seconds.append(min(times))
+        _logger.info("the draft model takes %.2f ms for a row, %.2f for %d", *(1e3 * np.array(seconds)), counts[1])
+        return PassCosts(counts, (seconds[0], max(seconds)), context_s)
+
+    def _begin(self, rows: NDArray[np.integer], num_computed: NDArray[np.integer]) -> None:
+        """Rows that are new: full blocks that they found have all, of the last one nothing may be there."""
+        is_new = self._num_known[rows] == _NOT_BEGUN
+        if is_new.any():
+            self._num_known[rows[is_new]] = num_computed[is_new] // self._block_size * self._block_size
+
+    def _catch_up(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """Computes the tokens of these rows that it has not computed yet, up to `ends`."""
+        while True:
+            missing = np.maximum(ends - self._num_known[rows], 0)
+            new = np.clip(self._max_new - (np.cumsum(missing) - missing), 0, missing)
+            if not new.any():
+                return
+            part, new = rows[new > 0], new[new > 0]
+            self._forward(self._input(part, new, self._num_known[part]))
+            self._num_known[part] += new
+
+    def _logits(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
+        """Computes a token of each row, [n, vocab] as wide as the model's at most."""
+        inputs = self._input(rows, np.ones(len(rows), np.int64), positions)
+        logits = self._model.logits(self._forward(inputs)) if self._decodes is None else self._decodes(inputs)
+        return logits if logits.shape[1] <= self._vocab_size else logits[:, : self._vocab_size].contiguous()
+
+    def _draw(self, rows: NDArray[np.int64], logits: Tensor, positions: NDArray[np.int64]) -> None:
+        """Writes the token of each row at its position."""
+        drawn = draw(logits, self._rows.sampling.take(rows), positions)
+        self._token_ids[rows, positions] = drawn.token_ids.numpy()
+
+    def _input(
+        self, rows: NDArray[np.int64], num_new: NDArray[np.int64], num_computed: NDArray[np.int64]
+    ) -> ModelInput:
+        new, computed = num_new.astype(np.int32), num_computed.astype(np.int32)
+        batch = Batch(rows.astype(np.int32), new, computed, np.zeros((0, 2), np.int32))
+        inputs = build_model_input(batch, self._rows, self._layers, self._block_size)
+        # A padded vocabulary may be narrower than the model's.
+        token_ids = inputs.token_ids.clamp_(max=self._model.vocab_size - 1)
+        return ModelInput(token_ids, inputs.positions, inputs.attention, self._layers)
