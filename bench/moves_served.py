@@ -248,7 +248,8 @@ async def beside_disk(arguments: argparse.Namespace, model: str | None, director
                     gaps = np.concatenate([each.gaps_ms(began, end) for each in streams])
                     found[place].append(float(np.median(gaps)))
                 reading.cancel()
-                await asyncio.wait([reading])
+                with contextlib.suppress(asyncio.CancelledError):
+                    await reading
     print(f"tokens from the cache: {num_cached}, of {arguments.runs * 8 * length} each")
     return [Series(f"between tokens beside prompts from {place}", "ms", tuple(each)) for place, each in found.items()]
 
@@ -291,7 +292,8 @@ async def roles(arguments: argparse.Namespace, model: str | None) -> list[Series
             ):
                 found.setdefault(f"{name}: {what}", []).append(float(value))
             reading.cancel()
-            await asyncio.wait([reading])
+            with contextlib.suppress(asyncio.CancelledError):
+                await reading
             if run == 0:
                 print(f"{name}: {len(gaps)} times between tokens in {end - began:.1f} s", flush=True)
     return [Series(name, "ms", tuple(values)) for name, values in found.items()]

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.progress import shown_bytes
 from quire.settings import ConfigurationError
@@ -40,6 +41,7 @@ _EMPTY = bytes(_SLOT.size)
 _EVERY_S = 0.05
 _AT_ONCE = 16
 T = TypeVar("T")
+Buffer = bytes | bytearray | memoryview
 _logger = logging.getLogger(__name__)
 
 
@@ -131,7 +133,7 @@ class BlockFile:
         changes, self._changes = list(self._changes.items()), {}
         return changes
 
-    def write(self, name: bytes, content: bytes) -> None:
+    def write(self, name: bytes, content: Buffer) -> None:
         """Keeps a block that it does not have. OSError if the disk does not take it: then the block is not there."""
         assert name not in self._slots, "a block is written once"
         slot = self._take_slot()
@@ -158,29 +160,28 @@ class BlockFile:
             return self._num_used - 1
         return self._slots.popitem(last=False)[1]
 
-    def _write(self, data: bytes, start: int) -> None:
+    def _write(self, data: Buffer, start: int) -> None:
         written = 0
         while written < len(data):
             written += os.pwrite(self._file, memoryview(data)[written:], start + written)
 
-    def read(self, name: bytes) -> bytes | None:
-        """The content of a block; None if the file does not have it, or not as it was written."""
+    def read(self, name: bytes, into: NDArray[np.uint8]) -> bool:
+        """Reads the content of a block. Returns False if the file does not have it, or not as it was written."""
         if (slot := self._slots.get(name)) is None:
-            return None
+            return False
+        head, length = bytearray(_SLOT.size), 0
         try:
-            data = os.pread(self._file, self._slot_bytes, self._offset(slot))
+            length = os.preadv(self._file, [head, into.data], self._offset(slot))
         except OSError as error:
             _logger.warning("a KV block on disk cannot be read: %s", error.strerror)
-            data = b""
-        content = data[_SLOT.size :]
-        if len(data) == self._slot_bytes:
-            head = _unpack(data[: _SLOT.size])
-            if head is not None and head[2] == name and head[0] == _crc32(name, content):
+        if length == self._slot_bytes:
+            found = _unpack(head)
+            if found is not None and found[2] == name and found[0] == _crc32(name, into.data):
                 self._slots.move_to_end(name)
-                return content
+                return True
         del self._slots[name]
         self._empty(slot)
-        return None
+        return False
 
 
 def _pack(crc: int, number: int, name: bytes) -> bytes:
@@ -188,7 +189,7 @@ def _pack(crc: int, number: int, name: bytes) -> bytes:
     return head + zlib.crc32(head).to_bytes(_HEAD_CRC_BYTES, "little")
 
 
-def _unpack(head: bytes) -> tuple[int, int, bytes] | None:
+def _unpack(head: Buffer) -> tuple[int, int, bytes] | None:
     """CRC-32, number and hash of a slot; None of an empty or damaged one."""
     if len(head) < _SLOT.size or head == _EMPTY:
         return None
@@ -196,7 +197,7 @@ def _unpack(head: bytes) -> tuple[int, int, bytes] | None:
     return (crc, number, name) if own_crc == zlib.crc32(head[:-_HEAD_CRC_BYTES]) else None
 
 
-def _crc32(name: bytes, content: bytes) -> int:
+def _crc32(name: bytes, content: Buffer) -> int:
     return zlib.crc32(content, zlib.crc32(name))
 
 
@@ -231,14 +232,14 @@ class DiskTier:
         held = {each.tobytes() for each in sealed.hashes}
         free = np.setdiff1d(np.arange(self._num_blocks, dtype=np.int32), sealed.block_ids).tolist()
         names = [name for name in self._file.names if name not in held][: len(free)]
-        number = 0
+        number, content = 0, np.empty((1, self._store.block_bytes), np.uint8)
         # Those written first get the first blocks.
         for name in reversed(names):
-            if (content := self._file.read(name)) is None:
+            if not self._file.read(name, content[0]):
                 continue
             blocks = np.array([free[number]], np.int32)
             self._store.seals.begin_transfer(blocks)
-            self._store.write(blocks, np.frombuffer(content, np.uint8).reshape(1, -1))
+            self._store.write(blocks, content)
             self._store.seals.end_transfer(SealedBlocks(blocks, np.frombuffer(name, np.uint8).reshape(1, -1)))
             number += 1
         self._num_restored = number
@@ -278,14 +279,14 @@ class DiskTier:
         """Runs something that reads, one after the other."""
         return self._reader.submit(call)
 
-    def read(self, name: bytes) -> bytes | None:
-        """The content of a block; None if it is not there, or not as it was written. May take long."""
+    def read(self, name: bytes, into: NDArray[np.uint8]) -> bool:
+        """Reads the content of a block. Returns False if it is not there, or not as it was written. May take long."""
         with self._lock:
-            content = self._file.read(name)
+            is_read = self._file.read(name, into)
             self._tell_changes()
-        if content is not None:
-            self._count("read", len(content))
-        return content
+        if is_read:
+            self._count("read", len(into))
+        return is_read
 
     def _tell_changes(self) -> None:
         if changes := self._file.take_changes():
@@ -301,8 +302,12 @@ class DiskTier:
         if not self._is_writing:
             return
         sealed, writes = self._store.seals.sealed_since(self._saved)
-        for start in range(0, len(sealed.block_ids), _AT_ONCE):
-            part = slice(start, start + _AT_ONCE)
+        # Most of those that it has came from there.
+        is_new = np.array([each.tobytes() not in self._file for each in sealed.hashes], bool)
+        self._saved[sealed.block_ids[~is_new]] = writes[~is_new]
+        new = np.flatnonzero(is_new)
+        for start in range(0, len(new), _AT_ONCE):
+            part = new[start : start + _AT_ONCE]
             blocks, names = sealed.block_ids[part], [each.tobytes() for each in sealed.hashes[part]]
             contents = self._store.read(blocks)
             # A block that is written again meanwhile may be half of each.
@@ -311,7 +316,7 @@ class DiskTier:
                 try:
                     for index in np.flatnonzero(is_current):
                         if names[index] not in self._file:
-                            self._file.write(names[index], contents[index].tobytes())
+                            self._file.write(names[index], contents[index].data)
                             self._count("written", self._store.block_bytes)
                 except OSError as error:
                     self._is_writing = False

@@ -273,18 +273,16 @@ class Transfers:
 
     def _copy(self, move: Move, tier: DiskTier, part: Sequence[int]) -> list[int]:
         """Runs in a thread: writes the blocks with these indices that the tier has, and returns which these are."""
-        contents = {
-            index: content for index in part if (content := tier.read(move.hashes[index].tobytes())) is not None
-        }
-        found = list(contents)
-        if found:
-            self._write(move, np.array(found), np.frombuffer(b"".join(contents.values()), np.uint8))
-        return found
+        contents = np.empty((len(part), self._store.block_bytes), np.uint8)
+        is_read = [tier.read(move.hashes[index].tobytes(), contents[place]) for place, index in enumerate(part)]
+        found = np.array(part)[is_read]
+        self._write(move, found, contents[is_read])
+        return found.tolist()
 
     def _write(self, move: Move, indices: NDArray[np.integer], contents: NDArray[np.uint8]) -> None:
         with self._lock:
             self._check(move)
-            self._store.write(move.block_ids[indices], contents.reshape(len(indices), self._store.block_bytes))
+            self._store.write(move.block_ids[indices], contents)
 
     def _keep(self, move: Move, response: worker_pb2.FetchBlocksResponse) -> list[int]:
         """Runs in a thread: writes the blocks of one message that are whole, and returns their indices."""

@@ -224,10 +224,10 @@ async def test_what_comes_from_a_slow_disk_after_its_time_is_not_written(
     is_reading, may_read = threading.Event(), threading.Event()
     read = BlockFile.read
 
-    def read_late(file: BlockFile, name: bytes) -> bytes | None:
+    def read_late(file: BlockFile, name: bytes, into: np.ndarray) -> bool:
         is_reading.set()
         assert may_read.wait(60)
-        return read(file, name)
+        return read(file, name, into)
 
     monkeypatch.setattr(BlockFile, "read", read_late)
     assert await from_disk(with_disk, [11, 12], HASHES[:2], timeout_ms=1_000) == [0, 1]
