@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--long-prompt", type=int, default=1000, help="tokens of a long prompt")
     parser.add_argument("--num-long", type=int, default=8, help="long prompts of a run of roles")
     parser.add_argument("--num-decoded", type=int, default=1500, help="tokens of each stream of roles, at most")
+    parser.add_argument("--num-beside", type=int, default=900, help="tokens of each stream of beside, at most")
     parser.add_argument("--every", type=float, default=0.5, help="seconds between long prompts of beside and roles")
     parser.add_argument("--runs", type=int, default=5, help="of each part, and kills")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.report import Series
+from bench.report import Series, median_ratio
 from gateway.app import Gateway
 from gateway.replicas.members import Resolver
 from gateway.settings import GatewaySettings
@@ -107,6 +107,14 @@ async def begun(streams: Sequence[Stream], reading: "asyncio.Future[Any]") -> No
         if reading.done():
             raise RuntimeError("a stream ended before it began") from reading.exception()
         await asyncio.sleep(0.002)
+
+
+async def stop(reading: "asyncio.Future[Any]") -> None:
+    """Ends streams. Raises what ended them before."""
+    assert not reading.done(), "the streams ended too early: raise --num-beside or --num-decoded"
+    reading.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await reading
 
 
 class Pair:
@@ -216,14 +224,14 @@ async def _pace(client: AsyncClient, prompts: Sequence[list[int]], every_s: floa
 
 
 async def beside_disk(arguments: argparse.Namespace, model: str | None, directory: Path) -> list[Series]:
-    """Streams decode, and prompts of one token come beside them: in turn one that the pool has, and others, each of
-    which must come from disk. Steps are told apart by nothing else."""
-    prompts, length = Prompts(arguments.vocab_size), arguments.long_prompt
-    of_streams = arguments.streams * (arguments.prompt_len + 600) // _BLOCK_SIZE
-    settings = settings_of(
-        model, kv_disk=directory / "beside", num_gpu_blocks=of_streams + 3 * (length // _BLOCK_SIZE + 2)
-    )
-    others = [prompts.draw(length) for _ in range(8)]
+    """Streams decode, and prompts of one token come beside them: in turn always the same one, which the pool has, and
+    so many others in a circle that each must come from disk. Steps are told apart by nothing else."""
+    prompts, length, num_sent = Prompts(arguments.vocab_size), arguments.long_prompt, 8
+    of_prompt = length // _BLOCK_SIZE + 2
+    num_blocks = arguments.streams * (arguments.prompt_len + arguments.num_beside) // _BLOCK_SIZE + 3 * of_prompt
+    settings = settings_of(model, kv_disk=directory / "beside", num_gpu_blocks=num_blocks)
+    others = [prompts.draw(length) for _ in range(num_blocks // of_prompt + 2)]
+    circle = itertools.cycle(others)
     found: dict[str, list[float]] = {"the pool": [], "disk": []}
     num_cached = dict.fromkeys(found, 0)
     async with LocalServer(settings, report=lambda _: None) as server:
@@ -232,26 +240,25 @@ async def beside_disk(arguments: argparse.Namespace, model: str | None, director
             for prompt in others:
                 await first_token_ms(client, prompt)
             await asyncio.sleep(_DISK_SETTLES_S)
-            for _ in range(arguments.runs):
+            for run, place in itertools.product(range(arguments.runs), range(2)):
+                place = list(found)[(run + place) % 2]
                 streams = [Stream() for _ in range(arguments.streams)]
                 reading = asyncio.gather(
-                    *(each.read(client, prompts.draw(arguments.prompt_len), 600) for each in streams)
+                    *(each.read(client, prompts.draw(arguments.prompt_len), arguments.num_beside) for each in streams)
                 )
                 await begun(streams, reading)
-                for place in found:
-                    wanted = [others[0]] * 8 if place == "the pool" else others[1:] + others[:1]
-                    if place == "the pool":
-                        await first_token_ms(client, others[0])
-                    began = time.perf_counter()
-                    num_cached[place] += await _pace(client, wanted, arguments.every, 1)
-                    end = time.perf_counter()
-                    gaps = np.concatenate([each.gaps_ms(began, end) for each in streams])
-                    found[place].append(float(np.median(gaps)))
-                reading.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await reading
-    print(f"tokens from the cache: {num_cached}, of {arguments.runs * 8 * length} each")
-    return [Series(f"between tokens beside prompts from {place}", "ms", tuple(each)) for place, each in found.items()]
+                wanted = [others[0]] * num_sent if place == "the pool" else [next(circle) for _ in range(num_sent)]
+                if place == "the pool":
+                    await first_token_ms(client, others[0])
+                start = time.perf_counter()
+                num_cached[place] += await _pace(client, wanted, arguments.every, 1)
+                gaps = np.concatenate([each.gaps_ms(start, time.perf_counter()) for each in streams])
+                found[place].append(float(np.median(gaps)))
+                await stop(reading)
+    print(f"tokens from the cache: {num_cached}, of {arguments.runs * num_sent * length} each")
+    series = [Series(f"between tokens beside prompts from {place}", "ms", tuple(each)) for place, each in found.items()]
+    print(f"disk / pool: {median_ratio(series[1], series[0]):.3f}")
+    return series
 
 
 async def roles(arguments: argparse.Namespace, model: str | None) -> list[Series]:
@@ -281,7 +288,6 @@ async def roles(arguments: argparse.Namespace, model: str | None) -> list[Series
                 ends.append(asyncio.create_task(each.read(pair.client, prompts.draw(arguments.long_prompt), 32)))
             await asyncio.gather(*ends)
             end = time.perf_counter()
-            assert not reading.done(), "the streams ended before the long prompts: raise --num-decoded"
             gaps = np.concatenate([each.gaps_ms(began, end) for each in streams])
             firsts = [1e3 * (each.times[1] - each.times[0]) for each in long]
             for what, value in (
@@ -291,9 +297,7 @@ async def roles(arguments: argparse.Namespace, model: str | None) -> list[Series
                 ("first token of long prompts, median", np.median(firsts)),
             ):
                 found.setdefault(f"{name}: {what}", []).append(float(value))
-            reading.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reading
+            await stop(reading)
             if run == 0:
                 print(f"{name}: {len(gaps)} times between tokens in {end - began:.1f} s", flush=True)
     return [Series(name, "ms", tuple(values)) for name, values in found.items()]

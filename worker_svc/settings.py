@@ -60,7 +60,7 @@ class WorkerFlags(StepFlags):
     )
     kv_disk_space: int = setting(
         10 << 30,
-        "disk space of all workers in --kv-disk; the blocks written longest ago give way",
+        "disk space of all workers in --kv-disk; the blocks written or read longest ago give way",
         parse=parse_bytes,
         metavar="BYTES",
     )
