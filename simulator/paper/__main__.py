@@ -9,7 +9,7 @@ from pathlib import Path
 
 from simulator.paper.curves import Runner
 from simulator.paper.figures import FIGURES
-from simulator.paper.page import write_figure, write_page
+from simulator.paper.page import redraw, write_figure, write_page
 
 _OUT = Path(__file__).parents[2] / "docs" / "paper"
 
@@ -43,6 +43,10 @@ def _writing_to(directory: Path) -> Iterator[None]:
 
 def _make(arguments: argparse.Namespace) -> None:
     begun = time.perf_counter()
+    if arguments.redraw:
+        redraw(arguments.out)
+        write_page(arguments.out)
+        return
     with Runner(arguments.jobs, arguments.scale) as runner:
         for name in arguments.figures or FIGURES:
             started, cpu_before = time.perf_counter(), runner.cpu_s
@@ -63,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m simulator.paper", description=__doc__)
     parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"among {', '.join(FIGURES)}; default: all")
     parser.add_argument("--out", type=Path, default=_OUT, help="directory of the page (default: %(default)s)")
+    parser.add_argument("--redraw", action="store_true", help="draw and write again from the data that are there")
     parser.add_argument("--jobs", type=_count, metavar="N", help="processes (default: one for each processor)")
     parser.add_argument(
         "--scale", type=_share, default=1.0, help="shorten all loads to this share; the page says so (default: 1)"

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Picture
 
 COLORS = {QUIRE: "#1b6ca8", ORACLE: "#2a9d5c", POW2: "#e08e0b", MAX: "#c8443b", FASTER_TRANSFORMER: "#7d5ba6"}
+PUBLISHED: dict[str, Any] = {"markersize": 5, "markerfacecolor": "none", "color": "black"}
+"""How a point of the paper is drawn."""
 _MARKERS = {QUIRE: "o", ORACLE: "s", POW2: "^", MAX: "v", FASTER_TRANSFORMER: "x"}
 
 
@@ -35,8 +37,18 @@ def save(picture: "Picture", path: Path) -> None:
     path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
 
 
-def draw_curves(axes: "Axes", title: str, curves: Mapping[str, Mapping[str, Any]]) -> None:
-    """Normalized latency against request rate."""
+def legend(picture: "Picture", *axes: "Axes") -> None:
+    """One legend of all that these axes have, above the picture, where it covers nothing."""
+    found = [each.get_legend_handles_labels() for each in axes]
+    unique = {name: line for lines, names in found for line, name in zip(lines, names, strict=True)}
+    columns = min(len(unique), 6 if len(axes) > 2 else 3)
+    picture.legend(unique.values(), unique.keys(), loc="outside upper center", ncols=columns, fontsize=7)
+
+
+def draw_curves(
+    axes: "Axes", title: str, curves: Mapping[str, Mapping[str, Any]], published: tuple[float, float] | None = None
+) -> None:
+    """Normalized latency against request rate. `published` is a rate and a latency of the paper's system."""
     for system, curve in curves.items():
         rates = [point["rate"] for point in curve["points"]]
         seconds = [point["normalized_s"] for point in curve["points"]]
@@ -46,7 +58,8 @@ def draw_curves(axes: "Axes", title: str, curves: Mapping[str, Mapping[str, Any]
     lowest = min(point["normalized_s"] for curve in curves.values() for point in curve["points"])
     axes.set(title=title, xlabel="requests a second", ylabel="s / token", ylim=(0, lowest * 12))
     axes.set_xlim(left=0)
-    axes.legend(fontsize=6)
+    if published is not None:
+        axes.plot(*published, "D", **PUBLISHED, label="paper's vLLM")
 
 
 def draw_bars(axes: "Axes", groups: Sequence[str], bars: Mapping[str, Sequence[float]], form: str = "{:.1f}") -> None:
@@ -59,4 +72,3 @@ def draw_bars(axes: "Axes", groups: Sequence[str], bars: Mapping[str, Sequence[f
         )
         axes.bar_label(drawn, [form.format(value) for value in values], fontsize=5)
     axes.set_xticks(places, groups)
-    axes.legend(fontsize=6)

@@ -29,6 +29,7 @@ class Figure:
         measure: Simulates or measures it.
         draw: Draws it; None for a table.
         section: The text of its section in Markdown, without heading and picture.
+        claims: What the paper says by it in short, for the summary of the page.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Figure:
     measure: Callable[[Runner], dict[str, Any]]
     section: Callable[[Data], str]
     draw: "Callable[[Data], Picture] | None" = None
+    claims: "Callable[[Data], Sequence[Comparison]] | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +63,16 @@ class Comparison:
         return self.difference is None or abs(self.difference) > TOLERANCE
 
     @property
+    def cells(self) -> tuple[str, str, str]:
+        """What it is, the paper's and ours."""
+        return self.what, self._text(self.paper), "-" if self.ours is None else self._text(self.ours)
+
+    @property
     def row(self) -> str:
         difference = "not reached" if self.difference is None else f"{self.difference:+.0%}"
         if difference in ("+0%", "-0%"):
             difference = "0%"
-        ours = "-" if self.ours is None else self._text(self.ours)
-        cells = (self.what, self._text(self.paper), ours, f"**{difference}**" if self.is_off else difference)
-        return f"| {' | '.join(cells)} |"
+        return f"| {' | '.join((*self.cells, f'**{difference}**' if self.is_off else difference))} |"
 
     def _text(self, number: Number) -> str:
         low, high = _ends(number)

@@ -51,18 +51,20 @@ _MAX_NUM_SEQS, _MAX_BATCHED_TOKENS = 1024, 2560
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A model on the hardware of the paper's table 1, with as many slots as the paper had."""
+    """A model on the hardware of the paper's table 1, with as many slots as the paper had. `efficiency` is that of
+    `Roofline`."""
 
     model: str
     hardware: str
     num_slots: int
+    efficiency: float = 1.0
 
     @property
     def shape(self) -> ModelShape:
         return MODELS[self.model]
 
     def costs(self, block_size: int) -> Roofline:
-        return Roofline(self.shape, Hardware.named(self.hardware), block_size)
+        return Roofline(self.shape, Hardware.named(self.hardware), block_size, self.efficiency)
 
 
 OPT_13B = Setup("opt-13b", "a100-40gb", 15_700)

@@ -3,6 +3,7 @@
 from simulator.paper.figure import Figure
 from simulator.paper.figures.ablations import FIGURE_18, FIGURE_19
 from simulator.paper.figures.batches import FIGURE_13
+from simulator.paper.figures.calibrated import CALIBRATED
 from simulator.paper.figures.lengths import FIGURE_11
 from simulator.paper.figures.memory import FIGURE_2, TABLE_1
 from simulator.paper.figures.serving import FIGURE_12, FIGURE_14, FIGURE_16, FIGURE_17
@@ -15,6 +16,7 @@ _IN_ORDER = (
     FIGURE_11,
     FIGURE_12,
     FIGURE_13,
+    CALIBRATED,
     FIGURE_14,
     FIGURE_15,
     FIGURE_16,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.step import StepWork
 from simulator.paper.curves import Runner
-from simulator.paper.drawing import panels
+from simulator.paper.drawing import legend, panels
 from simulator.paper.figure import Comparison, Data, Figure, compared, table
 from simulator.paper.figures.loads import alpaca_load, sharegpt_load
 from simulator.paper.real import bench
@@ -62,7 +62,8 @@ def _draw_18(data: Data) -> "Picture":
         axes.set_xscale("log", base=2)
         axes.set_xticks(_BLOCK_SIZES, [str(size) for size in _BLOCK_SIZES])
         axes.set_xlabel("block size")
-        axes.legend()
+    kernel.legend(loc="lower center")
+    latency.legend(loc="upper left")
     return picture
 
 
@@ -162,8 +163,8 @@ def _draw_19(data: Data) -> "Picture":
         each.set_xscale("log", base=2)
         each.set_xticks(_SIZES_19, [str(size) for size in _SIZES_19])
         each.set(title=title, xlabel="block size", ylabel="ms", ylim=(0, None))
-        each.legend()
     axes[2].set_ylabel("ms / token")
+    legend(picture, axes[0])
     return picture
 
 

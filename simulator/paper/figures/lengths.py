@@ -43,7 +43,7 @@ def _draw(data: Data) -> "Picture":
             label = f"{side} (mean {drawn['facts'][f'{side}_mean']:.1f})"
             each.stairs(density, edges, fill=True, alpha=0.5, label=label)
         each.set(title=name, xlabel="tokens", ylabel="density")
-        each.legend()
+        each.legend(loc="upper right")
     return picture
 
 

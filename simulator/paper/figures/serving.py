@@ -1,12 +1,13 @@
 """Latency against rate: figures 12, 14, 16 and 17."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from quire.load import Lognormal, chat, shared_prefix
 from simulator.paper.curves import LEVELS, Panel, Runner, ratios, sweep
-from simulator.paper.drawing import draw_curves
+from simulator.paper.drawing import draw_curves, legend
 from simulator.paper.drawing import panels as empty_panels
 from simulator.paper.figure import Comparison, Data, Figure, Range, compared, table
 from simulator.paper.figures.loads import MAX_MODEL_LEN, VOCAB_SIZE, alpaca_load, sharegpt_load
@@ -38,13 +39,16 @@ def measure(runner: Runner, panels: Sequence[Panel]) -> dict[str, Any]:
     return found
 
 
-def draw(data: Data, num_columns: int) -> "Picture":
-    """A panel for each load."""
+def draw(
+    data: Data, num_columns: int, published: Mapping[str, tuple[float, float]] = MappingProxyType({})
+) -> "Picture":
+    """A panel for each load; `published` are points of the paper by the panel's title."""
     picture, axes = empty_panels(-(-len(data) // num_columns), num_columns)
     for each, (title, panel) in zip(axes, data.items(), strict=False):
-        draw_curves(each, title, panel["curves"])
+        draw_curves(each, title, panel["curves"], published.get(title))
     for each in axes[len(data) :]:
         each.set_visible(False)
+    legend(picture, *axes[: len(data)])
     return picture
 
 
@@ -82,15 +86,30 @@ def _measure_12(runner: Runner) -> dict[str, Any]:
     return measure(runner, [Panel(title, setup, load(setup), systems) for title, (load, setup) in _TITLES.items()])
 
 
-def _section_12(data: Data) -> str:
+_PUBLISHED_12 = {"OPT-13B, ShareGPT": (2.0, 30.4 / (2 * 338)), "OPT-13B, Alpaca": (30.0, 132.44 / (30 * 58.45))}
+"""The paper prints no numbers of its curves. These points are those of its figure 13, by Little's law: requests that
+run by tokens a second."""
+
+
+def _rows_12(data: Data) -> list[Comparison]:
     chats = [title for title in data if title.endswith("ShareGPT")]
     reached = [each for title in chats if (each := data[title]["ratios"][FASTER_TRANSFORMER]["at_levels"][-1])]
-    rows = [
+    return [
         Comparison("ShareGPT: rate by Orca (Oracle)'s", (1.7, 2.7), ratio_range(data, ORACLE, chats)),
         Comparison("ShareGPT: rate by Orca (Max)'s", (2.7, 8.0), ratio_range(data, MAX, chats)),
         Comparison("ShareGPT: highest rate by FasterTransformer's", 22.0, max(reached, default=None)),
     ]
-    return f"{LEVEL_TEXT}\n\n{compared(rows, _REASON_12)}\n\n{ratio_table(data)}\n\n{_ALPACA_12}"
+
+
+def _section_12(data: Data) -> str:
+    rows = compared(_rows_12(data), _REASON_12)
+    return f"{LEVEL_TEXT} {_POINTS_12}\n\n{rows}\n\n{ratio_table(data)}\n\n{_ALPACA_12}"
+
+
+_POINTS_12 = (
+    "The paper prints no numbers of its curves; its point in two panels follows from its figure 13, by Little's law. "
+    "It lies above the curve, as the paper's steps take longer than modelled ones."
+)
 
 
 _REASON_12 = (
@@ -109,7 +128,12 @@ _ALPACA_12 = (
 )
 
 FIGURE_12 = Figure(
-    "fig12", "Figure 12: one sequence a request", _measure_12, _section_12, lambda data: draw(data, num_columns=3)
+    "fig12",
+    "Figure 12: one sequence a request",
+    _measure_12,
+    _section_12,
+    lambda data: draw(data, num_columns=3, published=_PUBLISHED_12),
+    _rows_12,
 )
 
 _WIDTHS = (2, 4, 6)
@@ -125,15 +149,18 @@ def _measure_14(runner: Runner) -> dict[str, Any]:
     return measure(runner, [single, *samples, *beams])
 
 
-def _section_14(data: Data) -> str:
+def _rows_14(data: Data) -> list[Comparison]:
     single, beams = _middle(data, _SINGLE, ORACLE), _middle(data, "6 beams", ORACLE)
     growth = None if single is None or beams is None else beams / single
-    rows = [
+    return [
         Comparison(f"{_SINGLE}: rate by Orca (Oracle)'s", 1.3, single, "{:.2f}"),
         Comparison("6 beams: rate by Orca (Oracle)'s", 2.3, beams, "{:.2f}"),
         Comparison("6 beams: the ratio by that of 1 sequence", 2.3 / 1.3, growth, "{:.2f}"),
     ]
-    return f"OPT-13B, Alpaca. {LEVEL_TEXT}\n\n{compared(rows, _REASON_14)}\n\n{ratio_table(data)}"
+
+
+def _section_14(data: Data) -> str:
+    return f"OPT-13B, Alpaca. {LEVEL_TEXT}\n\n{compared(_rows_14(data), _REASON_14)}\n\n{ratio_table(data)}"
 
 
 def _middle(data: Data, title: str, system: str) -> float | None:
@@ -161,6 +188,7 @@ FIGURE_14 = Figure(
     _measure_14,
     _section_14,
     lambda data: draw(data, num_columns=4),
+    lambda data: _rows_14(data)[1:2],
 )
 
 _PREFIXES = {"1 example, prefix of 80 tokens": (80, 1.67), "5 examples, prefix of 341 tokens": (341, 3.58)}
@@ -182,17 +210,20 @@ def _translations(prefix_len: int) -> Load:
     return Load(dataset, duration_s=15, num_saturating=1000, shares_prefixes=True)
 
 
-def _section_16(data: Data) -> str:
-    rows = [
+def _rows_16(data: Data) -> list[Comparison]:
+    return [
         Comparison(f"{title}: rate by Orca (Oracle)'s", paper, _middle(data, title, ORACLE), "{:.2f}")
         for title, (_, paper) in _PREFIXES.items()
     ]
+
+
+def _section_16(data: Data) -> str:
     text = (
         "LLaMA-13B. The paper's lengths of sentences are not published: sentences have 30 tokens on average and their "
         "translations 40, lognormal with a coefficient of variation of 0.6. Quire's prefix cache finds the prefix by "
         "itself; the paper's system is told of it."
     )
-    return f"{text} {LEVEL_TEXT}\n\n{compared(rows, _REASON_16)}\n\n{ratio_table(data)}"
+    return f"{text} {LEVEL_TEXT}\n\n{compared(_rows_16(data), _REASON_16)}\n\n{ratio_table(data)}"
 
 
 _REASON_16 = (
@@ -202,7 +233,7 @@ _REASON_16 = (
 )
 
 FIGURE_16 = Figure(
-    "fig16", "Figure 16: shared prefixes", _measure_16, _section_16, lambda data: draw(data, num_columns=2)
+    "fig16", "Figure 16: shared prefixes", _measure_16, _section_16, lambda data: draw(data, num_columns=2), _rows_16
 )
 
 _CHAT = "Chats"
@@ -218,16 +249,26 @@ def _measure_17(runner: Runner) -> dict[str, Any]:
 _MEAN_TURNS = 8.0
 
 
+def _rows_17(data: Data) -> list[Comparison]:
+    return [Comparison(f"chats: rate by {system}'s", 2.0, _middle(data, _CHAT, system), "{:.2f}") for system in ORCAS]
+
+
 def _section_17(data: Data) -> str:
-    rows = [Comparison(f"rate by {system}'s", 2.0, _middle(data, _CHAT, system), "{:.2f}") for system in ORCAS]
     text = (
         "OPT-13B. A prompt is the history and the user's message, cut to its last 1,024 tokens; messages and answers "
         f"are as long as ShareGPT's, conversations have {_MEAN_TURNS:g} turns on average. Each turn arrives by itself, "
         "and blocks are not kept from one turn to the next, as in the paper."
     )
-    return f"{text} {LEVEL_TEXT}\n\n{compared(rows, _REASON_17)}\n\n{ratio_table(data)}"
+    return f"{text} {LEVEL_TEXT}\n\n{compared(_rows_17(data), _REASON_17)}\n\n{ratio_table(data)}"
 
 
 _REASON_17 = "The reason for this difference is not known yet."
 
-FIGURE_17 = Figure("fig17", "Figure 17: chatbot", _measure_17, _section_17, lambda data: draw(data, num_columns=1))
+FIGURE_17 = Figure(
+    "fig17",
+    "Figure 17: chatbot",
+    _measure_17,
+    _section_17,
+    lambda data: draw(data, num_columns=1),
+    lambda data: _rows_17(data)[:1],
+)

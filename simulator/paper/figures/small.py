@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from simulator.paper.curves import Runner
-from simulator.paper.drawing import draw_bars, panels
+from simulator.paper.drawing import draw_bars, legend, panels
 from simulator.paper.figure import Data, Figure, table
 from simulator.paper.real import bench
 from simulator.paper.systems import ORCAS, QUIRE
@@ -34,6 +34,7 @@ def _draw(data: Data) -> "Picture":
         }
         draw_bars(each, [system.replace(" ", "\n") for system in _SYSTEMS], bars, "{:.0f}")
         each.set(title=model, ylabel="tokens / s")
+    legend(picture, *axes)
     return picture
 
 
