@@ -179,7 +179,7 @@ async def test_limits_are_named(tmp_path, model):
 
 
 async def test_requests_of_batches_run_as_far_as_there_is_memory_for_their_bodies(scheduler, tmp_path):
-    limits = {"max_message_bytes": 10_000, "max_total_body_bytes": 10_000}
+    limits: dict[str, Any] = {"max_message_bytes": 10_000, "max_total_body_bytes": 10_000}
     content = b"".join(line(name, COMPLETION, BODIES[COMPLETION] | {"user": "x" * 2000}) for name in "abc")
     most = 0
     async with (
