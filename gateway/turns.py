@@ -5,6 +5,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar, TypeVarTuple
+from weakref import WeakKeyDictionary
 
 from quire import clock
 
@@ -18,6 +19,36 @@ Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
 
+class _Line:
+    """Tasks with long work that wait for their next turn. One of them goes on in each iteration of the event loop, so
+    that an iteration takes as long as one turn however many they are."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._moves = False
+
+    async def wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        if not self._moves:
+            self._moves = True
+            loop.call_soon(self._move, loop)
+        await turn
+
+    def _move(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                loop.call_soon(self._move, loop)
+                return
+        self._moves = False
+
+
+_lines: WeakKeyDictionary[asyncio.AbstractEventLoop, _Line] = WeakKeyDictionary()
+
+
 class Turns:
     """Lets other tasks run during long work that waits for nothing, such as a check of a thousand prompts."""
 
@@ -25,16 +56,17 @@ class Turns:
         self._began_at = clock.monotonic()
 
     async def pause(self) -> None:
-        """Lets other tasks run if this one has had its turn. Call it at least every few milliseconds."""
+        """Lets other tasks run if this one has had its turn, until it has the next one. Call it at least every few
+        milliseconds."""
         if clock.monotonic() - self._began_at >= _TURN_S:
-            await asyncio.sleep(0)
+            await _lines.setdefault(asyncio.get_running_loop(), _Line()).wait()
             self._began_at = clock.monotonic()
 
 
 class TenantTurns:
     """Turns of long work that many calls may do at once: of all of them one has a turn, which takes half of the event
-    loop's time at most, and tenants take turns, however many calls each has. With `Turns` each call would have one in
-    every turn of the loop."""
+    loop's time at most, and tenants take turns, however many calls each has. With `Turns` they take
+    all that is left of it, and calls take turns, not tenants."""
 
     def __init__(self) -> None:
         self._is_taken = False

@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.request.generator import REFUSAL_S
 from gateway.request.violations import renamed, shortened
+from gateway.turns import Turns
 from quire import entropy
 from quire.logs import REQUEST_ID
 from quire.rpc.errors import QuireError
@@ -368,8 +369,10 @@ class WholeResponse(WatchedResponse):
             self._has_started = True
             await _start(send, 200, _JSON | dict(self._headers))
             await _send_piece(send, body)
+            turns = Turns()
             async for piece in pieces:
                 await _send_piece(send, piece)
+                await turns.pause()
         await send({"type": "http.response.body", "body": b""})
 
     async def _send_error(self, send: Send, answer: ErrorAnswer) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from gateway import turns
-from gateway.turns import TenantTurns
+from gateway.turns import TenantTurns, Turns
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +76,24 @@ async def test_functions_that_cannot_pause_run_one_at_a_time_tenants_in_turn_whe
         "FOUR",
         "OTHER",
     ]
+
+
+async def test_of_many_long_works_one_has_a_turn_in_each_iteration_of_the_loop():
+    log: list[str] = []
+
+    async def work(name: str) -> None:
+        own = Turns()
+        for _ in range(3):
+            log.append(name)
+            await own.pause()
+
+    works = [asyncio.create_task(work(str(number))) for number in range(20)]
+    works[7].cancel()
+    await asyncio.sleep(0)
+    del log[:]
+    while not all(each.done() for each in works):
+        log.append("iteration")
+        await asyncio.sleep(0)
+    turns_between = [len(each.split()) for each in " ".join(log).split("iteration")]
+    assert max(turns_between) == 1
+    assert sum(turns_between) == 19 * 2
