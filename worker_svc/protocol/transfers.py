@@ -274,10 +274,12 @@ class Transfers:
     def _copy(self, move: Move, tier: DiskTier, part: Sequence[int]) -> list[int]:
         """Runs in a thread: writes the blocks with these indices that the tier has, and returns which these are."""
         contents = np.empty((len(part), self._store.block_bytes), np.uint8)
-        is_read = [tier.read(move.hashes[index].tobytes(), contents[place]) for place, index in enumerate(part)]
-        found = np.array(part)[is_read]
-        self._write(move, found, contents[is_read])
-        return found.tolist()
+        found: list[int] = []
+        for index in part:
+            if tier.read(move.hashes[index].tobytes(), contents[len(found)]):
+                found.append(index)
+        self._write(move, np.array(found, np.int64), contents[: len(found)])
+        return found
 
     def _write(self, move: Move, indices: NDArray[np.integer], contents: NDArray[np.uint8]) -> None:
         with self._lock:
