@@ -96,7 +96,7 @@ def _draw_shares(data: Data) -> "Picture":
 def _share_rows(data: Data) -> list[Comparison]:
     return [
         Comparison(
-            f"{system}: % of the KV memory that holds tokens", 100 * paper, 100 * data[system]["shares"]["tokens"]
+            f"{system}: % of the memory with tokens", 100 * paper, 100 * data[system]["shares"]["tokens"]
         )
         for system, paper in _FIGURE_2.items()
     ]
