@@ -95,9 +95,7 @@ def _draw_shares(data: Data) -> "Picture":
 
 def _share_rows(data: Data) -> list[Comparison]:
     return [
-        Comparison(
-            f"{system}: % of the memory with tokens", 100 * paper, 100 * data[system]["shares"]["tokens"]
-        )
+        Comparison(f"{system}: % of the memory with tokens", 100 * paper, 100 * data[system]["shares"]["tokens"])
         for system, paper in _FIGURE_2.items()
     ]
 
