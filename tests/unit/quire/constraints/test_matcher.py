@@ -7,8 +7,10 @@ import pytest
 
 from quire.common.v1.common_pb2 import Choice, Constraint, StructuralTag, StructuralTags
 from quire.constraints.json_schema import ConstraintError
-from quire.constraints.matcher import MaskMaker, Vocabulary
+from quire.constraints.matcher import MaskMaker, Template, Vocabulary
+from quire.constraints.program import program_of
 from quire.model_directory import ModelDirectory
+from quire.model_source import resolve_model
 from tests.support.constraints import (
     TOKENIZERS,
     accepts,
@@ -116,6 +118,18 @@ def test_the_end_is_delayed_as_long_as_something_else_may_follow() -> None:
     matcher.consume(*spelled("b"))
     assert not mask_of(matcher, held).any()
     assert "cannot follow" in (matcher.error or "")
+
+
+def test_a_text_of_very_many_readings_ends_before_its_masks_take_long() -> None:
+    held = Vocabulary.of_model(ModelDirectory.open(resolve_model(None)), None)
+    constraint = Constraint(lark='start: s "zz"\ns: s s | "a" | "b" | " "')
+    matcher = Template(program_of(constraint, held.special_tokens), held).matcher(tuple(held.eos))
+    allowed = np.flatnonzero(mask_of(matcher, held)).tolist()
+    longest = max(allowed, key=lambda token_id: len(held.token_bytes[token_id]))
+    for _ in range(60):
+        mask_of(matcher, held)
+        matcher.consume(longest)
+    assert "items" in (matcher.error or "")
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
