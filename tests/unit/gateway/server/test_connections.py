@@ -73,7 +73,7 @@ def test_a_tenant_that_holds_its_share_leaves_room_for_others():
     whole = bodies.begin("whole")
     add("a", whole, 60)
     whole.complete()
-    with pytest.raises(ResourceExhausted, match=r"one tenant's requests may take 50 bytes") as refused:
+    with pytest.raises(ResourceExhausted, match=r"one tenant's requests may take 50 B") as refused:
         add("a", bodies.begin("more"), 1)
     assert refused.value.reason == "BODIES_FULL"
     slow, newer = bodies.begin("slow"), bodies.begin("newer")
