@@ -21,6 +21,7 @@ from gateway.api.batches.lines import BatchLimits, read_lines
 from gateway.api.batches.routes import ENDPOINTS
 from gateway.api.batches.store import COMPLETED, BatchRow, BatchStore, Line
 from gateway.auth.caller import DEFAULT_TENANT
+from gateway.request.counting import EntryLimits
 from quire.progress import ProgressLine
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS
 from quire.settings import ConfigurationError, load_settings, setting
@@ -55,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
     if not source.is_file():
         raise ConfigurationError(f"{source} is not a file")
     endpoint = _endpoint_of(source)
-    limits = BatchLimits(settings.max_batch_requests, sys.maxsize, settings.max_message_bytes)
+    entries = EntryLimits(settings.max_chat_messages)
+    limits = BatchLimits(settings.max_batch_requests, sys.maxsize, settings.max_message_bytes, entries)
     lines, errors = read_lines(source, endpoint, limits)
     if errors:
         shown = [f"line {each.line}: {each.message}" for each in errors[:_SHOWN_ERRORS]]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quire.progress import shown_bytes
 from tests.support.gateway_process import running_gateway
 from tests.support.keys import KeysFile
 from tests.support.raw_http import connection_to, read_answer, read_to_end, request
@@ -161,7 +162,7 @@ async def test_of_too_many_bodies_the_one_that_has_come_for_longest_is_refused_a
                 "close",
             )
             assert refused.error["code"] == "bodies_full"
-            assert f"{2 * MAX_BYTES:,} bytes" in refused.error["message"]
+            assert shown_bytes(2 * MAX_BYTES) in refused.error["message"]
             answers = [await gateway.http.post("/v1/completions", content=body) for _ in range(4)]
             assert [answer.status_code for answer in answers] == [200] * 4
         finally:
