@@ -11,6 +11,8 @@ shape (`--shape`), so that steps cost what those of the shape cost:
 - reformat: the answer is JSON, which is predicted with other white space
 - wrong: an answer of another request is predicted
 
+A third server has the flags of the first one: what these two differ by is noise.
+
 Predictions are made of answers that servers gave before: how much of a prediction is right is what the task says, and
 does not depend on what the model can. Ratios are those of the seconds of the same requests, one by one with one stream
 and round by round with several.
@@ -205,7 +207,7 @@ async def _measure(arguments: argparse.Namespace, model: Path | None, draft_mode
     flags = [*shlex.split(arguments.serve), *(["--model", str(model)] if model is not None else [])]
     async with AsyncExitStack() as stack:
         sides: list[tuple[AsyncClient, int]] = []
-        for drafts in ("off", arguments.drafts):
+        for drafts in ("off", arguments.drafts, "off")[: 2 if arguments.exact is not None else 3]:
             own = ["--grpc-port=0", "--http-port=0", f"--speculate={drafts}"]
             if drafts != "off" and draft_model is not None:
                 own.append(f"--draft-model={draft_model}")
@@ -248,9 +250,9 @@ class _Measured:
             if index == _NUM_WARM_UPS:
                 sides = [Side(*each) for each in self._sides]
             of_round = requests[index * streams : (index + 1) * streams]
-            # Each is the first one in every other round.
-            for side in sides if index % 2 else sides[::-1]:
-                await side.ask_all(of_round)
+            # Each is the first one in every third round.
+            for turn in range(len(sides)):
+                await sides[(index + turn) % len(sides)].ask_all(of_round)
         self._note(f"{streams} stream{'s' * (streams > 1)}, {task}", *sides)
 
     async def compare(self, count: int) -> None:
@@ -282,8 +284,8 @@ class _Measured:
         for start in range(0, len(fresh), 64):
             part = fresh[start : start + 64]
             # Both, so that both have the prompts in their caches.
-            plain, drafted = [await asyncio.gather(*map(Side(*each).ask, part)) for each in self._sides]
-            if plain != drafted:
+            plain, *others = [await asyncio.gather(*map(Side(*each).ask, part)) for each in self._sides]
+            if any(each != plain for each in others):
                 raise SystemExit("the text with drafts differs from the text without")
             answered += plain
         predictions = [predict(asked, other) for asked, other in itertools.pairwise(answered)]
@@ -292,27 +294,32 @@ class _Measured:
             for asked, prediction in zip(answered, predictions, strict=False)
         ][:count]
 
-    def _note(self, name: str, plain: Side, drafting: Side) -> None:
-        pair = [Series(f"{name}, {label}", "s", tuple(side.seconds))
-                for label, side in (("plain", plain), ("drafts", drafting))]  # fmt: skip
-        self.series += pair
-        p99 = [1e3 * float(np.percentile(side.gaps, 99)) for side in (plain, drafting)]
+    def _note(self, name: str, plain: Side, drafting: Side, again: Side) -> None:
+        sides = {"plain": plain, "drafts": drafting, "plain again": again}
+        series = [Series(f"{name}, {label}", "s", tuple(side.seconds)) for label, side in sides.items()]
+        self.series += series
+        p99 = [1e3 * float(np.percentile(side.gaps, 99)) for side in sides.values()]
         rates = [side.num_tokens / sum(side.seconds) for side in (plain, drafting)]
         figures = {
-            "ratio": median_ratio(*pair),
+            "ratio": median_ratio(*series[:2]),
+            "ratio, plain again": median_ratio(series[0], series[2]),
             "ratio by processor time": sum(plain.busy) / sum(drafting.busy),
+            "ratio by processor time, plain again": sum(plain.busy) / sum(again.busy),
             "tokens/s, plain": rates[0],
             "tokens/s, drafts": rates[1],
             "p99 between tokens, plain, ms": p99[0],
             "p99 between tokens, drafts, ms": p99[1],
+            "p99 between tokens, plain again, ms": p99[2],
             "drafts per token": drafting.num_drafted / drafting.num_tokens,
             "right drafts per token": drafting.num_accepted / drafting.num_tokens,
         }
         self.tasks[name] = {key: round(value, 4) for key, value in figures.items()}
         print(
-            f"{name:<22} {figures['ratio']:5.2f} times   {rates[0]:7.1f} and {rates[1]:7.1f} tok/s   "
-            f"by processor time {figures['ratio by processor time']:.2f}   p99 {p99[0]:5.1f} "
-            f"and {p99[1]:5.1f} ms   drafts a token {figures['drafts per token']:.2f}, right "
+            f"{name:<22} {figures['ratio']:5.2f} times (plain again {figures['ratio, plain again']:.2f})   "
+            f"{rates[0]:7.1f} and {rates[1]:7.1f} tok/s   "
+            f"by processor time {figures['ratio by processor time']:.2f} "
+            f"({figures['ratio by processor time, plain again']:.2f})   p99 {p99[0]:5.1f}, {p99[1]:5.1f} "
+            f"and {p99[2]:5.1f} ms   drafts a token {figures['drafts per token']:.2f}, right "
             f"{figures['right drafts per token']:.2f}",
             flush=True,
         )

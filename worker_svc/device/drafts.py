@@ -11,7 +11,7 @@ than the messages of a step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,19 @@ _MAX_PERIOD = 32
 
 
 @dataclass(frozen=True, slots=True)
+class Guessed:
+    """What is guessed for a pass, and how much of it is verified."""
+
+    guesses: Guesses
+    samples: NDArray[np.int64]
+    """The sample of each guess."""
+    first: NDArray[np.int32]
+    """The first token of each guess, which may not be among the drafts."""
+    num_drafts: NDArray[np.int32]
+    """For each sample of the step."""
+
+
+@dataclass(frozen=True, slots=True)
 class DraftedBatch:
     """A batch whose drafted rows are there once for each of their tokens, in order. Its samples are all that may be
     drawn, s of them."""
@@ -43,11 +56,6 @@ class DraftedBatch:
     """[s], the token that is computed to draw from; the draft before, where `within` is above 0."""
     num_drafts: NDArray[np.int32]
     """For each sample of the step."""
-    guesses: Guesses | None = None
-    guessing: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """The sample of each guess."""
-    first: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
-    """The first token of each guess, which may not be among the drafts."""
 
     def are_kept(self, token_ids: NDArray[np.integer], is_usable: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which draws count, [s]: of each sample the first, and those whose drafts were all drawn. One that is not
@@ -120,26 +128,31 @@ class Drafts:
         self._model = model
         self._forced = forced
         self._max_drafts, self._max_verified = limits.max_drafts, limits.max_verified
-        self._may_guess = False
+        # Of the pass that began, until it has run.
+        self._guessed: Guessed | None = None
         self._scopes: dict[int, bytes] = {}
         # Rows whose matcher does not know yet what they have.
         self._changed: set[int] = set()
 
-    def begin_pass(self, num_samples: int, *, is_first: bool) -> bool:
-        """Whether the next pass may have drafts. To be called before each; `is_first` of its step."""
+    def begin_pass(self, batch: Batch, *, is_first: bool) -> bool:
+        """Chooses drafts for the next pass, which runs this batch, and says whether there are any. To be called before
+        each; `is_first` of its step."""
+        self._guessed = None
         if not is_first:
             self._changed.clear()
         choice = None if self._drafter is None else self.choice
-        self._may_guess = choice is not None and choice.begin_pass(num_samples, is_first=is_first)
-        return self._may_guess
+        if choice is not None and choice.begin_pass(len(batch.samples), is_first=is_first):
+            self._guess(batch)
+        return self._guessed is not None and bool(self._guessed.num_drafts.any())
 
     def num_tokens(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
         """How many tokens these rows have."""
         return self._num_tokens[rows]
 
-    def extend(self, rows: NDArray[np.integer]) -> None:
-        """Each of these rows got a token."""
+    def extend(self, rows: NDArray[np.integer], token_ids: NDArray[np.integer]) -> None:
+        """Each of these rows got a token, in a pass without drafts that drew `token_ids` for its samples."""
         self._num_tokens[rows] += 1
+        self._compare(token_ids, np.ones(len(token_ids), np.int32))
 
     def end(self, rows: Int32Array) -> None:
         """These rows are released. To be called before others have them."""
@@ -177,16 +190,13 @@ class Drafts:
         places = sample_places(batch)
         computed = batch.num_computed_tokens.copy()
         computed[places] = self._num_tokens[sources] - batch.num_new_tokens[places]
-        num_drafts = np.zeros(len(samplers), np.int32)
-        guessing, guesses, first = self._guess(batch, samplers)
-        if guesses is not None and self.choice is not None:
-            chosen = self.choice.choose(guesses, len(samplers))
-            num_drafts[guessing] = np.clip(self._max_verified - (np.cumsum(chosen) - chosen), 0, chosen)
+        guessed = self._guessed
+        num_drafts = np.zeros(len(samplers), np.int32) if guessed is None else guessed.num_drafts
         if not num_drafts.any():
             known = Batch(batch.rows, batch.num_new_tokens, computed, batch.samples)
             inputs = self._token_ids[batch.rows, known.ends - 1][places]
             within = np.zeros(len(samplers), np.int64)
-            return DraftedBatch(known, places, within, inputs, num_drafts, guesses, guessing, first)
+            return DraftedBatch(known, places, within, inputs, num_drafts)
         num_entries, num_draws = np.ones(len(batch.rows), np.int64), 1 + num_drafts
         num_entries[places[num_drafts > 0]] = num_draws[num_drafts > 0]
         rows, within = batch.rows.repeat(num_entries), count_up(num_draws)
@@ -198,7 +208,7 @@ class Drafts:
             batch.samples.repeat(num_draws, axis=0),
         )
         inputs = self._token_ids[rows, expanded.ends - 1][places]
-        return DraftedBatch(expanded, places, within, inputs, num_drafts, guesses, guessing, first)
+        return DraftedBatch(expanded, places, within, inputs, num_drafts)
 
     def keep(
         self, batch: Batch, drafted: DraftedBatch, drawn: Drawn, columns: SamplingColumns, *, is_first: bool
@@ -214,8 +224,7 @@ class Drafts:
                 are_kept &= is_usable
             num_tokens = np.add.reduceat(are_kept, np.flatnonzero(drafted.within == 0), dtype=np.int32)
             kept = Kept(np.flatnonzero(are_kept), num_tokens, drafted.num_drafts)
-        if drafted.guesses is not None:
-            self._compare(drafted, drafted.guesses, drawn, num_tokens)
+        self._compare(drawn.token_ids.numpy()[drafted.within == 0], num_tokens)
         draws = self._rows.sampling.num_candidates[samplers] == 0
         self._num_tokens[samplers[draws]] += num_tokens[draws]
         if self._model is not None:
@@ -234,19 +243,16 @@ class Drafts:
         ]
         return self._forced(constrained) if constrained else {}
 
-    def _guess(
-        self, batch: Batch, samplers: NDArray[np.integer]
-    ) -> tuple[NDArray[np.int64], Guesses | None, NDArray[np.int32]]:
-        """Writes guesses behind the tokens of rows that may have drafts: for which samples, what is known of each, and
-        its first token."""
-        none = np.zeros(0, np.int64), None, np.zeros(0, np.int32)
-        if self._drafter is None or self.choice is None or not self._may_guess:
-            return none
+    def _guess(self, batch: Batch) -> None:
+        """Writes guesses behind the tokens of rows that may have drafts, and chooses what the pass verifies."""
+        if self._drafter is None or self.choice is None:
+            return
+        samplers = batch.samples[:, 0]
         max_drafts = np.minimum(batch.max_drafts - (batch.max_passes - 1), self._max_drafts)
         drafting = np.flatnonzero(max_drafts > 0)
         drafting = drafting[self.choice.due(samplers[drafting])] if len(drafting) else drafting
         if not len(drafting):
-            return none
+            return
         forced = self._forced_of(samplers[drafting])
         found: list[tuple[int, int, int, int, int]] = []
         missing: list[int] = []
@@ -269,9 +275,12 @@ class Drafts:
             rows_missing = [int(samplers[sample]) for sample in missing]
             self.choice.found_nothing(rows_missing, list(map(self._max_period, rows_missing)))
         if not found:
-            return none
+            return
         guessing, rows, kinds, num_tokens, ends = np.array(found).T
-        return guessing, Guesses(rows, kinds, num_tokens, ends), self._token_ids[rows, ends]
+        guesses, num_drafts = Guesses(rows, kinds, num_tokens, ends), np.zeros(len(samplers), np.int32)
+        chosen = self.choice.choose(guesses, len(samplers))
+        num_drafts[guessing] = np.clip(self._max_verified - (np.cumsum(chosen) - chosen), 0, chosen)
+        self._guessed = Guessed(guesses, guessing, self._token_ids[rows, ends], num_drafts)
 
     def _max_period(self, row: int) -> int:
         """A prediction goes on soon behind a few tokens that are others."""
@@ -297,11 +306,12 @@ class Drafts:
         columns = (places, rows, guesses.kinds, counts, ends)
         return list(zip(*(each[chosen].tolist() for each in columns), strict=True))
 
-    def _compare(self, drafted: DraftedBatch, guesses: Guesses, drawn: Drawn, num_tokens: NDArray[np.integer]) -> None:
-        """Tells what was right of the guesses, of those without drafts the first token."""
-        assert self.choice is not None
-        num_drafts = drafted.num_drafts[drafted.guessing]
-        firsts = drawn.token_ids.numpy()[np.flatnonzero(drafted.within == 0)[drafted.guessing]]
-        is_verified = num_drafts > 0
-        num_right = np.where(is_verified, num_tokens[drafted.guessing] - 1, firsts == drafted.first)
-        self.choice.saw(guesses, np.maximum(num_drafts, 1), np.maximum(num_right, 0))
+    def _compare(self, firsts: NDArray[np.integer], num_tokens: NDArray[np.integer]) -> None:
+        """Tells what was right of the guesses of this pass, of those without drafts the first token. Each sample has
+        the first of its draws and how many were kept."""
+        guessed, choice = self._guessed, self.choice
+        if guessed is None or choice is None:
+            return
+        num_drafts, samples = guessed.num_drafts[guessed.samples], guessed.samples
+        num_right = np.where(num_drafts > 0, num_tokens[samples] - 1, firsts[samples] == guessed.first)
+        choice.saw(guessed.guesses, np.maximum(num_drafts, 1), np.maximum(num_right, 0))

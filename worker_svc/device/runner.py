@@ -371,7 +371,7 @@ class ModelRunner:
 
         if self._drafts is not None:
             self._drafts.apply(step.row_changes)
-            self._drafts.begin_pass(len(batch.samples), is_first=True)
+            self._drafts.begin_pass(batch, is_first=True)
         ran, copy = self._run(batch, step.row_changes, stopwatch)
         if batch.max_passes > 1 and len(passes := self._run_on(batch, ran, stopwatch)) > 1:
             ran = _joined(passes, batch, self._rows.sampling)
@@ -399,18 +399,16 @@ class ModelRunner:
         self._pass_times.took(num_rows, elapsed_s, first.num_drafts, is_first=True)
         run: DecodeRun | None = None
         while elapsed_s + self._pass_times.expected_s(num_rows, passes[-1].num_drafts) <= self._multi_step_s:
-            goes_on = run is not None and run.num_left > 0 and passes[-1].is_usable
-            further = None if goes_on else self._further(batch, passes)
-            if not goes_on and further is None:
+            if (further := self._further(batch, passes)) is None:
                 break
-            if self._drafts is not None and self._drafts.begin_pass(len(batch.samples), is_first=False):
-                run, further = None, further or self._further(batch, passes)
-            elif further is not None:
+            if self._drafts is not None and self._drafts.begin_pass(further, is_first=False):
+                run = None
+            elif run is None or run.num_left == 0:
                 run = self._plain_run(further, first.columns)
-            if run is not None:
-                passes.append(self._run_plain(run, batch, first))
-            elif further is not None:
+            if run is None:
                 passes.append(self._run(further, _NO_CHANGES)[0])
+            else:
+                passes.append(self._run_plain(run, batch, first))
             before_s, elapsed_s = elapsed_s, stopwatch.elapsed_s
             self._pass_times.took(num_rows, elapsed_s - before_s, passes[-1].num_drafts, is_first=False)
         return passes
@@ -430,11 +428,11 @@ class ModelRunner:
         """One pass of `_plain_run`. The rows and their parameters are those of the first pass of the step."""
         assert self._drafts is not None
         drawn, kept, rows, columns = run.next(), None, first.rows, first.columns
-        is_usable = drawn.is_finite.numpy()
+        token_ids, is_usable = drawn.token_ids.numpy(), drawn.is_finite.numpy()
         if not is_usable.all():
             kept = Kept.where(is_usable)
             rows, columns, drawn = rows[kept.draws], columns.take(kept.draws), drawn.take(kept.draws)
-        self._drafts.extend(rows)
+        self._drafts.extend(rows, token_ids)
         return _Pass(batch, rows, columns, drawn, kept, None)
 
     def _further(self, batch: Batch, passes: Sequence["_Pass"]) -> Batch | None:
