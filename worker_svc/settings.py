@@ -103,7 +103,7 @@ class WorkerFlags(StepFlags):
         maximum=256,
     )
     speculate: tuple[str, ...] = setting(
-        ("off",),
+        ("auto",),
         "guesses of the next tokens, which a step verifies, so that it may give several; the text stays the same to "
         "the bit; prediction guesses what the caller predicts, grammar what a constraint forces, shared what followed "
         "the last tokens in earlier outputs of the same tenant and adapter, ngram what followed them in the sequence, "

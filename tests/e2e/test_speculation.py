@@ -16,7 +16,14 @@ from tests.support.tiers import parametrize_once
 from tests.support.whole_engine import RightDrafter, Text, WholeEngine, WrongDrafter, make_request
 from worker_svc.device.replay import RecordedDecodes
 
-FLAGS = ["--max-num-seqs=24", "--num-gpu-blocks=400", "--max-model-len=512", "--num-threads=1", "--multi-step-ms=0"]
+FLAGS = [
+    "--max-num-seqs=24",
+    "--num-gpu-blocks=400",
+    "--max-model-len=512",
+    "--num-threads=1",
+    "--multi-step-ms=0",
+    "--speculate=off",
+]
 MULTI_STEP = ["--multi-step-ms", "1000", "--max-drafts", "5"]
 POOLS = {
     "bfloat16": ["--dtype", "bfloat16"],

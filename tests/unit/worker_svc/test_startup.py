@@ -70,7 +70,14 @@ def test_cuda_graphs_are_recorded_before_the_first_step_and_the_scheduler_hears_
     monkeypatch.setattr(
         startup, "record_cuda_graphs", lambda runner, device: num_graphs.append(runner.record_graphs(recorder))
     )
-    flags = ("--cuda-graphs=on", "--num-gpu-blocks=12", "--block-size=4", "--max-num-seqs=3", "--multi-step-ms=0")
+    flags = (
+        "--cuda-graphs=on",
+        "--num-gpu-blocks=12",
+        "--block-size=4",
+        "--max-num-seqs=3",
+        "--multi-step-ms=0",
+        "--speculate=off",
+    )
     worker = make_worker(TinyCausalLM(), load(*flags), DeviceLoop())
     # Of 1, 2 and 3 rows; the warm-up decodes twice.
     assert num_graphs == [3]
