@@ -218,7 +218,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--interval", type=float, default=2.0, help="seconds of service between two faults, at most")
     parser.add_argument("--faults", nargs="+", choices=[*_FAULTS], default=[*_FAULTS], help="which faults happen")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--speculate", default="off", help="as in quire serve")
+    parser.add_argument("--speculate", default="auto", help="as in quire serve")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 

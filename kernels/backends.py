@@ -16,7 +16,7 @@ import torch
 from kernels import reference
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import LIBRARY, Library, LibraryUnavailableError
-from kernels.packed_weight import PackedWeight, Quantization
+from kernels.packed_weight import CodedWeight, PackedWeight, Quantization
 from kernels.reference import ScoreRule
 
 logger = logging.getLogger(__name__)
@@ -83,8 +83,6 @@ class Implementation(Protocol):
 class Products(Protocol):
     """Products with packed weights."""
 
-    def pack_weight(self, weight: torch.Tensor, gated: bool, quantization: Quantization) -> PackedWeight: ...
-
     def product(
         self,
         x: torch.Tensor,
@@ -93,6 +91,28 @@ class Products(Protocol):
         activation: str,
         output_dtype: torch.dtype,
     ) -> torch.Tensor: ...
+
+
+class PlainProducts(Products, Protocol):
+    """Those with weights that are not coded."""
+
+    def pack_weight(self, weight: torch.Tensor, gated: bool, quantization: Quantization) -> PackedWeight: ...
+
+
+class CodedProducts(Products, Protocol):
+    """Products with weights as files store them."""
+
+    def pack_coded(self, weight: CodedWeight, gated: bool, quantization: Quantization) -> PackedWeight: ...
+
+    def products(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[PackedWeight],
+        bias: torch.Tensor | None,
+        output_dtype: torch.dtype,
+    ) -> torch.Tensor: ...
+
+    def look_up(self, weight: CodedWeight, ids: torch.Tensor) -> torch.Tensor: ...
 
 
 class BlockMoves(Protocol):
@@ -215,10 +235,17 @@ def largest_head_dim_for(device: torch.device) -> int | None:
     return MAX_HEAD_DIM
 
 
-def coded_products_for(device: torch.device, dtype: torch.dtype) -> CpuKernels | None:
+def coded_products_for(device: torch.device, dtype: torch.dtype) -> CodedProducts | None:
     """Products of tokens of this dtype with coded weights, if such a device has them."""
-    implementation = implementation_for(device) if device.type == "cpu" else reference
-    return implementation if isinstance(implementation, CpuKernels) and dtype == torch.bfloat16 else None
+    implementation = implementation_for(device)
+    if dtype != torch.bfloat16 or implementation is reference:
+        return None
+    if device.type == "cuda":
+        # Imported here: a machine without a GPU needs no Triton.
+        from kernels.cuda import coded
+
+        return coded
+    return implementation if isinstance(implementation, CpuKernels) else None
 
 
 def draws_for(device: torch.device) -> CpuKernels | None:
@@ -227,7 +254,7 @@ def draws_for(device: torch.device) -> CpuKernels | None:
     return implementation if isinstance(implementation, CpuKernels) else None
 
 
-def packed_products_for(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> Products | None:
+def packed_products_for(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> PlainProducts | None:
     """Products with packed weights of this dtype, if such a device has a kernel for them."""
     implementation = implementation_for(device) if device.type == "cpu" else reference
     if not isinstance(implementation, CpuKernels) or not implementation.has_products(dtype, quantization):

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kernels import host_memory, int8, reference
 from kernels.backends import (
+    Products,
     block_moves_for,
     coded_products_for,
     draws_for,
@@ -287,9 +288,14 @@ def pack_weight(
     return products.pack_weight(weight, gated, quantization)
 
 
-def has_coded_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether tokens of this dtype can be multiplied with coded weights on such a device."""
-    return coded_products_for(device, dtype) is not None
+def has_coded_products(
+    device: torch.device, dtype: torch.dtype, quantization: Quantization = Quantization.NONE
+) -> bool:
+    """Whether tokens of this dtype can be multiplied with coded weights on such a device, rounded like this."""
+    kernels = coded_products_for(device, dtype)
+    if quantization is Quantization.INT8_DYNAMIC:
+        return isinstance(kernels, CpuKernels)
+    return kernels is not None and quantization is Quantization.NONE
 
 
 def pack_coded(
@@ -364,7 +370,10 @@ def products(
         raise ValueError("weights are not all coded, without gates, and on a device that has products for them")
     if addends is not None:
         _check_slots(x, addends)
-    return kernels.products(x, weights, bias, x.dtype, addends)
+        if not isinstance(kernels, CpuKernels):
+            raise ValueError("addends are for the kernels of the CPU library")
+        return kernels.products(x, weights, bias, x.dtype, addends)
+    return kernels.products(x, weights, bias, x.dtype)
 
 
 def product(
@@ -383,8 +392,8 @@ def product(
         bias: [out], of that dtype too.
         activation: one of `ACTIVATIONS`, None for the identity; of the gates one of `GATES`, None for silu.
         output_dtype: that of x, or float32.
-        addends: of low rank, for weights on the CPU for which `has_packed_products` is true. They change no bit of
-            tokens in slot 0, and those of a token depend on no other token.
+        addends: of low rank, for weights of which `takes_addends` is true. They change no bit of tokens in slot 0, and
+            those of a token depend on no other token.
 
     Returns:
         [..., out], half as many if the weight is gated.
@@ -402,13 +411,24 @@ def product(
         raise ValueError(f"activation is {activation!r}; expected one of {', '.join(known)}")
     if output_dtype not in (None, dtype, torch.float32):
         raise ValueError(f"output_dtype is {output_dtype}; expected {dtype} or torch.float32")
-    products = packed_products_for(device, dtype, weight.quantization) or reference
+    products = _products_for(weight)
     if addends is None:
         return products.product(x, weight, bias, activation, output_dtype or dtype)
     _check_slots(x, addends)
     if not isinstance(products, CpuKernels):
         raise ValueError("addends are for the kernels of the CPU library, which are missing")
     return products.product(x, weight, bias, activation, output_dtype or dtype, addends)
+
+
+def takes_addends(weight: PackedWeight) -> bool:
+    """Whether products with it may have addends."""
+    return isinstance(_products_for(weight), CpuKernels)
+
+
+def _products_for(weight: PackedWeight) -> Products:
+    device, dtype = weight.data.device, weight.dtype
+    own = packed_products_for(device, dtype, weight.quantization) if weight.coding is None else None
+    return own or (None if weight.coding is None else coded_products_for(device, dtype)) or reference
 
 
 def _check_slots(x: torch.Tensor, addends: TokenAddends) -> None:

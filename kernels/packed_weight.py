@@ -120,6 +120,14 @@ class CodedWeight:
             scales = GroupScales(scales.values[outputs, groups], zeros, in_group)
         return CodedWeight(self.coding, self.rows[outputs, columns], scales)
 
+    def to(self, device: torch.device) -> "CodedWeight":
+        """The same there: itself where it is there, which may be a view of a file."""
+        scales = self.scales
+        if scales is not None:
+            zeros = None if scales.zeros is None else scales.zeros.to(device)
+            scales = GroupScales(scales.values.to(device), zeros, scales.inputs)
+        return CodedWeight(self.coding, self.rows.to(device), scales)
+
     @property
     def kind(self) -> tuple[object, ...]:
         """Weights of one kind can be joined."""

@@ -171,7 +171,12 @@ def product(
         exact = functional.linear(lines.values.double(), weight.data.double()).float()
         sums = exact * lines.scales * weight.scales
         sums = sums if bias is None else sums + bias
-    if weight.gated:
+    return activated(sums, weight.gated, activation, output_dtype)
+
+
+def activated(sums: torch.Tensor, gated: bool, activation: str, output_dtype: torch.dtype) -> torch.Tensor:
+    """What a product does to its sums, [..., out], half of which are gates where it is gated."""
+    if gated:
         gate, up = sums.chunk(2, dim=-1)
         return (_ACTIVATIONS[activation](gate) * up).to(output_dtype)
     return _ACTIVATIONS[activation](sums).to(output_dtype)

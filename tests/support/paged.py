@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kernels import ops
-from kernels.packed_weight import Coding
+from kernels.packed_weight import Coding, Quantization
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.layers.embedding_norm import TiedHead
 from worker_svc.layers.linear import CodedProduct, Linear, OwnProduct
@@ -81,7 +82,9 @@ def codings_of(layer: Linear | TiedHead) -> list[Coding | None]:
     return [product.weight.coding]
 
 
-def codings_in_use(model: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> dict[bool, set[Coding | None]]:
+def codings_in_use(
+    model: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch, *, quantization: Quantization = Quantization.NONE
+) -> dict[bool, set[Coding | None]]:
     """Codings of all layers, with products of codes (True) and without. The logits are the same, bit for bit."""
     tokens = [3 + 7 * index % 300 for index in range(40)]
     logits: dict[bool, list[torch.Tensor]] = {}
@@ -90,7 +93,8 @@ def codings_in_use(model: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch)
         if not is_coded:
             monkeypatch.setattr(ops, "has_coded_products", lambda *_: False)
         ranks = [Ranks(rank, num_ranks) for rank in range(num_ranks)]
-        models = [load_model(model, device=torch.device("cpu"), dtype=torch.bfloat16, ranks=each) for each in ranks]
+        options: dict[str, Any] = {"dtype": torch.bfloat16, "quantization": quantization}
+        models = [load_model(model, device=torch.device("cpu"), ranks=each, **options) for each in ranks]
         layers = [layer for each in models for layer in each.modules() if isinstance(layer, Linear | TiedHead)]
         codings[is_coded] = {coding for layer in layers for coding in codings_of(layer)}
         runners = [PagedRunner(each, [tokens], block_size=4) for each in models]

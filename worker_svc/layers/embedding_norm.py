@@ -36,12 +36,16 @@ class Embedding(Loadable):
 
     def load(self, tensors: TensorReader) -> None:
         coded = None
-        if ops.has_coded_products(self._placement.device, self._placement.dtype):
+        placement = self._placement
+        if ops.has_coded_products(placement.device, placement.dtype, placement.quantization):
             coded = tensors.coded(self._spec)
         whole = slice(0, self._spec.shape[1])
         # Rows are looked up where they have all of a number.
         part = None if coded is None or coded.scales is not None else coded.part(self._shard.slice, whole)
-        self.matrix = part or self._placement.copy(tensors.read(self._spec)[self._shard.slice])
+        if part is not None:
+            self.matrix = part.to(placement.device)
+        else:
+            self.matrix = placement.copy(tensors.read(self._spec)[self._shard.slice])
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [T] int64 -> [T, dim]."""

@@ -270,9 +270,9 @@ class Linear(Loadable):
         """The weights as the file has them, joined where neighbours are of one kind; None if they cannot be multiplied
         so, and are to be dequantized."""
         placement = self._placement
-        if placement.quantization is Quantization.INT8_WEIGHT_ONLY or not inputs.size:
+        if not inputs.size or self._input_major:
             return None
-        if self._input_major or not ops.has_coded_products(placement.device, placement.dtype):
+        if not ops.has_coded_products(placement.device, placement.dtype, placement.quantization):
             return None
         found: list[CodedWeight] = []
         for part, group in groupby(shards, key=itemgetter(0)):
@@ -282,7 +282,7 @@ class Linear(Loadable):
                 if weight is None:
                     return None
                 if weight.rows.shape[0]:
-                    found.append(weight)
+                    found.append(weight.to(placement.device))
         joined = [CodedWeight.joined(list(group)) for _, group in groupby(found, key=attrgetter("kind"))]
         return joined if len(joined) == 1 or (joined and self._activation is None) else None
 
@@ -306,14 +306,15 @@ class Linear(Loadable):
         self._token_slots = token_slots
         inputs = self._inputs_of_rank()
         widths = [sum(shard.size for shard in self._outputs_of_rank(part)) for part in self._parts]
-        if isinstance(self._product, OwnProduct | CodedProduct):
-            table = PackedTable(self._product.packed, widths, num_slots, max_rank)
-            self._adapted = PackedAdapted(self._product, table)
+        product = self._product
+        if isinstance(product, OwnProduct | CodedProduct) and all(map(ops.takes_addends, product.packed)):
+            table = PackedTable(product.packed, widths, num_slots, max_rank)
+            self._adapted = PackedAdapted(product, table)
         else:
             table = MaskedTable(inputs.size, widths, num_slots, max_rank, like=self._placement.empty(0))
             # The same products with and without adapters: none has the activation fused.
             function = None if self._activation is None else self._activation.function
-            self._product = self._adapted = MaskedAdapted(_without_activation(self._product), table, function)
+            self._product = self._adapted = MaskedAdapted(_without_activation(product), table, function)
 
     @property
     def adapted_modules(self) -> tuple[tuple[str, tuple[int, int]], ...]:
@@ -622,5 +623,8 @@ def _without_activation(product: Product) -> Product:
             return replace(product, fused=_NOTHING_FUSED, activation=None)
         case PlainProduct() | WeightOnlyProduct():
             return replace(product, activation=None)
+        case OwnProduct():
+            # Of a coded weight on a GPU, whose gates lie as its other outputs do.
+            return replace(product, weight=replace(product.weight, gated=False), fused="identity", activation=None)
         case _:
             return product

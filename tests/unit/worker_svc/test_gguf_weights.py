@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from kernels.packed_weight import Coding
+from kernels.packed_weight import Coding, Quantization
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 from tests.support.coded_weights import make_coded
@@ -171,6 +171,16 @@ def test_weights_are_multiplied_as_the_file_has_them(
     # No file has the router in codes.
     of_router = {None} if "moe" in family or family == "mixtral" else set()
     assert codings == {True: {Coding.Q4_K, Coding.Q6_K, *of_router}, False: {None}}
+
+
+def test_weights_are_rounded_to_int8_from_the_numbers_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the output layer shares with the embedding, too."""
+    make_model(tmp_path / "model", CODED["qwen2"], tie_word_embeddings=True, **CODED_SIZES)
+    file = write_gguf(tmp_path / "m.gguf", tmp_path / "model", quantization=code_as_a_mix)
+    found = codings_in_use(file, 1, monkeypatch, quantization=Quantization.INT8_WEIGHT_ONLY)
+    assert found == {True: {None}, False: {None}}
 
 
 def test_a_quantized_tensor_of_experts_is_read_expert_by_expert(tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from kernels.cuda import attention, blocks
+from kernels.cuda import attention, blocks, coded
 from kernels.cuda.attention import paged_attention
 from kernels.cuda.blocks import reshape_and_cache, rotary_and_cache
 from kernels.cuda.pointwise import add_rms_norm, layer_norm, rms_norm, silu_and_mul
+from kernels.packed_weight import Coding, Quantization
 from kernels.reference import ScoreRule
+from tests.support.coded_weights import make_coded
 from tests.unit.kernels.test_paged_attention import make_batch
 
 pytestmark = pytest.mark.extended
@@ -150,6 +152,23 @@ def test_pointwise_kernels_compile(compiled: set[Any], dtype: torch.dtype) -> No
     assert_fit(compiled, names | {"_rotary_key_and_cache_kernel", "_reshape_and_cache_kernel"})
 
 
+def coded_step(num_tokens: int, coding: Coding = Coding.Q4_K) -> None:
+    x = torch.zeros(num_tokens, 2048, dtype=torch.bfloat16)
+    weight = coded.pack_coded(make_coded(coding, 128, 2048 // coding.group[0]), False, Quantization.NONE)
+    coded.product(x[:, : weight.in_features], weight, x[0, :128], "identity", torch.bfloat16)
+
+
+@pytest.mark.parametrize("coding", Coding)
+def test_coded_products_run_on_tensor_cores_without_a_stack(compiled: set[Any], tmp_path: Path, coding: Coding) -> None:
+    for num_tokens in (1, 100):
+        coded_step(num_tokens, coding)
+    assert len(compiled) == 2
+    for kernel in compiled:
+        assert "mma" in kernel.asm["ptx"]
+        assert stack_bytes(kernel, tmp_path) == 0
+    assert_fit(compiled, {"_product_kernel"})
+
+
 def test_blocks_move_sixteen_bytes_at_a_time(compiled: set[Any]) -> None:
     pools = [torch.zeros(2, 8, 4, 16, 64, dtype=torch.bfloat16) for _ in range(2)]
     blocks.copy_blocks(pools, torch.tensor([[0, 7], [1, 5]]))
@@ -187,6 +206,7 @@ def mixed_step(num_rows: int, longest: int) -> None:
         (decode_step, [(2, 17), (3, 5000)], [(1, 1), (1, 16), (16, 256), (5, 4096), (64, 700), (1, 4100), (32, 3)]),
         (mixed_step, [(2, 17), (2, 5000)], [(1, 16), (16, 256), (5, 4096), (15, 700), (16, 33)]),
         (pointwise_step, [(7,)], [(1,), (16,), (33,), (160,)]),
+        (coded_step, [(7,), (70,)], [(1,), (16,), (33,), (160,)]),
     ],
 )
 def test_steps_of_other_sizes_compile_nothing_new(

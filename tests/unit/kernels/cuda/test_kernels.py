@@ -3,7 +3,7 @@
 They are in one file, which one process of the test runner runs: each interpreter is a process that imports torch.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from kernels.cuda.tiles import PagedBatch
 from kernels.reference import ScoreRule
 from tests.support.pairwise import pairwise
 from tests.support.tiers import parametrize_once
-from tests.support.triton_devices import Gpu, Interpreter, KernelDevice
+from tests.support.triton_devices import KernelDevice
 from tests.unit.kernels.test_paged_attention import (
     SINKS,
     TOLERANCE,
@@ -27,7 +27,6 @@ from tests.unit.kernels.test_paged_attention import (
 )
 from tests.unit.kernels.test_pointwise import naive_layer_norm, naive_rms_norm, naive_rotary, naive_silu_and_mul
 
-DEVICES = ["interpreter", "cuda"] if torch.cuda.is_available() else ["interpreter"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 MIXED = [(1, 1), (3, 3), (1, 17), (4, 11), (40, 71), (1, 150)]
@@ -35,18 +34,6 @@ MIXED = [(1, 1), (3, 3), (1, 17), (4, 11), (40, 71), (1, 150)]
 SHORT = [(1, 1), (3, 3), (1, 17), (4, 11)]
 # So that small contexts have many pieces, more than are joined at once.
 MANY_PIECES = DecodeTiling(tile=16, shortest_split=16, longest_split=16)
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    interpreter = Interpreter()
-    yield interpreter
-    interpreter.close()
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> KernelDevice:
-    return Gpu() if request.param == "cuda" else request.getfixturevalue("interpreter")
 
 
 def attend(device: KernelDevice, batch: Batch, scale: float = 0.3, **options: Any) -> torch.Tensor:

@@ -1,0 +1,168 @@
+"""Weights as files store them on a GPU: the numbers are those of the dequantized weight, bit for bit."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from kernels import ops
+from kernels.cuda import coded
+from kernels.packed_weight import Coding, Quantization
+from kernels.reference import activated
+from quire.adapters import read_adapter
+from tests.support.adapters import make_adapter
+from tests.support.coded_weights import SCALED, dequantized, make_coded, make_scaled
+from tests.support.gguf_files import write_gguf
+from tests.support.models import make_model
+from tests.support.paged import PagedRunner, Span, codings_of
+from tests.support.triton_devices import KernelDevice
+from tests.unit.worker_svc.test_gguf_weights import CODED, CODED_SIZES, code_as_a_mix
+from worker_svc.adapters import AdapterSlots
+from worker_svc.layers.embedding_norm import TiedHead
+from worker_svc.layers.linear import Linear
+from worker_svc.models.registry import load_model
+
+
+@given(
+    coding=st.sampled_from(Coding),
+    out_features=st.integers(1, 40),
+    num_groups=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_looked_up_rows_are_those_of_the_dequantized_weight(
+    coding: Coding, out_features: int, num_groups: int, seed: int
+) -> None:
+    weight = make_coded(coding, out_features, num_groups, seed)
+    codes, _, scale = coded.read(weight)
+    assert torch.equal(scale.numbers(codes), dequantized(weight))
+    if weight.scales is None:
+        ids = torch.tensor([out_features - 1, 0, 0])
+        assert torch.equal(coded.look_up(weight, ids), dequantized(weight).bfloat16()[ids])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 70])
+@pytest.mark.parametrize("coding", Coding)
+def test_products_are_those_of_the_dequantized_weight(device: KernelDevice, coding: Coding, num_tokens: int) -> None:
+    """More outputs than a tile has, and not as many as fill tiles."""
+    for seed in range(3 if coding in SCALED else 1):
+        weight = make_coded(coding, 70, 1 if coding.group[0] == 256 else 3, seed + num_tokens)
+        x, bias, numbers = (
+            torch.randn(num_tokens, weight.in_features).half(),
+            torch.randn(70).half(),
+            dequantized(weight),
+        )
+        packed = coded.pack_coded(weight, False, Quantization.NONE)
+        actual = device.run(coded.product, x, packed, bias, "identity", torch.float32).result
+        expected = x.double() @ numbers.half().double().t() + bias.double()
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+        if seed == 0:
+            each = torch.eye(weight.in_features).half()
+            actual = device.run(coded.product, each, packed, None, "identity", torch.float16).result
+            assert torch.equal(actual.t(), numbers.half())
+
+
+@pytest.mark.parametrize(("inputs", "has_zeros"), [(32, True), (128, False), (1024, True)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_groups_of_any_size_and_scales_of_any_dtype(
+    device: KernelDevice, dtype: torch.dtype, inputs: int, has_zeros: bool
+) -> None:
+    weight = make_scaled(Coding.INT4, 5, 160, inputs, dtype, has_zeros=has_zeros)
+    packed = coded.pack_coded(weight, False, Quantization.NONE)
+    actual = device.run(coded.product, torch.eye(160).half(), packed, None, "identity", torch.float16).result
+    assert torch.equal(actual.t(), dequantized(weight).half())
+
+
+def test_activations_gates_and_several_weights(device: KernelDevice) -> None:
+    weights = [make_coded(Coding.Q4_K, 24, 1), make_coded(Coding.Q6_K, 8, 1)]
+    first, second = (coded.pack_coded(weight, False, Quantization.NONE) for weight in weights)
+    x, bias = torch.randn(2, 3, 256).half(), torch.randn(32).half()
+    sums = device.run(coded.product, x, first, bias[:24], "identity", torch.float32).result
+    for is_gated, activation in ((True, "silu"), (False, "relu")):
+        weight = replace(first, gated=is_gated)
+        actual = device.run(coded.product, x, weight, bias[:24], activation, torch.float16).result
+        assert torch.equal(actual, activated(sums, is_gated, activation, torch.float16))
+    joined = device.run(coded.products, x, [first, second], bias, torch.float16).result
+    assert torch.equal(joined[..., :24], sums.half())
+    assert joined.shape == (2, 3, 32)
+
+
+def test_no_tokens_give_an_empty_result(device: KernelDevice) -> None:
+    packed = coded.pack_coded(make_coded(Coding.Q8_0, 5, 1), False, Quantization.NONE)
+    assert device.run(
+        coded.product, torch.empty(0, 32).half(), packed, None, "identity", torch.float16
+    ).result.shape == (0, 5)
+
+
+@pytest.mark.parametrize("coding", Coding)
+def test_a_weight_is_hardly_larger_than_in_the_file(coding: Coding) -> None:
+    weight = make_coded(coding, 64, 2048 // coding.group[0] if coding not in SCALED else 16, 1)
+    packed, scales = coded.pack_coded(weight, False, Quantization.NONE), weight.scales
+    of_scales = packed.scale.units, packed.scale.steps, packed.scale.minimum_units, packed.scale.minimum_steps
+    held = sum(each.nbytes for each in (packed.data, packed.high, *of_scales) if each is not None)
+    assert held <= 1.05 * (weight.rows.nbytes + (0 if scales is None else scales.values.nbytes))
+
+
+def multiply_by_torch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    output: torch.Tensor,
+    x: torch.Tensor,
+    data: torch.Tensor,
+    high: torch.Tensor | None,
+    table: torch.Tensor | None,
+    zeros: torch.Tensor | None,
+    units: torch.Tensor,
+    steps: torch.Tensor | None,
+    minimum_units: torch.Tensor | None,
+    minimum_steps: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *rest: int,
+    **constants: int,
+) -> None:
+    """What the kernel computes, in bfloat16, which the interpreter cannot multiply."""
+    of = SimpleNamespace(**constants)
+    codes = data
+    if of.BITS < 8:
+        codes = torch.stack((data & 15, data >> 4), -1).unflatten(1, (-1, 32)).transpose(2, 3).flatten(1)[:, : of.IN]
+    if high is not None:
+        shifts = torch.arange(0, 8, of.BITS - 4, dtype=torch.uint8)
+        codes = codes | ((high[..., None] >> shifts & (1 << (of.BITS - 4)) - 1) << 4).flatten(1)[:, : of.IN]
+    scales = coded.Scales(units, of.UNIT, of.ZERO, zeros, table, steps, of.STEP, minimum_units, minimum_steps)
+    sums = functional.linear(
+        x.float(), scales.numbers(codes).bfloat16().float(), None if bias is None else bias.float()
+    )
+    output.copy_(sums.view(output.shape))
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("gemma2", True)])
+def test_a_model_with_adapters_computes_what_that_of_dequantized_weights_does(
+    tmp_path: Path, family: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: dict[str, Any] = {"tie_word_embeddings": tied, **CODED_SIZES}
+    made = make_model(tmp_path / "model", CODED[family], **fields)
+    file = write_gguf(tmp_path / "m.gguf", tmp_path / "model", quantization=code_as_a_mix)
+    adapter = make_adapter(tmp_path / "adapter", made, rank=8, alpha=16.0, seed=1)
+    monkeypatch.setattr(coded, "launch", multiply_by_torch)
+    monkeypatch.setattr(ops, "coded_products_for", lambda device, dtype: coded)
+    logits: list[torch.Tensor] = []
+    for is_coded in (True, False):
+        if not is_coded:
+            monkeypatch.setattr(ops, "has_coded_products", lambda *_: False)
+        model = load_model(file, device=torch.device("cpu"), dtype=torch.bfloat16)
+        weights = [
+            each for layer in model.modules() if isinstance(layer, Linear | TiedHead) for each in codings_of(layer)
+        ]
+        assert (Coding.Q4_K in weights) == is_coded
+        slots = AdapterSlots(model, 1, 8)
+        slots.put(0, slots.load(adapter, read_adapter(adapter).digest))
+        runner = PagedRunner(model, [list(range(3, 40)), list(range(5, 45))], block_size=4)
+        runner.adapter_slots = [1, 0]
+        logits.append(runner.step(Span(0, 0, 37), Span(1, 0, 40)).float())
+    # Sums of bfloat16 layers differ by rounding.
+    assert functional.cosine_similarity(logits[0], logits[1]).min() > 0.99
