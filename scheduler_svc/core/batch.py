@@ -266,7 +266,7 @@ class StepDraft:
         assert self.budget >= 0, "the step exceeds its token budget"
 
     def finish(self, step_id: int) -> StepPlan:
-        """The step as a value. The draft must not be empty."""
+        """The step as a value. A draft that is empty only seals blocks."""
         rows, num_computed = self._rows, self._num_computed
         num_new_tokens, samples, max_drafts = np.ones_like(rows), rows.repeat(2).reshape(-1, 2), self._max_drafts
         if self._chunks:
@@ -559,6 +559,11 @@ class Batch:
                 self.fork(parent, child)
                 self.draft.seeds[child.row] = child.request.sampling_of(child.index).seed
                 self.draft.sample_from(row, child.row)
+
+    @property
+    def has_seals(self) -> bool:
+        """Whether blocks were sealed that no step has told of."""
+        return bool(self.blocks.still_sealed(self.draft.sealed))
 
     def commit(self, step_id: int) -> StepPlan:
         """Finishes the step. Its tokens count as computed, which they are once its result comes."""

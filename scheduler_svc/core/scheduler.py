@@ -375,7 +375,8 @@ class Scheduler:
     # Planning a step
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plans the next step, or returns None when there is nothing to compute until a result or a request comes.
+        """Plans the next step, or returns None when there is nothing to compute until a result or a request comes. When
+        nothing is in flight, a step without rows tells which blocks were sealed last.
 
         Every row computes tokens until it has caught up with those that it has: decodes first, one token each, then
         chunks of what rows came with, up to the token budget. Groups enter in the order of the policy, swapped ones
@@ -411,11 +412,18 @@ class Scheduler:
         self._shares.add_set_aside()
         if not batch.draft.is_empty:
             return self._commit(now)
-        if not self.in_flight:
-            # No call is delayed by it, and none may come for long.
-            while batch.blocks.reclaim():
-                pass
-        return None
+        if self.in_flight:
+            return None
+        # No call is delayed by it, and none may come for long.
+        while batch.blocks.reclaim():
+            pass
+        # A step that only seals: the next one with rows may be long in coming, or never come.
+        return self._commit(now) if batch.has_seals else None
+
+    @property
+    def is_sealing(self) -> bool:
+        """Whether steps are in flight, or a step is to come that only seals blocks."""
+        return bool(self.in_flight) or self.batch.has_seals
 
     def _displace(self, now: float) -> None:
         """Preempts groups for the next one, if the policy lets it displace others; none if that is futile."""

@@ -301,8 +301,8 @@ class StepLoop:
         return usage._replace(decode_s=now - line.first_token)
 
     async def drain(self, timeout_s: float | None) -> int:
-        """Refuses new requests from now on, reports that, and waits until no request is live and no block is kept for
-        another replica.
+        """Refuses new requests from now on, reports that, and waits until no request is live, all blocks are sealed and
+        none is kept for another replica.
 
         Returns how many are live at the timeout; None waits without limit.
         """
@@ -748,5 +748,6 @@ class StepLoop:
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if not self.num_live and (self.scheduler is None or not len(self.scheduler.leases)):
+        scheduler = self.scheduler
+        if not self.num_live and (scheduler is None or not (len(scheduler.leases) or scheduler.is_sealing)):
             self._idle.set()

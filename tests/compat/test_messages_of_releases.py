@@ -67,7 +67,7 @@ ADDED = frozenset(
 """Fields, as TYPE.NUMBER, that the code of today writes to every release, since an older one may ignore them. All other
 new fields are written only to a side that says that it speaks a version which has them."""
 
-PLANS_DIFFER = frozenset[str]()
+PLANS_DIFFER = frozenset({"0.1.0"})
 """Releases whose steps the scheduler of today plans in another way, on purpose: their recordings are read whole, and a
 replay says where the first step differs."""
 

@@ -75,6 +75,23 @@ def test_sealed_blocks_are_announced_once_and_can_be_adopted_by_a_successor():
     assert successor.usage[2].cached_tokens == 12
 
 
+def test_a_step_without_rows_seals_the_last_blocks_when_nothing_else_is_to_be_computed():
+    driver = Driver(make_config())
+    driver.submit(make_request(1, prompt=SHORT_PROMPT, max_tokens=1))
+    driver.run_steps(1)
+    assert driver.finished == {1}
+    assert driver.scheduler.is_sealing
+    plan = driver.next_plan()
+    assert (len(plan.rows), len(plan.sealed)) == (0, 3)
+    # What comes meanwhile does not wait for it.
+    driver.submit(make_request(2, prompt=SHORT_PROMPT[::-1], max_tokens=1))
+    assert len(driver.next_plan().rows) == 1
+    driver.run_until_idle()
+    assert len(driver.device.seals) == 6
+    assert (driver.scheduler.num_steps, driver.scheduler.is_sealing) == (4, False)
+    assert driver.scheduler.schedule(driver.clock) is None
+
+
 def test_what_a_predecessor_says_twice_of_a_block_or_a_content_holds_as_it_was_first_said():
     pool, (first, second) = BlockPool(2), PrefixHashes(root_hash(""), 4).first(2, SHORT_PROMPT)
     for block, content in ((0, first), (0, second), (1, first)):

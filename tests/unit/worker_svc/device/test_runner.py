@@ -24,7 +24,7 @@ from worker_svc.models.llama import LlamaForCausalLM
 from worker_svc.protocol.stream import Worker
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker, memory_for_pool, model_geometry
-from worker_svc.step import AdmittedStep, LogitRules, SetTokens, Step, StepOutput, WorkerLimits
+from worker_svc.step import AdmittedStep, LogitRules, SealedBlocks, SetTokens, Step, StepOutput, WorkerLimits
 from worker_svc.weights import Loadable, MadeTensors, Placement
 
 GPU = torch.device("cuda", 0)
@@ -201,6 +201,17 @@ def test_decodes_are_replayed_and_prefills_are_launched(gpu: MetaGpu) -> None:
         "replay graph 3 on default",
     ]
     assert gpu.launches == []
+
+
+def test_a_step_without_rows_seals_and_launches_nothing(gpu: MetaGpu) -> None:
+    with gpu:
+        worker = start("--max-num-seqs", "3", "--num-gpu-blocks", "1000", "--swap-space", "0", "--cuda-graphs", "on")
+        run(worker, make_prefill(5, 700))
+        gpu.launches.clear()
+        sealed = SealedBlocks(int32([7]), np.ones((1, 32), np.uint8))
+        output = run(worker, make_step(make_changes(release=[0, 1]), sealed=sealed))
+    assert (output.token_ids.tolist(), gpu.launches) == ([], [])
+    assert worker.runner.sealed_blocks().block_ids.tolist() == [7]
 
 
 def test_swaps_run_beside_the_steps_and_copies_among_them(gpu: MetaGpu) -> None:
