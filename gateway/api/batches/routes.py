@@ -13,7 +13,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from gateway.api.answers import HTTP_STATUSES, ErrorAnswer, HttpError
 from gateway.api.batches.runner import Batches
-from gateway.api.batches.store import BatchRow
+from gateway.api.batches.store import BatchRow, BatchStore, FileRow
 from gateway.api.body import BodyLimits, max_entries, read_model
 from gateway.api.field_rule import NOTHING, Part, Unread
 from gateway.api.openapi import ApiRoute
@@ -93,13 +93,7 @@ class _BatchRoutes:
                 raise invalid_field("purpose", f'is "{shortened(str(purpose))}"; it must be batch')
             if not isinstance(file, UploadFile):
                 raise invalid_field("file", "is missing; it is a part with a filename")
-            file_id, path = store.new_path()
-            try:
-                await store.run(_copy, file, path, limit)
-                row = await store.run(store.add_file, tenant, file_id, _name(file.filename), purpose)
-            except BaseException:
-                path.unlink(missing_ok=True)
-                raise
+            row = await store.run(_store, store, file, limit, tenant, purpose)
         finally:
             await form.close()
         return JSONResponse(row.shown())
@@ -180,6 +174,17 @@ def _too_large(limit: int) -> HttpError:
     return HttpError(
         ErrorAnswer(413, f"the file has more than {shown_bytes(limit)} (--max-batch-file-bytes)", "too_large")
     )
+
+
+def _store(store: BatchStore, file: UploadFile, limit: int, tenant: str, purpose: str) -> FileRow:
+    """Keeps an upload. One piece of work, so that a caller who leaves in the middle leaves the whole file or none."""
+    file_id, path = store.new_path()
+    try:
+        _copy(file, path, limit)
+        return store.add_file(tenant, file_id, _name(file.filename), purpose)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _copy(file: UploadFile, path: Path, limit: int) -> None:

@@ -30,6 +30,8 @@ COMPLETED, EXPIRED, CANCELLING, CANCELLED = "completed", "expired", "cancelling"
 ACTIVE = (VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING)
 MAX_ACTIVE = 64
 """How many batches of one tenant may be active at once."""
+MAX_ENDED = 1000
+"""How many batches of one tenant that are done are kept; the oldest are forgotten."""
 MAX_FILES = 1000
 """How many files one tenant may have."""
 LEASE_S = 5.0
@@ -290,7 +292,17 @@ class BatchStore:
                 (tenant, batch_id, now, key_id, input_file, endpoint, VALIDATING, now + window_s,
                  json.dumps({"metadata": metadata})),
             )  # fmt: skip
+            self._forget_ended(database, tenant)
         return self.batch(tenant, batch_id)
+
+    def _forget_ended(self, database: sqlite3.Connection, tenant: str) -> None:
+        ended = database.execute(
+            f"SELECT id FROM batches WHERE tenant = ? AND status NOT IN {ACTIVE} ORDER BY created DESC, rowid DESC "
+            "LIMIT -1 OFFSET ?",
+            (tenant, MAX_ENDED),
+        ).fetchall()
+        database.executemany("DELETE FROM lines WHERE batch = ?", ended)
+        database.executemany("DELETE FROM batches WHERE id = ?", ended)
 
     def batch(self, tenant: str, batch_id: str) -> BatchRow:
         """Raises NotFound if the tenant has no such batch."""
@@ -418,36 +430,42 @@ class BatchStore:
         that have none; without it they are left out. Raises NotOwnerError."""
         row = self._select("id = ?", (batch_id,))[0]
         (good_id, good_path), (bad_id, bad_path) = self.new_path(), self.new_path()
-        num_good, num_bad = 0, 0
-        with good_path.open("xb") as good, bad_path.open("xb") as bad:
-            for path in (good_path, bad_path):
-                path.chmod(0o600)
-            for custom_id, is_good, answer in self._answers(batch_id):
-                if is_good:
-                    num_good += 1
-                    good.write(answer + b"\n")
-                elif is_good is not None or unanswered is not None:
-                    num_bad += 1
-                    bad.write((answer if is_good is not None or unanswered is None else unanswered(custom_id)) + b"\n")
-            for each in (good, bad):
-                each.flush()
-                os.fsync(each.fileno())
-        now = int(clock.unix_s())
-        facts: dict[str, Any] = {
-            f"{status}_at": now,
-            "finalizing_at": now,
-            "output_file_id": good_id if num_good else None,
-            "error_file_id": bad_id if num_bad else None,
-            "request_counts": {"total": row.num_lines, "completed": num_good, "failed": num_bad},
-        }
-        with self._owned(batch_id, status, ACTIVE, facts) as database:
-            for count, file_id, name in ((num_good, good_id, "output"), (num_bad, bad_id, "error")):
-                if count:
-                    self._enter_file(database, row.tenant, file_id, f"{batch_id}_{name}.jsonl", "batch_output")
-            database.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
-        for count, path in ((num_good, good_path), (num_bad, bad_path)):
-            if not count:
-                path.unlink(missing_ok=True)
+        num_good = num_bad = 0
+        is_entered = False
+        try:
+            with good_path.open("xb") as good, bad_path.open("xb") as bad:
+                for path in (good_path, bad_path):
+                    path.chmod(0o600)
+                for custom_id, is_good, answer in self._answers(batch_id):
+                    if is_good:
+                        num_good += 1
+                        good.write(answer + b"\n")
+                    elif is_good is not None or unanswered is not None:
+                        num_bad += 1
+                        unknown = is_good is None and unanswered is not None
+                        bad.write((unanswered(custom_id) if unknown else answer) + b"\n")
+                for each in (good, bad):
+                    each.flush()
+                    os.fsync(each.fileno())
+            now = int(clock.unix_s())
+            facts: dict[str, Any] = {
+                f"{status}_at": now,
+                "finalizing_at": now,
+                "output_file_id": good_id if num_good else None,
+                "error_file_id": bad_id if num_bad else None,
+                "request_counts": {"total": row.num_lines, "completed": num_good, "failed": num_bad},
+            }
+            with self._owned(batch_id, status, ACTIVE, facts) as database:
+                for count, file_id, name in ((num_good, good_id, "output"), (num_bad, bad_id, "error")):
+                    if count:
+                        self._enter_file(database, row.tenant, file_id, f"{batch_id}_{name}.jsonl", "batch_output")
+                database.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
+            is_entered = True
+        finally:
+            # Of a run that failed, for example since the disk is full, nothing stays: it may be tried many times.
+            for count, path in ((num_good, good_path), (num_bad, bad_path)):
+                if not count or not is_entered:
+                    path.unlink(missing_ok=True)
 
     def _answers(self, batch_id: str) -> Iterator[tuple[str, int | None, bytes]]:
         yield from self._database.execute(

@@ -1,0 +1,76 @@
+"""What is in the directory of batches when something fails, and how much of it stays."""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gateway.api.batches import store as batches
+from gateway.api.batches.store import BatchStore, Line, NotOwnerError
+
+TENANT = "a"
+
+
+@pytest.fixture
+def store(tmp_path) -> Iterator[BatchStore]:
+    made = BatchStore(tmp_path, "this", 1 << 20)
+    yield made
+    made.close()
+
+
+def names(directory: Path) -> set[str]:
+    return {each.name for each in (directory / "files").iterdir()}
+
+
+def begun_batch(store: BatchStore) -> tuple[str, str]:
+    """The id of a batch that is answered, and that of its input."""
+    file_id, path = store.new_path()
+    path.write_bytes(b"{}\n")
+    store.add_file(TENANT, file_id, "in", "batch")
+    batch = store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None)
+    store.take(1)
+    store.begin(batch.id, [Line(1, "a", 0, 2)])
+    store.answer(batch.id, 1, b"{}", is_good=True)
+    return batch.id, file_id
+
+
+def test_results_that_cannot_be_written_leave_no_file(store, tmp_path, monkeypatch):
+    batch_id, file_id = begun_batch(store)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="no space"):
+            store.finish(batch_id, batches.COMPLETED)
+    assert names(tmp_path) == {file_id}
+    store.finish(batch_id, batches.COMPLETED)
+    assert names(tmp_path) == {file_id, store.batch(TENANT, batch_id).facts["output_file_id"]}
+
+
+def test_results_of_a_batch_that_another_gateway_took_leave_no_file(store, tmp_path):
+    batch_id, file_id = begun_batch(store)
+    store.owner = "other"
+    with pytest.raises(NotOwnerError):
+        store.finish(batch_id, batches.COMPLETED)
+    assert names(tmp_path) == {file_id}
+
+
+def test_of_batches_that_are_done_a_tenant_keeps_the_newest(store, monkeypatch):
+    monkeypatch.setattr(batches, "MAX_ENDED", 2)
+    file_id, path = store.new_path()
+    path.write_bytes(b"")
+    store.add_file(TENANT, file_id, "in", "batch")
+    others = store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None)
+    store.cancel(TENANT, others.id)
+    made: list[str] = []
+    for _ in range(4):
+        made.append(store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None).id)
+        for row in store.take(9):
+            if row.id != others.id:
+                store.fail(row.id, [])
+    newest = store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None).id
+    assert {row.id for row in store.batches(TENANT)} == {others.id, *made[-2:], newest}
