@@ -158,7 +158,8 @@ class BackgroundResponses:
                 if status not in RUNNING:
                     return
                 try:
-                    async with asyncio.timeout(_POLL_S):
+                    # Of what runs here each change is told, but one that another gateway made.
+                    async with asyncio.timeout(_RENEW_S if name in self._runs else _POLL_S):
                         await news.event.wait()
                 except TimeoutError:
                     pass

@@ -8,6 +8,8 @@ import pytest
 from google.rpc import code_pb2
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
+from gateway.api.responses import background
+from gateway.api.responses.background_store import BackgroundStore
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.chat_models import write_chat_model
 from tests.support.gateway_process import running_gateway
@@ -114,6 +116,28 @@ async def test_a_response_is_cancelled_at_any_gateway_and_its_readers_learn_it(c
     assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
     again = await clients[0].responses.cancel(response_id)
     assert again == cancelled == await clients[0].responses.retrieve(response_id)
+    two.workers[0].hang.clear()
+    await wait_nothing_in_use(two.scheduler)
+
+
+async def test_readers_of_what_runs_here_wait_to_be_told(clients, two, monkeypatch):
+    read, num_read = BackgroundStore.pieces, 0
+
+    def counted(store: BackgroundStore, *arguments: Any) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return read(store, *arguments)
+
+    monkeypatch.setattr(BackgroundStore, "pieces", counted)
+    monkeypatch.setattr(background, "_POLL_S", 0.0)
+    two.stand_still()
+    stream = await clients[0].responses.create(model="model", input="hello", background=True, stream=True)
+    response_id = (await anext(aiter(stream))).response.id
+    for _ in range(40):
+        await clients[0].responses.retrieve(response_id)
+    assert num_read < 20
+    await clients[0].responses.cancel(response_id)
+    assert [event async for event in stream][-1].response.status == "cancelled"
     two.workers[0].hang.clear()
     await wait_nothing_in_use(two.scheduler)
 
