@@ -115,6 +115,8 @@ class RequestOptions:
     """Requests with different salts share no cached prefixes."""
     retain_ms: int | None = None
     """For how long the blocks of prompt and answer are kept after it, if that is possible."""
+    expected_tokens: int | None = None
+    """As in GenerationRequest."""
     front_end: bytes = b""
     """As in GenerationRequest, as is the next one."""
     is_steady: bool = False

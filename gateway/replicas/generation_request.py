@@ -59,6 +59,8 @@ class GenerationRequest:
     predicted: Sequence[int] = ()
     """The tokens that the caller expects, for workers that draft, and for the usage."""
     priority: int = 0
+    expected_tokens: int | None = None
+    """How many tokens the caller expects of each sequence, for the choice of a replica; None if it does not say."""
     durable: bool = False
     """The request runs on without a reader for a while, and can be resumed."""
     answer_format: AnswerFormat = PLAIN

@@ -191,6 +191,16 @@ class LiveRequest:
         return sum(max_tokens if stream.finished is None else len(stream.token_ids) for stream in self.sequences)
 
     @property
+    def num_expected_tokens(self) -> int | None:
+        """How many tokens are yet to come as its caller expects, at least 1 and at most what may come; None if the
+        caller expects nothing."""
+        each = self.request.expected_tokens
+        if each is None:
+            return None
+        expected = min(each * len(self.sequences), self.max_generated_tokens)
+        return max(expected - self.num_generated_tokens, 1)
+
+    @property
     def seconds_to_first_token(self) -> float | None:
         return None if self._first_token_at is None else self._first_token_at - self._arrived_at
 

@@ -12,7 +12,7 @@ from gateway.replicas.link import SchedulerLink, SchedulerRefusedError
 from gateway.replicas.live import Arrivals, LiveRequest
 from gateway.replicas.members import Members, Resolver, may_be_several
 from gateway.replicas.roles import Stage, Work, has_room
-from gateway.replicas.routing import Candidate, Router, RoutingPolicy
+from gateway.replicas.routing import Candidate, Router, RoutingPolicy, loads_of
 from gateway.replicas.scheduler_calls import SchedulerCalls
 from quire import compatibility, entropy
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, check_model, check_protocol, differing_parts
@@ -113,6 +113,8 @@ class Replicas:
         # The handles of the requests on each replica.
         self._placed = defaultdict[str, set[int]](set)
         self._work = defaultdict[str, Work](Work)
+        # Those of them whose callers said how long they will be, by handle.
+        self._hinted = defaultdict[str, dict[int, LiveRequest]](dict)
         # Durable requests that were released while their scheduler was away, by handle, with that scheduler's epoch.
         self._unended = defaultdict[str, dict[int, tuple[LiveRequest, int]]](dict)
         # Addresses of schedulers that refuse new requests until they end.
@@ -192,9 +194,10 @@ class Replicas:
             (link,) = candidates.values()
             self._submit(live, link)
             return
+        loads = self._loads(candidates)
         choices = {
             address: Candidate(
-                len(self._placed[address]),
+                loads[address],
                 link.welcome.block_size,
                 link.cached,
                 link.welcome.role,
@@ -212,6 +215,13 @@ class Replicas:
         if not live.num_generated_tokens and chosen.num_new_tokens >= self._router.long_prompt:
             self._clear_for_prompt(link)
         self._submit(live, link, chosen.num_new_tokens)
+
+    def _loads(self, addresses: Iterable[str]) -> dict[str, float]:
+        num_live = {address: len(self._placed[address]) for address in addresses}
+        expected = {
+            address: [live.num_expected_tokens or 1 for live in self._hinted[address].values()] for address in num_live
+        }
+        return loads_of(num_live, expected)
 
     def _clear_for_prompt(self, link: SchedulerLink) -> None:
         """Streams leave a replica for prefill before a long prompt comes."""
@@ -330,6 +340,7 @@ class Replicas:
         self._for_each((live for live in left if not live.is_over), self.place)
         self._placed.pop(address, None)
         self._work.pop(address, None)
+        self._hinted.pop(address, None)
         self._update_readiness()
         self._on_members(self.links.keys())
 
@@ -462,9 +473,12 @@ class Replicas:
     def _assign(self, live: LiveRequest, replica: str | None, num_new_tokens: int | None = None) -> None:
         if live.replica in self._placed:
             self._placed[live.replica].discard(live.handle)
+            self._hinted[live.replica].pop(live.handle, None)
             self._work[live.replica].remove(live.handle)
         if replica is not None:
             self._placed[replica].add(live.handle)
+            if live.request.expected_tokens is not None:
+                self._hinted[replica][live.handle] = live
             live.last_replica = replica
             if live.num_generated_tokens:
                 self._work[replica].add_stream(live.handle)

@@ -28,6 +28,8 @@ from quire.replica_role import ReplicaRole
 _AFFINITY_BLOCKS = 4
 # A replica may have this many times its fair share of live requests (consistent hashing with bounded loads).
 _HEADROOM = 1.25
+# A request weighs between these shares of the mean one, however long its caller expects it to be.
+_LEAST_WEIGHT, _MOST_WEIGHT = 0.25, 4.0
 # More blocks of a prompt are not looked for; bounds the time of a call to a few milliseconds.
 _MAX_HASHED_BLOCKS = 4096
 
@@ -81,10 +83,10 @@ class CachedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica that can take the request: its live requests here, what it has cached, None if that is unknown, what it
-    is for and what it does."""
+    """A replica that can take the request: its live requests here (see `loads_of`), what it has cached, None if that is
+    unknown, what it is for and what it does."""
 
-    load: int
+    load: float
     block_size: int
     cached: CachedBlocks | None = None
     role: ReplicaRole = ReplicaRole.BOTH
@@ -186,13 +188,32 @@ def affinity_key(prompt: Prompt, block_size: int, num_blocks: int = _AFFINITY_BL
     return blake2b(prompt[:end].astype("<i4").tobytes(), digest_size=16).digest()
 
 
-def choose_replica(key: bytes, loads: Mapping[str, int], cached_tokens: Mapping[str, int] | None = None) -> str:
+def loads_of(num_live: Mapping[str, int], expected_tokens: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """How busy each replica is, in requests. A request counts as one, or if its caller said how long it will be, as its
+    share of the mean of all that did.
+
+    Args:
+        num_live: The number of live requests of each replica.
+        expected_tokens: The tokens that are yet to come of those that have such a hint; each is positive.
+    """
+    hints = [tokens for each in expected_tokens.values() for tokens in each]
+    if not hints:
+        return dict(num_live)
+    mean = sum(hints) / len(hints)
+    extra = {
+        address: sum(min(max(tokens / mean, _LEAST_WEIGHT), _MOST_WEIGHT) - 1 for tokens in each)
+        for address, each in expected_tokens.items()
+    }
+    return {address: num + extra.get(address, 0.0) for address, num in num_live.items()}
+
+
+def choose_replica(key: bytes, loads: Mapping[str, float], cached_tokens: Mapping[str, int] | None = None) -> str:
     """Among the replicas with room the one that has most cached; of equals the best by rendezvous hashing. When a
     replica joins or leaves, only the keys that it gains or loses move.
 
     Args:
         key: From `affinity_key`.
-        loads: The number of live requests of each replica that can take the request. Not empty.
+        loads: How busy each replica that can take the request is, in live requests. Not empty.
         cached_tokens: How many tokens of the prompt each has; None if that is unknown.
     """
     capacity = math.ceil(_HEADROOM * (sum(loads.values()) + 1) / len(loads))

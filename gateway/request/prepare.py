@@ -157,6 +157,7 @@ async def prepare(
         row_sampling=parameters.row_sampling,
         predicted=parameters.predicted,
         priority=priority,
+        expected_tokens=options.expected_tokens,
         durable=options.durable,
         cache_salt=salt_digest(options.cache_salt or ""),
         front_end=options.front_end,

@@ -24,6 +24,7 @@ from gateway.api.openai.conversation import (
 )
 from gateway.api.openai.schemas import (
     UNION_TYPES,
+    AgentHints,
     Body,
     ChatBody,
     CompletionBody,
@@ -221,16 +222,28 @@ def _options(
         clamp=Clamp.AS_SET if isinstance(body, ChatBody) else Clamp.NEVER,
         request_id=request_id,
         retain_ms=_hinted_retention_ms(body),
+        expected_tokens=_hinted_length(body),
         # In vLLM's API lower values run earlier, in Quire's higher ones.
         priority=_hinted_priority(body) if body.priority is None else -body.priority,
         priority_sign=-1,
     )
 
 
+def _agent_hints(body: GenerationBody) -> AgentHints:
+    hints = None if body.nvext is None else body.nvext.agent_hints
+    return hints or AgentHints()
+
+
+def _hinted_length(body: GenerationBody) -> int | None:
+    """The expected tokens of the answer; None without a hint that can be meant."""
+    length = _agent_hints(body).osl
+    return length if length is not None and length > 0 else None
+
+
 def _hinted_priority(body: GenerationBody) -> int | None:
     """The priority that an agent hints at, as far as its key allows it: a hint is never refused."""
-    hints = None if body.nvext is None else body.nvext.agent_hints
-    if hints is None or hints.priority is None:
+    hints = _agent_hints(body)
+    if hints.priority is None:
         return None
     return max(LOWEST_PRIORITY, min(hints.priority, current_caller().access.max_priority))
 

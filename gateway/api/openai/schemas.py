@@ -57,9 +57,11 @@ class Prediction(Part):
 
 
 class AgentHints(Part):
-    """A higher `priority` is more urgent. Expected lengths and the like are ignored, and counted."""
+    """A higher `priority` is more urgent; `osl` is how many tokens the answer is expected to have. Other hints are
+    ignored, and counted."""
 
     priority: int | None = None
+    osl: int | None = None
 
 
 class CacheControl(Part):

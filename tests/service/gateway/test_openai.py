@@ -410,16 +410,17 @@ async def test_an_agents_hint_of_priority_is_heard_as_far_as_its_key_allows(sche
     async with running_gateway(scheduler, keys_files=(keys.path,)) as gateway:
         headers = {"authorization": f"Bearer {key}"}
         for hints, priority in [
-            ({"priority": 3, "osl": 200}, 3),
+            ({"priority": 3, "latency_sensitivity": 0.5}, 3),
             ({"priority": 70}, 5),
             ({"priority": -(10**9)}, -100),
             ({"osl": 5}, 0),
+            ({"osl": -1}, 0),
         ]:
             body = {"messages": HELLO, "max_tokens": 1, "nvext": {"agent_hints": hints}}
             answer = await gateway.http.post(CHAT, json=body, headers=headers)
             assert (answer.status_code, scheduler.submits[-1].priority) == (200, priority)
             # What is not heard is not silent either.
-            ignored = "nvext.agent_hints.osl" if "osl" in hints else None
+            ignored = "nvext.agent_hints.latency_sensitivity" if "latency_sensitivity" in hints else None
             assert answer.headers.get("x-quire-ignored-fields") == ignored
 
 

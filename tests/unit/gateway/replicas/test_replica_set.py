@@ -114,8 +114,8 @@ class Cluster:
         for scheduler in self.schedulers:
             self.replicas.links[scheduler.address] = cast(SchedulerLink, scheduler)
 
-    def place(self, request_id: str, *, durable: bool = False, num_tokens: int = 8) -> LiveRequest:
-        request = make_request(request_id, prompt=range(num_tokens), eos_token_ids=(), durable=durable)
+    def place(self, request_id: str, *, num_tokens: int = 8, **fields: Any) -> LiveRequest:
+        request = make_request(request_id, prompt=range(num_tokens), eos_token_ids=(), **fields)
         live = self.ledger.open(request, TOKENIZER)
         self.replicas.place(live)
         return live
@@ -147,6 +147,24 @@ async def test_a_request_leaves_prefill_with_its_first_token_or_for_the_next_pro
     decode.welcome.kv_namespace = "other"
     begin(prefill, third)
     assert prefill.released == [first.handle, second.handle]
+
+
+async def test_hints_of_length_move_load_as_far_as_max_tokens_and_until_the_tokens_came():
+    def shares(first: int | None, rest: int | None, *, num_first_tokens: int = 0) -> list[int]:
+        """How many of 21 requests for one prompt each of two replicas gets, most first."""
+        cluster = Cluster(2, lambda *_: None)
+        live = cluster.place("first", expected_tokens=first, max_tokens=1000)
+        (home,) = (each for each in cluster.schedulers if each.submitted)
+        home.tell(runs=[TokenRun(live.handle, 0, 0, [7] * num_first_tokens)] if num_first_tokens else [])
+        for number in range(20):
+            cluster.place(f"request {number}", expected_tokens=rest, max_tokens=1000)
+        return [len(home.submitted), 21 - len(home.submitted)]
+
+    plain = shares(None, None)
+    assert plain == shares(100, 100) == shares(10**9, 1000)
+    assert shares(1000, 100)[0] < plain[0]
+    # Its tokens came: it is as short as the others now.
+    assert shares(1000, 100, num_first_tokens=900) == plain
 
 
 async def test_a_request_stays_where_the_worker_is_back_soon_and_leaves_where_it_is_not():

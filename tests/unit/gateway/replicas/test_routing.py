@@ -15,6 +15,7 @@ from gateway.replicas.routing import (
     Router,
     RoutingPolicy,
     affinity_key,
+    loads_of,
     prompt_hashes,
 )
 from quire.prefix_hashes import BlockHash, short
@@ -139,6 +140,14 @@ def test_no_replica_is_chosen_for_its_cache_that_is_much_busier_than_the_average
     }
     chosen = candidates[choose(STORY, **candidates)]
     assert chosen.load <= 1.25 * (sum(loads) + 1) / len(loads)
+
+
+def test_a_request_that_is_expected_to_be_long_counts_for_several_and_nobody_for_more_than_four():
+    assert loads_of({"a": 3, "b": 5}, {}) == {"a": 3, "b": 5}
+    # The mean of the hints is 100; a request without one counts as one.
+    assert loads_of({"a": 3, "b": 5}, {"a": [150], "b": [50, 100]}) == {"a": 3.5, "b": 4.5}
+    # Beyond the bounds nobody gains by what it says.
+    assert loads_of({"a": 1, "b": 9}, {"a": [10**6], "b": [1] * 9}) == {"a": 4, "b": 9 * 0.25}
 
 
 def make_work(*prompts: int, streams: int = 0) -> Work:
