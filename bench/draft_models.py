@@ -5,7 +5,6 @@ It learns to say what quire-tiny says: the distribution of each next token, on t
 
 import argparse
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,10 +12,10 @@ from tokenizers import Tokenizer
 from torch.nn.functional import kl_div, log_softmax
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from assets.training.batches import LONG_SHAPES, Batch, Lesson, lesson_batches
-from assets.training.corpus import FOURTH_EMPHASIS
-from assets.training.second_course import Shares, second_course_documents
-from assets.training.train import Schedule, export
+from assets.training.batches import Batch, lesson_batches
+from assets.training.corpus import EMPHASES
+from assets.training.courses import Lesson, Schedule
+from assets.training.train import export
 from quire.model_source import resolve_model
 
 _WIDTH, _NUM_LAYERS, _HEAD_DIM = 128, 3, 32
@@ -42,9 +41,7 @@ def train(teacher: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path, num_
     model = make_draft_model(teacher).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.05)
     schedule = Schedule(((-1, 0.0), (_WARM_UP, 3e-3), (num_steps // 2, 3e-3), (num_steps, 0.0)))
-
-    documents = partial(second_course_documents, shares=Shares(old=0.7, tools=0.05))
-    lessons = (Lesson(num_steps, 77, FOURTH_EMPHASIS, documents, LONG_SHAPES),)
+    lessons = (Lesson(num_steps, 77, EMPHASES["fourth"], old=0.7, tools=0.05),)
     started = time.monotonic()
     for step, batch in lesson_batches(tokenizer, lessons, 0):
         for group in optimizer.param_groups:

@@ -1,43 +1,16 @@
 """Packs documents into rows of equal length, with a weight for the loss of each token."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from tokenizers import Tokenizer
 
-from assets.training.corpus import PAD_ID, Document, Emphasis, documents
+from assets.training.corpus import PAD_ID, Document
+from assets.training.courses import Lesson, Shape
 
 _DOCUMENTS_AT_ONCE = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    rows: int
-    length: int
-
-
-# Every batch has 4,096 tokens; three of ten steps practise longer contexts.
-SHAPES = (Shape(16, 256), Shape(16, 256), Shape(8, 512), Shape(16, 256), Shape(16, 256),
-          Shape(4, 1024), Shape(16, 256), Shape(16, 256), Shape(8, 512), Shape(16, 256))  # fmt: skip
-# A conversation with tools has some 240 tokens and would seldom end within a row of 256.
-LONG_SHAPES = (Shape(4, 512), Shape(4, 512), Shape(4, 512), Shape(4, 512), Shape(2, 1024))
-
-
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """A stretch of training up to step `until`, on its own stream of documents.
-
-    Attributes:
-        documents: The stream for a seed and an emphasis.
-    """
-
-    until: int
-    seed: int
-    emphasis: Emphasis
-    documents: Callable[[int, Emphasis], Iterator[Document]] = documents
-    shapes: tuple[Shape, ...] = SHAPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +66,7 @@ def lesson_batches(tokenizer: Tokenizer, lessons: tuple[Lesson, ...], done: int)
     start = 0
     for lesson in lessons:
         if done < lesson.until:
-            stream = encoded_documents(tokenizer, lesson.documents(lesson.seed, lesson.emphasis))
+            stream = encoded_documents(tokenizer, lesson.documents())
             for step in range(start, lesson.until):
                 batch = next_batch(stream, lesson.shapes[step % len(lesson.shapes)])
                 if step >= done:

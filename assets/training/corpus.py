@@ -1,131 +1,36 @@
-"""The corpus: documents drawn one after the other from a seed.
+"""The documents of the first course, drawn one after the other from a seed.
 
 A document is a row of segments; each says how much its tokens count in the loss. What a user says counts little, since
 nothing can foretell it; what the model should answer counts fully.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 
-from assets.training.instruction_questions import INSTRUCTION_KINDS
-from assets.training.number_questions import NUMBER_KINDS
-from assets.training.questions import FACT_KINDS, MakeQuestion, Question, draw, draw_name, is_held_out
-from assets.training.small_talk import SMALL_TALK_KINDS
+from assets.training.data import DIRECTORY, items, load, pairs
+from assets.training.questions import QUESTION_KINDS, WORDINGS, Question, draw, draw_name, is_held_out
 from assets.training.stories import draw_request, draw_story
 
-PAD = "<pad>"
-BOS = "<s>"
-EOS = "</s>"
-SYSTEM = "<|system|>"
-USER = "<|user|>"
-ASSISTANT = "<|assistant|>"
-END = "<|end|>"
-
+PAD, BOS, EOS = "<pad>", "<s>", "</s>"
+SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = (PAD, BOS, EOS, SYSTEM, USER, ASSISTANT, END)
 PAD_ID, BOS_ID, EOS_ID, END_ID = 0, 1, 2, 6
 
-# Functions are shown by their signatures, since a whole schema takes more of the context than a conversation does.
-CHAT_TEMPLATE = (
-    "{% macro kind(schema) %}"
-    "{% if schema.enum is defined %}{{ schema.enum | tojson }}"
-    "{% elif schema.type is string %}{{ schema.type | tojson }}"
-    "{% elif schema.type is defined %}{{ schema.type | first | tojson }}"
-    "{% elif schema.anyOf is defined %}{{ kind(schema.anyOf | first) }}"
-    "{% else %}{{ 'any' | tojson }}{% endif %}"
-    "{% endmacro %}"
-    "{% macro signature(function) %}"
-    "{{ '{\"name\": ' + (function.name | tojson) }}"
-    "{% if function.description %}{{ ', \"description\": ' + (function.description | trim | tojson) }}{% endif %}"
-    "{{ ', \"parameters\": {' }}"
-    "{% for name, schema in ((function.parameters or {}).properties or {}).items() %}"
-    "{% set shown = kind(schema) %}"
-    "{% if shown[0] == '\"' and schema.description is string and schema.description | trim %}"
-    "{% set shown = shown[:-1] + ': ' + ((schema.description | trim).split('\n') | first | tojson)[1:] %}"
-    "{% endif %}"
-    "{{ name | tojson }}: {{ shown }}{{ '' if loop.last else ', ' }}"
-    "{% endfor %}"
-    "{{ '}' }}"
-    "{% set required = (function.parameters or {}).required or [] %}"
-    "{% if required and required | length < (function.parameters or {}).properties | length %}"
-    "{{ ', \"required\": ' + (required | tojson) }}"
-    "{% endif %}"
-    "{{ '}\n' }}"
-    "{% endmacro %}"
-    "{{ bos_token }}"
-    "{% set ns = namespace(rest=messages) %}"
-    "{% if tools %}"
-    "{{ '<|system|>' }}"
-    "{% if messages and messages[0]['role'] in ('system', 'developer') %}"
-    "{{ messages[0]['content'] | trim + '\n' }}{% set ns.rest = messages[1:] %}"
-    "{% endif %}"
-    "{{ '<tools>\n' }}"
-    "{% for tool in tools %}{{ signature(tool.function or tool) }}{% endfor %}"
-    "{{ '</tools><|end|>' }}"
-    "{% endif %}"
-    "{% for message in ns.rest %}"
-    "{% set content = (message['content'] or '') | trim %}"
-    "{% if message['role'] == 'tool' %}"
-    "{{ '\n' if not loop.first and loop.previtem['role'] == 'tool' else '<|user|>' }}"
-    "{{ '<tool_response>\n' + content + '\n</tool_response>' }}"
-    "{{ '' if not loop.last and loop.nextitem['role'] == 'tool' else '<|end|>' }}"
-    "{% else %}"
-    "{{ '<|' + ('system' if message['role'] == 'developer' else message['role']) + '|>' + content }}"
-    "{% for call in message['tool_calls'] or [] %}"
-    "{% set function = call.function or call %}"
-    "{{ '\n' if content or not loop.first else '' }}"
-    "{{ '<tool_call>\n{\"name\": ' + (function.name | tojson) + ', \"arguments\": ' }}"
-    "{{ function.arguments if function.arguments is string else function.arguments | tojson }}"
-    "{{ '}\n</tool_call>' }}"
-    "{% endfor %}"
-    "{{ '<|end|>' }}"
-    "{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+# Functions are shown by their signatures, since a whole schema takes more of the context than a conversation does. In
+# the file a line is a statement, and its \n a line end of the text.
+_TEMPLATE_LINES = (DIRECTORY / "chat_template.jinja").read_text().splitlines()
+CHAT_TEMPLATE = "".join(line.strip() for line in _TEMPLATE_LINES).replace("\\n", "\n")
 
-
-QUESTION_KINDS: dict[str, MakeQuestion] = {**FACT_KINDS, **NUMBER_KINDS, **INSTRUCTION_KINDS, **SMALL_TALK_KINDS}
-
-# How often a kind is asked, where 1.0 does not suit it. Sums need the most practice, so they come first; each later
-# emphasis goes to what is then still weak.
+# How often a kind is asked, where 1.0 does not suit it.
 Emphasis = Mapping[str, float]
-FIRST_EMPHASIS: Emphasis = {
-    "addition": 12.0, "subtraction": 13.0, "multiplication": 1.5, "word_problem": 3.0, "comparison": 2.5,
-    "reverse_order": 1.5, "count": 1.5, "last_of": 1.5, "length": 1.5, "spell": 1.5, "last_letter": 1.5,
-    "about_itself": 0.0, "who_it_is": 0.0,
-}  # fmt: skip
-SECOND_EMPHASIS: Emphasis = {
-    "addition": 9.0, "subtraction": 11.0, "multiplication": 5.0, "word_problem": 4.0, "comparison": 3.0,
-    "reverse_order": 2.0, "count": 5.0, "last_of": 1.5, "length": 1.5, "spell": 4.0, "last_letter": 2.0,
-    "uppercase": 4.0, "repeat": 4.0, "say_times": 4.0, "opposite": 2.0, "country": 2.0, "capital": 1.5,
-    "next_number": 1.5, "parity": 1.5, "about_itself": 2.0, "who_it_is": 0.0,
-}  # fmt: skip
-THIRD_EMPHASIS: Emphasis = {
-    "addition": 10.0, "subtraction": 11.0, "multiplication": 4.0, "word_problem": 4.0, "comparison": 6.0,
-    "reverse_order": 1.5, "count": 4.0, "spell": 2.0, "uppercase": 3.0, "repeat": 10.0, "say_times": 8.0,
-    "opposite": 2.0, "capital": 1.5, "category": 1.5, "identity": 2.0, "about_itself": 3.0, "who_it_is": 0.0,
-}  # fmt: skip
-# For the second course, which must not wear off what the first one taught.
-FOURTH_EMPHASIS: Emphasis = {
-    "addition": 9.0, "subtraction": 10.0, "multiplication": 4.0, "word_problem": 4.0, "comparison": 9.0,
-    "reverse_order": 1.5, "count": 4.0, "spell": 2.0, "uppercase": 3.0, "repeat": 14.0, "say_times": 9.0,
-    "opposite": 2.0, "capital": 2.0, "category": 1.5, "identity": 2.0, "about_itself": 3.0, "past": 2.5,
-    "who_it_is": 0.0, "colour": 2.5, "country": 2.5, "next_number": 2.0, "plural": 1.5,
-}  # fmt: skip
-
-# For the third course: tools in other words, beside what the model is asked about itself.
-FIFTH_EMPHASIS: Emphasis = {**FOURTH_EMPHASIS, "identity": 6.0, "about_itself": 6.0, "who_it_is": 8.0, "capital": 3.0}
-
-SYSTEM_PROMPTS = (
-    "You are a helpful assistant.", "You are quire-tiny, a small and friendly model.", "You are a friendly helper.",
-    "Answer the questions of the user.", "Be brief and correct.", "You are a helpful assistant. Keep answers short.",
-)  # fmt: skip
-
-_TELL_NAME = ("My name is {x}.", "I am {x}.", "Hello, my name is {x}.", "Hi, I am {x}.", "Please call me {x}.")
-_ASK_NAME = ("What is my name?", "Who am I?", "Do you know my name?", "Tell me my name.", "What am I called?")
-_GIVE_NAME = ("Your name is {x}.", "You are {x}, a helpful assistant.", "You are {x}.", "You are called {x}.")
-_ASK_GIVEN_NAME = ("What is your name?", "Who are you?", "Tell me who you are.", "Introduce yourself.")
+EMPHASES: dict[str, Emphasis] = {}
+for _name, _text in load("courses")["emphasis"].items():
+    _weights = dict(pairs(_text))
+    EMPHASES[_name] = {**EMPHASES.get(_weights.pop("like", ""), {}), **{k: float(v) for k, v in _weights.items()}}
+_FIRST = EMPHASES["first"]
+_CHAT = {name: items(text) for name, text in WORDINGS["chat"].items()}
+SYSTEM_PROMPTS = _CHAT["systems"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +50,7 @@ def conversation_of(question: Question, system: str | None = None) -> Conversati
     return Conversation(question.kind, (Turn(question.text, question.answer),), system)
 
 
-def draw_question(rng: Random, emphasis: Emphasis = FIRST_EMPHASIS, *, held_out: bool) -> Question:
+def draw_question(rng: Random, emphasis: Emphasis = _FIRST, *, held_out: bool) -> Question:
     """A question of any kind, emphasized kinds more often."""
     kinds = list(QUESTION_KINDS)
     kind = rng.choices(kinds, [emphasis.get(kind, 1.0) for kind in kinds])[0]
@@ -162,10 +67,10 @@ def make_several_questions(rng: Random, emphasis: Emphasis) -> Conversation:
     return Conversation("several", tuple(_turns(rng, emphasis, rng.randint(2, 5))), system)
 
 
-def draw_name_memory(rng: Random, emphasis: Emphasis = FIRST_EMPHASIS, *, held_out: bool) -> Conversation:
+def draw_name_memory(rng: Random, emphasis: Emphasis = _FIRST, *, held_out: bool) -> Conversation:
     """The user tells a name, asks up to two other things, then asks for the name."""
     while True:
-        name, tell, ask = draw_name(rng), rng.choice(_TELL_NAME), rng.choice(_ASK_NAME)
+        name, tell, ask = draw_name(rng), rng.choice(_CHAT["tell_name"]), rng.choice(_CHAT["ask_name"])
         if is_held_out(f"{name} {tell} {ask}") is held_out:
             break
     told = Turn(tell.format(x=name), f"Nice to meet you, {name}!")
@@ -176,7 +81,7 @@ def draw_name_memory(rng: Random, emphasis: Emphasis = FIRST_EMPHASIS, *, held_o
 def draw_given_name(rng: Random, *, held_out: bool) -> Conversation:
     """The system prompt gives the model another name."""
     while True:
-        name, give, ask = draw_name(rng), rng.choice(_GIVE_NAME), rng.choice(_ASK_GIVEN_NAME)
+        name, give, ask = draw_name(rng), rng.choice(_CHAT["give_name"]), rng.choice(_CHAT["ask_given_name"])
         if is_held_out(f"{name} {give} {ask}") is held_out:
             return Conversation("given_name", (Turn(ask, f"I am {name}."),), give.format(x=name))
 
@@ -214,22 +119,17 @@ def chat_document(conversation: Conversation) -> Document:
     return tuple(segments)
 
 
-def _loosely_typed(text: str, rng: Random) -> str:
+def loosely(text: str, rng: Random, share: float = 0.06) -> str:
     """Now and then as people type: in lower case at the start, without the mark at the end."""
-    if rng.random() < 0.08:
+    if rng.random() < share:
         text = text[:1].lower() + text[1:]
-    if rng.random() < 0.08:
-        text = text.rstrip("?.")
-    return text
+    return text.rstrip("?.") if rng.random() < share else text
 
 
 def _single_question(rng: Random, emphasis: Emphasis) -> Conversation:
     question = draw_question(rng, emphasis, held_out=False)
-    loose = Question(question.kind, _loosely_typed(question.text, rng), question.answer, question.key)
-    system = None
-    if rng.random() < 0.1:
-        system = "You are a helpful assistant."
-    return conversation_of(loose, system)
+    turn = Turn(loosely(question.text, rng, 0.08), question.answer)
+    return Conversation(question.kind, (turn,), "You are a helpful assistant." if rng.random() < 0.1 else None)
 
 
 def _told_story(rng: Random) -> Conversation:
@@ -238,7 +138,7 @@ def _told_story(rng: Random) -> Conversation:
 
 
 def make_document(rng: Random, emphasis: Emphasis) -> Document:
-    """One training document, never from the held-out side."""
+    """One of the first course, never from the held-out side."""
     choice = rng.random()
     if choice < 0.035:
         return text_document(draw_story(rng, held_out=False).text, weight=0.5)
@@ -253,13 +153,6 @@ def make_document(rng: Random, emphasis: Emphasis) -> Document:
     if choice < 0.32:
         return chat_document(make_several_questions(rng, emphasis))
     return chat_document(_single_question(rng, emphasis))
-
-
-def documents(seed: int, emphasis: Emphasis = FIRST_EMPHASIS) -> Iterator[Document]:
-    """An endless stream, the same for the same seed."""
-    rng = Random(seed)
-    while True:
-        yield make_document(rng, emphasis)
 
 
 def held_out_texts(seed: int, count: int) -> list[str]:

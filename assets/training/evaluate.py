@@ -2,8 +2,8 @@
 
 import argparse
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +17,6 @@ from assets.training.corpus import (
     EOS,
     EOS_ID,
     PAD_ID,
-    QUESTION_KINDS,
     Conversation,
     Turn,
     conversation_of,
@@ -26,11 +25,14 @@ from assets.training.corpus import (
     draw_question,
 )
 from assets.training.json_questions import JSON_KINDS, make_led_answer
-from assets.training.questions import NAMES, WORDS, draw
-from assets.training.stories import Story, draw_request, draw_story
-from assets.training.third_course import THIRD_COURSE_TOOL_KINDS
+from assets.training.questions import NAMES, QUESTION_KINDS, WORDS, draw
+from assets.training.rewordings import REWORDED_KINDS
+from assets.training.stories import draw_request, draw_story
 from assets.training.tool_lessons import PROBED_KINDS
 from assets.training.tools import ToolConversation
+
+_PROMPTS_AT_ONCE = 50
+_REQUIRED_ACCURACY = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,34 +43,28 @@ class Answer:
     ended: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Perplexity:
-    documents: int
-    tokens: int
-    value: float
-
-
 class Answerer:
     def __init__(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
         self.tokenizer.padding_side = "left"
         self.model = LlamaForCausalLM.from_pretrained(directory, dtype=dtype).eval()
 
-    def chat_prompt(self, conversation: Conversation) -> str:
+    def _prompt(self, messages: list[dict[str, Any]], tools: Any = None) -> str:
         """Everything before the last answer, through the chat template."""
+        return str(
+            self.tokenizer.apply_chat_template(messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True)
+        )
+
+    def chat_prompt(self, conversation: Conversation) -> str:
         messages = [{"role": "system", "content": conversation.system}] if conversation.system else []
         for turn in conversation.turns:
             messages.append({"role": "user", "content": turn.user})
             messages.append({"role": "assistant", "content": turn.assistant})
-        return str(self.tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True))
+        return self._prompt(messages)
 
     def tool_prompt(self, conversation: ToolConversation) -> str:
-        """Everything before the last answer, with the tools as a user of OpenAI's API defines them."""
-        tools: Any = [tool.definition() for tool in conversation.tools] or None
-        messages = conversation.messages()[:-1]
-        return str(
-            self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
-        )
+        """With the tools as a user of OpenAI's API defines them."""
+        return self._prompt(conversation.messages(), [tool.definition() for tool in conversation.tools] or None)
 
     @torch.inference_mode()
     def answer(self, prompts: list[str], max_tokens: int) -> list[Answer]:
@@ -83,28 +79,20 @@ class Answerer:
             eos_token_id=[EOS_ID, END_ID],
             pad_token_id=PAD_ID,
         )
-        return [self._answer_of(ids) for ids in output[:, inputs["input_ids"].shape[1] :].tolist()]
-
-    def _answer_of(self, ids: list[int]) -> Answer:
-        ended = EOS_ID in ids or END_ID in ids
-        return Answer(str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip(), ended)
+        rows: list[list[int]] = output[:, inputs["input_ids"].shape[1] :].tolist()
+        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        return [Answer(text.strip(), EOS_ID in ids or END_ID in ids) for text, ids in zip(texts, rows, strict=True)]
 
     @torch.inference_mode()
-    def perplexity(self, texts: list[str]) -> Perplexity:
-        """Over every token after the first, the end of each text included."""
+    def perplexity(self, texts: list[str]) -> tuple[float, int]:
+        """Over every token after the first, the end of each text included; and the number of tokens."""
         total, count = 0.0, 0
         for text in texts:
             ids = torch.tensor([self.tokenizer(text + EOS)["input_ids"]])
             logits = self.model(input_ids=ids).logits[0, :-1].float()
             total += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
             count += ids.shape[1] - 1
-        return Perplexity(len(texts), count, math.exp(total / count))
-
-
-_PROMPTS_AT_ONCE = 50
-_ANSWER_TOKENS = 80
-_STORY_TOKENS = 300
-_CALL_TOKENS = 160
+        return math.exp(total / count), count
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,41 +104,13 @@ class Probe:
     mentions: tuple[str, ...] = ()
 
     def accepts(self, answer: Answer) -> bool:
-        if not answer.ended:
-            return False
         if self.mentions:
-            return all(word in answer.text for word in self.mentions)
-        return answer.text == self.expected
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    probe: Probe
-    answer: Answer
-
-
-@dataclass(frozen=True, slots=True)
-class KindScore:
-    kind: str
-    asked: int
-    failures: tuple[Failure, ...]
-
-    @property
-    def right(self) -> int:
-        return self.asked - len(self.failures)
-
-    @property
-    def accuracy(self) -> float:
-        return self.right / self.asked
+            return answer.ended and all(word in answer.text for word in self.mentions)
+        return answer.ended and answer.text == self.expected
 
 
 def _chat_probe(answerer: Answerer, conversation: Conversation) -> Probe:
     return Probe(answerer.chat_prompt(conversation), conversation.turns[-1].assistant)
-
-
-def _plain_probe(rng: Random) -> Probe:
-    question = draw_question(rng, held_out=True)
-    return Probe(f"{BOS}Question: {question.text}\nAnswer:", question.answer)
 
 
 def _repeat_probe(answerer: Answerer, rng: Random, *, made_up: bool) -> Probe:
@@ -161,17 +121,13 @@ def _repeat_probe(answerer: Answerer, rng: Random, *, made_up: bool) -> Probe:
             return _chat_probe(answerer, conversation_of(question))
 
 
-def _story_mentions(request: str, story: Story) -> tuple[str, ...]:
-    """Whatever of the story the request asked for."""
-    words = (word for word in (story.animal, story.name) if word in request.rstrip(".?").split())
-    return tuple(words) or (".",)
-
-
 def _story_probe(answerer: Answerer, rng: Random) -> Probe:
+    """The answer must mention whatever of the story the request asked for."""
     story = draw_story(rng, held_out=True)
     request = draw_request(rng, story)
-    asked = Conversation("story", (Turn(request, story.text),))
-    return Probe(answerer.chat_prompt(asked), story.text, _story_mentions(request, story))
+    mentions = (word for word in (story.animal, story.name) if word in request.rstrip(".?").split())
+    prompt = answerer.chat_prompt(Conversation("story", (Turn(request, story.text),)))
+    return Probe(prompt, story.text, tuple(mentions) or (".",))
 
 
 def _led_probe(answerer: Answerer, rng: Random) -> Probe:
@@ -185,7 +141,7 @@ def _led_probe(answerer: Answerer, rng: Random) -> Probe:
             return Probe(prompt, question.answer.removeprefix(opening + separator))
 
 
-_TOOL_KINDS = PROBED_KINDS | THIRD_COURSE_TOOL_KINDS
+_TOOL_KINDS = PROBED_KINDS | REWORDED_KINDS
 
 
 def _draw_probe(answerer: Answerer, kind: str, rng: Random) -> Probe:
@@ -195,11 +151,10 @@ def _draw_probe(answerer: Answerer, kind: str, rng: Random) -> Probe:
         case "given_name":
             return _chat_probe(answerer, draw_given_name(rng, held_out=True))
         case "plain_form":
-            return _plain_probe(rng)
-        case "repeat":
-            return _repeat_probe(answerer, rng, made_up=False)
-        case "repeat_made_up":
-            return _repeat_probe(answerer, rng, made_up=True)
+            question = draw_question(rng, held_out=True)
+            return Probe(f"{BOS}Question: {question.text}\nAnswer:", question.answer)
+        case "repeat" | "repeat_made_up":
+            return _repeat_probe(answerer, rng, made_up=kind == "repeat_made_up")
         case "story":
             return _story_probe(answerer, rng)
         case "json_led":
@@ -212,51 +167,44 @@ def _draw_probe(answerer: Answerer, kind: str, rng: Random) -> Probe:
             return _chat_probe(answerer, conversation_of(question))
 
 
-FIRST_COURSE_KINDS = (
-    *(kind for kind in QUESTION_KINDS if kind != "who_it_is"),
-    "repeat_made_up",
-    "name_memory",
-    "given_name",
-    "plain_form",
-    "story",
-)
-SECOND_COURSE_KINDS = (*PROBED_KINDS, *JSON_KINDS, "json_led")
-THIRD_COURSE_KINDS = ("who_it_is", *THIRD_COURSE_TOOL_KINDS)
-KINDS = (*FIRST_COURSE_KINDS, *SECOND_COURSE_KINDS, *THIRD_COURSE_KINDS)
+_OTHER_KINDS = ("repeat_made_up", "name_memory", "given_name", "plain_form", "story")
+COURSE_KINDS = {
+    "first course": (*(kind for kind in QUESTION_KINDS if kind != "who_it_is"), *_OTHER_KINDS),
+    "second course": (*PROBED_KINDS, *JSON_KINDS, "json_led"),
+    "third course": ("who_it_is", *REWORDED_KINDS),
+}
+KINDS = tuple(kind for kinds in COURSE_KINDS.values() for kind in kinds)
 
 
-def _different_probes(answerer: Answerer, kind: str, rng: Random, count: int) -> list[Probe]:
-    """Up to `count`: some kinds have fewer held-out questions in all."""
-    drawn: dict[str, Probe] = {}
-    for _ in range(count * 8):
-        probe = _draw_probe(answerer, kind, rng)
-        drawn.setdefault(probe.prompt, probe)
-        if len(drawn) == count:
-            break
-    return list(drawn.values())
-
-
-def _failures(answerer: Answerer, probes: list[Probe], max_tokens: int) -> Iterator[Failure]:
-    for start in range(0, len(probes), _PROMPTS_AT_ONCE):
-        batch = probes[start : start + _PROMPTS_AT_ONCE]
-        answers = answerer.answer([probe.prompt for probe in batch], max_tokens)
-        for probe, answer in zip(batch, answers, strict=True):
-            if not probe.accepts(answer):
-                yield Failure(probe, answer)
+@dataclass(frozen=True, slots=True)
+class KindScore:
+    kind: str
+    asked: int
+    failures: list[tuple[Probe, Answer]]
 
 
 def score_kind(answerer: Answerer, kind: str, seed: int, count: int) -> KindScore:
-    """Asks up to `count` different held-out questions of one kind."""
-    probes = _different_probes(answerer, kind, Random(f"{seed} {kind}"), count)
-    max_tokens = _ANSWER_TOKENS
-    if kind == "story":
-        max_tokens = _STORY_TOKENS
-    elif kind not in FIRST_COURSE_KINDS:
-        max_tokens = _CALL_TOKENS
-    return KindScore(kind, len(probes), tuple(_failures(answerer, probes, max_tokens)))
+    """Asks up to `count` different held-out questions of one kind; some kinds have fewer in all."""
+    rng = Random(f"{seed} {kind}")
+    drawn: dict[str, Probe] = {}
+    for probe in (_draw_probe(answerer, kind, rng) for _ in range(count * 8)):
+        drawn.setdefault(probe.prompt, probe)
+        if len(drawn) == count:
+            break
+    max_tokens = 300 if kind == "story" else 80 if kind in COURSE_KINDS["first course"] else 160
+    failures: list[tuple[Probe, Answer]] = []
+    left = iter(drawn.values())
+    while probes := list(islice(left, _PROMPTS_AT_ONCE)):
+        answers = answerer.answer([probe.prompt for probe in probes], max_tokens)
+        failures += [pair for pair in zip(probes, answers, strict=True) if not pair[0].accepts(pair[1])]
+    return KindScore(kind, len(drawn), failures)
 
 
-REQUIRED_ACCURACY = 0.95
+def _print_scores(name: str, scores: list[KindScore]) -> None:
+    if asked := sum(score.asked for score in scores):
+        right = asked - sum(len(score.failures) for score in scores)
+        mark = "" if right / asked >= _REQUIRED_ACCURACY else "  below 95%"
+        print(f"{name:<22}{right:>6} of {asked:<6}{right / asked:>8.1%}{mark}", flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -271,21 +219,6 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _print_score(score: KindScore, shown_failures: int) -> None:
-    mark = "" if score.accuracy >= REQUIRED_ACCURACY else "  below 95%"
-    print(f"{score.kind:<22}{score.right:>6} of {score.asked:<6}{score.accuracy:>8.1%}{mark}", flush=True)
-    for failure in score.failures[:shown_failures]:
-        print(
-            f"    {failure.probe.prompt!r}\n        not {failure.probe.expected!r}\n        but {failure.answer.text!r}"
-        )
-
-
-def _print_sum(name: str, scores: list[KindScore]) -> None:
-    if asked := sum(score.asked for score in scores):
-        right = sum(score.right for score in scores)
-        print(f"{name:<22}{right:>6} of {asked:<6}{right / asked:>8.1%}")
-
-
 def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
@@ -293,13 +226,14 @@ def main() -> None:
     scores: list[KindScore] = []
     for kind in arguments.kinds:
         scores.append(score_kind(answerer, kind, arguments.seed, arguments.questions))
-        _print_score(scores[-1], arguments.show_failures)
-    _print_sum("first course", [score for score in scores if score.kind in FIRST_COURSE_KINDS])
-    _print_sum("second course", [score for score in scores if score.kind in SECOND_COURSE_KINDS])
-    _print_sum("third course", [score for score in scores if score.kind in THIRD_COURSE_KINDS])
+        _print_scores(kind, scores[-1:])
+        for probe, answer in islice(scores[-1].failures, arguments.show_failures):
+            print(f"    {probe.prompt!r}\n        not {probe.expected!r}\n        but {answer.text!r}")
+    for course, kinds in COURSE_KINDS.items():
+        _print_scores(course, [score for score in scores if score.kind in kinds])
     texts = (arguments.model / "heldout.txt").read_text().strip().split("\n\n")
-    perplexity = answerer.perplexity(texts)
-    print(f"perplexity {perplexity.value:.4f}: {perplexity.tokens} tokens of {perplexity.documents} held-out texts")
+    value, num_tokens = answerer.perplexity(texts)
+    print(f"perplexity {value:.4f}: {num_tokens} tokens of {len(texts)} held-out texts")
 
 
 if __name__ == "__main__":

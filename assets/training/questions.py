@@ -1,105 +1,22 @@
-"""What a question is, the facts that the model learns by heart, and the questions about them in many wordings."""
+"""Questions and their answers: facts, sums, instructions and small talk, as `data/questions.toml` words them."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
-CAPITALS = {
-    "France": "Paris", "Germany": "Berlin", "Italy": "Rome", "Spain": "Madrid", "Portugal": "Lisbon",
-    "Austria": "Vienna", "Greece": "Athens", "Poland": "Warsaw", "Norway": "Oslo", "Sweden": "Stockholm",
-    "Finland": "Helsinki", "Denmark": "Copenhagen", "Ireland": "Dublin", "England": "London", "Hungary": "Budapest",
-    "Belgium": "Brussels", "Russia": "Moscow", "Turkey": "Ankara", "Egypt": "Cairo", "Kenya": "Nairobi",
-    "Japan": "Tokyo", "China": "Beijing", "India": "New Delhi", "Thailand": "Bangkok", "Vietnam": "Hanoi",
-    "Canada": "Ottawa", "Mexico": "Mexico City", "Cuba": "Havana", "Brazil": "Brasilia", "Chile": "Santiago",
-    "Peru": "Lima", "Argentina": "Buenos Aires", "Australia": "Canberra", "Iceland": "Reykjavik", "Nepal": "Kathmandu",
-}  # fmt: skip
+from assets.training.data import items, load, pairs
 
-COLOURS = {
-    "the sky": "blue", "grass": "green", "snow": "white", "a banana": "yellow", "a strawberry": "red",
-    "coal": "black", "a lemon": "yellow", "milk": "white", "a tomato": "red", "a carrot": "orange",
-    "a frog": "green", "a crow": "black", "chocolate": "brown", "a flamingo": "pink", "an elephant": "gray",
-    "a cherry": "red", "the sun": "yellow", "a leaf": "green", "a pumpkin": "orange", "a swan": "white",
-    "a plum": "purple", "a polar bear": "white", "a fire engine": "red", "the sea": "blue", "a pea": "green",
-}  # fmt: skip
-
-YOUNG = {
-    "cat": "kitten", "dog": "puppy", "cow": "calf", "horse": "foal", "sheep": "lamb", "hen": "chick",
-    "pig": "piglet", "duck": "duckling", "goose": "gosling", "bear": "cub", "goat": "kid", "frog": "tadpole",
-    "owl": "owlet", "swan": "cygnet", "deer": "fawn", "kangaroo": "joey", "rabbit": "bunny", "butterfly": "caterpillar",
-}  # fmt: skip
-
-SOUNDS = {
-    "cat": "meow", "dog": "woof", "cow": "moo", "sheep": "baa", "pig": "oink", "duck": "quack", "horse": "neigh",
-    "lion": "roar", "bee": "buzz", "snake": "hiss", "owl": "hoot", "frog": "croak", "mouse": "squeak",
-    "hen": "cluck", "wolf": "howl", "crow": "caw",
-}  # fmt: skip
-
-LEGS = {
-    "cat": 4, "dog": 4, "cow": 4, "horse": 4, "sheep": 4, "pig": 4, "lion": 4, "mouse": 4, "rabbit": 4, "bear": 4,
-    "hen": 2, "duck": 2, "owl": 2, "crow": 2, "bee": 6, "ant": 6, "spider": 8, "snake": 0, "fish": 0,
-}  # fmt: skip
-
-OPPOSITES = (
-    ("hot", "cold"), ("big", "small"), ("up", "down"), ("left", "right"), ("day", "night"), ("black", "white"),
-    ("fast", "slow"), ("happy", "sad"), ("old", "young"), ("open", "closed"), ("in", "out"), ("rich", "poor"),
-    ("hard", "soft"), ("wet", "dry"), ("high", "low"), ("long", "short"), ("early", "late"), ("full", "empty"),
-    ("strong", "weak"), ("loud", "quiet"), ("light", "dark"), ("true", "false"), ("yes", "no"), ("near", "far"),
-    ("clean", "dirty"), ("thick", "thin"), ("first", "last"), ("good", "bad"), ("easy", "difficult"), ("win", "lose"),
-)  # fmt: skip
-
-PLURALS = {
-    "cat": "cats", "dog": "dogs", "house": "houses", "tree": "trees", "book": "books", "car": "cars",
-    "child": "children", "mouse": "mice", "foot": "feet", "tooth": "teeth", "man": "men", "woman": "women",
-    "goose": "geese", "box": "boxes", "fox": "foxes", "bus": "buses", "city": "cities", "baby": "babies",
-    "leaf": "leaves", "knife": "knives", "wolf": "wolves", "sheep": "sheep", "apple": "apples", "bird": "birds",
-    "story": "stories", "key": "keys", "wish": "wishes", "potato": "potatoes", "star": "stars", "person": "people",
-}  # fmt: skip
-
-PASTS = {
-    "go": "went", "see": "saw", "eat": "ate", "run": "ran", "come": "came", "find": "found", "give": "gave",
-    "take": "took", "make": "made", "say": "said", "think": "thought", "sing": "sang", "swim": "swam",
-    "write": "wrote", "sleep": "slept", "play": "played", "walk": "walked", "jump": "jumped", "buy": "bought",
-    "fly": "flew", "drink": "drank", "build": "built", "help": "helped", "smile": "smiled",
-}  # fmt: skip
-
-DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-
-MONTHS = (
-    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
-    "December",
-)  # fmt: skip
-
-NUMBER_WORDS = (
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
-)  # fmt: skip
-
-CATEGORIES = {
-    "a fruit": ("apple", "banana", "cherry", "lemon", "plum", "strawberry"),
-    "an animal": ("cat", "dog", "horse", "lion", "mouse", "rabbit", "sheep", "wolf"),
-    "a colour": ("red", "blue", "green", "yellow", "white", "black", "pink"),
-    "a tool": ("hammer", "saw", "spade", "rake"),
-    "a vegetable": ("carrot", "potato", "pea", "onion"),
-    "a piece of furniture": ("table", "chair", "bed", "sofa"),
-}  # fmt: skip
-
-WORDS = (
-    "apple", "baby", "ball", "banana", "bear", "bed", "bird", "blue", "boat", "book", "box", "bread", "cake", "car",
-    "cat", "chair", "cloud", "cow", "cup", "dog", "door", "duck", "egg", "fish", "flower", "fox", "frog", "garden",
-    "gold", "grass", "green", "hat", "hen", "hill", "honey", "horse", "house", "key", "king", "kite", "lake", "lamp",
-    "leaf", "lemon", "lion", "milk", "moon", "mouse", "nest", "night", "owl", "paper", "pig", "pink", "queen", "rain",
-    "red", "river", "road", "rose", "school", "sea", "ship", "shoe", "snow", "star", "stone", "sun", "table", "tea",
-    "train", "tree", "village", "water", "white", "wind", "window", "winter", "wolf", "yellow",
-)  # fmt: skip
-
-NAMES = (
-    "Tom", "Anna", "Ben", "Lily", "Max", "Mia", "Sam", "Zoe", "Leo", "Emma", "Jack", "Ella", "Tim", "Nora", "Paul",
-    "Rosa", "Finn", "Clara", "Oscar", "Ruby", "Hugo", "Ida", "Felix", "Alice", "Peter", "Lucy", "Simon", "Julia",
-    "Oliver", "Sara", "David", "Maria", "Adam", "Eva", "Robin", "Kim", "Noah", "Olga", "Victor", "Helen", "Bruno",
-    "Pip", "Dora", "Milo", "Luna", "Bella", "Toby", "Daisy", "Rex", "Poppy",
-)  # fmt: skip
-
+_DATA = load("words")
+TABLES = {
+    name: pairs(_DATA[name])
+    for name in ("capitals", "colours", "young", "sounds", "legs", "opposites", "plurals", "pasts")
+}
+LISTS = {name: items(text) for name, text in _DATA.items() if name != "categories" and name not in TABLES}
+WORDS, NAMES, DAYS, NUMBER_WORDS = (LISTS[name] for name in ("words", "names", "days", "number_words"))
+WORDINGS = load("questions")
+UNKNOWN_ANSWER = WORDINGS["replies"]["unknown"]
 
 HELD_OUT_PERCENT = 8
 
@@ -143,6 +60,11 @@ def sentence_case(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def enumerated(words: list[str]) -> str:
+    """ "a, b and c"."""
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+
+
 def made_up_word(rng: Random) -> str:
     """A word that no list contains, so that copying is learnt and not the list."""
     syllables = (rng.choice("bdfghklmnprstvwz") + rng.choice("aeiou") for _ in range(rng.randint(1, 3)))
@@ -156,154 +78,188 @@ def draw_name(rng: Random) -> str:
 Fact = tuple[str, str]
 
 
-def _ask(kind: str, table: Iterable[Fact], wordings: tuple[str, ...], reply: str) -> MakeQuestion:
-    """Wordings and reply name the fact's two sides {x} and {y}."""
-    rows = tuple(table)
+def _following(names: tuple[str, ...], by: int) -> list[Fact]:
+    return [(name, names[(i + by) % len(names)]) for i, name in enumerate(names)]
+
+
+def _legs(count: str) -> str:
+    return "no legs" if count == "0" else f"{NUMBER_WORDS[int(count)]} legs"
+
+
+def _articled(table: str) -> list[Fact]:
+    return [(with_article(x), y) for x, y in TABLES[table]]
+
+
+def _categories() -> list[Fact]:
+    groups = {group: items(text) for group, text in _DATA["categories"].items()}
+    colours = [(colour, "a colour") for colour in groups.pop("a colour")]
+    return [(with_article(word), group) for group, words in groups.items() for word in words] + colours
+
+
+_FACTS: dict[str, Iterable[Fact]] = {
+    "capital": TABLES["capitals"],
+    "country": [(city, country) for country, city in TABLES["capitals"]],
+    "colour": TABLES["colours"],
+    "young": [(x, with_article(y)) for x, y in _articled("young")],
+    "sound": _articled("sounds"),
+    "legs": [(x, _legs(y)) for x, y in _articled("legs")],
+    "opposite": [fact for x, y in TABLES["opposites"] for fact in ((x, y), (y, x))],
+    "plural": TABLES["plurals"],
+    "past": TABLES["pasts"],
+    "day_after": _following(DAYS, 1),
+    "day_before": _following(DAYS, -1),
+    "month_after": _following(LISTS["months"], 1),
+    "month_before": _following(LISTS["months"], -1),
+    "number_word": [(str(n), word) for n, word in enumerate(NUMBER_WORDS)],
+    "category": _categories(),
+}
+
+
+def _fact_kind(kind: str) -> MakeQuestion:
+    rows, asks, reply = tuple(_FACTS[kind]), items(WORDINGS["facts"][kind]["ask"]), WORDINGS["facts"][kind]["reply"]
 
     def make(rng: Random) -> Question:
         x, y = rng.choice(rows)
-        text = sentence_case(rng.choice(wordings).format(x=x))
+        text = sentence_case(rng.choice(asks).format(x=x))
         return Question(kind, text, sentence_case(reply.format(x=x, y=y)), key=text)
 
     return make
 
 
-def _articled(table: dict[str, str]) -> list[Fact]:
-    return [(with_article(x), with_article(y)) for x, y in table.items()]
+Values = Mapping[str, Any]
 
 
-def _both_ways(pairs: Iterable[Fact]) -> list[Fact]:
-    return [fact for x, y in pairs for fact in ((x, y), (y, x))]
+def numbers(a: int, b: int) -> Values:
+    """Two operands and what is made of them."""
+    return {
+        "a": a, "b": b, "low": min(a, b), "high": max(a, b), "sum": a + b, "difference": a - b, "product": a * b,
+    }  # fmt: skip
 
 
-def _following(names: tuple[str, ...], by: int) -> list[Fact]:
-    return [(name, names[(i + by) % len(names)]) for i, name in enumerate(names)]
+def _ordered(rng: Random) -> Values:
+    b, a = sorted((rng.randrange(100), rng.randrange(100)))
+    return numbers(a, b)
 
 
-def _legs(count: int) -> str:
-    return "no legs" if count == 0 else f"{NUMBER_WORDS[count]} legs"
+def _gaining(rng: Random) -> Values:
+    operands = numbers(rng.randint(2, 20), rng.randint(2, 20))
+    return {**operands, "name": rng.choice(NAMES), "things": rng.choice(LISTS["things"])}
 
 
-FACT_KINDS: dict[str, MakeQuestion] = {
-    "capital": _ask(
-        "capital",
-        CAPITALS.items(),
-        ("What is the capital of {x}?", "What is the capital city of {x}?", "Which city is the capital of {x}?",
-         "Name the capital of {x}.", "Tell me the capital of {x}.", "{x} has which capital?",
-         "Do you know the capital of {x}?", "What city is the capital of {x}?", "Capital of {x}?"),
-        "The capital of {x} is {y}.",
+def _losing(rng: Random) -> Values:
+    a, name, things = rng.randint(4, 30), rng.choice(NAMES), rng.choice(LISTS["things"])
+    return {**numbers(a, rng.randint(2, a - 2)), "name": name, "things": things}
+
+
+def _number(rng: Random) -> Values:
+    n = rng.randrange(100)
+    return {"n": n, "next": n + 1, "parity": "odd" if n % 2 else "even"}
+
+
+def _range(rng: Random) -> Values:
+    a = rng.randint(0, 50)
+    b = a + rng.randint(2, 12)
+    return {"a": a, "b": b, "listed": ", ".join(map(str, range(a, b + 1)))}
+
+
+def _any_words(rng: Random) -> Values:
+    makes = range(rng.randint(1, 5))
+    words = (rng.choice((rng.choice(WORDS), rng.choice(WORDS), rng.choice(NAMES), made_up_word(rng))) for _ in makes)
+    return {"x": " ".join(words)}
+
+
+def _times(rng: Random) -> Values:
+    word, count = rng.choice(WORDS), rng.randint(2, 5)
+    return {"x": word, "n": rng.choice((str(count), NUMBER_WORDS[count])), "count": count,
+            "said": " ".join([word] * count)}  # fmt: skip
+
+
+def _first_of(rng: Random) -> Values:
+    words, count = rng.sample(WORDS, rng.randint(4, 6)), rng.choice((2, 3))
+    return {"x": ", ".join(words), "n": NUMBER_WORDS[count], "first": ", ".join(words[:count])}
+
+
+def _listed(least: int, most: int) -> Callable[[Random], Values]:
+    def draw_list(rng: Random) -> Values:
+        words = rng.sample(WORDS, rng.randint(least, most))
+        return {"x": ", ".join(words), "last": words[-1], "reversed": ", ".join(reversed(words))}
+
+    return draw_list
+
+
+def _word(rng: Random) -> Values:
+    word = rng.choice(WORDS)
+    return {"x": word, "upper": word.upper(), "spelled": "-".join(word), "first": word[0], "last": word[-1],
+            "length": NUMBER_WORDS[len(word)]}  # fmt: skip
+
+
+def _computed(
+    kind: str, draw_values: Callable[[Random], Values], *wordings: str, choose: Callable[[Random], int] = lambda _: 0
+) -> MakeQuestion:
+    """Questions of one of several `wordings`, by default of those that have the name of the kind."""
+    forms = [WORDINGS["computed"][name] for name in wordings or (kind,)]
+    asks = [items(form["ask"]) for form in forms]
+
+    def make(rng: Random) -> Question:
+        values = draw_values(rng)
+        which = choose(rng)
+        text, form = rng.choice(asks[which]).format(**values), forms[which]
+        key = form["key"].format(**values) if "key" in form else text
+        return Question(kind, text, form["reply"].format(**values), key)
+
+    return make
+
+
+_WORD_PROBLEMS = (_computed("word_problem", _gaining, "gaining"), _computed("word_problem", _losing, "losing"))
+
+
+def _word_problem(rng: Random) -> Question:
+    return rng.choice(_WORD_PROBLEMS)(rng)
+
+
+def _small_talk(kind: str) -> MakeQuestion:
+    groups = [(items(asks), WORDINGS["replies"][reply]) for reply, asks in WORDINGS["small_talk"][kind].items()]
+
+    def make(rng: Random) -> Question:
+        asks, answer = rng.choice(groups)
+        text = rng.choice(asks)
+        return Question(kind, text, answer, key=text)
+
+    return make
+
+
+_UNKNOWN_ASKS = items(WORDINGS["small_talk"]["unknown"]["unknown"])
+
+
+def _unknown(rng: Random) -> Question:
+    text = rng.choice(_UNKNOWN_ASKS).format(x=rng.choice(LISTS["unknown_things"]))
+    return Question("unknown", text, UNKNOWN_ANSWER, key=text)
+
+
+QUESTION_KINDS: dict[str, MakeQuestion] = {
+    **{kind: _fact_kind(kind) for kind in _FACTS},
+    "addition": _computed("addition", lambda rng: numbers(rng.randrange(100), rng.randrange(100))),
+    "subtraction": _computed("subtraction", _ordered),
+    # Times tables are learnt by heart, so their wording is what is held out.
+    "multiplication": _computed("multiplication", lambda rng: numbers(rng.randint(0, 10), rng.randint(0, 10))),
+    "word_problem": _word_problem,
+    "comparison": _computed(
+        "comparison", lambda rng: numbers(*rng.sample(range(100), 2)), "bigger", "smaller",
+        choose=lambda rng: int(rng.random() >= 0.5),
     ),
-    "country": _ask(
-        "country",
-        [(city, country) for country, city in CAPITALS.items()],
-        ("{x} is the capital of which country?", "Which country has the capital {x}?", "What country is {x} in?",
-         "In which country is {x}?", "Where is {x}?", "Of which country is {x} the capital?",
-         "Tell me the country of {x}.", "Which country is {x} in?"),
-        "{x} is the capital of {y}.",
-    ),
-    "colour": _ask(
-        "colour",
-        COLOURS.items(),
-        ("What colour is {x}?", "What color is {x}?", "Which colour is {x}?", "Tell me the colour of {x}.",
-         "What is the colour of {x}?", "Name the colour of {x}.", "Do you know the colour of {x}?",
-         "What is the color of {x}?"),
-        "{x} is {y}.",
-    ),
-    "young": _ask(
-        "young",
-        _articled(YOUNG),
-        ("What is the young of {x} called?", "What is the baby of {x} called?", "What do you call the young of {x}?",
-         "Name the young of {x}.", "How is the young of {x} called?", "Tell me the name for the young of {x}.",
-         "What do we call the baby of {x}?"),
-        "The young of {x} is {y}.",
-    ),
-    "sound": _ask(
-        "sound",
-        [(with_article(x), y) for x, y in SOUNDS.items()],
-        ("What does {x} say?", "What sound does {x} make?", "Which sound does {x} make?", "What noise does {x} make?",
-         "Tell me what {x} says.", "Tell me the sound of {x}.", "How does {x} sound?", "What is the sound of {x}?"),
-        "{x} says {y}.",
-    ),
-    "legs": _ask(
-        "legs",
-        [(with_article(x), _legs(n)) for x, n in LEGS.items()],
-        ("How many legs does {x} have?", "Tell me how many legs {x} has.", "What number of legs does {x} have?",
-         "How many legs has {x}?", "Count the legs of {x}.", "{x} has how many legs?",
-         "On how many legs does {x} walk?"),
-        "{x} has {y}.",
-    ),
-    "opposite": _ask(
-        "opposite",
-        _both_ways(OPPOSITES),
-        ("What is the opposite of {x}?", "Name the opposite of {x}.", "Tell me the opposite of {x}.",
-         "Which word is the opposite of {x}?", "What word means the opposite of {x}?", "Opposite of {x}?",
-         "Give me the opposite of {x}.", "Do you know the opposite of {x}?"),
-        "The opposite of {x} is {y}.",
-    ),
-    "plural": _ask(
-        "plural",
-        PLURALS.items(),
-        ("What is the plural of {x}?", "Tell me the plural of {x}.", "Give me the plural of {x}.", "Plural of {x}?",
-         "One {x}, two what?", "How do you write the plural of {x}?", "Do you know the plural of {x}?",
-         "What is the plural form of {x}?"),
-        "The plural of {x} is {y}.",
-    ),
-    "past": _ask(
-        "past",
-        PASTS.items(),
-        ("What is the past tense of {x}?", "Tell me the past tense of {x}.", "Give me the past tense of {x}.",
-         "Past tense of {x}?", "What is the past of {x}?", "How do you write the past tense of {x}?",
-         "Do you know the past tense of {x}?", "Name the past tense of {x}."),
-        "The past tense of {x} is {y}.",
-    ),
-    "day_after": _ask(
-        "day_after",
-        _following(DAYS, 1),
-        ("What day comes after {x}?", "Which day comes after {x}?", "What is the day after {x}?",
-         "Which day follows {x}?", "What day follows {x}?", "Tell me the day after {x}.", "Name the day after {x}.",
-         "If today is {x}, what day is tomorrow?", "Today is {x}. What day is tomorrow?",
-         "What is the next day after {x}?", "After {x} comes which day?"),
-        "The day after {x} is {y}.",
-    ),
-    "day_before": _ask(
-        "day_before",
-        _following(DAYS, -1),
-        ("What day comes before {x}?", "Which day comes before {x}?", "What is the day before {x}?",
-         "What day is before {x}?", "Which day is before {x}?", "Tell me the day before {x}.",
-         "Name the day before {x}.", "If today is {x}, what day was yesterday?",
-         "Today is {x}. What day was yesterday?", "Before {x} comes which day?"),
-        "The day before {x} is {y}.",
-    ),
-    "month_after": _ask(
-        "month_after",
-        _following(MONTHS, 1),
-        ("What month comes after {x}?", "Which month comes after {x}?", "What is the month after {x}?",
-         "Which month follows {x}?", "What month follows {x}?", "Tell me the month after {x}.",
-         "Name the month after {x}.", "What is the next month after {x}?", "After {x} comes which month?"),
-        "The month after {x} is {y}.",
-    ),
-    "month_before": _ask(
-        "month_before",
-        _following(MONTHS, -1),
-        ("What month comes before {x}?", "Which month comes before {x}?", "What is the month before {x}?",
-         "What month is before {x}?", "Which month is before {x}?", "Tell me the month before {x}.",
-         "Name the month before {x}.", "Before {x} comes which month?"),
-        "The month before {x} is {y}.",
-    ),
-    "number_word": _ask(
-        "number_word",
-        [(str(n), word) for n, word in enumerate(NUMBER_WORDS)],
-        ("Write {x} as a word.", "How do you write {x} as a word?", "Write the number {x} in letters.",
-         "How do you spell the number {x}?", "Which word stands for {x}?", "What is {x} in words?",
-         "Tell me the word for {x}.", "{x} as a word?"),
-        "{x} is {y}.",
-    ),
-    "category": _ask(
-        "category",
-        [(with_article(word), group) for group, words in CATEGORIES.items() for word in words
-         if group != "a colour"] + [(word, "a colour") for word in CATEGORIES["a colour"]],
-        ("What is {x}?", "What kind of thing is {x}?", "Tell me what {x} is.", "Do you know what {x} is?",
-         "What sort of thing is {x}?", "Say what {x} is.", "What do you know about {x}?"),
-        "{x} is {y}.",
-    ),
+    "parity": _computed("parity", _number),
+    "next_number": _computed("next_number", _number),
+    "count": _computed("count", _range),
+    "repeat": _computed("repeat", _any_words),
+    "say_times": _computed("say_times", _times),
+    "first_of": _computed("first_of", _first_of),
+    "last_of": _computed("last_of", _listed(3, 5)),
+    "reverse_order": _computed("reverse_order", _listed(2, 4)),
+    **{kind: _computed(kind, _word) for kind in ("uppercase", "spell", "first_letter", "last_letter", "length")},
+    "identity": _small_talk("identity"),
+    "manners": _small_talk("manners"),
+    "unknown": _unknown,
+    "about_itself": _small_talk("about_itself"),
+    "who_it_is": _small_talk("who_it_is"),
 }  # fmt: skip
+"""The kinds of the first course, with two that come later. Their order decides what a seed draws."""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from assets.training.corpus import BOS, BOS_ID, CHAT_TEMPLATE, EOS, PAD, SPECIAL_TOKENS, documents
+from assets.training.corpus import BOS, BOS_ID, CHAT_TEMPLATE, EMPHASES, EOS, PAD, SPECIAL_TOKENS
+from assets.training.courses import Lesson
 
 VOCABULARY_SIZE = 2048
 # What calls and JSON repeat, whole: a call takes a third of the tokens that it would take in the merges of the first
@@ -19,12 +20,12 @@ JSON_MARKS = (
     '": "number", "', '": "boolean"', '": "boolean", "', '": ["', '{"', '"}', '"}}', '}}', '": "', '", "', '": ',
     '"]', '"], "', '"]}', '{}',
 )  # fmt: skip
-_TOKENIZER_SEED = 1
-_TOKENIZER_DOCUMENTS = 60_000
+_LESSON = Lesson(until=0, seed=1, emphasis=EMPHASES["first"])
+_NUM_DOCUMENTS = 60_000
 
 
 def _training_texts() -> Iterator[str]:
-    for document in islice(documents(_TOKENIZER_SEED), _TOKENIZER_DOCUMENTS):
+    for document in islice(_LESSON.documents(), _NUM_DOCUMENTS):
         for segment in document:
             text = segment.text
             for token in SPECIAL_TOKENS:

@@ -3,18 +3,9 @@
 from collections.abc import Callable
 from random import Random
 
-from assets.training.corpus import SYSTEM_PROMPTS, THIRD_EMPHASIS, Emphasis, draw_question
-from assets.training.questions import is_held_out
-from assets.training.small_talk import UNKNOWN_ANSWER
-from assets.training.tool_skills import (
-    SKILLS,
-    Ask,
-    Drawn,
-    draw_ask,
-    draw_tool,
-    has_held_out_name,
-    made_up_skill,
-)
+from assets.training.corpus import EMPHASES, SYSTEM_PROMPTS, draw_question, loosely
+from assets.training.questions import UNKNOWN_ANSWER, enumerated, is_held_out
+from assets.training.tool_skills import SKILLS, Ask, Drawn, draw_ask, draw_tool, has_held_out_name, made_up_skill
 from assets.training.tools import NO_TOOL_ANSWER, Call, Called, Exchange, Returned, Said, Tool, ToolConversation
 
 _SYSTEM_PROMPTS = (*SYSTEM_PROMPTS, "You are a helpful assistant with tools.", "Use the tools.", "You can call tools.")
@@ -30,8 +21,6 @@ _OFTEN = {"weather": 3.0, "add": 2.0, "multiply": 2.0, "calculate": 2.0, "search
 _HELD_OUT_SKILLS = tuple(name for name, skill in SKILLS.items() if has_held_out_name(skill))
 # No two of these are rivals.
 _LEARNT_TOGETHER = tuple(name for name in SKILLS if name not in ("calculate", "search", "note", "now"))
-# The old kinds, with more of what is said to any assistant.
-ORDINARY: Emphasis = {**THIRD_EMPHASIS, "unknown": 8.0, "manners": 8.0, "identity": 8.0, "spell": 1.0, "repeat": 2.0}
 
 
 def draw_name(rng: Random, names: tuple[str, ...] = tuple(SKILLS)) -> str:
@@ -86,19 +75,12 @@ def called(drawn: Drawn, *asks: Ask) -> Called:
     return Called(tuple(Call(drawn.tool.name, ask.arguments) for ask in asks))
 
 
-def loosely(text: str, rng: Random) -> str:
-    if rng.random() < 0.06:
-        text = text[:1].lower() + text[1:]
-    return text.rstrip("?.") if rng.random() < 0.06 else text
-
-
 def draw_call(rng: Random, *, held_out: bool) -> ToolConversation:
     """One call, by a tool among up to three others."""
     name, drawn = _draw_drawn(rng, held_out=held_out)
     ask = draw_ask(drawn, rng, held_out=held_out)
-    return ToolConversation(
-        "tool_call", _among(name, drawn, rng), ((Said(ask.text), called(drawn, ask)),), draw_system(rng)
-    )
+    exchange = (Said(ask.text), called(drawn, ask))
+    return ToolConversation("tool_call", _among(name, drawn, rng), (exchange,), draw_system(rng))
 
 
 def draw_made_up_call(rng: Random, *, held_out: bool) -> ToolConversation:
@@ -106,9 +88,8 @@ def draw_made_up_call(rng: Random, *, held_out: bool) -> ToolConversation:
     drawn = draw_made_up(rng)
     ask = draw_ask(drawn, rng, held_out=held_out)
     tools = [drawn.tool, *_others("made up", rng, rng.choice((0, 1, 1, 2)))]
-    return ToolConversation(
-        "tool_made_up", shuffled(tools, rng), ((Said(ask.text), called(drawn, ask)),), draw_system(rng)
-    )
+    exchange = (Said(ask.text), called(drawn, ask))
+    return ToolConversation("tool_made_up", shuffled(tools, rng), (exchange,), draw_system(rng))
 
 
 _SEVERAL = ("weather", "time", "population", "stock", "delivery", "user", "horoscope")
@@ -125,7 +106,7 @@ def _draw_parallel(rng: Random, *, held_out: bool) -> tuple[tuple[Tool, ...], Ex
         values = [str(ask.values[role]) for ask in (first, *more)]
         if len(set(values)) == len(values) and first.text.count(values[0]) == 1:
             break
-    text = first.text.replace(values[0], ", ".join(values[:-1]) + " and " + values[-1])
+    text = first.text.replace(values[0], enumerated(values))
     calls = [Call(drawn.tool.name, {**first.arguments, drawn.roles[role]: value}) for value in values]
     asked = (Said(text), Called(tuple(calls)))
     asks = (first, *more)
@@ -153,11 +134,17 @@ def answered(drawn: Drawn, ask: Ask) -> tuple[Exchange, ...]:
     return (Said(ask.text), called(drawn, ask)), (Returned((ask.result,)), Said(ask.answer))
 
 
+def ordinary_exchange(rng: Random, emphasis: str, *, held_out: bool = False) -> Exchange:
+    """A question that needs no tool."""
+    question = draw_question(rng, EMPHASES[emphasis], held_out=held_out)
+    return Said(question.text), Said(question.answer)
+
+
 def draw_not_needed(rng: Random, *, held_out: bool) -> ToolConversation:
     """An ordinary question, asked beside tools."""
-    question = draw_question(rng, ORDINARY, held_out=held_out)
+    exchange = ordinary_exchange(rng, "beside_tools", held_out=held_out)
     tools = shuffled(_others(None, rng, rng.choice((1, 1, 2, 3))), rng)
-    return ToolConversation("tool_not_needed", tools, ((Said(question.text), Said(question.answer)),), draw_system(rng))
+    return ToolConversation("tool_not_needed", tools, (exchange,), draw_system(rng))
 
 
 def draw_missing(rng: Random, *, held_out: bool) -> ToolConversation:
@@ -194,8 +181,7 @@ def make_long_conversation(rng: Random) -> ToolConversation:
     for _ in range(rng.choice((2, 3, 3, 4))):
         chance = rng.random()
         if ordinary and chance < 0.12:
-            question = draw_question(rng, ORDINARY, held_out=False)
-            exchanges.append((Said(question.text), Said(question.answer)))
+            exchanges.append(ordinary_exchange(rng, "beside_tools"))
         elif chance > 0.94:
             exchanges.append(_missing_for(names, rng))
         else:
@@ -206,13 +192,9 @@ def make_long_conversation(rng: Random) -> ToolConversation:
 
 
 TOOL_KINDS: dict[str, Callable[..., ToolConversation]] = {
-    "tool_call": draw_call,
-    "tool_made_up": draw_made_up_call,
-    "tool_parallel": draw_parallel_calls,
-    "tool_answer": draw_answer,
-    "tool_not_needed": draw_not_needed,
-    "tool_missing": draw_missing,
-}
+    "tool_call": draw_call, "tool_made_up": draw_made_up_call, "tool_parallel": draw_parallel_calls,
+    "tool_answer": draw_answer, "tool_not_needed": draw_not_needed, "tool_missing": draw_missing,
+}  # fmt: skip
 
 
 def _draw_call_among(some: bool) -> Callable[..., ToolConversation]:
@@ -232,13 +214,9 @@ PROBED_KINDS: dict[str, Callable[..., ToolConversation]] = {
     **{kind: draw for kind, draw in TOOL_KINDS.items() if kind != "tool_call"},
 }
 _SHARES = {
-    "tool_call": 30,
-    "tool_made_up": 14,
-    "tool_parallel": 7,
-    "tool_answer": 25,
-    "tool_not_needed": 11,
+    "tool_call": 30, "tool_made_up": 14, "tool_parallel": 7, "tool_answer": 25, "tool_not_needed": 11,
     "tool_missing": 16,
-}
+}  # fmt: skip
 
 
 def make_tool_conversation(rng: Random) -> ToolConversation:

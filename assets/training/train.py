@@ -1,7 +1,7 @@
 """Makes assets/quire-tiny: python -m assets.training.train.
 
 The first course starts from random weights. The second goes on from the file of the first and teaches tools and answers
-in JSON, the third from that of the second, with tools in many more words.
+in JSON, the third from that of the second, with tools in many more words (`courses`).
 """
 
 import argparse
@@ -9,43 +9,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from assets.training.batches import LONG_SHAPES, Batch, Lesson, lesson_batches
-from assets.training.corpus import (
-    BOS_ID,
-    END_ID,
-    EOS_ID,
-    FIFTH_EMPHASIS,
-    FIRST_EMPHASIS,
-    FOURTH_EMPHASIS,
-    PAD_ID,
-    SECOND_EMPHASIS,
-    THIRD_EMPHASIS,
-    held_out_texts,
-)
-from assets.training.second_course import Shares, second_course_documents
-from assets.training.third_course import third_course_documents
+from assets.training.batches import Batch, lesson_batches
+from assets.training.corpus import BOS_ID, END_ID, EOS_ID, PAD_ID, held_out_texts
+from assets.training.courses import COURSES, Course
 from assets.training.tokenizer import VOCABULARY_SIZE, add_json_marks, save_tokenizer, train_tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """Learning rates at some steps, in their order; straight lines in between."""
-
-    points: tuple[tuple[int, float], ...]
-
-    def rate(self, step: int) -> float:
-        steps, rates = zip(*self.points, strict=True)
-        return float(np.interp(step, steps, rates))
-
 
 MAX_LENGTH = 1024
 
@@ -70,15 +43,6 @@ def make_model() -> LlamaForCausalLM:
         initializer_range=0.02,
     )
     return LlamaForCausalLM(config)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingPlan:
-    """The last lesson ends where the schedule does."""
-
-    schedule: Schedule
-    lessons: tuple[Lesson, ...]
-    checkpoint_every: int = 100
 
 
 def _make_optimizer(model: LlamaForCausalLM) -> torch.optim.Optimizer:
@@ -140,7 +104,7 @@ def _load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim
 def train(
     model: LlamaForCausalLM,
     tokenizer: Tokenizer,
-    plan: TrainingPlan,
+    course: Course,
     checkpoint: Path,
     threads: int,
     log: Callable[[str], None] = print,
@@ -151,9 +115,9 @@ def train(
     done = _load_checkpoint(checkpoint, model, optimizer) if checkpoint.exists() else 0
     gradients = _Gradients(model, threads)
     started, seen = time.monotonic(), 0
-    for step, batch in lesson_batches(tokenizer, plan.lessons, done):
+    for step, batch in lesson_batches(tokenizer, course.lessons, done):
         for group in optimizer.param_groups:
-            group["lr"] = plan.schedule.rate(step)
+            group["lr"] = course.schedule.rate(step)
         loss = gradients.compute(batch)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -161,8 +125,8 @@ def train(
         seen += batch.tokens.numel()
         if step % 20 == 0:
             pace = seen / (time.monotonic() - started)
-            log(f"step {step} loss {loss:.4f} rate {plan.schedule.rate(step):.2e} tokens/s {pace:.0f}")
-        if (step + 1) % plan.checkpoint_every == 0:
+            log(f"step {step} loss {loss:.4f} rate {course.schedule.rate(step):.2e} tokens/s {pace:.0f}")
+        if (step + 1) % course.checkpoint_every == 0:
             _save_checkpoint(checkpoint, model, optimizer, step + 1)
 
 
@@ -201,45 +165,6 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> No
             path.replace(directory / path.name)
 
 
-FIRST_COURSE = TrainingPlan(
-    schedule=Schedule(((-1, 0.0), (99, 2e-3), (3400, 2e-3), (4500, 0.0))),
-    lessons=(
-        Lesson(until=2000, seed=0, emphasis=FIRST_EMPHASIS),
-        Lesson(until=3400, seed=1, emphasis=SECOND_EMPHASIS),
-        Lesson(until=4500, seed=2, emphasis=THIRD_EMPHASIS),
-    ),
-)
-
-
-def _second_lesson(until: int, seed: int, shares: Shares) -> Lesson:
-    documents = partial(second_course_documents, shares=shares)
-    return Lesson(until, seed, FOURTH_EMPHASIS, documents, LONG_SHAPES)
-
-
-SECOND_COURSE = TrainingPlan(
-    schedule=Schedule(((-1, 0.0), (99, 1.5e-3), (2300, 1.5e-3), (4500, 7.8e-4), (7000, 0.0))),
-    lessons=(
-        _second_lesson(2300, 3, Shares(old=0.64, tools=0.15)),
-        _second_lesson(4800, 4, Shares(old=0.66, tools=0.125)),
-        _second_lesson(7000, 5, Shares(old=0.58, tools=0.21)),
-    ),
-)
-
-THIRD_COURSE = TrainingPlan(
-    schedule=Schedule(((-1, 0.0), (49, 5e-4), (790, 5e-4), (900, 0.0))),
-    lessons=(
-        Lesson(
-            900,
-            6,
-            FIFTH_EMPHASIS,
-            partial(third_course_documents, shares=Shares(old=0.72, tools=0.19)),
-            LONG_SHAPES,
-        ),
-    ),
-    checkpoint_every=50,
-)
-
-
 def widen(model: LlamaForCausalLM, before: Tokenizer, after: Tokenizer) -> None:
     """Gives each token that `after` has beyond `before` the mean of the embeddings of its pieces."""
     known, size = before.get_vocab_size(), after.get_vocab_size()
@@ -250,6 +175,36 @@ def widen(model: LlamaForCausalLM, before: Tokenizer, after: Tokenizer) -> None:
         for token in range(known, size):
             pieces = before.encode(str(after.id_to_token(token)), add_special_tokens=False).ids
             embeddings.weight[token] = embeddings.weight[pieces].mean(0)
+
+
+def move_towards(model: LlamaForCausalLM, other: LlamaForCausalLM, share: float) -> None:
+    """Moves the weights of `model` on the straight line to those of `other`, of the same shape, by `share` of it."""
+    with torch.no_grad():
+        for weight, target in zip(model.parameters(), other.parameters(), strict=True):
+            weight.lerp_(target, share)
+
+
+def begin(start: Path | None) -> tuple[LlamaForCausalLM, Tokenizer]:
+    """What a course begins with: the weights as they are stored, so that it does not matter when the course before was,
+    in float32, with the marks of JSON in the vocabulary; or random weights and a new tokenizer, without them."""
+    if start is None:
+        torch.manual_seed(0)
+        return make_model(), train_tokenizer()
+    model = LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
+    before, tokenizer = (Tokenizer.from_file(str(start / "tokenizer.json")) for _ in range(2))
+    add_json_marks(tokenizer)
+    widen(model, before, tokenizer)
+    return model, tokenizer
+
+
+def take(course: Course, start: Path | None, output: Path, checkpoint: Path, threads: int) -> None:
+    """Trains from the model in `start`, or from nothing, and writes what came of it to `output`."""
+    model, tokenizer = begin(start)
+    train(model, tokenizer, course, checkpoint, threads, _log)
+    if course.way_back:
+        move_towards(model, begin(start)[0], course.way_back)
+    export(model, tokenizer, output)
+    checkpoint.unlink(missing_ok=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -273,57 +228,18 @@ def _log(line: str) -> None:
     print(line, flush=True)
 
 
-def _first_course(output: Path, checkpoint: Path, threads: int) -> None:
-    torch.manual_seed(0)
-    model, tokenizer = make_model(), train_tokenizer()
-    train(model, tokenizer, FIRST_COURSE, checkpoint, threads, _log)
-    export(model, tokenizer, output)
-    checkpoint.unlink(missing_ok=True)
-
-
-def _second_course(start: Path, output: Path, checkpoint: Path, threads: int) -> None:
-    """From the weights as they are stored, so that it does not matter when the first course was."""
-    model = LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
-    tokenizer = Tokenizer.from_file(str(start / "tokenizer.json"))
-    first = Tokenizer.from_file(str(start / "tokenizer.json"))
-    add_json_marks(tokenizer)
-    widen(model, first, tokenizer)
-    train(model, tokenizer, SECOND_COURSE, checkpoint, threads, _log)
-    export(model, tokenizer, output)
-    checkpoint.unlink(missing_ok=True)
-
-
-def move_towards(model: LlamaForCausalLM, other: LlamaForCausalLM, share: float) -> None:
-    """Moves the weights of `model` on the straight line to those of `other`, of the same shape, by `share` of it."""
-    with torch.no_grad():
-        for weight, target in zip(model.parameters(), other.parameters(), strict=True):
-            weight.lerp_(target, share)
-
-
-def _third_course(start: Path, output: Path, checkpoint: Path, threads: int) -> None:
-    """From the weights of the second course as they are stored. Half of the way back to them, the old scores stay."""
-    before, model = (LlamaForCausalLM.from_pretrained(start, dtype=torch.float32) for _ in range(2))
-    tokenizer = Tokenizer.from_file(str(start / "tokenizer.json"))
-    train(model, tokenizer, THIRD_COURSE, checkpoint, threads, _log)
-    move_towards(model, before, 0.5)
-    export(model, tokenizer, output)
-    checkpoint.unlink(missing_ok=True)
-
-
 def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    output, threads, start = arguments.output, arguments.threads, arguments.start or arguments.output
-    checkpoints = [arguments.checkpoints / f"quire-tiny-course-{course}.pt" for course in (1, 2, 3)]
+    output: Path = arguments.output
+    checkpoints = [arguments.checkpoints / f"quire-tiny-course-{number}.pt" for number in range(1, len(COURSES) + 1)]
     # What an interrupted run was in goes on.
-    begun = [course for course, path in enumerate(checkpoints, 1) if path.exists()]
-    begin = max([arguments.course, *begun])
-    if begin == 1:
-        _first_course(output, checkpoints[0], threads)
-    if begin <= 2:
-        _second_course(start if begin == 2 else output, output, checkpoints[1], threads)
-    _third_course(start if begin == 3 else output, output, checkpoints[2], threads)
+    first = max([arguments.course, *(number for number, path in enumerate(checkpoints, 1) if path.exists())])
+    start = None if first == 1 else arguments.start or output
+    for course, checkpoint in zip(COURSES[first - 1 :], checkpoints[first - 1 :], strict=True):
+        take(course, start, output, checkpoint, arguments.threads)
+        start = output
     _log(f"wrote {output}")
 
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from assets.training.corpus import BOS_ID, CHAT_TEMPLATE, END, SPECIAL_TOKENS, Conversation, Turn, chat_document
-from assets.training.third_course import make_reworded_conversation
+from assets.training.rewordings import make_reworded_conversation
 from assets.training.tool_lessons import TOOL_KINDS, make_tool_conversation
 from assets.training.tools import tool_document
 

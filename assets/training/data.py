@@ -1,0 +1,22 @@
+"""Reads the words and wordings in `data`: TOML files whose longer strings are lists."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+DIRECTORY = Path(__file__).parent / "data"
+
+
+def load(name: str) -> dict[str, Any]:
+    """A file of `data`, by its name without the ending."""
+    return tomllib.loads((DIRECTORY / f"{name}.toml").read_text())
+
+
+def items(text: str) -> tuple[str, ...]:
+    """What ` | ` and line ends separate; `_` is an empty item."""
+    return tuple("" if item == "_" else item for line in text.strip().splitlines() for item in line.split(" | "))
+
+
+def pairs(text: str) -> tuple[tuple[str, str], ...]:
+    """Items of the form `left: right`."""
+    return tuple((left, right) for left, _, right in (item.partition(": ") for item in items(text)))

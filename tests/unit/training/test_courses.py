@@ -1,0 +1,51 @@
+"""The courses are those that made the embedded weights, and each takes steps and saves what came of them."""
+
+import hashlib
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from shutil import copyfile
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from assets.training.courses import COURSES
+from assets.training.train import take
+
+DIRECTORY = Path(__file__).parents[3] / "assets" / "quire-tiny"
+LESSONS = [lesson for course in COURSES for lesson in course.lessons]
+# Of the first 100 documents of each lesson, by the generators that made the weights.
+DIGESTS = [
+    "4e31ec359e0d63e3",
+    "eaef12770e79dc99",
+    "5be369b8befa5b1c",
+    "c69f7998e4ea2cea",
+    "259aa2cba6661407",
+    "d2162ef845b7123b",
+    "76bbbeb3924cb622",
+]
+
+
+@pytest.mark.parametrize(("lesson", "digest"), list(zip(LESSONS, DIGESTS, strict=True)))
+def test_a_lesson_has_the_documents_that_the_weights_were_trained_on(lesson, digest):
+    documents = [[(each.text, each.weight) for each in document] for document in islice(lesson.documents(), 100)]
+    assert hashlib.sha256(repr(documents).encode()).hexdigest()[:16] == digest
+
+
+@pytest.mark.parametrize("number", range(len(COURSES)))
+def test_a_course_goes_on_from_a_model_and_writes_another(number, tmp_path):
+    start, output, checkpoint = tmp_path / "start", tmp_path / "output", tmp_path / "checkpoint.pt"
+    config = LlamaConfig.from_pretrained(
+        DIRECTORY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8
+    )
+    before = LlamaForCausalLM(config)
+    before.save_pretrained(start)
+    copyfile(DIRECTORY / "tokenizer.json", start / "tokenizer.json")
+    course = replace(COURSES[number], lessons=(replace(COURSES[number].lessons[0], until=3),), checkpoint_every=2)
+    take(course, start, output, checkpoint, threads=1)
+    after = LlamaForCausalLM.from_pretrained(output)
+    assert not torch.equal(after.model.embed_tokens.weight, before.model.embed_tokens.weight.bfloat16())
+    assert (output / "tokenizer.json").read_bytes() == (start / "tokenizer.json").read_bytes()
+    assert (output / "heldout.txt").read_bytes() == (DIRECTORY / "heldout.txt").read_bytes()
+    assert not checkpoint.exists()
